@@ -1,0 +1,69 @@
+# Every target sets itself up: a Python >= 3.10 with its headers, pip, make and g++ are enough.
+#   make demo   train a small Llama with eager, Inductor and mst, and draw the difference
+#   make test   the test suite
+#   make lint   ruff and mypy
+#   make bench  measured side by side; every table of the README
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo gallery test lint format bench setup clean
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(READY)
+	$(BIN)/mstpass demo --out demo-out $(ARGS)
+	@echo "make demo: the picture is $(CURDIR)/demo-out/demo.png"
+
+# The pictures that the documents show, redrawn.
+gallery: demo
+	mkdir -p docs/img viz/gallery
+	cp demo-out/demo.png docs/img/demo.png
+	cp demo-out/demo.png viz/gallery/demo.png
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/mstpass bench loops $(ARGS)
+	$(BIN)/mstpass bench peers $(ARGS)
+	$(BIN)/mstpass bench compile $(ARGS)
+
+setup: $(READY)
+
+# torch comes first and pinned: the range in pyproject.toml then installs nothing more.
+$(READY): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	@touch $@
+
+# Some distributions ship Python without ensurepip; pip itself can then fill the environment.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "mstpass needs Python 3.10 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@command -v "$${CXX:-g++}" >/dev/null || { \
+	  echo "mstpass needs a C++ compiler (g++): torch.compile builds CPU kernels with it" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys, sysconfig, os; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || \
+	  echo "warning: no Python.h next to $(PYTHON): torch.compile may fail to build kernels (Debian, Ubuntu: apt install python3-dev)" >&2
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 \
+	  || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+	       && $(PYTHON) -m pip --python $(VENV)/bin/python install --quiet pip; } \
+	  || { rm -rf $(VENV); \
+	       echo "Cannot create $(VENV): install Python's venv module (Debian, Ubuntu: apt install python3-venv)," \
+	            "or name another Python: make PYTHON=/path/to/python3" >&2; exit 1; }
+
+clean:
+	rm -rf $(VENV) demo-out .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -1,0 +1,59 @@
+"""What mst took, what it refused, and why: the same head, compiled in two ways.
+
+Returning the logits forces them to exist in full, so the report names them and says what to
+compile instead; returning the loss alone lets mst chunk the head.
+
+    python examples/read_the_report.py
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mstpass
+
+VOCABULARY, WIDTH, TOKENS = 8192, 128, 1024
+
+
+def loss_only(h_TD: Tensor, head_VD: Tensor, labels_T: Tensor) -> Tensor:
+    return F.cross_entropy(h_TD @ head_VD.t(), labels_T)
+
+
+def loss_and_logits(h_TD: Tensor, head_VD: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    logits_TV = h_TD @ head_VD.t()
+    return F.cross_entropy(logits_TV, labels_T), logits_TV
+
+
+def compile_and_report(fn: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> mstpass.Report:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    h_TD = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
+    head_VD = torch.randn(VOCABULARY, WIDTH, device=device, requires_grad=True)
+    labels_T = torch.randint(VOCABULARY, (TOKENS,), device=device)
+    out = torch.compile(fn, backend="mst")(h_TD, head_VD, labels_T)
+    loss = out[0] if isinstance(out, tuple) else out
+    loss.backward()
+    return mstpass.reports()[-1]
+
+
+def show(report: mstpass.Report) -> None:
+    for region in report.regions:
+        saved = (region.bytes_before - region.bytes_after) / 2**20
+        print(f"  taken: {region.kind}, {region.mode}, {region.num_chunks} chunks of")
+        print(f"    {region.chunk_tokens} tokens, {saved:.0f} MiB less ({region.source})")
+    for rejection in report.rejections:
+        print(f"  refused in {rejection.stage}, at {rejection.node}: {rejection.reason}")
+
+
+def main() -> tuple[mstpass.Report, mstpass.Report]:
+    reports = []
+    for fn in (loss_only, loss_and_logits):
+        print(f"{fn.__name__}:")
+        reports.append(compile_and_report(fn))
+        show(reports[-1])
+    return reports[0], reports[1]
+
+
+if __name__ == "__main__":
+    main()

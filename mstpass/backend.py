@@ -1,0 +1,168 @@
+"""The function that ``torch.compile(..., backend="mst")`` calls, and every hook into torch.
+
+Inductor stays in charge: ``compile_fx`` runs with three of its config hooks set,
+
+- ``custom_partitioner_fn``: gets the joint graph and returns forward and backward;
+- ``post_grad_custom_post_pass``: lowers the loops, once both graphs are past every cache key;
+- ``joint_custom_*`` and the rest as the user has them.
+
+A failure of ours never reaches the user: the untouched joint graph goes to torch's own
+partitioner, with one warning (``strict=True`` raises instead).
+
+Private APIs, checked with torch 2.13: ``torch._inductor.compile_fx.compile_fx``,
+``torch._inductor.custom_graph_pass``, ``torch._guards.TracingContext``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import logging
+import pathlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+
+from mstpass import pipeline
+from mstpass.chunk.lower import lower_loops
+from mstpass.donate import keep_safe_donations
+from mstpass.options import OptionError, Options
+from mstpass.plans import Outcome, Rejection
+from mstpass.report import store
+from mstpass.report.report import Report
+
+log = logging.getLogger(__name__)
+
+
+class MstpassError(RuntimeError):
+    """A failure inside mstpass, raised only under ``strict=True``."""
+
+
+def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """Compile a Dynamo graph with Inductor, the step's large parts in chunks.
+
+    Args:
+        gm: the graph that Dynamo captured.
+        example_inputs: its (fake) inputs.
+        kwargs: ``options`` (a mapping), ``mode`` (Inductor's, passed on) as torch.compile has them.
+
+    Raises:
+        OptionError: a wrong option.
+    """
+    options = Options.parse(kwargs.get("options"))
+    patches = {**_mode_patches(kwargs.get("mode")), **options.inductor_patches}
+    key = store.graph_key(gm, example_inputs, uuid(options))
+    partitioner = Partitioner(options, key)
+    patches["custom_partitioner_fn"] = partitioner
+    patches["post_grad_custom_post_pass"] = LowerLoops(_users_pass(patches))
+    compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+    if not partitioner.ran:
+        store.recall(key)
+    return compiled  # type: ignore[no-any-return]
+
+
+def _mode_patches(mode: str | None) -> dict[str, Any]:
+    if mode is None or mode == "default":
+        return {}
+    return dict(torch._inductor.list_mode_options(mode))
+
+
+def _users_pass(patches: dict[str, Any]) -> Any:
+    import torch._inductor.config as inductor_config
+
+    return patches.get("post_grad_custom_post_pass", inductor_config.post_grad_custom_post_pass)
+
+
+@functools.cache
+def _sources_hash() -> str:
+    """Of all our sources: a changed pass must not hit graphs that an older one compiled."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def uuid(options: Options) -> str:
+    """What decides the pass's results besides the graph: sources, torch version, options."""
+    return f"mstpass-{_sources_hash()}-{options.fingerprint()}"
+
+
+class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+    """Called by AOTAutograd with the joint graph; must return forward and backward modules."""
+
+    def __init__(self, options: Options, key: str):
+        self.options, self.key, self.ran = options, key, False
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.ran = True
+        prepared = _prepare(gm)
+        fallback = copy.copy(prepared.graph)
+        try:
+            result = pipeline.run(prepared, self.options, **_known(kwargs))
+            assert result.modules is not None
+            store.add(Report(result.outcome), self.key, self.options.report)
+            return result.modules
+        except Exception as error:
+            if self.options.strict:
+                raise MstpassError(f"mstpass failed (strict=True): {error}") from error
+            warnings.warn(
+                f"mstpass left a graph to Inductor as it was, because of an error of its own: "
+                f"{type(error).__name__}: {error}. Please report it; options={{'strict': True}} "
+                "raises it.",
+                stacklevel=2,
+            )
+            log.debug("mstpass failed", exc_info=True)
+            reason = f"{type(error).__name__}: {error}"
+            store.add(Report(Outcome(rejections=(Rejection("error", "graph", reason),))), self.key)
+            prepared.graph = fallback
+            return min_cut_rematerialization_partition(prepared, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return uuid(self.options)
+
+
+def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in kwargs.items() if k in ("num_fwd_outputs", "static_lifetime_input_indices")}
+
+
+def _prepare(gm: fx.GraphModule) -> fx.GraphModule:
+    """Dead code out, equal nodes merged, as torch's partitioner does first."""
+    import torch._functorch.config as functorch_config
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    gm.graph.eliminate_dead_code()
+    if functorch_config.cse:
+        gm.graph = fx_graph_cse(gm.graph)
+    gm.recompile()
+    return gm
+
+
+class LowerLoops(CustomGraphPass):  # type: ignore[misc]
+    """Inductor's last pass over forward and backward: our lowering, then the user's own pass."""
+
+    def __init__(self, users_pass: Any):
+        self.users_pass = users_pass
+
+    def __call__(self, graph: fx.Graph) -> None:
+        lower_loops(graph)
+        keep_safe_donations(graph)
+        if self.users_pass is not None:
+            self.users_pass(graph)
+
+    def uuid(self) -> Any:
+        theirs = self.users_pass.uuid() if isinstance(self.users_pass, CustomGraphPass) else None
+        if self.users_pass is not None and theirs is None:
+            return None  # an unknown pass: not cacheable, as without us
+        return f"mstpass-{_sources_hash()}-{theirs}"
+
+
+__all__ = ["MstpassError", "OptionError", "mst"]

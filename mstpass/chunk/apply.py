@@ -1,0 +1,234 @@
+"""Replace planned regions by ``mst_loop`` nodes: a new joint graph from an old one.
+
+The new graph is written in the old one's order; a loop is written when its first result is
+needed, after everything that it reads. Two loops that need each other's results cannot both be
+written: ``CycleError`` names the plan to leave out.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from mstpass.chunk.body import build_body
+from mstpass.chunk.grow import CannotTake
+from mstpass.chunk.loop import STACK, SUM, OutputSpec, mst_loop
+from mstpass.graph.build import Builder, fake_mode_of
+from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.tokens import Spec
+from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
+
+aten = torch.ops.aten
+
+
+class CycleError(Exception):
+    def __init__(self, plan: ChunkPlan):
+        super().__init__(f"the loops of {plan.source or plan.members[0][0]} need their own results")
+        self.plan = plan
+
+
+def apply_plans(
+    joint: JointGraph, plans: Sequence[ChunkPlan], accumulate: str = "float32"
+) -> fx.GraphModule:
+    """A new joint graph module with every plan's loops in it; the old one is left as it is.
+
+    Raises:
+        CycleError: a plan's loops depend on themselves through other nodes.
+        CannotTake: a loop's body cannot be built.
+    """
+    return _Writer(joint, plans, accumulate).write()
+
+
+Task = fx.Node | LoopPlan
+
+
+class _Writer:
+    def __init__(self, joint: JointGraph, plans: Sequence[ChunkPlan], accumulate: str):
+        self.joint, self.accumulate = joint, accumulate
+        self.graph = fx.Graph()
+        self.builder = Builder(self.graph, fake_mode_of(joint.nodes))
+        self.root = torch.nn.Module()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.raw: dict[fx.Node, fx.Node] = {}  # loop results before scaling and casting
+        self.written: set[int] = set()
+        self.bodies: dict[str, str] = {}
+        self.plan_of = {id(loop): plan for plan in plans for loop in plan.loops}
+        self.producers: dict[fx.Node, tuple[LoopPlan, LoopOutput]] = {}
+        for plan in plans:
+            for loop in plan.loops:
+                for item in loop.outputs:
+                    self.producers.setdefault(joint.by_name[item.node], (loop, item))
+
+    def write(self) -> fx.GraphModule:
+        for name, child in self.joint.module.named_children():
+            setattr(self.root, name, child)
+        for node in self.joint.nodes:
+            if node.op == "placeholder":
+                self.env[node] = self.graph.node_copy(node)
+        live = self._live()
+        for node in self.joint.nodes:  # the old order, so that writes stay behind reads
+            if node in live:
+                self._require(node)
+        module = fx.GraphModule(self.root, self.graph)
+        module.meta = dict(self.joint.module.meta)
+        self.graph.lint()
+        return module
+
+    # ---- order ---------------------------------------------------------------------------------
+    def _deps(self, task: Task) -> list[Task]:
+        if isinstance(task, LoopPlan):
+            return [self.joint.by_name[item.node] for item in task.inputs]
+        if task not in self.producers:
+            return list(task.all_input_nodes)
+        loop, item = self.producers[task]
+        unit = [self.joint.by_name[loop.unit]] if item.scaled and loop.unit else []
+        return [loop, *unit]
+
+    def _done(self, task: Task) -> bool:
+        return id(task) in self.written if isinstance(task, LoopPlan) else task in self.env
+
+    def _live(self) -> set[fx.Node]:
+        stack: list[Task] = [n for n in self.joint.nodes if n.op == "output" or n.is_impure()]
+        seen: set[int] = set()
+        found: set[fx.Node] = set()
+        while stack:
+            task = stack.pop()
+            if id(task) not in seen:
+                seen.add(id(task))
+                if isinstance(task, fx.Node):
+                    found.add(task)
+                stack.extend(self._deps(task))
+        return found
+
+    def _require(self, target: Task) -> None:
+        """Write a task after all that it needs, without recursion (graphs are deep)."""
+        stack: list[Task] = [target]
+        path: dict[int, Task] = {}
+        while stack:
+            task = stack[-1]
+            missing = [] if self._done(task) else [t for t in self._deps(task) if not self._done(t)]
+            for other in missing:
+                if id(other) in path or other is task:
+                    raise CycleError(self._guilty([*path.values(), task]))
+            if missing:
+                path[id(task)] = task
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            path.pop(id(task), None)
+            if not self._done(task):
+                self._write(task)
+
+    def _guilty(self, path: list[Task]) -> ChunkPlan:
+        loops = [t for t in path if isinstance(t, LoopPlan)]
+        return self.plan_of[id(loops[-1])]
+
+    def _write(self, task: Task) -> None:
+        if isinstance(task, LoopPlan):
+            self._write_loop(self.plan_of[id(task)], task)
+            self.written.add(id(task))
+        elif task in self.producers:
+            self.env[task] = self._finish(task, *self.producers[task])
+        else:
+            self.env[task] = self.graph.node_copy(task, self.env.__getitem__)
+
+    # ---- one loop ------------------------------------------------------------------------------
+    def _write_loop(self, plan: ChunkPlan, loop: LoopPlan) -> None:
+        sliced = [self._rows(self.joint.by_name[i.node], i.spec) for i in loop.inputs if i.spec]
+        whole = [self.env[self.joint.by_name[i.node]] for i in loop.inputs if not i.spec]
+        body_name, parts = self._body(plan, loop)
+        specs = tuple(
+            _output_spec(plan, item.spec, part)
+            for item, part in zip(loop.outputs, parts, strict=True)
+        )
+        sizes = (plan.num_chunks, plan.chunk_tokens, plan.num_tokens)
+        body = self.graph.get_attr(body_name)
+        args = (body, *sizes, specs, tuple(sliced), tuple(whole))
+        call = self.graph.call_function(mst_loop, args)
+        device = (*sliced, *whole)[0].meta["val"].device
+        with self.builder.mode:
+            call.meta["val"] = tuple(
+                torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in specs
+            )
+        for position, item in enumerate(loop.outputs):
+            result = self.builder.call(operator.getitem, call, position)
+            self.raw[self.joint.by_name[item.node]] = result
+
+    def _body(self, plan: ChunkPlan, loop: LoopPlan) -> tuple[str, list[torch.Tensor]]:
+        """Build the body. Loops that compute the same share one, so that it compiles once."""
+        graph = fx.Graph()
+        parts = build_body(
+            self.joint, plan, loop, Builder(graph, self.builder.mode), self.accumulate
+        )
+        inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
+        key = f"{graph} {[(v.dtype, tuple(v.shape), v.stride(), v.device) for v in inputs]}"
+        if key not in self.bodies:
+            name = f"mst_body_{len(self.bodies)}"
+            setattr(self.root, name, fx.GraphModule(torch.nn.Module(), graph))
+            self.bodies[key] = name
+        return self.bodies[key], [part.meta["val"] for part in parts]
+
+    def _rows(self, node: fx.Node, spec: Spec) -> fx.Node:
+        """A value as ``[N, rest]``, tokens first."""
+        built = self.env[node]
+        value = built.meta["val"]
+        rest = [d for d in range(value.dim()) if d not in spec]
+        order = [*spec, *rest]
+        if order != sorted(order):
+            built = self.builder.call(aten.permute.default, built, order)
+        shape = [math.prod(value.shape[d] for d in spec), *(value.shape[d] for d in rest)]
+        return self._reshaped(built, shape)
+
+    def _reshaped(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        value = node.meta["val"]
+        if list(value.shape) == shape:
+            return node
+        if not _viewable(value, shape):
+            node = self.builder.call(
+                aten.clone.default, node, memory_format=torch.contiguous_format
+            )
+        return self.builder.call(aten.view.default, node, shape)
+
+    def _finish(self, node: fx.Node, loop: LoopPlan, item: LoopOutput) -> fx.Node:
+        """A loop's result as the value it stands for: scaled, cast, its dims in their places."""
+        built = self.raw[node]
+        value = value_of(node)
+        assert value is not None
+        if item.scaled and loop.unit:
+            unit = self._reshaped(self.env[self.joint.by_name[loop.unit]], [])
+            built = self.builder.call(aten.mul.Tensor, built, unit)
+        if built.meta["val"].dtype != value.dtype:
+            cast = torch.ops.prims.convert_element_type.default
+            built = self.builder.call(cast, built, value.dtype)
+        if item.spec is not None:
+            spec = item.spec
+            rest = [d for d in range(value.dim()) if d not in spec]
+            order = [*spec, *rest]
+            built = self._reshaped(built, [value.shape[d] for d in order])
+            if order != sorted(order):
+                back = [order.index(d) for d in range(len(order))]
+                built = self.builder.call(aten.permute.default, built, back)
+        if tuple(built.meta["val"].shape) != tuple(value.shape):
+            raise CannotTake(node, f"the loop returns {tuple(built.meta['val'].shape)}")
+        for key in ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack"):
+            if key in node.meta:
+                built.meta[key] = node.meta[key]
+        return built
+
+
+def _output_spec(plan: ChunkPlan, spec: Spec | None, part: torch.Tensor) -> OutputSpec:
+    if spec is None:
+        return SUM, tuple(part.shape), part.dtype
+    return STACK, (plan.num_tokens, *part.shape[1:]), part.dtype
+
+
+def _viewable(value: torch.Tensor, shape: list[int]) -> bool:
+    try:
+        value.view(shape)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,190 @@
+"""The body of a loop: a region's nodes redone at chunk size, as a pure graph.
+
+Every node keeps its op; only sizes in its arguments change (the op table says where). Each node's
+new shape is checked against the chunk form of the old one, so a wrong rule cannot pass unseen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.chunk.grow import CannotTake
+from mstpass.graph import ops
+from mstpass.graph.build import Builder
+from mstpass.graph.joint import JointGraph, tensors_of, value_of
+from mstpass.graph.tokens import Refusal, Spec, chunk_shape
+from mstpass.plans import ChunkPlan, LoopPlan
+
+aten = torch.ops.aten
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_VIEWS_BY_SHAPE = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+def build_body(
+    joint: JointGraph, plan: ChunkPlan, loop: LoopPlan, builder: Builder, accumulate: str
+) -> list[fx.Node]:
+    """Add the body's nodes to the builder's empty graph, output node included.
+
+    Placeholders: sliced inputs as ``[c, ...]``, whole inputs, and ``valid`` where chunks overlap.
+    Returns the nodes of the outputs, in the order of ``loop.outputs``.
+
+    Raises:
+        CannotTake: a node's chunk does not have the shape that the plan expects.
+    """
+    return _Body(joint, plan, loop, builder, accumulate).build()
+
+
+class _Body:
+    def __init__(
+        self, joint: JointGraph, plan: ChunkPlan, loop: LoopPlan, builder: Builder, accumulate: str
+    ):
+        self.joint, self.loop, self.builder = joint, loop, builder
+        self.chunk, self.accumulate = plan.chunk_tokens, accumulate
+        self.ragged = plan.num_chunks * plan.chunk_tokens != plan.num_tokens
+        self.specs: dict[fx.Node, Spec | None] = {
+            joint.by_name[name]: spec for name, spec in plan.members
+        }
+        self.valid: fx.Node | None = None
+        self.env: dict[tuple[fx.Node, Spec | None], fx.Node] = {}
+
+    def build(self) -> list[fx.Node]:
+        self._add_inputs()
+        for name in self.loop.members:
+            node = self.joint.by_name[name]
+            spec = self.specs[node]
+            self.env[node, spec] = self._sum(node) if spec is None else self._copy(node, spec)
+        outputs = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
+        self.builder.graph.output(tuple(outputs))
+        return outputs
+
+    def _add_inputs(self) -> None:
+        sliced = [i for i in self.loop.inputs if i.spec]
+        device = torch.device("cpu")
+        holders = []
+        for position, item in enumerate(sliced):
+            value = self._value(item.node)
+            rest = [s for d, s in enumerate(value.shape) if d not in item.spec]
+            fake = self.builder.empty([self.chunk, *rest], value)
+            holders.append(self.builder.placeholder(f"chunk_{position}", fake))
+            device = value.device
+        for position, item in enumerate(i for i in self.loop.inputs if not i.spec):
+            value = self._value(item.node)
+            holder = self.builder.placeholder(f"whole_{position}", value)
+            self.env[self.joint.by_name[item.node], ()] = holder
+            device = value.device
+        if self.ragged:
+            with self.builder.mode:
+                mask = torch.empty([self.chunk], dtype=torch.bool, device=device)
+            self.valid = self.builder.placeholder("valid", mask)
+        for item, holder in zip(sliced, holders, strict=True):
+            node = self.joint.by_name[item.node]
+            self.env[node, item.spec] = self._from_rows(holder, self._value(item.node), item.spec)
+        if self.loop.unit is not None:
+            value = self._value(self.loop.unit)
+            unit = self.builder.call(
+                aten.full.default, list(value.shape), 1, dtype=value.dtype, device=value.device
+            )
+            self.env[self.joint.by_name[self.loop.unit], ()] = unit
+
+    def _value(self, name: str) -> torch.Tensor:
+        value = value_of(self.joint.by_name[name])
+        if value is None:
+            raise CannotTake(self.joint.by_name[name], "enters a loop but is not one tensor")
+        return value
+
+    def _from_rows(self, rows: fx.Node, value: torch.Tensor, spec: Spec) -> fx.Node:
+        """``[c, rest]`` to the chunk form: token dims 1, ..., 1, c at their places."""
+        rest = [d for d in range(value.dim()) if d not in spec]
+        order = [*spec, *rest]
+        ordered = [1] * (len(spec) - 1) + [self.chunk] + [value.shape[d] for d in rest]
+        node = rows
+        if len(spec) > 1:
+            node = self.builder.call(aten.reshape.default, node, ordered)
+        if order != sorted(order):
+            node = self.builder.call(aten.permute.default, node, [order.index(d) for d in range(len(order))])
+        return node
+
+    def _result(self, node: fx.Node, spec: Spec | None) -> fx.Node:
+        built = self.env[node, spec]
+        if spec is None:
+            return built
+        order = [*spec, *(d for d in range(len(built.meta["val"].shape)) if d not in spec)]
+        if order != sorted(order):
+            built = self.builder.call(aten.permute.default, built, order)
+        if len(spec) > 1:
+            rest = list(built.meta["val"].shape[len(spec) :])
+            built = self.builder.call(aten.reshape.default, built, [self.chunk, *rest])
+        return built
+
+    # ---- nodes --------------------------------------------------------------------------------
+    def _needs(self, node: fx.Node, spec: Spec) -> dict[fx.Node, Spec]:
+        needs = ops.operand_specs(node, spec)
+        if isinstance(needs, Refusal):
+            raise CannotTake(node, needs.reason)
+        return needs
+
+    def _copy(self, node: fx.Node, spec: Spec) -> fx.Node:
+        needs = self._needs(node, spec)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n, needs[n]])
+        row = ops.lookup(node)
+        assert isinstance(row, ops.Op)
+        target: Any = node.target
+        if row.shape_arg is not None and spec:
+            shape = chunk_shape(next(tensors_of(node.meta["val"])).shape, spec, self.chunk)
+            args = (*args[: row.shape_arg], shape, *args[row.shape_arg + 1 :])
+        if target in _VIEWS_BY_SHAPE:
+            target = aten.reshape.default
+        built = self.builder.call(target, *args, **kwargs)
+        self._check(node, spec, built)
+        return built
+
+    def _check(self, node: fx.Node, spec: Spec, built: fx.Node) -> None:
+        olds, news = tensors_of(node.meta["val"]), tensors_of(built.meta["val"])
+        for old, new in zip(olds, news, strict=True):
+            expected = chunk_shape(old.shape, spec, self.chunk)
+            if list(new.shape) != expected or new.dtype != old.dtype:
+                raise CannotTake(
+                    node, f"its chunk has shape {list(new.shape)}, {expected} was expected"
+                )
+
+    def _sum(self, node: fx.Node) -> fx.Node:
+        """A partial sum over the chunk's tokens, in the accumulator's dtype."""
+        source = next(n for n in node.all_input_nodes if self.specs.get(n))
+        needs = ops.sum_operands(node, source, self.specs[source] or ())
+        if isinstance(needs, Refusal):
+            raise CannotTake(node, needs.reason)
+        value = value_of(node)
+        assert value is not None
+        widen = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
+        parts = {n: self.env[n, spec] for n, spec in needs.items()}
+        if self.valid is not None:
+            smallest = min(parts, key=lambda n: parts[n].meta["val"].numel())
+            parts[smallest] = self._mask(parts[smallest], needs[smallest])
+        if widen and ops.is_matmul(node) and value.device.type == "cuda":
+            left, right = (parts[n] for n in ops.matmul_factors(node))
+            product = aten.mm.dtype if value.dim() == 2 else aten.bmm.dtype
+            return self.builder.call(product, left, right, torch.float32)
+        if widen:
+            # The chunk's operands in float32: cheaper than a product of the weight's size.
+            parts = {n: self._cast(part, torch.float32) for n, part in parts.items()}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: parts[n])
+        built = self.builder.call(node.target, *args, **kwargs)
+        if list(built.meta["val"].shape) != list(value.shape):
+            raise CannotTake(node, f"its partial sum has shape {list(built.meta['val'].shape)}")
+        return built
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return self.builder.call(torch.ops.prims.convert_element_type.default, node, dtype)
+
+    def _mask(self, node: fx.Node, spec: Spec) -> fx.Node:
+        """Zero in rows that an earlier chunk has summed already."""
+        value = node.meta["val"]
+        shape = chunk_shape([1] * value.dim(), spec, self.chunk)
+        valid = self.builder.call(aten.reshape.default, self.valid, shape)
+        zero = self.builder.call(
+            aten.full.default, [], 0, dtype=value.dtype, device=value.device
+        )
+        return self.builder.call(aten.where.self, valid, node, zero)

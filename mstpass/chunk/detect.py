@@ -1,0 +1,334 @@
+"""Find regions by structure: a matmul that widens, and everything its wide values touch.
+
+An *anchor* is a forward matmul of tokens with a weight whose output has at least ``WIDEN`` times
+as many features as its input. A region grows from it (grow.py), then is closed:
+
+- *fused*, when all that its backward nodes need from outside is one scalar and they are linear in
+  it. By linearity, backward(s) = s * backward(1): the loop can run in the forward.
+- otherwise its forward and backward nodes are closed apart; each becomes a loop.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from mstpass.chunk.grow import CannotTake, Growth
+from mstpass.graph import ops
+from mstpass.graph.joint import JointGraph, is_static, is_tangent, nbytes, numel, value_of
+from mstpass.graph.source import source_of
+from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, token_count
+from mstpass.plans import Region, Rejection
+
+WIDEN = 1.5
+_WIDE_OF_ANCHOR = 0.4
+_WIDE_OF_INPUT = 1.1
+_SMALL_BYTES = 16 * 2**10
+
+
+def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
+    """Regions of the graph, and what was large but refused. Changes nothing."""
+    regions: list[Region] = []
+    rejections: list[Rejection] = []
+    seen: set[fx.Node] = set()
+    for anchor, spec in _anchors(joint):
+        if anchor in seen:
+            continue
+        growth = Growth(joint, _wide_numel(anchor, spec))
+        try:
+            region = _region(joint, growth, anchor, spec, seen)
+        except CannotTake as refusal:
+            rejections.append(_rejection(anchor, refusal))
+            seen.update(n for n in growth.specs if growth.wide(n))
+        else:
+            regions.append(region)
+            seen.update(growth.specs)
+    return regions, rejections
+
+
+def _anchors(joint: JointGraph) -> list[tuple[fx.Node, Spec]]:
+    """Forward matmuls that widen, largest output first, with their token dims."""
+    found = []
+    for node in joint.nodes:
+        if not ops.is_matmul(node) or node in joint.backward or nbytes(node) < _SMALL_BYTES:
+            continue
+        spec = _anchor_spec(node)
+        if spec is not None:
+            found.append((node, spec))
+    return sorted(found, key=lambda pair: (-nbytes(pair[0]), joint.index[pair[0]]))
+
+
+def _anchor_spec(node: fx.Node) -> Spec | None:
+    a, b = (value_of(n) for n in ops.matmul_factors(node))
+    out = value_of(node)
+    if a is None or b is None or out is None or not out.is_floating_point():
+        return None
+    inner, rows, cols = a.shape[-1], out.shape[-2], out.shape[-1]
+    if out.dim() == 3 and out.shape[0] != 1:
+        return None  # a batch of matrices is attention or experts, not a token-parallel layer
+    left, right = ops.matmul_factors(node)
+    row, col = out.dim() - 2, out.dim() - 1
+    if _is_weight(left) and not _is_weight(right):
+        return (col,) if rows >= WIDEN * inner else None
+    return (row,) if cols >= WIDEN * inner else None
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """A placeholder seen through views and casts."""
+    while node.op == "call_function" and (
+        ops.is_view(node) or node.target is torch.ops.prims.convert_element_type.default
+    ):
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+def _wide_numel(anchor: fx.Node, spec: Spec) -> int:
+    out = value_of(anchor)
+    left, _ = ops.matmul_factors(anchor)
+    source = value_of(left)
+    assert out is not None and source is not None
+    if not is_static(out) or not is_static(source):
+        return 2**62
+    tokens = token_count(out.shape, spec)
+    inner = source.shape[-1]
+    return int(max(_WIDE_OF_INPUT * inner * tokens, _WIDE_OF_ANCHOR * numel(anchor)))
+
+
+def _rejection(anchor: fx.Node, refusal: CannotTake) -> Rejection:
+    return Rejection("detect", refusal.node.name, refusal.reason, source_of(anchor), nbytes(anchor))
+
+
+def _region(
+    joint: JointGraph, growth: Growth, anchor: fx.Node, spec: Spec, seen: set[fx.Node]
+) -> Region:
+    value = value_of(anchor)
+    assert value is not None
+    if not is_static(value):
+        raise CannotTake(anchor, "symbolic sizes are not chunked yet; compile with dynamic=False")
+    tokens = token_count(value.shape, spec)
+    if tokens < 2:
+        raise CannotTake(anchor, f"{tokens} token")
+    try:
+        growth.add(anchor, spec)
+    except CannotTake as refusal:
+        raise _explained(joint, growth, anchor, refusal) from None
+    taken = seen & {n for n, s in growth.specs.items() if s != WHOLE}
+    if taken:
+        raise CannotTake(joint.sorted(taken)[0], "belongs to another region already")
+    unit, note = _try_fused(joint, growth)
+    if unit is None:
+        _close_apart(joint, growth)
+    return _finish(joint, growth, tokens, anchor, unit, note)
+
+
+def _explained(
+    joint: JointGraph, growth: Growth, anchor: fx.Node, refusal: CannotTake
+) -> CannotTake:
+    """The refusal, in the words of the user's model where the case is a well-known one."""
+    if refusal.reason != "is an output of the graph":
+        return refusal
+    if _kind(joint, growth, anchor) == "lm_head":
+        return CannotTake(
+            refusal.node,
+            "logits are an output of the graph; compile a function that returns only the loss, "
+            "such as `lambda batch: model(**batch).loss`",
+        )
+    return refusal
+
+
+# ---- fused -------------------------------------------------------------------------------------
+def _try_fused(joint: JointGraph, growth: Growth) -> tuple[fx.Node | None, str]:
+    """Close the region as fused. Returns its scalar, or None and why it cannot be fused."""
+    trial = Growth(joint, growth.wide_numel)
+    trial.specs = dict(growth.specs)
+    if not any(n in joint.backward for n in trial.specs):
+        return None, "no backward part"
+    try:
+        entries = _close_backward(joint, trial)
+        unit = _single_entry(joint, trial, entries)
+        part = {n for n, s in trial.specs.items() if s != WHOLE or n in joint.backward}
+        trial.close(part, cut=unit)
+        if _close_backward(joint, trial, stop=unit) - {unit}:
+            raise CannotTake(unit, "closing the region brought in another scalar")
+        _check_linear(joint, trial, unit)
+    except CannotTake as refusal:
+        return None, f"not fused: {refusal.node.name}: {refusal.reason}"
+    growth.specs = trial.specs
+    _absorb(joint, growth, {n for n, s in growth.specs.items() if s != WHOLE})
+    return unit, ""
+
+
+def _close_backward(
+    joint: JointGraph, growth: Growth, stop: fx.Node | None = None
+) -> set[fx.Node]:
+    """Pull in all backward values that carry tokens; return the backward scalars that enter."""
+    while True:
+        entries: set[fx.Node] = set()
+        grew = False
+        for member in list(growth.specs):
+            for operand, spec in growth.needs(member).items():
+                if operand in growth.specs or operand not in joint.backward:
+                    continue
+                if numel(operand) == 1:
+                    entries.add(operand)
+                    continue
+                if operand.op == "placeholder":
+                    raise CannotTake(operand, "the gradient that enters is no scalar")
+                growth.add(operand, spec)
+                grew = True
+        if not grew:
+            return entries
+
+
+def _single_entry(joint: JointGraph, growth: Growth, entries: set[fx.Node]) -> fx.Node:
+    """Walk the entering scalars back to one: the tangent itself where no range is lost.
+
+    With the tangent as the unit, the loop computes just what the unchunked graph computes for a
+    tangent of 1. Under fp16 the last scalar is taken instead: it holds the division by the token
+    count, and leaving that outside keeps small gradients from underflowing.
+    """
+    if not entries:
+        raise CannotTake(next(iter(growth.specs)), "no scalar gradient enters")
+    half = any(v is not None and v.dtype == torch.float16 for v in map(value_of, growth.specs))
+    fed = _descendants(joint, growth)
+    while len(entries) > 1 or not half:
+        last = max(entries, key=joint.index.__getitem__)
+        if is_tangent(last):
+            break
+        sources = [n for n in last.all_input_nodes if n in joint.backward]
+        others = [n for n in last.all_input_nodes if n not in joint.backward]
+        if any(numel(n) != 1 for n in last.all_input_nodes) or any(n in fed for n in others):
+            if len(entries) == 1:
+                break
+            raise CannotTake(last, "several gradients enter")
+        growth.add(last, WHOLE)
+        entries = (entries - {last}) | set(sources)
+    if len(entries) > 1:
+        raise CannotTake(max(entries, key=joint.index.__getitem__), "several gradients enter")
+    return entries.pop()
+
+
+def _descendants(joint: JointGraph, growth: Growth) -> set[fx.Node]:
+    """Nodes outside that need the region's values."""
+    found: set[fx.Node] = set()
+    carriers = {n for n, s in growth.specs.items() if s != WHOLE}
+    for node in joint.nodes[min(joint.index[n] for n in carriers) :]:
+        if any(i in carriers or i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found - carriers
+
+
+def _check_linear(joint: JointGraph, growth: Growth, unit: fx.Node) -> None:
+    for node in joint.sorted(growth.specs):
+        if node not in joint.backward:
+            continue
+        row = ops.lookup(node)
+        if isinstance(row, Refusal):
+            raise CannotTake(node, row.reason)
+        depends = {n for n in node.all_input_nodes if n in joint.backward}
+        if not row.linear(node, depends):
+            raise CannotTake(node, f"{node.target} is not linear in the gradient")
+
+
+# ---- forward and backward apart ---------------------------------------------------------------
+def _close_apart(joint: JointGraph, growth: Growth) -> None:
+    for backward in (False, True):
+        part = _part(joint, growth, backward)
+        if part:
+            growth.close(part)
+            _absorb(joint, growth, _part(joint, growth, backward))
+
+
+def _part(joint: JointGraph, growth: Growth, backward: bool) -> set[fx.Node]:
+    return {
+        n
+        for n, s in growth.specs.items()
+        if s != WHOLE and (n in joint.backward) == backward
+    }
+
+
+def _absorb(joint: JointGraph, growth: Growth, part: set[fx.Node]) -> None:
+    """Take users that replace several of the part's outputs by one: ``dx = dx_gate + dx_up``."""
+    queue = joint.sorted(part)
+    for node in queue:
+        if growth.specs.get(node) == SUM or growth.wide(node):
+            continue
+        outside = [u for u in joint.users(node) if u not in growth.specs]
+        if len(outside) != 1:
+            continue
+        user = outside[0]
+        if user.op == "output" or not _replaces(growth, user):
+            continue
+        result = growth.try_user(user, node)
+        if isinstance(result, tuple) and (user in joint.backward) == (node in joint.backward):
+            growth.specs[user] = result
+            queue.append(user)
+
+
+def _replaces(growth: Growth, user: fx.Node) -> bool:
+    """All operands are members that nothing else outside uses."""
+    return all(
+        operand in growth.specs
+        and growth.specs[operand] not in (WHOLE, SUM)
+        and all(u is user or u in growth.specs for u in operand.users)
+        for operand in user.all_input_nodes
+    )
+
+
+# ---- result ------------------------------------------------------------------------------------
+def _kind(joint: JointGraph, growth: Growth, anchor: fx.Node) -> str:
+    """"mlp" when a forward matmul takes wide values back to narrow ones, else "lm_head"."""
+    for node, spec in growth.specs.items():
+        if node is anchor or node in joint.backward or isinstance(spec, Sum) or spec == WHOLE:
+            continue
+        if ops.is_matmul(node) and not growth.wide(node):
+            if any(growth.wide(n) and growth.specs.get(n) for n in ops.matmul_factors(node)):
+                return "mlp"
+    return "lm_head"
+
+
+def _finish(
+    joint: JointGraph,
+    growth: Growth,
+    tokens: int,
+    anchor: fx.Node,
+    unit: fx.Node | None,
+    note: str,
+) -> Region:
+    members = joint.sorted(growth.specs)
+    outputs = []
+    for node in members:
+        spec = growth.specs[node]
+        outside = [u for u in node.users if u not in growth.specs]
+        if not outside or spec == WHOLE or node.target is operator.getitem and not outside:
+            continue
+        if growth.wide(node) and spec != SUM:
+            raise CannotTake(node, f"{outside[0].name}, outside the region, uses a large value")
+        outputs.append(node)
+    _check_gain(growth, anchor, [n for n in outputs if n not in joint.backward])
+    return Region(
+        kind=_kind(joint, growth, anchor),
+        source=source_of(anchor),
+        num_tokens=tokens,
+        width=numel(anchor) // tokens,
+        fused=unit is not None,
+        members=tuple((n.name, _spec(growth.specs[n])) for n in members),
+        outputs=tuple(n.name for n in outputs),
+        backward=frozenset(n.name for n in members if n in joint.backward),
+        unit=unit.name if unit is not None else None,
+        note=note,
+    )
+
+
+def _spec(spec: Spec | Sum) -> Spec | None:
+    return None if isinstance(spec, Sum) else spec
+
+
+def _check_gain(growth: Growth, anchor: fx.Node, forward_outputs: list[fx.Node]) -> None:
+    stacked = sum(numel(n) for n in forward_outputs if not isinstance(growth.specs[n], Sum))
+    if not forward_outputs:
+        raise CannotTake(anchor, "nothing outside uses the region")
+    if 2 * stacked > numel(anchor):
+        raise CannotTake(anchor, "its outputs are as large as its intermediates: nothing to gain")

@@ -1,0 +1,171 @@
+"""Grow a region from one wide matmul: all that touches its wide values, each with token dims.
+
+Pseudo-code::
+
+    add(anchor)
+    for a member with a wide value:  add all its users            # no wide value may escape
+    for a member's wide operand, or operand that is a mere view:   add its producer
+    until nothing changes
+
+A *wide* value has many more elements a token than the anchor's input. A user of a wide value that
+is not token-parallel ends the growth with a refusal.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.joint import JointGraph, numel
+from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum
+
+
+class CannotTake(Exception):
+    """The region is refused; carries the node and the reason."""
+
+    def __init__(self, node: fx.Node, reason: str):
+        super().__init__(reason)
+        self.node, self.reason = node, reason
+
+
+class Growth:
+    """A region while it grows: its members and their specs."""
+
+    def __init__(self, joint: JointGraph, wide_numel: int):
+        self.joint = joint
+        self.wide_numel = wide_numel
+        self.specs: dict[fx.Node, Spec | Sum] = {}
+        self._queue: deque[fx.Node] = deque()
+
+    def wide(self, node: fx.Node) -> bool:
+        return numel(node) >= self.wide_numel
+
+    def add(self, node: fx.Node, spec: Spec | Sum) -> None:
+        """Make ``node`` a member and follow wide values and views from it until nothing is new.
+
+        Raises:
+            CannotTake: two members disagree on token dims, or a wide value escapes.
+        """
+        self._put(node, spec)
+        while self._queue:
+            member = self._queue.popleft()
+            self._pull_operands(member)
+            if self.wide(member) and self.specs[member] != SUM and self.specs[member] != WHOLE:
+                self._push_users(member)
+
+    def needs(self, member: fx.Node) -> dict[fx.Node, Spec]:
+        """The spec that a member needs of each operand."""
+        spec = self.specs[member]
+        if isinstance(spec, Sum):
+            needs = self._sum_needs(member)
+        else:
+            needs = ops.operand_specs(member, spec)
+        if isinstance(needs, Refusal):
+            raise CannotTake(member, needs.reason)
+        return needs
+
+    def _sum_needs(self, member: fx.Node) -> dict[fx.Node, Spec] | Refusal:
+        for operand in member.all_input_nodes:
+            spec = self.specs.get(operand)
+            if isinstance(spec, tuple) and spec != WHOLE:
+                return ops.sum_operands(member, operand, spec)
+        return Refusal(f"{member.name} sums nothing of the region")
+
+    def try_user(self, user: fx.Node, operand: fx.Node) -> Spec | Sum | Refusal:
+        """The spec ``user`` would have; a Refusal where it cannot join."""
+        spec = self.specs[operand]
+        if isinstance(spec, Sum):
+            return Refusal("a sum over tokens is used token by token")
+        if user.op == "output":
+            return Refusal("is an output of the graph")
+        result = ops.result_spec(user, operand, spec)
+        if isinstance(result, tuple):
+            needs = ops.operand_specs(user, result)
+            if isinstance(needs, Refusal):
+                return needs
+        return result
+
+    def _put(self, node: fx.Node, spec: Spec | Sum) -> None:
+        known = self.specs.get(node)
+        if known is None:
+            self.specs[node] = spec
+            self._queue.append(node)
+        elif known != spec:
+            raise CannotTake(node, f"token dims {known} and {spec} are both needed")
+
+    def _push_users(self, member: fx.Node) -> None:
+        for user in self.joint.users(member):
+            if user in self.specs:
+                continue
+            result = self.try_user(user, member)
+            if isinstance(result, Refusal):
+                if user.op == "output":
+                    raise CannotTake(member, result.reason)
+                raise CannotTake(user, result.reason)
+            self._put(user, result)
+
+    def _pull_operands(self, member: fx.Node) -> None:
+        for operand, spec in self.needs(member).items():
+            if operand in self.specs:
+                if self.specs[operand] != spec:
+                    raise CannotTake(
+                        operand, f"token dims {self.specs[operand]} and {spec} are both needed"
+                    )
+            elif self._worth_pulling(operand, spec) and self._can_pull(operand, spec):
+                self._put(operand, spec)
+
+    def _worth_pulling(self, operand: fx.Node, spec: Spec) -> bool:
+        if operand.op != "call_function":
+            return False
+        if spec == WHOLE:
+            return ops.is_cheap_view(operand)
+        return self.wide(operand) or ops.is_cheap_view(operand)
+
+    def _can_pull(self, operand: fx.Node, spec: Spec) -> bool:
+        needs = ops.operand_specs(operand, spec)
+        if isinstance(needs, Refusal):
+            return False
+        return all(self.specs.get(n, s) == s for n, s in needs.items())
+
+    # ---- closing a part: no path may leave it and come back -----------------------------------
+    def close(self, part: set[fx.Node], cut: fx.Node | None = None) -> set[fx.Node]:
+        """Add all nodes on paths from ``part`` out and back into it. Returns the closed part.
+
+        ``cut`` is a node through which paths do not count (a fused region's scalar).
+        """
+        while True:
+            between = self._between(part, cut)
+            if not between:
+                return part
+            for node in between:
+                self._join(node)
+            part = part | set(between)
+
+    def _join(self, node: fx.Node) -> None:
+        if node in self.specs:
+            return
+        for operand in node.all_input_nodes:
+            if operand in self.specs and self.specs[operand] != WHOLE:
+                result = self.try_user(node, operand)
+                if isinstance(result, Refusal):
+                    raise CannotTake(node, result.reason)
+                self.add(node, result)
+                return
+        raise CannotTake(node, "lies between two parts of the region")
+
+    def _between(self, part: set[fx.Node], cut: fx.Node | None) -> list[fx.Node]:
+        index = self.joint.index
+        low, high = min(map(index.__getitem__, part)), max(map(index.__getitem__, part))
+        window = self.joint.nodes[low : high + 1]
+        after: set[fx.Node] = set()
+        for node in window:
+            if node not in part and node is not cut:
+                if any((i in part and self.specs[i] != WHOLE) or i in after for i in node.all_input_nodes):
+                    after.add(node)
+        before: set[fx.Node] = set()
+        for node in reversed(window):
+            if node in after and any(u in part or u in before for u in node.users):
+                before.add(node)
+        return self.joint.sorted(before)

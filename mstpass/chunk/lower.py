@@ -1,0 +1,187 @@
+"""Lower ``mst_loop`` to Inductor's ``while_loop`` with carries updated in place.
+
+    i, *buffers = while_loop(i < num_chunks, step, (0, *buffers), (*sliced, *whole))
+
+    step(i): rows = chunk i of every sliced input          # as_strided, no copy
+             parts = body(*rows, *whole)
+             a stacked buffer's rows <- part               # copy_
+             a summed buffer        += part                # addmm_ where the part is a product
+
+In place, the loop needs no second copy of an accumulator: measured at 0.97-1.02 times the time of
+the unchunked graph against 1.21 for the functional form.
+
+Inductor 2.11-2.14 pairs mutated carries with outputs in the order of their first write
+(``torch/_inductor/ir.py``, ``WhileLoop.create``): ``step`` writes them in the order of their
+positions. Equal buffers must not be merged by CSE: this runs after the last one, as Inductor's
+``post_grad_custom_post_pass``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mstpass.chunk.loop import STACK, OutputSpec, mst_loop
+from mstpass.graph.build import Builder, fake_mode_of
+
+aten = torch.ops.aten
+
+
+def lower_loops(graph: fx.Graph) -> int:
+    """Lower every ``mst_loop`` of the graph in place. Returns how many there were."""
+    calls = graph.find_nodes(op="call_function", target=mst_loop)
+    if not calls:
+        return 0
+    lowering = _Lowering(graph)
+    for call in calls:
+        lowering.lower(call)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return len(calls)
+
+
+class _Lowering:
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self.root = graph.owning_module
+        self.traced: dict[Any, tuple[str, str]] = {}
+        self.builder = Builder(graph, fake_mode_of(graph.nodes))
+
+    def lower(self, call: fx.Node) -> None:
+        body, num_chunks, _, _, specs, sliced, whole = call.args
+        assert isinstance(specs, tuple | list)
+        with self.graph.inserting_before(call):
+            buffers = [self._buffer(spec, call) for spec in specs]
+            zero = self.builder.call(
+                aten.full.default, [], 0, dtype=torch.int64, device=torch.device("cpu")
+            )
+            names = self._subgraphs(call, zero, buffers)
+            cond, step = (self.graph.get_attr(name) for name in names)
+            loop = self.graph.call_function(
+                torch.ops.higher_order.while_loop,
+                (cond, step, (zero, *buffers), (*sliced, *whole)),  # type: ignore[misc]
+            )
+            loop.meta["val"] = (zero.meta["val"], *(b.meta["val"] for b in buffers))
+        for user in list(call.users):
+            with self.graph.inserting_before(user):
+                item = self.graph.call_function(user.target, (loop, user.args[1] + 1))  # type: ignore[operator, arg-type]
+            item.meta = dict(user.meta)
+            user.replace_all_uses_with(item)
+            self.graph.erase_node(user)
+        self.graph.erase_node(call)
+
+    def _buffer(self, spec: OutputSpec, call: fx.Node) -> fx.Node:
+        kind, shape, dtype = spec
+        device = call.meta["val"][0].device
+        if kind == STACK:
+            return self.builder.call(
+                aten.empty.memory_format, list(shape), dtype=dtype, device=device
+            )
+        return self.builder.call(aten.full.default, list(shape), 0, dtype=dtype, device=device)
+
+    def _subgraphs(self, call: fx.Node, zero: fx.Node, buffers: list[fx.Node]) -> tuple[str, str]:
+        """Names of the condition and the step; calls alike share them and compile once."""
+        body, num_chunks, chunk_tokens, num_tokens, specs, sliced, whole = call.args
+        operands = [n.meta["val"] for n in (zero, *buffers, *sliced, *whole)]  # type: ignore[misc]
+        layouts = tuple((v.dtype, tuple(v.shape), v.stride(), v.device) for v in operands)
+        key = (body.target, num_chunks, chunk_tokens, num_tokens, tuple(specs), layouts)  # type: ignore
+        if key not in self.traced:
+            module = getattr(self.root, body.target)  # type: ignore[union-attr, arg-type]
+            step = _step(module, num_chunks, chunk_tokens, num_tokens, tuple(specs), len(sliced))  # type: ignore
+            mode = self.builder.mode
+            before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
+            try:
+                with mode:
+                    table = select_decomp_table()
+                    traced = [
+                        make_fx(fn, decomposition_table=table)(*operands)
+                        for fn in (lambda i, *_: i < num_chunks, step)
+                    ]
+            finally:
+                mode.allow_scalar_outputs = before
+            number = len(self.traced)
+            names = (f"mst_cond_{number}", f"mst_step_{number}")
+            for name, module in zip(names, traced, strict=True):
+                setattr(self.root, name, module)
+            self.traced[key] = names
+        return self.traced[key]
+
+
+def _step(
+    body: fx.GraphModule,
+    num_chunks: int,
+    chunk_tokens: int,
+    num_tokens: int,
+    specs: tuple[OutputSpec, ...],
+    num_sliced: int,
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    ragged = num_chunks * chunk_tokens != num_tokens
+
+    def step(i: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        buffers, inputs = operands[: len(specs)], operands[len(specs) :]
+        sliced, whole = inputs[:num_sliced], inputs[num_sliced:]
+        number = i.item()
+        aten._assert_scalar.default(number >= 0, "mst_loop: negative chunk number")
+        aten._assert_scalar.default(number < num_chunks, "mst_loop: chunk number out of range")
+        first = number * chunk_tokens
+        start = torch.sym_min(first, num_tokens - chunk_tokens) if ragged else first
+
+        def rows(tensor: torch.Tensor) -> torch.Tensor:
+            size, stride = (chunk_tokens, *tensor.shape[1:]), tensor.stride()
+            return aten.as_strided.default(tensor, size, stride, start * stride[0])  # type: ignore[no-any-return]
+
+        valid: tuple[torch.Tensor, ...] = ()
+        if ragged:
+            device = buffers[0].device
+            valid = (torch.arange(chunk_tokens, device=device) + start >= first,)
+        values = _run(body, (*map(rows, sliced), *whole, *valid))
+        for (kind, _, _), buffer, value in zip(specs, buffers, values, strict=True):
+            if kind == STACK:
+                rows(buffer).copy_(value())
+            else:
+                value.add_to(buffer)
+        return (i + 1, *buffers)
+
+    return step
+
+
+class _Result:
+    """An output of a body whose last op is not run yet, so that a product can be summed in place."""
+
+    def __init__(self, node: fx.Node, env: dict[fx.Node, Any]):
+        self.node, self.env = node, env
+
+    def __call__(self) -> torch.Tensor:
+        if self.node not in self.env:
+            args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), self.env.__getitem__)
+            self.env[self.node] = self.node.target(*args, **kwargs)  # type: ignore[operator]
+        result: torch.Tensor = self.env[self.node]
+        return result
+
+    def add_to(self, buffer: torch.Tensor) -> None:
+        value = self.node.meta["val"]
+        if self.node.target is aten.mm.default and value.dtype == buffer.dtype and self.node not in self.env:
+            left, right = fx.map_arg(self.node.args, self.env.__getitem__)
+            aten.addmm_.default(buffer, left, right)
+        else:
+            buffer.add_(self())
+
+
+def _run(body: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> list[_Result]:
+    """Run all of a body but the last op of each output that nothing else reads."""
+    outputs = body.graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list)
+    env: dict[fx.Node, Any] = {}
+    remaining = iter(inputs)
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(remaining)
+        elif node.op == "call_function" and not (node in outputs and len(node.users) == 1):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = node.target(*args, **kwargs)
+    return [_Result(node, env) for node in outputs]  # type: ignore[arg-type]

@@ -1,0 +1,218 @@
+"""From a region to its loops: the mode, the values to keep, and the chunk length.
+
+Chunk length: the longest for which one chunk's intermediates stay below what the region must hold
+anyway (its gradients, inputs and stacked outputs), but never so short that matrix products lose
+efficiency. Chunks are made equal; the last overlaps the one before it where the tokens do not
+divide, its repeated rows are masked out of every sum.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
+from mstpass.graph.tokens import WHOLE, Refusal, Spec, Sum
+from mstpass.options import Options
+from mstpass.partition.problem import CutProblem, Value
+from mstpass.partition.solvers import min_cut
+from mstpass.plans import (
+    FUSED,
+    RECOMPUTE,
+    SAVE,
+    ChunkPlan,
+    LoopInput,
+    LoopOutput,
+    LoopPlan,
+    Region,
+    Rejection,
+)
+
+MIN_ROWS = {"cpu": 256}
+MIN_ROWS_ELSEWHERE = 1024
+_TRANSIENT_SHARE = 0.5
+
+
+def plan_region(joint: JointGraph, region: Region, options: Options) -> ChunkPlan | Rejection:
+    """The loops of a region under the options, or why it stays as it is."""
+    facts = _Facts(joint, region)
+    mode = _mode(region, options)
+    if mode == FUSED:
+        saved: list[fx.Node] = []
+        loops = [_loop(facts, "forward", facts.outputs, set(), region.unit)]
+    else:
+        saved = _saved(facts) if mode == SAVE else []
+        loops = _two_loops(facts, saved)
+    transient, held = _footprint(facts, loops)
+    chunk_tokens = _chunk_tokens(joint, region, options, transient, held)
+    if isinstance(chunk_tokens, Refusal):
+        return Rejection("plan", region.name, chunk_tokens.reason, region.source, facts.before)
+    num_chunks = math.ceil(region.num_tokens / chunk_tokens)
+    return ChunkPlan(
+        kind=region.kind,
+        mode=mode,
+        source=region.source,
+        num_tokens=region.num_tokens,
+        chunk_tokens=chunk_tokens,
+        num_chunks=num_chunks,
+        bytes_before=facts.before,
+        bytes_after=sum(map(nbytes, saved)) + transient * chunk_tokens // region.num_tokens,
+        loops=tuple(loops),
+        saved=tuple(n.name for n in saved),
+        members=region.members,
+        note=region.note,
+    )
+
+
+class _Facts:
+    """A region's nodes and specs, looked up once."""
+
+    def __init__(self, joint: JointGraph, region: Region):
+        self.joint, self.region = joint, region
+        self.specs: dict[fx.Node, Spec | None] = {
+            joint.by_name[name]: spec for name, spec in region.members
+        }
+        self.outputs = [joint.by_name[name] for name in region.outputs]
+        self.backward = {joint.by_name[name] for name in region.backward}
+        self.large = [n for n in self.specs if self._materialized(n)]
+        self.before = sum(map(nbytes, self.large))
+
+    def _materialized(self, node: fx.Node) -> bool:
+        """Large values that an unfused kernel reads or writes, once per storage."""
+        spec = self.specs[node]
+        wide = spec and numel(node) * 4 >= self.region.width * self.region.num_tokens
+        if not wide or ops.is_view(node):
+            return False
+        return ops.is_matmul(node) or any(map(ops.is_matmul, _readers(node)))
+
+    def needs(self, node: fx.Node) -> dict[fx.Node, Spec]:
+        spec = self.specs[node]
+        if spec is None:
+            for operand in node.all_input_nodes:
+                if self.specs.get(operand):
+                    needs = ops.sum_operands(node, operand, self.specs[operand] or WHOLE)
+                    break
+        else:
+            needs = ops.operand_specs(node, spec)
+        assert not isinstance(needs, Refusal | Sum), (node, needs)
+        return needs
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Users, seen through views."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found.extend(_readers(user) if ops.is_cheap_view(user) else [user])
+    return found
+
+
+def _mode(region: Region, options: Options) -> str:
+    if region.fused:
+        return FUSED
+    if region.kind == "lm_head" or options.memory_budget == 0.0:
+        return RECOMPUTE
+    return SAVE
+
+
+def _two_loops(facts: _Facts, saved: list[fx.Node]) -> list[LoopPlan]:
+    forward = [n for n in facts.outputs if n not in facts.backward]
+    backward = [n for n in facts.outputs if n in facts.backward]
+    loops = [_loop(facts, "forward", [*forward, *(s for s in saved if s not in forward)], set())]
+    if backward:
+        loops.append(_loop(facts, "backward", backward, set(saved)))
+    return loops
+
+
+def _loop(
+    facts: _Facts,
+    phase: str,
+    outputs: list[fx.Node],
+    available: set[fx.Node],
+    unit: str | None = None,
+) -> LoopPlan:
+    """The members that the outputs need, down to the available values and the region's inputs."""
+    members: set[fx.Node] = set()
+    inputs: dict[tuple[fx.Node, Spec], None] = {}
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node in members:
+            continue
+        members.add(node)
+        for operand, spec in facts.needs(node).items():
+            if operand.name == unit:
+                continue
+            if operand in facts.specs and operand not in available:
+                stack.append(operand)
+            else:
+                inputs[operand, spec] = None
+    ordered = sorted(inputs, key=lambda pair: (facts.joint.index[pair[0]], pair[1]))
+    return LoopPlan(
+        phase=phase,
+        members=tuple(n.name for n in facts.joint.sorted(members)),
+        inputs=tuple(LoopInput(n.name, spec) for n, spec in ordered),
+        outputs=tuple(
+            LoopOutput(n.name, facts.specs[n], scaled=unit is not None and n in facts.backward)
+            for n in facts.joint.sorted(outputs)
+        ),
+        unit=unit,
+    )
+
+
+def _saved(facts: _Facts) -> list[fx.Node]:
+    """The least bytes to keep of the forward so that backward recomputes no matmul."""
+    forward = [n for n in facts.joint.sorted(facts.specs) if n not in facts.backward]
+    names = {n.name for n in forward}
+    values = []
+    for node in forward:
+        spec = facts.specs[node]
+        values.append(
+            Value(
+                name=node.name,
+                bytes=nbytes(node),
+                inputs=tuple(i.name for i in node.all_input_nodes if i.name in names),
+                heavy=ops.is_matmul(node),
+                savable=bool(spec) and not ops.is_view(node) and value_of(node) is not None,
+                needed=any(u in facts.backward for u in node.users),
+            )
+        )
+    chosen = min_cut(CutProblem(tuple(values)))
+    return [n for n in forward if n.name in chosen]
+
+
+def _footprint(facts: _Facts, loops: list[LoopPlan]) -> tuple[int, int]:
+    """Bytes of the large intermediates at full length, and bytes that are held in any case."""
+    by_name = facts.joint.by_name
+    transient = max(
+        sum(nbytes(n) for n in facts.large if n.name in loop.members) for loop in loops
+    )
+    held = max(
+        sum(nbytes(by_name[o.node]) for o in loop.outputs)
+        + sum(nbytes(by_name[i.node]) for i in loop.inputs if i.spec)
+        for loop in loops
+    )
+    return transient, held
+
+
+def _chunk_tokens(
+    joint: JointGraph, region: Region, options: Options, transient: int, held: int
+) -> int | Refusal:
+    tokens = region.num_tokens
+    if options.chunk_tokens is not None:
+        if options.chunk_tokens >= tokens:
+            return Refusal(f"{tokens} tokens fit in one chunk of chunk_tokens={options.chunk_tokens}")
+        return options.chunk_tokens
+    value = value_of(joint.by_name[region.name])
+    device = value.device.type if value is not None else "cpu"
+    floor = MIN_ROWS.get(device, MIN_ROWS_ELSEWHERE)
+    if tokens < 2 * floor:
+        return Refusal(
+            f"{tokens} tokens are fewer than two chunks of {floor} rows, below which matrix products "
+            f"on {device} lose speed; chunk_tokens forces a length"
+        )
+    wanted = int(tokens * _TRANSIENT_SHARE * held / max(1, transient))
+    num_chunks = min(math.ceil(tokens / max(1, wanted)), tokens // floor)
+    # Equal chunks: the last overlaps the one before it by less than one row a chunk.
+    return math.ceil(tokens / max(2, num_chunks))

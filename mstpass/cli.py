@@ -1,0 +1,77 @@
+"""The `mstpass` command: a thin front to the demo and the benchmarks, which it imports lazily."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from mstpass.extras import UserError
+
+BENCHES = {
+    "loops": "one LM head as a loop: time and peak against unchunked Inductor and the floor",
+    "peers": "a Llama-like training step: eager, Inductor, its own options, and mst",
+    "compile": "compile time, cold and from the caches, by depth and number of chunks",
+}
+INTERRUPTED = 130  # what a shell reports for SIGINT
+
+EXAMPLES = """examples:
+  mstpass demo                          a small Llama, trained three ways; some minutes on two cores
+  mstpass demo --quick                  the same, too short to learn much
+  mstpass demo --steps 200 --out /tmp/demo
+  mstpass bench peers                   peak and time of each contender, side by side
+  mstpass bench loops --help            a benchmark's own options
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command: 0 done, 1 failed, 2 called wrongly, 130 interrupted."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    module = "mstpass.demo" if arguments.command == "demo" else f"mstpass.bench.{arguments.bench}"
+    try:
+        return _entry(module)(rest)
+    except KeyboardInterrupt:
+        print("\nmstpass: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except UserError as error:
+        print(f"mstpass: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mstpass",
+        description="A torch.compile backend that chunks LM heads and MLPs over the sequence.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"mstpass {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    # no help of their own: each command's module parses what follows its name
+    commands.add_parser(
+        "demo", help="train a small Llama with eager, Inductor and mst", add_help=False
+    )
+    bench = commands.add_parser("bench", help="measure contenders side by side", allow_abbrev=False)
+    which = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    for name, text in BENCHES.items():
+        which.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def _entry(module: str) -> Callable[[Sequence[str]], int]:
+    return importlib.import_module(module).main
+
+
+def _version() -> str:
+    try:
+        return version("mstpass")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""Keep Inductor from donating buffers that a subgraph of the backward would take for its own.
+
+A *donated* buffer is a saved value that backward may overwrite; torch lists them by the position
+of backward's inputs. Up to torch 2.14 Inductor applies the same positions to the inputs of every
+subgraph in the backward, a loop's body among them, and may overwrite a weight there
+(pytorch #153679, #192840; source: ``GraphLowering.placeholder`` in torch/_inductor/graph.py).
+
+Only positions beyond the inputs of the largest subgraph are safe. split.py puts the gradients that
+fused loops computed last, so these, the largest, stay donated and are scaled in place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+
+
+def keep_safe_donations(graph: fx.Graph) -> None:
+    """Drop unsafe positions from the backward's donations, in place and for torch's own check."""
+    placeholders = graph.find_nodes(op="placeholder")
+    if not any("tangents" in str(n.target) for n in placeholders):
+        return
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    donated = getattr(metadata, "bw_donated_idxs", None)
+    if not donated or torch.__version__ >= "2.15":
+        return
+    largest = max(map(_num_inputs, _subgraphs(graph)), default=0)
+    donated[:] = [position for position in donated if position >= largest]
+
+
+def _subgraphs(graph: fx.Graph) -> list[fx.GraphModule]:
+    root = graph.owning_module
+    named = [getattr(root, str(n.target), None) for n in graph.find_nodes(op="get_attr")]
+    return [m for top in named if isinstance(top, fx.GraphModule) for m in _nested(top)]
+
+
+def _nested(module: fx.GraphModule) -> list[fx.GraphModule]:
+    return [m for m in module.modules() if isinstance(m, fx.GraphModule)]
+
+
+def _num_inputs(module: fx.GraphModule) -> int:
+    return len(module.graph.find_nodes(op="placeholder"))

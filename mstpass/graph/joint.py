@@ -1,0 +1,124 @@
+"""The joint forward-backward graph as the passes read it: order, phases, users, bytes, storages.
+
+Terms: a *tangent* is a gradient that enters backward; a node is *backward* when it needs a
+tangent; a *view* shares the storage of another value (``base_of``).
+
+AOTAutograd names the joint graph's placeholders ``primals_i`` and ``tangents_i`` and puts the
+forward outputs before the gradients in the output node (torch/_functorch/partitioners.py;
+checked with torch 2.13).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+import torch
+from torch import fx
+
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in a node's ``meta["val"]``: one, several (tuple outputs), or none."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def value_of(node: fx.Node) -> torch.Tensor | None:
+    """The fake tensor of a node with one tensor output, else None."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def is_static(value: torch.Tensor) -> bool:
+    """Whether every size is a plain int."""
+    return all(isinstance(size, int) for size in value.shape)
+
+
+def numel(node: fx.Node) -> int:
+    """Elements of the node's largest tensor; 0 without one or with symbolic sizes."""
+    sizes = [
+        math.prod(t.shape) for t in tensors_of(node.meta.get("val")) if is_static(t)
+    ]
+    return max(sizes, default=0)
+
+
+def nbytes(node: fx.Node) -> int:
+    """Bytes of all tensors of the node; symbolic sizes count with their hint."""
+    return sum(_hint(t) * t.element_size() for t in tensors_of(node.meta.get("val")))
+
+
+def _hint(value: torch.Tensor) -> int:
+    total = 1
+    for size in value.shape:
+        total *= size if isinstance(size, int) else (getattr(size.node, "hint", None) or 1)
+    return total
+
+
+def is_tangent(node: fx.Node) -> bool:
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+class JointGraph:
+    """Read-only facts about one joint graph. Changes nothing in it."""
+
+    def __init__(self, module: fx.GraphModule, num_fwd_outputs: int):
+        self.module = module
+        self.num_fwd_outputs = num_fwd_outputs
+        self.nodes: list[fx.Node] = list(module.graph.nodes)
+        self.index: dict[fx.Node, int] = {n: i for i, n in enumerate(self.nodes)}
+        self.by_name: dict[str, fx.Node] = {n.name: n for n in self.nodes}
+        self.output = self.nodes[-1]
+        outputs = self.output.args[0]
+        assert isinstance(outputs, tuple | list)
+        self.forward_outputs = [n for n in outputs[:num_fwd_outputs] if isinstance(n, fx.Node)]
+        self.backward_outputs = [n for n in outputs[num_fwd_outputs:] if isinstance(n, fx.Node)]
+
+    @cached_property
+    def backward(self) -> set[fx.Node]:
+        """Nodes that need a tangent (the tangents included)."""
+        found: set[fx.Node] = set()
+        for node in self.nodes[:-1]:
+            if is_tangent(node) or any(i in found for i in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    @cached_property
+    def forward(self) -> set[fx.Node]:
+        """Nodes that the forward outputs need."""
+        return self.ancestors(self.forward_outputs)
+
+    @cached_property
+    def output_nodes(self) -> set[fx.Node]:
+        return set(self.forward_outputs) | set(self.backward_outputs)
+
+    def ancestors(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
+        """The roots and all they need."""
+        found: set[fx.Node] = set()
+        stack = list(roots)
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack.extend(node.all_input_nodes)
+        return found
+
+    @cached_property
+    def has_side_effects(self) -> bool:
+        """Whether an op writes to its inputs (a mutated buffer or parameter)."""
+        return any(_writes(n) for n in self.nodes)
+
+    def sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """In the graph's order."""
+        return sorted(nodes, key=self.index.__getitem__)
+
+    def users(self, node: fx.Node) -> list[fx.Node]:
+        """Users in the graph's order (``node.users`` keeps insertion order)."""
+        return self.sorted(node.users)

@@ -1,0 +1,171 @@
+"""Peak tensor memory and step time, measured the same way for every backend.
+
+Terms: the *peak* of a call is the highest number of tensor bytes allocated while it runs, above
+what was allocated when it began; gradients that it leaves behind count. CPU peaks are read from
+the memory events of `torch.profiler`, CUDA peaks from the caching allocator. Bytes that a library
+allocates outside torch's allocators are seen by neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Step = Callable[[], object]
+Device = str | torch.device
+Key = TypeVar("Key")
+
+_CPU_EVENT = 0  # c10::DeviceType of host memory in the profiler's events
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Wall times of one function, in the order in which they were taken."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def min_s(self) -> float:
+        return min(self.seconds)
+
+    def ratio_to(self, other: Timing) -> float:
+        """Median of the ratios round by round: less noisy than the ratio of two medians."""
+        rounds = zip(self.seconds, other.seconds, strict=True)
+        return statistics.median(a / b for a, b in rounds)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Peak and times of one contender; `ratio_to` another one that ran in the same rounds."""
+
+    name: str
+    peak_bytes: int
+    timing: Timing
+
+    @property
+    def peak_mib(self) -> float:
+        return self.peak_bytes / 2**20
+
+
+def peak_bytes(fn: Step, device: Device = "cpu") -> int:
+    """Highest tensor bytes that `fn()` has allocated on `device`, above those at its start."""
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"peak_bytes measures cpu and cuda, not {kind!r}")
+    gc.collect()  # garbage freed during fn() would otherwise hide as much of its peak
+    return _cuda_peak_bytes(fn, device) if kind == "cuda" else _cpu_peak_bytes(fn)
+
+
+def timed(
+    fns: Mapping[Key, Step], repeats: int = 5, *, warmup: int = 1, device: Device = "cpu"
+) -> dict[Key, Timing]:
+    """Wall time of each function, in rounds A B C, A B C, ... so that noise hits all alike."""
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, not {repeats}")
+    for fn in fns.values():
+        for _ in range(warmup):
+            fn()
+    seconds: dict[Key, list[float]] = {key: [] for key in fns}
+    for _ in range(repeats):
+        for key, fn in fns.items():
+            seconds[key].append(_seconds(fn, device))
+    return {key: Timing(tuple(values)) for key, values in seconds.items()}
+
+
+def measure(
+    fns: Mapping[str, Step], repeats: int = 5, *, warmup: int = 1, device: Device = "cpu"
+) -> dict[str, Measurement]:
+    """Times in interleaved rounds, then one more call of each for its peak."""
+    timings = timed(fns, repeats, warmup=warmup, device=device)
+    return {
+        name: Measurement(name, peak_bytes(fn, device), timings[name]) for name, fn in fns.items()
+    }
+
+
+def synchronize(device: Device) -> None:
+    """Wait for the device, so that a clock read next sees finished work."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _seconds(fn: Step, device: Device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    fn()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def _cuda_peak_bytes(fn: Step, device: Device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    start = torch.cuda.memory_allocated(device)
+    fn()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - start
+
+
+def _cpu_peak_bytes(fn: Step) -> int:
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _quiet_stderr():
+        profiler.start()
+    try:
+        fn()
+    finally:
+        with _quiet_stderr():
+            profiler.stop()
+    return _peak_above_start(_memory_events(profiler))
+
+
+def _memory_events(profiler: profile) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="mstpass-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    events = (e for e in trace["traceEvents"] if e.get("name") == "[memory]")
+    on_host = (e for e in events if e["args"]["Device Type"] == _CPU_EVENT)
+    return sorted(on_host, key=lambda e: e["ts"])
+
+
+def _peak_above_start(events: Sequence[Mapping[str, Any]]) -> int:
+    if not events:
+        return 0
+    first = events[0]["args"]
+    start = first["Total Allocated"] - first["Bytes"]
+    # a call that only frees never rises above its start
+    return max(0, max(e["args"]["Total Allocated"] for e in events) - start)
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """The profiler's C++ side announces its start and stop on file descriptor 2."""
+    try:
+        sys.stderr.flush()
+        saved = os.dup(2)
+    except (OSError, ValueError, AttributeError):
+        yield  # no stderr to silence
+        return
+    try:
+        with open(os.devnull, "wb") as sink:
+            os.dup2(sink.fileno(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)

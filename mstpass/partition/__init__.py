@@ -1,0 +1,1 @@
+"""Partitioning: which values cross from forward to backward."""

@@ -1,0 +1,210 @@
+"""Split a joint graph in forward and backward: the problem, the solver, torch's extraction.
+
+Private APIs of torch/_functorch/partitioners.py, checked with torch 2.13: ``min_cut_remat...``
+(the fallback for graphs with what our problem does not model), ``_extract_fwd_bwd_modules``,
+``reordering_to_mimic_autograd_engine``, ``raise_getitems``, ``thread_graphsafe_rng_from_hops``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import partitioners
+
+from mstpass.chunk.loop import mst_loop
+from mstpass.graph import ops
+from mstpass.graph.joint import JointGraph, is_tangent, nbytes, tensors_of, value_of
+from mstpass.graph.source import source_of
+from mstpass.partition.problem import CutProblem, Value
+from mstpass.partition.solvers import DEFAULT, SOLVERS
+from mstpass.partition.verify import verify
+from mstpass.plans import SavedValue, SavePlan
+
+Modules = tuple[fx.GraphModule, fx.GraphModule]
+
+
+def split(joint: JointGraph, solver: str, **torch_kwargs: Any) -> tuple[Modules, SavePlan, str]:
+    """Forward and backward modules, what crosses, and a note where torch's partitioner chose it."""
+    reason = needs_torch(joint)
+    if reason:
+        modules = partitioners.min_cut_rematerialization_partition(
+            joint.module, None, num_fwd_outputs=joint.num_fwd_outputs, **torch_kwargs
+        )
+        return modules, _crossing(modules, joint, "torch"), f"torch's partitioner split it: {reason}"
+    name = DEFAULT if solver == "auto" else solver
+    problem = cut_problem(joint)
+    saved = SOLVERS[name](problem)
+    verify(problem, saved)
+    modules = _extract(joint, [joint.by_name[n] for n in sorted(saved)], **torch_kwargs)
+    return modules, _crossing(modules, joint, name), ""
+
+
+def needs_torch(joint: JointGraph) -> str:
+    """Why the graph is left to torch's own partitioner; empty when it is ours."""
+    if joint.has_side_effects:
+        return "an op writes to its operands"
+    for node in joint.nodes:
+        value = node.meta.get("val")
+        if node.meta.get("recompute") is not None:
+            return "the user's checkpointing tags"
+        if value is not None and not any(True for _ in tensors_of(value)):
+            return f"{node.name} is no tensor (symbolic sizes or an opaque value)"
+        if node.op == "get_attr" and not _is_body(node):
+            return f"{node.name} is a subgraph or a constant"
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not mst_loop:
+            return f"the higher-order op {node.target}"
+        if node.meta.get("memory_budget") is not None:
+            return "a memory budget set on a part of the model"
+        if "c10d" in str(node.target):
+            return "collectives"
+    if any(not isinstance(s, int) for n in joint.nodes for t in tensors_of(n.meta.get("val")) for s in t.shape):
+        return "symbolic sizes"
+    return ""
+
+
+def _is_body(node: fx.Node) -> bool:
+    return all(user.target is mst_loop for user in node.users)
+
+
+def cut_problem(joint: JointGraph) -> CutProblem:
+    """The problem of one joint graph: its forward values that do not need a tangent."""
+    candidates = [
+        n
+        for n in joint.nodes
+        if n.op in ("placeholder", "call_function") and n not in joint.backward
+    ]
+    names = {n.name for n in candidates}
+    needed_by = joint.ancestors(joint.backward_outputs)
+    return CutProblem(
+        tuple(
+            Value(
+                name=node.name,
+                bytes=_storage_bytes(node),
+                inputs=tuple(i.name for i in node.all_input_nodes if i.name in names),
+                free=node.op == "placeholder",
+                heavy=is_heavy(node),
+                savable=_savable(node),
+                needed=_needed(joint, node, needed_by),
+            )
+            for node in candidates
+        )
+    )
+
+
+def _needed(joint: JointGraph, node: fx.Node, needed_by: set[fx.Node]) -> bool:
+    if any(user in joint.backward and user in needed_by for user in node.users):
+        return True
+    return node in joint.backward_outputs
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Ops that backward must not repeat: slow ones, loops, and random draws."""
+    if node.op != "call_function":
+        return False
+    if ops.is_matmul(node) or node.target is mst_loop:
+        return True
+    if node.target is operator.getitem:
+        return False
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    if torch.Tag.nondeterministic_seeded in target.tags or target in _RANDOM_SEEDS:
+        return True
+    if target in _CHEAP or not isinstance(ops.lookup(node), ops.Refusal):
+        return False
+    return True
+
+
+_RANDOM_SEEDS = frozenset(
+    getattr(torch.ops.prims, name).default
+    for name in ("inductor_seed", "inductor_seeds", "inductor_random", "inductor_randint")
+    if hasattr(torch.ops.prims, name)
+)
+_CHEAP = frozenset({torch.ops.prims.iota.default, torch.ops.aten.arange.start_step, torch.ops.aten.index.Tensor})
+
+
+def _savable(node: fx.Node) -> bool:
+    if value_of(node) is None:
+        return False
+    if node.target is operator.getitem:
+        producer = node.all_input_nodes[0]
+        return not ops.is_view(producer)
+    return not ops.is_view(node)
+
+
+def _storage_bytes(node: fx.Node) -> int:
+    return nbytes(node) if value_of(node) is not None else 0
+
+
+def _extract(joint: JointGraph, saved: list[fx.Node], **torch_kwargs: Any) -> Modules:
+    saved = joint.sorted(saved)
+    loops = [n for n in saved if _from_fused_loop(n)]
+    plain = [n for n in saved if n not in loops]
+    inputs = joint.sorted(_placeholders_needed(joint, saved))
+    kwargs: dict[str, Any] = {"saved_sym_nodes": [], "num_fwd_outputs": joint.num_fwd_outputs}
+    parameters = inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
+    if "saved_opaque_nodes" in parameters:
+        kwargs["saved_opaque_nodes"] = []
+    if "static_lifetime_input_nodes" in parameters:
+        indices = torch_kwargs.get("static_lifetime_input_indices") or []
+        primals = [n for n in joint.nodes if n.op == "placeholder"]
+        kwargs["static_lifetime_input_nodes"] = type_of_set(primals[i] for i in indices)
+    # Gradients that a fused loop computed come last: see donate.py.
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        joint.module, [*inputs, *plain, *loops], **kwargs
+    )
+    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
+    forward, backward = partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
+    if hasattr(partitioners, "thread_graphsafe_rng_from_hops"):
+        forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
+        backward = partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
+    return forward, backward
+
+
+def type_of_set(nodes: Iterable[fx.Node]) -> Any:
+    from torch.utils._ordered_set import OrderedSet
+
+    return OrderedSet(nodes)
+
+
+def _from_fused_loop(node: fx.Node) -> bool:
+    return node.target is operator.getitem and node.all_input_nodes[0].target is mst_loop
+
+
+def _placeholders_needed(joint: JointGraph, saved: list[fx.Node]) -> set[fx.Node]:
+    """Inputs of the step that backward reads: directly, or to recompute what is not saved."""
+    stop = set(saved)
+    found: set[fx.Node] = set()
+    stack = list(joint.backward_outputs)
+    seen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in seen or node in stop:
+            continue
+        seen.add(node)
+        if node.op == "placeholder" and not is_tangent(node):
+            found.add(node)
+        stack.extend(node.all_input_nodes)
+    return found
+
+
+def _crossing(modules: Modules, joint: JointGraph, solver: str) -> SavePlan:
+    """What the forward module returns for the backward, inputs of the step left out."""
+    forward, _ = modules
+    outputs = forward.graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list)
+    crossing = {
+        n.name: n
+        for n in outputs[joint.num_fwd_outputs :]
+        if isinstance(n, fx.Node) and n.op != "placeholder"
+    }
+    saved = [
+        SavedValue(n.name, nbytes(n), source_of(joint.by_name.get(n.name, n)))
+        for n in crossing.values()
+    ]
+    return SavePlan(tuple(sorted(saved, key=lambda v: -v.bytes)), solver)

@@ -1,0 +1,43 @@
+"""Check a solver's answer: every need of backward met, nothing saved that may not be."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from mstpass.partition.problem import CutProblem
+
+
+class InvalidPlan(Exception):
+    """A saved set that does not give backward what it needs; the message names the value."""
+
+
+def verify(problem: CutProblem, saved: Set[str]) -> None:
+    """Raise ``InvalidPlan`` unless every needed value is free, saved or recomputable."""
+    available: dict[str, bool] = {}
+    for value in problem.values:
+        if value.name in saved and not value.savable:
+            raise InvalidPlan(f"{value.name} is saved but is a view or has no storage of its own")
+        available[value.name] = (
+            value.free
+            or value.name in saved
+            or (not value.heavy and all(available[name] for name in value.inputs))
+        )
+        if value.needed and not available[value.name]:
+            raise InvalidPlan(f"backward needs {value.name}, which is neither saved nor recomputable")
+    unknown = saved - {value.name for value in problem.values}
+    if unknown:
+        raise InvalidPlan(f"saved values that the problem does not have: {sorted(unknown)}")
+
+
+def recomputed(problem: CutProblem, saved: Set[str]) -> list[str]:
+    """The values that backward recomputes under a saved set, in topological order."""
+    by_name = {value.name: value for value in problem.values}
+    stack = [v.name for v in problem.values if v.needed]
+    found: set[str] = set()
+    while stack:
+        value = by_name[stack.pop()]
+        if value.free or value.name in saved or value.name in found:
+            continue
+        found.add(value.name)
+        stack.extend(value.inputs)
+    return [value.name for value in problem.values if value.name in found]

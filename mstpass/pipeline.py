@@ -1,0 +1,94 @@
+"""The stages in order: read, detect, plan, apply, split. The first three change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from torch import fx
+
+from mstpass.chunk.apply import CycleError, apply_plans
+from mstpass.chunk.detect import detect
+from mstpass.chunk.grow import CannotTake
+from mstpass.chunk.plan import plan_region
+from mstpass.graph.joint import JointGraph
+from mstpass.options import Options
+from mstpass.partition.split import Modules, split
+from mstpass.plans import ChunkPlan, Outcome, Rejection
+
+log = logging.getLogger(__name__)
+
+STAGES = ("read", "detect", "plan", "apply", "split")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What the pipeline made, up to the stage at which it stopped."""
+
+    outcome: Outcome
+    joint: fx.GraphModule | None = None
+    modules: Modules | None = None
+
+
+def run(
+    module: fx.GraphModule,
+    options: Options,
+    *,
+    num_fwd_outputs: int,
+    stop_after: str = "split",
+    **torch_kwargs: Any,
+) -> Result:
+    """Plan and rewrite one joint graph. ``module`` itself is left as it is.
+
+    Args:
+        module: the joint graph, after Inductor's joint passes.
+        stop_after: a stage's name.
+        torch_kwargs: what AOTAutograd passes to a partitioner.
+    """
+    if stop_after not in STAGES:
+        raise ValueError(f"stop_after must be one of {STAGES}, got {stop_after!r}")
+    joint = JointGraph(module, num_fwd_outputs)
+    plans, rejections = _plan(joint, options) if options.chunk == "auto" else ([], [])
+    outcome = Outcome(tuple(plans), tuple(rejections))
+    if stop_after in STAGES[:3]:
+        return Result(outcome)
+    rewritten, plans, more = _apply(joint, plans, options)
+    outcome = Outcome(tuple(plans), (*rejections, *more))
+    if stop_after == "apply":
+        return Result(outcome, rewritten)
+    new_joint = JointGraph(rewritten, num_fwd_outputs)
+    modules, save_plan, note = split(new_joint, options.solver, **torch_kwargs)
+    outcome = dataclasses.replace(outcome, save_plan=save_plan, notes=(note,) if note else ())
+    return Result(outcome, rewritten, modules)
+
+
+def _plan(joint: JointGraph, options: Options) -> tuple[list[ChunkPlan], list[Rejection]]:
+    regions, rejections = detect(joint)
+    plans: list[ChunkPlan] = []
+    for region in regions:
+        planned = plan_region(joint, region, options)
+        if isinstance(planned, ChunkPlan):
+            plans.append(planned)
+        else:
+            rejections.append(planned)
+    return plans, rejections
+
+
+def _apply(
+    joint: JointGraph, plans: list[ChunkPlan], options: Options
+) -> tuple[fx.GraphModule, list[ChunkPlan], list[Rejection]]:
+    """The rewritten graph; plans whose loops cannot be written are left out, with the reason."""
+    rejections: list[Rejection] = []
+    while True:
+        try:
+            return apply_plans(joint, plans, options.accumulate), plans, rejections
+        except CycleError as error:
+            guilty, reason = error.plan, str(error)
+        except CannotTake as error:
+            guilty = next(p for p in plans if any(error.node.name == m for m, _ in p.members))
+            reason = f"{error.node.name}: {error.reason}"
+        rejections.append(
+            Rejection("apply", guilty.members[0][0], reason, guilty.source, guilty.bytes_before)
+        )
+        plans = [plan for plan in plans if plan is not guilty]

@@ -1,0 +1,140 @@
+"""Every type that passes between stages: plain frozen data that names nodes by string."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mstpass.graph.tokens import Spec
+
+FUSED, RECOMPUTE, SAVE = "fused", "recompute", "save"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection:
+    """A part that is large but was not taken. ``reason`` says why, and what to do where known."""
+
+    stage: str
+    node: str
+    reason: str
+    source: str = ""
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        return f"{self.node}{where}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A set of token-parallel nodes with large intermediates, before it is decided how to run it.
+
+    Attributes:
+        members: all nodes, in the graph's order, each with its token dims (None: summed over
+            tokens).
+        unit: fused regions only: the scalar that the backward part is linear in. The loop runs
+            with 1 in its place and the results are multiplied by it afterwards.
+        outputs: members that nodes outside use.
+    """
+
+    kind: str
+    source: str
+    num_tokens: int
+    width: int
+    fused: bool
+    members: tuple[tuple[str, Spec | None], ...]
+    outputs: tuple[str, ...]
+    backward: frozenset[str]
+    unit: str | None
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.members[0][0]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopInput:
+    node: str
+    spec: Spec  # empty: every chunk gets the whole value
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopOutput:
+    node: str
+    spec: Spec | None  # None: summed over chunks
+    scaled: bool = False  # fused: multiplied by the unit scalar after the loop
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopPlan:
+    """One loop over chunks: what it computes from what.
+
+    ``members`` are in the graph's order. ``unit`` names the scalar that is 1 inside the loop.
+    """
+
+    phase: str  # "forward" | "backward"
+    members: tuple[str, ...]
+    inputs: tuple[LoopInput, ...]
+    outputs: tuple[LoopOutput, ...]
+    unit: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkPlan:
+    """A region, its mode and its loops. The public ``region`` of a report.
+
+    ``bytes_before`` counts the region's large values that exist at once without chunking,
+    ``bytes_after`` those that exist at once with it.
+    """
+
+    kind: str
+    mode: str
+    source: str
+    num_tokens: int
+    chunk_tokens: int
+    num_chunks: int
+    bytes_before: int
+    bytes_after: int
+    loops: tuple[LoopPlan, ...]
+    saved: tuple[str, ...]
+    members: tuple[tuple[str, Spec | None], ...]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunk_tokens <= self.num_tokens:
+            raise ValueError(f"chunk_tokens={self.chunk_tokens} of {self.num_tokens} tokens")
+        if (self.num_chunks - 1) * self.chunk_tokens >= self.num_tokens or (
+            self.num_chunks * self.chunk_tokens < self.num_tokens
+        ):
+            raise ValueError(f"{self.num_chunks} chunks of {self.chunk_tokens} tokens do not cover")
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedValue:
+    """A value that crosses from forward to backward."""
+
+    node: str
+    bytes: int
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class SavePlan:
+    """What crosses from forward to backward, by name, and the bytes of it by storage."""
+
+    saved: tuple[SavedValue, ...]
+    solver: str
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(v.bytes for v in self.saved)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one run of the pipeline decided for one joint graph."""
+
+    regions: tuple[ChunkPlan, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+    save_plan: SavePlan | None = None
+    notes: tuple[str, ...] = ()

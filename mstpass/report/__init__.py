@@ -1,0 +1,1 @@
+"""Reports: what was decided for each compiled graph, for people and programs."""

@@ -1,0 +1,139 @@
+"""``Report``: one compiled graph's plan, as attributes, text and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+from mstpass.plans import (
+    ChunkPlan,
+    LoopInput,
+    LoopOutput,
+    LoopPlan,
+    Outcome,
+    Rejection,
+    SavedValue,
+    SavePlan,
+)
+
+_SHOWN = 12
+
+
+class Report:
+    """What mstpass decided for one graph.
+
+    Attributes:
+        outcome: the plans themselves.
+        cached: whether the graph came from a compile cache and the report from beside it.
+    """
+
+    def __init__(self, outcome: Outcome, cached: bool = False):
+        self.outcome, self.cached = outcome, cached
+
+    @property
+    def regions(self) -> tuple[ChunkPlan, ...]:
+        return self.outcome.regions
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        return self.outcome.rejections
+
+    @property
+    def saved(self) -> tuple[SavedValue, ...]:
+        return self.outcome.save_plan.saved if self.outcome.save_plan else ()
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(value.bytes for value in self.saved)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.outcome)
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to ``path``; ``Report.from_json`` reads it back."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self.to_dict(), file, indent=1, default=sorted)
+
+    @staticmethod
+    def from_json(path: str | os.PathLike[str], cached: bool = False) -> Report:
+        with open(path, encoding="utf-8") as file:
+            return Report(_outcome(json.load(file)), cached)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def __repr__(self) -> str:
+        return (
+            f"<mstpass.Report: {len(self.regions)} regions, {len(self.rejections)} rejections, "
+            f"{_mib(self.saved_bytes)} saved for backward>"
+        )
+
+
+def _lines(report: Report) -> list[str]:
+    lines = ["mstpass report" + (" (graph from the compile cache)" if report.cached else "")]
+    if not report.regions:
+        lines.append("  nothing was chunked: the graph compiles as Inductor would compile it")
+    for region in report.regions[:_SHOWN]:
+        lines.append(
+            f"  {region.kind:<8} {region.mode:<10} {region.num_chunks} chunks of "
+            f"{region.chunk_tokens} of {region.num_tokens} tokens, "
+            f"{_mib(region.bytes_before)} -> {_mib(region.bytes_after)}"
+            + (f"  {region.source}" if region.source else "")
+        )
+    lines += _more(report.regions)
+    if report.rejections:
+        lines.append("  not taken:")
+        lines += [f"    {rejection}" for rejection in report.rejections[:_SHOWN]]
+        lines += _more(report.rejections)
+    plan = report.outcome.save_plan
+    if plan is not None:
+        largest = ", ".join(f"{v.node} {_mib(v.bytes)}" for v in plan.saved[:3])
+        lines.append(
+            f"  saved for backward: {len(plan.saved)} values, {_mib(plan.saved_bytes)} "
+            f"({plan.solver})" + (f"; largest: {largest}" if largest else "")
+        )
+    lines += [f"  note: {note}" for note in report.outcome.notes]
+    return lines
+
+
+def _more(items: tuple[Any, ...]) -> list[str]:
+    return [f"    ... and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def _outcome(data: dict[str, Any]) -> Outcome:
+    plan = data["save_plan"]
+    return Outcome(
+        regions=tuple(_chunk_plan(item) for item in data["regions"]),
+        rejections=tuple(Rejection(**item) for item in data["rejections"]),
+        save_plan=SavePlan(tuple(SavedValue(**v) for v in plan["saved"]), plan["solver"])
+        if plan
+        else None,
+        notes=tuple(data["notes"]),
+    )
+
+
+def _chunk_plan(data: dict[str, Any]) -> ChunkPlan:
+    loops = tuple(
+        LoopPlan(
+            phase=loop["phase"],
+            members=tuple(loop["members"]),
+            inputs=tuple(LoopInput(i["node"], tuple(i["spec"])) for i in loop["inputs"]),
+            outputs=tuple(
+                LoopOutput(o["node"], _spec(o["spec"]), o["scaled"]) for o in loop["outputs"]
+            ),
+            unit=loop["unit"],
+        )
+        for loop in data["loops"]
+    )
+    members = tuple((name, _spec(spec)) for name, spec in data["members"])
+    return ChunkPlan(**{**data, "loops": loops, "members": members, "saved": tuple(data["saved"])})
+
+
+def _spec(value: list[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)

@@ -1,0 +1,91 @@
+"""The demo's parts, and once from text to picture with a model that is small enough for a test."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mstpass.demo import main, picture, run, text
+from mstpass.demo.train import Result, Setup
+from mstpass.measure import Timing
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def results(*names, difference=0.0):
+    losses = (3.0, 2.5, 2.25)
+    return [
+        Result(name, tuple(x + i * difference for x in losses), 9.0, Timing((1.0, 2.0)), 2**20)
+        for i, name in enumerate(names)
+    ]
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    return text.read_sources(100_000)
+
+
+def test_sources_are_the_same_each_time_and_as_long_as_asked(pieces):
+    assert sum(map(len, pieces)) == 100_000
+    assert pieces == text.read_sources(100_000)
+
+
+def test_a_python_without_sources_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(text.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(text.NoTextError, match=str(tmp_path)):
+        text.read_sources(10)
+
+
+def test_tokens_give_back_the_text(pieces):
+    tokenizer = text.train_tokenizer(pieces)
+    assert tokenizer.get_vocab_size() <= text.VOCABULARY
+    stream_T = text.encode(tokenizer, pieces)
+    assert stream_T.max() < tokenizer.get_vocab_size()
+    words = [tokenizer.id_to_token(i) for i in stream_T[:50].tolist()]
+    shown = "".join(words).replace("Ġ", " ").replace("Ċ", "\n")
+    assert pieces[0].startswith(shown)
+
+
+def test_batches_are_deterministic_pieces_of_the_stream():
+    stream_T = torch.arange(1000)
+    first, again = (text.batches(stream_T, steps=3, batch=2, length=8) for _ in range(2))
+    assert len(first) == 3
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a, b)
+        assert a.shape == (2, 8)
+        assert torch.equal(a - a[:, :1], torch.arange(8).expand(2, 8))
+
+
+def test_too_little_text_is_named():
+    with pytest.raises(text.NoTextError, match="8"):
+        text.batches(torch.arange(8), steps=1, batch=1, length=8)
+
+
+def test_picture(tmp_path):
+    path = tmp_path / "new" / "demo.png"
+    picture.draw(results("eager", "Inductor", "mst"), "three steps", path)
+    assert path.read_bytes().startswith(PNG)
+
+
+def test_losses_that_part_fail_the_demo():
+    names = ("eager", "Inductor", "mst")
+    console = run.Console(quiet=True)
+    assert run._agree(results(*names), console)
+    assert not run._agree(results(*names, difference=0.1), console)
+    assert not run._agree(results(*names, difference=float("nan")), console)
+
+
+def test_from_text_to_picture(tmp_path, monkeypatch, capsys):
+    small = Setup(2048, layers=1, width=32, mlp_width=64, heads=2, batch=2, length=128)
+    monkeypatch.setattr(run, "_QUICK", small)
+    monkeypatch.setattr(run, "_QUICK_TEXT_CHARS", 100_000)
+    monkeypatch.setattr(text, "VOCABULARY", 2048)
+    assert main(["--quick", "--steps", "3", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    for word in ("eager", "Inductor", "mst's plan", "picture:", "demo.png"):
+        assert word in shown
+    assert Path(tmp_path / "demo.png").read_bytes().startswith(PNG)
+    record = json.loads((tmp_path / "demo.json").read_text())
+    assert [r["name"] for r in record["results"]] == ["eager", "Inductor", "mst"]
+    assert all(len(r["losses"]) == 3 for r in record["results"])

@@ -1,0 +1,47 @@
+"""Every example runs, stays short, and shows what it says it shows."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def run(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main()
+
+
+def test_train_llama():
+    losses = run("train_llama")
+    assert losses[-1] < losses[0]
+
+
+def test_plain_pytorch():
+    assert run("plain_pytorch") < 1e-5
+
+
+def test_read_the_report():
+    taken, refused = run("read_the_report")
+    assert [region.kind for region in taken.regions] == ["lm_head"]
+    assert not refused.regions
+    assert any("logits" in rejection.reason for rejection in refused.rejections)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_examples_are_short_and_tested(path):
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) < 100
+    assert "def main(" in source
+    assert f"def test_{path.stem}(" in Path(__file__).read_text(encoding="utf-8")
