@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from mstpass.chunk.grow import CannotTake
+from mstpass.chunk.inplace import read_before_write
 from mstpass.graph import ops
 from mstpass.graph.build import Builder
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
@@ -37,6 +38,16 @@ def build_body(
     return _Body(joint, plan, loop, builder, accumulate).build()
 
 
+def _picks_one(node: fx.Node) -> bool:
+    if node.target is not aten.gather.default:
+        return False
+    source, dim, index = node.args[:3]
+    assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
+    value, places = value_of(source), value_of(index)
+    assert value is not None and places is not None
+    return places.shape[dim] == 1 and value.is_floating_point() and index.meta["val"].dim() > 1
+
+
 class _Body:
     def __init__(
         self, joint: JointGraph, plan: ChunkPlan, loop: LoopPlan, builder: Builder, accumulate: str
@@ -58,6 +69,7 @@ class _Body:
             self.env[node, spec] = self._sum(node) if spec is None else self._copy(node, spec)
         outputs = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         self.builder.graph.output(tuple(outputs))
+        read_before_write(self.builder)
         return outputs
 
     def _add_inputs(self) -> None:
@@ -137,9 +149,36 @@ class _Body:
             args = (*args[: row.shape_arg], shape, *args[row.shape_arg + 1 :])
         if target in _VIEWS_BY_SHAPE:
             target = aten.reshape.default
-        built = self.builder.call(target, *args, **kwargs)
+        if _picks_one(node):
+            built = self._pick(args[0], args[1], args[2])
+        else:
+            built = self.builder.call(target, *args, **kwargs)
         self._check(node, spec, built)
         return built
+
+    def _pick(self, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
+        """``gather`` of one element a row as a masked sum: equal, and read in order.
+
+        Fused with the gradient's kernel, a gather's scattered reads keep Inductor from writing the
+        gradient over the logits: a second buffer of chunk x vocabulary.
+        """
+        value = source.meta["val"]
+        dim %= value.dim()
+        shape = [1] * value.dim()
+        shape[dim] = value.shape[dim]
+        call = self.builder.call
+        places = call(
+            torch.ops.prims.iota.default,
+            value.shape[dim],
+            start=0,
+            step=1,
+            dtype=torch.int64,
+            device=value.device,
+            requires_grad=False,
+        )
+        hit = call(aten.eq.Tensor, call(aten.reshape.default, places, shape), index)
+        zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+        return call(aten.sum.dim_IntList, call(aten.where.self, hit, source, zero), [dim], True)
 
     def _check(self, node: fx.Node, spec: Spec, built: fx.Node) -> None:
         olds, news = tensors_of(node.meta["val"]), tensors_of(built.meta["val"])

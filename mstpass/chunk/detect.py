@@ -32,19 +32,24 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
     """Regions of the graph, and what was large but refused. Changes nothing."""
     regions: list[Region] = []
     rejections: list[Rejection] = []
-    seen: set[fx.Node] = set()
+    taken: set[fx.Node] = set()
+    refused: set[fx.Node] = set()
     for anchor, spec in _anchors(joint):
-        if anchor in seen:
+        if anchor in taken or anchor in refused:
             continue
-        growth = Growth(joint, _wide_numel(anchor, spec))
+        growth = Growth(joint, _wide_numel(anchor, spec), taken)
         try:
-            region = _region(joint, growth, anchor, spec, seen)
+            region = _region(joint, growth, anchor, spec)
         except CannotTake as refusal:
             rejections.append(_rejection(anchor, refusal))
-            seen.update(n for n in growth.specs if growth.wide(n))
+            refused.update(n for n in growth.specs if growth.wide(n))
         else:
             regions.append(region)
-            seen.update(growth.specs)
+            taken |= {
+                n
+                for n, s in growth.specs.items()
+                if s != WHOLE and not ops.is_cheap_view(n) and growth.matters(n)
+            }
     return regions, rejections
 
 
@@ -100,9 +105,7 @@ def _rejection(anchor: fx.Node, refusal: CannotTake) -> Rejection:
     return Rejection("detect", refusal.node.name, refusal.reason, source_of(anchor), nbytes(anchor))
 
 
-def _region(
-    joint: JointGraph, growth: Growth, anchor: fx.Node, spec: Spec, seen: set[fx.Node]
-) -> Region:
+def _region(joint: JointGraph, growth: Growth, anchor: fx.Node, spec: Spec) -> Region:
     value = value_of(anchor)
     assert value is not None
     if not is_static(value):
@@ -114,9 +117,6 @@ def _region(
         growth.add(anchor, spec)
     except CannotTake as refusal:
         raise _explained(joint, growth, anchor, refusal) from None
-    taken = seen & {n for n, s in growth.specs.items() if s != WHOLE}
-    if taken:
-        raise CannotTake(joint.sorted(taken)[0], "belongs to another region already")
     unit, note = _try_fused(joint, growth)
     if unit is None:
         _close_apart(joint, growth)
@@ -141,7 +141,7 @@ def _explained(
 # ---- fused -------------------------------------------------------------------------------------
 def _try_fused(joint: JointGraph, growth: Growth) -> tuple[fx.Node | None, str]:
     """Close the region as fused. Returns its scalar, or None and why it cannot be fused."""
-    trial = Growth(joint, growth.wide_numel)
+    trial = Growth(joint, growth.wide_numel, growth.taken)
     trial.specs = dict(growth.specs)
     if not any(n in joint.backward for n in trial.specs):
         return None, "no backward part"

@@ -14,11 +14,12 @@ is not token-parallel ends the growth with a refusal.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Set
 
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph, numel
+from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum
 
 
@@ -33,14 +34,20 @@ class CannotTake(Exception):
 class Growth:
     """A region while it grows: its members and their specs."""
 
-    def __init__(self, joint: JointGraph, wide_numel: int):
+    def __init__(self, joint: JointGraph, wide_numel: int, taken: Set[fx.Node] = frozenset()):
         self.joint = joint
         self.wide_numel = wide_numel
+        self.taken = taken  # members of other regions
         self.specs: dict[fx.Node, Spec | Sum] = {}
         self._queue: deque[fx.Node] = deque()
 
     def wide(self, node: fx.Node) -> bool:
         return numel(node) >= self.wide_numel
+
+    def matters(self, node: fx.Node) -> bool:
+        """Not mere label arithmetic, which several regions may repeat."""
+        value = value_of(node)
+        return value is None or value.is_floating_point() or self.wide(node)
 
     def add(self, node: fx.Node, spec: Spec | Sum) -> None:
         """Make ``node`` a member and follow wide values and views from it until nothing is new.
@@ -52,7 +59,8 @@ class Growth:
         while self._queue:
             member = self._queue.popleft()
             self._pull_operands(member)
-            if self.wide(member) and self.specs[member] != SUM and self.specs[member] != WHOLE:
+            carries = self.specs[member] not in (SUM, WHOLE)
+            if carries and (self.wide(member) or value_of(member) is None):
                 self._push_users(member)
 
     def needs(self, member: fx.Node) -> dict[fx.Node, Spec]:
@@ -90,6 +98,8 @@ class Growth:
     def _put(self, node: fx.Node, spec: Spec | Sum) -> None:
         known = self.specs.get(node)
         if known is None:
+            if node in self.taken and spec != WHOLE:
+                raise CannotTake(node, "belongs to another region already")
             self.specs[node] = spec
             self._queue.append(node)
         elif known != spec:
@@ -115,19 +125,32 @@ class Growth:
                     )
             elif self._worth_pulling(operand, spec) and self._can_pull(operand, spec):
                 self._put(operand, spec)
+            elif value_of(operand) is None:
+                raise CannotTake(operand, "an op with several results that cannot join")
 
     def _worth_pulling(self, operand: fx.Node, spec: Spec) -> bool:
         if operand.op != "call_function":
             return False
+        if ops.is_cheap_view(operand) or ops.is_constant(operand):
+            return True
         if spec == WHOLE:
-            return ops.is_cheap_view(operand)
-        return self.wide(operand) or ops.is_cheap_view(operand)
+            return False
+        value = value_of(operand)
+        if value is None:
+            return True  # a tuple cannot enter a loop: its producer comes along with its items
+        # Masks and indices made from labels are cheaper to redo than to read.
+        labels = not value.is_floating_point() and ops.is_pointwise(operand)
+        return self.wide(operand) or labels
 
     def _can_pull(self, operand: fx.Node, spec: Spec) -> bool:
         needs = ops.operand_specs(operand, spec)
         if isinstance(needs, Refusal):
             return False
-        return all(self.specs.get(n, s) == s for n, s in needs.items())
+        if not all(self.specs.get(n, s) == s for n, s in needs.items()):
+            return False
+        # An item joins only with the op that makes the tuple.
+        tuples = [n for n in needs if value_of(n) is None and n not in self.specs]
+        return all(self._can_pull(n, needs[n]) for n in tuples)
 
     # ---- closing a part: no path may leave it and come back -----------------------------------
     def close(self, part: set[fx.Node], cut: fx.Node | None = None) -> set[fx.Node]:

@@ -50,7 +50,10 @@ class _Lowering:
         self.graph = graph
         self.root = graph.owning_module
         self.traced: dict[Any, tuple[str, str]] = {}
-        self.builder = Builder(graph, fake_mode_of(graph.nodes))
+        mode = fake_mode_of(graph.nodes)
+        # For the steps' i.item(); Inductor's own passes over them need it too, so it stays on.
+        mode.allow_scalar_outputs = True
+        self.builder = Builder(graph, mode)
 
     def lower(self, call: fx.Node) -> None:
         body, num_chunks, _, _, specs, sliced, whole = call.args
@@ -93,17 +96,12 @@ class _Lowering:
         if key not in self.traced:
             module = getattr(self.root, body.target)  # type: ignore[union-attr, arg-type]
             step = _step(module, num_chunks, chunk_tokens, num_tokens, tuple(specs), len(sliced))  # type: ignore
-            mode = self.builder.mode
-            before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
-            try:
-                with mode:
-                    table = select_decomp_table()
-                    traced = [
-                        make_fx(fn, decomposition_table=table)(*operands)
-                        for fn in (lambda i, *_: i < num_chunks, step)
-                    ]
-            finally:
-                mode.allow_scalar_outputs = before
+            table = select_decomp_table()
+            with self.builder.mode:
+                traced = [
+                    make_fx(fn, decomposition_table=table)(*operands)
+                    for fn in (lambda i, *_: i < num_chunks, step)
+                ]
             number = len(self.traced)
             names = (f"mst_cond_{number}", f"mst_step_{number}")
             for name, module in zip(names, traced, strict=True):

@@ -78,6 +78,17 @@ def is_cheap_view(node: fx.Node) -> bool:
     return is_view(node) and node.target is not operator.getitem
 
 
+def is_constant(node: fx.Node) -> bool:
+    """Made from no tensor: ``full``, ``iota``, ..."""
+    row = TABLE.get(node.target) if node.op == "call_function" else None
+    return row is not None and row.kind == "create" and not node.all_input_nodes
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    row = lookup(node)
+    return isinstance(row, Op) and row.kind == "pointwise"
+
+
 def is_matmul(node: fx.Node) -> bool:
     row = TABLE.get(node.target) if node.op == "call_function" else None
     return row is not None and row.kind == "matmul"
@@ -429,6 +440,10 @@ def _created_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusa
     return dict.fromkeys(_tensor_inputs(node), spec)
 
 
+def _constant_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
+    return Refusal(f"{node.target} counts along the token dim") if spec else {}
+
+
 _BIASED = frozenset({aten.addmm.default, aten.baddbmm.default})
 
 
@@ -443,6 +458,7 @@ def _rows() -> dict[Any, Op]:
     matmul = Op("matmul", _matmul_forward, _matmul_backward, _linear_matmul)
     created = Op("create", _created_forward, _created_backward, _never, shape_arg=0)
     like = dataclasses.replace(created, shape_arg=None)
+    constant = Op("create", _created_forward, _constant_backward, _never)
     pointwise = Op("pointwise", _pointwise_forward, _pointwise_backward, _first_only)
 
     def along(position: int, linear: Linear) -> Op:
@@ -495,6 +511,7 @@ def _rows() -> dict[Any, Op]:
     rows |= dict.fromkeys(
         (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), matmul
     )
+    rows |= dict.fromkeys((aten.scalar_tensor.default, prims.iota.default), constant)
     rows |= dict.fromkeys((aten.full.default, aten.zeros.default, aten.ones.default), created)
     rows |= dict.fromkeys(
         (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default), like

@@ -1,0 +1,185 @@
+"""`mstpass bench loops`: an LM head with its loss, and chained MLPs, as loops over the tokens.
+
+The *floor* of a head is what no loop avoids: the weight gradient, the input gradient, and one
+chunk of logits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mstpass.bench import common
+from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench.models import Head, LossFn, MLPs
+from mstpass.bench.race import (
+    INDUCTOR,
+    MST,
+    Contender,
+    Row,
+    auto_chunker,
+    eager,
+    inductor,
+    mst,
+    race,
+    ratios,
+    records,
+)
+
+TIME_LIMIT, PEAK_LIMIT = 1.03, 1.10
+BUDGET_0 = "mst, memory_budget=0.0"
+EXAMPLES = """  mstpass bench loops
+  mstpass bench loops --repeats 9 --markdown results.md
+  mstpass bench loops --quick --json /tmp/loops.json
+"""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shapes of both workloads; `chunks` is the count that the targets are set for."""
+
+    tokens: int = 2048
+    vocabulary: int = 32_000
+    widths: tuple[int, ...] = (256, 768)
+    chunks: int = 8
+    sweep: tuple[int, ...] = (4, 16, 32)
+    mlp_tokens: int = 4096
+    mlp_width: int = 1024
+    mlp_layers: int = 3
+
+
+QUICK = Sizes(512, 4096, (64,), 4, (8,), 512, 256, 2)
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    return common.main(
+        "loops",
+        [run],
+        argv,
+        description="An LM head with cross-entropy, and chained SwiGLU MLPs: step time and peak "
+        "of mst and others against unchunked Inductor and the floor.",
+        examples=EXAMPLES,
+    )
+
+
+def run(arguments: Arguments) -> Result:
+    sizes = QUICK if arguments.quick else Sizes()
+    result = Result("loops", "Heads and MLPs as loops, forward and backward")
+    for width in sizes.widths:
+        _heads(sizes, width, arguments, result)
+    _mlps(sizes, arguments, result)
+    result.notes.append(
+        "Time: median ratio to Inductor over interleaved rounds (least-greatest). Floor: weight "
+        "gradient + input gradient + one chunk of logits."
+    )
+    return result
+
+
+def _heads(sizes: Sizes, width: int, arguments: Arguments, result: Result) -> None:
+    head = Head.build(sizes.tokens, width, sizes.vocabulary, arguments.device)
+    chunks = {f"{MST}, {n} chunks": n for n in (sizes.chunks, *sizes.sweep)}
+    fixed = [
+        eager(),
+        inductor(),
+        auto_chunker(chunks=sizes.chunks),
+        *_linear_cross_entropy(head, sizes.tokens // sizes.chunks),
+    ]
+    ours = [mst(name, chunk_tokens=sizes.tokens // n) for name, n in chunks.items()]
+    default = mst("mst, its own choice")
+    contenders = [*fixed, *ours, default]
+    title = f"head, d={width}, V={sizes.vocabulary}, N={sizes.tokens}, fp32"
+    rows = _race(title, contenders, head.loss, head.step, arguments)
+    _head_table(title, head, rows, {c.name: sizes.chunks for c in fixed} | chunks, result)
+    result.records[f"head_{width}"] = records(rows)
+    main_row, base = rows[f"{MST}, {sizes.chunks} chunks"], rows[INDUCTOR]
+    ratio = ratios(main_row, base)
+    floor = head.floor_bytes(sizes.chunks)
+    result.targets += [
+        Target(f"d={width}: time / Inductor", ratio and ratio[0], TIME_LIMIT),
+        Target(f"d={width}: peak / floor", common.quotient(main_row.peak_bytes, floor), PEAK_LIMIT),
+    ]
+
+
+def _head_table(
+    title: str, head: Head, rows: dict[str, Row], chunks: dict[str, int], result: Result
+) -> None:
+    lines = []
+    for row in rows.values():
+        floor = head.floor_bytes(chunks[row.name]) if row.name in chunks else None
+        lines.append(
+            (
+                row.name,
+                row.error or common.ratio_cell(ratios(row, rows[INDUCTOR])),
+                common.mib_cell(row.peak_bytes),
+                common.mib_cell(floor),
+                common.times_cell(common.quotient(row.peak_bytes, floor)),
+            )
+        )
+    columns = ("", "time / Inductor", "peak MiB", "floor MiB", "peak / floor")
+    result.tables.append(Table(title, columns, tuple(lines)))
+
+
+def _mlps(sizes: Sizes, arguments: Arguments, result: Result) -> None:
+    width = sizes.widths[0]
+    mlps = MLPs.build(
+        sizes.mlp_tokens, width, sizes.mlp_width, sizes.mlp_layers, arguments.device
+    )
+    title = (
+        f"{sizes.mlp_layers} chained SwiGLU MLPs, d={width}, l={sizes.mlp_width}, "
+        f"N={sizes.mlp_tokens}, fp32"
+    )
+    contenders = [eager(), inductor(), mst(), mst(BUDGET_0, memory_budget=0.0)]
+    rows = _race(title, contenders, mlps.value, mlps.step, arguments)
+    base = rows[INDUCTOR]
+    lines = tuple(
+        (
+            row.name,
+            row.error or common.ratio_cell(ratios(row, base)),
+            common.mib_cell(row.peak_bytes),
+            common.times_cell(common.quotient(row.peak_bytes, base.peak_bytes)),
+            row.plan,
+        )
+        for row in rows.values()
+    )
+    columns = ("", "time / Inductor", "peak MiB", "peak / Inductor", "chunks")
+    result.tables.append(Table(title, columns, lines))
+    result.records["mlps"] = records(rows)
+
+
+def _race(
+    title: str, contenders: list[Contender], loss_fn: LossFn, step: Any, arguments: Arguments
+) -> dict[str, Row]:
+    with Progress(title, len(contenders) * (2 + arguments.repeats)) as advance:
+        return race(
+            contenders,
+            loss_fn,
+            step,
+            repeats=arguments.repeats,
+            device=arguments.device,
+            advance=advance,
+        )
+
+
+def _linear_cross_entropy(head: Head, rows: int) -> list[Contender]:
+    """torch's own chunked head, where this torch has it (2.13 or newer)."""
+    function: Any = getattr(F, "linear_cross_entropy", None)
+    options: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if function is None or options is None:
+        return []
+
+    def with_options(**chosen: Any) -> LossFn:
+        return lambda: function(head.x_ND, head.w_VD, head.target_N, options=options(**chosen))
+
+    return [
+        eager(f"F.linear_cross_entropy, {rows} rows", with_options(batch_chunk_size=rows)),
+        eager("F.linear_cross_entropy, default", with_options()),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

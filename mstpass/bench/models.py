@@ -1,0 +1,209 @@
+"""The workloads: an LM head with its loss, a chain of MLPs, and a Llama-like model, in plain PyTorch.
+
+Shapes: B batch, S length, N = B * S tokens, D width, L MLP width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mstpass.bench import tiled
+
+LossFn = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Forward and backward; the gradients of `leaves` exist at its end and are dropped.
+
+    `tangent` is what enters backward where the function returns more than a scalar loss.
+    """
+
+    fn: LossFn
+    leaves: Sequence[Tensor]
+    tangent: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        return self.with_gradients()[0]
+
+    def with_gradients(self) -> tuple[Tensor, list[Tensor]]:
+        value = self.fn()
+        value.backward(self.tangent)
+        gradients = [leaf.grad for leaf in self.leaves]
+        for leaf in self.leaves:
+            leaf.grad = None  # before the next step begins, as an optimizer would
+        return value.detach(), [g for g in gradients if g is not None]
+
+
+@dataclass(frozen=True)
+class Head:
+    """An LM head with cross-entropy: gradients of the weight and of the hidden states."""
+
+    x_ND: Tensor
+    w_VD: Tensor
+    target_N: Tensor
+
+    @staticmethod
+    def build(tokens: int, width: int, vocabulary: int, device: torch.device) -> Head:
+        torch.manual_seed(0)
+        x_ND = torch.randn(tokens, width, device=device).requires_grad_()
+        w_VD = (torch.randn(vocabulary, width, device=device) * width**-0.5).requires_grad_()
+        return Head(x_ND, w_VD, torch.randint(vocabulary, (tokens,), device=device))
+
+    def loss(self) -> Tensor:
+        return F.cross_entropy(F.linear(self.x_ND, self.w_VD), self.target_N)
+
+    def step(self, loss_fn: LossFn) -> Step:
+        return Step(loss_fn, (self.x_ND, self.w_VD))
+
+    def floor_bytes(self, chunks: int) -> int:
+        """Weight gradient, input gradient, and one chunk of logits: what a loop cannot avoid."""
+        tokens, vocabulary = self.x_ND.shape[0], self.w_VD.shape[0]
+        logits = -(-tokens // chunks) * vocabulary
+        return (self.w_VD.numel() + self.x_ND.numel() + logits) * self.x_ND.element_size()
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int, mlp_width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, mlp_width, bias=False)
+        self.up = nn.Linear(width, mlp_width, bias=False)
+        self.down = nn.Linear(mlp_width, width, bias=False)
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_ND)) * self.up(x_ND))
+
+
+@dataclass(frozen=True)
+class MLPs:
+    """SwiGLU layers one after the other, inside some model: any gradient may come back to them."""
+
+    layers: nn.Sequential
+    x_ND: Tensor
+    tangent_ND: Tensor
+
+    @staticmethod
+    def build(tokens: int, width: int, mlp_width: int, layers: int, device: torch.device) -> MLPs:
+        torch.manual_seed(0)
+        chain = nn.Sequential(*(SwiGLU(width, mlp_width) for _ in range(layers))).to(device)
+        x_ND, tangent_ND = torch.randn(2, tokens, width, device=device)
+        return MLPs(chain, x_ND.clone().requires_grad_(), tangent_ND)
+
+    def value(self) -> Tensor:
+        return self.layers(self.x_ND)
+
+    def step(self, fn: LossFn) -> Step:
+        return Step(fn, (self.x_ND, *self.layers.parameters()), self.tangent_ND)
+
+
+@dataclass(frozen=True)
+class LlamaSize:
+    """Sizes of the model and of one batch."""
+
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    mlp_width: int = 1024
+    vocabulary: int = 32_000
+    length: int = 2048
+    batch: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"d={self.width}, L={self.layers}, {self.heads} heads, l={self.mlp_width}, "
+            f"V={self.vocabulary}, N={self.batch * self.length} (B={self.batch}), fp32"
+        )
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        shape = (*x_BSD.shape[:2], self.heads, -1)
+        q, k, v = (p(x_BSD).view(shape).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k = q * cos + _half_turned(q) * sin, k * cos + _half_turned(k) * sin
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(x_BSD.shape))
+
+
+class Layer(nn.Module):
+    def __init__(self, size: LlamaSize) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = RMSNorm(size.width), RMSNorm(size.width)
+        self.attention = Attention(size.width, size.heads)
+        self.mlp = SwiGLU(size.width, size.mlp_width)
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mlp_chunks: int) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin)
+        h_BSD = self.mlp_norm(x_BSD)
+        if mlp_chunks > 1:
+            return x_BSD + tiled.mlp(self.mlp, h_BSD, mlp_chunks)
+        return x_BSD + self.mlp(h_BSD)
+
+
+class Llama(nn.Module):
+    """Pre-norm blocks with rotary positions and an untied head; the loss is its output.
+
+    `chunks` > 1 tiles MLPs and head by hand; `checkpointed` recomputes each layer in backward.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, size: LlamaSize) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size.vocabulary, size.width)
+        self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
+        self.norm = RMSNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        head_width = size.width // size.heads
+        rates = 10_000.0 ** (-torch.arange(0, head_width, 2) / head_width)
+        angles = torch.outer(torch.arange(size.length), rates).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(
+        self, ids_BS: Tensor, target_BS: Tensor, checkpointed: bool = False, chunks: int = 1
+    ) -> Tensor:
+        x_BSD = self.embed(ids_BS)
+        for layer in self.layers:
+            arguments = (x_BSD, self.cos, self.sin, chunks)
+            if checkpointed:
+                x_BSD = checkpoint(layer, *arguments, use_reentrant=False)
+            else:
+                x_BSD = layer(*arguments)
+        x_ND, target_N = self.norm(x_BSD).flatten(0, 1), target_BS.flatten()
+        if chunks > 1:
+            return tiled.head_loss(x_ND, self.head.weight, target_N, chunks)
+        return F.cross_entropy(self.head(x_ND), target_N)
+
+
+def llama(size: LlamaSize, device: torch.device) -> tuple[Llama, Tensor, Tensor]:
+    """A model with its batch: token ids and the next tokens."""
+    torch.manual_seed(0)
+    model = Llama(size).to(device)
+    stream = torch.randint(size.vocabulary, (size.batch, size.length + 1), device=device)
+    return model, stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)

@@ -1,0 +1,129 @@
+"""`mstpass bench peers`: a Llama-like training step, by hand, by Inductor's own means, and by mst."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch._functorch.config as functorch_config
+
+from mstpass.bench import common
+from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench.models import Llama, LlamaSize, LossFn, Step, llama
+from mstpass.bench.race import (
+    INDUCTOR,
+    MST,
+    Contender,
+    Row,
+    auto_chunker,
+    eager,
+    inductor,
+    mst,
+    race,
+    ratios,
+    records,
+)
+
+BUDGET_0 = "mst, memory_budget=0.0"
+# contender -> (peak / Inductor, time / Inductor), for the default size
+LIMITS = {MST: (0.40, 1.02), BUDGET_0: (0.30, 1.20)}
+TILES = 8
+QUICK = LlamaSize(64, 2, 2, 256, 4096, 512)
+LARGE = LlamaSize(width=512, layers=8, heads=8, mlp_width=1408, length=4096)
+EXAMPLES = """  mstpass bench peers
+  mstpass bench peers --large --repeats 3
+  mstpass bench peers --markdown README.md
+"""
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    return common.main(
+        "peers",
+        [run],
+        argv,
+        description="Forward and backward of a Llama-like model: peak memory and step time of "
+        "eager, checkpointing, hand-tiled code, Inductor with its own options, and mst.",
+        examples=EXAMPLES,
+        sizes=True,
+    )
+
+
+def run(arguments: Arguments) -> Result:
+    size = QUICK if arguments.quick else LARGE if arguments.large else LlamaSize()
+    model, ids_BS, target_BS = llama(size, arguments.device)
+    contenders = _contenders(model, ids_BS, target_BS)
+    plain = lambda: model(ids_BS, target_BS)
+    with Progress("peers", len(contenders) * (2 + arguments.repeats)) as advance:
+        rows = race(
+            contenders,
+            plain,
+            lambda fn: Step(fn, list(model.parameters())),
+            repeats=arguments.repeats,
+            device=arguments.device,
+            advance=advance,
+        )
+    result = Result("peers", f"A Llama-like step, forward and backward: {size}")
+    result.tables.append(_table(rows))
+    result.targets += [] if arguments.large else _targets(rows)
+    result.notes += [
+        f"Loss and gradients equal eager's. Hand-tiled: MLPs and loss in {TILES} tiles each, as "
+        "MST and ALST do it. Time: median ratio over interleaved rounds (least-greatest).",
+        *(f"{row.name}: {row.plan or 'nothing chunked'}." for row in _ours(rows)),
+    ]
+    result.records["rows"] = records(rows)
+    return result
+
+
+def _contenders(model: Llama, ids: torch.Tensor, target: torch.Tensor) -> list[Contender]:
+    def variant(checkpointed: bool = False, chunks: int = 1) -> LossFn:
+        return lambda: model(ids, target, checkpointed=checkpointed, chunks=chunks)
+
+    half = lambda: functorch_config.patch(activation_memory_budget=0.5)
+    return [
+        eager(),
+        eager("eager, checkpoint per layer", variant(checkpointed=True)),
+        eager("eager, hand-tiled MLP and loss", variant(chunks=TILES)),
+        eager("eager, hand-tiled, checkpoint", variant(checkpointed=True, chunks=TILES)),
+        inductor(),
+        inductor("Inductor, checkpoint per layer", variant(checkpointed=True)),
+        inductor("Inductor, activation_memory_budget=0.5", under=half),
+        auto_chunker(),
+        mst(),
+        mst(BUDGET_0, memory_budget=0.0),
+    ]
+
+
+def _table(rows: dict[str, Row]) -> Table:
+    base = rows[INDUCTOR]
+    lines = tuple(
+        (
+            row.name,
+            common.mib_cell(row.peak_bytes),
+            common.times_cell(common.quotient(row.peak_bytes, base.peak_bytes)),
+            common.seconds_cell(row.median_s),
+            row.error or common.ratio_cell(ratios(row, base)),
+        )
+        for row in rows.values()
+    )
+    return Table("step", ("", "peak MiB", "peak / Inductor", "time s", "time / Inductor"), lines)
+
+
+def _targets(rows: dict[str, Row]) -> list[Target]:
+    base, targets = rows[INDUCTOR], []
+    for name, (peak_limit, time_limit) in LIMITS.items():
+        peak = common.quotient(rows[name].peak_bytes, base.peak_bytes)
+        ratio = ratios(rows[name], base)
+        targets += [
+            Target(f"{name}: peak / Inductor", peak, peak_limit),
+            Target(f"{name}: time / Inductor", ratio and ratio[0], time_limit),
+        ]
+    return targets
+
+
+def _ours(rows: dict[str, Row]) -> list[Row]:
+    return [row for row in rows.values() if row.name.startswith(MST)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

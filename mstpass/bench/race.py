@@ -1,0 +1,209 @@
+"""Contenders in one run: compiled one after the other, checked, timed in interleaved rounds.
+
+A contender that raises, or whose value or gradients are not those of the first one, leaves the
+race with its error; the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch._inductor import metrics
+from torch._inductor.utils import fresh_cache
+
+import mstpass
+from mstpass.bench.models import LossFn, Step
+from mstpass.measure import Timing, peak_bytes, timed
+
+INDUCTOR, MST = "Inductor", "mst"
+VALUE_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4  # relative; fp32
+_AUTO_CHUNKER = {
+    "auto_chunker.enable": True,
+    # by default it skips heads with V/D below about 8
+    "auto_chunker.output_size_threshold": 1024,
+    "auto_chunker.amplify_ratio_threshold": 1,
+}
+_ERROR_CHARS = 110
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to run one loss function; `under` is in force while it compiles."""
+
+    name: str
+    build: Callable[[LossFn], LossFn]
+    loss_fn: LossFn | None = None  # where it is not the workload's own
+    under: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    auto_chunker: bool = False
+
+
+@dataclass
+class Row:
+    """What one contender did."""
+
+    name: str
+    value: float | None = None
+    value_error: float | None = None
+    gradient_error: float | None = None
+    first_call_s: float | None = None
+    peak_bytes: int | None = None
+    seconds: list[float] = field(default_factory=list)
+    plan: str = ""
+    error: str = ""
+
+    @property
+    def median_s(self) -> float | None:
+        return None if self.error or not self.seconds else Timing(tuple(self.seconds)).median_s
+
+
+def eager(name: str = "eager", loss_fn: LossFn | None = None) -> Contender:
+    return Contender(name, lambda fn: fn, loss_fn)
+
+
+def inductor(name: str = INDUCTOR, loss_fn: LossFn | None = None, **rest: Any) -> Contender:
+    return Contender(name, lambda fn: torch.compile(own_code(fn)), loss_fn, **rest)
+
+
+def mst(name: str = MST, **options: Any) -> Contender:
+    # strict: a fallback to Inductor must not pass for a measurement of ours
+    chosen = {"strict": True, **options}
+    return Contender(name, lambda fn: torch.compile(own_code(fn), backend="mst", options=chosen))
+
+
+def auto_chunker(name: str = "Inductor, auto_chunker", chunks: int = 8) -> Contender:
+    options = {**_AUTO_CHUNKER, "auto_chunker.num_chunk": chunks}
+    build = lambda fn: torch.compile(own_code(fn), options=dict(options))
+    return Contender(name, build, auto_chunker=True)
+
+
+def own_code(fn: LossFn) -> LossFn:
+    """`fn` with a code object of its own: Dynamo's cache and its limit are per code object."""
+    target = fn.__func__ if isinstance(fn, types.MethodType) else fn
+    assert isinstance(target, types.FunctionType)
+    copy = types.FunctionType(
+        target.__code__.replace(),
+        target.__globals__,
+        target.__name__,
+        target.__defaults__,
+        target.__closure__,
+    )
+    return types.MethodType(copy, fn.__self__) if isinstance(fn, types.MethodType) else copy
+
+
+def race(
+    contenders: Sequence[Contender],
+    loss_fn: LossFn,
+    make_step: Callable[[LossFn], Step],
+    *,
+    repeats: int,
+    device: torch.device,
+    advance: Callable[[str], None] = lambda name: None,
+) -> dict[str, Row]:
+    """Rows by name; the first contender is the reference. `advance` is called 2 + repeats times each."""
+    torch._dynamo.reset()
+    rows = {c.name: Row(c.name) for c in contenders}
+    steps: dict[str, Step] = {}
+    reference: tuple[Tensor, list[Tensor]] | None = None
+    # fresh: a cache hit would hide compile times, and whether the auto_chunker has fired
+    with fresh_cache():
+        for contender in contenders:
+            row = rows[contender.name]
+            with _errors_to(row):
+                step = make_step(contender.build(contender.loss_fn or loss_fn))
+                result = _first_call(contender, step, row)
+                reference = reference or result
+                _compare(result, reference, row)
+                step()
+                steps[contender.name] = step
+            advance(contender.name)
+    del reference
+    _time(steps, rows, repeats, device, advance)
+    for name, step in steps.items():
+        with _errors_to(rows[name]):
+            rows[name].peak_bytes = peak_bytes(step, device)
+        advance(name)
+    return rows
+
+
+def ratios(row: Row, base: Row) -> tuple[float, float, float] | None:
+    """Median, least and greatest of the time ratios, round by round."""
+    if row.median_s is None or base.median_s is None or len(row.seconds) != len(base.seconds):
+        return None
+    each = [a / b for a, b in zip(row.seconds, base.seconds, strict=True)]
+    return Timing(tuple(each)).median_s, min(each), max(each)
+
+
+def records(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
+    return [vars(row) for row in rows.values()]
+
+
+def _first_call(contender: Contender, step: Step, row: Row) -> tuple[Tensor, list[Tensor]]:
+    reports, chunked = len(mstpass.reports()), metrics.num_auto_chunking
+    with contender.under():
+        start = time.perf_counter()
+        result = step.with_gradients()
+        row.first_call_s = time.perf_counter() - start
+    row.value = result[0].mean().item()
+    row.plan = ", ".join(
+        f"{r.kind} {r.mode} in {r.num_chunks}"
+        for report in mstpass.reports()[reports:]
+        for r in report.regions
+    )
+    if contender.auto_chunker and metrics.num_auto_chunking == chunked:
+        raise RuntimeError("it did not chunk anything")
+    return result
+
+
+def _compare(
+    result: tuple[Tensor, list[Tensor]], reference: tuple[Tensor, list[Tensor]], row: Row
+) -> None:
+    row.value_error = _relative_error(result[0], reference[0])
+    if not row.value_error <= VALUE_TOLERANCE:
+        raise RuntimeError(f"its value differs from eager's by {row.value_error:.1e}")
+    pairs = zip(result[1], reference[1], strict=True)
+    row.gradient_error = max(_relative_error(a, b) for a, b in pairs)
+    if not row.gradient_error <= GRADIENT_TOLERANCE:
+        raise RuntimeError(f"a gradient differs from eager's by {row.gradient_error:.1e}")
+
+
+def _relative_error(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def _time(
+    steps: Mapping[str, Step],
+    rows: Mapping[str, Row],
+    repeats: int,
+    device: torch.device,
+    advance: Callable[[str], None],
+) -> None:
+    """Each round begins with another contender, so that none always follows the same one."""
+    for number in range(repeats):
+        gc.collect()
+        running = [name for name in steps if not rows[name].error]
+        start = number % max(1, len(running))
+        for name in running[start:] + running[:start]:
+            # a recompile in mid-race would be timed as a step
+            with _errors_to(rows[name]), torch._dynamo.config.patch(error_on_recompile=True):
+                timing = timed({name: steps[name]}, 1, warmup=0, device=device)[name]
+                rows[name].seconds += timing.seconds
+            advance(name)
+
+
+@contextlib.contextmanager
+def _errors_to(row: Row) -> Any:
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        row.error = text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 3] + "..."

@@ -1,0 +1,117 @@
+"""Let Inductor write a chunk's gradient over its logits.
+
+Inductor reuses a buffer in place only when every other reader of it is an ancestor of the writer
+(``SchedulerNode.decide_inplace_update`` in torch/_inductor/scheduler.py, torch 2.13). A value that
+is read off the logits on the side, such as the label's log-probability or an accuracy, is no
+ancestor of the gradient, and costs a second buffer of chunk x vocabulary. This pass makes it one:
+
+    gradient' = where(side == side, gradient, gradient)
+
+which is ``gradient``, whatever ``side`` holds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.build import Builder
+from mstpass.graph.joint import numel, value_of
+from mstpass.graph.tokens import Refusal
+
+aten = torch.ops.aten
+
+
+def read_before_write(builder: Builder) -> None:
+    """Tie late side readers of a body's wide products to the wide values written after them."""
+    graph = builder.graph
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    products = [n for n in order if ops.is_matmul(n)]
+    for product in products:
+        for written in _written_like(product, order):
+            needed = _ancestors(written)
+            for side in _side_readers(product, order):
+                if order[side] < order[written] and side not in needed:
+                    written = _tie(builder, written, side)
+
+
+def _written_like(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """Pointwise values of the product's shape that come from it and that a matmul reads."""
+    like = value_of(product)
+    assert like is not None
+    return [
+        n
+        for n in order
+        if order[n] > order[product]
+        and ops.is_pointwise(n)
+        and (value := value_of(n)) is not None
+        and value.numel() == like.numel()
+        and value.element_size() == like.element_size()
+        and any(map(ops.is_matmul, _readers(n)))
+        and product in _ancestors(n)
+    ]
+
+
+def _side_readers(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """Row-wise results read off the product that are narrow."""
+    found = []
+    for node in order:
+        row = ops.lookup(node) if node.op == "call_function" else None
+        if row is None or isinstance(row, Refusal) or row.kind not in ("reduce", "index"):
+            continue
+        value = value_of(node)
+        narrow = value is not None and numel(node) * 4 < numel(product)
+        if narrow and any(numel(i) >= numel(product) for i in node.all_input_nodes):
+            if product in _ancestors(node):
+                found.append(node)
+    return found
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for user in node.users:
+        found.extend(_readers(user) if ops.is_cheap_view(user) else [user])
+    return found
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(node.all_input_nodes)
+    while stack:
+        current = stack.pop()
+        if current not in found:
+            found.add(current)
+            stack.extend(current.all_input_nodes)
+    return found
+
+
+def _tie(builder: Builder, written: fx.Node, side: fx.Node) -> fx.Node:
+    value, narrow = written.meta["val"], side.meta["val"]
+    shape = _broadcast_shape(list(narrow.shape), list(value.shape))
+    if shape is None:
+        return written
+    users = list(written.users)
+    with builder.graph.inserting_after(written):
+        after = written
+        nodes = []
+        for make in (
+            lambda: builder.call(aten.reshape.default, side, shape),
+            lambda: builder.call(aten.eq.Tensor, nodes[0], nodes[0]),
+            lambda: builder.call(aten.where.self, nodes[1], written, written),
+        ):
+            with builder.graph.inserting_after(after):
+                after = make()
+            nodes.append(after)
+    for user in users:
+        user.replace_input_with(written, after)
+    return after
+
+
+def _broadcast_shape(narrow: list[int], wide: list[int]) -> list[int] | None:
+    """The narrow value's sizes as rows of the wide one: ``[c]`` or ``[c, 1]`` -> ``[c, 1]``."""
+    if len(narrow) == len(wide) and all(a in (1, b) for a, b in zip(narrow, wide, strict=True)):
+        return narrow
+    if len(narrow) == len(wide) - 1 and narrow == wide[:-1]:
+        return [*narrow, 1]
+    return None
