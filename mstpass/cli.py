@@ -11,9 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from mstpass.extras import UserError
 
 BENCHES = {
-    "loops": "one LM head as a loop: time and peak against unchunked Inductor and the floor",
+    "loops": "LM heads and MLPs as loops: time and peak against Inductor and the floor",
     "peers": "a Llama-like training step: eager, Inductor, its own options, and mst",
     "compile": "compile time, cold and from the caches, by depth and number of chunks",
+    "all": "the three above, one after the other",
 }
 INTERRUPTED = 130  # what a shell reports for SIGINT
 

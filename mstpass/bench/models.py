@@ -201,7 +201,7 @@ def llama(size: LlamaSize, device: torch.device) -> tuple[Llama, Tensor, Tensor]
     torch.manual_seed(0)
     model = Llama(size).to(device)
     stream = torch.randint(size.vocabulary, (size.batch, size.length + 1), device=device)
-    return model, stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
+    return model, stream[:, :-1].clone(), stream[:, 1:].clone()
 
 
 def _half_turned(x: Tensor) -> Tensor:

@@ -229,6 +229,6 @@ def _output_spec(plan: ChunkPlan, spec: Spec | None, part: torch.Tensor) -> Outp
 def _viewable(value: torch.Tensor, shape: list[int]) -> bool:
     try:
         value.view(shape)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # fake tensors raise either
         return False
     return True

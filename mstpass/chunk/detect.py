@@ -10,8 +10,6 @@ as many features as its input. A region grows from it (grow.py), then is closed:
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
@@ -211,13 +209,12 @@ def _single_entry(joint: JointGraph, growth: Growth, entries: set[fx.Node]) -> f
 
 
 def _descendants(joint: JointGraph, growth: Growth) -> set[fx.Node]:
-    """Nodes outside that need the region's values."""
-    found: set[fx.Node] = set()
-    carriers = {n for n, s in growth.specs.items() if s != WHOLE}
-    for node in joint.nodes[min(joint.index[n] for n in carriers) :]:
-        if any(i in carriers or i in found for i in node.all_input_nodes):
+    """Nodes outside that need the region's own values."""
+    found = growth.computed()
+    for node in joint.nodes[min(joint.index[n] for n in found) :]:
+        if any(i in found for i in node.all_input_nodes):
             found.add(node)
-    return found - carriers
+    return found - growth.specs.keys()
 
 
 def _check_linear(joint: JointGraph, growth: Growth, unit: fx.Node) -> None:
@@ -299,10 +296,12 @@ def _finish(
 ) -> Region:
     members = joint.sorted(growth.specs)
     outputs = []
+    computed = growth.computed()
     for node in members:
         spec = growth.specs[node]
         outside = [u for u in node.users if u not in growth.specs]
-        if not outside or spec == WHOLE or node.target is operator.getitem and not outside:
+        # What does not come from the region's products, such as a mask, outside redoes itself.
+        if not outside or node not in computed:
             continue
         if growth.wide(node) and spec != SUM:
             raise CannotTake(node, f"{outside[0].name}, outside the region, uses a large value")

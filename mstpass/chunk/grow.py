@@ -49,6 +49,15 @@ class Growth:
         value = value_of(node)
         return value is None or value.is_floating_point() or self.wide(node)
 
+    def computed(self) -> set[fx.Node]:
+        """Members that come from the region's wide products; others are redone where needed."""
+        found: set[fx.Node] = set()
+        for node in self.joint.sorted(self.specs):
+            product = ops.is_matmul(node) and self.wide(node)
+            if product or any(i in found for i in node.all_input_nodes):
+                found.add(node)
+        return found
+
     def add(self, node: fx.Node, spec: Spec | Sum) -> None:
         """Make ``node`` a member and follow wide values and views from it until nothing is new.
 
@@ -182,10 +191,11 @@ class Growth:
         index = self.joint.index
         low, high = min(map(index.__getitem__, part)), max(map(index.__getitem__, part))
         window = self.joint.nodes[low : high + 1]
+        sources = part & self.computed()
         after: set[fx.Node] = set()
         for node in window:
             if node not in part and node is not cut:
-                if any((i in part and self.specs[i] != WHOLE) or i in after for i in node.all_input_nodes):
+                if any(i in sources or i in after for i in node.all_input_nodes):
                     after.add(node)
         before: set[fx.Node] = set()
         for node in reversed(window):

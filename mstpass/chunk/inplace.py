@@ -30,9 +30,9 @@ def read_before_write(builder: Builder) -> None:
     products = [n for n in order if ops.is_matmul(n)]
     for product in products:
         for written in _written_like(product, order):
-            needed = _ancestors(written)
+            position, needed = order[written], _ancestors(written)
             for side in _side_readers(product, order):
-                if order[side] < order[written] and side not in needed:
+                if order[side] < position and side not in needed:
                     written = _tie(builder, written, side)
 
 

@@ -56,9 +56,11 @@ class _Lowering:
         self.builder = Builder(graph, mode)
 
     def lower(self, call: fx.Node) -> None:
-        body, num_chunks, _, _, specs, sliced, whole = call.args
+        body, *sizes, specs, sliced, whole = call.args
         assert isinstance(specs, tuple | list)
         with self.graph.inserting_before(call):
+            sliced = tuple(map(self._at_offset_zero, sliced))  # type: ignore[arg-type]
+            call.args = (body, *sizes, specs, sliced, whole)
             buffers = [self._buffer(spec, call) for spec in specs]
             zero = self.builder.call(
                 aten.full.default, [], 0, dtype=torch.int64, device=torch.device("cpu")
@@ -77,6 +79,16 @@ class _Lowering:
             user.replace_all_uses_with(item)
             self.graph.erase_node(user)
         self.graph.erase_node(call)
+
+    def _at_offset_zero(self, node: fx.Node) -> fx.Node:
+        """A copy of a value that starts inside its storage, such as shifted labels.
+
+        Inductor 2.13 counts an ``as_strided`` offset of a subgraph's input from the start of the
+        storage, 2.11 from the start of the input: at offset zero both are the same.
+        """
+        if node.meta["val"].storage_offset() == 0:
+            return node
+        return self.builder.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def _buffer(self, spec: OutputSpec, call: fx.Node) -> fx.Node:
         kind, shape, dtype = spec

@@ -1,0 +1,218 @@
+"""`mstpass bench compile`: seconds to compile a Llama-like step, cold, and from the caches.
+
+Each measurement is a process of its own. It first compiles a small function, so that imports,
+compiler checks and precompiled headers are paid for; then comes the first step of the model. Its
+compile time is what that step takes beyond a later step. Cold: an empty cache folder. Warm: a
+second process with the folder that a first one has filled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from mstpass.bench import common
+from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench.models import LlamaSize, Step, llama
+from mstpass.bench.race import INDUCTOR, MST, Row, ratios
+
+LIMIT = 1.15
+SAME = 1.10  # "the same" for any number of chunks, give or take noise
+LAYERS, CHUNKS = (2, 16), (4, 64)
+SIZE = LlamaSize(width=128, heads=2, mlp_width=512, length=1024)
+QUICK = LlamaSize(width=64, heads=2, mlp_width=256, length=256, vocabulary=2048)
+_TIMEOUT_S = 900
+_ERROR_CHARS = 110
+EXAMPLES = """  mstpass bench compile
+  mstpass bench compile --repeats 5 --json /tmp/compile.json
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to compile; `chunks` None: mst's own choice."""
+
+    backend: str
+    size: LlamaSize
+    chunks: int | None = None
+
+    @property
+    def name(self) -> str:
+        chunks = f", {self.chunks} chunks" if self.chunks else ""
+        return f"{self.backend}, {self.size.layers} layers{chunks}"
+
+    def compile(self, fn: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        if self.backend == INDUCTOR:
+            return torch.compile(fn)
+        length = self.size.length // self.chunks if self.chunks else None
+        return torch.compile(fn, backend="mst", options={"strict": True, "chunk_tokens": length})
+
+
+@dataclass
+class Seconds(Row):
+    """A row whose seconds are compile times."""
+
+    hits: str = ""
+    warm_s: float | None = None
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    return common.main(
+        "compile",
+        [run],
+        argv,
+        description="Compile time of a Llama-like step, cold and from the caches, by depth and "
+        "by number of chunks; a fresh process for each measurement.",
+        examples=EXAMPLES,
+    )
+
+
+def run(arguments: Arguments) -> Result:
+    size = QUICK if arguments.quick else SIZE
+    cases = _cases(size, (1, 2) if arguments.quick else LAYERS)
+    rows = {case.name: Seconds(case.name) for case in cases}
+    with Progress("compile", len(cases) * (arguments.repeats + 1)) as advance:
+        for number in range(arguments.repeats):
+            for case in cases:
+                _measure(case, rows[case.name], arguments.device, warm=number == 0)
+                advance(case.name)
+                if number == 0:
+                    advance(case.name)
+    result = Result("compile", f"Compile time of a Llama-like step: {size}, layers as given")
+    result.tables.append(_table(cases, rows))
+    result.targets += _targets(cases, rows)
+    result.notes.append(
+        "Seconds of the first forward and backward beyond a later one, in a fresh process that "
+        "has compiled a small function before. Cold: an empty cache folder. Warm: a second "
+        "process with the first one's. Ratios: to Inductor at the same depth, median of the "
+        "rounds (least-greatest)."
+    )
+    result.records["rows"] = [vars(row) for row in rows.values()]
+    return result
+
+
+def _cases(size: LlamaSize, depths: Sequence[int]) -> list[Case]:
+    sized = [LlamaSize(**{**asdict(size), "layers": depth}) for depth in depths]
+    plain = [Case(backend, each) for each in sized for backend in (INDUCTOR, MST)]
+    return plain + [Case(MST, sized[0], chunks) for chunks in CHUNKS]
+
+
+def _table(cases: Sequence[Case], rows: dict[str, Seconds]) -> Table:
+    lines = []
+    for case in cases:
+        row, base = rows[case.name], rows[Case(INDUCTOR, case.size).name]
+        lines.append(
+            (
+                row.name,
+                common.seconds_cell(row.median_s),
+                row.error or common.ratio_cell(ratios(row, base)),
+                common.seconds_cell(row.warm_s),
+                row.hits,
+            )
+        )
+    columns = ("", "cold s", "cold / Inductor", "warm s", "warm: cache hits")
+    return Table("first step", columns, tuple(lines))
+
+
+def _targets(cases: Sequence[Case], rows: dict[str, Seconds]) -> list[Target]:
+    targets = []
+    for case in cases:
+        if case.backend == MST and case.chunks is None:
+            ratio = ratios(rows[case.name], rows[Case(INDUCTOR, case.size).name])
+            what = f"{case.size.layers} layers: compile time / Inductor"
+            targets.append(Target(what, ratio and ratio[0], LIMIT))
+    few, many = (rows[case.name] for case in cases if case.chunks)
+    ratio = ratios(many, few)
+    what = f"compile time of {CHUNKS[1]} / {CHUNKS[0]} chunks"
+    return [*targets, Target(what, ratio and ratio[0], SAME)]
+
+
+def _measure(case: Case, row: Seconds, device: torch.device, warm: bool) -> None:
+    if row.error:
+        return
+    with tempfile.TemporaryDirectory(prefix="mstpass-bench-") as folder:
+        try:
+            row.seconds.append(_process(case, device, folder)["compile_s"])
+            if warm:
+                again = _process(case, device, folder)
+                row.warm_s, hits = again["compile_s"], again["hits"]
+                row.hits = f"autograd {hits['autograd']}, fx {hits['fx']}, reports {hits['reports']}"
+        except (RuntimeError, subprocess.SubprocessError) as error:
+            row.error = str(error)[:_ERROR_CHARS]
+
+
+def _process(case: Case, device: torch.device, folder: str) -> dict[str, Any]:
+    """One measurement in a process of its own, caches in `folder`."""
+    command = [sys.executable, "-m", "mstpass.bench.compile", "--worker", device.type]
+    done = subprocess.run(
+        [*command, json.dumps(asdict(case))],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        named = [line for line in lines if "Error:" in line and not line.startswith(" ")]
+        raise RuntimeError((named or lines or ["no output"])[-1])
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _work(device: torch.device, case: Case) -> dict[str, Any]:
+    """What a measurement's process does."""
+    _warm_up(device)
+    from torch._dynamo.utils import counters
+
+    import mstpass
+
+    model, ids_BS, target_BS = llama(case.size, device)
+    step = Step(case.compile(lambda: model(ids_BS, target_BS)), list(model.parameters()))
+    counters.clear()
+    first_s = _seconds(step)
+    later_s = min(_seconds(step) for _ in range(3))
+    hits = {
+        "autograd": counters["aot_autograd"]["autograd_cache_hit"],
+        "fx": counters["inductor"]["fxgraph_cache_hit"],
+        "reports": len(mstpass.reports()),
+    }
+    return {"compile_s": first_s - later_s, "later_s": later_s, "hits": hits}
+
+
+def _warm_up(device: torch.device) -> None:
+    """Imports, compiler checks, precompiled headers, the pool of compile workers."""
+    x = torch.randn(64, 64, device=device, requires_grad=True)
+    torch.compile(lambda: (x @ x).sin().sum())().backward()
+
+
+def _seconds(step: Step) -> float:
+    start = time.perf_counter()
+    step().item()
+    return time.perf_counter() - start
+
+
+def _worker(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worker")
+    parser.add_argument("case")
+    given = parser.parse_args(argv)
+    case = json.loads(given.case)
+    size = LlamaSize(**case.pop("size"))
+    print(json.dumps(_work(torch.device(given.worker), Case(size=size, **case))))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        _worker(sys.argv[1:])
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""Shared by the tests: compare a compiled step with eager, both against float64; capture graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+import mstpass
+
+Loss = Callable[..., torch.Tensor]
+STRICT = {"strict": True}
+
+
+def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(fn, backend="mst", fullgraph=True, options={**STRICT, **options})
+
+
+def gradients(
+    model: nn.Module, loss: Loss, inputs: Sequence[torch.Tensor], autocast: str | None = None
+) -> list[torch.Tensor]:
+    """The loss, the gradients of parameters, and those of floating inputs that require one."""
+    model.zero_grad(set_to_none=True)
+    inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+    context = (
+        torch.autocast(autocast, torch.bfloat16) if autocast else contextlib.nullcontext()
+    )
+    with context:
+        value = loss(*inputs)
+    value.backward()
+    leaves = [*model.parameters(), *inputs]
+    return [value.detach(), *(p.grad.clone() for p in leaves if p.grad is not None)]
+
+
+def in_float64(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[nn.Module, list[Any]]:
+    wide = [
+        x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        for x in inputs
+    ]
+    return copy.deepcopy(model).double(), wide
+
+
+def errors(values: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
+    """Relative error of each value; values that are zero but for noise are left out."""
+    scale = max(float(e.norm()) / math.sqrt(max(1, e.numel())) for e in exact)
+    result = []
+    for value, reference in zip(values, exact, strict=True):
+        rms = float(reference.norm()) / math.sqrt(max(1, reference.numel()))
+        if rms > 1e-9 * scale:
+            difference = (value.double() - reference).norm() / reference.norm()
+            result.append(float(difference))
+    return result
+
+
+def check_against_float64(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module], Loss],
+    inputs: Sequence[torch.Tensor],
+    *,
+    autocast: str | None = None,
+    **options: Any,
+) -> mstpass.Report:
+    """Compile ``loss_of(model)`` with mst and hold its loss and gradients to eager's accuracy.
+
+    In float32 each relative error may exceed eager's by 1e-6; in bfloat16 (parameters or autocast)
+    the root mean square of all may exceed eager's by 10 %, and no single one may be over twice it.
+    """
+    wide_model, wide_inputs = in_float64(model, inputs)
+    exact = gradients(wide_model, loss_of(wide_model), wide_inputs)
+    eager = errors(gradients(model, loss_of(model), inputs, autocast), exact)
+    before = len(mstpass.reports())
+    step = compiled(loss_of(model), **options)
+    ours = errors(gradients(model, step, inputs, autocast), exact)
+    again = errors(gradients(model, step, inputs, autocast), exact)
+    low = autocast is not None or next(model.parameters()).dtype != torch.float32
+    for mine, theirs, repeated in zip(ours, eager, again, strict=True):
+        bound = 2 * theirs + 1e-3 if low else theirs + 1e-6
+        assert mine <= bound, (ours, eager)
+        assert repeated <= bound, (again, eager)
+    if low:
+        assert rms(ours) <= 1.1 * rms(eager) + 1e-5, (ours, eager)
+    reports = mstpass.reports()[before:]
+    assert reports, "no graph was compiled with mst"
+    return reports[-1]
+
+
+def rms(values: Sequence[float]) -> float:
+    return math.sqrt(sum(v * v for v in values) / max(1, len(values)))
+
+
+def kinds(report: mstpass.Report) -> list[tuple[str, str]]:
+    return [(region.kind, region.mode) for region in report.regions]
+
+
+class _Captured(Exception):
+    pass
+
+
+def joint_graph(fn: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphModule, int]:
+    """The joint graph of a function after Inductor's joint passes, and its forward outputs."""
+    found: list[tuple[fx.GraphModule, int]] = []
+
+    class Capture(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            found.append((gm, kwargs["num_fwd_outputs"]))
+            raise _Captured
+
+        def uuid(self) -> Any:
+            return None
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        patches = {"custom_partitioner_fn": Capture(), "fx_graph_cache": False}
+        return compile_fx(gm, example_inputs, config_patches=patches)
+
+    with contextlib.suppress(Exception):
+        torch.compile(fn, backend=backend, fullgraph=True)(*inputs)
+    torch._dynamo.reset()
+    assert found, "the function has no joint graph"
+    return found[0]

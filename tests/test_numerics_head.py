@@ -1,0 +1,195 @@
+"""LM head and loss, chunked under Inductor, against eager and float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mstpass
+from tests.checks import check_against_float64, compiled, errors, gradients, kinds
+from tests.models import TinyLM, next_token_loss
+
+VOCAB, D = 600, 32
+FUSED = [("lm_head", "fused")]
+
+
+def _ids(batch: int, seq: int, device: str) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (batch, seq), device=device)
+
+
+def _next_token(model: nn.Module):
+    return lambda ids: next_token_loss(model, ids)
+
+
+LOSSES = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "smoothing": {"label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("batch, seq", [(1, 128), (3, 43)])
+def test_cross_entropy(name: str, batch: int, seq: int, device: str) -> None:
+    model = TinyLM(VOCAB, D).to(device)
+    report = check_against_float64(
+        model,
+        lambda m: lambda ids: next_token_loss(m, ids, **LOSSES[name]),
+        [_ids(batch, seq, device)],
+        chunk_tokens=64,
+    )
+    assert kinds(report) == FUSED, report
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_bias_and_tied_embeddings(bias: bool, tied: bool, device: str) -> None:
+    model = TinyLM(VOCAB, D, bias=bias, tied=tied).to(device)
+    report = check_against_float64(
+        model, _next_token, [_ids(2, 65, device)], chunk_tokens=64
+    )
+    assert kinds(report) == FUSED, report
+
+
+@pytest.mark.parametrize("precision", ["parameters", "autocast"])
+def test_bfloat16(precision: str, device: str) -> None:
+    model = TinyLM(VOCAB, D).to(device)
+    if precision == "parameters":
+        model = model.bfloat16()
+    report = check_against_float64(
+        model,
+        _next_token,
+        [_ids(2, 150, device)],
+        autocast=device if precision == "autocast" else None,
+        chunk_tokens=64,
+    )
+    assert kinds(report) == FUSED, report
+
+
+def test_ignored_labels_and_a_scaled_loss(device: str) -> None:
+    model = TinyLM(VOCAB, D).to(device)
+    labels = _ids(2, 100, device)
+    labels[:, ::3] = -100
+
+    def loss_of(m: TinyLM):
+        return lambda ids, y: (
+            0.37 * F.cross_entropy(m.logits(ids).flatten(0, 1), y.flatten(), ignore_index=-100)
+        )
+
+    report = check_against_float64(model, loss_of, [_ids(2, 100, device), labels], chunk_tokens=64)
+    assert kinds(report) == FUSED, report
+
+
+def test_all_labels_ignored_is_nan_as_in_eager(device: str) -> None:
+    model = TinyLM(VOCAB, D).to(device)
+    labels = torch.full((1, 100), -100, device=device)
+    loss = lambda ids, y: F.cross_entropy(model.logits(ids).flatten(0, 1), y.flatten())
+    ids = _ids(1, 100, device)
+    assert loss(ids, labels).isnan()
+    assert compiled(loss, chunk_tokens=64)(ids, labels).isnan()
+
+
+@pytest.mark.parametrize("frozen", ["head", "embed"])
+def test_frozen_part(frozen: str, device: str) -> None:
+    model = TinyLM(VOCAB, D).to(device)
+    getattr(model, frozen).requires_grad_(False)
+    report = check_against_float64(
+        model, _next_token, [_ids(2, 70, device)], chunk_tokens=64
+    )
+    assert kinds(report) == FUSED, report
+
+
+def test_gradient_accumulation(device: str) -> None:
+    model = TinyLM(VOCAB, D).to(device)
+    batches = [_ids(2, 70, device) for _ in range(3)]
+    loss = lambda ids: next_token_loss(model, ids) / 3
+    step = compiled(loss, chunk_tokens=64)
+
+    def accumulated(fn) -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        for ids in batches:
+            fn(ids).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    assert max(errors(accumulated(step), [g.double() for g in accumulated(loss)])) < 2e-6
+
+
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_retain_graph_is_right_or_refused_by_torch(compiled_before: bool, device: str) -> None:
+    model = TinyLM(VOCAB, D).to(device)
+    ids = _ids(2, 70, device)
+    exact = gradients(model, lambda i: next_token_loss(model, i), [ids])[1:]
+    step = compiled(lambda i: next_token_loss(model, i), chunk_tokens=64)
+    if compiled_before:
+        step(ids).backward()
+    model.zero_grad(set_to_none=True)
+    loss = step(ids)
+    try:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    except RuntimeError as error:
+        assert "donated buffers" in str(error)  # noqa: PT017
+        return
+    doubled = [p.grad / 2 for p in model.parameters()]
+    assert max(errors(doubled, [g.double() for g in exact])) < 2e-6
+
+
+def test_the_last_row_counts(device: str) -> None:
+    """N = k * chunk + 1: changing only the last token's label changes the loss and gradients."""
+    h = torch.randn(129, D, device=device, requires_grad=True)
+    w = torch.randn(VOCAB, D, device=device, requires_grad=True)
+    y = torch.randint(0, VOCAB, (129,), device=device)
+    other = y.clone()
+    other[-1] = (y[-1] + 1) % VOCAB
+    loss = lambda h, w, y: F.cross_entropy(h @ w.t(), y)
+    step = compiled(loss, chunk_tokens=64)
+    for labels in (y, other):
+        expected = torch.autograd.grad(loss(h, w, labels), (h, w))
+        found = torch.autograd.grad(step(h, w, labels), (h, w))
+        torch.testing.assert_close(step(h, w, labels), loss(h, w, labels))
+        torch.testing.assert_close(found, expected)
+    assert step(h, w, y) != step(h, w, other)
+    assert mstpass.reports()[-1].regions[0].num_chunks == 3
+
+
+def test_per_token_losses_use_two_loops(device: str) -> None:
+    model = TinyLM(VOCAB, D).to(device)
+
+    def loss_of(m: TinyLM):
+        def loss(ids: torch.Tensor) -> torch.Tensor:
+            each = next_token_loss(m, ids, reduction="none").view(ids.shape)
+            return each.mean(dim=1).sigmoid().sum()  # not linear between the tokens and the loss
+
+        return loss
+
+    report = check_against_float64(model, loss_of, [_ids(4, 50, device)], chunk_tokens=64)
+    assert kinds(report) == [("lm_head", "recompute")], report
+
+
+def test_scalar_nonlinearity_after_the_loss(device: str) -> None:
+    model = TinyLM(VOCAB, D).to(device)
+    report = check_against_float64(
+        model,
+        lambda m: lambda ids: next_token_loss(m, ids).square(),
+        [_ids(2, 64, device)],
+        chunk_tokens=64,
+    )
+    assert kinds(report) == FUSED, report
+
+
+def test_accuracy_rides_along(device: str) -> None:
+    model = TinyLM(VOCAB, D).to(device)
+    ids = _ids(2, 64, device)
+
+    def loss_and_accuracy(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model.logits(ids).flatten(0, 1)
+        hits = logits.argmax(-1) == ids.flatten()
+        return F.cross_entropy(logits, ids.flatten()), hits.float().mean()
+
+    loss, accuracy = compiled(loss_and_accuracy, chunk_tokens=64)(ids)
+    expected_loss, expected_accuracy = loss_and_accuracy(ids)
+    torch.testing.assert_close(loss, expected_loss)
+    assert accuracy == expected_accuracy
+    assert kinds(mstpass.reports()[-1]) == FUSED
