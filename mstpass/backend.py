@@ -15,7 +15,6 @@ Private APIs, checked with torch 2.13: ``torch._inductor.compile_fx.compile_fx``
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import logging
@@ -57,15 +56,38 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         OptionError: a wrong option.
     """
     options = Options.parse(kwargs.get("options"))
-    patches = {**_mode_patches(kwargs.get("mode")), **options.inductor_patches}
+    users = {**_mode_patches(kwargs.get("mode")), **options.inductor_patches}
     key = store.graph_key(gm, example_inputs, uuid(options))
     partitioner = Partitioner(options, key)
-    patches["custom_partitioner_fn"] = partitioner
-    patches["post_grad_custom_post_pass"] = LowerLoops(_users_pass(patches))
-    compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+    hooks = {
+        "custom_partitioner_fn": partitioner,
+        "post_grad_custom_post_pass": LowerLoops(_users_pass(users)),
+    }
+    try:
+        compiled = compile_fx(gm, list(example_inputs), config_patches={**users, **hooks})
+    except Exception as error:
+        if options.strict or not partitioner.chunked:
+            raise
+        _warn_of(error)
+        store.add(Report(_failed(error)), key)
+        return compile_fx(gm, list(example_inputs), config_patches=users)
     if not partitioner.ran:
         store.recall(key)
-    return compiled  # type: ignore[no-any-return]
+    return compiled
+
+
+def _warn_of(error: Exception) -> None:
+    warnings.warn(
+        f"mstpass left a graph to Inductor as it was, because of an error of its own: "
+        f"{type(error).__name__}: {error}. Please report it; options={{'strict': True}} "
+        "raises it.",
+        stacklevel=3,
+    )
+    log.debug("mstpass failed", exc_info=error)
+
+
+def _failed(error: Exception) -> Outcome:
+    return Outcome(rejections=(Rejection("error", "graph", f"{type(error).__name__}: {error}"),))
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:
@@ -98,33 +120,27 @@ class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
     """Called by AOTAutograd with the joint graph; must return forward and backward modules."""
 
     def __init__(self, options: Options, key: str):
-        self.options, self.key, self.ran = options, key, False
+        self.options, self.key = options, key
+        self.ran = False
+        self.chunked = False
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.ran = True
-        prepared = _prepare(gm)
-        fallback = copy.copy(prepared.graph)
+        _prepare(gm)
         try:
-            result = pipeline.run(prepared, self.options, **_known(kwargs))
+            result = pipeline.run(gm, self.options, **_known(kwargs))
             assert result.modules is not None
-            store.add(Report(result.outcome), self.key, self.options.report)
-            return result.modules
         except Exception as error:
             if self.options.strict:
                 raise MstpassError(f"mstpass failed (strict=True): {error}") from error
-            warnings.warn(
-                f"mstpass left a graph to Inductor as it was, because of an error of its own: "
-                f"{type(error).__name__}: {error}. Please report it; options={{'strict': True}} "
-                "raises it.",
-                stacklevel=2,
-            )
-            log.debug("mstpass failed", exc_info=True)
-            reason = f"{type(error).__name__}: {error}"
-            store.add(Report(Outcome(rejections=(Rejection("error", "graph", reason),))), self.key)
-            prepared.graph = fallback
-            return min_cut_rematerialization_partition(prepared, joint_inputs, **kwargs)
+            _warn_of(error)
+            store.add(Report(_failed(error)), self.key)
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        self.chunked = bool(result.outcome.regions)
+        store.add(Report(result.outcome), self.key, self.options.report)
+        return result.modules
 
     def uuid(self) -> str:
         return uuid(self.options)
@@ -134,7 +150,7 @@ def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in kwargs.items() if k in ("num_fwd_outputs", "static_lifetime_input_indices")}
 
 
-def _prepare(gm: fx.GraphModule) -> fx.GraphModule:
+def _prepare(gm: fx.GraphModule) -> None:
     """Dead code out, equal nodes merged, as torch's partitioner does first."""
     import torch._functorch.config as functorch_config
     from torch._functorch.compile_utils import fx_graph_cse
@@ -143,7 +159,6 @@ def _prepare(gm: fx.GraphModule) -> fx.GraphModule:
     if functorch_config.cse:
         gm.graph = fx_graph_cse(gm.graph)
     gm.recompile()
-    return gm
 
 
 class LowerLoops(CustomGraphPass):  # type: ignore[misc]

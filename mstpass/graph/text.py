@@ -1,0 +1,58 @@
+"""A joint graph as short, stable text: for golden files, for people, for bug reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph.joint import tensors_of
+
+_SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "b8",
+}
+
+
+def graph_text(module: fx.GraphModule) -> str:
+    """The graph, one line a node, followed by the bodies of its loops."""
+    lines = [_line(node) for node in module.graph.nodes if node.op != "get_attr"]
+    for name, child in module.named_children():
+        if isinstance(child, fx.GraphModule):
+            lines += ["", f"{name}:", *(_line(node) for node in child.graph.nodes)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"  return {_arg(node.args[0])}"
+    shapes = ", ".join(_shape(t) for t in tensors_of(node.meta.get("val")))
+    if node.op == "placeholder":
+        return f"  {node.name}: {shapes}"
+    args = [_arg(a) for a in node.args]
+    args += [f"{k}={_arg(v)}" for k, v in node.kwargs.items() if k not in ("device", "layout")]
+    return f"  {node.name}: {shapes} = {_target(node.target)}({', '.join(args)})"
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{_SHORT.get(tensor.dtype, str(tensor.dtype))}[{', '.join(map(str, tensor.shape))}]"
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default")
+    return getattr(target, "__name__", str(target))
+
+
+def _arg(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return str(value.target) if value.op == "get_attr" else value.name
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(_arg, value)) + "]"
+    return str(value).removeprefix("torch.")
