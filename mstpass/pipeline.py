@@ -11,11 +11,12 @@ from torch import fx
 from mstpass.chunk.apply import CycleError, apply_plans
 from mstpass.chunk.detect import detect
 from mstpass.chunk.grow import CannotTake
-from mstpass.chunk.plan import plan_region
+from mstpass.chunk.overhead import spend
+from mstpass.chunk.plan import mode_of, plan_region
 from mstpass.graph.joint import JointGraph
 from mstpass.options import Options
 from mstpass.partition.split import Modules, split
-from mstpass.plans import ChunkPlan, Outcome, Rejection
+from mstpass.plans import RECOMPUTE, ChunkPlan, Outcome, Region, Rejection
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +67,21 @@ def run(
 def _plan(joint: JointGraph, options: Options) -> tuple[list[ChunkPlan], list[Rejection]]:
     regions, rejections = detect(joint)
     plans: list[ChunkPlan] = []
+    region_of: dict[str, Region] = {}
     for region in regions:
-        planned = plan_region(joint, region, options)
+        planned = plan_region(joint, region, options, mode_of(region, options))
         if isinstance(planned, ChunkPlan):
             plans.append(planned)
+            region_of[planned.members[0][0]] = region
         else:
             rejections.append(planned)
-    return plans, rejections
+
+    def recomputing(plan: ChunkPlan) -> ChunkPlan:
+        planned = plan_region(joint, region_of[plan.members[0][0]], options, RECOMPUTE)
+        assert isinstance(planned, ChunkPlan)
+        return planned
+
+    return spend(joint, plans, options.free_overhead, recomputing), rejections
 
 
 def _apply(

@@ -19,6 +19,8 @@ from mstpass.extras import require
 
 MIB = 2**20
 _DASH = "-"
+_BUSY = """On CPUs that are busy with other work as well, set OMP_WAIT_POLICY=passive: threads that
+spin while they wait for one another cost more than what is measured."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class Target:
 
     def __str__(self) -> str:
         value = "no figure" if self.value is None else f"{self.value:.3f}"
-        return f"{self.what}: {value}, target <= {self.limit:.2f}: {'met' if self.met else 'missed'}"
+        return (
+            f"{self.what}: {value}, target <= {self.limit:.2f}: {'met' if self.met else 'missed'}"
+        )
 
 
 @dataclass
@@ -122,7 +126,7 @@ def parse(
     parser = argparse.ArgumentParser(
         prog=f"mstpass bench {name}",
         description=description,
-        epilog=f"examples:\n{examples}",
+        epilog=f"examples:\n{examples}\n{_BUSY}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -219,7 +223,10 @@ def machine(device: torch.device) -> str:
     """Device and torch version."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    return f"{_cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    policy = os.environ.get("OMP_WAIT_POLICY")
+    return f"{_cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}" + (
+        f", OMP_WAIT_POLICY={policy}" if policy else ""
+    )
 
 
 def ratio_cell(value: tuple[float, float, float] | None) -> str:

@@ -55,7 +55,8 @@ class Case:
         if self.backend == INDUCTOR:
             return torch.compile(fn)
         length = self.size.length // self.chunks if self.chunks else None
-        return torch.compile(fn, backend="mst", options={"strict": True, "chunk_tokens": length})
+        options: dict[str, Any] = {"strict": True, "chunk_tokens": length}
+        return torch.compile(fn, backend="mst", options=options)
 
 
 @dataclass
@@ -88,7 +89,8 @@ def run(arguments: Arguments) -> Result:
                 advance(case.name)
                 if number == 0:
                     advance(case.name)
-    result = Result("compile", f"Compile time of a Llama-like step: {size}, layers as given")
+    shape = f"d={size.width}, l={size.mlp_width}, V={size.vocabulary}, N={size.length}, fp32"
+    result = Result("compile", f"Compile time of a Llama-like step: {shape}")
     result.tables.append(_table(cases, rows))
     result.targets += _targets(cases, rows)
     result.notes.append(
@@ -146,7 +148,9 @@ def _measure(case: Case, row: Seconds, device: torch.device, warm: bool) -> None
             if warm:
                 again = _process(case, device, folder)
                 row.warm_s, hits = again["compile_s"], again["hits"]
-                row.hits = f"autograd {hits['autograd']}, fx {hits['fx']}, reports {hits['reports']}"
+                row.hits = (
+                    f"autograd {hits['autograd']}, fx {hits['fx']}, reports {hits['reports']}"
+                )
         except (RuntimeError, subprocess.SubprocessError) as error:
             row.error = str(error)[:_ERROR_CHARS]
 

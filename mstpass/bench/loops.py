@@ -126,9 +126,7 @@ def _head_table(
 
 def _mlps(sizes: Sizes, arguments: Arguments, result: Result) -> None:
     width = sizes.widths[0]
-    mlps = MLPs.build(
-        sizes.mlp_tokens, width, sizes.mlp_width, sizes.mlp_layers, arguments.device
-    )
+    mlps = MLPs.build(sizes.mlp_tokens, width, sizes.mlp_width, sizes.mlp_layers, arguments.device)
     title = (
         f"{sizes.mlp_layers} chained SwiGLU MLPs, d={width}, l={sizes.mlp_width}, "
         f"N={sizes.mlp_tokens}, fp32"
@@ -173,7 +171,7 @@ def _linear_cross_entropy(head: Head, rows: int) -> list[Contender]:
         return []
 
     def with_options(**chosen: Any) -> LossFn:
-        return lambda: function(head.x_ND, head.w_VD, head.target_N, options=options(**chosen))
+        return lambda: function(head.hidden, head.weight, head.target, options=options(**chosen))
 
     return [
         eager(f"F.linear_cross_entropy, {rows} rows", with_options(batch_chunk_size=rows)),

@@ -1,4 +1,4 @@
-"""The workloads: an LM head with its loss, a chain of MLPs, and a Llama-like model, in plain PyTorch.
+"""The workloads: an LM head, a chain of MLPs, and a Llama-like model, in plain PyTorch.
 
 Shapes: B batch, S length, N = B * S tokens, D width, L MLP width, V vocabulary.
 """
@@ -43,11 +43,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Head:
-    """An LM head with cross-entropy: gradients of the weight and of the hidden states."""
+    """An LM head with cross-entropy: gradients of the weight and of the hidden states.
 
-    x_ND: Tensor
-    w_VD: Tensor
-    target_N: Tensor
+    Shapes: hidden (N, D), weight (V, D), target (N,).
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
 
     @staticmethod
     def build(tokens: int, width: int, vocabulary: int, device: torch.device) -> Head:
@@ -57,16 +60,16 @@ class Head:
         return Head(x_ND, w_VD, torch.randint(vocabulary, (tokens,), device=device))
 
     def loss(self) -> Tensor:
-        return F.cross_entropy(F.linear(self.x_ND, self.w_VD), self.target_N)
+        return F.cross_entropy(F.linear(self.hidden, self.weight), self.target)
 
     def step(self, loss_fn: LossFn) -> Step:
-        return Step(loss_fn, (self.x_ND, self.w_VD))
+        return Step(loss_fn, (self.hidden, self.weight))
 
     def floor_bytes(self, chunks: int) -> int:
         """Weight gradient, input gradient, and one chunk of logits: what a loop cannot avoid."""
-        tokens, vocabulary = self.x_ND.shape[0], self.w_VD.shape[0]
+        tokens, vocabulary = self.hidden.shape[0], self.weight.shape[0]
         logits = -(-tokens // chunks) * vocabulary
-        return (self.w_VD.numel() + self.x_ND.numel() + logits) * self.x_ND.element_size()
+        return (self.weight.numel() + self.hidden.numel() + logits) * self.weight.element_size()
 
 
 class SwiGLU(nn.Module):
@@ -85,8 +88,8 @@ class MLPs:
     """SwiGLU layers one after the other, inside some model: any gradient may come back to them."""
 
     layers: nn.Sequential
-    x_ND: Tensor
-    tangent_ND: Tensor
+    hidden: Tensor
+    tangent: Tensor
 
     @staticmethod
     def build(tokens: int, width: int, mlp_width: int, layers: int, device: torch.device) -> MLPs:
@@ -96,10 +99,10 @@ class MLPs:
         return MLPs(chain, x_ND.clone().requires_grad_(), tangent_ND)
 
     def value(self) -> Tensor:
-        return self.layers(self.x_ND)
+        return self.layers(self.hidden)
 
     def step(self, fn: LossFn) -> Step:
-        return Step(fn, (self.x_ND, *self.layers.parameters()), self.tangent_ND)
+        return Step(fn, (self.hidden, *self.layers.parameters()), self.tangent)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`mstpass bench peers`: a Llama-like training step, by hand, by Inductor's own means, and by mst."""
+"""`mstpass bench peers`: a Llama-like step by hand, by Inductor's own means, and by mst."""
 
 from __future__ import annotations
 

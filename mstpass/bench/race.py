@@ -109,7 +109,10 @@ def race(
     device: torch.device,
     advance: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Row]:
-    """Rows by name; the first contender is the reference. `advance` is called 2 + repeats times each."""
+    """Rows by name; the first contender is the reference.
+
+    `advance` is called with each contender's name 2 + `repeats` times.
+    """
     torch._dynamo.reset()
     rows = {c.name: Row(c.name) for c in contenders}
     steps: dict[str, Step] = {}

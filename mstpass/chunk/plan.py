@@ -35,10 +35,11 @@ MIN_ROWS_ELSEWHERE = 1024
 _TRANSIENT_SHARE = 0.5
 
 
-def plan_region(joint: JointGraph, region: Region, options: Options) -> ChunkPlan | Rejection:
-    """The loops of a region under the options, or why it stays as it is."""
+def plan_region(
+    joint: JointGraph, region: Region, options: Options, mode: str
+) -> ChunkPlan | Rejection:
+    """The loops of a region in a mode, or why it stays as it is."""
     facts = _Facts(joint, region)
-    mode = _mode(region, options)
     if mode == FUSED:
         saved: list[fx.Node] = []
         loops = [_loop(facts, "forward", facts.outputs, set(), region.unit)]
@@ -108,7 +109,8 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _mode(region: Region, options: Options) -> str:
+def mode_of(region: Region, options: Options) -> str:
+    """The mode that costs no time, unless the budget asks for the least memory."""
     if region.fused:
         return FUSED
     if region.kind == "lm_head" or options.memory_budget == 0.0:

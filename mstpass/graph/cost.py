@@ -1,0 +1,40 @@
+"""What nodes cost: floating point operations of matmuls and attention, which dominate a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.joint import is_static, value_of
+
+
+def flops(node: fx.Node) -> int:
+    """Of one node; 0 for all but matmuls and attention, and for symbolic sizes."""
+    if node.op != "call_function":
+        return 0
+    if ops.is_matmul(node):
+        out, left = value_of(node), value_of(ops.matmul_factors(node)[0])
+        if out is None or left is None or not is_static(out) or not is_static(left):
+            return 0
+        return 2 * math.prod(out.shape) * left.shape[-1]
+    if "scaled_dot_product" in str(node.target):
+        return _attention_flops(node)
+    return 0
+
+
+def _attention_flops(node: fx.Node) -> int:
+    """Two products forward, five backward, each tokens x tokens x features a head."""
+    backward = "backward" in str(node.target)
+    tensors = [v for v in map(value_of, node.all_input_nodes) if v is not None and v.dim() == 4]
+    query, key = tensors[backward : backward + 2] if len(tensors) > 2 else (None, None)
+    if query is None or key is None or not is_static(query) or not is_static(key):
+        return 0
+    batch, heads, rows, features = query.shape
+    return (5 if backward else 2) * 2 * batch * heads * rows * key.shape[2] * features
+
+
+def total_flops(nodes: Iterable[fx.Node]) -> int:
+    return sum(map(flops, nodes))

@@ -1,0 +1,98 @@
+"""Models of transformers, labels in the graph, against eager and float64 under Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checks import check_against_float64, kinds
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 600
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def _llama(**extra: Any) -> nn.Module:
+    config = transformers.LlamaConfig(**SIZES, **TOKENS, num_key_value_heads=2, **extra)
+    return transformers.LlamaForCausalLM(config)
+
+
+def _qwen3() -> nn.Module:
+    config = transformers.Qwen3Config(**SIZES, **TOKENS, num_key_value_heads=2, head_dim=8)
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def _gpt2() -> nn.Module:
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=VOCAB, **TOKENS, **off
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def _bert() -> nn.Module:
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = {**SIZES, "intermediate_size": 128}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, pad_token_id=0, **off))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": _llama,
+    "llama_tied": lambda: _llama(tie_word_embeddings=True),
+    "qwen3": _qwen3,
+    "gpt2": _gpt2,
+    "bert": _bert,
+}
+
+
+def _check(name: str, device: str, batch: int, seq: int, precision: str) -> None:
+    model = MODELS[name]().to(device).train()
+    if precision == "bfloat16":
+        model = model.bfloat16()
+    extra = {} if name == "bert" else {"use_cache": False}
+    ids = torch.randint(3, VOCAB, (batch, seq), device=device)
+    labels = ids.clone()
+    labels[:, :5] = -100
+
+    def loss_of(m: nn.Module) -> Callable[..., torch.Tensor]:
+        return lambda ids, labels: m(input_ids=ids, labels=labels, **extra).loss
+
+    autocast = device if precision == "autocast" else None
+    report = check_against_float64(
+        model, loss_of, [ids, labels], autocast=autocast, chunk_tokens=64
+    )
+    assert kinds(report)[0] == ("lm_head", "fused"), report
+    assert [kind for kind, _ in kinds(report)[1:]] == ["mlp", "mlp"], report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_ragged_batch(name: str, device: str) -> None:
+    _check(name, device, batch=3, seq=43, precision="float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_float32_even_chunks(name: str, device: str) -> None:
+    _check(name, device, batch=1, seq=128, precision="float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert"])
+def test_low_precision(name: str, precision: str, device: str) -> None:
+    _check(name, device, batch=3, seq=43, precision=precision)
