@@ -64,13 +64,14 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         "post_grad_custom_post_pass": LowerLoops(_users_pass(users)),
     }
     try:
-        compiled = compile_fx(gm, list(example_inputs), config_patches={**users, **hooks})
+        compiled: Any = compile_fx(gm, list(example_inputs), config_patches={**users, **hooks})
     except Exception as error:
         if options.strict or not partitioner.chunked:
             raise
         _warn_of(error)
         store.add(Report(_failed(error)), key)
-        return compile_fx(gm, list(example_inputs), config_patches=users)
+        untouched: Any = compile_fx(gm, list(example_inputs), config_patches=users)
+        return untouched
     if not partitioner.ran:
         store.recall(key)
     return compiled
@@ -116,7 +117,7 @@ def uuid(options: Options) -> str:
     return f"mstpass-{_sources_hash()}-{options.fingerprint()}"
 
 
-class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+class Partitioner(CustomPartitionerFn):
     """Called by AOTAutograd with the joint graph; must return forward and backward modules."""
 
     def __init__(self, options: Options, key: str):
@@ -147,7 +148,9 @@ class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
 
 
 def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in kwargs.items() if k in ("num_fwd_outputs", "static_lifetime_input_indices")}
+    return {
+        k: v for k, v in kwargs.items() if k in ("num_fwd_outputs", "static_lifetime_input_indices")
+    }
 
 
 def _prepare(gm: fx.GraphModule) -> None:
@@ -161,7 +164,7 @@ def _prepare(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-class LowerLoops(CustomGraphPass):  # type: ignore[misc]
+class LowerLoops(CustomGraphPass):
     """Inductor's last pass over forward and backward: our lowering, then the user's own pass."""
 
     def __init__(self, users_pass: Any):

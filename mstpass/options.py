@@ -1,4 +1,4 @@
-"""Options of one ``torch.compile(..., backend="mst", options={...})``: parsed once, frozen, hashable.
+"""Options of one ``torch.compile(..., backend="mst", options={...})``: parsed once, frozen.
 
 Precedence: ``options`` > ``MSTPASS_<OPTION>`` environment variable > default.
 """
@@ -124,7 +124,9 @@ def _memory_budget(value: Any, where: str) -> str | float | int:
         if value in ("auto", "free"):
             return value
         if parse_bytes(value) is None:
-            raise OptionError(f"{where}: {value!r} is neither 'auto', 'free' nor a size like '24GiB'")
+            raise OptionError(
+                f"{where}: {value!r} is neither 'auto', 'free' nor a size like '24GiB'"
+            )
         raise NotAvailableYet(f"{where}: a budget in bytes ({value!r}) is not available yet")
     if isinstance(value, float):
         if not 0.0 <= value <= 1.0:
@@ -179,7 +181,7 @@ def _inductor(value: Any, where: str) -> tuple[tuple[str, Any], ...]:
         raise OptionError(f"{where} must map Inductor config names to values, got {value!r}")
     import torch._inductor.config as inductor_config
 
-    known = set(inductor_config._config)
+    known = set(inductor_config.get_config_copy())
     for key in value:
         if key not in known:
             near = difflib.get_close_matches(key, sorted(known), n=1)

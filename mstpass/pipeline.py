@@ -16,7 +16,7 @@ from mstpass.chunk.plan import mode_of, plan_region
 from mstpass.graph.joint import JointGraph
 from mstpass.options import Options
 from mstpass.partition.split import Modules, split
-from mstpass.plans import RECOMPUTE, ChunkPlan, Outcome, Region, Rejection
+from mstpass.plans import ChunkPlan, Outcome, Region, Rejection
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +76,11 @@ def _plan(joint: JointGraph, options: Options) -> tuple[list[ChunkPlan], list[Re
         else:
             rejections.append(planned)
 
-    def recomputing(plan: ChunkPlan) -> ChunkPlan:
-        planned = plan_region(joint, region_of[plan.members[0][0]], options, RECOMPUTE)
-        assert isinstance(planned, ChunkPlan)
-        return planned
+    def replan(plan: ChunkPlan, repeat: frozenset[str]) -> ChunkPlan:
+        planned = plan_region(joint, region_of[plan.members[0][0]], options, plan.mode, repeat)
+        return planned if isinstance(planned, ChunkPlan) else plan
 
-    return spend(joint, plans, options.free_overhead, recomputing), rejections
+    return spend(joint, plans, options.free_overhead, replan), rejections
 
 
 def _apply(

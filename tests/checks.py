@@ -29,9 +29,7 @@ def gradients(
     """The loss, the gradients of parameters, and those of floating inputs that require one."""
     model.zero_grad(set_to_none=True)
     inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-    context = (
-        torch.autocast(autocast, torch.bfloat16) if autocast else contextlib.nullcontext()
-    )
+    context = torch.autocast(autocast, torch.bfloat16) if autocast else contextlib.nullcontext()
     with context:
         value = loss(*inputs)
     value.backward()

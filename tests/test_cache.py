@@ -18,7 +18,8 @@ from torch._dynamo.utils import counters
 import mstpass
 
 torch.manual_seed(0)
-gate, up, down, head = nn.Linear(32, 128), nn.Linear(32, 128), nn.Linear(128, 32), nn.Linear(32, 600)
+gate, up, down = nn.Linear(32, 128), nn.Linear(32, 128), nn.Linear(128, 32)
+head = nn.Linear(32, 600)
 x, y = torch.randn(1, 512, 32), torch.randint(0, 600, (512,))
 
 def loss(x):

@@ -31,7 +31,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("batch, seq", [(1, 128), (3, 43)])
+@pytest.mark.parametrize(("batch", "seq"), [(1, 128), (3, 43)])
 def test_cross_entropy(name: str, batch: int, seq: int, device: str) -> None:
     model = TinyLM(VOCAB, D).to(device)
     report = check_against_float64(
@@ -47,9 +47,7 @@ def test_cross_entropy(name: str, batch: int, seq: int, device: str) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_bias_and_tied_embeddings(bias: bool, tied: bool, device: str) -> None:
     model = TinyLM(VOCAB, D, bias=bias, tied=tied).to(device)
-    report = check_against_float64(
-        model, _next_token, [_ids(2, 65, device)], chunk_tokens=64
-    )
+    report = check_against_float64(model, _next_token, [_ids(2, 65, device)], chunk_tokens=64)
     assert kinds(report) == FUSED, report
 
 
@@ -95,9 +93,7 @@ def test_all_labels_ignored_is_nan_as_in_eager(device: str) -> None:
 def test_frozen_part(frozen: str, device: str) -> None:
     model = TinyLM(VOCAB, D).to(device)
     getattr(model, frozen).requires_grad_(False)
-    report = check_against_float64(
-        model, _next_token, [_ids(2, 70, device)], chunk_tokens=64
-    )
+    report = check_against_float64(model, _next_token, [_ids(2, 70, device)], chunk_tokens=64)
     assert kinds(report) == FUSED, report
 
 

@@ -13,7 +13,7 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    "given, names",
+    ("given", "names"),
     [
         ({"memory_buget": 0.0}, ["memory_buget", "memory_budget"]),
         ({"chunk": "of"}, ["chunk", "off"]),
@@ -34,7 +34,7 @@ def test_defaults() -> None:
     ],
 )
 def test_bad_options_name_what_is_wrong(given: dict[str, object], names: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"option|must") as error:
         Options.parse(given, environ={})
     for name in names:
         assert name in str(error.value)

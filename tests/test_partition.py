@@ -24,7 +24,11 @@ from tests.models import Block, GatedMLP
 def problems(draw: st.DrawFn) -> CutProblem:
     values: list[Value] = []
     for i in range(draw(st.integers(2, 9))):
-        inputs = draw(st.lists(st.sampled_from([v.name for v in values]), max_size=3, unique=True)) if values else []
+        inputs = (
+            draw(st.lists(st.sampled_from([v.name for v in values]), max_size=3, unique=True))
+            if values
+            else []
+        )
         values.append(
             Value(
                 name=f"v{i}",
@@ -92,7 +96,9 @@ class Attention(nn.Module):
         self.qkv, self.out, self.heads = nn.Linear(d, 3 * d, False), nn.Linear(d, d, False), heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 

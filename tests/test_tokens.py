@@ -13,7 +13,7 @@ from mstpass.graph.tokens import WHOLE, Refusal, broadcast_source, chunk_shape, 
 
 
 @pytest.mark.parametrize(
-    "source, target, spec, expected",
+    ("source", "target", "spec", "expected"),
     [
         ((2, 3, 8), (6, 8), (0, 1), (0,)),
         ((6, 8), (2, 3, 8), (0,), (0, 1)),
@@ -30,7 +30,7 @@ def test_views(source, target, spec, expected) -> None:
 
 
 @pytest.mark.parametrize(
-    "source, target, spec",
+    ("source", "target", "spec"),
     [((6, 8), (48,), (0,)), ((6, 8), (3, 16), (0,)), ((2, 3, 8), (2, 24), (0, 1))],
 )
 def test_views_that_mix_tokens_are_refused(source, target, spec) -> None:

@@ -116,7 +116,9 @@ class _Body:
         if len(spec) > 1:
             node = self.builder.call(aten.reshape.default, node, ordered)
         if order != sorted(order):
-            node = self.builder.call(aten.permute.default, node, [order.index(d) for d in range(len(order))])
+            node = self.builder.call(
+                aten.permute.default, node, [order.index(d) for d in range(len(order))]
+            )
         return node
 
     def _result(self, node: fx.Node, spec: Spec | None) -> fx.Node:
@@ -140,7 +142,8 @@ class _Body:
 
     def _copy(self, node: fx.Node, spec: Spec) -> fx.Node:
         needs = self._needs(node, spec)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n, needs[n]])
+        mapped: Any = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n, needs[n]])
+        args, kwargs = mapped
         row = ops.lookup(node)
         assert isinstance(row, ops.Op)
         target: Any = node.target
@@ -223,7 +226,5 @@ class _Body:
         value = node.meta["val"]
         shape = chunk_shape([1] * value.dim(), spec, self.chunk)
         valid = self.builder.call(aten.reshape.default, self.valid, shape)
-        zero = self.builder.call(
-            aten.full.default, [], 0, dtype=value.dtype, device=value.device
-        )
+        zero = self.builder.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
         return self.builder.call(aten.where.self, valid, node, zero)

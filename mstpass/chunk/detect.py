@@ -158,9 +158,7 @@ def _try_fused(joint: JointGraph, growth: Growth) -> tuple[fx.Node | None, str]:
     return unit, ""
 
 
-def _close_backward(
-    joint: JointGraph, growth: Growth, stop: fx.Node | None = None
-) -> set[fx.Node]:
+def _close_backward(joint: JointGraph, growth: Growth, stop: fx.Node | None = None) -> set[fx.Node]:
     """Pull in all backward values that carry tokens; return the backward scalars that enter."""
     while True:
         entries: set[fx.Node] = set()
@@ -239,11 +237,7 @@ def _close_apart(joint: JointGraph, growth: Growth) -> None:
 
 
 def _part(joint: JointGraph, growth: Growth, backward: bool) -> set[fx.Node]:
-    return {
-        n
-        for n, s in growth.specs.items()
-        if s != WHOLE and (n in joint.backward) == backward
-    }
+    return {n for n, s in growth.specs.items() if s != WHOLE and (n in joint.backward) == backward}
 
 
 def _absorb(joint: JointGraph, growth: Growth, part: set[fx.Node]) -> None:
@@ -276,7 +270,7 @@ def _replaces(growth: Growth, user: fx.Node) -> bool:
 
 # ---- result ------------------------------------------------------------------------------------
 def _kind(joint: JointGraph, growth: Growth, anchor: fx.Node) -> str:
-    """"mlp" when a forward matmul takes wide values back to narrow ones, else "lm_head"."""
+    """ "mlp" when a forward matmul takes wide values back to narrow ones, else "lm_head"."""
     for node, spec in growth.specs.items():
         if node is anchor or node in joint.backward or isinstance(spec, Sum) or spec == WHOLE:
             continue

@@ -92,20 +92,13 @@ def _tie(builder: Builder, written: fx.Node, side: fx.Node) -> fx.Node:
     if shape is None:
         return written
     users = list(written.users)
-    with builder.graph.inserting_after(written):
-        after = written
-        nodes = []
-        for make in (
-            lambda: builder.call(aten.reshape.default, side, shape),
-            lambda: builder.call(aten.eq.Tensor, nodes[0], nodes[0]),
-            lambda: builder.call(aten.where.self, nodes[1], written, written),
-        ):
-            with builder.graph.inserting_after(after):
-                after = make()
-            nodes.append(after)
+    with builder.graph.inserting_before(users[0]):
+        rows = builder.call(aten.reshape.default, side, shape)
+        same = builder.call(aten.eq.Tensor, rows, rows)
+        tied = builder.call(aten.where.self, same, written, written)
     for user in users:
-        user.replace_input_with(written, after)
-    return after
+        user.replace_input_with(written, tied)
+    return tied
 
 
 def _broadcast_shape(narrow: list[int], wide: list[int]) -> list[int] | None:

@@ -52,7 +52,7 @@ mst_loop = MstLoop()
 mst_loop.py_autograd_impl(autograd_not_implemented(mst_loop, deferred_error=True))
 
 
-@mst_loop.py_impl(FakeTensorMode)  # type: ignore[untyped-decorator]
+@mst_loop.py_impl(FakeTensorMode)
 def _fake(
     mode: FakeTensorMode,
     body: Any,
@@ -68,7 +68,7 @@ def _fake(
         return tuple(torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in specs)
 
 
-@mst_loop.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)  # type: ignore[untyped-decorator]
+@mst_loop.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)
 def run_eagerly(
     body: Callable[..., Any],
     num_chunks: int,

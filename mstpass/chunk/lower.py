@@ -56,10 +56,10 @@ class _Lowering:
         self.builder = Builder(graph, mode)
 
     def lower(self, call: fx.Node) -> None:
-        body, *sizes, specs, sliced, whole = call.args
-        assert isinstance(specs, tuple | list)
+        args: Any = call.args
+        body, *sizes, specs, sliced, whole = args
         with self.graph.inserting_before(call):
-            sliced = tuple(map(self._at_offset_zero, sliced))  # type: ignore[arg-type]
+            sliced = tuple(map(self._at_offset_zero, sliced))
             call.args = (body, *sizes, specs, sliced, whole)
             buffers = [self._buffer(spec, call) for spec in specs]
             zero = self.builder.call(
@@ -69,7 +69,7 @@ class _Lowering:
             cond, step = (self.graph.get_attr(name) for name in names)
             loop = self.graph.call_function(
                 torch.ops.higher_order.while_loop,
-                (cond, step, (zero, *buffers), (*sliced, *whole)),  # type: ignore[misc]
+                (cond, step, (zero, *buffers), (*sliced, *whole)),
             )
             loop.meta["val"] = (zero.meta["val"], *(b.meta["val"] for b in buffers))
         for user in list(call.users):
@@ -101,13 +101,14 @@ class _Lowering:
 
     def _subgraphs(self, call: fx.Node, zero: fx.Node, buffers: list[fx.Node]) -> tuple[str, str]:
         """Names of the condition and the step; calls alike share them and compile once."""
-        body, num_chunks, chunk_tokens, num_tokens, specs, sliced, whole = call.args
-        operands = [n.meta["val"] for n in (zero, *buffers, *sliced, *whole)]  # type: ignore[misc]
+        args: Any = call.args
+        body, num_chunks, chunk_tokens, num_tokens, specs, sliced, whole = args
+        operands = [n.meta["val"] for n in (zero, *buffers, *sliced, *whole)]
         layouts = tuple((v.dtype, tuple(v.shape), v.stride(), v.device) for v in operands)
-        key = (body.target, num_chunks, chunk_tokens, num_tokens, tuple(specs), layouts)  # type: ignore
+        key = (body.target, num_chunks, chunk_tokens, num_tokens, tuple(specs), layouts)
         if key not in self.traced:
-            module = getattr(self.root, body.target)  # type: ignore[union-attr, arg-type]
-            step = _step(module, num_chunks, chunk_tokens, num_tokens, tuple(specs), len(sliced))  # type: ignore
+            module = getattr(self.root, body.target)
+            step = _step(module, num_chunks, chunk_tokens, num_tokens, tuple(specs), len(sliced))
             table = select_decomp_table()
             with self.builder.mode:
                 traced = [
@@ -143,7 +144,7 @@ def _step(
 
         def rows(tensor: torch.Tensor) -> torch.Tensor:
             size, stride = (chunk_tokens, *tensor.shape[1:]), tensor.stride()
-            return aten.as_strided.default(tensor, size, stride, start * stride[0])  # type: ignore[no-any-return]
+            return aten.as_strided.default(tensor, size, stride, start * stride[0])
 
         valid: tuple[torch.Tensor, ...] = ()
         if ragged:
@@ -161,7 +162,7 @@ def _step(
 
 
 class _Result:
-    """An output of a body whose last op is not run yet, so that a product can be summed in place."""
+    """A body's output whose last op is not run yet: a product can then be summed in place."""
 
     def __init__(self, node: fx.Node, env: dict[fx.Node, Any]):
         self.node, self.env = node, env
@@ -175,7 +176,11 @@ class _Result:
 
     def add_to(self, buffer: torch.Tensor) -> None:
         value = self.node.meta["val"]
-        if self.node.target is aten.mm.default and value.dtype == buffer.dtype and self.node not in self.env:
+        if (
+            self.node.target is aten.mm.default
+            and value.dtype == buffer.dtype
+            and self.node not in self.env
+        ):
             left, right = fx.map_arg(self.node.args, self.env.__getitem__)
             aten.addmm_.default(buffer, left, right)
         else:

@@ -1,50 +1,47 @@
-"""Spend the free plan's extra time where it frees most: keep nothing of some MLPs.
+"""Spend the free plan's extra time where it frees most: keep less of the MLPs.
 
-A region that saves by choice can recompute instead. The extra time is estimated as its share of
-the step's floating point operations, times ``_SLOWDOWN`` for what recomputation costs beyond that
-(memory traffic of the intermediates, shorter products).
+A region that saves by choice can redo some of its matmuls in the backward loop instead of keeping
+their results. The extra time of one is estimated as its share of the step's floating point
+operations, times ``_SLOWDOWN`` for what it costs beyond them (memory traffic, short products).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from mstpass.graph import ops
 from mstpass.graph.cost import flops, total_flops
 from mstpass.graph.joint import JointGraph, nbytes
-from mstpass.plans import RECOMPUTE, SAVE, ChunkPlan
+from mstpass.plans import SAVE, ChunkPlan
 
 _SLOWDOWN = 2.0
 
+Replan = Callable[[ChunkPlan, frozenset[str]], ChunkPlan]
+
 
 def spend(
-    joint: JointGraph,
-    plans: Sequence[ChunkPlan],
-    free_overhead: float,
-    recomputing: Callable[[ChunkPlan], ChunkPlan],
+    joint: JointGraph, plans: Sequence[ChunkPlan], free_overhead: float, replan: Replan
 ) -> list[ChunkPlan]:
-    """Plans with some regions switched to recompute, the most bytes a flop first.
+    """Plans that keep fewer of their matmuls' results, the most bytes a flop dropped first.
 
     Args:
         free_overhead: extra time allowed, a fraction of the step.
-        recomputing: makes a region's plan that recomputes from the one that saves.
+        replan: a region's plan anew, given the matmuls that its backward may redo.
     """
     left = free_overhead * total_flops(joint.nodes)
-    saving = [plan for plan in plans if plan.mode == SAVE and plan.saved]
-    switched: dict[int, ChunkPlan] = {}
-    for plan in sorted(saving, key=lambda p: -_bytes_per_flop(joint, p)):
-        cost = _SLOWDOWN * _recompute_flops(joint, plan)
-        if cost <= left:
-            left -= cost
-            switched[id(plan)] = recomputing(plan)
-            assert switched[id(plan)].mode == RECOMPUTE
-    return [switched.get(id(plan), plan) for plan in plans]
-
-
-def _recompute_flops(joint: JointGraph, plan: ChunkPlan) -> int:
-    """Of the forward nodes that backward would redo: those that produce the saved values."""
-    return sum(flops(joint.by_name[name]) for name in plan.saved)
-
-
-def _bytes_per_flop(joint: JointGraph, plan: ChunkPlan) -> float:
-    saved_bytes = sum(nbytes(joint.by_name[name]) for name in plan.saved)
-    return saved_bytes / max(1, _recompute_flops(joint, plan))
+    candidates = [
+        (plan, joint.by_name[name])
+        for plan in plans
+        if plan.mode == SAVE
+        for name in plan.saved
+        if ops.is_matmul(joint.by_name[name])
+    ]
+    candidates.sort(key=lambda pair: -nbytes(pair[1]) / max(1, flops(pair[1])))
+    repeat: dict[int, set[str]] = {}
+    for plan, node in candidates:
+        if _SLOWDOWN * flops(node) <= left:
+            left -= _SLOWDOWN * flops(node)
+            repeat.setdefault(id(plan), set()).add(node.name)
+    return [
+        replan(plan, frozenset(repeat[id(plan)])) if id(plan) in repeat else plan for plan in plans
+    ]

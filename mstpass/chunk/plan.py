@@ -9,6 +9,7 @@ divide, its repeated rows are masked out of every sum.
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 from torch import fx
 
@@ -17,7 +18,7 @@ from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
 from mstpass.graph.tokens import WHOLE, Refusal, Spec, Sum
 from mstpass.options import Options
 from mstpass.partition.problem import CutProblem, Value
-from mstpass.partition.solvers import min_cut
+from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.plans import (
     FUSED,
     RECOMPUTE,
@@ -36,15 +37,25 @@ _TRANSIENT_SHARE = 0.5
 
 
 def plan_region(
-    joint: JointGraph, region: Region, options: Options, mode: str
+    joint: JointGraph,
+    region: Region,
+    options: Options,
+    mode: str,
+    repeat: Set[str] = frozenset(),
 ) -> ChunkPlan | Rejection:
-    """The loops of a region in a mode, or why it stays as it is."""
+    """The loops of a region in a mode, or why it stays as it is.
+
+    Args:
+        repeat: matmuls that backward may redo in save mode. With nothing left to save the mode
+            becomes recompute.
+    """
     facts = _Facts(joint, region)
     if mode == FUSED:
         saved: list[fx.Node] = []
         loops = [_loop(facts, "forward", facts.outputs, set(), region.unit)]
     else:
-        saved = _saved(facts) if mode == SAVE else []
+        saved = _saved(facts, repeat) if mode == SAVE else []
+        mode = SAVE if saved else RECOMPUTE
         loops = _two_loops(facts, saved)
     transient, held = _footprint(facts, loops)
     chunk_tokens = _chunk_tokens(joint, region, options, transient, held)
@@ -163,8 +174,8 @@ def _loop(
     )
 
 
-def _saved(facts: _Facts) -> list[fx.Node]:
-    """The least bytes to keep of the forward so that backward recomputes no matmul."""
+def _saved(facts: _Facts, repeat: Set[str]) -> list[fx.Node]:
+    """The least bytes to keep of the forward so that backward redoes no matmul but ``repeat``."""
     forward = [n for n in facts.joint.sorted(facts.specs) if n not in facts.backward]
     names = {n.name for n in forward}
     values = []
@@ -175,7 +186,7 @@ def _saved(facts: _Facts) -> list[fx.Node]:
                 name=node.name,
                 bytes=nbytes(node),
                 inputs=tuple(i.name for i in node.all_input_nodes if i.name in names),
-                heavy=ops.is_matmul(node),
+                heavy=ops.is_matmul(node) and node.name not in repeat,
                 savable=bool(spec) and not ops.is_view(node) and value_of(node) is not None,
                 needed=any(u in facts.backward for u in node.users),
             )
@@ -187,9 +198,7 @@ def _saved(facts: _Facts) -> list[fx.Node]:
 def _footprint(facts: _Facts, loops: list[LoopPlan]) -> tuple[int, int]:
     """Bytes of the large intermediates at full length, and bytes that are held in any case."""
     by_name = facts.joint.by_name
-    transient = max(
-        sum(nbytes(n) for n in facts.large if n.name in loop.members) for loop in loops
-    )
+    transient = max(sum(nbytes(n) for n in facts.large if n.name in loop.members) for loop in loops)
     held = max(
         sum(nbytes(by_name[o.node]) for o in loop.outputs)
         + sum(nbytes(by_name[i.node]) for i in loop.inputs if i.spec)
@@ -204,15 +213,17 @@ def _chunk_tokens(
     tokens = region.num_tokens
     if options.chunk_tokens is not None:
         if options.chunk_tokens >= tokens:
-            return Refusal(f"{tokens} tokens fit in one chunk of chunk_tokens={options.chunk_tokens}")
+            return Refusal(
+                f"{tokens} tokens fit in one chunk of chunk_tokens={options.chunk_tokens}"
+            )
         return options.chunk_tokens
     value = value_of(joint.by_name[region.name])
     device = value.device.type if value is not None else "cpu"
     floor = MIN_ROWS.get(device, MIN_ROWS_ELSEWHERE)
     if tokens < 2 * floor:
         return Refusal(
-            f"{tokens} tokens are fewer than two chunks of {floor} rows, below which matrix products "
-            f"on {device} lose speed; chunk_tokens forces a length"
+            f"{tokens} tokens are fewer than two chunks of {floor} rows, below which "
+            f"matrix products on {device} lose speed; chunk_tokens forces a length"
         )
     wanted = int(tokens * _TRANSIENT_SHARE * held / max(1, transient))
     num_chunks = min(math.ceil(tokens / max(1, wanted)), tokens // floor)

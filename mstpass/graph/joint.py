@@ -40,9 +40,7 @@ def is_static(value: torch.Tensor) -> bool:
 
 def numel(node: fx.Node) -> int:
     """Elements of the node's largest tensor; 0 without one or with symbolic sizes."""
-    sizes = [
-        math.prod(t.shape) for t in tensors_of(node.meta.get("val")) if is_static(t)
-    ]
+    sizes = [math.prod(t.shape) for t in tensors_of(node.meta.get("val")) if is_static(t)]
     return max(sizes, default=0)
 
 

@@ -119,6 +119,12 @@ def _shape(node: fx.Node) -> torch.Size:
     return value.shape
 
 
+def _ints(argument: Any) -> list[int]:
+    """An argument that holds plain ints."""
+    assert isinstance(argument, tuple | list) and all(isinstance(d, int) for d in argument)
+    return list(argument)
+
+
 def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if any(True for _ in tensors_of(n.meta.get("val")))]
 
@@ -161,7 +167,9 @@ def _product(node: fx.Node, operands: set[fx.Node]) -> bool:
 
 def _total(node: fx.Node, operands: set[fx.Node]) -> bool:
     """add, sub, cat, where's branches: every term depends on the operands or is zero."""
-    return all(a in operands or is_zero(a) for a in _flat(node) if isinstance(a, fx.Node | float | int))
+    return all(
+        a in operands or is_zero(a) for a in _flat(node) if isinstance(a, fx.Node | float | int)
+    )
 
 
 def _sum_of_two(node: fx.Node, operands: set[fx.Node]) -> bool:
@@ -205,13 +213,11 @@ def _view_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
 def _permutation(node: fx.Node) -> list[int]:
     rank = len(_shape(node))
     if node.target is aten.permute.default:
-        dims = node.args[1]
-        assert isinstance(dims, tuple | list)
-        return [int(d) % rank for d in dims]  # type: ignore[call-overload]
+        return [d % rank for d in _ints(node.args[1])]
     order = list(range(rank))
     if node.target is aten.t.default:
         return order[::-1]
-    a, b = int(node.args[1]) % rank, int(node.args[2]) % rank  # type: ignore[arg-type]
+    a, b = (d % rank for d in _ints(node.args[1:3]))
     order[a], order[b] = order[b], order[a]
     return order
 
@@ -241,8 +247,7 @@ def _dims(node: fx.Node, position: int, rank: int) -> list[int]:
         return list(range(rank))
     if isinstance(dims, int):
         dims = [dims]
-    assert isinstance(dims, tuple | list)
-    return [int(d) % rank for d in dims]  # type: ignore[call-overload]
+    return [d % rank for d in _ints(dims)]
 
 
 def _reduce_forward(sums: bool) -> Forward:
@@ -253,7 +258,9 @@ def _reduce_forward(sums: bool) -> Forward:
             return _after_reduction(len(source), dims, len(_shape(node)), spec)
         if sums and set(spec) <= set(dims):
             return SUM
-        return Refusal(f"{node.target} reduces over {'all' if set(spec) <= set(dims) else 'some'} tokens")
+        return Refusal(
+            f"{node.target} reduces over {'all' if set(spec) <= set(dims) else 'some'} tokens"
+        )
 
     return forward
 
@@ -312,7 +319,7 @@ def _along_backward(position: int) -> Backward:
 
 
 def _select_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    dim = int(node.args[1]) % len(_shape(operand))  # type: ignore[arg-type]
+    (dim,) = (d % len(_shape(operand)) for d in _ints(node.args[1:2]))
     if dim in spec:
         return Refusal("select of one token")
     return tuple(d - (d > dim) for d in spec)
@@ -320,7 +327,7 @@ def _select_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refus
 
 def _select_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec]:
     operand = node.all_input_nodes[0]
-    dim = int(node.args[1]) % len(_shape(operand))  # type: ignore[arg-type]
+    (dim,) = (d % len(_shape(operand)) for d in _ints(node.args[1:2]))
     return {operand: tuple(d + (d >= dim) for d in spec)}
 
 
@@ -345,7 +352,9 @@ def _getitem_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec]:
 
 
 def _embedding_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    return spec if operand is node.args[1] else Refusal("the embedding table is looked up by tokens")
+    return (
+        spec if operand is node.args[1] else Refusal("the embedding table is looked up by tokens")
+    )
 
 
 def _embedding_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
@@ -485,9 +494,12 @@ def _rows() -> dict[Any, Op]:
         aten.copy.default: dataclasses.replace(pointwise, linear=_never),
         prims.convert_element_type.default: pointwise,
     }
-    rows |= dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), view)
     rows |= dict.fromkeys(
-        (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default), squeezed
+        (aten.view.default, aten.reshape.default, aten._unsafe_view.default), view
+    )
+    rows |= dict.fromkeys(
+        (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default),
+        squeezed,
     )
     rows |= dict.fromkeys((aten.permute.default, aten.t.default, aten.transpose.int), permute)
     rows |= {aten.expand.default: expand}

@@ -57,7 +57,9 @@ def align(spec: Spec, from_rank: int, to_rank: int) -> Spec:
     return tuple(dim + to_rank - from_rank for dim in spec)
 
 
-def broadcast_source(in_shape: Sequence[int], out_shape: Sequence[int], spec: Spec) -> Spec | Refusal:
+def broadcast_source(
+    in_shape: Sequence[int], out_shape: Sequence[int], spec: Spec
+) -> Spec | Refusal:
     """The spec an operand must have so that the broadcast result has ``spec``."""
     dims = align(spec, len(out_shape), len(in_shape))
     present = [d for d in dims if d >= 0 and in_shape[d] != 1]

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch import partitioners
+from torch._functorch.compile_utils import raise_getitems
 
 from mstpass.chunk.loop import mst_loop
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, is_tangent, nbytes, tensors_of, value_of
 from mstpass.graph.source import source_of
+from mstpass.graph.tokens import Refusal
 from mstpass.partition.problem import CutProblem, Value
 from mstpass.partition.solvers import DEFAULT, SOLVERS
 from mstpass.partition.verify import verify
@@ -35,7 +37,11 @@ def split(joint: JointGraph, solver: str, **torch_kwargs: Any) -> tuple[Modules,
         modules = partitioners.min_cut_rematerialization_partition(
             joint.module, None, num_fwd_outputs=joint.num_fwd_outputs, **torch_kwargs
         )
-        return modules, _crossing(modules, joint, "torch"), f"torch's partitioner split it: {reason}"
+        return (
+            modules,
+            _crossing(modules, joint, "torch"),
+            f"torch's partitioner split it: {reason}",
+        )
     name = DEFAULT if solver == "auto" else solver
     problem = cut_problem(joint)
     saved = SOLVERS[name](problem)
@@ -62,7 +68,12 @@ def needs_torch(joint: JointGraph) -> str:
             return "a memory budget set on a part of the model"
         if "c10d" in str(node.target):
             return "collectives"
-    if any(not isinstance(s, int) for n in joint.nodes for t in tensors_of(n.meta.get("val")) for s in t.shape):
+    if any(
+        not isinstance(s, int)
+        for n in joint.nodes
+        for t in tensors_of(n.meta.get("val"))
+        for s in t.shape
+    ):
         return "symbolic sizes"
     return ""
 
@@ -115,9 +126,7 @@ def is_heavy(node: fx.Node) -> bool:
         return True
     if torch.Tag.nondeterministic_seeded in target.tags or target in _RANDOM_SEEDS:
         return True
-    if target in _CHEAP or not isinstance(ops.lookup(node), ops.Refusal):
-        return False
-    return True
+    return not (target in _CHEAP or not isinstance(ops.lookup(node), Refusal))
 
 
 _RANDOM_SEEDS = frozenset(
@@ -125,7 +134,9 @@ _RANDOM_SEEDS = frozenset(
     for name in ("inductor_seed", "inductor_seeds", "inductor_random", "inductor_randint")
     if hasattr(torch.ops.prims, name)
 )
-_CHEAP = frozenset({torch.ops.prims.iota.default, torch.ops.aten.arange.start_step, torch.ops.aten.index.Tensor})
+_CHEAP = frozenset(
+    {torch.ops.prims.iota.default, torch.ops.aten.arange.start_step, torch.ops.aten.index.Tensor}
+)
 
 
 def _savable(node: fx.Node) -> bool:
@@ -159,7 +170,7 @@ def _extract(joint: JointGraph, saved: list[fx.Node], **torch_kwargs: Any) -> Mo
         joint.module, [*inputs, *plain, *loops], **kwargs
     )
     backward = partitioners.reordering_to_mimic_autograd_engine(backward)
-    forward, backward = partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
+    forward, backward = raise_getitems(forward), raise_getitems(backward)
     if hasattr(partitioners, "thread_graphsafe_rng_from_hops"):
         forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
         backward = partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)

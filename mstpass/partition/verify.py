@@ -23,7 +23,9 @@ def verify(problem: CutProblem, saved: Set[str]) -> None:
             or (not value.heavy and all(available[name] for name in value.inputs))
         )
         if value.needed and not available[value.name]:
-            raise InvalidPlan(f"backward needs {value.name}, which is neither saved nor recomputable")
+            raise InvalidPlan(
+                f"backward needs {value.name}, which is neither saved nor recomputable"
+            )
     unknown = saved - {value.name for value in problem.values}
     if unknown:
         raise InvalidPlan(f"saved values that the problem does not have: {sorted(unknown)}")

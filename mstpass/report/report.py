@@ -75,13 +75,7 @@ def _lines(report: Report) -> list[str]:
     lines = ["mstpass report" + (" (graph from the compile cache)" if report.cached else "")]
     if not report.regions:
         lines.append("  nothing was chunked: the graph compiles as Inductor would compile it")
-    for region in report.regions[:_SHOWN]:
-        lines.append(
-            f"  {region.kind:<8} {region.mode:<10} {region.num_chunks} chunks of "
-            f"{region.chunk_tokens} of {region.num_tokens} tokens, "
-            f"{_mib(region.bytes_before)} -> {_mib(region.bytes_after)}"
-            + (f"  {region.source}" if region.source else "")
-        )
+    lines += [_region_line(region) for region in report.regions[:_SHOWN]]
     lines += _more(report.regions)
     if report.rejections:
         lines.append("  not taken:")
@@ -96,6 +90,14 @@ def _lines(report: Report) -> list[str]:
         )
     lines += [f"  note: {note}" for note in report.outcome.notes]
     return lines
+
+
+def _region_line(region: ChunkPlan) -> str:
+    return (
+        f"  {region.kind:<8} {region.mode:<10} {region.num_chunks} chunks of "
+        f"{region.chunk_tokens} of {region.num_tokens} tokens, "
+        f"{_mib(region.bytes_before)} -> {_mib(region.bytes_after)}  {region.source}"
+    ).rstrip()
 
 
 def _more(items: tuple[Any, ...]) -> list[str]:

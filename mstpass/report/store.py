@@ -61,7 +61,11 @@ def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], salt: str) -> str:
             digest.update(repr(layout).encode())
         else:
             digest.update(repr(value).encode())
-    state = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+    state = (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+    )
     digest.update(repr(state).encode())
     return digest.hexdigest()
 

@@ -53,7 +53,7 @@ def min_cut(problem: CutProblem) -> frozenset[str]:
 
 
 def _distances(problem: CutProblem) -> dict[str, int]:
-    """Steps from each value to the nearest needed one; values that backward cannot need left out."""
+    """Steps from each value to the nearest needed one, for values that backward can need."""
     distance: dict[str, int] = {}
     for value in reversed(problem.values):
         if value.needed:
