@@ -14,7 +14,7 @@ from mstpass.graph.cost import flops, total_flops
 from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.plans import SAVE, ChunkPlan
 
-_SLOWDOWN = 2.0
+_SLOWDOWN = 1.25
 
 Replan = Callable[[ChunkPlan, frozenset[str]], ChunkPlan]
 
