@@ -106,7 +106,7 @@ def main(
     examples: str,
     sizes: bool = False,
 ) -> int:
-    """Run, print, write; 0 unless something could not be measured at all."""
+    """Run, print, write; 0 even where a target is missed or a contender fails: the rows say it."""
     arguments = parse(name, argv, description, examples, sizes)
     require(("rich",), "bench", f"mstpass bench {name}")
     results: list[Result] = []
