@@ -13,6 +13,7 @@ from torch import fx
 
 from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.inplace import read_before_write
+from mstpass.chunk.pick import pick, picks_one
 from mstpass.graph import ops
 from mstpass.graph.build import Builder
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
@@ -36,16 +37,6 @@ def build_body(
         CannotTake: a node's chunk does not have the shape that the plan expects.
     """
     return _Body(joint, plan, loop, builder, accumulate).build()
-
-
-def _picks_one(node: fx.Node) -> bool:
-    if node.target is not aten.gather.default:
-        return False
-    source, dim, index = node.args[:3]
-    assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
-    value, places = value_of(source), value_of(index)
-    assert value is not None and places is not None
-    return places.shape[dim] == 1 and value.is_floating_point() and index.meta["val"].dim() > 1
 
 
 class _Body:
@@ -152,36 +143,12 @@ class _Body:
             args = (*args[: row.shape_arg], shape, *args[row.shape_arg + 1 :])
         if target in _VIEWS_BY_SHAPE:
             target = aten.reshape.default
-        if _picks_one(node):
-            built = self._pick(args[0], args[1], args[2])
+        if picks_one(node):
+            built = pick(self.builder, args[0], args[1], args[2])
         else:
             built = self.builder.call(target, *args, **kwargs)
         self._check(node, spec, built)
         return built
-
-    def _pick(self, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
-        """``gather`` of one element a row as a masked sum: equal, and read in order.
-
-        Fused with the gradient's kernel, a gather's scattered reads keep Inductor from writing the
-        gradient over the logits: a second buffer of chunk x vocabulary.
-        """
-        value = source.meta["val"]
-        dim %= value.dim()
-        shape = [1] * value.dim()
-        shape[dim] = value.shape[dim]
-        call = self.builder.call
-        places = call(
-            torch.ops.prims.iota.default,
-            value.shape[dim],
-            start=0,
-            step=1,
-            dtype=torch.int64,
-            device=value.device,
-            requires_grad=False,
-        )
-        hit = call(aten.eq.Tensor, call(aten.reshape.default, places, shape), index)
-        zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
-        return call(aten.sum.dim_IntList, call(aten.where.self, hit, source, zero), [dim], True)
 
     def _check(self, node: fx.Node, spec: Spec, built: fx.Node) -> None:
         olds, news = tensors_of(node.meta["val"]), tensors_of(built.meta["val"])

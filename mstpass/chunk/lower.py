@@ -112,8 +112,11 @@ class _Lowering:
             table = select_decomp_table()
             with self.builder.mode:
                 traced = [
-                    make_fx(fn, decomposition_table=table)(*operands)
-                    for fn in (lambda i, *_: i < num_chunks, step)
+                    # A counter of its own: a fake tensor remembers the symbol of its item().
+                    make_fx(fn, decomposition_table=table)(
+                        torch.empty([], dtype=torch.int64), *operands[1:]
+                    )
+                    for fn in (lambda i, *_: i.item() < num_chunks, step)
                 ]
             number = len(self.traced)
             names = (f"mst_cond_{number}", f"mst_step_{number}")

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch import fx
+
 from mstpass.graph import ops
-from mstpass.graph.cost import flops, total_flops
+from mstpass.graph.cost import total_flops
 from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.plans import SAVE, ChunkPlan
 
@@ -29,19 +31,25 @@ def spend(
         replan: a region's plan anew, given the matmuls that its backward may redo.
     """
     left = free_overhead * total_flops(joint.nodes)
-    candidates = [
-        (plan, joint.by_name[name])
-        for plan in plans
-        if plan.mode == SAVE
-        for name in plan.saved
-        if ops.is_matmul(joint.by_name[name])
-    ]
-    candidates.sort(key=lambda pair: -nbytes(pair[1]) / max(1, flops(pair[1])))
-    repeat: dict[int, set[str]] = {}
-    for plan, node in candidates:
-        if _SLOWDOWN * flops(node) <= left:
-            left -= _SLOWDOWN * flops(node)
-            repeat.setdefault(id(plan), set()).add(node.name)
-    return [
-        replan(plan, frozenset(repeat[id(plan)])) if id(plan) in repeat else plan for plan in plans
-    ]
+    chosen: dict[int, frozenset[str]] = {}
+    whole = [(plan, _matmuls(joint, plan)) for plan in plans if plan.mode == SAVE]
+    single = [(plan, [node]) for plan, nodes in whole for node in nodes]
+    for candidates in (whole, single):
+        # Regions that keep nothing are alike and share their loops' code; a region that keeps a
+        # part has loops of its own to compile, so it only comes where no whole one fits.
+        if chosen:
+            break
+        for plan, nodes in sorted(candidates, key=lambda pair: -_bytes_per_flop(pair[1])):
+            cost = _SLOWDOWN * total_flops(nodes)
+            if nodes and cost <= left:
+                left -= cost
+                chosen[id(plan)] = chosen.get(id(plan), frozenset()) | {n.name for n in nodes}
+    return [replan(p, chosen[id(p)]) if id(p) in chosen else p for p in plans]
+
+
+def _matmuls(joint: JointGraph, plan: ChunkPlan) -> list[fx.Node]:
+    return [n for n in map(joint.by_name.__getitem__, plan.saved) if ops.is_matmul(n)]
+
+
+def _bytes_per_flop(nodes: Sequence[fx.Node]) -> float:
+    return sum(map(nbytes, nodes)) / max(1, total_flops(nodes))
