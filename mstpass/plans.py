@@ -83,8 +83,8 @@ class LoopPlan:
 class ChunkPlan:
     """A region, its mode and its loops. The public ``region`` of a report.
 
-    ``bytes_before`` counts the region's large values that exist at once without chunking,
-    ``bytes_after`` those that exist at once with it.
+    ``bytes_before`` counts the large results of the region's matrix products at full length;
+    ``bytes_after`` those of one chunk and what is kept of them for the backward.
     """
 
     kind: str

@@ -13,7 +13,7 @@ from torch import fx
 
 from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.inplace import read_before_write
-from mstpass.chunk.pick import pick, picks_one
+from mstpass.chunk.pick import one_hot_sum, pick, picks_one
 from mstpass.graph import ops
 from mstpass.graph.build import Builder
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
@@ -143,10 +143,12 @@ class _Body:
             args = (*args[: row.shape_arg], shape, *args[row.shape_arg + 1 :])
         if target in _VIEWS_BY_SHAPE:
             target = aten.reshape.default
+        short = None
         if picks_one(node):
-            built = pick(self.builder, args[0], args[1], args[2])
-        else:
-            built = self.builder.call(target, *args, **kwargs)
+            short = pick(self.builder, args[0], args[1], args[2])
+        elif target is aten.sum.dim_IntList:
+            short = one_hot_sum(self.builder, node, args[0])
+        built = self.builder.call(target, *args, **kwargs) if short is None else short
         self._check(node, spec, built)
         return built
 

@@ -20,6 +20,7 @@ from mstpass.graph.build import Builder
 from mstpass.graph.joint import tensors_of, value_of
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 def picks_one(node: fx.Node) -> bool:
@@ -66,14 +67,82 @@ def _masked_sum(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> 
     shape = [1] * value.dim()
     shape[dim] = value.shape[dim]
     places = call(
-        torch.ops.prims.iota.default,
+        prims.iota.default,
         value.shape[dim],
         start=0,
         step=1,
-        dtype=torch.int64,
+        dtype=torch.int32,  # compared in vectors as wide as the values'
         device=value.device,
         requires_grad=False,
     )
-    hit = call(aten.eq.Tensor, call(aten.reshape.default, places, shape), index)
+    narrow = call(prims.convert_element_type.default, index, torch.int32)
+    hit = call(aten.eq.Tensor, call(aten.reshape.default, places, shape), narrow)
     zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
     return call(aten.sum.dim_IntList, call(aten.where.self, hit, source, zero), [dim], True)
+
+
+def one_hot_sum(builder: Builder, node: fx.Node, source: fx.Node) -> fx.Node | None:
+    """The row sum of a one-hot value times a row's factor, without a pass over the row.
+
+    ``sum over v of where(index == v, a, 0) * r`` is ``a * r`` where the index is within the row and
+    0 elsewhere: all other terms are zero. It is the row sum of the gradient that enters a
+    log-softmax under cross-entropy. None where the source is no such product.
+
+    Args:
+        node: the ``sum.dim_IntList`` of the joint graph.
+        source: its operand in the body.
+    """
+    value = source.meta["val"]
+    dims = node.args[1]
+    keepdim = len(node.args) > 2 and node.args[2]
+    if not isinstance(dims, tuple | list) or len(dims) != 1 or not keepdim:
+        return None
+    if source.target is not aten.mul.Tensor or value.dim() != 2 or dims[0] not in (1, -1):
+        return None
+    for one_hot, factor in (source.args, reversed(source.args)):
+        match = _one_hot(one_hot, value.shape[1])
+        if match is None or not isinstance(factor, fx.Node):
+            continue
+        if tuple(factor.meta["val"].shape) != (value.shape[0], 1):
+            continue
+        index, hit = match
+        call = builder.call
+        inside = call(
+            aten.bitwise_and.Tensor,
+            call(aten.ge.Scalar, index, 0),
+            call(aten.lt.Scalar, index, value.shape[1]),
+        )
+        zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+        return call(aten.where.self, inside, call(aten.mul.Tensor, hit, factor), zero)
+    return None
+
+
+def _one_hot(node: object, width: int) -> tuple[fx.Node, fx.Node] | None:
+    """``where(index == iota(width), a, 0)``: its ``index`` of shape ``[c, 1]`` and ``a``."""
+    if not isinstance(node, fx.Node) or node.target is not aten.where.self:
+        return None
+    equal, hit, miss = node.args
+    if not isinstance(equal, fx.Node) or equal.target is not aten.eq.Tensor:
+        return None
+    if not isinstance(hit, fx.Node) or hit.meta["val"].numel() != 1 or not ops.is_zero(miss):
+        return None
+    for index, places in (equal.args, reversed(equal.args)):
+        index, places = _unexpanded(index), _unexpanded(places)
+        if index is None or places is None or places.target is not prims.iota.default:
+            continue
+        counts = places.args == (width,) and places.kwargs["start"] == 0
+        if counts and places.kwargs["step"] == 1 and index.meta["val"].shape[1:] == (1,):
+            return index, hit
+    return None
+
+
+def _unexpanded(node: object) -> fx.Node | None:
+    """The value behind expands, and behind the reshape of an iota to a row."""
+    while isinstance(node, fx.Node):
+        behind = node.args[0] if node.args else None
+        expands = node.target is aten.expand.default
+        row = node.target is aten.reshape.default and isinstance(behind, fx.Node)
+        if not (expands or (row and behind.target is prims.iota.default)):  # type: ignore[union-attr]
+            return node
+        node = behind
+    return None

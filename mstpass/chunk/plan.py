@@ -74,7 +74,7 @@ def plan_region(
         chunk_tokens=chunk_tokens,
         num_chunks=num_chunks,
         bytes_before=facts.before,
-        bytes_after=sum(map(nbytes, saved)) + transient * chunk_tokens // region.num_tokens,
+        bytes_after=sum(map(nbytes, saved)) + facts.before * chunk_tokens // region.num_tokens,
         loops=tuple(loops),
         saved=tuple(n.name for n in saved),
         members=region.members,
@@ -93,7 +93,8 @@ class _Facts:
         self.outputs = [joint.by_name[name] for name in region.outputs]
         self.backward = {joint.by_name[name] for name in region.backward}
         self.large = [n for n in self.specs if self._materialized(n)]
-        self.before = sum(map(nbytes, self.large))
+        self.products = [n for n in self.large if ops.is_matmul(n)]
+        self.before = sum(map(nbytes, self.products))
 
     def _materialized(self, node: fx.Node) -> bool:
         """Large values that an unfused kernel reads or writes, once per storage."""

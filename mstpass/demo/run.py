@@ -127,7 +127,8 @@ def _train(
 def _print_plan(console: Console) -> None:
     reports = mstpass.reports()
     console.rule("mst's plan")
-    console.print(str(reports[-1]) if reports else "no report", markup=False, highlight=False)
+    plan = str(reports[-1]) if reports else "no report"
+    console.print(plan, markup=False, highlight=False, soft_wrap=True)
 
 
 def _agree(results: Sequence[Result], console: Console) -> bool:

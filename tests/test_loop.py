@@ -1,0 +1,76 @@
+"""The loop op by itself: its eager meaning, and donations that stay safe beside it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from mstpass import donate
+from mstpass.chunk.loop import STACK, SUM, mst_loop, run_eagerly
+from tests.checks import compiled
+from tests.models import MLPS
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 31])
+def test_every_row_is_stacked_and_summed_once(chunk: int) -> None:
+    x, w = torch.randn(31, 4, dtype=torch.double), torch.randn(4, 3, dtype=torch.double)
+    num_chunks = -(-31 // chunk)
+    ragged = num_chunks * chunk != 31
+
+    def body(rows: torch.Tensor, w: torch.Tensor, *valid: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = rows @ w
+        kept = torch.where(valid[0][:, None], y, 0) if ragged else y
+        return y, kept.sum(0)
+
+    specs = ((STACK, (31, 3), torch.double), (SUM, (3,), torch.double))
+    for run in (run_eagerly, mst_loop):
+        stacked, summed = run(body, num_chunks, chunk, 31, specs, (x,), (w,))
+        torch.testing.assert_close(stacked, x @ w)
+        torch.testing.assert_close(summed, (x @ w).sum(0))
+
+
+def test_inputs_that_start_inside_their_storage() -> None:
+    """A storage offset of its own must not shift the slices (rows or labels)."""
+    x = torch.randn(257, 32)[1:].requires_grad_()
+    ids = torch.randint(600, (1, 257))
+    mlp, head = MLPS["gelu"](32), nn.Linear(32, 600)
+
+    def loss(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        labels = ids[:, 1:].contiguous()  # a view at offset 1: B is 1
+        return F.cross_entropy(head(torch.tanh(mlp(x))), labels.flatten())
+
+    step = compiled(loss, chunk_tokens=64)
+    expected = torch.autograd.grad(loss(x, ids), [x, *mlp.parameters()])
+    found = torch.autograd.grad(step(x, ids), [x, *mlp.parameters()])
+    torch.testing.assert_close(step(x, ids), loss(x, ids))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def _backward_graph(inputs_of_subgraph: int) -> fx.Graph:
+    body = fx.Graph()
+    holders = [body.placeholder(f"x{i}") for i in range(inputs_of_subgraph)]
+    body.output((holders[0],))
+    root = nn.Module()
+    root.body = fx.GraphModule(nn.Module(), body)
+    graph = fx.Graph()
+    for name in ("a", "b", "c", "d", "e", "tangents_1"):
+        graph.placeholder(name)
+    graph.get_attr("body")
+    graph.output(())
+    return fx.GraphModule(root, graph).graph
+
+
+@pytest.mark.parametrize(("inputs", "kept"), [(1, [1, 2, 4]), (2, [2, 4]), (5, [])])
+def test_only_positions_beyond_every_subgraph_stay_donated(
+    inputs: int, kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    donated = [0, 1, 2, 4]
+    context = SimpleNamespace(fw_metadata=SimpleNamespace(bw_donated_idxs=donated))
+    monkeypatch.setattr(donate.TracingContext, "try_get", staticmethod(lambda: context))
+    monkeypatch.setattr(donate.torch, "__version__", "2.13.0")
+    donate.keep_safe_donations(_backward_graph(inputs))
+    assert donated == kept
