@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+_CACHE = pytest.StashKey[str]()
 
 CUDA = pytest.param(
     "cuda",
@@ -12,6 +17,16 @@ CUDA = pytest.param(
         pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     ],
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Every run compiles afresh: a warm cache on disk skips the passes, and their warnings."""
+    config.stash[_CACHE] = tempfile.mkdtemp(prefix="mstpass-tests-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.stash[_CACHE]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
 
 
 @pytest.fixture(params=["cpu", CUDA])
