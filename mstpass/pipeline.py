@@ -11,6 +11,7 @@ from torch import fx
 from mstpass.chunk.apply import CycleError, apply_plans
 from mstpass.chunk.detect import detect
 from mstpass.chunk.grow import CannotTake
+from mstpass.chunk.hoist import hoist_slices
 from mstpass.chunk.overhead import spend
 from mstpass.chunk.plan import mode_of, plan_region
 from mstpass.graph.joint import JointGraph
@@ -50,7 +51,10 @@ def run(
     if stop_after not in STAGES:
         raise ValueError(f"stop_after must be one of {STAGES}, got {stop_after!r}")
     joint = JointGraph(module, num_fwd_outputs)
-    plans, rejections = _plan(joint, options) if options.chunk == "auto" else ([], [])
+    plans: list[ChunkPlan] = []
+    rejections: list[Rejection] = []
+    if options.chunk == "auto":
+        joint, plans, rejections = _planned(joint, options)
     outcome = Outcome(tuple(plans), tuple(rejections))
     if stop_after in STAGES[:3]:
         return Result(outcome)
@@ -62,6 +66,20 @@ def run(
     modules, save_plan, note = split(new_joint, options.solver, **torch_kwargs)
     outcome = dataclasses.replace(outcome, save_plan=save_plan, notes=(note,) if note else ())
     return Result(outcome, rewritten, modules)
+
+
+def _planned(
+    joint: JointGraph, options: Options
+) -> tuple[JointGraph, list[ChunkPlan], list[Rejection]]:
+    """The plans, and the joint graph that they speak of: token slices moved where that helps."""
+    hoisted = hoist_slices(joint)
+    if hoisted is None:
+        return joint, *_plan(joint, options)
+    plans, rejections = _plan(hoisted.joint, options)
+    if any(name in hoisted.moved for plan in plans for name, _ in plan.members):
+        return hoisted.joint, plans, rejections
+    # The slices were not what stood in the way: the graph stays, the true reasons are told.
+    return joint, _plan(joint, options)[0], rejections
 
 
 def _plan(joint: JointGraph, options: Options) -> tuple[list[ChunkPlan], list[Rejection]]:

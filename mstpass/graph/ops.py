@@ -78,6 +78,14 @@ def is_cheap_view(node: fx.Node) -> bool:
     return is_view(node) and node.target is not operator.getitem
 
 
+def readers(node: fx.Node) -> list[fx.Node]:
+    """Users, seen through views."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found.extend(readers(user) if is_cheap_view(user) else [user])
+    return found
+
+
 def is_constant(node: fx.Node) -> bool:
     """Made from no tensor: ``full``, ``iota``, ..."""
     row = TABLE.get(node.target) if node.op == "call_function" else None
@@ -515,6 +523,7 @@ def _rows() -> dict[Any, Op]:
             aten.argmax.default,
             aten.argmin.default,
             aten.any.dim,
+            aten.any.dims,
             aten.prod.dim_int,
             aten.max.dim,
         ),
