@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph.rules import factors
+from mstpass.graph.rules import argument, factors
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -35,6 +35,7 @@ VIEWS = frozenset(
         aten.transpose.int,
         aten.expand.default,
         aten.select.int,
+        aten.unbind.int,
         aten.slice.Tensor,
         aten.split.Tensor,
         aten.split_with_sizes.default,
@@ -79,11 +80,11 @@ def _product(node: fx.Node, operands: set[fx.Node]) -> bool:
     return sum(a in operands for a in node.args if isinstance(a, fx.Node)) == 1
 
 
-def all_terms(node: fx.Node, operands: set[fx.Node]) -> bool:
-    """add, sub, cat, where's branches: every term depends on the operands or is zero."""
-    return all(
-        a in operands or is_zero(a) for a in _flat(node) if isinstance(a, fx.Node | float | int)
-    )
+def linear_cat(node: fx.Node, operands: set[fx.Node]) -> bool:
+    """cat, stack: every part depends on the operands or is zero."""
+    parts = node.args[0]
+    assert isinstance(parts, tuple | list)
+    return all(part in operands or is_zero(part) for part in parts)
 
 
 def _sum_of_two(node: fx.Node, operands: set[fx.Node]) -> bool:
@@ -108,6 +109,17 @@ _LINEAR_POINTWISE: Mapping[Any, Linear] = {
     aten.add.Tensor: _sum_of_two,
     aten.sub.Tensor: _sum_of_two,
     aten.where.self: _branches,
+    **dict.fromkeys(
+        (
+            aten.threshold_backward.default,
+            aten.gelu_backward.default,
+            aten.silu_backward.default,
+            aten.sigmoid_backward.default,
+            aten.tanh_backward.default,
+            aten.native_dropout_backward.default,
+        ),
+        first_only,
+    ),
     aten.clone.default: first_only,
     prims.convert_element_type.default: first_only,
 }
@@ -122,6 +134,18 @@ def linear_scatter(node: fx.Node, operands: set[fx.Node]) -> bool:
     base, *rest = node.args
     source = rest[0] if node.target is aten.slice_scatter.default else rest[-1]
     return all(a in operands or is_zero(a) for a in (base, source))
+
+
+def linear_put(node: fx.Node, operands: set[fx.Node]) -> bool:
+    """index_put of a linear source into zeros, or of zeros into a linear base."""
+    indices = argument(node, "indices")
+    if any(i in operands for i in indices if isinstance(i, fx.Node)):
+        return False
+    return all(a in operands or is_zero(a) for a in (node.args[0], node.args[2]))
+
+
+def linear_pad(node: fx.Node, operands: set[fx.Node]) -> bool:
+    return operands == {node.args[0]} and argument(node, "value") == 0
 
 
 def linear_matmul(node: fx.Node, operands: set[fx.Node]) -> bool:

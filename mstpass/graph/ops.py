@@ -7,7 +7,8 @@ A row (``Op``) answers four questions:
     shape_arg: which argument holds sizes that must be rewritten for a chunk?
 
 Pointwise ops are those that PyTorch tags so (``torch.Tag.pointwise``) and that draw no random
-numbers; every other op needs a row of its own. The rules themselves are in rules.py and linear.py.
+numbers; every other op needs a row of its own. The rules themselves are in rules.py, dims.py,
+indexing.py and linear.py.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph import rules
+from mstpass.graph import dims, indexing, rules
 from mstpass.graph.joint import value_of
 from mstpass.graph.linear import (
     VIEWS,
     Linear,
-    all_terms,
     first_only,
     is_zero,
+    linear_cat,
     linear_in,
     linear_matmul,
+    linear_pad,
+    linear_put,
     linear_scatter,
     linear_view,
     never,
@@ -39,12 +42,14 @@ from mstpass.graph.tokens import Refusal, Spec, Sum, without_ones
 
 __all__ = [
     "TABLE",
+    "NoRule",
     "Op",
     "is_cheap_view",
     "is_constant",
     "is_matmul",
     "is_pointwise",
     "is_view",
+    "is_weight",
     "is_zero",
     "lookup",
     "matmul_factors",
@@ -66,6 +71,10 @@ class Op:
     shape_arg: int | None = None
 
 
+class NoRule(Refusal):
+    """Nothing is known about the op: a gap of the table, not a fact about the op."""
+
+
 def lookup(node: fx.Node) -> Op | Refusal:
     """The node's row, or why it has none."""
     if node.op != "call_function":
@@ -75,6 +84,8 @@ def lookup(node: fx.Node) -> Op | Refusal:
         return row
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
+        if target._schema.name in MIXERS:
+            return Refusal(f"{target}: {MIXERS[target._schema.name]}")
         if torch.Tag.nondeterministic_seeded in target.tags:
             return Refusal(f"{target} draws random numbers")
         if target._schema.is_mutable:
@@ -83,7 +94,7 @@ def lookup(node: fx.Node) -> Op | Refusal:
             return Op(
                 "pointwise", rules.pointwise_forward, rules.pointwise_backward, linear_in(target)
             )
-    return Refusal(f"no token rule for {target}")
+    return NoRule(f"no token rule for {target}")
 
 
 def is_view(node: fx.Node) -> bool:
@@ -110,79 +121,172 @@ def is_matmul(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in rules.MATMULS
 
 
+def is_weight(node: fx.Node) -> bool:
+    """A placeholder seen through views and casts."""
+    while is_view(node) or node.target is prims.convert_element_type.default:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
 def _rows() -> dict[Any, Op]:
-    view = Op("view", rules.view_forward, rules.view_backward, linear_view, shape_arg=1)
-    squeezed = dataclasses.replace(view, shape_arg=None)
-    permute = Op("view", rules.permute_forward, rules.permute_backward, linear_view)
-    expand = Op("view", rules.expand_forward, rules.pointwise_backward, linear_view, shape_arg=1)
-    total = Op("reduce", rules.reduce_forward(sums=True), rules.reduce_backward, linear_view)
-    mean = Op("reduce", rules.reduce_forward(sums=False), rules.reduce_backward, linear_view)
-    reduce = dataclasses.replace(mean, linear=never)
-    matmul = Op("matmul", rules.matmul_forward, rules.matmul_backward, linear_matmul)
-    created = Op("create", rules.created_forward, rules.created_backward, never, shape_arg=0)
-    like = dataclasses.replace(created, shape_arg=None)
-    constant = Op("create", rules.created_forward, rules.constant_backward, never)
+    """One row an op, by kind."""
     pointwise = Op("pointwise", rules.pointwise_forward, rules.pointwise_backward, first_only)
-
-    def along(position: int, linear: Linear) -> Op:
-        return Op("index", rules.along_forward(position), rules.along_backward(position), linear)
-
     table: dict[Any, Op] = {
-        operator.getitem: Op("view", rules.getitem_forward, rules.getitem_backward, linear_view),
-        aten.embedding.default: Op(
-            "index", rules.embedding_forward, rules.embedding_backward, never
-        ),
-        aten.select.int: Op("view", rules.select_forward, rules.select_backward, linear_view),
-        aten.slice.Tensor: dataclasses.replace(along(1, linear_view), kind="view"),
-        aten.slice_scatter.default: along(2, linear_scatter),
-        aten.cat.default: along(1, all_terms),
-        aten.split.Tensor: dataclasses.replace(along(2, linear_view), kind="view"),
-        aten.split_with_sizes.default: dataclasses.replace(along(2, linear_view), kind="view"),
-        aten.gather.default: along(1, first_only),
-        aten.scatter.value: along(1, linear_scatter),
-        aten.scatter.src: along(1, linear_scatter),
-        aten.scatter_add.default: along(1, linear_scatter),
-        aten._softmax.default: along(1, never),
-        aten._log_softmax.default: along(1, never),
-        aten.cumsum.default: along(1, first_only),
-        aten.constant_pad_nd.default: Op("index", rules.pad_forward, rules.pad_backward, never),
         aten.clone.default: pointwise,
         aten.copy.default: dataclasses.replace(pointwise, linear=never),
         prims.convert_element_type.default: pointwise,
     }
-    table |= dict.fromkeys(
-        (aten.view.default, aten.reshape.default, aten._unsafe_view.default), view
-    )
-    table |= dict.fromkeys(
-        (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default),
-        squeezed,
-    )
-    table |= dict.fromkeys((aten.permute.default, aten.t.default, aten.transpose.int), permute)
-    table |= {aten.expand.default: expand}
-    table |= dict.fromkeys((aten.sum.dim_IntList, aten.sum.default), total)
-    table |= {aten.mean.dim: mean}
-    table |= dict.fromkeys(
-        (
-            aten.amax.default,
-            aten.amin.default,
-            aten.var_mean.correction,
-            aten.var.correction,
-            aten.logsumexp.default,
-            aten.argmax.default,
-            aten.argmin.default,
-            aten.any.dim,
-            aten.prod.dim_int,
-            aten.max.dim,
+    for rows in (_views(), _reductions(), _along_dims(), _indexing(), _created()):
+        table |= rows
+    matmul = Op("matmul", rules.matmul_forward, rules.matmul_backward, linear_matmul)
+    return table | dict.fromkeys(rules.MATMULS, matmul)
+
+
+def _views() -> dict[Any, Op]:
+    view = Op("view", rules.view_forward, rules.view_backward, linear_view, shape_arg=1)
+    squeezed = dataclasses.replace(view, shape_arg=None)
+    permute = Op("view", rules.permute_forward, rules.permute_backward, linear_view)
+    expand = Op("view", rules.expand_forward, rules.pointwise_backward, linear_view, shape_arg=1)
+    select = Op("view", dims.select_forward, dims.select_backward, linear_view)
+    part = Op("view", *dims.along(dims.dim_argument), linear_view)
+    return {
+        operator.getitem: Op("view", rules.getitem_forward, rules.getitem_backward, linear_view),
+        **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), view),
+        **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims), squeezed),
+        aten.squeeze.default: dataclasses.replace(squeezed, backward=rules.squeeze_all_backward),
+        **dict.fromkeys((aten.permute.default, aten.t.default, aten.transpose.int), permute),
+        aten.expand.default: expand,
+        **dict.fromkeys((aten.select.int, aten.unbind.int), select),
+        **dict.fromkeys(
+            (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default), part
         ),
-        reduce,
+    }
+
+
+def _reductions() -> dict[Any, Op]:
+    total = Op("reduce", dims.reduce_forward(sums=True), dims.reduce_backward, linear_view)
+    mean = Op("reduce", dims.reduce_forward(sums=False), dims.reduce_backward, linear_view)
+    others = (
+        aten.amax.default,
+        aten.amin.default,
+        aten.var_mean.correction,
+        aten.var.correction,
+        aten.logsumexp.default,
+        aten.argmax.default,
+        aten.argmin.default,
+        aten.any.default,
+        aten.any.dim,
+        aten.prod.dim_int,
+        aten.max.dim,
+        aten.min.dim,
     )
-    table |= dict.fromkeys(rules.MATMULS, matmul)
-    table |= dict.fromkeys((aten.scalar_tensor.default, prims.iota.default), constant)
-    table |= dict.fromkeys((aten.full.default, aten.zeros.default, aten.ones.default), created)
-    table |= dict.fromkeys(
-        (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default), like
+    return {
+        **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default), total),
+        **dict.fromkeys((aten.mean.dim, aten.mean.default), mean),
+        **dict.fromkeys(others, dataclasses.replace(mean, linear=never)),
+    }
+
+
+def _along_dims() -> dict[Any, Op]:
+    def along(linear: Linear, dims_of: dims.Dims = dims.dim_argument) -> Op:
+        return Op("index", *dims.along(dims_of), linear)
+
+    norm = Op("reduce", dims.norm_forward, dims.norm_backward, never)
+    sorts = (
+        aten._softmax.default,
+        aten._log_softmax.default,
+        aten.topk.default,
+        aten.sort.default,
+        aten.sort.stable,
+        aten.cumprod.default,
+        aten.cummax.default,
+        aten.logcumsumexp.default,
+        aten.scatter_reduce.two,
     )
-    return table
+    return {
+        **dict.fromkeys(sorts, along(never)),
+        aten.cumsum.default: along(first_only),
+        aten.gather.default: along(first_only),
+        aten.cat.default: along(linear_cat),
+        aten.stack.default: Op("index", dims.stack_forward, dims.stack_backward, linear_cat),
+        **dict.fromkeys(
+            (
+                aten.slice_scatter.default,
+                aten.scatter.value,
+                aten.scatter.src,
+                aten.scatter_add.default,
+            ),
+            along(linear_scatter),
+        ),
+        **dict.fromkeys(
+            (aten.flip.default, aten.roll.default), along(linear_view, dims.dims_argument)
+        ),
+        **dict.fromkeys((aten.tril.default, aten.triu.default), along(linear_view, dims.last_two)),
+        aten.constant_pad_nd.default: along(linear_pad, dims.padded),
+        aten.native_layer_norm.default: norm,
+    }
+
+
+def _indexing() -> dict[Any, Op]:
+    read = Op("index", indexing.index_forward, indexing.index_backward, linear_view)
+    write = Op("index", indexing.put_forward, indexing.put_backward, linear_put)
+    return {
+        aten.embedding.default: Op(
+            "index", indexing.embedding_forward, indexing.embedding_backward, never
+        ),
+        **dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), read),
+        **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), write),
+    }
+
+
+def _created() -> dict[Any, Op]:
+    created = Op("create", rules.created_forward, rules.created_backward, never, shape_arg=0)
+    like = dataclasses.replace(created, shape_arg=None)
+    constant = Op("create", rules.created_forward, rules.constant_backward, never)
+    return {
+        **dict.fromkeys((aten.full.default, aten.zeros.default, aten.ones.default), created),
+        **dict.fromkeys(
+            (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default), like
+        ),
+        **dict.fromkeys((aten.scalar_tensor.default, prims.iota.default), constant),
+    }
+
+
+# Ops that are known not to be token-parallel, by the names of their schemas: no gaps of the table.
+_ATTENTION = "attention: a token reads the others"
+_EXPERTS = "rows are grouped by the expert that they were sent to"
+_RANDOM = "draws random numbers"
+_PLACES = "adds up rows at places that tokens choose"
+_COUNTS = "counts over all its elements"
+MIXERS: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            f"aten::_scaled_dot_product_{kind}{backward}"
+            for kind in (
+                "flash_attention_for_cpu",
+                "flash_attention",
+                "efficient_attention",
+                "cudnn_attention",
+                "fused_attention_overrideable",
+            )
+            for backward in ("", "_backward")
+        ),
+        _ATTENTION,
+    ),
+    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _EXPERTS),
+    "transformers::grouped_mm_fallback": _EXPERTS,
+    "transformers::grouped_mm_fallback_backward": _EXPERTS,
+    "aten::embedding_dense_backward": _PLACES,
+    "aten::_unsafe_masked_index_put_accumulate": _PLACES,
+    **dict.fromkeys(("prims::inductor_random", "prims::inductor_randint"), _RANDOM),
+    "prims::inductor_lookup_seed": "makes a seed",
+    **dict.fromkeys(("aten::histc", "aten::bincount"), _COUNTS),
+    "aten::convolution": "a convolution reads neighbouring positions",
+    "aten::convolution_backward": "a convolution reads neighbouring positions",
+    "aten::nonzero": "its size depends on data",
+    "aten::as_strided": "addresses storage, not dims",
+    "aten::equal": "compares whole tensors",
+}
 
 
 TABLE: Mapping[Any, Op] = _rows()

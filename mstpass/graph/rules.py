@@ -1,7 +1,8 @@
-"""How token dims pass through each kind of op: the rules that the table's rows are made of.
+"""How token dims pass through pointwise ops, views, matmuls and constants: rules for the table.
 
 A *forward* rule answers: given the spec of one operand, what is the result: a spec, SUM, or a
 Refusal? A *backward* rule: given the spec of the result, what must each operand's spec be?
+Rules of ops that work along some dims (softmax, gather, sort, ...) are in dims.py.
 """
 
 from __future__ import annotations
@@ -38,10 +39,19 @@ def shape_of(node: fx.Node) -> torch.Size:
     return value.shape
 
 
-def _ints(argument: Any) -> list[int]:
+def ints(argument: Any) -> list[int]:
     """An argument that holds plain ints."""
     assert isinstance(argument, tuple | list) and all(isinstance(d, int) for d in argument)
     return list(argument)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An argument by its name in the op's schema, however it was passed; else its default."""
+    for position, known in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if known.name == name:
+            given = node.args[position] if position < len(node.args) else known.default_value
+            return node.kwargs.get(name, given)
+    raise LookupError(f"{node.target} has no argument {name}")
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
@@ -78,14 +88,21 @@ def view_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
     return source if isinstance(source, Refusal) else {operand: source}
 
 
+def squeeze_all_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
+    """squeeze without dims: in chunk form it would take the leading token dims too."""
+    if len(spec) > 1:
+        return Refusal(f"{node.target} without dims, of tokens over several dims")
+    return view_backward(node, spec)
+
+
 def _permutation(node: fx.Node) -> list[int]:
     rank = len(shape_of(node))
     if node.target is aten.permute.default:
-        return [d % rank for d in _ints(node.args[1])]
+        return [d % rank for d in ints(node.args[1])]
     order = list(range(rank))
     if node.target is aten.t.default:
         return order[::-1]
-    a, b = (d % rank for d in _ints(node.args[1:3]))
+    a, b = (d % rank for d in ints(node.args[1:3]))
     order[a], order[b] = order[b], order[a]
     return order
 
@@ -104,129 +121,12 @@ def expand_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusa
     return pointwise_forward(node, operand, spec)
 
 
-# ---- along one other dim: reductions, softmax, slices, concatenation, gather ------------------
-def _dims(node: fx.Node, position: int, rank: int) -> list[int]:
-    dims = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
-    if dims is None or dims == []:
-        return list(range(rank))
-    if isinstance(dims, int):
-        dims = [dims]
-    return [d % rank for d in _ints(dims)]
-
-
-def reduce_forward(sums: bool) -> Forward:
-    def forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Refusal:
-        source = shape_of(operand)
-        dims = _dims(node, 1, len(source)) if source else []
-        if not set(dims) & set(spec):
-            return _after_reduction(len(source), dims, len(shape_of(node)), spec)
-        if sums and set(spec) <= set(dims):
-            return SUM
-        return Refusal(
-            f"{node.target} reduces over {'all' if set(spec) <= set(dims) else 'some'} tokens"
-        )
-
-    return forward
-
-
-def _after_reduction(in_rank: int, dims: list[int], out_rank: int, spec: Spec) -> Spec:
-    if out_rank == in_rank:
-        return spec
-    kept = [d for d in range(in_rank) if d not in dims]
-    return tuple(kept.index(d) for d in spec)
-
-
-def reduce_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
-    operand = node.all_input_nodes[0]
-    source = shape_of(operand)
-    dims = _dims(node, 1, len(source)) if source else []
-    if len(shape_of(node)) == len(source):
-        result = spec
-    else:
-        kept = [d for d in range(len(source)) if d not in dims]
-        result = tuple(kept[d] for d in spec)
-    if set(result) & set(dims):
-        return Refusal(f"{node.target} reduces over tokens")
-    return {operand: result}
-
-
-def along_forward(position: int) -> Forward:
-    """Ops that work along one dim and keep the rank: softmax, slice, cat, cumsum, split."""
-
-    def forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-        if _along(node, position) in spec:
-            return Refusal(f"{node.target} works along a token dim")
-        return spec
-
-    return forward
-
-
-def _along(node: fx.Node, position: int) -> int:
-    dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
-    assert isinstance(dim, int)
-    return dim % max(1, len(shape_of(node)))
-
-
-def along_backward(position: int) -> Backward:
-    def backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
-        if _along(node, position) in spec:
-            return Refusal(f"{node.target} works along a token dim")
-        out = shape_of(node)
-        needs: dict[fx.Node, Spec] = {}
-        for operand in tensor_inputs(node):
-            if any(shape_of(operand)[d] != out[d] for d in spec):
-                return Refusal(f"{node.target}: operands differ in their token dims")
-            needs[operand] = spec
-        return needs
-
-    return backward
-
-
-def select_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    (dim,) = (d % len(shape_of(operand)) for d in _ints(node.args[1:2]))
-    if dim in spec:
-        return Refusal("select of one token")
-    return tuple(d - (d > dim) for d in spec)
-
-
-def select_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec]:
-    operand = node.all_input_nodes[0]
-    (dim,) = (d % len(shape_of(operand)) for d in _ints(node.args[1:2]))
-    return {operand: tuple(d + (d >= dim) for d in spec)}
-
-
-def pad_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    if any(shape_of(node)[d] != shape_of(operand)[d] for d in spec):
-        return Refusal("padding along a token dim")
-    return spec
-
-
-def pad_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
-    operand = node.all_input_nodes[0]
-    result = pad_forward(node, operand, spec)
-    return result if isinstance(result, Refusal) else {operand: result}
-
-
 def getitem_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec:
     return spec
 
 
 def getitem_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec]:
     return {node.all_input_nodes[0]: spec}
-
-
-def embedding_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    return (
-        spec if operand is node.args[1] else Refusal("the embedding table is looked up by tokens")
-    )
-
-
-def embedding_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
-    weight, ids = node.args[:2]
-    assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node)
-    if len(shape_of(node)) - 1 in spec:
-        return Refusal("tokens along the embedding's features")
-    return {weight: WHOLE, ids: spec}
 
 
 # ---- matmul -----------------------------------------------------------------------------------
