@@ -159,6 +159,8 @@ CASES = [
     ),
     case(aten.slice_scatter.default, lambda: (x(), x(B, S, 2), 2, 1, 3), *ROWS),
     case(aten.slice_scatter.default, lambda: (x(), x(B, 2, D), 1, 0, 2), (0,), (2,), (0, 2)),
+    case(aten.select_scatter.default, lambda: (x(), x(B, D), 1, 2), (0,), (2,), (0, 2)),
+    case(aten.select_scatter.default, lambda: (x(), x(B, S), -1, 2), *ROWS),
     case(aten.constant_pad_nd.default, lambda: (x(), [1, 0]), *ROWS),
     case(aten.constant_pad_nd.default, lambda: (x(), [0, 0, 1, -1]), (0,), (2,), (0, 2)),
     # by index tensors

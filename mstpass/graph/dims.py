@@ -136,6 +136,22 @@ def stack_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
     return dict.fromkeys(tensor_inputs(node), tuple(d - (d > dim) for d in spec))
 
 
+def select_scatter_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
+    (dim,) = dim_argument(node, len(shape_of(node)))
+    if operand is node.args[1]:
+        return stack_forward(node, operand, spec)
+    return Refusal(f"{node.target} writes single tokens") if dim in spec else spec
+
+
+def select_scatter_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
+    base, source = node.args[:2]
+    assert isinstance(base, fx.Node) and isinstance(source, fx.Node)
+    (dim,) = dim_argument(node, len(shape_of(node)))
+    if dim in spec:
+        return Refusal(f"{node.target} writes single tokens")
+    return {base: spec, source: tuple(d - (d > dim) for d in spec)}
+
+
 # ---- norms: several results, weights that all tokens share --------------------------------------
 def norm_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
     if operand is not node.args[0] or operand in node.args[1:]:

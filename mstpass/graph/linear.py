@@ -130,10 +130,13 @@ def linear_view(node: fx.Node, operands: set[fx.Node]) -> bool:
 
 
 def linear_scatter(node: fx.Node, operands: set[fx.Node]) -> bool:
-    """scatter/slice_scatter of a linear source into zeros, or of zeros into a linear base."""
+    """scatter and its like, of a linear source into zeros or of zeros into a linear base."""
     base, *rest = node.args
-    source = rest[0] if node.target is aten.slice_scatter.default else rest[-1]
+    source = rest[0] if node.target in _SOURCE_SECOND else rest[-1]
     return all(a in operands or is_zero(a) for a in (base, source))
+
+
+_SOURCE_SECOND = frozenset({aten.slice_scatter.default, aten.select_scatter.default})
 
 
 def linear_put(node: fx.Node, operands: set[fx.Node]) -> bool:

@@ -218,6 +218,9 @@ def _along_dims() -> dict[Any, Op]:
             ),
             along(linear_scatter),
         ),
+        aten.select_scatter.default: Op(
+            "index", dims.select_scatter_forward, dims.select_scatter_backward, linear_scatter
+        ),
         **dict.fromkeys(
             (aten.flip.default, aten.roll.default), along(linear_view, dims.dims_argument)
         ),
