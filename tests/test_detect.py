@@ -76,6 +76,13 @@ class WithShuffledTokens(WithBatchStatistics):
         return self.down(F.relu(self.up(x).flip(1)))
 
 
+class WithTokensShiftedByPadding(WithBatchStatistics):
+    """One token in front and one less behind: the shape stays."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(F.pad(self.up(x), (0, 0, 1, -1))))
+
+
 @pytest.mark.parametrize(
     "twin",
     [
@@ -84,6 +91,7 @@ class WithShuffledTokens(WithBatchStatistics):
         WithSoftmaxOverTokens,
         WithConvolutionOverTokens,
         WithShuffledTokens,
+        WithTokensShiftedByPadding,
     ],
 )
 def test_mlps_that_mix_tokens_are_refused(twin: type[nn.Module]) -> None:

@@ -92,18 +92,9 @@ def _anchor_spec(node: fx.Node) -> Spec | None:
         return None  # a batch of matrices is attention or experts, not a token-parallel layer
     left, right = ops.matmul_factors(node)
     row, col = out.dim() - 2, out.dim() - 1
-    if _is_weight(left) and not _is_weight(right):
+    if ops.is_weight(left) and not ops.is_weight(right):
         return (col,) if rows >= WIDEN * inner else None
     return (row,) if cols >= WIDEN * inner else None
-
-
-def _is_weight(node: fx.Node) -> bool:
-    """A placeholder seen through views and casts."""
-    while node.op == "call_function" and (
-        ops.is_view(node) or node.target is torch.ops.prims.convert_element_type.default
-    ):
-        node = node.all_input_nodes[0]
-    return node.op == "placeholder"
 
 
 def _wide_numel(anchor: fx.Node, spec: Spec) -> int:
