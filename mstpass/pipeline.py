@@ -14,6 +14,7 @@ from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.hoist import hoist_slices
 from mstpass.chunk.overhead import spend
 from mstpass.chunk.plan import mode_of, plan_region
+from mstpass.chunk.spread import spread_operands
 from mstpass.graph.joint import JointGraph
 from mstpass.options import Options
 from mstpass.partition.split import Modules, split
@@ -71,14 +72,17 @@ def run(
 def _planned(
     joint: JointGraph, options: Options
 ) -> tuple[JointGraph, list[ChunkPlan], list[Rejection]]:
-    """The plans, and the joint graph that they speak of: token slices moved where that helps."""
+    """The plans, and the joint graph that they speak of: made ready for them where that helps."""
     hoisted = hoist_slices(joint)
-    if hoisted is None:
+    prepared = hoisted.joint if hoisted is not None else joint
+    prepared, spread = spread_operands(prepared)
+    if prepared is joint:
         return joint, *_plan(joint, options)
-    plans, rejections = _plan(hoisted.joint, options)
-    if any(name in hoisted.moved for plan in plans for name, _ in plan.members):
-        return hoisted.joint, plans, rejections
-    # The slices were not what stood in the way: the graph stays, the true reasons are told.
+    changed = spread | (hoisted.moved if hoisted is not None else frozenset())
+    plans, rejections = _plan(prepared, options)
+    if any(name in changed for plan in plans for name, _ in plan.members):
+        return prepared, plans, rejections
+    # That was not what stood in the way: the graph stays, the true reasons are told.
     return joint, _plan(joint, options)[0], rejections
 
 

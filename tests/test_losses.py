@@ -32,7 +32,11 @@ def test_loss(name: str, device: str) -> None:
     assert kinds(report) and set(kinds(report)) == {("lm_head", mode)}, str(report)
 
 
-@pytest.mark.parametrize("name", TAKEN)
+# Each compiles for seconds, and in bfloat16 they differ in little but their matmuls.
+LOW = ("mean", "sliced", "policy_gradient", "distillation", "preference")
+
+
+@pytest.mark.parametrize("name", LOW)
 def test_loss_in_bfloat16(name: str, device: str) -> None:
     model = LossModel().to(device, torch.bfloat16)
     report = check_against_float64(model, _step(TAKEN[name]), [_ids(device)], chunk_tokens=CHUNK)
@@ -73,10 +77,10 @@ def test_the_last_token_counts(loss: str) -> None:
         return F.cross_entropy(model.logits(ids)[0], labels[0])
 
     run = compiled(step, chunk_tokens=CHUNK)
-    first, second = run(ids, ids), run(ids, other)
+    first, second = run(ids, ids).detach(), run(ids, other).detach()
     assert mstpass.reports()[-1].regions[0].num_tokens == 2 * CHUNK + 1
     torch.testing.assert_close(second - first, step(ids, other) - step(ids, ids))
-    assert abs(float(second - first)) > 1e-5
+    assert abs((second - first).item()) > 1e-5
 
 
 def test_metrics_ride_along_and_returned_logits_are_stacked_once() -> None:

@@ -21,7 +21,7 @@ from mstpass.chunk.detect import anchors
 from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.replay import replay
 from mstpass.graph import ops
-from mstpass.graph.build import Builder, fake_mode_of
+from mstpass.graph.build import Builder, copied, fake_mode_of
 from mstpass.graph.joint import JointGraph, is_static, numel, value_of
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec
 
@@ -152,7 +152,7 @@ class _Hoist:
     """One window moved, in a copy of the graph."""
 
     def __init__(self, joint: JointGraph, window: Window):
-        self.joint, self.window = _copied(joint), window
+        self.joint, self.window = copied(joint), window
         self.builder = Builder(self.joint.module.graph, fake_mode_of(self.joint.nodes))
         self.small: dict[tuple[fx.Node, Spec], fx.Node] = {}
         self.scattered: dict[fx.Node, Spec] = {}  # zero outside the window
@@ -363,13 +363,3 @@ def _keep_meta(old: fx.Node, new: fx.Node) -> None:
     for key in _META:
         if key in old.meta:
             new.meta.setdefault(key, old.meta[key])
-
-
-def _copied(joint: JointGraph) -> JointGraph:
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in joint.nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
-    module = fx.GraphModule(joint.module, graph)
-    module.meta = dict(joint.module.meta)
-    return JointGraph(module, joint.num_fwd_outputs)
