@@ -64,7 +64,8 @@ def run(
     if stop_after == "apply":
         return Result(outcome, rewritten)
     new_joint = JointGraph(rewritten, num_fwd_outputs)
-    modules, save_plan, note = split(new_joint, options.solver, **torch_kwargs)
+    least = options.memory_budget == 0.0
+    modules, save_plan, note = split(new_joint, options.solver, least_memory=least, **torch_kwargs)
     outcome = dataclasses.replace(outcome, save_plan=save_plan, notes=(note,) if note else ())
     return Result(outcome, rewritten, modules)
 

@@ -233,12 +233,15 @@ def _chunk_tokens(
     device = value.device.type if value is not None else "cpu"
     good = _GOOD_ROWS.get(device, _GOOD_ROWS_ELSEWHERE)
     least = int(_LEAST_OF_GOOD * good)
+    share = _TRANSIENT_SHARE
+    if options.memory_budget == 0.0:
+        good, share = least, share / 2
     if tokens < 2 * least:
         return Refusal(
             f"{tokens} tokens are fewer than two chunks of {least} rows, below which "
             f"matrix products on {device} lose speed; chunk_tokens forces a length"
         )
-    wanted = int(tokens * _TRANSIENT_SHARE * held / max(1, transient))
+    wanted = int(tokens * share * held / max(1, transient))
     num_chunks = min(math.ceil(tokens / max(1, wanted)), tokens // good)
     return math.ceil(tokens / _divisor(tokens, max(2, num_chunks), good))
 

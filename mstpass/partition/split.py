@@ -23,15 +23,21 @@ from mstpass.graph.joint import JointGraph, is_tangent, nbytes, tensors_of, valu
 from mstpass.graph.source import source_of
 from mstpass.graph.tokens import Refusal
 from mstpass.partition.problem import CutProblem, Value
-from mstpass.partition.solvers import DEFAULT, SOLVERS
+from mstpass.partition.solvers import DEFAULT, LEAST_MEMORY, SOLVERS
 from mstpass.partition.verify import verify
 from mstpass.plans import SavedValue, SavePlan
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 
 
-def split(joint: JointGraph, solver: str, **torch_kwargs: Any) -> tuple[Modules, SavePlan, str]:
-    """Forward and backward modules, what crosses, and a note where torch's partitioner chose it."""
+def split(
+    joint: JointGraph, solver: str, *, least_memory: bool = False, **torch_kwargs: Any
+) -> tuple[Modules, SavePlan, str]:
+    """Forward and backward modules, what crosses, and a note where torch's partitioner chose it.
+
+    Args:
+        least_memory: let ``"auto"`` recompute matmuls and attention.
+    """
     reason = needs_torch(joint)
     if reason:
         modules = partitioners.min_cut_rematerialization_partition(
@@ -42,8 +48,9 @@ def split(joint: JointGraph, solver: str, **torch_kwargs: Any) -> tuple[Modules,
             _crossing(modules, joint, "torch"),
             f"torch's partitioner split it: {reason}",
         )
-    name = DEFAULT if solver == "auto" else solver
-    problem = cut_problem(joint)
+    auto = LEAST_MEMORY if least_memory else DEFAULT
+    name = auto if solver == "auto" else solver
+    problem = cut_problem(joint, recompute_heavy=name == LEAST_MEMORY)
     saved = SOLVERS[name](problem)
     verify(problem, saved)
     modules = _extract(joint, [joint.by_name[n] for n in sorted(saved)], **torch_kwargs)
@@ -82,7 +89,7 @@ def _is_body(node: fx.Node) -> bool:
     return all(user.target is mst_loop for user in node.users)
 
 
-def cut_problem(joint: JointGraph) -> CutProblem:
+def cut_problem(joint: JointGraph, recompute_heavy: bool = False) -> CutProblem:
     """The problem of one joint graph: its forward values that do not need a tangent."""
     candidates = [
         n
@@ -99,11 +106,14 @@ def cut_problem(joint: JointGraph) -> CutProblem:
                 inputs=tuple(i.name for i in node.all_input_nodes if i.name in names),
                 free=node.op == "placeholder",
                 heavy=is_heavy(node),
+                pinned=is_pinned(node),
                 savable=_savable(node),
                 needed=_needed(joint, node, needed_by),
+                forward=node in joint.forward,
             )
             for node in candidates
-        )
+        ),
+        recompute_heavy,
     )
 
 
@@ -114,19 +124,24 @@ def _needed(joint: JointGraph, node: fx.Node, needed_by: set[fx.Node]) -> bool:
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Ops that backward must not repeat: slow ones, loops, and random draws."""
-    if node.op != "call_function":
+    """Ops that are slow to repeat: matmuls, attention, whatever the op table does not know."""
+    if node.op != "call_function" or node.target is operator.getitem:
         return False
-    if ops.is_matmul(node) or node.target is mst_loop:
+    if ops.is_matmul(node) or is_pinned(node):
         return True
-    if node.target is operator.getitem:
+    return not (node.target in _CHEAP or not isinstance(ops.lookup(node), Refusal))
+
+
+def is_pinned(node: fx.Node) -> bool:
+    """Ops that backward must never repeat: loops, random draws, ops of which nothing is known."""
+    if node.op != "call_function" or node.target is operator.getitem:
         return False
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
     if torch.Tag.nondeterministic_seeded in target.tags or target in _RANDOM_SEEDS:
         return True
-    return not (target in _CHEAP or not isinstance(ops.lookup(node), Refusal))
+    return target.namespace not in ("aten", "prims")
 
 
 _RANDOM_SEEDS = frozenset(
