@@ -176,6 +176,7 @@ def _reductions() -> dict[Any, Op]:
         aten.argmin.default,
         aten.any.default,
         aten.any.dim,
+        aten.any.dims,
         aten.prod.dim_int,
         aten.max.dim,
         aten.min.dim,
@@ -287,7 +288,10 @@ MIXERS: Mapping[str, str] = {
     "aten::convolution": "a convolution reads neighbouring positions",
     "aten::convolution_backward": "a convolution reads neighbouring positions",
     "aten::nonzero": "its size depends on data",
-    "aten::as_strided": "addresses storage, not dims",
+    **dict.fromkeys(
+        ("aten::as_strided", "aten::as_strided_scatter", "aten::new_empty_strided"),
+        "addresses storage, not dims",
+    ),
     "aten::equal": "compares whole tensors",
 }
 
