@@ -11,8 +11,10 @@ from torch import fx
 from mstpass.chunk.apply import CycleError, apply_plans
 from mstpass.chunk.detect import detect
 from mstpass.chunk.grow import CannotTake
+from mstpass.chunk.hoist import hoist_slices
 from mstpass.chunk.overhead import spend
 from mstpass.chunk.plan import mode_of, plan_region
+from mstpass.chunk.spread import spread_operands
 from mstpass.graph.joint import JointGraph
 from mstpass.options import Options
 from mstpass.partition.split import Modules, split
@@ -50,7 +52,10 @@ def run(
     if stop_after not in STAGES:
         raise ValueError(f"stop_after must be one of {STAGES}, got {stop_after!r}")
     joint = JointGraph(module, num_fwd_outputs)
-    plans, rejections = _plan(joint, options) if options.chunk == "auto" else ([], [])
+    plans: list[ChunkPlan] = []
+    rejections: list[Rejection] = []
+    if options.chunk == "auto":
+        joint, plans, rejections = _planned(joint, options)
     outcome = Outcome(tuple(plans), tuple(rejections))
     if stop_after in STAGES[:3]:
         return Result(outcome)
@@ -62,6 +67,23 @@ def run(
     modules, save_plan, note = split(new_joint, options.solver, **torch_kwargs)
     outcome = dataclasses.replace(outcome, save_plan=save_plan, notes=(note,) if note else ())
     return Result(outcome, rewritten, modules)
+
+
+def _planned(
+    joint: JointGraph, options: Options
+) -> tuple[JointGraph, list[ChunkPlan], list[Rejection]]:
+    """The plans, and the joint graph that they speak of: made ready for them where that helps."""
+    hoisted = hoist_slices(joint)
+    prepared = hoisted.joint if hoisted is not None else joint
+    prepared, spread = spread_operands(prepared)
+    if prepared is joint:
+        return joint, *_plan(joint, options)
+    changed = spread | (hoisted.moved if hoisted is not None else frozenset())
+    plans, rejections = _plan(prepared, options)
+    if any(name in changed for plan in plans for name, _ in plan.members):
+        return prepared, plans, rejections
+    # That was not what stood in the way: the graph stays, the true reasons are told.
+    return joint, _plan(joint, options)[0], rejections
 
 
 def _plan(joint: JointGraph, options: Options) -> tuple[list[ChunkPlan], list[Rejection]]:

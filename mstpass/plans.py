@@ -33,7 +33,10 @@ class Region:
             tokens).
         unit: fused regions only: the scalar that the backward part is linear in. The loop runs
             with 1 in its place and the results are multiplied by it afterwards.
+        prelude: backward nodes between the unit and the region; they run before the loop, with 1
+            in the unit's place.
         outputs: members that nodes outside use.
+        returned: large ones of them, which the step itself returns.
     """
 
     kind: str
@@ -45,6 +48,8 @@ class Region:
     outputs: tuple[str, ...]
     backward: frozenset[str]
     unit: str | None
+    prelude: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
     note: str = ""
 
     @property
@@ -69,7 +74,8 @@ class LoopOutput:
 class LoopPlan:
     """One loop over chunks: what it computes from what.
 
-    ``members`` are in the graph's order. ``unit`` names the scalar that is 1 inside the loop.
+    ``members`` are in the graph's order. ``unit`` names the scalar that is 1 inside the loop, and
+    in the nodes of ``prelude``, which are written again before the loop.
     """
 
     phase: str  # "forward" | "backward"
@@ -77,6 +83,7 @@ class LoopPlan:
     inputs: tuple[LoopInput, ...]
     outputs: tuple[LoopOutput, ...]
     unit: str | None = None
+    prelude: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

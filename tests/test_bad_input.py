@@ -37,6 +37,7 @@ def test_nothing_to_chunk() -> None:
 def test_returned_logits_say_what_to_do() -> None:
     model = TinyLM(600, 32)
     ids = torch.randint(0, 600, (4, 256))
+    hint = "lambda batch: model(**batch).loss"
 
     def both(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = model.logits(ids)
@@ -44,10 +45,13 @@ def test_returned_logits_say_what_to_do() -> None:
 
     compiled(both)(ids)[0].backward()
     report = mstpass.reports()[-1]
+    assert [region.mode for region in report.regions] == ["save"] and hint in str(report)
+
+    compiled(model.logits)(ids).sum().backward()
+    report = mstpass.reports()[-1]
     assert not report.regions
     (rejection,) = report.rejections
-    assert "logits are an output of the graph" in rejection.reason
-    assert "lambda batch: model(**batch).loss" in str(report)
+    assert "logits are an output of the graph" in rejection.reason and hint in rejection.reason
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 100])

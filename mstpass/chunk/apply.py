@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -81,7 +81,10 @@ class _Writer:
     # ---- order ---------------------------------------------------------------------------------
     def _deps(self, task: Task) -> list[Task]:
         if isinstance(task, LoopPlan):
-            return [self.joint.by_name[item.node] for item in task.inputs]
+            nodes = [self.joint.by_name[item.node] for item in task.inputs]
+            prelude = {self.joint.by_name[name] for name in task.prelude}
+            nodes += [i for node in prelude for i in node.all_input_nodes if i.name != task.unit]
+            return [node for node in nodes if node not in prelude]
         if task not in self.producers:
             return list(task.all_input_nodes)
         loop, item = self.producers[task]
@@ -138,8 +141,10 @@ class _Writer:
 
     # ---- one loop ------------------------------------------------------------------------------
     def _write_loop(self, plan: ChunkPlan, loop: LoopPlan) -> None:
-        sliced = [self._rows(self.joint.by_name[i.node], i.spec) for i in loop.inputs if i.spec]
-        whole = [self.env[self.joint.by_name[i.node]] for i in loop.inputs if not i.spec]
+        env = self._prelude(loop)
+        inputs = [(self.joint.by_name[item.node], item.spec) for item in loop.inputs]
+        sliced = [self._rows(env[node], spec) for node, spec in inputs if spec]
+        whole = [env[node] for node, spec in inputs if not spec]
         body_name, parts = self._body(plan, loop)
         specs = tuple(
             _output_spec(plan, item.spec, part)
@@ -158,6 +163,22 @@ class _Writer:
             result = self.builder.call(operator.getitem, call, position)
             self.raw[self.joint.by_name[item.node]] = result
 
+    def _prelude(self, loop: LoopPlan) -> Mapping[fx.Node, fx.Node]:
+        """The written nodes, with the prelude's as they are for a unit of 1."""
+        if not loop.prelude or loop.unit is None:
+            return self.env
+        unit = self.joint.by_name[loop.unit]
+        value = unit.meta["val"]
+        one = self.builder.call(
+            aten.full.default, list(value.shape), 1, dtype=value.dtype, device=value.device
+        )
+        env = {**self.env, unit: one}
+        for name in loop.prelude:
+            node = self.joint.by_name[name]
+            copy = self.graph.node_copy(node, env.__getitem__)
+            env[node] = copy
+        return env
+
     def _body(self, plan: ChunkPlan, loop: LoopPlan) -> tuple[str, list[torch.Tensor]]:
         """Build the body. Loops that compute the same share one, so that it compiles once."""
         graph = fx.Graph()
@@ -172,9 +193,8 @@ class _Writer:
             self.bodies[key] = name
         return self.bodies[key], [part.meta["val"] for part in parts]
 
-    def _rows(self, node: fx.Node, spec: Spec) -> fx.Node:
+    def _rows(self, built: fx.Node, spec: Spec) -> fx.Node:
         """A value as ``[N, rest]``, tokens first."""
-        built = self.env[node]
         value = built.meta["val"]
         rest = [d for d in range(value.dim()) if d not in spec]
         order = [*spec, *rest]

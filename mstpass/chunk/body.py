@@ -1,28 +1,26 @@
 """The body of a loop: a region's nodes redone at chunk size, as a pure graph.
 
-Every node keeps its op; only sizes in its arguments change (the op table says where). Each node's
-new shape is checked against the chunk form of the old one, so a wrong rule cannot pass unseen.
+Every node keeps its op (replay.py), but for a few that read a chunk's logits in a way that costs a
+second buffer of them (pick.py, inplace.py).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import fx
 
 from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.inplace import read_before_write
-from mstpass.chunk.pick import one_hot_sum, pick, picks_one
+from mstpass.chunk.pick import one_hot_sum, pick, picks_one, put, puts_one
+from mstpass.chunk.replay import check_chunk, chunk_call
 from mstpass.graph import ops
 from mstpass.graph.build import Builder
-from mstpass.graph.joint import JointGraph, tensors_of, value_of
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.tokens import Refusal, Spec, chunk_shape
 from mstpass.plans import ChunkPlan, LoopPlan
 
 aten = torch.ops.aten
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
-_VIEWS_BY_SHAPE = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def build_body(
@@ -125,41 +123,18 @@ class _Body:
         return built
 
     # ---- nodes --------------------------------------------------------------------------------
-    def _needs(self, node: fx.Node, spec: Spec) -> dict[fx.Node, Spec]:
-        needs = ops.operand_specs(node, spec)
-        if isinstance(needs, Refusal):
-            raise CannotTake(node, needs.reason)
-        return needs
-
     def _copy(self, node: fx.Node, spec: Spec) -> fx.Node:
-        needs = self._needs(node, spec)
-        mapped: Any = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n, needs[n]])
-        args, kwargs = mapped
-        row = ops.lookup(node)
-        assert isinstance(row, ops.Op)
-        target: Any = node.target
-        if row.shape_arg is not None and spec:
-            shape = chunk_shape(next(tensors_of(node.meta["val"])).shape, spec, self.chunk)
-            args = (*args[: row.shape_arg], shape, *args[row.shape_arg + 1 :])
-        if target in _VIEWS_BY_SHAPE:
-            target = aten.reshape.default
+        target, args, kwargs = chunk_call(node, spec, self.chunk, lambda n, s: self.env[n, s])
         short = None
         if picks_one(node):
             short = pick(self.builder, args[0], args[1], args[2])
+        elif puts_one(node):
+            short = put(self.builder, args[0], args[1], args[2], args[3])
         elif target is aten.sum.dim_IntList:
             short = one_hot_sum(self.builder, node, args[0])
         built = self.builder.call(target, *args, **kwargs) if short is None else short
-        self._check(node, spec, built)
+        check_chunk(node, spec, self.chunk, built)
         return built
-
-    def _check(self, node: fx.Node, spec: Spec, built: fx.Node) -> None:
-        olds, news = tensors_of(node.meta["val"]), tensors_of(built.meta["val"])
-        for old, new in zip(olds, news, strict=True):
-            expected = chunk_shape(old.shape, spec, self.chunk)
-            if list(new.shape) != expected or new.dtype != old.dtype:
-                raise CannotTake(
-                    node, f"its chunk has shape {list(new.shape)}, {expected} was expected"
-                )
 
     def _sum(self, node: fx.Node) -> fx.Node:
         """A partial sum over the chunk's tokens, in the accumulator's dtype."""

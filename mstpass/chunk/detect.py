@@ -10,12 +10,15 @@ as many features as its input. A region grows from it (grow.py), then is closed:
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Set
+
 import torch
 from torch import fx
 
 from mstpass.chunk.grow import CannotTake, Growth
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph, is_static, is_tangent, nbytes, numel, value_of
+from mstpass.graph.joint import JointGraph, is_static, nbytes, numel, value_of
 from mstpass.graph.source import source_of
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, token_count
 from mstpass.plans import Region, Rejection
@@ -24,6 +27,22 @@ WIDEN = 1.5
 _WIDE_OF_ANCHOR = 0.4
 _WIDE_OF_INPUT = 1.1
 _SMALL_BYTES = 16 * 2**10
+_RETURNED = {
+    "lm_head": "logits are an output of the graph, so they exist in full; compile a function that "
+    "returns only the loss, such as `lambda batch: model(**batch).loss`",
+    "mlp": "a large value is an output of the graph, so it exists in full",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What a fused region's backward is linear in: a scalar, and the nodes from it to the region.
+
+    The loop runs with 1 in the scalar's place; so do the nodes of ``prelude``, before the loop.
+    """
+
+    scalar: fx.Node
+    prelude: tuple[fx.Node, ...]
 
 
 def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
@@ -32,7 +51,7 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
     rejections: list[Rejection] = []
     taken: set[fx.Node] = set()
     refused: set[fx.Node] = set()
-    for anchor, spec in _anchors(joint):
+    for anchor, spec in anchors(joint):
         if anchor in taken or anchor in refused:
             continue
         growth = Growth(joint, _wide_numel(anchor, spec), taken)
@@ -51,7 +70,7 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
     return regions, rejections
 
 
-def _anchors(joint: JointGraph) -> list[tuple[fx.Node, Spec]]:
+def anchors(joint: JointGraph) -> list[tuple[fx.Node, Spec]]:
     """Forward matmuls that widen, largest output first, with their token dims."""
     found = []
     for node in joint.nodes:
@@ -102,99 +121,92 @@ def _region(joint: JointGraph, growth: Growth, anchor: fx.Node, spec: Spec) -> R
     tokens = token_count(value.shape, spec)
     if tokens < 2:
         raise CannotTake(anchor, f"{tokens} token")
-    try:
-        growth.add(anchor, spec)
-    except CannotTake as refusal:
-        raise _explained(joint, growth, anchor, refusal) from None
+    growth.add(anchor, spec)
     unit, note = _try_fused(joint, growth)
     if unit is None:
         _close_apart(joint, growth)
     return _finish(joint, growth, tokens, anchor, unit, note)
 
 
-def _explained(
-    joint: JointGraph, growth: Growth, anchor: fx.Node, refusal: CannotTake
-) -> CannotTake:
-    """The refusal, in the words of the user's model where the case is a well-known one."""
-    if refusal.reason != "is an output of the graph":
-        return refusal
-    if _kind(joint, growth, anchor) == "lm_head":
-        return CannotTake(
-            refusal.node,
-            "logits are an output of the graph; compile a function that returns only the loss, "
-            "such as `lambda batch: model(**batch).loss`",
-        )
-    return refusal
-
-
 # ---- fused -------------------------------------------------------------------------------------
-def _try_fused(joint: JointGraph, growth: Growth) -> tuple[fx.Node | None, str]:
-    """Close the region as fused. Returns its scalar, or None and why it cannot be fused."""
-    trial = Growth(joint, growth.wide_numel, growth.taken)
-    trial.specs = dict(growth.specs)
+def _try_fused(joint: JointGraph, growth: Growth) -> tuple[Unit | None, str]:
+    """Close the region as fused. Returns what its backward is linear in, or None and why not."""
+    trial = growth.copy()
     if not any(n in joint.backward for n in trial.specs):
         return None, "no backward part"
     try:
-        entries = _close_backward(joint, trial)
-        unit = _single_entry(joint, trial, entries)
-        part = {n for n, s in trial.specs.items() if s != WHOLE or n in joint.backward}
-        trial.close(part, cut=unit)
-        if _close_backward(joint, trial, stop=unit) - {unit}:
-            raise CannotTake(unit, "closing the region brought in another scalar")
-        _check_linear(joint, trial, unit)
+        while True:
+            entries = _close_backward(joint, trial)
+            size = len(trial.specs)
+            cut = entries[0] if len(entries) == 1 and numel(entries[0]) == 1 else None
+            part = {n for n, s in trial.specs.items() if s != WHOLE or n in joint.backward}
+            trial.close(part, cut=cut)
+            if len(trial.specs) == size:
+                break
+        unit = _unit(joint, trial, entries)
+        _check_linear([n for n in joint.sorted(trial.specs) if n in joint.backward], joint.backward)
     except CannotTake as refusal:
         return None, f"not fused: {refusal.node.name}: {refusal.reason}"
-    growth.specs = trial.specs
+    growth.take(trial)
     _absorb(joint, growth, {n for n, s in growth.specs.items() if s != WHOLE})
     return unit, ""
 
 
-def _close_backward(joint: JointGraph, growth: Growth, stop: fx.Node | None = None) -> set[fx.Node]:
-    """Pull in all backward values that carry tokens; return the backward scalars that enter."""
+def _close_backward(joint: JointGraph, growth: Growth) -> list[fx.Node]:
+    """Pull in the backward values that carry tokens; return those that enter from outside.
+
+    A value that does not depend on the region's results may enter: it is computed before the loop.
+    """
     while True:
-        entries: set[fx.Node] = set()
+        entries: dict[fx.Node, None] = {}
+        fed = _descendants(joint, growth)
         grew = False
         for member in list(growth.specs):
             for operand, spec in growth.needs(member).items():
                 if operand in growth.specs or operand not in joint.backward:
                     continue
-                if numel(operand) == 1:
-                    entries.add(operand)
-                    continue
-                if operand.op == "placeholder":
-                    raise CannotTake(operand, "the gradient that enters is no scalar")
-                growth.add(operand, spec)
-                grew = True
+                if numel(operand) == 1 or operand.op == "placeholder":
+                    entries[operand] = None
+                elif operand in fed:
+                    growth.add(operand, spec)
+                    grew = True
+                elif growth.could_add(operand, spec):
+                    grew = True
+                else:
+                    entries[operand] = None
         if not grew:
-            return entries
+            return list(entries)
 
 
-def _single_entry(joint: JointGraph, growth: Growth, entries: set[fx.Node]) -> fx.Node:
-    """Walk the entering scalars back to one: the tangent itself where no range is lost.
+def _unit(joint: JointGraph, growth: Growth, entries: list[fx.Node]) -> Unit:
+    """The scalar that all entries are linear in: the tangent itself wherever that is possible.
 
     With the tangent as the unit, the loop computes just what the unchunked graph computes for a
-    tangent of 1. Under fp16 the last scalar is taken instead: it holds the division by the token
-    count, and leaving that outside keeps small gradients from underflowing.
+    tangent of 1. A single scalar that depends on the region's own results, which exist only after
+    the loop, is a unit of its own.
     """
     if not entries:
-        raise CannotTake(next(iter(growth.specs)), "no scalar gradient enters")
-    half = any(v is not None and v.dtype == torch.float16 for v in map(value_of, growth.specs))
+        raise CannotTake(next(iter(growth.specs)), "no gradient enters")
+    for node in growth.specs:
+        value = value_of(node)
+        if value is not None and value.dtype == torch.float16 and node in joint.backward:
+            # A loss scale arrives with the tangent: without it small gradients underflow.
+            raise CannotTake(node, "float16 gradients need the loss scale, which comes later")
     fed = _descendants(joint, growth)
-    while len(entries) > 1 or not half:
-        last = max(entries, key=joint.index.__getitem__)
-        if is_tangent(last):
-            break
-        sources = [n for n in last.all_input_nodes if n in joint.backward]
-        others = [n for n in last.all_input_nodes if n not in joint.backward]
-        if any(numel(n) != 1 for n in last.all_input_nodes) or any(n in fed for n in others):
-            if len(entries) == 1:
-                break
-            raise CannotTake(last, "several gradients enter")
-        growth.add(last, WHOLE)
-        entries = (entries - {last}) | set(sources)
-    if len(entries) > 1:
-        raise CannotTake(max(entries, key=joint.index.__getitem__), "several gradients enter")
-    return entries.pop()
+    cone = joint.sorted(n for n in joint.ancestors(entries) if n in joint.backward)
+    needs_results = next((n for n in cone if n in fed), None)
+    if needs_results is not None:
+        if len(entries) == 1 and numel(entries[0]) == 1:
+            return Unit(entries[0], ())
+        raise CannotTake(needs_results, "a gradient that enters needs the region's own results")
+    tangents = [n for n in cone if n.op == "placeholder"]
+    if len(tangents) != 1:
+        raise CannotTake(entries[-1], "several gradients enter")
+    if numel(tangents[0]) != 1:
+        raise CannotTake(tangents[0], "the gradient that enters is no scalar")
+    prelude = [n for n in cone if n is not tangents[0]]
+    _check_linear(prelude, joint.backward)
+    return Unit(tangents[0], tuple(prelude))
 
 
 def _descendants(joint: JointGraph, growth: Growth) -> set[fx.Node]:
@@ -206,15 +218,13 @@ def _descendants(joint: JointGraph, growth: Growth) -> set[fx.Node]:
     return found - growth.specs.keys()
 
 
-def _check_linear(joint: JointGraph, growth: Growth, unit: fx.Node) -> None:
-    for node in joint.sorted(growth.specs):
-        if node not in joint.backward:
-            continue
+def _check_linear(nodes: Iterable[fx.Node], backward: Set[fx.Node]) -> None:
+    """Raise ``CannotTake`` unless each node is linear in its operands that need a tangent."""
+    for node in nodes:
         row = ops.lookup(node)
         if isinstance(row, Refusal):
             raise CannotTake(node, row.reason)
-        depends = {n for n in node.all_input_nodes if n in joint.backward}
-        if not row.linear(node, depends):
+        if not row.linear(node, {n for n in node.all_input_nodes if n in backward}):
             raise CannotTake(node, f"{node.target} is not linear in the gradient")
 
 
@@ -276,32 +286,43 @@ def _finish(
     growth: Growth,
     tokens: int,
     anchor: fx.Node,
-    unit: fx.Node | None,
+    unit: Unit | None,
     note: str,
 ) -> Region:
     members = joint.sorted(growth.specs)
+    returned = {_base(growth, n) for n in growth.returned}
     outputs = []
     computed = growth.computed()
     for node in members:
         spec = growth.specs[node]
         outside = [u for u in node.users if u not in growth.specs]
         # What does not come from the region's products, such as a mask, outside redoes itself.
-        if not outside or node not in computed:
+        if (not outside and node not in returned) or node not in computed:
             continue
-        if growth.wide(node) and spec != SUM:
+        if node in growth.returned and node not in returned:
+            continue  # a view of what the loop stacks
+        if growth.wide(node) and spec != SUM and node not in returned:
             raise CannotTake(node, f"{outside[0].name}, outside the region, uses a large value")
         outputs.append(node)
-    _check_gain(growth, anchor, [n for n in outputs if n not in joint.backward])
+    kind = _kind(joint, growth, anchor)
+    if kind == "mlp":
+        note = ""  # there is nothing to explain: the gradient of an MLP's output is never a scalar
+    if returned:
+        _check_returned(growth, kind, returned)
+        note = "; ".join(filter(None, (_RETURNED[kind], note)))
+    _check_gain(growth, anchor, [n for n in outputs if n not in joint.backward | returned])
     return Region(
-        kind=_kind(joint, growth, anchor),
+        kind=kind,
         source=source_of(anchor),
         num_tokens=tokens,
         width=numel(anchor) // tokens,
         fused=unit is not None,
         members=tuple((n.name, _spec(growth.specs[n])) for n in members),
         outputs=tuple(n.name for n in outputs),
+        returned=tuple(n.name for n in outputs if n in returned),
         backward=frozenset(n.name for n in members if n in joint.backward),
-        unit=unit.name if unit is not None else None,
+        unit=unit.scalar.name if unit is not None else None,
+        prelude=tuple(n.name for n in unit.prelude) if unit is not None else (),
         note=note,
     )
 
@@ -310,9 +331,26 @@ def _spec(spec: Spec | Sum) -> Spec | None:
     return None if isinstance(spec, Sum) else spec
 
 
+def _base(growth: Growth, node: fx.Node) -> fx.Node:
+    """What a view among the members is a view of."""
+    while ops.is_cheap_view(node) and node.all_input_nodes[0] in growth.specs:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _check_returned(growth: Growth, kind: str, returned: set[fx.Node]) -> None:
+    """Raise ``CannotTake`` unless there is a large value besides those that the graph returns."""
+    for node, spec in growth.specs.items():
+        if spec in (SUM, WHOLE) or ops.is_view(node) or node in returned or not growth.wide(node):
+            continue
+        if ops.is_matmul(node) or any(map(ops.is_matmul, ops.readers(node))):
+            return
+    raise CannotTake(next(iter(returned)), _RETURNED[kind])
+
+
 def _check_gain(growth: Growth, anchor: fx.Node, forward_outputs: list[fx.Node]) -> None:
     stacked = sum(numel(n) for n in forward_outputs if not isinstance(growth.specs[n], Sum))
-    if not forward_outputs:
+    if not forward_outputs and not growth.returned:
         raise CannotTake(anchor, "nothing outside uses the region")
     if 2 * stacked > numel(anchor):
         raise CannotTake(anchor, "its outputs are as large as its intermediates: nothing to gain")

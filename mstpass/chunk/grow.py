@@ -39,7 +39,26 @@ class Growth:
         self.wide_numel = wide_numel
         self.taken = taken  # members of other regions
         self.specs: dict[fx.Node, Spec | Sum] = {}
+        self.returned: set[fx.Node] = set()  # wide members that the step returns
         self._queue: deque[fx.Node] = deque()
+
+    def copy(self) -> Growth:
+        other = Growth(self.joint, self.wide_numel, self.taken)
+        other.specs, other.returned = dict(self.specs), set(self.returned)
+        return other
+
+    def take(self, other: Growth) -> None:
+        self.specs, self.returned = other.specs, other.returned
+
+    def could_add(self, node: fx.Node, spec: Spec) -> bool:
+        """Add the node where that is possible; leave everything as it was where it is not."""
+        trial = self.copy()
+        try:
+            trial.add(node, spec)
+        except CannotTake:
+            return False
+        self.take(trial)
+        return True
 
     def wide(self, node: fx.Node) -> bool:
         return numel(node) >= self.wide_numel
@@ -118,10 +137,13 @@ class Growth:
         for user in self.joint.users(member):
             if user in self.specs:
                 continue
+            if user.op == "output":
+                if member in self.joint.backward:
+                    raise CannotTake(member, "is an output of the graph")
+                self.returned.add(member)
+                continue
             result = self.try_user(user, member)
             if isinstance(result, Refusal):
-                if user.op == "output":
-                    raise CannotTake(member, result.reason)
                 raise CannotTake(user, result.reason)
             self._put(user, result)
 

@@ -48,7 +48,7 @@ def _written_like(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
         and (value := value_of(n)) is not None
         and value.numel() == like.numel()
         and value.element_size() == like.element_size()
-        and any(map(ops.is_matmul, _readers(n)))
+        and any(map(ops.is_matmul, ops.readers(n)))
         and product in _ancestors(n)
     ]
 
@@ -65,13 +65,6 @@ def _side_readers(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
         if narrow and any(numel(i) >= numel(product) for i in node.all_input_nodes):
             if product in _ancestors(node):
                 found.append(node)
-    return found
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    for user in node.users:
-        found.extend(_readers(user) if ops.is_cheap_view(user) else [user])
     return found
 
 

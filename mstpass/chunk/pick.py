@@ -1,4 +1,4 @@
-"""``gather`` of one element a row, in a form that a chunk's other kernels can absorb.
+"""``gather`` of one element a row, and its gradient, in forms that a chunk's kernels can absorb.
 
 A gather's scattered reads, fused with the gradient's kernel, keep Inductor from writing the
 gradient over the logits: a second buffer of chunk x vocabulary. Here the element is read in order,
@@ -62,11 +62,38 @@ def _varying_operand(node: fx.Node, from_right: int) -> fx.Node | None:
     return varying[0]
 
 
+def puts_one(node: fx.Node) -> bool:
+    """A scatter_add of one floating element a row into zeros: the gradient of such a gather."""
+    if node.target is not aten.scatter_add.default:
+        return False
+    base, dim, index, source = node.args
+    assert isinstance(index, fx.Node) and isinstance(source, fx.Node) and isinstance(dim, int)
+    places, values = value_of(index), value_of(source)
+    assert places is not None and values is not None
+    one = places.dim() > 1 and places.shape[dim] == 1 and places.shape == values.shape
+    return one and ops.is_zero(base)
+
+
+def put(builder: Builder, zeros: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> fx.Node:
+    """``zeros.scatter_add(dim, index, source)``, written in order: no second pass, no atomics."""
+    value = zeros.meta["val"]
+    hit = _hits(builder, value, dim % value.dim(), index)
+    zero = builder.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+    return builder.call(aten.where.self, hit, source, zero)
+
+
 def _masked_sum(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
     value, call = source.meta["val"], builder.call
+    hit = _hits(builder, value, dim, index)
+    zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+    return call(aten.sum.dim_IntList, call(aten.where.self, hit, source, zero), [dim], True)
+
+
+def _hits(builder: Builder, value: torch.Tensor, dim: int, index: fx.Node) -> fx.Node:
+    """Where a row's index points: ``iota == index``, broadcast to the value's shape."""
     shape = [1] * value.dim()
     shape[dim] = value.shape[dim]
-    places = call(
+    places = builder.call(
         prims.iota.default,
         value.shape[dim],
         start=0,
@@ -75,63 +102,74 @@ def _masked_sum(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> 
         device=value.device,
         requires_grad=False,
     )
-    narrow = call(prims.convert_element_type.default, index, torch.int32)
-    hit = call(aten.eq.Tensor, call(aten.reshape.default, places, shape), narrow)
-    zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
-    return call(aten.sum.dim_IntList, call(aten.where.self, hit, source, zero), [dim], True)
+    narrow = builder.call(prims.convert_element_type.default, index, torch.int32)
+    return builder.call(aten.eq.Tensor, builder.call(aten.reshape.default, places, shape), narrow)
 
 
 def one_hot_sum(builder: Builder, node: fx.Node, source: fx.Node) -> fx.Node | None:
-    """The row sum of a one-hot value times a row's factor, without a pass over the row.
+    """The row sum of a one-hot value, or of one times a row's factor, without a pass over the row.
 
     ``sum over v of where(index == v, a, 0) * r`` is ``a * r`` where the index is within the row and
-    0 elsewhere: all other terms are zero. It is the row sum of the gradient that enters a
-    log-softmax under cross-entropy. None where the source is no such product.
+    0 elsewhere, as all other terms are ``0 * r``, which is added for a factor that is not finite.
+    It is the row sum of the gradient that enters a log-softmax under cross-entropy. None where the
+    source is no such product.
 
     Args:
         node: the ``sum.dim_IntList`` of the joint graph.
         source: its operand in the body.
     """
-    value = source.meta["val"]
+    value, call = source.meta["val"], builder.call
     dims = node.args[1]
     keepdim = len(node.args) > 2 and node.args[2]
     if not isinstance(dims, tuple | list) or len(dims) != 1 or not keepdim:
         return None
-    if source.target is not aten.mul.Tensor or value.dim() != 2 or dims[0] not in (1, -1):
+    row = (*value.shape[:-1], 1)
+    if dims[0] not in (value.dim() - 1, -1):
         return None
-    for one_hot, factor in (source.args, reversed(source.args)):
-        match = _one_hot(one_hot, value.shape[1])
-        if match is None or not isinstance(factor, fx.Node):
-            continue
-        if tuple(factor.meta["val"].shape) != (value.shape[0], 1):
+    for one_hot, factor in _products(source):
+        match = _one_hot(one_hot, value.shape[-1], row)
+        if match is None or (factor is not None and tuple(factor.meta["val"].shape) != row):
             continue
         index, hit = match
-        call = builder.call
         inside = call(
             aten.bitwise_and.Tensor,
             call(aten.ge.Scalar, index, 0),
-            call(aten.lt.Scalar, index, value.shape[1]),
+            call(aten.lt.Scalar, index, value.shape[-1]),
         )
         zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
-        return call(aten.where.self, inside, call(aten.mul.Tensor, hit, factor), zero)
+        if factor is None:
+            return call(aten.where.self, inside, hit, zero)
+        picked = call(aten.where.self, inside, call(aten.mul.Tensor, hit, factor), zero)
+        return call(aten.add.Tensor, picked, call(aten.mul.Tensor, factor, zero))
     return None
 
 
-def _one_hot(node: object, width: int) -> tuple[fx.Node, fx.Node] | None:
-    """``where(index == iota(width), a, 0)``: its ``index`` of shape ``[c, 1]`` and ``a``."""
+def _products(source: fx.Node) -> list[tuple[object, fx.Node | None]]:
+    """The source as one-hot value and factor, in every way that it may be one."""
+    found: list[tuple[object, fx.Node | None]] = [(source, None)]
+    if source.target is aten.mul.Tensor:
+        a, b = source.args
+        found += [(x, y) for x, y in ((a, b), (b, a)) if isinstance(y, fx.Node)]
+    return found
+
+
+def _one_hot(node: object, width: int, row: tuple[int, ...]) -> tuple[fx.Node, fx.Node] | None:
+    """``where(index == iota(width), a, 0)``: its ``index`` of a row's shape, and ``a``."""
     if not isinstance(node, fx.Node) or node.target is not aten.where.self:
         return None
     equal, hit, miss = node.args
     if not isinstance(equal, fx.Node) or equal.target is not aten.eq.Tensor:
         return None
-    if not isinstance(hit, fx.Node) or hit.meta["val"].numel() != 1 or not ops.is_zero(miss):
+    if not isinstance(hit, fx.Node) or not ops.is_zero(miss):
+        return None
+    if hit.meta["val"].numel() != 1 and tuple(hit.meta["val"].shape) != row:
         return None
     for index, places in (equal.args, reversed(equal.args)):
         index, places = _unexpanded(index), _unexpanded(places)
         if index is None or places is None or places.target is not prims.iota.default:
             continue
         counts = places.args == (width,) and places.kwargs["start"] == 0
-        if counts and places.kwargs["step"] == 1 and index.meta["val"].shape[1:] == (1,):
+        if counts and places.kwargs["step"] == 1 and tuple(index.meta["val"].shape) == row:
             return index, hit
     return None
 

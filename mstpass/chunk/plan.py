@@ -56,16 +56,21 @@ def plan_region(
     facts = _Facts(joint, region)
     if mode == FUSED:
         saved: list[fx.Node] = []
-        loops = [_loop(facts, "forward", facts.outputs, set(), region.unit)]
+        loops = [_loop(facts, "forward", facts.outputs, set(), region.unit, region.prelude)]
     else:
         saved = _saved(facts, repeat) if mode == SAVE else []
         mode = SAVE if saved else RECOMPUTE
         loops = _two_loops(facts, saved)
+    kept = {*saved, *(joint.by_name[name] for name in region.returned)}
     transient, held = _footprint(facts, loops)
     chunk_tokens = _chunk_tokens(joint, region, options, transient, held)
     if isinstance(chunk_tokens, Refusal):
         return Rejection("plan", region.name, chunk_tokens.reason, region.source, facts.before)
     num_chunks = math.ceil(region.num_tokens / chunk_tokens)
+    after = sum(map(nbytes, kept)) + facts.before * chunk_tokens // region.num_tokens
+    if options.chunk_tokens is None and after >= facts.before:
+        reason = f"{num_chunks} chunks would hold as much memory as the whole"
+        return Rejection("plan", region.name, reason, region.source, facts.before)
     return ChunkPlan(
         kind=region.kind,
         mode=mode,
@@ -74,7 +79,7 @@ def plan_region(
         chunk_tokens=chunk_tokens,
         num_chunks=num_chunks,
         bytes_before=facts.before,
-        bytes_after=sum(map(nbytes, saved)) + facts.before * chunk_tokens // region.num_tokens,
+        bytes_after=after,
         loops=tuple(loops),
         saved=tuple(n.name for n in saved),
         members=region.members,
@@ -94,7 +99,8 @@ class _Facts:
         self.backward = {joint.by_name[name] for name in region.backward}
         self.large = [n for n in self.specs if self._materialized(n)]
         self.products = [n for n in self.large if ops.is_matmul(n)]
-        self.before = sum(map(nbytes, self.products))
+        # Inductor writes a product's gradient over it, unless the step returns the product.
+        self.before = sum(map(nbytes, self.large if region.returned else self.products))
 
     def _materialized(self, node: fx.Node) -> bool:
         """Large values that an unfused kernel reads or writes, once per storage."""
@@ -102,7 +108,12 @@ class _Facts:
         wide = spec and numel(node) * 4 >= self.region.width * self.region.num_tokens
         if not wide or ops.is_view(node):
             return False
-        return ops.is_matmul(node) or any(map(ops.is_matmul, _readers(node)))
+        return ops.is_matmul(node) or any(map(ops.is_matmul, ops.readers(node)))
+
+    def held_bytes(self, node: fx.Node) -> int:
+        """Bytes that a chunk may be measured by; logits that are returned are no such measure."""
+        wide = numel(node) * 4 >= self.region.width * self.region.num_tokens
+        return 0 if wide and self.region.returned else nbytes(node)
 
     def needs(self, node: fx.Node) -> dict[fx.Node, Spec]:
         spec = self.specs[node]
@@ -117,18 +128,12 @@ class _Facts:
         return needs
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """Users, seen through views."""
-    found: list[fx.Node] = []
-    for user in node.users:
-        found.extend(_readers(user) if ops.is_cheap_view(user) else [user])
-    return found
-
-
 def mode_of(region: Region, options: Options) -> str:
     """The mode that costs no time, unless the budget asks for the least memory."""
     if region.fused:
         return FUSED
+    if region.returned:
+        return SAVE  # what the step returns is there anyway
     if region.kind == "lm_head" or options.memory_budget == 0.0:
         return RECOMPUTE
     return SAVE
@@ -149,6 +154,7 @@ def _loop(
     outputs: list[fx.Node],
     available: set[fx.Node],
     unit: str | None = None,
+    prelude: tuple[str, ...] = (),
 ) -> LoopPlan:
     """The members that the outputs need, down to the available values and the region's inputs."""
     members: set[fx.Node] = set()
@@ -176,6 +182,7 @@ def _loop(
             for n in facts.joint.sorted(outputs)
         ),
         unit=unit,
+        prelude=prelude,
     )
 
 
@@ -189,7 +196,7 @@ def _saved(facts: _Facts, repeat: Set[str]) -> list[fx.Node]:
         values.append(
             Value(
                 name=node.name,
-                bytes=nbytes(node),
+                bytes=0 if node.name in facts.region.returned else nbytes(node),
                 inputs=tuple(i.name for i in node.all_input_nodes if i.name in names),
                 heavy=ops.is_matmul(node) and node.name not in repeat,
                 savable=bool(spec) and not ops.is_view(node) and value_of(node) is not None,
@@ -205,8 +212,8 @@ def _footprint(facts: _Facts, loops: list[LoopPlan]) -> tuple[int, int]:
     by_name = facts.joint.by_name
     transient = max(sum(nbytes(n) for n in facts.large if n.name in loop.members) for loop in loops)
     held = max(
-        sum(nbytes(by_name[o.node]) for o in loop.outputs)
-        + sum(nbytes(by_name[i.node]) for i in loop.inputs if i.spec)
+        sum(map(facts.held_bytes, (by_name[o.node] for o in loop.outputs)))
+        + sum(facts.held_bytes(by_name[i.node]) for i in loop.inputs if i.spec)
         for loop in loops
     )
     return transient, held

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mstpass.graph.joint import tensors_of
+from mstpass.graph.joint import JointGraph, tensors_of
 
 
 class Builder:
@@ -52,3 +52,14 @@ def fake_mode_of(nodes: Any) -> FakeTensorMode:
                 assert isinstance(mode, FakeTensorMode)
                 return mode
     raise ValueError("no node of the graph has a fake tensor as its value")
+
+
+def copied(joint: JointGraph) -> JointGraph:
+    """The same graph on nodes of its own, with the same names and values."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in joint.nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    module = fx.GraphModule(joint.module, graph)
+    module.meta = dict(joint.module.meta)
+    return JointGraph(module, joint.num_fwd_outputs)

@@ -106,6 +106,14 @@ def is_cheap_view(node: fx.Node) -> bool:
     return is_view(node) and node.target is not operator.getitem
 
 
+def readers(node: fx.Node) -> list[fx.Node]:
+    """Users, seen through views."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found.extend(readers(user) if is_cheap_view(user) else [user])
+    return found
+
+
 def is_constant(node: fx.Node) -> bool:
     """Made from no tensor: ``full``, ``iota``, ..."""
     row = TABLE.get(node.target) if node.op == "call_function" else None
@@ -223,7 +231,8 @@ def _along_dims() -> dict[Any, Op]:
             "index", dims.select_scatter_forward, dims.select_scatter_backward, linear_scatter
         ),
         **dict.fromkeys(
-            (aten.flip.default, aten.roll.default), along(linear_view, dims.dims_argument)
+            (aten.flip.default, aten.roll.default, prims.rev.default),
+            along(linear_view, dims.dims_argument),
         ),
         **dict.fromkeys((aten.tril.default, aten.triu.default), along(linear_view, dims.last_two)),
         aten.constant_pad_nd.default: along(linear_pad, dims.padded),

@@ -75,7 +75,10 @@ def _lines(report: Report) -> list[str]:
     lines = ["mstpass report" + (" (graph from the compile cache)" if report.cached else "")]
     if not report.regions:
         lines.append("  nothing was chunked: the graph compiles as Inductor would compile it")
-    lines += [_region_line(region) for region in report.regions[:_SHOWN]]
+    for region in report.regions[:_SHOWN]:
+        lines.append(_region_line(region))
+        if region.note:
+            lines.append(f"           note: {region.note}")
     lines += _more(report.regions)
     if report.rejections:
         lines.append("  not taken:")
@@ -130,6 +133,7 @@ def _chunk_plan(data: dict[str, Any]) -> ChunkPlan:
                 LoopOutput(o["node"], _spec(o["spec"]), o["scaled"]) for o in loop["outputs"]
             ),
             unit=loop["unit"],
+            prelude=tuple(loop["prelude"]),
         )
         for loop in data["loops"]
     )

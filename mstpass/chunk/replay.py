@@ -1,0 +1,74 @@
+"""Redo a node for other tokens: the same op on operands in chunk form.
+
+Only sizes in the arguments change (the op table says where). The new shape is checked against the
+chunk form of the old one, so that a wrong rule cannot pass unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.chunk.grow import CannotTake
+from mstpass.graph import ops
+from mstpass.graph.build import Builder
+from mstpass.graph.joint import tensors_of
+from mstpass.graph.tokens import Refusal, Spec, chunk_shape
+
+aten = torch.ops.aten
+_VIEWS_BY_SHAPE = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+def needs_of(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec]:
+    """What a node needs of its operands; raises ``CannotTake`` where it cannot have the spec."""
+    needs = ops.operand_specs(node, spec)
+    if isinstance(needs, Refusal):
+        raise CannotTake(node, needs.reason)
+    return needs
+
+
+def chunk_call(
+    node: fx.Node, spec: Spec, chunk_tokens: int, operand: Callable[[fx.Node, Spec], fx.Node]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Target, arguments and keywords of the node's chunk; ``operand`` gives an operand's chunk."""
+    row = ops.lookup(node)
+    if isinstance(row, Refusal):
+        raise CannotTake(node, row.reason)
+    needs = needs_of(node, spec)
+    target: Any = node.target
+    args = node.args
+    if row.shape_arg is not None and spec:
+        shape = chunk_shape(next(tensors_of(node.meta["val"])).shape, spec, chunk_tokens)
+        args = (*args[: row.shape_arg], shape, *args[row.shape_arg + 1 :])
+    if target in _VIEWS_BY_SHAPE:
+        target = aten.reshape.default
+    mapped: Any = fx.map_arg((args, node.kwargs), lambda n: operand(n, needs[n]))
+    return target, *mapped
+
+
+def check_chunk(node: fx.Node, spec: Spec, chunk_tokens: int, built: fx.Node) -> None:
+    """Raise ``CannotTake`` unless ``built`` has the chunk form of the node's value."""
+    olds, news = tensors_of(node.meta["val"]), tensors_of(built.meta["val"])
+    for old, new in zip(olds, news, strict=True):
+        expected = chunk_shape(old.shape, spec, chunk_tokens)
+        if list(new.shape) != expected or new.dtype != old.dtype:
+            raise CannotTake(
+                node, f"its chunk has shape {list(new.shape)}, {expected} was expected"
+            )
+
+
+def replay(
+    builder: Builder,
+    node: fx.Node,
+    spec: Spec,
+    chunk_tokens: int,
+    operand: Callable[[fx.Node, Spec], fx.Node],
+) -> fx.Node:
+    """The node's chunk, added to the builder's graph."""
+    target, args, kwargs = chunk_call(node, spec, chunk_tokens, operand)
+    built = builder.call(target, *args, **kwargs)
+    check_chunk(node, spec, chunk_tokens, built)
+    return built

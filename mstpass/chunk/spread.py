@@ -1,0 +1,72 @@
+"""Give operands that stand for whole sequences a row for each token.
+
+An advantage ``[B, 1]`` times a ratio ``[B, S]`` broadcasts over a part of the token dims: a chunk
+of flattened tokens cannot index it. Expanded to ``[B, S]``, a view, it is sliced like the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mstpass.chunk.detect import anchors
+from mstpass.graph import ops
+from mstpass.graph.build import Builder, copied, fake_mode_of
+from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.tokens import WHOLE, Refusal, Spec, broadcast_source
+
+aten = torch.ops.aten
+
+
+def spread_operands(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+    """A new joint graph with such operands expanded, and the names of their users.
+
+    The same graph where there are none.
+    """
+    found = _partly_broadcast(joint)
+    if not found:
+        return joint, frozenset()
+    new = copied(joint)
+    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
+    for user_name, operand_name, spec in found:
+        user, operand = new.by_name[user_name], new.by_name[operand_name]
+        with new.module.graph.inserting_before(user):
+            shape = _spread_shape(user.meta["val"].shape, operand.meta["val"].shape, spec)
+            user.replace_input_with(operand, builder.call(aten.expand.default, operand, shape))
+    new.module.graph.lint()
+    new.module.recompile()
+    return JointGraph(new.module, new.num_fwd_outputs), frozenset(name for name, _, _ in found)
+
+
+def _partly_broadcast(joint: JointGraph) -> list[tuple[str, str, Spec]]:
+    """Pointwise users downstream of wide matmuls, such operands of theirs, the users' specs."""
+    specs: dict[fx.Node, Spec] = dict(anchors(joint))
+    found = []
+    for node in joint.nodes:
+        if node.op != "call_function" or node in specs:
+            continue
+        known = next((i for i in node.all_input_nodes if specs.get(i, WHOLE) != WHOLE), None)
+        if known is None:
+            continue
+        result = ops.result_spec(node, known, specs[known])
+        if not isinstance(result, tuple) or result == WHOLE:
+            continue
+        specs[node] = result
+        if ops.is_pointwise(node):
+            found += [(node.name, i.name, result) for i in _partial_operands(node, result)]
+    return found
+
+
+def _partial_operands(node: fx.Node, spec: Spec) -> list[fx.Node]:
+    shape = node.meta["val"].shape
+    return [
+        operand
+        for operand in node.all_input_nodes
+        if (value := value_of(operand)) is not None
+        and isinstance(broadcast_source(value.shape, shape, spec), Refusal)
+    ]
+
+
+def _spread_shape(out: torch.Size, operand: torch.Size, spec: Spec) -> list[int]:
+    own = [1] * (len(out) - len(operand)) + list(operand)
+    return [out[dim] if dim in spec else size for dim, size in enumerate(own)]

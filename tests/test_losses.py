@@ -1,0 +1,166 @@
+"""Every usual loss is taken in the right mode and right; what mixes tokens is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mstpass
+from tests.checks import check_against_float64, compiled, joint_graph, kinds
+from tests.losses import FUSED, OUTSIDE, RECOMPUTED, TWINS, VOCAB, Loss, LossModel
+from tests.models import TinyLM
+
+CHUNK = 128
+TAKEN = {**FUSED, **RECOMPUTED}
+
+
+def _step(loss: Loss):
+    return lambda model: lambda ids: loss(model, ids)
+
+
+def _ids(device: str) -> Tensor:
+    return torch.randint(0, VOCAB, (4, 101), device=device)  # 404 tokens: the last chunk is ragged
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_loss(name: str, device: str) -> None:
+    model = LossModel().to(device)
+    report = check_against_float64(model, _step(TAKEN[name]), [_ids(device)], chunk_tokens=CHUNK)
+    mode = "fused" if name in FUSED else "recompute"
+    assert kinds(report) and set(kinds(report)) == {("lm_head", mode)}, str(report)
+
+
+# Each compiles for seconds, and in bfloat16 they differ in little but their matmuls.
+LOW = ("mean", "sliced", "policy_gradient", "distillation", "preference")
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_loss_in_bfloat16(name: str, device: str) -> None:
+    model = LossModel().to(device, torch.bfloat16)
+    report = check_against_float64(model, _step(TAKEN[name]), [_ids(device)], chunk_tokens=CHUNK)
+    assert kinds(report), str(report)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_loss_finished_outside(name: str, device: str) -> None:
+    report = check_against_float64(
+        LossModel().to(device),
+        _step(OUTSIDE[name]),
+        [_ids(device)],
+        finish=lambda value: F.softplus(value * 0.01).mean(),
+        chunk_tokens=CHUNK,
+    )
+    assert kinds(report) == [("lm_head", "recompute")], str(report)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_what_mixes_tokens_is_refused(name: str, device: str) -> None:
+    model = LossModel().to(device)
+    report = check_against_float64(model, _step(TWINS[name]), [_ids(device)], chunk_tokens=CHUNK)
+    assert not report.regions
+    assert report.rejections and report.rejections[0].reason
+
+
+@pytest.mark.parametrize("loss", ["mean", "sliced"])
+def test_the_last_token_counts(loss: str) -> None:
+    model = LossModel()
+    ids = torch.randint(0, VOCAB, (1, 2 * CHUNK + 2 if loss == "sliced" else 2 * CHUNK + 1))
+    other = ids.clone()
+    other[0, -1] = (ids[0, -1] + 1) % VOCAB
+
+    # Labels of their own: all 2 * CHUNK + 1 tokens are in the loss, the last one in its own chunk.
+    def step(ids: Tensor, labels: Tensor) -> Tensor:
+        if loss == "sliced":
+            return F.cross_entropy(model.logits(ids)[0, :-1], labels[0, 1:])
+        return F.cross_entropy(model.logits(ids)[0], labels[0])
+
+    run = compiled(step, chunk_tokens=CHUNK)
+    first, second = run(ids, ids).detach(), run(ids, other).detach()
+    assert mstpass.reports()[-1].regions[0].num_tokens == 2 * CHUNK + 1
+    torch.testing.assert_close(second - first, step(ids, other) - step(ids, ids))
+    assert abs((second - first).item()) > 1e-5
+
+
+def test_metrics_ride_along_and_returned_logits_are_stacked_once() -> None:
+    model = TinyLM(VOCAB, 32)
+    ids = torch.randint(0, VOCAB, (3, 101))
+
+    def step(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = model.logits(ids)
+        accuracy = (logits.argmax(-1) == ids).float().mean()
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten()), accuracy, logits.detach()
+
+    run = compiled(step, chunk_tokens=CHUNK)
+    for found, expected in zip(run(ids), step(ids), strict=True):
+        torch.testing.assert_close(found, expected)
+    report = mstpass.reports()[-1]
+    assert kinds(report) == [("lm_head", "fused")]
+    assert "logits are an output of the graph" in str(report)
+
+
+def test_returned_logits_with_a_gradient_of_their_own() -> None:
+    def step(model: TinyLM, ids: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model.logits(ids)
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
+
+    def finish(values: tuple[Tensor, Tensor]) -> Tensor:
+        return values[0] + values[1].square().mean()
+
+    report = check_against_float64(
+        TinyLM(VOCAB, 32),
+        lambda model: lambda ids: step(model, ids),
+        [torch.randint(0, VOCAB, (3, 101))],
+        finish=finish,
+        chunk_tokens=CHUNK,
+    )
+    assert kinds(report) == [("lm_head", "save")], str(report)
+    assert len(report.regions[0].saved) == 1
+
+
+def test_float16_gradients_wait_for_the_loss_scale() -> None:
+    """A scale of 2**14 keeps gradients that would be zero in float16 without it."""
+    hidden = torch.randn(400, 32).half().requires_grad_()
+    weight = (torch.randn(VOCAB, 32) * 1e-3).half().requires_grad_()
+    labels = torch.randint(0, VOCAB, (400,))
+
+    def step(hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy((hidden @ weight.t()).float(), labels)
+
+    def gradient(fn) -> Tensor:
+        (found,) = torch.autograd.grad(fn(hidden, weight) * 2.0**14, hidden)
+        return found
+
+    found, expected = gradient(compiled(step, chunk_tokens=CHUNK)), gradient(step)
+    assert kinds(mstpass.reports()[-1]) == [("lm_head", "recompute")]
+    assert expected.count_nonzero() > 0.9 * expected.numel()
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-4)
+
+
+def test_a_moved_slice_leaves_the_old_graph_alone() -> None:
+    from mstpass.chunk.hoist import hoist_slices
+    from mstpass.graph.joint import JointGraph
+    from mstpass.graph.text import graph_text
+
+    model = LossModel()
+    graph, outputs = joint_graph(lambda ids: FUSED["sliced"](model, ids), _ids("cpu"))
+    before = graph_text(graph)
+    hoisted = hoist_slices(JointGraph(graph, outputs))
+    assert hoisted is not None and graph_text(graph) == before
+    (name,) = hoisted.moved
+    assert tuple(hoisted.joint.by_name[name].meta["val"].shape) == (400, VOCAB)
+
+
+def test_a_slice_stays_where_the_whole_logits_are_needed() -> None:
+    from mstpass.chunk.hoist import hoist_slices
+    from mstpass.graph.joint import JointGraph
+
+    model = LossModel()
+
+    def step(ids: Tensor) -> Tensor:
+        logits = model.logits(ids)
+        whole = torch.logsumexp(logits, -1).square().mean()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) + whole
+
+    assert hoist_slices(JointGraph(*joint_graph(step, _ids("cpu")))) is None
