@@ -117,7 +117,7 @@ def is_heavy(node: fx.Node) -> bool:
     """Ops that backward must not repeat: slow ones, loops, and random draws."""
     if node.op != "call_function":
         return False
-    if ops.is_matmul(node) or node.target is mst_loop:
+    if ops.is_matmul(node) or ops.is_slow(node) or node.target is mst_loop:
         return True
     if node.target is operator.getitem:
         return False
