@@ -28,6 +28,16 @@ TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 MOE = {"moe_intermediate_size": 64}
 
 
+_DEPTH = {
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "encoder_layers",
+    "decoder_layers",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """How to build one: the names of its classes in transformers and its tiny configuration."""
@@ -36,13 +46,16 @@ class Architecture:
     config: str
     sizes: dict[str, Any]
     images: bool = False
+    alike: bool = True  # all layers are alike, so that one shows what is taken of each
+    float64: bool = True  # whether torch has all its ops in float64
     loss_type: str | None = None
     call: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def build(self, dropout: float = 0.0) -> nn.Module:
+    def build(self, dropout: float = 0.0, layers: int = 2) -> nn.Module:
         import transformers
 
-        config = getattr(transformers, self.config)(**self.sizes)
+        depth = dict.fromkeys(_DEPTH & self.sizes.keys(), layers) if self.alike else {}
+        config = getattr(transformers, self.config)(**{**self.sizes, **depth})
         _set_dropout(config, dropout)
         torch.manual_seed(0)
         model: nn.Module = getattr(transformers, self.model)(config)
@@ -76,11 +89,15 @@ def _set_dropout(config: Any, p: float) -> None:
                 setattr(config, name, p)
 
 
-def _causal(name: str, *, model: str = "", config: str = "", **extra: Any) -> Architecture:
+def _causal(
+    name: str, *, model: str = "", config: str = "", alike: bool = True, **extra: Any
+) -> Architecture:
     """Llama's names for sizes; ``extra`` adds to them or, with None, leaves one out."""
     sizes = {**SIZES, **TOKENS, "num_key_value_heads": 2, "use_cache": False, **extra}
     sizes = {k: v for k, v in sizes.items() if v is not None}
-    return Architecture(model or f"{name}ForCausalLM", config or f"{name}Config", sizes)
+    names = (model or f"{name}ForCausalLM", config or f"{name}Config")
+    experts = any("expert" in key for key in sizes)
+    return Architecture(*names, sizes, alike=alike, float64=not experts)
 
 
 def _masked(name: str, **extra: Any) -> Architecture:
@@ -129,6 +146,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt-neo": _causal(
         "GPTNeo",
+        alike=False,
         num_attention_heads=None,
         num_hidden_layers=None,
         num_key_value_heads=None,
@@ -181,6 +199,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": _causal("GptOss", head_dim=8, num_local_experts=4, num_experts_per_tok=2),
     "deepseek-v3": _causal(
         "DeepseekV3",
+        alike=False,
         num_key_value_heads=4,
         n_routed_experts=4,
         n_group=2,

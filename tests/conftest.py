@@ -19,6 +19,15 @@ CUDA = pytest.param(
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="every architecture, compiled with Inductor: an hour"
+    )
+    parser.addoption(
+        "--write-docs", action="store_true", help="with --all: write docs/architectures.md"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Every run compiles afresh: a warm cache on disk skips the passes, and their warnings."""
     config.stash[_CACHE] = tempfile.mkdtemp(prefix="mstpass-tests-")

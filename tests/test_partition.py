@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 
 from mstpass import pipeline
 from mstpass.options import Options
 from mstpass.partition.problem import CutProblem, Value
 from mstpass.partition.solvers import SOLVERS
+from mstpass.partition.split import is_heavy
 from mstpass.partition.verify import InvalidPlan, recomputed, verify
 from tests.checks import joint_graph
 from tests.models import Block, GatedMLP
@@ -159,3 +161,22 @@ def test_a_pinned_value_is_saved_at_any_budget() -> None:
     )
     for solve in SOLVERS.values():
         assert solve(problem) == {"seed"}
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "heavy"),
+    [
+        (torch.ops.aten.topk.default, (2,), True),
+        (torch.ops.aten.sort.default, (), True),
+        (torch.ops.aten._softmax.default, (-1, False), False),
+        (torch.ops.aten.flip.default, ([0],), False),
+    ],
+)
+def test_what_backward_must_not_repeat(target: Any, args: tuple[Any, ...], heavy: bool) -> None:
+    """A sort that is repeated may order ties in another way than the forward did."""
+    graph = fx.Graph()
+    operand = graph.placeholder("primals_1")
+    operand.meta["val"] = torch.randn(4, 8)
+    node = graph.call_function(target, (operand, *args))
+    node.meta["val"] = target(operand.meta["val"], *args)
+    assert is_heavy(node) == heavy

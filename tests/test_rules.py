@@ -122,6 +122,7 @@ CASES = [
     case(aten.argmax.default, lambda: (x(), 2), *OF_MATRIX),
     case(aten.argmin.default, lambda: (x(), 1, True), (0,), (2,), (0, 2)),
     case(aten.any.dim, lambda: (x() > 1, 2), *OF_MATRIX),
+    case(aten.any.dims, lambda: (x() > 1, [1, 2]), (0,)),
     case(aten.any.dims, lambda: (x() > 1, [2], True), *ROWS),
     case(aten.any.default, lambda: (x() > 1,)),
     case(aten.prod.dim_int, lambda: (x(), 0), *OF_MATRIX),

@@ -25,6 +25,7 @@ shorter is mixed); static sizes.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -140,6 +141,8 @@ class _Analysis:
 
     def _needed(self, node: fx.Node) -> set[Spec | Sum]:
         """How the users that have a cut need the value to be cut."""
+        if value_of(node) is None and isinstance(ops.lookup(node), Refusal):
+            return set()  # several results of an op without a rule: each is cut as it needs
         needs = (self._needs(user) for user in node.users if user in self.cuts)
         wanted = (n.get(node, WHOLE) for n in needs if not isinstance(n, Refusal))
         return {spec for spec in wanted if spec != WHOLE}
@@ -157,7 +160,7 @@ class _Analysis:
     # ---- checking them -------------------------------------------------------------------------
     def _why_barrier(self, node: fx.Node) -> str:
         """Why a node is no token-parallel op of its operands' cuts; empty where it is one."""
-        if node.op != "call_function":
+        if node.op != "call_function" or self._is_item_of_barrier(node):
             return ""
         if node not in self.cuts:
             return self._why_uncut(node)
@@ -171,6 +174,12 @@ class _Analysis:
                     return f"every token needs all of {operand.name}"
                 return f"needs {operand.name} cut along {need}, not {cut}"
         return ""
+
+    def _is_item_of_barrier(self, node: fx.Node) -> bool:
+        """The barrier is the op with several results, not the picking of one of them."""
+        return node.target is operator.getitem and isinstance(
+            ops.lookup(node.all_input_nodes[0]), Refusal
+        )
 
     def _why_uncut(self, node: fx.Node) -> str:
         for operand in node.all_input_nodes:

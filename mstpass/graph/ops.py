@@ -48,6 +48,7 @@ __all__ = [
     "is_constant",
     "is_matmul",
     "is_pointwise",
+    "is_slow",
     "is_view",
     "is_weight",
     "is_zero",
@@ -64,7 +65,7 @@ prims = torch.ops.prims
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    kind: str  # "pointwise" | "view" | "reduce" | "matmul" | "index" | "create"
+    kind: str  # "pointwise" | "view" | "reduce" | "matmul" | "index" | "sort" | "write" | "create"
     forward: Forward
     backward: Backward
     linear: Linear
@@ -127,6 +128,12 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def is_matmul(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in rules.MATMULS
+
+
+def is_slow(node: fx.Node) -> bool:
+    """Sorts, scans, and writes by index: neither cheap nor safe to repeat, as ties may differ."""
+    row = TABLE.get(node.target) if node.op == "call_function" else None
+    return row is not None and row.kind in ("sort", "write")
 
 
 def is_weight(node: fx.Node) -> bool:
@@ -201,9 +208,8 @@ def _along_dims() -> dict[Any, Op]:
         return Op("index", *dims.along(dims_of), linear)
 
     norm = Op("reduce", dims.norm_forward, dims.norm_backward, never)
+    sort = dataclasses.replace(along(never), kind="sort")
     sorts = (
-        aten._softmax.default,
-        aten._log_softmax.default,
         aten.topk.default,
         aten.sort.default,
         aten.sort.stable,
@@ -212,8 +218,10 @@ def _along_dims() -> dict[Any, Op]:
         aten.logcumsumexp.default,
         aten.scatter_reduce.two,
     )
+    softmaxes = (aten._softmax.default, aten._log_softmax.default)
     return {
-        **dict.fromkeys(sorts, along(never)),
+        **dict.fromkeys(softmaxes, along(never)),
+        **dict.fromkeys(sorts, sort),
         aten.cumsum.default: along(first_only),
         aten.gather.default: along(first_only),
         aten.cat.default: along(linear_cat),
@@ -242,7 +250,7 @@ def _along_dims() -> dict[Any, Op]:
 
 def _indexing() -> dict[Any, Op]:
     read = Op("index", indexing.index_forward, indexing.index_backward, linear_view)
-    write = Op("index", indexing.put_forward, indexing.put_backward, linear_put)
+    write = Op("write", indexing.put_forward, indexing.put_backward, linear_put)
     return {
         aten.embedding.default: Op(
             "index", indexing.embedding_forward, indexing.embedding_backward, never
@@ -297,7 +305,10 @@ MIXERS: Mapping[str, str] = {
     "aten::convolution": "a convolution reads neighbouring positions",
     "aten::convolution_backward": "a convolution reads neighbouring positions",
     "aten::nonzero": "its size depends on data",
-    "aten::as_strided": "addresses storage, not dims",
+    **dict.fromkeys(
+        ("aten::as_strided", "aten::as_strided_scatter", "aten::new_empty_strided"),
+        "addresses storage, not dims",
+    ),
     "aten::equal": "compares whole tensors",
 }
 

@@ -133,7 +133,10 @@ def is_heavy(node: fx.Node) -> bool:
 
 
 def is_pinned(node: fx.Node) -> bool:
-    """Ops that backward must never repeat: loops, random draws, ops of which nothing is known."""
+    """Ops that backward must never repeat: loops, random draws, ops of which nothing is known.
+
+    Sorts are among them: one that is repeated may order ties in another way than the forward did.
+    """
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     target = node.target
@@ -141,7 +144,7 @@ def is_pinned(node: fx.Node) -> bool:
         return True
     if torch.Tag.nondeterministic_seeded in target.tags or target in _RANDOM_SEEDS:
         return True
-    return target.namespace not in ("aten", "prims")
+    return ops.is_slow(node) or target.namespace not in ("aten", "prims")
 
 
 _RANDOM_SEEDS = frozenset(
