@@ -34,6 +34,8 @@ class Region:
         unit: fused regions only: the scalar that the backward part is linear in. The loop runs
             with 1 in its place and the results are multiplied by it afterwards.
         outputs: members that nodes outside use.
+        symbolic: the token count varies from batch to batch; ``num_tokens`` is that of the batch
+            the graph was traced with.
     """
 
     kind: str
@@ -46,6 +48,7 @@ class Region:
     backward: frozenset[str]
     unit: str | None
     note: str = ""
+    symbolic: bool = False
 
     @property
     def name(self) -> str:
@@ -85,6 +88,10 @@ class ChunkPlan:
 
     ``bytes_before`` counts the large results of the region's matrix products at full length;
     ``bytes_after`` those of one chunk and what is kept of them for the backward.
+
+    Where the token count is ``symbolic``, ``num_tokens`` and ``num_chunks`` are those of the batch
+    that the graph was traced with, and ``chunk_tokens`` is the most that a chunk holds: the loop
+    makes its chunks equal for the batch at hand (loop.py).
     """
 
     kind: str
@@ -99,8 +106,11 @@ class ChunkPlan:
     saved: tuple[str, ...]
     members: tuple[tuple[str, Spec | None], ...]
     note: str = ""
+    symbolic: bool = False
 
     def __post_init__(self) -> None:
+        if self.symbolic:
+            return
         if not 1 <= self.chunk_tokens <= self.num_tokens:
             raise ValueError(f"chunk_tokens={self.chunk_tokens} of {self.num_tokens} tokens")
         if (self.num_chunks - 1) * self.chunk_tokens >= self.num_tokens or (

@@ -2,6 +2,10 @@
 
 Every node keeps its op; only sizes in its arguments change (the op table says where). Each node's
 new shape is checked against the chunk form of the old one, so a wrong rule cannot pass unseen.
+
+Where the token count is symbolic, a chunk's length is known at run time only: it is the body's
+first input, an int, and stands wherever an argument holds it. The body is still built, and
+checked, at the length that the plan chose.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from mstpass.chunk.pick import one_hot_sum, pick, picks_one
 from mstpass.graph import ops
 from mstpass.graph.build import Builder
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
+from mstpass.graph.sizes import hint, is_size
 from mstpass.graph.tokens import Refusal, Spec, chunk_shape
 from mstpass.plans import ChunkPlan, LoopPlan
 
@@ -30,7 +35,8 @@ def build_body(
 ) -> list[fx.Node]:
     """Add the body's nodes to the builder's empty graph, output node included.
 
-    Placeholders: sliced inputs as ``[c, ...]``, whole inputs, and ``valid`` where chunks overlap.
+    Placeholders: the chunk's length where it is not fixed, sliced inputs as ``[c, ...]``, whole
+    inputs, and ``valid`` where chunks overlap.
     Returns the nodes of the outputs, in the order of ``loop.outputs``.
 
     Raises:
@@ -45,7 +51,10 @@ class _Body:
     ):
         self.joint, self.loop, self.builder = joint, loop, builder
         self.chunk, self.accumulate = plan.chunk_tokens, accumulate
-        self.ragged = plan.num_chunks * plan.chunk_tokens != plan.num_tokens
+        covered = plan.num_chunks * plan.chunk_tokens
+        self.ragged = not plan.symbolic and covered != plan.num_tokens
+        self.symbolic = plan.symbolic
+        self.rows: int | fx.Node = self.chunk  # the chunk's length as an argument
         self.specs: dict[fx.Node, Spec | None] = {
             joint.by_name[name]: spec for name, spec in plan.members
         }
@@ -60,13 +69,15 @@ class _Body:
             self.env[node, spec] = self._sum(node) if spec is None else self._copy(node, spec)
         outputs = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         self.builder.graph.output(tuple(outputs))
-        read_before_write(self.builder)
+        read_before_write(self.builder, self.symbolic)
         return outputs
 
     def _add_inputs(self) -> None:
         sliced = [i for i in self.loop.inputs if i.spec]
         device = torch.device("cpu")
         holders = []
+        if self.symbolic:
+            self.rows = self.builder.placeholder("rows", self.chunk)
         for position, item in enumerate(sliced):
             value = self._value(item.node)
             rest = [s for d, s in enumerate(value.shape) if d not in item.spec]
@@ -74,9 +85,12 @@ class _Body:
             holders.append(self.builder.placeholder(f"chunk_{position}", fake))
             device = value.device
         for position, item in enumerate(i for i in self.loop.inputs if not i.spec):
+            node, name = self.joint.by_name[item.node], f"whole_{position}"
+            if is_size(node):
+                self.env[node, ()] = self.builder.placeholder(name, hint(node.meta["val"]))
+                continue
             value = self._value(item.node)
-            holder = self.builder.placeholder(f"whole_{position}", value)
-            self.env[self.joint.by_name[item.node], ()] = holder
+            self.env[node, ()] = self.builder.placeholder(name, value)
             device = value.device
         if self.ragged:
             with self.builder.mode:
@@ -102,7 +116,7 @@ class _Body:
         """``[c, rest]`` to the chunk form: token dims 1, ..., 1, c at their places."""
         rest = [d for d in range(value.dim()) if d not in spec]
         order = [*spec, *rest]
-        ordered = [1] * (len(spec) - 1) + [self.chunk] + [value.shape[d] for d in rest]
+        ordered = [1] * (len(spec) - 1) + [self.rows] + [value.shape[d] for d in rest]
         node = rows
         if len(spec) > 1:
             node = self.builder.call(aten.reshape.default, node, ordered)
@@ -121,7 +135,7 @@ class _Body:
             built = self.builder.call(aten.permute.default, built, order)
         if len(spec) > 1:
             rest = list(built.meta["val"].shape[len(spec) :])
-            built = self.builder.call(aten.reshape.default, built, [self.chunk, *rest])
+            built = self.builder.call(aten.reshape.default, built, [self.rows, *rest])
         return built
 
     # ---- nodes --------------------------------------------------------------------------------
@@ -133,14 +147,16 @@ class _Body:
 
     def _copy(self, node: fx.Node, spec: Spec) -> fx.Node:
         needs = self._needs(node, spec)
-        mapped: Any = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n, needs[n]])
-        args, kwargs = mapped
         row = ops.lookup(node)
         assert isinstance(row, ops.Op)
         target: Any = node.target
-        if row.shape_arg is not None and spec:
-            shape = chunk_shape(next(tensors_of(node.meta["val"])).shape, spec, self.chunk)
-            args = (*args[: row.shape_arg], shape, *args[row.shape_arg + 1 :])
+        args: Any = node.args
+        resized = row.shape_arg if spec else None
+        if resized is not None:
+            args = _with(args, resized, None)  # its old nodes are of no use
+        args, kwargs = fx.map_arg((args, node.kwargs), lambda n: self.env[n, needs.get(n, ())])
+        if resized is not None:
+            args = _with(args, resized, self._shape(node, spec))
         if target in _VIEWS_BY_SHAPE:
             target = aten.reshape.default
         short = None
@@ -151,6 +167,12 @@ class _Body:
         built = self.builder.call(target, *args, **kwargs) if short is None else short
         self._check(node, spec, built)
         return built
+
+    def _shape(self, node: fx.Node, spec: Spec) -> list[Any]:
+        """The sizes of a node's chunk, as an argument."""
+        shape: list[Any] = chunk_shape(next(tensors_of(node.meta["val"])).shape, spec, self.chunk)
+        shape[spec[-1]] = self.rows
+        return shape
 
     def _check(self, node: fx.Node, spec: Spec, built: fx.Node) -> None:
         olds, news = tensors_of(node.meta["val"]), tensors_of(built.meta["val"])
@@ -197,3 +219,7 @@ class _Body:
         valid = self.builder.call(aten.reshape.default, self.valid, shape)
         zero = self.builder.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
         return self.builder.call(aten.where.self, valid, node, zero)
+
+
+def _with(args: tuple[Any, ...], position: int, value: object) -> tuple[Any, ...]:
+    return (*args[:position], value, *args[position + 1 :])

@@ -3,7 +3,8 @@
 Chunk length: the longest for which one chunk's intermediates stay below what the region must hold
 anyway (its gradients, inputs and stacked outputs), but never so short that matrix products lose
 efficiency. Chunks are made equal; the last overlaps the one before it where the tokens do not
-divide, its repeated rows are masked out of every sum.
+divide, its repeated rows are masked out of every sum. A symbolic token count has chunks that the
+loop makes equal for each batch; the length chosen here is the most they may hold.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Set
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
-from mstpass.graph.tokens import WHOLE, Refusal, Spec, Sum
+from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
+from mstpass.graph.sizes import generic_shape
+from mstpass.graph.tokens import WHOLE, Refusal, Spec, Sum, token_count
 from mstpass.options import Options
 from mstpass.partition.problem import CutProblem, Value
 from mstpass.partition.solvers.min_cut import min_cut
@@ -74,11 +76,13 @@ def plan_region(
         chunk_tokens=chunk_tokens,
         num_chunks=num_chunks,
         bytes_before=facts.before,
-        bytes_after=sum(map(nbytes, saved)) + facts.before * chunk_tokens // region.num_tokens,
+        bytes_after=sum(map(nbytes, saved))
+        + facts.before * min(chunk_tokens, region.num_tokens) // region.num_tokens,
         loops=tuple(loops),
         saved=tuple(n.name for n in saved),
         members=region.members,
         note=region.note,
+        symbolic=region.symbolic,
     )
 
 
@@ -99,8 +103,10 @@ class _Facts:
     def _materialized(self, node: fx.Node) -> bool:
         """Large values that an unfused kernel reads or writes, once per storage."""
         spec = self.specs[node]
-        wide = spec and numel(node) * 4 >= self.region.width * self.region.num_tokens
-        if not wide or ops.is_view(node):
+        if not spec or ops.is_view(node):
+            return False
+        tokens = token_count(generic_shape(next(tensors_of(node.meta["val"]))), spec)
+        if numel(node) * 4 < self.region.width * tokens:
             return False
         return ops.is_matmul(node) or any(map(ops.is_matmul, _readers(node)))
 
@@ -166,6 +172,7 @@ def _loop(
                 stack.append(operand)
             else:
                 inputs[operand, spec] = None
+        inputs |= dict.fromkeys((size, WHOLE) for size in ops.size_operands(node))
     ordered = sorted(inputs, key=lambda pair: (facts.joint.index[pair[0]], pair[1]))
     return LoopPlan(
         phase=phase,
@@ -217,7 +224,7 @@ def _chunk_tokens(
 ) -> int | Refusal:
     tokens = region.num_tokens
     if options.chunk_tokens is not None:
-        if options.chunk_tokens >= tokens:
+        if options.chunk_tokens >= tokens and not region.symbolic:
             return Refusal(
                 f"{tokens} tokens fit in one chunk of chunk_tokens={options.chunk_tokens}"
             )
@@ -226,6 +233,8 @@ def _chunk_tokens(
     device = value.device.type if value is not None else "cpu"
     good = _GOOD_ROWS.get(device, _GOOD_ROWS_ELSEWHERE)
     least = int(_LEAST_OF_GOOD * good)
+    if region.symbolic and tokens < 2 * good:
+        return good  # nothing to learn from this batch; a later one may be long
     if tokens < 2 * least:
         return Refusal(
             f"{tokens} tokens are fewer than two chunks of {least} rows, below which "
@@ -233,7 +242,10 @@ def _chunk_tokens(
         )
     wanted = int(tokens * _TRANSIENT_SHARE * held / max(1, transient))
     num_chunks = min(math.ceil(tokens / max(1, wanted)), tokens // good)
-    return math.ceil(tokens / _divisor(tokens, max(2, num_chunks), good))
+    num_chunks = max(2, num_chunks)
+    if not region.symbolic:
+        num_chunks = _divisor(tokens, num_chunks, good)
+    return math.ceil(tokens / num_chunks)
 
 
 def _divisor(tokens: int, num_chunks: int, good_rows: int) -> int:

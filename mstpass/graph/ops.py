@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import tensors_of, value_of
+from mstpass.graph.sizes import generic_shape, is_size
 from mstpass.graph.tokens import (
     SUM,
     WHOLE,
@@ -81,7 +82,7 @@ def is_cheap_view(node: fx.Node) -> bool:
 def is_constant(node: fx.Node) -> bool:
     """Made from no tensor: ``full``, ``iota``, ..."""
     row = TABLE.get(node.target) if node.op == "call_function" else None
-    return row is not None and row.kind == "create" and not node.all_input_nodes
+    return row is not None and row.kind == "create" and not _tensor_inputs(node)
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -116,7 +117,7 @@ _FILLS: Mapping[Any, int] = {
 
 def _shape(node: fx.Node) -> torch.Size:
     value = next(tensors_of(node.meta.get("val")))
-    return value.shape
+    return generic_shape(value)
 
 
 def _ints(argument: Any) -> list[int]:
@@ -545,12 +546,23 @@ def result_spec(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Ref
     return result
 
 
+def size_operands(node: fx.Node) -> list[fx.Node]:
+    """Symbolic sizes that a node reads as numbers, its ``shape_arg`` left out."""
+    row = lookup(node)
+    shape_arg = row.shape_arg if isinstance(row, Op) else None
+    found: dict[fx.Node, None] = {}
+    values = [a for i, a in enumerate(node.args) if i != shape_arg]
+    fx.map_arg((values, node.kwargs), lambda n: found.setdefault(n) if is_size(n) else None)
+    return list(found)
+
+
 def operand_specs(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
     """What a node needs of its operands to have ``spec``."""
     row = lookup(node)
     if isinstance(row, Refusal):
         return row
-    if any(value_of(n) is None and not n.meta.get("val") for n in node.all_input_nodes):
+    operands = [n for n in node.all_input_nodes if not is_size(n)]
+    if any(value_of(n) is None and not n.meta.get("val") for n in operands):
         return Refusal(f"{node.name} has an operand without a tensor value")
     needs = row.backward(node, spec)
     if isinstance(needs, Refusal):
