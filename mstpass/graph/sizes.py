@@ -69,7 +69,11 @@ def hint_shape(value: torch.Tensor) -> list[int]:
 
 
 def depends_on_data(value: torch.Tensor) -> bool:
-    return any(not isinstance(size, int) and not size.node.has_hint() for size in value.shape)
+    return not all(map(_has_hint, value.shape))
+
+
+def _has_hint(size: Size) -> bool:
+    return isinstance(size, int) or size.node.has_hint()
 
 
 def symbols_of(value: object) -> set[sympy.Symbol]:
