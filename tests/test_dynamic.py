@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import mstpass
 from mstpass import pipeline
@@ -275,3 +275,18 @@ def test_generic_sizes_tell_expressions_apart() -> None:
     assert sizes.hint_shape(value) == [6, 5, 4]
     assert sizes.generic(7) == 7
     assert len(environment.guards) == guards
+
+
+def test_generic_point_keeps_products_that_are_equal() -> None:
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment)
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
+    ids, labels, mask = (
+        mode.from_tensor(torch.randn(6, 5), symbolic_context=context) for _ in range(3)
+    )
+    for other in (labels, mask):
+        assert sizes.generic(ids.numel()) != sizes.generic(other.numel())
+        assert ids.shape[0] * ids.shape[1] == other.shape[0] * other.shape[1]  # installs a guard
+        assert sizes.generic(ids.numel()) == sizes.generic(other.numel())
+    assert not sizes.same_shape(ids.shape, labels.shape)
+    assert len({*map(sizes.generic, (*ids.shape, *labels.shape, *mask.shape))}) == 6

@@ -153,16 +153,11 @@ class _Writer:
         sliced = [self._rows(self.joint.by_name[i.node], i.spec) for i in loop.inputs if i.spec]
         whole = [self.env[self.joint.by_name[i.node]] for i in loop.inputs if not i.spec]
         body_name, parts = self._body(plan, loop)
-        num_chunks: int | None = plan.num_chunks
-        num_tokens: int | fx.Node = plan.num_tokens
-        if plan.symbolic:
-            num_chunks = None
-            (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
         specs = tuple(
-            _output_spec(num_tokens, item.spec, part)
-            for item, part in zip(loop.outputs, parts, strict=True)
+            self._output_spec(item, part) for item, part in zip(loop.outputs, parts, strict=True)
         )
-        sizes = (num_chunks, plan.chunk_tokens, num_tokens)
+        (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
+        sizes = (None if plan.symbolic else plan.num_chunks, plan.chunk_tokens, num_tokens)
         body = self.graph.get_attr(body_name)
         args = (body, *sizes, specs, tuple(sliced), tuple(whole))
         call = self.graph.call_function(mst_loop, args)
@@ -190,6 +185,14 @@ class _Writer:
             setattr(self.root, name, fx.GraphModule(torch.nn.Module(), graph))
             self.bodies[key] = name
         return self.bodies[key], [part.meta["val"] for part in parts]
+
+    def _output_spec(self, item: LoopOutput, part: torch.Tensor) -> OutputSpec:
+        if item.spec is None:
+            return SUM, tuple(part.shape), part.dtype
+        value = value_of(self.joint.by_name[item.node])
+        assert value is not None
+        tokens = self.sizes.arguments([math.prod(value.shape[d] for d in item.spec)])
+        return STACK, (*tokens, *part.shape[1:]), part.dtype
 
     def _rows(self, node: fx.Node, spec: Spec) -> fx.Node:
         """A value as ``[N, rest]``, tokens first."""
@@ -237,12 +240,6 @@ class _Writer:
             if key in node.meta:
                 built.meta[key] = node.meta[key]
         return built
-
-
-def _output_spec(num_tokens: int | fx.Node, spec: Spec | None, part: torch.Tensor) -> OutputSpec:
-    if spec is None:
-        return SUM, tuple(part.shape), part.dtype
-    return STACK, (num_tokens, *part.shape[1:]), part.dtype
 
 
 def _layout(value: torch.Tensor | int) -> object:

@@ -122,9 +122,10 @@ class _Lowering:
 
     def _symbols(self, operands: Sequence[fx.Node]) -> list[fx.Node]:
         """The nodes that hold the symbols of the operands' layouts; a subgraph needs them bound."""
-        symbols = {s: None for n in operands for s in symbols_of(n.meta["val"])}
-        holders = {expression(n.meta["val"]): n for n in self.graph.nodes if is_size(n)}
-        return [holders[s] for s in sorted(symbols, key=str) if s in holders]
+        symbols = {symbol for n in operands for symbol in symbols_of(n.meta["val"])}
+        # Symbols found equal have a node each, which Inductor keeps apart: all of them.
+        inputs = self.graph.find_nodes(op="placeholder")
+        return [n for n in inputs if is_size(n) and expression(n.meta["val"]) in symbols]
 
     def _subgraphs(self, call: fx.Node, operands: Sequence[fx.Node]) -> tuple[str, str]:
         """Names of the condition and the step; calls alike share them and compile once."""

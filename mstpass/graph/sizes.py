@@ -4,9 +4,10 @@ Under ``dynamic=True``, or from a second sequence length on, sizes are ``SymInt`
 as ``s77*s27`` of the inputs' symbols. To ask ``a == b`` of two of them may install a guard, that
 is, compile the graph again for inputs where the answer differs. So they are never asked:
 
-    generic: a size at one fixed point, where each symbol is a large odd number of its own. Two
-             expressions that are equal there are equal everywhere but for an accident, which the
-             shape checks of body.py and apply.py would refuse. Structure is decided by it.
+    generic: a size at one fixed point, where each symbol is a large number of its own and the
+             equalities hold that are guarded on anyway, such as ``s0*s1 == s2*s3`` of inputs and
+             labels. Two expressions that are equal there are equal for every batch, but for an
+             accident, which the shape checks of body.py would refuse. Structure is decided by it.
     hint:    a size in the batch that the graph was traced with. Costs are estimated by it.
 
 A *size node* is a node whose value is a ``SymInt``: a placeholder, or arithmetic on such.
@@ -21,6 +22,7 @@ from collections.abc import Iterable
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Size = int | torch.SymInt
 _LEAST_GENERIC = 2**16
@@ -42,13 +44,58 @@ def expression(size: Size) -> sympy.Expr:
 def generic(size: Size) -> int:
     if isinstance(size, int):
         return size
-    expr = expression(size)
-    return int(expr.xreplace({s: sympy.Integer(_point(s.name)) for s in expr.free_symbols}))
+    environment = size.node.shape_env
+    return _point(environment, len(environment.guards)).at(expression(size))
 
 
-@functools.cache
-def _point(symbol: str) -> int:
-    return _LEAST_GENERIC + zlib.crc32(symbol.encode()) % _LEAST_GENERIC | 1
+class _Point:
+    """Values for symbols that satisfy equalities between products of them."""
+
+    def __init__(self, equalities: Iterable[sympy.Eq]):
+        self.known: dict[sympy.Expr, int] = {}
+        self.solved: dict[sympy.Symbol, sympy.Expr] = {}
+        for equality in equalities:
+            self._solve((equality.lhs / equality.rhs).subs(self.solved))
+        # A solution such as s0*s1/s3 is an integer if s0 is a multiple of s3.
+        self.factors: dict[sympy.Symbol, int] = {}
+        for numerator, denominator in map(sympy.fraction, self.solved.values()):
+            if denominator != 1:
+                multiple = min(numerator.free_symbols, key=str)
+                factor = self._evaluate(denominator) * self.factors.get(multiple, 1)
+                self.factors[multiple] = int(factor)
+        if not all(self._evaluate(solution).is_Integer for solution in self.solved.values()):
+            self.solved, self.factors = {}, {}
+
+    def at(self, expr: sympy.Expr) -> int:
+        if expr not in self.known:
+            self.known[expr] = int(self._evaluate(expr.subs(self.solved)))
+        return self.known[expr]
+
+    def _solve(self, ratio: sympy.Expr) -> None:
+        """Note the symbol that makes a product of powers equal to one, if there is one."""
+        powers = ratio.as_powers_dict()
+        if not all(base.is_Symbol or base.is_number for base in powers):
+            return
+        for symbol in sorted(ratio.free_symbols, key=str):
+            if abs(powers[symbol]) == 1 and len(ratio.free_symbols) > 1:
+                solution = (ratio / symbol ** powers[symbol]) ** -powers[symbol]
+                self.solved = {s: e.subs(symbol, solution) for s, e in self.solved.items()}
+                self.solved[symbol] = solution
+                return
+
+    def _evaluate(self, expr: sympy.Expr) -> sympy.Expr:
+        return expr.xreplace({s: sympy.Integer(self._value(s)) for s in expr.free_symbols})
+
+    def _value(self, symbol: sympy.Symbol) -> int:
+        odd = _LEAST_GENERIC + zlib.crc32(symbol.name.encode()) % _LEAST_GENERIC | 1
+        return odd * self.factors.get(symbol, 1)
+
+
+@functools.lru_cache(maxsize=1)
+def _point(environment: ShapeEnv, num_guards: int) -> _Point:
+    """The point of a graph's symbols; ``num_guards`` tells whether it is out of date."""
+    expressions = [guard.expr for guard in environment.guards[:num_guards]]
+    return _Point(e for e in expressions if isinstance(e, sympy.Eq))
 
 
 def generic_shape(value: torch.Tensor) -> torch.Size:
@@ -85,4 +132,4 @@ def symbols_of(value: object) -> set[sympy.Symbol]:
 
 
 def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
-    return list(map(expression, a)) == list(map(expression, b))
+    return list(map(generic, a)) == list(map(generic, b))
