@@ -120,6 +120,22 @@ def test_head_of_any_length() -> None:
     assert not report.regions
 
 
+def test_head_whose_loss_reads_a_symbolic_size() -> None:
+    """The mean over tokens divides by their number, which enters the loop as a size."""
+    model = TinyLM(VOCAB, D)
+
+    def loss_of(model: nn.Module) -> Callable[..., torch.Tensor]:
+        def loss(ids: torch.Tensor) -> torch.Tensor:
+            logits = model.logits(ids).flatten(0, 1)
+            return F.cross_entropy(logits, ids.flatten(), reduction="none").mean()
+
+        return loss
+
+    report, graphs = _check(model, loss_of, [[_ids(2, n)] for n in (48, 5, C, 61)], dynamic=True)
+    assert kinds(report) == [("lm_head", "fused")], report
+    assert graphs == 1
+
+
 def test_head_with_a_loss_of_its_own_per_sequence() -> None:
     model = TinyLM(VOCAB, D, bias=True)
     shapes = [(2, 48), (3, 5), (7, C), (2, 20), (5, 67), (2, 2)]
