@@ -109,6 +109,7 @@ class TinyLlama(nn.Module):
 
 
 # ---- numerics ----------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_head_of_any_length() -> None:
     model = TinyLM(VOCAB, D)
     batches = [[_ids(1, n)] for n in LENGTHS]
@@ -120,6 +121,7 @@ def test_head_of_any_length() -> None:
     assert not report.regions
 
 
+@pytest.mark.slow
 def test_head_whose_loss_reads_a_symbolic_size() -> None:
     """The mean over tokens divides by their number, which enters the loop as a size."""
     model = TinyLM(VOCAB, D)
@@ -136,6 +138,7 @@ def test_head_whose_loss_reads_a_symbolic_size() -> None:
     assert graphs == 1
 
 
+@pytest.mark.slow
 def test_head_with_a_loss_of_its_own_per_sequence() -> None:
     model = TinyLM(VOCAB, D, bias=True)
     shapes = [(2, 48), (3, 5), (7, C), (2, 20), (5, 67), (2, 2)]
@@ -145,6 +148,7 @@ def test_head_with_a_loss_of_its_own_per_sequence() -> None:
     assert graphs == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "mode"), [(1.0, "save"), (0.0, "recompute")])
 def test_mlp_of_any_length(budget: float, mode: str) -> None:
     model = nn.Sequential(*(Block(D, MLPS["swiglu_bias"](D)) for _ in range(2)))
@@ -220,6 +224,7 @@ def _graphs_of_ten_lengths(backend: str, options: dict[str, Any]) -> int:
     return counters["stats"]["unique_graphs"] - before
 
 
+@pytest.mark.slow
 def test_no_more_compilations_than_inductor() -> None:
     theirs = _graphs_of_ten_lengths("inductor", {})
     assert _graphs_of_ten_lengths("mst", {**STRICT, "chunk_tokens": C}) <= theirs
