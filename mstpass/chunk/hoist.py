@@ -22,7 +22,8 @@ from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.replay import replay
 from mstpass.graph import ops
 from mstpass.graph.build import Builder, copied, fake_mode_of
-from mstpass.graph.joint import JointGraph, is_static, numel, value_of
+from mstpass.graph.joint import JointGraph, numel, value_of
+from mstpass.graph.sizes import is_static
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from mstpass.chunk.grow import CannotTake
 from mstpass.graph import ops
 from mstpass.graph.build import Builder
 from mstpass.graph.joint import tensors_of
-from mstpass.graph.tokens import Refusal, Spec, chunk_shape
+from mstpass.graph.tokens import WHOLE, Refusal, Spec, chunk_shape
 
 aten = torch.ops.aten
 _VIEWS_BY_SHAPE = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -31,22 +31,38 @@ def needs_of(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec]:
 
 
 def chunk_call(
-    node: fx.Node, spec: Spec, chunk_tokens: int, operand: Callable[[fx.Node, Spec], fx.Node]
+    node: fx.Node,
+    spec: Spec,
+    chunk_tokens: int,
+    operand: Callable[[fx.Node, Spec], fx.Node],
+    rows: fx.Node | None = None,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Target, arguments and keywords of the node's chunk; ``operand`` gives an operand's chunk."""
+    """Target, arguments and keywords of the node's chunk.
+
+    Args:
+        operand: gives an operand's chunk, and sizes as they are.
+        rows: holds the chunk's length where it is known at run time only.
+    """
     row = ops.lookup(node)
     if isinstance(row, Refusal):
         raise CannotTake(node, row.reason)
     needs = needs_of(node, spec)
     target: Any = node.target
-    args = node.args
-    if row.shape_arg is not None and spec:
-        shape = chunk_shape(next(tensors_of(node.meta["val"])).shape, spec, chunk_tokens)
-        args = (*args[: row.shape_arg], shape, *args[row.shape_arg + 1 :])
+    args: tuple[Any, ...] = node.args
+    shape: list[Any] | None = None
+    position = row.shape_arg
+    if position is not None and spec:
+        shape = [*chunk_shape(next(tensors_of(node.meta["val"])).shape, spec, chunk_tokens)]
+        if rows is not None:
+            shape[spec[-1]] = rows
+        args = (*args[:position], None, *args[position + 1 :])  # its old nodes are of no use
     if target in _VIEWS_BY_SHAPE:
         target = aten.reshape.default
-    mapped: Any = fx.map_arg((args, node.kwargs), lambda n: operand(n, needs[n]))
-    return target, *mapped
+    mapped: Any = fx.map_arg((args, node.kwargs), lambda n: operand(n, needs.get(n, WHOLE)))
+    args, kwargs = mapped
+    if shape is not None and position is not None:
+        args = (*args[:position], shape, *args[position + 1 :])
+    return target, args, kwargs
 
 
 def check_chunk(node: fx.Node, spec: Spec, chunk_tokens: int, built: fx.Node) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mstpass.graph.joint import JointGraph, tensors_of
+from mstpass.graph.sizes import Size, expression, is_size
 
 
 class Builder:
@@ -17,7 +21,7 @@ class Builder:
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
         self.graph, self.mode = graph, mode
 
-    def placeholder(self, name: str, value: torch.Tensor) -> fx.Node:
+    def placeholder(self, name: str, value: torch.Tensor | int) -> fx.Node:
         node = self.graph.placeholder(name)
         node.meta["val"] = value
         return node
@@ -32,6 +36,46 @@ class Builder:
         """A contiguous fake tensor of the same dtype and device."""
         with self.mode:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+class UnknownSize(Exception):
+    """No node of the graph holds a symbol, or the arithmetic on it is of an unusual kind."""
+
+
+class SizeNodes:
+    """The nodes of a graph under construction that hold sizes, so that shapes can be written."""
+
+    def __init__(self, builder: Builder):
+        self.builder = builder
+        self.known: dict[sympy.Expr, fx.Node] = {}
+
+    def learn(self, node: fx.Node) -> None:
+        if is_size(node):
+            self.known.setdefault(expression(node.meta["val"]), node)
+
+    def arguments(self, shape: Iterable[Size]) -> list[int | fx.Node]:
+        """A shape as an op's argument.
+
+        Raises:
+            UnknownSize: a size cannot be written.
+        """
+        return [size if isinstance(size, int) else self._node(expression(size)) for size in shape]
+
+    def _node(self, expr: sympy.Expr) -> int | fx.Node:
+        if isinstance(expr, sympy.Integer):
+            return int(expr)
+        if expr not in self.known:
+            if expr.func not in _ARITHMETIC:
+                raise UnknownSize(f"no node holds the size {expr}")
+            first, *others = map(self._node, expr.args)
+            built: Any = first
+            for other in others:
+                built = self.builder.call(_ARITHMETIC[expr.func], built, other)
+            self.known[expr] = built
+        return self.known[expr]
+
+
+_ARITHMETIC = {sympy.Mul: operator.mul, sympy.Add: operator.add}
 
 
 def map_values(args: Any) -> Any:

@@ -20,6 +20,7 @@ from torch._functorch.compile_utils import raise_getitems
 from mstpass.chunk.loop import mst_loop
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, is_tangent, nbytes, tensors_of, value_of
+from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.graph.source import source_of
 from mstpass.graph.tokens import Refusal
 from mstpass.partition.problem import CutProblem, Value
@@ -65,8 +66,10 @@ def needs_torch(joint: JointGraph) -> str:
         value = node.meta.get("val")
         if node.meta.get("recompute") is not None:
             return "the user's checkpointing tags"
-        if value is not None and not any(True for _ in tensors_of(value)):
-            return f"{node.name} is no tensor (symbolic sizes or an opaque value)"
+        if value is not None and not is_size(node) and not any(True for _ in tensors_of(value)):
+            return f"{node.name} is neither a tensor nor a size"
+        if any(map(depends_on_data, tensors_of(value))):
+            return f"the size of {node.name} depends on data"
         if node.op == "get_attr" and not _is_body(node):
             return f"{node.name} is a subgraph or a constant"
         if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not mst_loop:
@@ -75,13 +78,6 @@ def needs_torch(joint: JointGraph) -> str:
             return "a memory budget set on a part of the model"
         if "c10d" in str(node.target):
             return "collectives"
-    if any(
-        not isinstance(s, int)
-        for n in joint.nodes
-        for t in tensors_of(n.meta.get("val"))
-        for s in t.shape
-    ):
-        return "symbolic sizes"
     return ""
 
 
@@ -104,7 +100,7 @@ def cut_problem(joint: JointGraph, recompute_heavy: bool = False) -> CutProblem:
                 name=node.name,
                 bytes=_storage_bytes(node),
                 inputs=tuple(i.name for i in node.all_input_nodes if i.name in names),
-                free=node.op == "placeholder",
+                free=node.op == "placeholder" or is_size(node),
                 heavy=is_heavy(node),
                 pinned=is_pinned(node),
                 savable=_savable(node),
@@ -174,8 +170,12 @@ def _extract(joint: JointGraph, saved: list[fx.Node], **torch_kwargs: Any) -> Mo
     saved = joint.sorted(saved)
     loops = [n for n in saved if _from_fused_loop(n)]
     plain = [n for n in saved if n not in loops]
-    inputs = joint.sorted(_placeholders_needed(joint, saved))
-    kwargs: dict[str, Any] = {"saved_sym_nodes": [], "num_fwd_outputs": joint.num_fwd_outputs}
+    read = joint.sorted(_free_needed(joint, saved))
+    inputs = [n for n in read if not is_size(n)]
+    kwargs: dict[str, Any] = {
+        "saved_sym_nodes": [n for n in read if is_size(n)],
+        "num_fwd_outputs": joint.num_fwd_outputs,
+    }
     parameters = inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
     if "saved_opaque_nodes" in parameters:
         kwargs["saved_opaque_nodes"] = []
@@ -205,8 +205,8 @@ def _from_fused_loop(node: fx.Node) -> bool:
     return node.target is operator.getitem and node.all_input_nodes[0].target is mst_loop
 
 
-def _placeholders_needed(joint: JointGraph, saved: list[fx.Node]) -> set[fx.Node]:
-    """Inputs of the step that backward reads: directly, or to recompute what is not saved."""
+def _free_needed(joint: JointGraph, saved: list[fx.Node]) -> set[fx.Node]:
+    """Inputs of the step, and sizes, that backward reads or recomputes from what is not saved."""
     stop = set(saved)
     found: set[fx.Node] = set()
     stack = list(joint.backward_outputs)
@@ -216,6 +216,9 @@ def _placeholders_needed(joint: JointGraph, saved: list[fx.Node]) -> set[fx.Node
         if node in seen or node in stop:
             continue
         seen.add(node)
+        if is_size(node) and node not in joint.backward:
+            found.add(node)
+            continue
         if node.op == "placeholder" and not is_tangent(node):
             found.add(node)
         stack.extend(node.all_input_nodes)
@@ -230,7 +233,7 @@ def _crossing(modules: Modules, joint: JointGraph, solver: str) -> SavePlan:
     crossing = {
         n.name: n
         for n in outputs[joint.num_fwd_outputs :]
-        if isinstance(n, fx.Node) and n.op != "placeholder"
+        if isinstance(n, fx.Node) and n.op != "placeholder" and not is_size(n)
     }
     saved = [
         SavedValue(n.name, nbytes(n), source_of(joint.by_name.get(n.name, n)))
