@@ -16,6 +16,7 @@ from mstpass.chunk.grow import CannotTake
 from mstpass.graph import ops
 from mstpass.graph.build import Builder
 from mstpass.graph.joint import tensors_of
+from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import WHOLE, Refusal, Spec, chunk_shape
 
 aten = torch.ops.aten
@@ -33,9 +34,9 @@ def needs_of(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec]:
 def chunk_call(
     node: fx.Node,
     spec: Spec,
-    chunk_tokens: int,
+    chunk_tokens: Size,
     operand: Callable[[fx.Node, Spec], fx.Node],
-    rows: fx.Node | None = None,
+    rows: int | fx.Node | None = None,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Target, arguments and keywords of the node's chunk.
 
@@ -65,12 +66,12 @@ def chunk_call(
     return target, args, kwargs
 
 
-def check_chunk(node: fx.Node, spec: Spec, chunk_tokens: int, built: fx.Node) -> None:
+def check_chunk(node: fx.Node, spec: Spec, chunk_tokens: Size, built: fx.Node) -> None:
     """Raise ``CannotTake`` unless ``built`` has the chunk form of the node's value."""
     olds, news = tensors_of(node.meta["val"]), tensors_of(built.meta["val"])
     for old, new in zip(olds, news, strict=True):
         expected = chunk_shape(old.shape, spec, chunk_tokens)
-        if list(new.shape) != expected or new.dtype != old.dtype:
+        if not same_shape(new.shape, expected) or new.dtype != old.dtype:
             raise CannotTake(
                 node, f"its chunk has shape {list(new.shape)}, {expected} was expected"
             )
@@ -80,11 +81,12 @@ def replay(
     builder: Builder,
     node: fx.Node,
     spec: Spec,
-    chunk_tokens: int,
+    chunk_tokens: Size,
     operand: Callable[[fx.Node, Spec], fx.Node],
+    rows: int | fx.Node | None = None,
 ) -> fx.Node:
     """The node's chunk, added to the builder's graph."""
-    target, args, kwargs = chunk_call(node, spec, chunk_tokens, operand)
+    target, args, kwargs = chunk_call(node, spec, chunk_tokens, operand, rows)
     built = builder.call(target, *args, **kwargs)
     check_chunk(node, spec, chunk_tokens, built)
     return built

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -107,3 +108,29 @@ def copied(joint: JointGraph) -> JointGraph:
     module = fx.GraphModule(joint.module, graph)
     module.meta = dict(joint.module.meta)
     return JointGraph(module, joint.num_fwd_outputs)
+
+
+def sizes_from_inputs(joint: JointGraph) -> JointGraph:
+    """A graph whose size nodes come from the step's inputs; the same one where they do already.
+
+    A ``sym_size`` of a large value, as in the backward of a slice, would keep the value alive, or
+    keep it from becoming a loop's.
+    """
+    asked = [n.name for n in joint.nodes if n.target is torch.ops.aten.sym_size.int]
+    if not asked:
+        return joint
+    new = copied(joint)
+    sizes = SizeNodes(Builder(new.module.graph, fake_mode_of(new.nodes)))
+    for node in new.nodes:
+        if node.op == "placeholder":
+            sizes.learn(node)
+    first = next(node for node in new.nodes if node.op != "placeholder")
+    for name in asked:
+        node = new.by_name[name]
+        with contextlib.suppress(UnknownSize), new.module.graph.inserting_before(first):
+            (size,) = sizes.arguments([node.meta["val"]])
+            fx.map_arg(size, node.replace_all_uses_with)
+    new.module.graph.eliminate_dead_code()
+    new.module.graph.lint()
+    new.module.recompile()
+    return JointGraph(new.module, new.num_fwd_outputs)
