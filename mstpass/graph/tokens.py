@@ -47,7 +47,7 @@ def token_count(shape: Sequence[int], spec: Spec) -> int:
 
 def chunk_shape(shape: Sequence[int], spec: Spec, chunk_tokens: Size) -> list[Any]:
     """The shape of one chunk of a value: ``[B, S, D]`` with spec ``(0, 1)`` -> ``[1, c, D]``."""
-    result = list(shape)
+    result: list[Any] = list(shape)
     for dim in spec:
         result[dim] = 1
     if spec:
