@@ -41,6 +41,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/mstpass bench loops $(ARGS)
 	$(BIN)/mstpass bench peers $(ARGS)
+	$(BIN)/mstpass bench losses $(ARGS)
 	$(BIN)/mstpass bench compile $(ARGS)
 
 setup: $(READY)

@@ -12,6 +12,8 @@ which is ``gradient``, whatever ``side`` holds.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 
@@ -101,12 +103,8 @@ def _tie(builder: Builder, written: fx.Node, side: fx.Node, any_rows: bool) -> f
 
 
 def _broadcast_shape(narrow: list[int], wide: list[int]) -> list[int] | None:
-    """The narrow value's sizes as rows of the wide one: ``[c]`` or ``[c, 1]`` -> ``[c, 1]``."""
-    if len(narrow) == len(wide) and all(a in (1, b) for a, b in zip(narrow, wide, strict=True)):
-        return narrow
-    if len(narrow) == len(wide) - 1 and narrow == wide[:-1]:
-        return [*narrow, 1]
-    return None
+    """A shape of the narrow value, one element a row, that broadcasts to the wide one's."""
+    return [*wide[:-1], 1] if math.prod(narrow) == math.prod(wide[:-1]) else None
 
 
 def _of_any_length(shape: list[int]) -> list[int] | None:
