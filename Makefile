@@ -25,8 +25,9 @@ gallery: demo
 	cp demo-out/demo.png docs/img/demo.png
 	cp demo-out/demo.png viz/gallery/demo.png
 
+# Two workers: half of a test is Python, which has one core. Threads that spin would take the other.
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -40,6 +41,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/mstpass bench loops $(ARGS)
 	$(BIN)/mstpass bench peers $(ARGS)
+	$(BIN)/mstpass bench losses $(ARGS)
 	$(BIN)/mstpass bench compile $(ARGS)
 
 setup: $(READY)

@@ -13,8 +13,9 @@ from mstpass.extras import UserError
 BENCHES = {
     "loops": "LM heads and MLPs as loops: time and peak against Inductor and the floor",
     "peers": "a Llama-like training step: eager, Inductor, its own options, and mst",
+    "losses": "one LM head under each loss: time against Inductor, peak against the floor",
     "compile": "compile time, cold and from the caches, by depth and number of chunks",
-    "all": "the three above, one after the other",
+    "all": "the four above, one after the other",
 }
 INTERRUPTED = 130  # what a shell reports for SIGINT
 

@@ -15,6 +15,7 @@ from mstpass.chunk.hoist import hoist_slices
 from mstpass.chunk.overhead import spend
 from mstpass.chunk.plan import mode_of, plan_region
 from mstpass.chunk.spread import spread_operands
+from mstpass.graph.build import sizes_from_inputs
 from mstpass.graph.joint import JointGraph
 from mstpass.options import Options
 from mstpass.partition.split import Modules, split
@@ -64,7 +65,8 @@ def run(
     if stop_after == "apply":
         return Result(outcome, rewritten)
     new_joint = JointGraph(rewritten, num_fwd_outputs)
-    modules, save_plan, note = split(new_joint, options.solver, **torch_kwargs)
+    least = options.memory_budget == 0.0
+    modules, save_plan, note = split(new_joint, options.solver, least_memory=least, **torch_kwargs)
     outcome = dataclasses.replace(outcome, save_plan=save_plan, notes=(note,) if note else ())
     return Result(outcome, rewritten, modules)
 
@@ -73,6 +75,7 @@ def _planned(
     joint: JointGraph, options: Options
 ) -> tuple[JointGraph, list[ChunkPlan], list[Rejection]]:
     """The plans, and the joint graph that they speak of: made ready for them where that helps."""
+    joint = sizes_from_inputs(joint)
     hoisted = hoist_slices(joint)
     prepared = hoisted.joint if hoisted is not None else joint
     prepared, spread = spread_operands(prepared)

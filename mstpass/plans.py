@@ -37,6 +37,8 @@ class Region:
             in the unit's place.
         outputs: members that nodes outside use.
         returned: large ones of them, which the step itself returns.
+        symbolic: the token count varies from batch to batch; ``num_tokens`` is that of the batch
+            the graph was traced with.
     """
 
     kind: str
@@ -51,6 +53,7 @@ class Region:
     prelude: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
     note: str = ""
+    symbolic: bool = False
 
     @property
     def name(self) -> str:
@@ -92,6 +95,10 @@ class ChunkPlan:
 
     ``bytes_before`` counts the large results of the region's matrix products at full length;
     ``bytes_after`` those of one chunk and what is kept of them for the backward.
+
+    Where the token count is ``symbolic``, ``num_tokens`` and ``num_chunks`` are those of the batch
+    that the graph was traced with, and ``chunk_tokens`` is the most that a chunk holds: the loop
+    makes its chunks equal for the batch at hand (loop.py).
     """
 
     kind: str
@@ -106,8 +113,11 @@ class ChunkPlan:
     saved: tuple[str, ...]
     members: tuple[tuple[str, Spec | None], ...]
     note: str = ""
+    symbolic: bool = False
 
     def __post_init__(self) -> None:
+        if self.symbolic:
+            return
         if not 1 <= self.chunk_tokens <= self.num_tokens:
             raise ValueError(f"chunk_tokens={self.chunk_tokens} of {self.num_tokens} tokens")
         if (self.num_chunks - 1) * self.chunk_tokens >= self.num_tokens or (

@@ -108,7 +108,9 @@ class _Captured(Exception):
     pass
 
 
-def joint_graph(fn: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphModule, int]:
+def joint_graph(
+    fn: Callable[..., Any], *inputs: Any, dynamic: bool | None = None
+) -> tuple[fx.GraphModule, int]:
     """The joint graph of a function after Inductor's joint passes, and its forward outputs."""
     found: list[tuple[fx.GraphModule, int]] = []
 
@@ -125,7 +127,7 @@ def joint_graph(fn: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphModule, i
         return compile_fx(gm, example_inputs, config_patches=patches)
 
     with contextlib.suppress(Exception):
-        torch.compile(fn, backend=backend, fullgraph=True)(*inputs)
+        torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
     torch._dynamo.reset()
     assert found, "the function has no joint graph"
     return found[0]

@@ -22,38 +22,46 @@ gate, up, down = nn.Linear(32, 128), nn.Linear(32, 128), nn.Linear(128, 32)
 head = nn.Linear(32, 600)
 x, y = torch.randn(1, 512, 32), torch.randint(0, 600, (512,))
 
-def loss(x):
+def loss(x, y):
     h = torch.tanh(x + down(F.silu(gate(x)) * up(x)))
     return F.cross_entropy(head(h).flatten(0, 1), y)
 
-torch.compile(loss, backend="mst", options={"strict": True})(x).backward()
+dynamic = sys.argv[2] == "True"
+torch.compile(loss, backend="mst", dynamic=dynamic, options={"strict": True})(x, y).backward()
 report = mstpass.reports()[-1]
 json.dump({
     "autograd": dict(counters["aot_autograd"]), "inductor": dict(counters["inductor"]),
     "cached": report.cached, "text": str(report).split("\\n")[1:],
-    "regions": [(r.kind, r.mode, r.num_chunks) for r in report.regions],
+    "regions": [(r.kind, r.mode, r.num_chunks, r.symbolic) for r in report.regions],
     "gradient": head.weight.grad.double().sum().item(), "norm": gate.weight.grad.norm().item(),
 }, open(sys.argv[1], "w"))
 """
 
 
-def _run(folder: Path, name: str) -> dict[str, object]:
+def _run(folder: Path, name: str, dynamic: bool) -> dict[str, object]:
     out = folder / f"{name}.json"
     environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     environ.pop("MSTPASS_CHUNK", None)
-    subprocess.run([sys.executable, "-c", PROGRAM, str(out)], env=environ, check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(out), str(dynamic)],
+        env=environ,
+        check=True,
+        timeout=300,
+    )
     result: dict[str, object] = json.loads(out.read_text())
     return result
 
 
 @pytest.mark.slow
-def test_second_process_hits_the_caches(tmp_path: Path) -> None:
-    cold, warm = _run(tmp_path, "cold"), _run(tmp_path, "warm")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_second_process_hits_the_caches(tmp_path: Path, dynamic: bool) -> None:
+    cold, warm = _run(tmp_path, "cold", dynamic), _run(tmp_path, "warm", dynamic)
     assert cold["autograd"].get("autograd_cache_miss") == 1  # type: ignore[attr-defined]
     assert warm["autograd"].get("autograd_cache_hit") == 1  # type: ignore[attr-defined]
     assert warm["inductor"].get("fxgraph_cache_hit", 0) >= 1  # type: ignore[attr-defined]
     assert not warm["inductor"].get("fxgraph_cache_miss", 0)  # type: ignore[attr-defined]
     assert not cold["cached"] and warm["cached"]
     assert cold["regions"] and cold["regions"] == warm["regions"]
+    assert all(region[-1] == dynamic for region in cold["regions"])  # type: ignore[attr-defined]
     assert cold["text"] == warm["text"]
     assert (cold["gradient"], cold["norm"]) == (warm["gradient"], warm["norm"])

@@ -33,6 +33,24 @@ def test_every_row_is_stacked_and_summed_once(chunk: int) -> None:
         torch.testing.assert_close(summed, (x @ w).sum(0))
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 15, 16, 17, 31, 32])
+def test_chunks_that_fit_the_tokens(tokens: int) -> None:
+    x, w = torch.randn(tokens, 4, dtype=torch.double), torch.randn(4, 3, dtype=torch.double)
+    lengths = []
+
+    def body(rows: int, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        assert x.shape[0] == rows
+        lengths.append(rows)
+        return x @ w, (x @ w).sum(0)
+
+    specs = ((STACK, (tokens, 3), torch.double), (SUM, (3,), torch.double))
+    stacked, summed = run_eagerly(body, None, 16, tokens, specs, (x,), (w,))
+    torch.testing.assert_close(stacked, x @ w)
+    torch.testing.assert_close(summed, (x @ w).sum(0))
+    assert sum(lengths) == tokens and len(lengths) == -(-tokens // 16)
+    assert max(lengths) - min(lengths) < len(lengths)
+
+
 def test_inputs_that_start_inside_their_storage() -> None:
     """A storage offset of its own must not shift the slices (rows or labels)."""
     x = torch.randn(257, 32)[1:].requires_grad_()

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import mstpass
-from tests.checks import check_against_float64, compiled, joint_graph, kinds
+from tests.checks import check_against_float64, compiled, gradients, joint_graph, kinds
 from tests.losses import FUSED, OUTSIDE, RECOMPUTED, TWINS, VOCAB, Loss, LossModel
 from tests.models import TinyLM
 
@@ -164,3 +165,19 @@ def test_a_slice_stays_where_the_whole_logits_are_needed() -> None:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) + whole
 
     assert hoist_slices(JointGraph(*joint_graph(step, _ids("cpu")))) is None
+
+
+@pytest.mark.parametrize("name", ["sliced", "policy_gradient"])
+def test_sequences_of_any_length_share_one_graph(name: str) -> None:
+    model = LossModel()
+    loss = FUSED[name]
+    counters.clear()
+    options = {"strict": True, "chunk_tokens": 64}
+    step = torch.compile(lambda ids: loss(model, ids), backend="mst", dynamic=True, options=options)
+    for length in (101, 57, 33, 16, 9):
+        ids = torch.randint(0, VOCAB, (4, length))
+        expected = gradients(model, lambda ids: loss(model, ids), [ids])
+        for ours, theirs in zip(gradients(model, step, [ids]), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert kinds(mstpass.reports()[-1]) == [("lm_head", "fused")]

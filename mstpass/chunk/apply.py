@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,8 +18,9 @@ from torch import fx
 from mstpass.chunk.body import build_body
 from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.loop import STACK, SUM, OutputSpec, mst_loop
-from mstpass.graph.build import Builder, fake_mode_of
+from mstpass.graph.build import Builder, SizeNodes, UnknownSize, fake_mode_of, map_values
 from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.sizes import Size, generic, generic_shape, generic_stride, same_shape
 from mstpass.graph.tokens import Spec
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 
@@ -51,6 +53,7 @@ class _Writer:
         self.joint, self.accumulate = joint, accumulate
         self.graph = fx.Graph()
         self.builder = Builder(self.graph, fake_mode_of(joint.nodes))
+        self.sizes = SizeNodes(self.builder)
         self.root = torch.nn.Module()
         self.env: dict[fx.Node, fx.Node] = {}
         self.raw: dict[fx.Node, fx.Node] = {}  # loop results before scaling and casting
@@ -69,6 +72,7 @@ class _Writer:
         for node in self.joint.nodes:
             if node.op == "placeholder":
                 self.env[node] = self.graph.node_copy(node)
+                self.sizes.learn(self.env[node])
         live = self._live()
         for node in self.joint.nodes:  # the old order, so that writes stay behind reads
             if node in live:
@@ -131,6 +135,13 @@ class _Writer:
         return self.plan_of[id(loops[-1])]
 
     def _write(self, task: Task) -> None:
+        try:
+            self._write_task(task)
+        except UnknownSize as error:
+            member = self.joint.by_name[task.members[0]] if isinstance(task, LoopPlan) else task
+            raise CannotTake(member, str(error)) from None
+
+    def _write_task(self, task: Task) -> None:
         if isinstance(task, LoopPlan):
             self._write_loop(self.plan_of[id(task)], task)
             self.written.add(id(task))
@@ -138,6 +149,7 @@ class _Writer:
             self.env[task] = self._finish(task, *self.producers[task])
         else:
             self.env[task] = self.graph.node_copy(task, self.env.__getitem__)
+            self.sizes.learn(self.env[task])
 
     # ---- one loop ------------------------------------------------------------------------------
     def _write_loop(self, plan: ChunkPlan, loop: LoopPlan) -> None:
@@ -147,17 +159,19 @@ class _Writer:
         whole = [env[node] for node, spec in inputs if not spec]
         body_name, parts = self._body(plan, loop)
         specs = tuple(
-            _output_spec(plan, item.spec, part)
-            for item, part in zip(loop.outputs, parts, strict=True)
+            self._output_spec(item, part) for item, part in zip(loop.outputs, parts, strict=True)
         )
-        sizes = (plan.num_chunks, plan.chunk_tokens, plan.num_tokens)
+        (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
+        sizes = (None if plan.symbolic else plan.num_chunks, plan.chunk_tokens, num_tokens)
         body = self.graph.get_attr(body_name)
         args = (body, *sizes, specs, tuple(sliced), tuple(whole))
         call = self.graph.call_function(mst_loop, args)
         device = (*sliced, *whole)[0].meta["val"].device
+        shapes: Any = map_values([shape for _, shape, _ in specs])
         with self.builder.mode:
             call.meta["val"] = tuple(
-                torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in specs
+                torch.empty(shape, dtype=dtype, device=device)
+                for shape, (_, _, dtype) in zip(shapes, specs, strict=True)
             )
         for position, item in enumerate(loop.outputs):
             result = self.builder.call(operator.getitem, call, position)
@@ -186,12 +200,20 @@ class _Writer:
             self.joint, plan, loop, Builder(graph, self.builder.mode), self.accumulate
         )
         inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
-        key = f"{graph} {[(v.dtype, tuple(v.shape), v.stride(), v.device) for v in inputs]}"
+        key = f"{graph} {[_layout(value) for value in inputs]}"
         if key not in self.bodies:
             name = f"mst_body_{len(self.bodies)}"
             setattr(self.root, name, fx.GraphModule(torch.nn.Module(), graph))
             self.bodies[key] = name
         return self.bodies[key], [part.meta["val"] for part in parts]
+
+    def _output_spec(self, item: LoopOutput, part: torch.Tensor) -> OutputSpec:
+        if item.spec is None:
+            return SUM, tuple(part.shape), part.dtype
+        value = value_of(self.joint.by_name[item.node])
+        assert value is not None
+        tokens = self.sizes.arguments([math.prod(value.shape[d] for d in item.spec)])
+        return STACK, (*tokens, *part.shape[1:]), part.dtype
 
     def _rows(self, built: fx.Node, spec: Spec) -> fx.Node:
         """A value as ``[N, rest]``, tokens first."""
@@ -203,15 +225,15 @@ class _Writer:
         shape = [math.prod(value.shape[d] for d in spec), *(value.shape[d] for d in rest)]
         return self._reshaped(built, shape)
 
-    def _reshaped(self, node: fx.Node, shape: list[int]) -> fx.Node:
+    def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:
         value = node.meta["val"]
-        if list(value.shape) == shape:
+        if same_shape(value.shape, shape):
             return node
         if not _viewable(value, shape):
             node = self.builder.call(
                 aten.clone.default, node, memory_format=torch.contiguous_format
             )
-        return self.builder.call(aten.view.default, node, shape)
+        return self.builder.call(aten.view.default, node, self.sizes.arguments(shape))
 
     def _finish(self, node: fx.Node, loop: LoopPlan, item: LoopOutput) -> fx.Node:
         """A loop's result as the value it stands for: scaled, cast, its dims in their places."""
@@ -232,7 +254,7 @@ class _Writer:
             if order != sorted(order):
                 back = [order.index(d) for d in range(len(order))]
                 built = self.builder.call(aten.permute.default, built, back)
-        if tuple(built.meta["val"].shape) != tuple(value.shape):
+        if not same_shape(built.meta["val"].shape, value.shape):
             raise CannotTake(node, f"the loop returns {tuple(built.meta['val'].shape)}")
         for key in ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack"):
             if key in node.meta:
@@ -240,15 +262,17 @@ class _Writer:
         return built
 
 
-def _output_spec(plan: ChunkPlan, spec: Spec | None, part: torch.Tensor) -> OutputSpec:
-    if spec is None:
-        return SUM, tuple(part.shape), part.dtype
-    return STACK, (plan.num_tokens, *part.shape[1:]), part.dtype
+def _layout(value: torch.Tensor | int) -> object:
+    if isinstance(value, int):
+        return int
+    return value.dtype, tuple(value.shape), value.stride(), value.device
 
 
-def _viewable(value: torch.Tensor, shape: list[int]) -> bool:
+def _viewable(value: torch.Tensor, shape: list[Size]) -> bool:
+    """Asked of a stand-in without symbols: to ask a fake tensor could guard on its sizes."""
+    layout = generic_shape(value), generic_stride(value)
     try:
-        value.view(shape)
-    except (RuntimeError, ValueError):  # fake tensors raise either
+        torch.empty_strided(*layout, device="meta").view([generic(size) for size in shape])
+    except (RuntimeError, ValueError):  # a fake mode in force raises the latter
         return False
     return True

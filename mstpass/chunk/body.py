@@ -2,6 +2,10 @@
 
 Every node keeps its op (replay.py), but for a few that read a chunk's logits in a way that costs a
 second buffer of them (pick.py, inplace.py).
+
+Where the token count is symbolic, a chunk's length is known at run time only: it is the body's
+first input, an int, and stands wherever an argument holds it. The body is still built, and
+checked, at the length that the plan chose.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from mstpass.chunk.replay import check_chunk, chunk_call
 from mstpass.graph import ops
 from mstpass.graph.build import Builder
 from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.sizes import hint, is_size
 from mstpass.graph.tokens import Refusal, Spec, chunk_shape
 from mstpass.plans import ChunkPlan, LoopPlan
 
@@ -28,7 +33,8 @@ def build_body(
 ) -> list[fx.Node]:
     """Add the body's nodes to the builder's empty graph, output node included.
 
-    Placeholders: sliced inputs as ``[c, ...]``, whole inputs, and ``valid`` where chunks overlap.
+    Placeholders: the chunk's length where it is not fixed, sliced inputs as ``[c, ...]``, whole
+    inputs, and ``valid`` where chunks overlap.
     Returns the nodes of the outputs, in the order of ``loop.outputs``.
 
     Raises:
@@ -43,7 +49,10 @@ class _Body:
     ):
         self.joint, self.loop, self.builder = joint, loop, builder
         self.chunk, self.accumulate = plan.chunk_tokens, accumulate
-        self.ragged = plan.num_chunks * plan.chunk_tokens != plan.num_tokens
+        covered = plan.num_chunks * plan.chunk_tokens
+        self.ragged = not plan.symbolic and covered != plan.num_tokens
+        self.symbolic = plan.symbolic
+        self.rows: int | fx.Node = self.chunk  # the chunk's length as an argument
         self.specs: dict[fx.Node, Spec | None] = {
             joint.by_name[name]: spec for name, spec in plan.members
         }
@@ -58,13 +67,15 @@ class _Body:
             self.env[node, spec] = self._sum(node) if spec is None else self._copy(node, spec)
         outputs = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         self.builder.graph.output(tuple(outputs))
-        read_before_write(self.builder)
+        read_before_write(self.builder, self.symbolic)
         return outputs
 
     def _add_inputs(self) -> None:
         sliced = [i for i in self.loop.inputs if i.spec]
         device = torch.device("cpu")
         holders = []
+        if self.symbolic:
+            self.rows = self.builder.placeholder("rows", self.chunk)
         for position, item in enumerate(sliced):
             value = self._value(item.node)
             rest = [s for d, s in enumerate(value.shape) if d not in item.spec]
@@ -72,9 +83,12 @@ class _Body:
             holders.append(self.builder.placeholder(f"chunk_{position}", fake))
             device = value.device
         for position, item in enumerate(i for i in self.loop.inputs if not i.spec):
+            node, name = self.joint.by_name[item.node], f"whole_{position}"
+            if is_size(node):
+                self.env[node, ()] = self.builder.placeholder(name, hint(node.meta["val"]))
+                continue
             value = self._value(item.node)
-            holder = self.builder.placeholder(f"whole_{position}", value)
-            self.env[self.joint.by_name[item.node], ()] = holder
+            self.env[node, ()] = self.builder.placeholder(name, value)
             device = value.device
         if self.ragged:
             with self.builder.mode:
@@ -100,7 +114,7 @@ class _Body:
         """``[c, rest]`` to the chunk form: token dims 1, ..., 1, c at their places."""
         rest = [d for d in range(value.dim()) if d not in spec]
         order = [*spec, *rest]
-        ordered = [1] * (len(spec) - 1) + [self.chunk] + [value.shape[d] for d in rest]
+        ordered = [1] * (len(spec) - 1) + [self.rows] + [value.shape[d] for d in rest]
         node = rows
         if len(spec) > 1:
             node = self.builder.call(aten.reshape.default, node, ordered)
@@ -119,12 +133,13 @@ class _Body:
             built = self.builder.call(aten.permute.default, built, order)
         if len(spec) > 1:
             rest = list(built.meta["val"].shape[len(spec) :])
-            built = self.builder.call(aten.reshape.default, built, [self.chunk, *rest])
+            built = self.builder.call(aten.reshape.default, built, [self.rows, *rest])
         return built
 
     # ---- nodes --------------------------------------------------------------------------------
     def _copy(self, node: fx.Node, spec: Spec) -> fx.Node:
-        target, args, kwargs = chunk_call(node, spec, self.chunk, lambda n, s: self.env[n, s])
+        rows = self.rows if isinstance(self.rows, fx.Node) else None
+        target, args, kwargs = chunk_call(node, spec, self.chunk, lambda n, s: self.env[n, s], rows)
         short = None
         if picks_one(node):
             short = pick(self.builder, args[0], args[1], args[2])

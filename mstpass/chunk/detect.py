@@ -18,7 +18,8 @@ from torch import fx
 
 from mstpass.chunk.grow import CannotTake, Growth
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph, is_static, nbytes, numel, value_of
+from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
+from mstpass.graph.sizes import depends_on_data, generic_shape, hint_shape, is_size, is_static
 from mstpass.graph.source import source_of
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, token_count
 from mstpass.plans import Region, Rejection
@@ -74,12 +75,18 @@ def anchors(joint: JointGraph) -> list[tuple[fx.Node, Spec]]:
     """Forward matmuls that widen, largest output first, with their token dims."""
     found = []
     for node in joint.nodes:
-        if not ops.is_matmul(node) or node in joint.backward or nbytes(node) < _SMALL_BYTES:
+        if not ops.is_matmul(node) or node in joint.backward:
             continue
         spec = _anchor_spec(node)
-        if spec is not None:
+        if spec is not None and not _is_small(node):
             found.append((node, spec))
     return sorted(found, key=lambda pair: (-nbytes(pair[0]), joint.index[pair[0]]))
+
+
+def _is_small(node: fx.Node) -> bool:
+    """At its only size: one that is small in this batch may be large in the next."""
+    value = value_of(node)
+    return value is not None and is_static(value) and nbytes(node) < _SMALL_BYTES
 
 
 def _anchor_spec(node: fx.Node) -> Spec | None:
@@ -87,8 +94,9 @@ def _anchor_spec(node: fx.Node) -> Spec | None:
     out = value_of(node)
     if a is None or b is None or out is None or not out.is_floating_point():
         return None
-    inner, rows, cols = a.shape[-1], out.shape[-2], out.shape[-1]
-    if out.dim() == 3 and out.shape[0] != 1:
+    inner = generic_shape(a)[-1]
+    rows, cols = generic_shape(out)[-2:]
+    if out.dim() == 3 and generic_shape(out)[0] != 1:
         return None  # a batch of matrices is attention or experts, not a token-parallel layer
     left, right = ops.matmul_factors(node)
     row, col = out.dim() - 2, out.dim() - 1
@@ -102,10 +110,8 @@ def _wide_numel(anchor: fx.Node, spec: Spec) -> int:
     left, _ = ops.matmul_factors(anchor)
     source = value_of(left)
     assert out is not None and source is not None
-    if not is_static(out) or not is_static(source):
-        return 2**62
-    tokens = token_count(out.shape, spec)
-    inner = source.shape[-1]
+    tokens = token_count(generic_shape(out), spec)
+    inner = generic_shape(source)[-1]
     return int(max(_WIDE_OF_INPUT * inner * tokens, _WIDE_OF_ANCHOR * numel(anchor)))
 
 
@@ -116,16 +122,29 @@ def _rejection(anchor: fx.Node, refusal: CannotTake) -> Rejection:
 def _region(joint: JointGraph, growth: Growth, anchor: fx.Node, spec: Spec) -> Region:
     value = value_of(anchor)
     assert value is not None
-    if not is_static(value):
-        raise CannotTake(anchor, "symbolic sizes are not chunked yet; compile with dynamic=False")
-    tokens = token_count(value.shape, spec)
+    if depends_on_data(value):
+        raise CannotTake(anchor, "its size depends on data")
+    tokens = token_count(hint_shape(value), spec)
     if tokens < 2:
         raise CannotTake(anchor, f"{tokens} token")
     growth.add(anchor, spec)
     unit, note = _try_fused(joint, growth)
     if unit is None:
         _close_apart(joint, growth)
+    _check_features(growth)
     return _finish(joint, growth, tokens, anchor, unit, note)
+
+
+def _check_features(growth: Growth) -> None:
+    """A chunk may vary in its tokens alone, so that one body fits every batch."""
+    specs: dict[fx.Node, Spec] = {n: _spec(s) or WHOLE for n, s in growth.specs.items()}
+    for member in growth.specs:
+        specs.update((n, s) for n, s in growth.needs(member).items() if n not in specs)
+    for node, spec in specs.items():
+        for value in tensors_of(node.meta.get("val")):
+            fixed = [size for dim, size in enumerate(value.shape) if dim not in spec]
+            if not all(isinstance(size, int) for size in fixed):
+                raise CannotTake(node, "a size other than the tokens' is symbolic")
 
 
 # ---- fused -------------------------------------------------------------------------------------
@@ -266,6 +285,7 @@ def _replaces(growth: Growth, user: fx.Node) -> bool:
         and growth.specs[operand] not in (WHOLE, SUM)
         and all(u is user or u in growth.specs for u in operand.users)
         for operand in user.all_input_nodes
+        if not is_size(operand)
     )
 
 
@@ -315,7 +335,8 @@ def _finish(
         kind=kind,
         source=source_of(anchor),
         num_tokens=tokens,
-        width=numel(anchor) // tokens,
+        width=_features(anchor, growth.specs[anchor]),
+        symbolic=not is_static(anchor.meta["val"]),
         fused=unit is not None,
         members=tuple((n.name, _spec(growth.specs[n])) for n in members),
         outputs=tuple(n.name for n in outputs),
@@ -325,6 +346,12 @@ def _finish(
         prelude=tuple(n.name for n in unit.prelude) if unit is not None else (),
         note=note,
     )
+
+
+def _features(node: fx.Node, spec: Spec | Sum) -> int:
+    """Elements a token."""
+    assert isinstance(spec, tuple)
+    return numel(node) // token_count(generic_shape(node.meta["val"]), spec)
 
 
 def _spec(spec: Spec | Sum) -> Spec | None:

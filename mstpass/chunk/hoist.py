@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,8 +22,9 @@ from mstpass.chunk.detect import anchors
 from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.replay import replay
 from mstpass.graph import ops
-from mstpass.graph.build import Builder, copied, fake_mode_of
-from mstpass.graph.joint import JointGraph, is_static, numel, value_of
+from mstpass.graph.build import Builder, SizeNodes, UnknownSize, copied, fake_mode_of
+from mstpass.graph.joint import JointGraph, numel, value_of
+from mstpass.graph.sizes import Size, generic, generic_shape, is_size, same_shape
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec
 
 aten = torch.ops.aten
@@ -32,10 +34,10 @@ _META = ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack", "recompu
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A slice of the tokens.
+    """A slice of the tokens; two are equal where they select the same.
 
     Attributes:
-        grid: the token dims' sizes, such as (B, S).
+        grid: the token dims' sizes, such as (B, S), symbolic ones at the generic point of sizes.py.
         axis: the sliced one of them.
         start, stop: as in ``range``; the step is 1.
     """
@@ -44,17 +46,6 @@ class Window:
     axis: int
     start: int
     stop: int
-
-    @property
-    def inner(self) -> tuple[int, ...]:
-        """The sizes that are left."""
-        sizes = list(self.grid)
-        sizes[self.axis] = self.stop - self.start
-        return tuple(sizes)
-
-    @property
-    def num_tokens(self) -> int:
-        return math.prod(self.inner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +72,7 @@ def hoist_slices(joint: JointGraph) -> Hoisted | None:
         try:
             current, name = _Hoist(current, window).run(anchor.name, spec, [s.name for s in slices])
             moved.append(name)
-        except CannotTake:
+        except (CannotTake, UnknownSize):
             given_up.add(anchor.name)
     return Hoisted(current, frozenset(moved)) if moved else None
 
@@ -130,22 +121,33 @@ def _dim(node: fx.Node) -> int:
 
 def _window(node: fx.Node, spec: Spec) -> Window | None:
     """What a slice or slice_scatter over a token dim selects; None where its step is not 1."""
-    scatters = node.target is aten.slice_scatter.default
-    value = node.meta["val"] if scatters else value_of(node.all_input_nodes[0])
-    if value is None or not is_static(value):
+    value = node.meta["val"] if _scatters(node) else value_of(node.all_input_nodes[0])
+    if value is None:
         return None
-    dim = _dim(node)
-    given = list(node.args[3 if scatters else 2 :])
+    dim, shape = _dim(node), generic_shape(value)
+    start, stop, step = map(_number, _bounds(node))
+    if step not in (None, 1) or dim not in spec:
+        return None
+    first, last, _ = slice(start, stop).indices(shape[dim])
+    if last <= first:
+        return None
+    return Window(tuple(shape[d] for d in spec), spec.index(dim), first, last)
+
+
+def _scatters(node: fx.Node) -> bool:
+    return node.target is aten.slice_scatter.default
+
+
+def _bounds(node: fx.Node) -> list[Any]:
+    """The start, stop and step of a slice or slice_scatter, as arguments."""
+    given = node.args[3 if _scatters(node) else 2 :]
     names = ("start", "end", "step")
-    start, stop, step = (
-        given[i] if len(given) > i else node.kwargs.get(n) for i, n in enumerate(names)
-    )
-    if not all(isinstance(x, int | None) for x in (start, stop, step)) or step not in (None, 1):
-        return None
-    first, last, _ = slice(start, stop).indices(value.shape[dim])
-    if dim not in spec or last <= first:
-        return None
-    return Window(tuple(value.shape[d] for d in spec), spec.index(dim), first, last)
+    return [given[i] if len(given) > i else node.kwargs.get(n) for i, n in enumerate(names)]
+
+
+def _number(argument: Any) -> int | None:
+    value = argument.meta["val"] if isinstance(argument, fx.Node) else argument
+    return None if value is None else generic(value)
 
 
 class _Hoist:
@@ -154,6 +156,13 @@ class _Hoist:
     def __init__(self, joint: JointGraph, window: Window):
         self.joint, self.window = copied(joint), window
         self.builder = Builder(self.joint.module.graph, fake_mode_of(self.joint.nodes))
+        self.sizes = SizeNodes(self.builder)
+        for node in self.joint.nodes:
+            if node.op == "placeholder":
+                self.sizes.learn(node)
+        self.grid: list[Size] = []
+        self.inner: list[Size] = []  # the grid's sizes that are left
+        self.bounds: list[Any] = []
         self.small: dict[tuple[fx.Node, Spec], fx.Node] = {}
         self.scattered: dict[fx.Node, Spec] = {}  # zero outside the window
         self.wide_numel = 0.0
@@ -167,6 +176,7 @@ class _Hoist:
         for node in self.joint.nodes[self.joint.index[anchor] :]:
             if any(i in self.derived for i in node.all_input_nodes):
                 self.derived.add(node)
+        self._measure(self.joint.by_name[slices[0]])
         for name in slices:
             node = self.joint.by_name[name]
             source = node.all_input_nodes[0]
@@ -186,6 +196,13 @@ class _Hoist:
         self.joint.module.recompile()
         return JointGraph(self.joint.module, self.joint.num_fwd_outputs), moved.name
 
+    def _measure(self, node: fx.Node) -> None:
+        """Sizes and bounds as they stand at a slice."""
+        spec = self._spec_at(node)
+        self.grid = [node.all_input_nodes[0].meta["val"].shape[d] for d in spec]
+        self.inner = [node.meta["val"].shape[d] for d in spec]
+        self.bounds = _bounds(node)[:2]
+
     def _spec_at(self, node: fx.Node) -> Spec:
         """The spec of a slice's operand: the dims whose sizes are the grid's, the axis its own."""
         source = value_of(node.all_input_nodes[0])
@@ -193,7 +210,8 @@ class _Hoist:
         first = _dim(node) - self.window.axis
         # Dims of size 1 may lie between; grids are adjacent dims everywhere else.
         spec = tuple(range(first, first + len(self.window.grid)))
-        if first < 0 or tuple(source.shape[d] for d in spec) != self.window.grid:
+        shape = generic_shape(source)
+        if first < 0 or tuple(shape[d] for d in spec) != self.window.grid:
             raise CannotTake(node, "its token dims are not adjacent")
         return spec
 
@@ -207,12 +225,16 @@ class _Hoist:
             if self._is_scatter(node):
                 self.small[key] = self._flattened(self._source(node), spec)
             elif node in self.scattered or self._must_redo(node):
-                tokens = self.window.num_tokens
-                self.small[key] = replay(self.builder, node, spec, tokens, self._small)
+                tokens = math.prod(self.inner)
+                (rows,) = self.sizes.arguments([tokens])
+                self.small[key] = replay(self.builder, node, spec, tokens, self._operand, rows)
                 _keep_meta(node, self.small[key])
             else:
                 self.small[key] = self._sliced(node, spec)
         return self.small[key]
+
+    def _operand(self, node: fx.Node, spec: Spec) -> fx.Node:
+        return node if is_size(node) else self._small(node, spec)
 
     def _must_redo(self, node: fx.Node) -> bool:
         """Wide values, and what comes from the matmul: neither must be needed for all tokens."""
@@ -220,22 +242,22 @@ class _Hoist:
         return wide or node in self.derived
 
     def _sliced(self, node: fx.Node, spec: Spec) -> fx.Node:
-        call, window = self.builder.call, self.window
+        call = self.builder.call
         grid = self._on_grid(node, spec)
-        dim = min(spec) + window.axis
-        small = call(aten.slice.Tensor, grid, dim, window.start, window.stop)
+        dim = min(spec) + self.window.axis
+        small = call(aten.slice.Tensor, grid, dim, *self.bounds)
         return self._flattened(small, spec)
 
     def _on_grid(self, node: fx.Node, spec: Spec) -> fx.Node:
         """The value with one dim for each token dim of the grid."""
         shape = list(node.meta["val"].shape)
-        sizes = tuple(shape[d] for d in spec)
+        sizes = tuple(generic(shape[d]) for d in spec)
         if sizes == self.window.grid and list(spec) == list(range(spec[0], spec[0] + len(spec))):
             return node
         if len(spec) != 1 or sizes[0] != math.prod(self.window.grid):
             raise CannotTake(node, "its token dims are others than the slice's")
         at = spec[0]
-        return self._reshaped(node, [*shape[:at], *self.window.grid, *shape[at + 1 :]])
+        return self._reshaped(node, [*shape[:at], *self.grid, *shape[at + 1 :]])
 
     def _flattened(self, grid: fx.Node, spec: Spec) -> fx.Node:
         """From the window's grid to chunk form: all tokens in the last of ``spec``'s dims."""
@@ -243,13 +265,13 @@ class _Hoist:
         at, rank = spec[0], len(self.window.grid)
         ones = [1] * (len(spec) - 1)
         return self._reshaped(
-            grid, [*shape[:at], *ones, self.window.num_tokens, *shape[at + rank :]]
+            grid, [*shape[:at], *ones, math.prod(self.inner), *shape[at + rank :]]
         )
 
-    def _reshaped(self, node: fx.Node, shape: list[int]) -> fx.Node:
-        if list(node.meta["val"].shape) == shape:
+    def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:
+        if same_shape(node.meta["val"].shape, shape):
             return node
-        return self.builder.call(aten.reshape.default, node, shape)
+        return self.builder.call(aten.reshape.default, node, self.sizes.arguments(shape))
 
     # ---- backward: scattered gradients ----------------------------------------------------------
     def _is_scatter(self, node: fx.Node) -> bool:
@@ -316,7 +338,7 @@ class _Hoist:
         if node.target is not aten.slice_scatter.default or not ops.is_zero(node.args[0]):
             return None
         value = value_of(node)
-        if value is None or not is_static(value) or numel(node) < self.wide_numel:
+        if value is None or numel(node) < self.wide_numel:
             return None
         first = _dim(node) - self.window.axis
         spec = tuple(range(first, first + len(self.window.grid)))
@@ -334,26 +356,24 @@ class _Hoist:
 
     def _scatter(self, node: fx.Node, spec: Spec) -> fx.Node:
         """A narrow gradient of the window's tokens back at its place among all."""
-        value, window, call = node.meta["val"], self.window, self.builder.call
+        value, call = node.meta["val"], self.builder.call
         small = self._small(node, spec)
         shape = list(value.shape)
         at, after = spec[0], spec[-1] + 1
         rest = shape[:at], shape[after:]
-        source = self._reshaped(small, [*rest[0], *window.inner, *rest[1]])
+        source = self._reshaped(small, [*rest[0], *self.inner, *rest[1]])
         zeros = call(
             aten.full.default,
-            [*rest[0], *window.grid, *rest[1]],
+            self.sizes.arguments([*rest[0], *self.grid, *rest[1]]),
             0,
             dtype=value.dtype,
             device=value.device,
         )
-        whole = call(
-            aten.slice_scatter.default, zeros, source, at + window.axis, window.start, window.stop
-        )
+        whole = call(aten.slice_scatter.default, zeros, source, at + self.window.axis, *self.bounds)
         return self._reshaped(whole, shape)
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
-        if tuple(new.meta["val"].shape) != tuple(node.meta["val"].shape):
+        if not same_shape(new.meta["val"].shape, node.meta["val"].shape):
             raise CannotTake(node, f"moved, it has shape {tuple(new.meta['val'].shape)}")
         _keep_meta(node, new)
         node.replace_all_uses_with(new)

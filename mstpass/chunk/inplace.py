@@ -12,6 +12,8 @@ which is ``gradient``, whatever ``side`` holds.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 
@@ -23,8 +25,12 @@ from mstpass.graph.tokens import Refusal
 aten = torch.ops.aten
 
 
-def read_before_write(builder: Builder) -> None:
-    """Tie late side readers of a body's wide products to the wide values written after them."""
+def read_before_write(builder: Builder, any_rows: bool = False) -> None:
+    """Tie late side readers of a body's wide products to the wide values written after them.
+
+    Args:
+        any_rows: the body must fit chunks of any length.
+    """
     graph = builder.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     products = [n for n in order if ops.is_matmul(n)]
@@ -33,7 +39,7 @@ def read_before_write(builder: Builder) -> None:
             position, needed = order[written], _ancestors(written)
             for side in _side_readers(product, order):
                 if order[side] < position and side not in needed:
-                    written = _tie(builder, written, side)
+                    written = _tie(builder, written, side, any_rows)
 
 
 def _written_like(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
@@ -79,9 +85,11 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _tie(builder: Builder, written: fx.Node, side: fx.Node) -> fx.Node:
+def _tie(builder: Builder, written: fx.Node, side: fx.Node, any_rows: bool) -> fx.Node:
     value, narrow = written.meta["val"], side.meta["val"]
     shape = _broadcast_shape(list(narrow.shape), list(value.shape))
+    if shape is not None and any_rows:
+        shape = _of_any_length(shape)
     if shape is None:
         return written
     users = list(written.users)
@@ -95,9 +103,12 @@ def _tie(builder: Builder, written: fx.Node, side: fx.Node) -> fx.Node:
 
 
 def _broadcast_shape(narrow: list[int], wide: list[int]) -> list[int] | None:
-    """The narrow value's sizes as rows of the wide one: ``[c]`` or ``[c, 1]`` -> ``[c, 1]``."""
-    if len(narrow) == len(wide) and all(a in (1, b) for a, b in zip(narrow, wide, strict=True)):
-        return narrow
-    if len(narrow) == len(wide) - 1 and narrow == wide[:-1]:
-        return [*narrow, 1]
-    return None
+    """A shape of the narrow value, one element a row, that broadcasts to the wide one's."""
+    return [*wide[:-1], 1] if math.prod(narrow) == math.prod(wide[:-1]) else None
+
+
+def _of_any_length(shape: list[int]) -> list[int] | None:
+    """The same sizes with the rows left open: ``[c, 1]`` -> ``[-1, 1]``."""
+    if sum(size != 1 for size in shape) != 1:
+        return None
+    return [size if size == 1 else -1 for size in shape]

@@ -7,6 +7,13 @@
              a stacked buffer's rows <- part               # copy_
              a summed buffer        += part                # addmm_ where the part is a product
 
+Where the token count N is symbolic, the loop counts rows instead, and a chunk's length is a size
+that Inductor knows nothing of but its bounds: nothing can be specialized to a batch or to a chunk.
+
+    start, *buffers = while_loop(start < N, step, (0, *buffers), (*sliced, *whole, *symbols))
+
+    step(start): length = min(fitted_length, N - start), ...; return start + length
+
 In place, the loop needs no second copy of an accumulator: measured at 0.97-1.02 times the time of
 the unchunked graph against 1.21 for the functional form.
 
@@ -18,7 +25,8 @@ positions. Equal buffers must not be merged by CSE: this runs after the last one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +35,9 @@ from torch._inductor import lowering as inductor_lowering
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mstpass.chunk.loop import STACK, OutputSpec, mst_loop
+from mstpass.chunk.loop import STACK, OutputSpec, fitted_length, mst_loop
 from mstpass.graph.build import Builder, fake_mode_of
+from mstpass.graph.sizes import Size, expression, is_size, symbols_of
 
 aten = torch.ops.aten
 
@@ -77,11 +86,11 @@ class _Lowering:
             zero = self.builder.call(
                 aten.full.default, [], 0, dtype=torch.int64, device=torch.device("cpu")
             )
-            names = self._subgraphs(call, zero, buffers)
+            extra = (*sliced, *whole, *self._symbols((*buffers, *sliced, *whole)))
+            names = self._subgraphs(call, (zero, *buffers, *extra))
             cond, step = (self.graph.get_attr(name) for name in names)
             loop = self.graph.call_function(
-                torch.ops.higher_order.while_loop,
-                (cond, step, (zero, *buffers), (*sliced, *whole)),
+                torch.ops.higher_order.while_loop, (cond, step, (zero, *buffers), extra)
             )
             loop.meta["val"] = (zero.meta["val"], *(b.meta["val"] for b in buffers))
         for user in list(call.users):
@@ -98,7 +107,7 @@ class _Lowering:
         Inductor 2.13 counts an ``as_strided`` offset of a subgraph's input from the start of the
         storage, 2.11 from the start of the input: at offset zero both are the same.
         """
-        if node.meta["val"].storage_offset() == 0:
+        if expression(node.meta["val"].storage_offset()) == 0:
             return node
         return self.builder.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
@@ -111,24 +120,36 @@ class _Lowering:
             )
         return self.builder.call(aten.full.default, list(shape), 0, dtype=dtype, device=device)
 
-    def _subgraphs(self, call: fx.Node, zero: fx.Node, buffers: list[fx.Node]) -> tuple[str, str]:
+    def _symbols(self, operands: Sequence[fx.Node]) -> list[fx.Node]:
+        """The nodes that hold the symbols of the operands' layouts; a subgraph needs them bound."""
+        symbols = {symbol for n in operands for symbol in symbols_of(n.meta["val"])}
+        # Symbols found equal have a node each, which Inductor keeps apart: all of them.
+        inputs = self.graph.find_nodes(op="placeholder")
+        return [n for n in inputs if is_size(n) and expression(n.meta["val"]) in symbols]
+
+    def _subgraphs(self, call: fx.Node, operands: Sequence[fx.Node]) -> tuple[str, str]:
         """Names of the condition and the step; calls alike share them and compile once."""
         args: Any = call.args
         body, num_chunks, chunk_tokens, num_tokens, specs, sliced, whole = args
-        operands = [n.meta["val"] for n in (zero, *buffers, *sliced, *whole)]
-        layouts = tuple((v.dtype, tuple(v.shape), v.stride(), v.device) for v in operands)
-        key = (body.target, num_chunks, chunk_tokens, num_tokens, tuple(specs), layouts)
+        values = [n.meta["val"] for n in operands]
+        layouts = tuple(map(_layout, values))
+        sizes = (num_chunks, chunk_tokens, str(num_tokens))
+        key = (body.target, *sizes, tuple(specs), layouts)
         if key not in self.traced:
-            module = getattr(self.root, body.target)
-            step = _step(module, num_chunks, chunk_tokens, num_tokens, tuple(specs), len(sliced))
+            body = getattr(self.root, body.target)
+            loop = _Call(body, tuple(specs), len(sliced), len(whole))
+            if num_chunks is None:
+                cond, step = _fitted(loop, chunk_tokens)
+            else:
+                cond, step = _fixed(loop, num_chunks, chunk_tokens, num_tokens)
             table = select_decomp_table()
             with self.builder.mode:
                 traced = [
                     # A counter of its own: a fake tensor remembers the symbol of its item().
                     make_fx(fn, decomposition_table=table)(
-                        torch.empty([], dtype=torch.int64), *operands[1:]
+                        torch.empty([], dtype=torch.int64), *values[1:]
                     )
-                    for fn in (lambda i, *_: i.item() < num_chunks, step)
+                    for fn in (cond, step)
                 ]
             number = len(self.traced)
             names = (f"mst_cond_{number}", f"mst_step_{number}")
@@ -138,42 +159,96 @@ class _Lowering:
         return self.traced[key]
 
 
-def _step(
-    body: fx.GraphModule,
-    num_chunks: int,
-    chunk_tokens: int,
-    num_tokens: int,
-    specs: tuple[OutputSpec, ...],
-    num_sliced: int,
-) -> Callable[..., tuple[torch.Tensor, ...]]:
-    ragged = num_chunks * chunk_tokens != num_tokens
+def _layout(value: torch.Tensor | Size) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, str(value.shape), str(value.stride()), value.device
+    return str(value)
 
-    def step(i: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        buffers, inputs = operands[: len(specs)], operands[len(specs) :]
-        sliced, whole = inputs[:num_sliced], inputs[num_sliced:]
-        number = i.item()
-        aten._assert_scalar.default(number >= 0, "mst_loop: negative chunk number")
-        aten._assert_scalar.default(number < num_chunks, "mst_loop: chunk number out of range")
-        first = number * chunk_tokens
-        start = torch.sym_min(first, num_tokens - chunk_tokens) if ragged else first
+
+Step = Callable[..., tuple[torch.Tensor, ...]]
+Cond = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a step runs on one chunk, however its rows are found."""
+
+    body: fx.GraphModule
+    specs: tuple[OutputSpec, ...]
+    num_sliced: int
+    num_whole: int
+
+    def run(
+        self,
+        operands: tuple[torch.Tensor, ...],
+        start: Size,
+        length: Size,
+        before: tuple[Size, ...] = (),
+        after: tuple[torch.Tensor, ...] = (),
+    ) -> tuple[torch.Tensor, ...]:
+        """Write the chunk's results into the buffers, which come first among the operands."""
 
         def rows(tensor: torch.Tensor) -> torch.Tensor:
-            size, stride = (chunk_tokens, *tensor.shape[1:]), tensor.stride()
+            size, stride = (length, *tensor.shape[1:]), tensor.stride()
             return aten.as_strided.default(tensor, size, stride, start * stride[0])
 
-        valid: tuple[torch.Tensor, ...] = ()
-        if ragged:
-            device = buffers[0].device
-            valid = (torch.arange(chunk_tokens, device=device) + start >= first,)
-        values = _run(body, (*map(rows, sliced), *whole, *valid))
-        for (kind, _, _), buffer, value in zip(specs, buffers, values, strict=True):
+        num_buffers = len(self.specs)
+        buffers, inputs = operands[:num_buffers], operands[num_buffers:]
+        sliced, whole = inputs[: self.num_sliced], inputs[self.num_sliced :][: self.num_whole]
+        values = _run(self.body, (*before, *map(rows, sliced), *whole, *after))
+        for (kind, _, _), buffer, value in zip(self.specs, buffers, values, strict=True):
             if kind == STACK:
                 rows(buffer).copy_(value())
             else:
                 value.add_to(buffer)
+        return buffers
+
+
+def _fixed(call: _Call, num_chunks: int, chunk_tokens: int, num_tokens: int) -> tuple[Cond, Step]:
+    """Chunks of one length, counted; the last overlaps the one before it."""
+    ragged = num_chunks * chunk_tokens != num_tokens
+
+    def cond(i: torch.Tensor, *operands: torch.Tensor) -> Any:
+        return i.item() < num_chunks
+
+    def step(i: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        number = i.item()
+        aten._assert_scalar.default(number >= 0, "mst_loop: negative chunk number")
+        aten._assert_scalar.default(number < num_chunks, "mst_loop: chunk number out of range")
+        first = number * chunk_tokens
+        start: Any = torch.sym_min(first, num_tokens - chunk_tokens) if ragged else first
+        valid: tuple[torch.Tensor, ...] = ()
+        if ragged:
+            device = operands[0].device
+            valid = (torch.arange(chunk_tokens, device=device) + start >= first,)
+        buffers = call.run(operands, start, chunk_tokens, after=valid)
         return (i + 1, *buffers)
 
-    return step
+    return cond, step
+
+
+def _fitted(call: _Call, chunk_tokens: int) -> tuple[Cond, Step]:
+    """Chunks that fit the tokens at hand; the counter is a chunk's first row."""
+
+    def num_tokens(operands: tuple[torch.Tensor, ...]) -> int:
+        return operands[len(call.specs)].shape[0]  # of the first sliced input
+
+    def cond(i: torch.Tensor, *operands: torch.Tensor) -> Any:
+        return i.item() < num_tokens(operands)
+
+    def step(i: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        start: Any = i.item()
+        tokens = num_tokens(operands)
+        aten._assert_scalar.default(start >= 0, "mst_loop: negative row")
+        fitted = torch.sym_min(fitted_length(chunk_tokens, tokens), tokens - start)
+        # By way of a tensor it becomes a symbol of its own, which nothing can be derived from.
+        length: Any = torch.full([], fitted, dtype=torch.int64, device="cpu").item()
+        aten._assert_scalar.default(length >= 1, "mst_loop: empty chunk")
+        aten._assert_scalar.default(length <= chunk_tokens, "mst_loop: chunk too long")
+        buffers = call.run(operands, start, length, before=(length,))
+        return (i + length, *buffers)
+
+    return cond, step
 
 
 class _Result:
@@ -202,7 +277,7 @@ class _Result:
             buffer.add_(self())
 
 
-def _run(body: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> list[_Result]:
+def _run(body: fx.GraphModule, inputs: tuple[torch.Tensor | Size, ...]) -> list[_Result]:
     """Run all of a body but the last op of each output that nothing else reads."""
     outputs = body.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list)

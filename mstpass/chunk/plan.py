@@ -3,7 +3,8 @@
 Chunk length: the longest for which one chunk's intermediates stay below what the region must hold
 anyway (its gradients, inputs and stacked outputs), but never so short that matrix products lose
 efficiency. Chunks are made equal; the last overlaps the one before it where the tokens do not
-divide, its repeated rows are masked out of every sum.
+divide, its repeated rows are masked out of every sum. A symbolic token count has chunks that the
+loop makes equal for each batch; the length chosen here is the most they may hold.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Set
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
-from mstpass.graph.tokens import WHOLE, Refusal, Spec, Sum
+from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
+from mstpass.graph.sizes import generic_shape
+from mstpass.graph.tokens import WHOLE, Refusal, Spec, Sum, token_count
 from mstpass.options import Options
 from mstpass.partition.problem import CutProblem, Value
 from mstpass.partition.solvers.min_cut import min_cut
@@ -67,8 +69,9 @@ def plan_region(
     if isinstance(chunk_tokens, Refusal):
         return Rejection("plan", region.name, chunk_tokens.reason, region.source, facts.before)
     num_chunks = math.ceil(region.num_tokens / chunk_tokens)
-    after = sum(map(nbytes, kept)) + facts.before * chunk_tokens // region.num_tokens
-    if options.chunk_tokens is None and after >= facts.before:
+    share = min(1.0, chunk_tokens / region.num_tokens)
+    after = sum(map(nbytes, kept)) + int(facts.before * share)
+    if not region.symbolic and options.chunk_tokens is None and after >= facts.before:
         reason = f"{num_chunks} chunks would hold as much memory as the whole"
         return Rejection("plan", region.name, reason, region.source, facts.before)
     return ChunkPlan(
@@ -84,6 +87,7 @@ def plan_region(
         saved=tuple(n.name for n in saved),
         members=region.members,
         note=region.note,
+        symbolic=region.symbolic,
     )
 
 
@@ -97,6 +101,12 @@ class _Facts:
         }
         self.outputs = [joint.by_name[name] for name in region.outputs]
         self.backward = {joint.by_name[name] for name in region.backward}
+        self.generic_tokens = next(
+            token_count(generic_shape(value), spec)
+            for node, spec in self.specs.items()
+            if spec
+            for value in tensors_of(node.meta["val"])
+        )
         self.large = [n for n in self.specs if self._materialized(n)]
         self.products = [n for n in self.large if ops.is_matmul(n)]
         # Inductor writes a product's gradient over it, unless the step returns the product.
@@ -105,15 +115,16 @@ class _Facts:
     def _materialized(self, node: fx.Node) -> bool:
         """Large values that an unfused kernel reads or writes, once per storage."""
         spec = self.specs[node]
-        wide = spec and numel(node) * 4 >= self.region.width * self.region.num_tokens
-        if not wide or ops.is_view(node):
+        if not spec or ops.is_view(node) or not self._is_wide(node):
             return False
         return ops.is_matmul(node) or any(map(ops.is_matmul, ops.readers(node)))
 
+    def _is_wide(self, node: fx.Node) -> bool:
+        return numel(node) * 4 >= self.region.width * self.generic_tokens
+
     def held_bytes(self, node: fx.Node) -> int:
         """Bytes that a chunk may be measured by; logits that are returned are no such measure."""
-        wide = numel(node) * 4 >= self.region.width * self.region.num_tokens
-        return 0 if wide and self.region.returned else nbytes(node)
+        return 0 if self.region.returned and self._is_wide(node) else nbytes(node)
 
     def needs(self, node: fx.Node) -> dict[fx.Node, Spec]:
         spec = self.specs[node]
@@ -172,6 +183,7 @@ def _loop(
                 stack.append(operand)
             else:
                 inputs[operand, spec] = None
+        inputs |= dict.fromkeys((size, WHOLE) for size in ops.size_operands(node))
     ordered = sorted(inputs, key=lambda pair: (facts.joint.index[pair[0]], pair[1]))
     return LoopPlan(
         phase=phase,
@@ -224,7 +236,7 @@ def _chunk_tokens(
 ) -> int | Refusal:
     tokens = region.num_tokens
     if options.chunk_tokens is not None:
-        if options.chunk_tokens >= tokens:
+        if options.chunk_tokens >= tokens and not region.symbolic:
             return Refusal(
                 f"{tokens} tokens fit in one chunk of chunk_tokens={options.chunk_tokens}"
             )
@@ -233,14 +245,22 @@ def _chunk_tokens(
     device = value.device.type if value is not None else "cpu"
     good = _GOOD_ROWS.get(device, _GOOD_ROWS_ELSEWHERE)
     least = int(_LEAST_OF_GOOD * good)
+    share = _TRANSIENT_SHARE
+    if options.memory_budget == 0.0:
+        good, share = least, share / 2
+    if region.symbolic and tokens < 2 * good:
+        return good  # nothing to learn from this batch; a later one may be long
     if tokens < 2 * least:
         return Refusal(
             f"{tokens} tokens are fewer than two chunks of {least} rows, below which "
             f"matrix products on {device} lose speed; chunk_tokens forces a length"
         )
-    wanted = int(tokens * _TRANSIENT_SHARE * held / max(1, transient))
+    wanted = int(tokens * share * held / max(1, transient))
     num_chunks = min(math.ceil(tokens / max(1, wanted)), tokens // good)
-    return math.ceil(tokens / _divisor(tokens, max(2, num_chunks), good))
+    num_chunks = max(2, num_chunks)
+    if not region.symbolic:
+        num_chunks = _divisor(tokens, num_chunks, good)
+    return math.ceil(tokens / num_chunks)
 
 
 def _divisor(tokens: int, num_chunks: int, good_rows: int) -> int:

@@ -16,7 +16,8 @@ from mstpass.chunk.grow import CannotTake
 from mstpass.graph import ops
 from mstpass.graph.build import Builder
 from mstpass.graph.joint import tensors_of
-from mstpass.graph.tokens import Refusal, Spec, chunk_shape
+from mstpass.graph.sizes import Size, same_shape
+from mstpass.graph.tokens import WHOLE, Refusal, Spec, chunk_shape
 
 aten = torch.ops.aten
 _VIEWS_BY_SHAPE = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -31,30 +32,46 @@ def needs_of(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec]:
 
 
 def chunk_call(
-    node: fx.Node, spec: Spec, chunk_tokens: int, operand: Callable[[fx.Node, Spec], fx.Node]
+    node: fx.Node,
+    spec: Spec,
+    chunk_tokens: Size,
+    operand: Callable[[fx.Node, Spec], fx.Node],
+    rows: int | fx.Node | None = None,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Target, arguments and keywords of the node's chunk; ``operand`` gives an operand's chunk."""
+    """Target, arguments and keywords of the node's chunk.
+
+    Args:
+        operand: gives an operand's chunk, and sizes as they are.
+        rows: holds the chunk's length where it is known at run time only.
+    """
     row = ops.lookup(node)
     if isinstance(row, Refusal):
         raise CannotTake(node, row.reason)
     needs = needs_of(node, spec)
     target: Any = node.target
-    args = node.args
-    if row.shape_arg is not None and spec:
-        shape = chunk_shape(next(tensors_of(node.meta["val"])).shape, spec, chunk_tokens)
-        args = (*args[: row.shape_arg], shape, *args[row.shape_arg + 1 :])
+    args: tuple[Any, ...] = node.args
+    shape: list[Any] | None = None
+    position = row.shape_arg
+    if position is not None and spec:
+        shape = [*chunk_shape(next(tensors_of(node.meta["val"])).shape, spec, chunk_tokens)]
+        if rows is not None:
+            shape[spec[-1]] = rows
+        args = (*args[:position], None, *args[position + 1 :])  # its old nodes are of no use
     if target in _VIEWS_BY_SHAPE:
         target = aten.reshape.default
-    mapped: Any = fx.map_arg((args, node.kwargs), lambda n: operand(n, needs[n]))
-    return target, *mapped
+    mapped: Any = fx.map_arg((args, node.kwargs), lambda n: operand(n, needs.get(n, WHOLE)))
+    args, kwargs = mapped
+    if shape is not None and position is not None:
+        args = (*args[:position], shape, *args[position + 1 :])
+    return target, args, kwargs
 
 
-def check_chunk(node: fx.Node, spec: Spec, chunk_tokens: int, built: fx.Node) -> None:
+def check_chunk(node: fx.Node, spec: Spec, chunk_tokens: Size, built: fx.Node) -> None:
     """Raise ``CannotTake`` unless ``built`` has the chunk form of the node's value."""
     olds, news = tensors_of(node.meta["val"]), tensors_of(built.meta["val"])
     for old, new in zip(olds, news, strict=True):
         expected = chunk_shape(old.shape, spec, chunk_tokens)
-        if list(new.shape) != expected or new.dtype != old.dtype:
+        if not same_shape(new.shape, expected) or new.dtype != old.dtype:
             raise CannotTake(
                 node, f"its chunk has shape {list(new.shape)}, {expected} was expected"
             )
@@ -64,11 +81,12 @@ def replay(
     builder: Builder,
     node: fx.Node,
     spec: Spec,
-    chunk_tokens: int,
+    chunk_tokens: Size,
     operand: Callable[[fx.Node, Spec], fx.Node],
+    rows: int | fx.Node | None = None,
 ) -> fx.Node:
     """The node's chunk, added to the builder's graph."""
-    target, args, kwargs = chunk_call(node, spec, chunk_tokens, operand)
+    target, args, kwargs = chunk_call(node, spec, chunk_tokens, operand, rows)
     built = builder.call(target, *args, **kwargs)
     check_chunk(node, spec, chunk_tokens, built)
     return built

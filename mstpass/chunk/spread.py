@@ -6,13 +6,16 @@ of flattened tokens cannot index it. Expanded to ``[B, S]``, a view, it is slice
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import fx
 
 from mstpass.chunk.detect import anchors
 from mstpass.graph import ops
-from mstpass.graph.build import Builder, copied, fake_mode_of
+from mstpass.graph.build import Builder, SizeNodes, UnknownSize, copied, fake_mode_of
 from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.sizes import Size, generic_shape
 from mstpass.graph.tokens import WHOLE, Refusal, Spec, broadcast_source
 
 aten = torch.ops.aten
@@ -28,11 +31,17 @@ def spread_operands(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
         return joint, frozenset()
     new = copied(joint)
     builder = Builder(new.module.graph, fake_mode_of(new.nodes))
+    sizes = SizeNodes(builder)
+    for node in new.module.graph.find_nodes(op="placeholder"):
+        sizes.learn(node)
     for user_name, operand_name, spec in found:
         user, operand = new.by_name[user_name], new.by_name[operand_name]
         with new.module.graph.inserting_before(user):
             shape = _spread_shape(user.meta["val"].shape, operand.meta["val"].shape, spec)
-            user.replace_input_with(operand, builder.call(aten.expand.default, operand, shape))
+            with contextlib.suppress(UnknownSize):
+                arguments = sizes.arguments(shape)
+                spread = builder.call(aten.expand.default, operand, arguments)
+                user.replace_input_with(operand, spread)
     new.module.graph.lint()
     new.module.recompile()
     return JointGraph(new.module, new.num_fwd_outputs), frozenset(name for name, _, _ in found)
@@ -58,15 +67,15 @@ def _partly_broadcast(joint: JointGraph) -> list[tuple[str, str, Spec]]:
 
 
 def _partial_operands(node: fx.Node, spec: Spec) -> list[fx.Node]:
-    shape = node.meta["val"].shape
+    shape = generic_shape(node.meta["val"])
     return [
         operand
         for operand in node.all_input_nodes
         if (value := value_of(operand)) is not None
-        and isinstance(broadcast_source(value.shape, shape, spec), Refusal)
+        and isinstance(broadcast_source(generic_shape(value), shape, spec), Refusal)
     ]
 
 
-def _spread_shape(out: torch.Size, operand: torch.Size, spec: Spec) -> list[int]:
+def _spread_shape(out: torch.Size, operand: torch.Size, spec: Spec) -> list[Size]:
     own = [1] * (len(out) - len(operand)) + list(operand)
     return [out[dim] if dim in spec else size for dim, size in enumerate(own)]

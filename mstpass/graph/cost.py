@@ -8,18 +8,19 @@ from collections.abc import Iterable
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.joint import is_static, value_of
+from mstpass.graph.joint import value_of
+from mstpass.graph.sizes import hint_shape
 
 
 def flops(node: fx.Node) -> int:
-    """Of one node; 0 for all but matmuls and attention, and for symbolic sizes."""
+    """Of one node; 0 for all but matmuls and attention. Symbolic sizes count with their hint."""
     if node.op != "call_function":
         return 0
     if ops.is_matmul(node):
         out, left = value_of(node), value_of(ops.matmul_factors(node)[0])
-        if out is None or left is None or not is_static(out) or not is_static(left):
+        if out is None or left is None:
             return 0
-        return 2 * math.prod(out.shape) * left.shape[-1]
+        return 2 * math.prod(hint_shape(out)) * hint_shape(left)[-1]
     if "scaled_dot_product" in str(node.target):
         return _attention_flops(node)
     return 0
@@ -30,10 +31,10 @@ def _attention_flops(node: fx.Node) -> int:
     backward = "backward" in str(node.target)
     tensors = [v for v in map(value_of, node.all_input_nodes) if v is not None and v.dim() == 4]
     query, key = tensors[backward : backward + 2] if len(tensors) > 2 else (None, None)
-    if query is None or key is None or not is_static(query) or not is_static(key):
+    if query is None or key is None:
         return 0
-    batch, heads, rows, features = query.shape
-    return (5 if backward else 2) * 2 * batch * heads * rows * key.shape[2] * features
+    batch, heads, rows, features = hint_shape(query)
+    return (5 if backward else 2) * 2 * batch * heads * rows * hint_shape(key)[2] * features
 
 
 def total_flops(nodes: Iterable[fx.Node]) -> int:

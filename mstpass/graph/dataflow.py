@@ -32,7 +32,8 @@ from collections.abc import Iterator, Mapping
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph, is_static, nbytes, tensors_of, value_of
+from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
+from mstpass.graph.sizes import is_static
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, token_count
 
 

@@ -17,6 +17,8 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from mstpass.graph.sizes import generic_shape, hint_shape
+
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
     """The tensors in a node's ``meta["val"]``: one, several (tuple outputs), or none."""
@@ -33,27 +35,16 @@ def value_of(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def is_static(value: torch.Tensor) -> bool:
-    """Whether every size is a plain int."""
-    return all(isinstance(size, int) for size in value.shape)
-
-
 def numel(node: fx.Node) -> int:
-    """Elements of the node's largest tensor; 0 without one or with symbolic sizes."""
-    sizes = [math.prod(t.shape) for t in tensors_of(node.meta.get("val")) if is_static(t)]
-    return max(sizes, default=0)
+    """Elements of the node's largest tensor, at the generic point of sizes.py; 0 without one."""
+    return max((math.prod(generic_shape(t)) for t in tensors_of(node.meta.get("val"))), default=0)
 
 
 def nbytes(node: fx.Node) -> int:
     """Bytes of all tensors of the node; symbolic sizes count with their hint."""
-    return sum(_hint(t) * t.element_size() for t in tensors_of(node.meta.get("val")))
-
-
-def _hint(value: torch.Tensor) -> int:
-    total = 1
-    for size in value.shape:
-        total *= size if isinstance(size, int) else (getattr(size.node, "hint", None) or 1)
-    return total
+    return sum(
+        math.prod(hint_shape(t)) * t.element_size() for t in tensors_of(node.meta.get("val"))
+    )
 
 
 def is_tangent(node: fx.Node) -> bool:

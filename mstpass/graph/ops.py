@@ -38,6 +38,7 @@ from mstpass.graph.linear import (
     never,
 )
 from mstpass.graph.rules import Backward, Forward, matmul_factors, shape_of, sum_operands
+from mstpass.graph.sizes import is_size
 from mstpass.graph.tokens import Refusal, Spec, Sum, without_ones
 
 __all__ = [
@@ -118,7 +119,7 @@ def readers(node: fx.Node) -> list[fx.Node]:
 def is_constant(node: fx.Node) -> bool:
     """Made from no tensor: ``full``, ``iota``, ..."""
     row = TABLE.get(node.target) if node.op == "call_function" else None
-    return row is not None and row.kind == "create" and not node.all_input_nodes
+    return row is not None and row.kind == "create" and not rules.tensor_inputs(node)
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -327,12 +328,23 @@ def result_spec(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Ref
     return result
 
 
+def size_operands(node: fx.Node) -> list[fx.Node]:
+    """Symbolic sizes that a node reads as numbers, its ``shape_arg`` left out."""
+    row = lookup(node)
+    shape_arg = row.shape_arg if isinstance(row, Op) else None
+    found: dict[fx.Node, None] = {}
+    values = [a for i, a in enumerate(node.args) if i != shape_arg]
+    fx.map_arg((values, node.kwargs), lambda n: found.setdefault(n) if is_size(n) else None)
+    return list(found)
+
+
 def operand_specs(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
     """What a node needs of its operands to have ``spec``."""
     row = lookup(node)
     if isinstance(row, Refusal):
         return row
-    if any(value_of(n) is None and not n.meta.get("val") for n in node.all_input_nodes):
+    operands = [n for n in node.all_input_nodes if not is_size(n)]
+    if any(value_of(n) is None and not n.meta.get("val") for n in operands):
         return Refusal(f"{node.name} has an operand without a tensor value")
     needs = row.backward(node, spec)
     if isinstance(needs, Refusal):

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import tensors_of
+from mstpass.graph.sizes import generic_shape
 from mstpass.graph.tokens import (
     SUM,
     WHOLE,
@@ -36,7 +37,7 @@ MATMULS = BIASED | {aten.mm.default, aten.bmm.default}
 
 def shape_of(node: fx.Node) -> torch.Size:
     value = next(tensors_of(node.meta.get("val")))
-    return value.shape
+    return generic_shape(value)
 
 
 def ints(argument: Any) -> list[int]:

@@ -32,7 +32,10 @@ def graph_text(module: fx.GraphModule) -> str:
 def _line(node: fx.Node) -> str:
     if node.op == "output":
         return f"  return {_arg(node.args[0])}"
-    shapes = ", ".join(_shape(t) for t in tensors_of(node.meta.get("val")))
+    value = node.meta.get("val")
+    shapes = ", ".join(_shape(t) for t in tensors_of(value))
+    if isinstance(value, int | torch.SymInt):
+        shapes = f"size {value}"
     if node.op == "placeholder":
         return f"  {node.name}: {shapes}"
     args = [_arg(a) for a in node.args]

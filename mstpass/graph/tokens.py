@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
+
+from mstpass.graph.sizes import Size
 
 Spec = tuple[int, ...]
 WHOLE: Spec = ()
@@ -42,9 +45,9 @@ def token_count(shape: Sequence[int], spec: Spec) -> int:
     return count
 
 
-def chunk_shape(shape: Sequence[int], spec: Spec, chunk_tokens: int) -> list[int]:
+def chunk_shape(shape: Sequence[int], spec: Spec, chunk_tokens: Size) -> list[Any]:
     """The shape of one chunk of a value: ``[B, S, D]`` with spec ``(0, 1)`` -> ``[1, c, D]``."""
-    result = list(shape)
+    result: list[Any] = list(shape)
     for dim in spec:
         result[dim] = 1
     if spec:

@@ -17,10 +17,12 @@ class Value:
         bytes: of the storage that saving it keeps alive.
         inputs: names of the values it is computed from.
         free: available in backward at no cost.
-        heavy: must not be recomputed (a matmul, attention, a loop, a random draw).
+        heavy: slow to recompute (a matmul, attention).
+        pinned: must not be recomputed at all (a loop, a random draw).
         savable: may be saved; a view may not, its base is saved instead, so that no storage
             crosses twice.
         needed: backward uses it directly.
+        forward: an output of the forward comes from it; others only serve the backward.
     """
 
     name: str
@@ -28,15 +30,25 @@ class Value:
     inputs: tuple[str, ...]
     free: bool = False
     heavy: bool = False
+    pinned: bool = False
     savable: bool = True
     needed: bool = False
+    forward: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class CutProblem:
-    """All forward values that backward may need, in topological order."""
+    """All forward values that backward may need, in topological order.
+
+    ``recompute_heavy`` allows plans to recompute heavy values, for less memory and more time.
+    """
 
     values: tuple[Value, ...]
+    recompute_heavy: bool = False
+
+    def keeps(self, value: Value) -> bool:
+        """Whether backward may not recompute the value."""
+        return value.pinned or (value.heavy and not self.recompute_heavy)
 
     def __post_init__(self) -> None:
         known: set[str] = set()

@@ -20,18 +20,25 @@ from torch._functorch.compile_utils import raise_getitems
 from mstpass.chunk.loop import mst_loop
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, is_tangent, nbytes, tensors_of, value_of
+from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.graph.source import source_of
 from mstpass.graph.tokens import Refusal
 from mstpass.partition.problem import CutProblem, Value
-from mstpass.partition.solvers import DEFAULT, SOLVERS
+from mstpass.partition.solvers import DEFAULT, LEAST_MEMORY, SOLVERS
 from mstpass.partition.verify import verify
 from mstpass.plans import SavedValue, SavePlan
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 
 
-def split(joint: JointGraph, solver: str, **torch_kwargs: Any) -> tuple[Modules, SavePlan, str]:
-    """Forward and backward modules, what crosses, and a note where torch's partitioner chose it."""
+def split(
+    joint: JointGraph, solver: str, *, least_memory: bool = False, **torch_kwargs: Any
+) -> tuple[Modules, SavePlan, str]:
+    """Forward and backward modules, what crosses, and a note where torch's partitioner chose it.
+
+    Args:
+        least_memory: let ``"auto"`` recompute matmuls and attention.
+    """
     reason = needs_torch(joint)
     if reason:
         modules = partitioners.min_cut_rematerialization_partition(
@@ -42,8 +49,9 @@ def split(joint: JointGraph, solver: str, **torch_kwargs: Any) -> tuple[Modules,
             _crossing(modules, joint, "torch"),
             f"torch's partitioner split it: {reason}",
         )
-    name = DEFAULT if solver == "auto" else solver
-    problem = cut_problem(joint)
+    auto = LEAST_MEMORY if least_memory else DEFAULT
+    name = auto if solver == "auto" else solver
+    problem = cut_problem(joint, recompute_heavy=name == LEAST_MEMORY)
     saved = SOLVERS[name](problem)
     verify(problem, saved)
     modules = _extract(joint, [joint.by_name[n] for n in sorted(saved)], **torch_kwargs)
@@ -58,8 +66,10 @@ def needs_torch(joint: JointGraph) -> str:
         value = node.meta.get("val")
         if node.meta.get("recompute") is not None:
             return "the user's checkpointing tags"
-        if value is not None and not any(True for _ in tensors_of(value)):
-            return f"{node.name} is no tensor (symbolic sizes or an opaque value)"
+        if value is not None and not is_size(node) and not any(True for _ in tensors_of(value)):
+            return f"{node.name} is neither a tensor nor a size"
+        if any(map(depends_on_data, tensors_of(value))):
+            return f"the size of {node.name} depends on data"
         if node.op == "get_attr" and not _is_body(node):
             return f"{node.name} is a subgraph or a constant"
         if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not mst_loop:
@@ -68,13 +78,6 @@ def needs_torch(joint: JointGraph) -> str:
             return "a memory budget set on a part of the model"
         if "c10d" in str(node.target):
             return "collectives"
-    if any(
-        not isinstance(s, int)
-        for n in joint.nodes
-        for t in tensors_of(n.meta.get("val"))
-        for s in t.shape
-    ):
-        return "symbolic sizes"
     return ""
 
 
@@ -82,7 +85,7 @@ def _is_body(node: fx.Node) -> bool:
     return all(user.target is mst_loop for user in node.users)
 
 
-def cut_problem(joint: JointGraph) -> CutProblem:
+def cut_problem(joint: JointGraph, recompute_heavy: bool = False) -> CutProblem:
     """The problem of one joint graph: its forward values that do not need a tangent."""
     candidates = [
         n
@@ -97,13 +100,16 @@ def cut_problem(joint: JointGraph) -> CutProblem:
                 name=node.name,
                 bytes=_storage_bytes(node),
                 inputs=tuple(i.name for i in node.all_input_nodes if i.name in names),
-                free=node.op == "placeholder",
+                free=node.op == "placeholder" or is_size(node),
                 heavy=is_heavy(node),
+                pinned=is_pinned(node),
                 savable=_savable(node),
                 needed=_needed(joint, node, needed_by),
+                forward=node in joint.forward,
             )
             for node in candidates
-        )
+        ),
+        recompute_heavy,
     )
 
 
@@ -114,19 +120,27 @@ def _needed(joint: JointGraph, node: fx.Node, needed_by: set[fx.Node]) -> bool:
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Ops that backward must not repeat: slow ones, loops, and random draws."""
-    if node.op != "call_function":
+    """Ops that are slow to repeat: matmuls, attention, whatever the op table does not know."""
+    if node.op != "call_function" or node.target is operator.getitem:
         return False
-    if ops.is_matmul(node) or ops.is_slow(node) or node.target is mst_loop:
+    if ops.is_matmul(node) or is_pinned(node):
         return True
-    if node.target is operator.getitem:
+    return not (node.target in _CHEAP or not isinstance(ops.lookup(node), Refusal))
+
+
+def is_pinned(node: fx.Node) -> bool:
+    """Ops that backward must never repeat: loops, random draws, ops of which nothing is known.
+
+    Sorts are among them: one that is repeated may order ties in another way than the forward did.
+    """
+    if node.op != "call_function" or node.target is operator.getitem:
         return False
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
     if torch.Tag.nondeterministic_seeded in target.tags or target in _RANDOM_SEEDS:
         return True
-    return not (target in _CHEAP or not isinstance(ops.lookup(node), Refusal))
+    return ops.is_slow(node) or target.namespace not in ("aten", "prims")
 
 
 _RANDOM_SEEDS = frozenset(
@@ -156,8 +170,12 @@ def _extract(joint: JointGraph, saved: list[fx.Node], **torch_kwargs: Any) -> Mo
     saved = joint.sorted(saved)
     loops = [n for n in saved if _from_fused_loop(n)]
     plain = [n for n in saved if n not in loops]
-    inputs = joint.sorted(_placeholders_needed(joint, saved))
-    kwargs: dict[str, Any] = {"saved_sym_nodes": [], "num_fwd_outputs": joint.num_fwd_outputs}
+    read = joint.sorted(_free_needed(joint, saved))
+    inputs = [n for n in read if not is_size(n)]
+    kwargs: dict[str, Any] = {
+        "saved_sym_nodes": [n for n in read if is_size(n)],
+        "num_fwd_outputs": joint.num_fwd_outputs,
+    }
     parameters = inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
     if "saved_opaque_nodes" in parameters:
         kwargs["saved_opaque_nodes"] = []
@@ -187,8 +205,8 @@ def _from_fused_loop(node: fx.Node) -> bool:
     return node.target is operator.getitem and node.all_input_nodes[0].target is mst_loop
 
 
-def _placeholders_needed(joint: JointGraph, saved: list[fx.Node]) -> set[fx.Node]:
-    """Inputs of the step that backward reads: directly, or to recompute what is not saved."""
+def _free_needed(joint: JointGraph, saved: list[fx.Node]) -> set[fx.Node]:
+    """Inputs of the step, and sizes, that backward reads or recomputes from what is not saved."""
     stop = set(saved)
     found: set[fx.Node] = set()
     stack = list(joint.backward_outputs)
@@ -198,6 +216,9 @@ def _placeholders_needed(joint: JointGraph, saved: list[fx.Node]) -> set[fx.Node
         if node in seen or node in stop:
             continue
         seen.add(node)
+        if is_size(node) and node not in joint.backward:
+            found.add(node)
+            continue
         if node.op == "placeholder" and not is_tangent(node):
             found.add(node)
         stack.extend(node.all_input_nodes)
@@ -212,7 +233,7 @@ def _crossing(modules: Modules, joint: JointGraph, solver: str) -> SavePlan:
     crossing = {
         n.name: n
         for n in outputs[joint.num_fwd_outputs :]
-        if isinstance(n, fx.Node) and n.op != "placeholder"
+        if isinstance(n, fx.Node) and n.op != "placeholder" and not is_size(n)
     }
     saved = [
         SavedValue(n.name, nbytes(n), source_of(joint.by_name.get(n.name, n)))

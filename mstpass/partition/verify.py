@@ -20,7 +20,7 @@ def verify(problem: CutProblem, saved: Set[str]) -> None:
         available[value.name] = (
             value.free
             or value.name in saved
-            or (not value.heavy and all(available[name] for name in value.inputs))
+            or (not problem.keeps(value) and all(available[name] for name in value.inputs))
         )
         if value.needed and not available[value.name]:
             raise InvalidPlan(

@@ -96,9 +96,11 @@ def _lines(report: Report) -> list[str]:
 
 
 def _region_line(region: ChunkPlan) -> str:
+    chunks = f"{region.num_chunks} chunks of {region.chunk_tokens} of {region.num_tokens} tokens"
+    if region.symbolic:
+        chunks = f"chunks of up to {region.chunk_tokens} tokens ({region.num_tokens} when traced)"
     return (
-        f"  {region.kind:<8} {region.mode:<10} {region.num_chunks} chunks of "
-        f"{region.chunk_tokens} of {region.num_tokens} tokens, "
+        f"  {region.kind:<8} {region.mode:<10} {chunks}, "
         f"{_mib(region.bytes_before)} -> {_mib(region.bytes_after)}  {region.source}"
     ).rstrip()
 

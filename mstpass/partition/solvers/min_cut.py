@@ -1,7 +1,8 @@
-"""The cheapest saved set as a minimum s-t cut: the least saved bytes with no heavy recompute.
+"""The cheapest saved set as a minimum s-t cut: the least saved bytes.
 
 Each value v is an edge v_in -> v_out of capacity bytes(v); u_out -> v_in is uncuttable for every
-input u of v; the source feeds every heavy value, the sink drinks from every needed one. A cut
+input u of v; the source feeds every value that must not be
+recomputed, the sink drinks from every needed one. A cut
 edge is a saved value. (Cohen et al., "Min-cut rematerialization"; torch/_functorch/partitioners.py
 uses the same network with other costs.)
 
@@ -37,7 +38,7 @@ def min_cut(problem: CutProblem) -> frozenset[str]:
             network.add_edge(into, out, capacity=max(1, value.bytes) * _STEPS * 4 + far)
         else:
             network.add_edge(into, out)  # no capacity: cannot be cut
-        if value.heavy:
+        if problem.keeps(value):
             network.add_edge("source", into)
         if value.needed:
             network.add_edge(out, "sink")

@@ -1,0 +1,152 @@
+"""`mstpass bench losses`: one LM head under the losses that language models train with.
+
+The *floor* is what no loop avoids: the weight gradient, the input gradient, and one chunk of logits
+of the length that mst chose.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mstpass
+from mstpass.bench import common
+from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench.models import Head
+from mstpass.bench.race import INDUCTOR, MST, Row, inductor, mst, race, ratios, records
+
+PEAK_LIMIT, FUSED_TIME_LIMIT, RECOMPUTE_TIME_LIMIT = 1.15, 1.05, 1.40
+SEQUENCES = 4
+EXAMPLES = """  mstpass bench losses
+  mstpass bench losses --repeats 3 --markdown results.md
+"""
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # logits [B, S, V], next tokens [B, S]
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    return common.main(
+        "losses",
+        [run],
+        argv,
+        description="An LM head under each of several losses: step time against unchunked "
+        "Inductor, peak against the floor.",
+        examples=EXAMPLES,
+    )
+
+
+def run(arguments: Arguments) -> Result:
+    tokens, width, vocabulary = (512, 64, 4096) if arguments.quick else (2048, 256, 32_000)
+    head = Head.build(tokens, width, vocabulary, arguments.device)
+    title = f"An LM head under each loss: N={tokens}, d={width}, V={vocabulary}, fp32"
+    result = Result("losses", title)
+    lines = []
+    with Progress("losses", len(LOSSES) * 2 * (2 + arguments.repeats)) as advance:
+        for name, loss in LOSSES.items():
+            value = _on_head(head, loss)
+            rows = race(
+                [inductor(), mst()],
+                value,
+                head.step,
+                repeats=arguments.repeats,
+                device=arguments.device,
+                advance=advance,
+            )
+            lines.append(_line(name, head, rows, result))
+            result.records[name] = records(rows)
+    columns = ("loss", "mode", "time / Inductor", "Inductor MiB", "mst MiB", "peak / floor")
+    result.tables.append(Table("losses", columns, tuple(lines)))
+    result.notes.append(
+        "Time: median ratio over interleaved rounds (least-greatest). Floor: weight gradient + "
+        "input gradient + one of mst's chunks of logits."
+    )
+    return result
+
+
+def _line(name: str, head: Head, rows: Mapping[str, Row], result: Result) -> tuple[str, ...]:
+    ours, base = rows[MST], rows[INDUCTOR]
+    regions = mstpass.reports()[-1].regions
+    mode = regions[0].mode if regions else "refused"
+    floor = head.floor_bytes(regions[0].num_chunks) if regions else None
+    ratio = ratios(ours, base)
+    relative = common.quotient(ours.peak_bytes, floor)
+    limit = FUSED_TIME_LIMIT if mode == "fused" else RECOMPUTE_TIME_LIMIT
+    result.targets += [
+        Target(f"{name}: peak / floor", relative, PEAK_LIMIT),
+        Target(f"{name}: time / Inductor", ratio and ratio[0], limit),
+    ]
+    return (
+        name,
+        mode,
+        ours.error or common.ratio_cell(ratio),
+        common.mib_cell(base.peak_bytes),
+        common.mib_cell(ours.peak_bytes),
+        common.times_cell(relative),
+    )
+
+
+def _on_head(head: Head, loss: Loss) -> Callable[[], Tensor]:
+    target = head.target.view(SEQUENCES, -1)
+
+    def value() -> Tensor:
+        logits = F.linear(head.hidden.view(SEQUENCES, -1, head.hidden.shape[-1]), head.weight)
+        return loss(logits, target)
+
+    return value
+
+
+def _cross_entropy(logits: Tensor, target: Tensor, **kwargs: object) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), **kwargs)  # type: ignore[arg-type]
+
+
+def _logps(logits: Tensor, target: Tensor) -> Tensor:
+    return torch.log_softmax(logits, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def _shifted(logits: Tensor, target: Tensor) -> Tensor:
+    return _cross_entropy(logits[:, :-1], target[:, 1:])
+
+
+def _z_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return _cross_entropy(logits, target) + 1e-4 * torch.logsumexp(logits, -1).square().mean()
+
+
+def _policy_gradient(logits: Tensor, target: Tensor) -> Tensor:
+    """Clipped ratios, a mean over each sequence, then over sequences."""
+    logp = _logps(logits / 0.7, target)
+    advantage = torch.cos(target[:, :1].float())
+    ratio = torch.exp(logp - logp.detach() - 0.3 * torch.sin(target.float()))
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    mask = (target % 5 != 0).float()
+    return -((gain * mask).sum(1) / mask.sum(1)).mean()
+
+
+def _preference(logits: Tensor, target: Tensor) -> Tensor:
+    """A nonlinearity over each sequence's sum: the backward needs more than a scalar."""
+    total = _logps(logits, target).mean(1)
+    return -F.logsigmoid(total[:2] - total[2:]).mean()
+
+
+def _entropy_bonus(logits: Tensor, target: Tensor) -> Tensor:
+    logp = torch.log_softmax(logits, -1)
+    return _cross_entropy(logits, target) + 0.01 * (logp.exp() * logp).sum(-1).mean()
+
+
+LOSSES: dict[str, Loss] = {
+    "cross-entropy": _cross_entropy,
+    "logits[:, :-1]": _shifted,
+    "label smoothing": lambda x, y: _cross_entropy(x, y, label_smoothing=0.1),
+    "z-loss": _z_loss,
+    "soft cap": lambda x, y: _cross_entropy(30 * torch.tanh(x / 30), y),
+    "entropy bonus": _entropy_bonus,
+    "log-probabilities": lambda x, y: -_logps(x, y).mean(),
+    "policy gradient": _policy_gradient,
+    "preference": _preference,
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""Sizes that hold symbols: compared and counted without a guard, and written into new graphs.
+
+Under ``dynamic=True``, or from a second sequence length on, sizes are ``SymInt``: expressions such
+as ``s77*s27`` of the inputs' symbols. To ask ``a == b`` of two of them may install a guard, that
+is, compile the graph again for inputs where the answer differs. So they are never asked:
+
+    generic: a size at one fixed point, where each symbol is a large number of its own and the
+             equalities hold that are guarded on anyway, such as ``s0*s1 == s2*s3`` of inputs and
+             labels. Two expressions that are equal there are equal for every batch, but for an
+             accident, which the shape checks of body.py would refuse. Structure is decided by it.
+    hint:    a size in the batch that the graph was traced with. Costs are estimated by it.
+
+A *size node* is a node whose value is a ``SymInt``: a placeholder, or arithmetic on such.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterable
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+Size = int | torch.SymInt
+_LEAST_GENERIC = 2**16
+
+
+def is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def is_static(value: torch.Tensor) -> bool:
+    """Whether every size is a plain int."""
+    return all(isinstance(size, int) for size in value.shape)
+
+
+def expression(size: Size) -> sympy.Expr:
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
+
+
+def generic(size: Size) -> int:
+    if isinstance(size, int):
+        return size
+    environment = size.node.shape_env
+    return _point(environment, len(environment.guards)).at(expression(size))
+
+
+class _Point:
+    """Values for symbols that satisfy equalities between products of them."""
+
+    def __init__(self, equalities: Iterable[sympy.Eq]):
+        self.known: dict[sympy.Expr, int] = {}
+        self.solved: dict[sympy.Symbol, sympy.Expr] = {}
+        for equality in equalities:
+            self._solve((equality.lhs / equality.rhs).subs(self.solved))
+        # A solution such as s0*s1/s3 is an integer if s0 is a multiple of s3.
+        self.factors: dict[sympy.Symbol, int] = {}
+        for numerator, denominator in map(sympy.fraction, self.solved.values()):
+            if denominator != 1:
+                multiple = min(numerator.free_symbols, key=str)
+                factor = self._evaluate(denominator) * self.factors.get(multiple, 1)
+                self.factors[multiple] = int(factor)
+        if not all(self._evaluate(solution).is_Integer for solution in self.solved.values()):
+            self.solved, self.factors = {}, {}
+
+    def at(self, expr: sympy.Expr) -> int:
+        if expr not in self.known:
+            self.known[expr] = int(self._evaluate(expr.subs(self.solved)))
+        return self.known[expr]
+
+    def _solve(self, ratio: sympy.Expr) -> None:
+        """Note the symbol that makes a product of powers equal to one, if there is one."""
+        powers = ratio.as_powers_dict()
+        if not all(base.is_Symbol or base.is_number for base in powers):
+            return
+        for symbol in sorted(ratio.free_symbols, key=str):
+            if abs(powers[symbol]) == 1 and len(ratio.free_symbols) > 1:
+                solution = (ratio / symbol ** powers[symbol]) ** -powers[symbol]
+                self.solved = {s: e.subs(symbol, solution) for s, e in self.solved.items()}
+                self.solved[symbol] = solution
+                return
+
+    def _evaluate(self, expr: sympy.Expr) -> sympy.Expr:
+        return expr.xreplace({s: sympy.Integer(self._value(s)) for s in expr.free_symbols})
+
+    def _value(self, symbol: sympy.Symbol) -> int:
+        odd = _LEAST_GENERIC + zlib.crc32(symbol.name.encode()) % _LEAST_GENERIC | 1
+        return odd * self.factors.get(symbol, 1)
+
+
+@functools.lru_cache(maxsize=1)
+def _point(environment: ShapeEnv, num_guards: int) -> _Point:
+    """The point of a graph's symbols; ``num_guards`` tells whether it is out of date."""
+    expressions = [guard.expr for guard in environment.guards[:num_guards]]
+    return _Point(e for e in expressions if isinstance(e, sympy.Eq))
+
+
+def generic_shape(value: torch.Tensor) -> torch.Size:
+    return torch.Size(map(generic, value.shape))
+
+
+def generic_stride(value: torch.Tensor) -> list[int]:
+    return list(map(generic, value.stride()))
+
+
+def hint(size: Size) -> int:
+    """The traced size; 1 where there is none (a size that depends on data)."""
+    return size if isinstance(size, int) else int(size.node.hint or 1)
+
+
+def hint_shape(value: torch.Tensor) -> list[int]:
+    return list(map(hint, value.shape))
+
+
+def depends_on_data(value: torch.Tensor) -> bool:
+    return not all(map(_has_hint, value.shape))
+
+
+def _has_hint(size: Size) -> bool:
+    return isinstance(size, int) or size.node.has_hint()
+
+
+def symbols_of(value: object) -> set[sympy.Symbol]:
+    """The symbols in a size, or in a tensor's sizes, strides and offset."""
+    if not isinstance(value, torch.Tensor):
+        return set(expression(value).free_symbols) if isinstance(value, torch.SymInt) else set()
+    layout = (*value.shape, *value.stride(), value.storage_offset())
+    return {symbol for size in layout for symbol in expression(size).free_symbols}
+
+
+def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
+    return list(map(generic, a)) == list(map(generic, b))

@@ -1,0 +1,168 @@
+"""Save what is alive at the narrow places of the forward; recompute all between two of them.
+
+At each position of the forward some values are alive: computed before it, used after it. In a
+transformer that is the residual stream and little else at the places between blocks. Saving the
+alive values there cuts the forward in segments; the backward recomputes one segment at a time, just
+before it uses it, so that the values of only one are ever in memory::
+
+    for each bound T on a segment's bytes:
+        shortest path over the narrow places, an edge where a segment holds at most T,
+        its length what is alive at its end and was not alive at its beginning
+    take the T for which saved bytes + T are least
+
+This is checkpointing at block boundaries (Chen et al., "Training Deep Nets with Sublinear Memory
+Cost", arXiv 1604.06174), with the boundaries found in the graph. Plans may recompute matmuls and
+attention: they exchange time for memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mstpass.partition.problem import CutProblem
+from mstpass.partition.solvers.min_cut import min_cut
+
+_BOUNDS = 16  # values of T that are tried, in geometric steps
+_NARROW = 2.0  # times the least alive bytes nearby: what counts as a narrow place
+_NEARBY = 32  # positions on either side
+
+
+def checkpoints(problem: CutProblem) -> frozenset[str]:
+    """The names to save: what is alive at the chosen places, and what may not be recomputed."""
+    line = _Line(problem)
+    kept = line.best()
+    # What those leave open, such as a random draw's result, the cheapest way.
+    rest = tuple(
+        dataclasses.replace(value, free=value.free or value.name in kept)
+        for value in problem.values
+    )
+    return kept | min_cut(dataclasses.replace(problem, values=rest))
+
+
+class _Line:
+    """The forward as a line of positions; position t lies behind value t."""
+
+    def __init__(self, problem: CutProblem):
+        self.values = problem.values
+        self.index = {value.name: i for i, value in enumerate(self.values)}
+        self.base = self._bases()
+        self.last_use = self._last_uses()
+        self.alive = self._alive()
+        self.places = self._narrow_places()
+        needed = self._needed()
+        self.needed_bytes = [0]
+        for i, value in enumerate(self.values):
+            size = value.bytes if i in needed and not value.free else 0
+            self.needed_bytes.append(self.needed_bytes[-1] + size)
+
+    def _needed(self) -> set[int]:
+        """Forward values that backward reads, or what is computed for it alone."""
+        read = [value.needed for value in self.values]
+        for i in reversed(range(len(self.values))):
+            if read[i] and not self.values[i].forward:
+                for name in self.values[i].inputs:
+                    read[self.index[name]] = True
+        return {self.base[i] for i, value in enumerate(self.values) if read[i] and value.forward}
+
+    def _bases(self) -> list[int]:
+        """For a view, the value whose storage it shows."""
+        base: list[int] = []
+        for i, value in enumerate(self.values):
+            view = not value.savable and len(value.inputs) == 1 and value.bytes > 0
+            base.append(base[self.index[value.inputs[0]]] if view else i)
+        return base
+
+    def _last_uses(self) -> list[int]:
+        """Of each value in the forward, its views' uses included. Views are alive as their base."""
+        last = list(range(len(self.values)))
+        for i, value in enumerate(self.values):
+            if not value.forward:
+                continue
+            for name in value.inputs:
+                used = self.base[self.index[name]]
+                last[used] = max(last[used], i)
+        return last
+
+    def _alive(self) -> list[frozenset[int] | None]:
+        """What is alive behind each value; None where something is that cannot be saved."""
+        alive: list[frozenset[int] | None] = []
+        now: set[int] = set()
+        for i, value in enumerate(self.values):
+            now = {j for j in now if self.last_use[j] > i}
+            if not value.free and value.forward and self.last_use[i] > i:
+                now.add(i)
+            whole = all(self.values[j].savable for j in now)
+            alive.append(frozenset(now) if whole else None)
+        return alive
+
+    def _bytes(self, members: frozenset[int]) -> int:
+        return sum(self.values[j].bytes for j in members)
+
+    def _narrow_places(self) -> list[int]:
+        sizes = [None if m is None else self._bytes(m) for m in self.alive]
+        places = []
+        for t, size in enumerate(sizes):
+            if not size:
+                continue
+            near = [s for s in sizes[max(0, t - _NEARBY) : t + _NEARBY + 1] if s]
+            before = sizes[t - 1] if t else None
+            changed = before is None or self.alive[t] != self.alive[t - 1]
+            if size <= _NARROW * min(near) and changed:
+                places.append(t)
+        return places
+
+    def best(self) -> frozenset[str]:
+        total = self.needed_bytes[-1]
+        if not self.places or not total:
+            return frozenset()
+        least = max(1, max(v.bytes for v in self.values if not v.free))
+        best_cost, best_kept = total, frozenset[int]()
+        bound = float(total)
+        for _ in range(_BOUNDS):
+            found = self._path(int(bound))
+            if found is None:
+                break
+            kept, widest = found
+            cost = self._bytes(kept) + widest
+            if cost < best_cost:
+                best_cost, best_kept = cost, kept
+            bound = min(bound, widest) * 0.75
+            if bound < least:
+                break
+        return frozenset(self.values[j].name for j in best_kept)
+
+    def _path(self, bound: int) -> tuple[frozenset[int], int] | None:
+        """What to save so that no segment holds more than ``bound`` bytes; the widest segment."""
+        start, end = -1, len(self.values) - 1
+        stops = [start, *self.places, end]
+        cost: dict[int, int] = {start: 0}
+        previous: dict[int, int] = {}
+        for at, stop in enumerate(stops[1:], 1):
+            for earlier in reversed(stops[:at]):
+                if self._segment(earlier, stop) > bound:
+                    break
+                if earlier not in cost:
+                    continue
+                price = cost[earlier] + (self._new_bytes(earlier, stop) if stop != end else 0)
+                if stop not in cost or price < cost[stop]:
+                    cost[stop], previous[stop] = price, earlier
+        if end not in cost:
+            return None
+        kept: set[int] = set()
+        widest, stop = 0, end
+        while stop != start:
+            widest = max(widest, self._segment(previous[stop], stop))
+            stop = previous[stop]
+            if stop != start:
+                kept |= self.alive[stop] or set()
+        return frozenset(kept), widest
+
+    def _segment(self, start: int, stop: int) -> int:
+        """Bytes of what backward needs of the values between two positions."""
+        return self.needed_bytes[stop + 1] - self.needed_bytes[start + 1]
+
+    def _new_bytes(self, start: int, stop: int) -> int:
+        """What saving at ``stop`` adds to what was saved at ``start``."""
+        alive = self.alive[stop]
+        assert alive is not None
+        return sum(self.values[j].bytes for j in alive if j > start)
