@@ -6,7 +6,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from mstpass.extras import require
+from mstpass.measure import cpu_name
 
 MIB = 2**20
 _DASH = "-"
@@ -224,7 +224,7 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     policy = os.environ.get("OMP_WAIT_POLICY")
-    return f"{_cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}" + (
+    return f"{cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}" + (
         f", OMP_WAIT_POLICY={policy}" if policy else ""
     )
 
@@ -259,11 +259,3 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("at least 1")
     return value
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -18,7 +18,7 @@ from torch import fx
 
 from mstpass.chunk.grow import CannotTake, Growth
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
+from mstpass.graph.joint import JointGraph, ancestors, nbytes, numel, tensors_of, value_of
 from mstpass.graph.sizes import depends_on_data, generic_shape, hint_shape, is_size, is_static
 from mstpass.graph.source import source_of
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, token_count
@@ -212,7 +212,7 @@ def _unit(joint: JointGraph, growth: Growth, entries: list[fx.Node]) -> Unit:
             # A loss scale arrives with the tangent: without it small gradients underflow.
             raise CannotTake(node, "float16 gradients need the loss scale, which comes later")
     fed = _descendants(joint, growth)
-    cone = joint.sorted(n for n in joint.ancestors(entries) if n in joint.backward)
+    cone = joint.sorted(n for n in ancestors(entries) if n in joint.backward)
     needs_results = next((n for n in cone if n in fed), None)
     if needs_results is not None:
         if len(entries) == 1 and numel(entries[0]) == 1:

@@ -19,7 +19,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.build import Builder
-from mstpass.graph.joint import numel, value_of
+from mstpass.graph.joint import ancestors, numel, value_of
 from mstpass.graph.tokens import Refusal
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def read_before_write(builder: Builder, any_rows: bool = False) -> None:
     products = [n for n in order if ops.is_matmul(n)]
     for product in products:
         for written in _written_like(product, order):
-            position, needed = order[written], _ancestors(written)
+            position, needed = order[written], ancestors([written])
             for side in _side_readers(product, order):
                 if order[side] < position and side not in needed:
                     written = _tie(builder, written, side, any_rows)
@@ -55,7 +55,7 @@ def _written_like(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
         and value.numel() == like.numel()
         and value.element_size() == like.element_size()
         and any(map(ops.is_matmul, ops.readers(n)))
-        and product in _ancestors(n)
+        and product in ancestors([n])
     ]
 
 
@@ -69,19 +69,8 @@ def _side_readers(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
         value = value_of(node)
         narrow = value is not None and numel(node) * 4 < numel(product)
         if narrow and any(numel(i) >= numel(product) for i in node.all_input_nodes):
-            if product in _ancestors(node):
+            if product in ancestors([node]):
                 found.append(node)
-    return found
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = list(node.all_input_nodes)
-    while stack:
-        current = stack.pop()
-        if current not in found:
-            found.add(current)
-            stack.extend(current.all_input_nodes)
     return found
 
 

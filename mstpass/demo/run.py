@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 import mstpass
 from mstpass.demo import picture, text
 from mstpass.demo.train import Contender, Result, Setup, contenders, train
+from mstpass.measure import cpu_name
 
 if TYPE_CHECKING:
     from mstpass.demo import Arguments
@@ -59,7 +59,7 @@ def machine(device: torch.device) -> str:
     """Device and torch version, for captions."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    return f"{_cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    return f"{cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -155,11 +155,3 @@ def _write_json(results: Sequence[Result], setup: Setup, device: torch.device, p
         ],
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -47,6 +47,18 @@ def nbytes(node: fx.Node) -> int:
     )
 
 
+def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The roots and all they need."""
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
 def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
@@ -82,22 +94,11 @@ class JointGraph:
     @cached_property
     def forward(self) -> set[fx.Node]:
         """Nodes that the forward outputs need."""
-        return self.ancestors(self.forward_outputs)
+        return ancestors(self.forward_outputs)
 
     @cached_property
     def output_nodes(self) -> set[fx.Node]:
         return set(self.forward_outputs) | set(self.backward_outputs)
-
-    def ancestors(self, roots: Iterable[fx.Node]) -> set[fx.Node]:
-        """The roots and all they need."""
-        found: set[fx.Node] = set()
-        stack = list(roots)
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                found.add(node)
-                stack.extend(node.all_input_nodes)
-        return found
 
     @cached_property
     def has_side_effects(self) -> bool:

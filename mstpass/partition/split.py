@@ -19,7 +19,7 @@ from torch._functorch.compile_utils import raise_getitems
 
 from mstpass.chunk.loop import mst_loop
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph, is_tangent, nbytes, tensors_of, value_of
+from mstpass.graph.joint import JointGraph, ancestors, is_tangent, nbytes, tensors_of, value_of
 from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.graph.source import source_of
 from mstpass.graph.tokens import Refusal
@@ -93,7 +93,7 @@ def cut_problem(joint: JointGraph, recompute_heavy: bool = False) -> CutProblem:
         if n.op in ("placeholder", "call_function") and n not in joint.backward
     ]
     names = {n.name for n in candidates}
-    needed_by = joint.ancestors(joint.backward_outputs)
+    needed_by = ancestors(joint.backward_outputs)
     return CutProblem(
         tuple(
             Value(
