@@ -68,7 +68,24 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
                 for n, s in growth.specs.items()
                 if s != WHOLE and not ops.is_cheap_view(n) and growth.matters(n)
             }
-    return regions, rejections
+    return regions, [*rejections, *_experts(joint)]
+
+
+def _experts(joint: JointGraph) -> list[Rejection]:
+    """The widening products of mixtures of experts, which no loop over tokens can run."""
+    return [
+        Rejection("detect", node.name, reason.reason, source_of(node), nbytes(node))
+        for node in joint.nodes
+        if node not in joint.backward and ops.is_experts(node) and _widens(node)
+        if isinstance(reason := ops.lookup(node), Refusal)
+    ]
+
+
+def _widens(node: fx.Node) -> bool:
+    out, source = value_of(node), value_of(node.all_input_nodes[0])
+    if out is None or source is None:
+        return False
+    return generic_shape(out)[-1] >= WIDEN * generic_shape(source)[-1]
 
 
 def anchors(joint: JointGraph) -> list[tuple[fx.Node, Spec]]:

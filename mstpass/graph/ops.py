@@ -47,6 +47,7 @@ __all__ = [
     "Op",
     "is_cheap_view",
     "is_constant",
+    "is_experts",
     "is_matmul",
     "is_pointwise",
     "is_slow",
@@ -135,6 +136,12 @@ def is_slow(node: fx.Node) -> bool:
     """Sorts, scans, and writes by index: neither cheap nor safe to repeat, as ties may differ."""
     row = TABLE.get(node.target) if node.op == "call_function" else None
     return row is not None and row.kind in ("sort", "write")
+
+
+def is_experts(node: fx.Node) -> bool:
+    """A product in groups of rows, each with the weights of an expert."""
+    row = lookup(node)
+    return isinstance(row, Refusal) and row.reason.endswith(_EXPERTS)
 
 
 def is_weight(node: fx.Node) -> bool:

@@ -26,8 +26,9 @@ def source_of(node: fx.Node) -> str:
 
 
 def _clean(path: str) -> str:
-    """Dynamo's ``L['self']._modules['mlp']`` as ``mlp``."""
-    path = re.sub(r"^L\['[^']*'\]\.?", "", path)
+    """Dynamo's ``L['self']._modules['mlp']`` as ``mlp``, a closure's or a global model likewise."""
+    path = re.sub(r"^[LG]\['[^']*'\]\.?", "", path)
+    path = re.sub(r"^__closure__\[\d+\]\.cell_contents\.?", "", path)
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
     path = re.sub(r"\[(?:'|\")?([^'\"\]]*)(?:'|\")?\]", r".\1", path)
     return re.sub(r"\.{2,}", ".", path).strip(".")
