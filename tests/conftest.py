@@ -21,7 +21,9 @@ CUDA = pytest.param(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--all", action="store_true", help="every architecture, compiled with Inductor: an hour"
+        "--all",
+        action="store_true",
+        help="tests marked `full` too, and every architecture under Inductor: an hour",
     )
     parser.addoption(
         "--write-docs", action="store_true", help="with --all: write docs/architectures.md"
@@ -36,6 +38,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        skip = pytest.mark.skip(reason="runs with --all")
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(skip)
 
 
 @pytest.fixture(params=["cpu", CUDA])

@@ -56,7 +56,8 @@ REGIONS = {
 # The default run takes these; the others are close relatives of one of them.
 RELATIVES = frozenset(
     {"llama-tied", "mistral", "qwen2", "gemma", "olmo", "helium", "glm", "ernie4_5", "codegen"}
-    | {"granite", "roberta", "nemotron", "gpt-neo", "starcoder2"}
+    | {"granite", "roberta", "nemotron", "gpt-neo", "starcoder2", "phi", "stablelm", "cohere"}
+    | {"gemma2", "smollm3", "gpt-j", "gpt-neox", "bloom", "electra", "distilbert", "mpt"}
 )
 
 
@@ -246,8 +247,8 @@ Each model is built from a tiny configuration (1 layer, or 2 where layers differ
 for one step in chunks of {chunk} tokens. For every row the loss and every gradient are as near to
 float64 as eager's, to within 1e-6 of their norm. *Peak* is that of forward and backward against
 plain Inductor's: at these sizes attention and weights weigh more than in real models, so read its
-order, not its digits. Grouped products of experts are refused: their rows are no chunk of tokens. torch
-has them in float32 only, so models with them are held to eager instead, to within 1e-5.
+order, not its digits. Grouped products of experts are refused: their rows are no chunk of tokens.
+torch has them in float32 only, so models with them are held to eager instead, to within 1e-5.
 
 | architecture | class | taken | refused | peak | run |
 |---|---|---|---|---:|---|

@@ -149,7 +149,9 @@ def test_head_with_a_loss_of_its_own_per_sequence() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("budget", "mode"), [(1.0, "save"), (0.0, "recompute")])
+@pytest.mark.parametrize(
+    ("budget", "mode"), [(1.0, "save"), pytest.param(0.0, "recompute", marks=pytest.mark.full)]
+)
 def test_mlp_of_any_length(budget: float, mode: str) -> None:
     model = nn.Sequential(*(Block(D, MLPS["swiglu_bias"](D)) for _ in range(2)))
     batches = [[_x(1, n)] for n in LENGTHS[:-1]]
@@ -158,7 +160,7 @@ def test_mlp_of_any_length(budget: float, mode: str) -> None:
     assert graphs == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", MLPS)
 def test_every_mlp(name: str) -> None:
     model = Block(D, MLPS[name](D))
@@ -169,7 +171,9 @@ def test_every_mlp(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(
+    "dims", [(0, 1), *(pytest.param((dim,), marks=pytest.mark.full) for dim in (0, 1))]
+)
 def test_marked_dims(dims: tuple[int, ...]) -> None:
     shapes = [(3, 33)] + [
         (b if 0 in dims else 3, s if 1 in dims else 33)
