@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import mstpass
 from tests.checks import check_against_float64, kinds
 
 transformers = pytest.importorskip("transformers")
@@ -59,7 +60,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _check(name: str, device: str, batch: int, seq: int, precision: str) -> None:
+def _check(
+    name: str, device: str, batch: int, seq: int, precision: str, **options: Any
+) -> mstpass.Report:
     model = MODELS[name]().to(device).train()
     if precision == "bfloat16":
         model = model.bfloat16()
@@ -73,10 +76,11 @@ def _check(name: str, device: str, batch: int, seq: int, precision: str) -> None
 
     autocast = device if precision == "autocast" else None
     report = check_against_float64(
-        model, loss_of, [ids, labels], autocast=autocast, chunk_tokens=64
+        model, loss_of, [ids, labels], autocast=autocast, chunk_tokens=64, **options
     )
     assert kinds(report)[0] == ("lm_head", "fused"), report
     assert [kind for kind, _ in kinds(report)[1:]] == ["mlp", "mlp"], report
+    return report
 
 
 @pytest.mark.slow
@@ -96,3 +100,13 @@ def test_float32_even_chunks(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert"])
 def test_low_precision(name: str, precision: str, device: str) -> None:
     _check(name, device, batch=3, seq=43, precision=precision)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_least_memory(name: str, device: str) -> None:
+    """Whole blocks are recomputed from what is alive between them."""
+    plain = _check(name, device, batch=3, seq=43, precision="float32", chunk="auto")
+    least = _check(name, device, batch=3, seq=43, precision="float32", memory_budget=0.0)
+    assert least.outcome.save_plan is not None and least.outcome.save_plan.solver == "checkpoints"
+    assert least.saved_bytes < 0.6 * plain.saved_bytes
