@@ -33,6 +33,7 @@ from mstpass import pipeline
 from mstpass.chunk.lower import lower_loops
 from mstpass.donate import keep_safe_donations
 from mstpass.options import OptionError, Options
+from mstpass.partition.late import hold_recomputation
 from mstpass.plans import Outcome, Rejection
 from mstpass.report import store
 from mstpass.report.report import Report
@@ -61,7 +62,7 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
     partitioner = Partitioner(options, key)
     hooks = {
         "custom_partitioner_fn": partitioner,
-        "post_grad_custom_post_pass": LowerLoops(_users_pass(users)),
+        "post_grad_custom_post_pass": LowerLoops(_users_pass(users), options.memory_budget == 0.0),
     }
     try:
         compiled: Any = compile_fx(gm, list(example_inputs), config_patches={**users, **hooks})
@@ -167,11 +168,13 @@ def _prepare(gm: fx.GraphModule) -> None:
 class LowerLoops(CustomGraphPass):
     """Inductor's last pass over forward and backward: our lowering, then the user's own pass."""
 
-    def __init__(self, users_pass: Any):
-        self.users_pass = users_pass
+    def __init__(self, users_pass: Any, least_memory: bool):
+        self.users_pass, self.least_memory = users_pass, least_memory
 
     def __call__(self, graph: fx.Graph) -> None:
         lower_loops(graph)
+        if self.least_memory:
+            hold_recomputation(graph)
         keep_safe_donations(graph)
         if self.users_pass is not None:
             self.users_pass(graph)
@@ -180,7 +183,7 @@ class LowerLoops(CustomGraphPass):
         theirs = self.users_pass.uuid() if isinstance(self.users_pass, CustomGraphPass) else None
         if self.users_pass is not None and theirs is None:
             return None  # an unknown pass: not cacheable, as without us
-        return f"mstpass-{_sources_hash()}-{theirs}"
+        return f"mstpass-{_sources_hash()}-{self.least_memory}-{theirs}"
 
 
 __all__ = ["MstpassError", "OptionError", "mst"]

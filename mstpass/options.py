@@ -183,7 +183,7 @@ def _inductor(value: Any, where: str) -> tuple[tuple[str, Any], ...]:
 
     known = set(inductor_config.get_config_copy())
     for key in value:
-        if key not in known:
+        if key not in known and not hasattr(inductor_config, key):  # aliases are not copied
             near = difflib.get_close_matches(key, sorted(known), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise OptionError(f"{where}: Inductor has no config {key!r}{hint}")

@@ -77,3 +77,13 @@ def test_loss_linear_in_the_mlp_is_fused(device: str) -> None:
         model, lambda m: lambda x, w: ((m(x) + 1) * w).sum() * 0.3, [x, weight], chunk_tokens=64
     )
     assert kinds(report) == [("mlp", "fused")], report
+
+
+def test_blocks_with_no_attention_between_are_one_fused_region(device: str) -> None:
+    """Norms, their gradients and the loss ride along: the whole step is one loop."""
+    model = nn.Sequential(*(Block(32, MLPS["swiglu"](32)) for _ in range(2))).to(device)
+    x = torch.randn(2, 65, 32, device=device, requires_grad=True)
+    report = check_against_float64(
+        model, lambda m: lambda x: m(x).sin().sum(), [x], chunk_tokens=64
+    )
+    assert kinds(report) == [("mlp", "fused")], report

@@ -145,11 +145,15 @@ def _region(joint: JointGraph, growth: Growth, anchor: fx.Node, spec: Spec) -> R
     if tokens < 2:
         raise CannotTake(anchor, f"{tokens} token")
     growth.add(anchor, spec)
+    apart = growth.copy()
     unit, note = _try_fused(joint, growth)
-    if unit is None:
-        _close_apart(joint, growth)
-    _check_features(growth)
-    return _finish(joint, growth, tokens, anchor, unit, note)
+    if unit is not None:
+        try:
+            return _finish(joint, growth, tokens, anchor, unit, note)
+        except CannotTake as refusal:
+            note = f"not fused: {refusal.node.name}: {refusal.reason}"
+    _close_apart(joint, apart)
+    return _finish(joint, apart, tokens, anchor, None, note)
 
 
 def _check_features(growth: Growth) -> None:
@@ -185,6 +189,7 @@ def _try_fused(joint: JointGraph, growth: Growth) -> tuple[Unit | None, str]:
         return None, f"not fused: {refusal.node.name}: {refusal.reason}"
     growth.take(trial)
     _absorb(joint, growth, {n for n, s in growth.specs.items() if s != WHOLE})
+    _absorb_sums(joint, growth)
     return unit, ""
 
 
@@ -295,6 +300,34 @@ def _absorb(joint: JointGraph, growth: Growth, part: set[fx.Node]) -> None:
             queue.append(user)
 
 
+def _absorb_sums(joint: JointGraph, growth: Growth) -> None:
+    """Take what ends in sums over tokens of the part's values alone: a loss, a norm's gradient."""
+    trial = growth.copy()
+    queue = [n for n in joint.sorted(growth.specs) if growth.specs[n] not in (WHOLE, SUM)]
+    for node in queue:
+        for user in joint.users(node):
+            if user in trial.specs or ops.is_matmul(user) or growth.wide(user):
+                continue
+            if not all(n in trial.specs or n.op == "placeholder" for n in user.all_input_nodes):
+                continue  # seen again when its last operand has joined
+            result = trial.try_user(user, node)
+            if result == SUM or (isinstance(result, tuple) and result != WHOLE):
+                trial.specs[user] = result
+                queue.append(user)
+    found = [n for n in joint.sorted(trial.specs) if n not in growth.specs]
+    while leaving := [n for n in found if n in trial.specs and _leaves(trial, n)]:
+        for node in leaving:
+            del trial.specs[node]
+    growth.take(trial)
+
+
+def _leaves(growth: Growth, node: fx.Node) -> bool:
+    """Whether it would have to leave the loop token by token, or what it needs does not enter."""
+    if not all(n in growth.specs or n.op == "placeholder" for n in node.all_input_nodes):
+        return True
+    return growth.specs[node] != SUM and any(user not in growth.specs for user in node.users)
+
+
 def _replaces(growth: Growth, user: fx.Node) -> bool:
     """All operands are members that nothing else outside uses."""
     return all(
@@ -326,6 +359,7 @@ def _finish(
     unit: Unit | None,
     note: str,
 ) -> Region:
+    _check_features(growth)
     members = joint.sorted(growth.specs)
     returned = {_base(growth, n) for n in growth.returned}
     outputs = []

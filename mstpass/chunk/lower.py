@@ -26,6 +26,7 @@ positions. Equal buffers must not be merged by CSE: this runs after the last one
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def lower_loops(graph: fx.Graph) -> int:
     calls = graph.find_nodes(op="call_function", target=mst_loop)
     if not calls:
         return 0
-    _allow_in_place_products()
+    _allow_in_place_ops()
     lowering = _Lowering(graph)
     for call in calls:
         lowering.lower(call)
@@ -56,14 +57,15 @@ def lower_loops(graph: fx.Graph) -> int:
     return len(calls)
 
 
-def _allow_in_place_products() -> None:
-    """Let Inductor call ``addmm_`` as it is.
+def _allow_in_place_ops() -> None:
+    """Let Inductor call ``addmm_`` and ``abs_`` as they are.
 
     It does so by itself for an op that it has no lowering for, except where the environment
     variable CI is set: there it asserts that no decomposition exists (2.11 and 2.13).
     """
-    if aten.addmm_.default not in inductor_lowering.lowerings:
-        inductor_lowering.make_fallback(aten.addmm_.default, warn=False)
+    for op in (aten.addmm_.default, aten.abs_.default):
+        if op not in inductor_lowering.lowerings:
+            inductor_lowering.make_fallback(op, warn=False)
 
 
 class _Lowering:
@@ -93,6 +95,7 @@ class _Lowering:
                 torch.ops.higher_order.while_loop, (cond, step, (zero, *buffers), extra)
             )
             loop.meta["val"] = (zero.meta["val"], *(b.meta["val"] for b in buffers))
+            self._let_go(loop)
         for user in list(call.users):
             with self.graph.inserting_before(user):
                 item = self.graph.call_function(user.target, (loop, user.args[1] + 1))  # type: ignore[operator, arg-type]
@@ -100,6 +103,18 @@ class _Lowering:
             user.replace_all_uses_with(item)
             self.graph.erase_node(user)
         self.graph.erase_node(call)
+
+    def _let_go(self, loop: fx.Node) -> None:
+        """Have Inductor drop the loop's list of results once the loop is done.
+
+        Its code holds them in a list that is only deleted behind the last reader of an output that
+        is not updated in place. Nobody reads the counter, and the buffers would stay alive to the
+        end of the graph (2.11 and 2.13). ``abs_`` reads it: an op in place, which Inductor keeps.
+        """
+        counter = self.graph.call_function(operator.getitem, (loop, 0))
+        counter.meta["val"] = loop.meta["val"][0]
+        read = self.graph.call_function(aten.abs_.default, (counter,))
+        read.meta["val"] = counter.meta["val"]
 
     def _at_offset_zero(self, node: fx.Node) -> fx.Node:
         """A copy of a value that starts inside its storage, such as shifted labels.

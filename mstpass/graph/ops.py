@@ -50,6 +50,7 @@ __all__ = [
     "is_experts",
     "is_matmul",
     "is_pointwise",
+    "is_reduction",
     "is_slow",
     "is_view",
     "is_weight",
@@ -126,6 +127,11 @@ def is_constant(node: fx.Node) -> bool:
 def is_pointwise(node: fx.Node) -> bool:
     row = lookup(node)
     return isinstance(row, Op) and row.kind == "pointwise"
+
+
+def is_reduction(node: fx.Node) -> bool:
+    row = lookup(node)
+    return isinstance(row, Op) and row.kind == "reduce"
 
 
 def is_matmul(node: fx.Node) -> bool:

@@ -138,9 +138,18 @@ def is_pinned(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
-    if torch.Tag.nondeterministic_seeded in target.tags or target in _RANDOM_SEEDS:
-        return True
-    return ops.is_slow(node) or target.namespace not in ("aten", "prims")
+    return _draws(node, target) or ops.is_slow(node) or target.namespace not in ("aten", "prims")
+
+
+def _draws(node: fx.Node, target: torch._ops.OpOverload) -> bool:
+    """Whether the op reads or moves a random state. Attention does so only for its dropout."""
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return target in _RANDOM_SEEDS
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else argument.default_value
+            return bool(node.kwargs.get("dropout_p", given) != 0.0)
+    return True
 
 
 _RANDOM_SEEDS = frozenset(

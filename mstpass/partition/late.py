@@ -1,0 +1,109 @@
+"""Recompute a block when its gradient arrives, not before.
+
+The backward graph has each recomputed value just before its first use, but Inductor fuses kernels
+that merely read alike: the norm of a block that is recomputed next goes into a kernel of the block
+before, and from there its projections and half of its attention live beside those of two blocks.
+The cure is an order between what has no data in common::
+
+    for the first kernel of each recomputation that contains a matmul, in the graph's order:
+        it waits for the gradients that are alive where it stands
+
+so that what the backward has done by then is done, and freed. (XLA's optimization barriers serve
+``jax.checkpoint`` in the same way.)
+
+Private API, checked with torch 2.11 and 2.13: ``control_deps``, by which Inductor's own passes keep
+collectives in order (torch/_inductor/fx_passes/control_dependencies.py).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.utils._ordered_set import OrderedSet
+
+from mstpass.graph import ops
+from mstpass.graph.joint import is_tangent, value_of
+from mstpass.partition.split import is_heavy
+
+_LOOP = torch.ops.higher_order.while_loop
+
+
+def hold_recomputation(graph: fx.Graph) -> None:
+    """Order recomputations behind the gradients before them, in place."""
+    waits = recomputation_waits(graph)
+    preserve_node_ordering(graph, {node: OrderedSet(before) for node, before in waits.items()})
+
+
+def recomputation_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """What the first kernel of each recomputation is to wait for. Changes nothing."""
+    nodes = list(graph.nodes)
+    index = {node: i for i, node in enumerate(nodes)}
+    gradients = _descendants(filter(is_tangent, nodes))
+    waits: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    alive: tuple[fx.Node, ...] = ()
+    last = 0
+    for node in _first_kernels(nodes, gradients):
+        here = index[node]
+        used_later = (
+            n
+            for n in nodes[last:here]
+            if n in gradients and any(index[user] > here for user in n.users)
+        )
+        kernels = dict.fromkeys(k for k in map(_kernel, used_later) if k in gradients)
+        alive = tuple(k for k in kernels if k is not None) or alive
+        if alive:
+            waits[node] = alive
+        last = here
+    return waits
+
+
+def _descendants(sources: Iterable[fx.Node]) -> set[fx.Node]:
+    stack = list(sources)
+    found = set(stack)
+    while stack:
+        for user in stack.pop().users:
+            if user not in found:
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def _first_kernels(nodes: list[fx.Node], gradients: set[fx.Node]) -> list[fx.Node]:
+    """Reductions and heavy ops that recomputations with a heavy op start with, in order."""
+    recomputed = [n for n in nodes if n.op == "call_function" and n not in gradients]
+    leads: set[fx.Node] = set()
+    for node in reversed(recomputed):
+        if _is_heavy(node) or any(user in leads for user in node.users):
+            leads.add(node)
+    behind: set[fx.Node] = set()
+    first = []
+    for node in recomputed:
+        if any(operand in behind for operand in node.all_input_nodes):
+            behind.add(node)
+        elif node in leads and (_is_heavy(node) or ops.is_reduction(node)):
+            first.append(node)
+            behind.add(node)
+    return first
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and is_heavy(node)
+
+
+def _kernel(node: fx.Node) -> fx.Node | None:
+    """What a kernel writes where the node stands: for a view its base; None where that is no one.
+
+    A loop's results are none: Inductor names them by the buffers that were there before it.
+    """
+    while ops.is_cheap_view(node):
+        node = node.all_input_nodes[0]
+    value = value_of(node)
+    if node.op != "call_function" or value is None or not value.is_floating_point():
+        return None
+    if node.target is operator.getitem and node.all_input_nodes[0].target is _LOOP:
+        return None
+    return node

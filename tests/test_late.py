@@ -1,0 +1,90 @@
+"""Recomputations wait for the gradients before them; loops give their buffers back."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._inductor.utils import run_fw_bw_and_get_code
+
+from mstpass import backend, pipeline
+from mstpass.bench.models import LlamaSize, llama
+from mstpass.measure import peak_bytes
+from mstpass.options import Options
+from mstpass.partition.late import hold_recomputation, recomputation_waits
+from tests.checks import compiled, joint_graph
+from tests.models import MLPS, Block
+
+aten = torch.ops.aten
+
+
+def _backward(layers: int, **options: Any) -> fx.Graph:
+    model = nn.Sequential(*(Block(16, MLPS["gelu"](16)) for _ in range(layers)))
+    x = torch.randn(2, 32, 16, requires_grad=True)
+    joint, outputs = joint_graph(lambda x: model(x).sin().sum(), x)
+    result = pipeline.run(joint, Options(chunk="off", **options), num_fwd_outputs=outputs)
+    assert result.modules is not None
+    return result.modules[1].graph
+
+
+def test_each_recomputed_block_waits_for_the_gradients_before_it() -> None:
+    graph = _backward(3, memory_budget=0.0)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    waits = recomputation_waits(graph)
+    assert len(waits) >= 2
+    for node, before in waits.items():
+        assert all(order[other] < order[node] for other in before)
+    stands = sorted(order[node] for node in waits)
+    backward_matmuls = [order[n] for n in graph.nodes if n.target is aten.mm.default]
+    assert any(stands[0] < m < stands[1] for m in backward_matmuls)
+
+
+def test_nothing_waits_where_no_matmul_is_repeated() -> None:
+    assert recomputation_waits(_backward(3)) == {}
+
+
+def test_a_forward_graph_has_nothing_to_wait_for() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("primals_1")
+    graph.output(graph.call_function(aten.mm.default, (x, x)))
+    before = str(graph)
+    hold_recomputation(graph)
+    assert str(graph) == before
+
+
+def _peak(size: LlamaSize, device: torch.device) -> tuple[int, list[torch.Tensor]]:
+    torch._dynamo.reset()
+    model, ids, target = llama(size, device)
+    step = compiled(lambda ids, target: model(ids, target), memory_budget=0.0)
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        step(ids, target).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    gradients = [g.clone() for g in run()]
+    model.zero_grad(set_to_none=True)
+    return peak_bytes(run), gradients
+
+
+def test_waiting_lowers_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = LlamaSize(64, 4, 2, 96, 64, 1024)
+    held, gradients = _peak(size, torch.device(device))
+    monkeypatch.setattr(backend, "hold_recomputation", lambda graph: None)
+    monkeypatch.setattr(backend.LowerLoops, "uuid", lambda self: "not held")
+    free, same = _peak(size, torch.device(device))
+    assert held < 0.95 * free, (held, free)
+    torch.testing.assert_close(gradients, same)
+
+
+def test_a_finished_loop_gives_its_buffers_back(device: str) -> None:
+    model = nn.Sequential(*(Block(32, MLPS["gelu"](32)) for _ in range(2))).to(device)
+    x = torch.randn(2, 64, 32, device=device, requires_grad=True)
+    step = compiled(lambda x: torch.logsumexp(model(x).sum(-1).flatten(), 0), chunk_tokens=64)
+    _, code = run_fw_bw_and_get_code(lambda: step(x))
+    lists = re.findall(r"(\w+) = \[None\] \* ", "\n".join(code))
+    deleted = re.findall(r"del (\w+)", "\n".join(code))
+    assert len(lists) == 4 and set(lists) <= set(deleted), (lists, deleted)
