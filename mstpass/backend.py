@@ -30,6 +30,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from mstpass import pipeline
+from mstpass.chunk import costs
 from mstpass.chunk.lower import lower_loops
 from mstpass.donate import keep_safe_donations
 from mstpass.options import OptionError, Options
@@ -115,7 +116,7 @@ def _sources_hash() -> str:
 
 def uuid(options: Options) -> str:
     """What decides the pass's results besides the graph: sources, torch version, options."""
-    return f"mstpass-{_sources_hash()}-{options.fingerprint()}"
+    return f"mstpass-{_sources_hash()}-{options.fingerprint()}-{costs.fingerprint()}"
 
 
 class Partitioner(CustomPartitionerFn):

@@ -14,8 +14,9 @@ BENCHES = {
     "loops": "LM heads and MLPs as loops: time and peak against Inductor and the floor",
     "peers": "a Llama-like training step: eager, Inductor, its own options, and mst",
     "losses": "one LM head under each loss: time against Inductor, peak against the floor",
+    "dynamic": "many sequence lengths in turn: compilations, and time against a graph for each",
     "compile": "compile time, cold and from the caches, by depth and number of chunks",
-    "all": "the four above, one after the other",
+    "all": "the five above, one after the other",
 }
 INTERRUPTED = 130  # what a shell reports for SIGINT
 

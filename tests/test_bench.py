@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from mstpass import cli
-from mstpass.bench import common, compile, loops, peers, race, tiled
+from mstpass.bench import common, compile, dynamic, loops, peers, race, tiled
 from mstpass.bench.models import Head, LlamaSize, Step, llama
+from mstpass.chunk import costs
+from mstpass.chunk.costs import ChunkCosts
 
 CPU = torch.device("cpu")
 
@@ -159,18 +161,38 @@ def test_peers_has_a_row_for_each_limit():
     assert len(names) == len(set(names))
 
 
-def test_loops_of_one_head(monkeypatch):
+def test_loops_of_one_head(monkeypatch, tmp_path):
     monkeypatch.setattr(loops, "QUICK", loops.Sizes(64, 512, (16,), 4, (), 64, 32, 1))
     monkeypatch.setattr(loops, "_linear_cross_entropy", lambda *_: [])
     monkeypatch.setattr(loops, "inductor", lambda: race.eager("Inductor"))
     monkeypatch.setattr(loops, "auto_chunker", lambda **_: race.eager("auto_chunker"))
     monkeypatch.setattr(loops, "mst", lambda name="mst", **_: race.eager(name))
-    result = loops.run(arguments(repeats=1))
+    known = ChunkCosts(((64, 1.5),), 1.0, 1.0)
+    monkeypatch.setattr(loops.calibrate, "measure", lambda device, quick: known)
+    monkeypatch.setenv("MSTPASS_COSTS", str(tmp_path / "costs.json"))
+    result = loops.run(arguments(repeats=1, store=True))
+    assert costs.costs_of(CPU) == known
     assert [t.what for t in result.targets] == ["d=16: time / Inductor", "d=16: peak / floor"]
     assert all(t.value is not None for t in result.targets)
     names = [line[0] for line in result.tables[0].rows]
     assert names == ["eager", "Inductor", "auto_chunker", "mst, 4 chunks", "mst, its own choice"]
-    assert len(result.tables) == 2
+    assert len(result.tables) == 3
+
+
+def test_dynamic_runs_every_length(monkeypatch):
+    monkeypatch.setattr(dynamic, "_QUICK_SIZE", LlamaSize(16, 1, 2, 32, 64))
+    monkeypatch.setattr(dynamic, "_QUICK_LENGTHS", (20, 30, 25, 11))
+    seen = []
+
+    def record(fn, **_):
+        return lambda ids, target: seen.append(ids.shape[1]) or fn(ids, target)
+
+    monkeypatch.setattr(torch, "compile", record)
+    result = dynamic.run(arguments(repeats=2))
+    names = [line[0] for line in result.tables[0].rows]
+    assert names == ["Inductor", "mst", "Inductor, static", "mst, static"]
+    assert seen[:4] == [20, 30, 25, 11]
+    assert result.targets[1].value > 0
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch does not have it")

@@ -147,3 +147,7 @@ def test_every_tokenwise_op_is_taken(name: str) -> None:
 @pytest.mark.parametrize("name", BARRIERS)
 def test_every_barrier_is_refused(name: str) -> None:
     assert _check(2, 33, 20, [name], "cross_entropy") == 0
+
+
+def test_a_scatter_over_features_is_not_the_scatter_of_a_slice_over_tokens() -> None:
+    assert _check(2, 17, 3, ["gate"], "shifted") == 1

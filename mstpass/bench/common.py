@@ -31,6 +31,7 @@ class Arguments:
     quick: bool
     device: torch.device
     large: bool = False
+    store: bool = False
     json: Path | None = None
     markdown: Path | None = None
 
@@ -105,9 +106,10 @@ def main(
     description: str,
     examples: str,
     sizes: bool = False,
+    store: bool = False,
 ) -> int:
     """Run, print, write; 0 even where a target is missed or a contender fails: the rows say it."""
-    arguments = parse(name, argv, description, examples, sizes)
+    arguments = parse(name, argv, description, examples, sizes, store)
     require(("rich",), "bench", f"mstpass bench {name}")
     results: list[Result] = []
     for run in runs:
@@ -121,7 +123,12 @@ def main(
 
 
 def parse(
-    name: str, argv: Sequence[str], description: str, examples: str, sizes: bool = False
+    name: str,
+    argv: Sequence[str],
+    description: str,
+    examples: str,
+    sizes: bool = False,
+    store: bool = False,
 ) -> Arguments:
     parser = argparse.ArgumentParser(
         prog=f"mstpass bench {name}",
@@ -134,6 +141,8 @@ def parse(
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all?")
     if sizes:
         parser.add_argument("--large", action="store_true", help="the larger model")
+    if store:
+        parser.add_argument("--store", action="store_true", help="keep the measured chunk costs")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure there")
     parser.add_argument(
@@ -148,8 +157,15 @@ def parse(
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
     repeats = given.repeats or (2 if given.quick else 5)
-    large = sizes and given.large
-    return Arguments(repeats, given.quick, device, large, given.json, given.markdown)
+    return Arguments(
+        repeats=repeats,
+        quick=given.quick,
+        device=device,
+        large=sizes and given.large,
+        store=store and given.store,
+        json=given.json,
+        markdown=given.markdown,
+    )
 
 
 def show(result: Result, device: torch.device) -> None:

@@ -6,6 +6,8 @@ chunk of logits.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mstpass.bench import common
+from mstpass.bench import calibrate, common
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
 from mstpass.bench.models import Head, LossFn, MLPs
 from mstpass.bench.race import (
@@ -30,12 +32,14 @@ from mstpass.bench.race import (
     ratios,
     records,
 )
+from mstpass.chunk import costs
 
 TIME_LIMIT, PEAK_LIMIT = 1.03, 1.10
 BUDGET_0 = "mst, memory_budget=0.0"
 EXAMPLES = """  mstpass bench loops
   mstpass bench loops --repeats 9 --markdown results.md
   mstpass bench loops --quick --json /tmp/loops.json
+  mstpass bench loops --store            measure what chunks cost here; keep it for later runs
 """
 
 
@@ -64,6 +68,7 @@ def main(argv: Sequence[str] = ()) -> int:
         description="An LM head with cross-entropy, and chained SwiGLU MLPs: step time and peak "
         "of mst and others against unchunked Inductor and the floor.",
         examples=EXAMPLES,
+        store=True,
     )
 
 
@@ -73,6 +78,7 @@ def run(arguments: Arguments) -> Result:
     for width in sizes.widths:
         _heads(sizes, width, arguments, result)
     _mlps(sizes, arguments, result)
+    _costs(arguments, result)
     result.notes.append(
         "Time: median ratio to Inductor over interleaved rounds (least-greatest). Floor: weight "
         "gradient + input gradient + one chunk of logits."
@@ -147,6 +153,24 @@ def _mlps(sizes: Sizes, arguments: Arguments, result: Result) -> None:
     columns = ("", "time / Inductor", "peak MiB", "peak / Inductor", "chunks")
     result.tables.append(Table(title, columns, lines))
     result.records["mlps"] = records(rows)
+
+
+def _costs(arguments: Arguments, result: Result) -> None:
+    measured = calibrate.measure(arguments.device, arguments.quick)
+    used = costs.costs_of(arguments.device)
+    lines = tuple(
+        (str(rows), f"{slow:.2f}x", f"{used.relative_time(rows, math.inf):.2f}x")
+        for rows, slow in measured.slowdown
+    )
+    result.tables.append(Table("what chunks cost", ("rows", "measured", "in use"), lines))
+    result.notes.append(
+        f"A chunk of nothing: {measured.chunk_us:.0f} us (in use: {used.chunk_us:.0f}); whole "
+        f"products: {measured.flops_per_us / 1e3:.1f} GFLOP/s ({used.flops_per_us / 1e3:.1f})."
+    )
+    if arguments.store:
+        path = costs.store(arguments.device, measured)
+        result.notes.append(f"Stored in {path} for later compilations on this device.")
+    result.records["costs"] = dataclasses.asdict(measured)
 
 
 def _race(

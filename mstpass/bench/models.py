@@ -187,8 +187,9 @@ class Llama(nn.Module):
         self, ids_BS: Tensor, target_BS: Tensor, checkpointed: bool = False, chunks: int = 1
     ) -> Tensor:
         x_BSD = self.embed(ids_BS)
+        cos, sin = self.cos[: ids_BS.shape[1]], self.sin[: ids_BS.shape[1]]
         for layer in self.layers:
-            arguments = (x_BSD, self.cos, self.sin, chunks)
+            arguments = (x_BSD, cos, sin, chunks)
             if checkpointed:
                 x_BSD = checkpoint(layer, *arguments, use_reentrant=False)
             else:

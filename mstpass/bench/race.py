@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
@@ -34,6 +35,9 @@ _AUTO_CHUNKER = {
     "auto_chunker.amplify_ratio_threshold": 1,
 }
 _ERROR_CHARS = 110
+_numbers = itertools.count()
+
+Fn = TypeVar("Fn", bound=Callable[..., Tensor])
 
 
 @dataclass(frozen=True)
@@ -86,18 +90,22 @@ def auto_chunker(name: str = "Inductor, auto_chunker", chunks: int = 8) -> Conte
     return Contender(name, build, auto_chunker=True)
 
 
-def own_code(fn: LossFn) -> LossFn:
-    """`fn` with a code object of its own: Dynamo's cache and its limit are per code object."""
+def own_code(fn: Fn) -> Fn:
+    """`fn` with a code object and name of its own.
+
+    Dynamo's cache and its limit are per code object; which sizes have varied it keeps by name.
+    """
     target = fn.__func__ if isinstance(fn, types.MethodType) else fn
     assert isinstance(target, types.FunctionType)
     copy = types.FunctionType(
-        target.__code__.replace(),
+        target.__code__.replace(co_name=f"{target.__name__}_{next(_numbers)}"),
         target.__globals__,
         target.__name__,
         target.__defaults__,
         target.__closure__,
     )
-    return types.MethodType(copy, fn.__self__) if isinstance(fn, types.MethodType) else copy
+    own: Any = types.MethodType(copy, fn.__self__) if isinstance(fn, types.MethodType) else copy
+    return own
 
 
 def race(

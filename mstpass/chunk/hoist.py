@@ -165,6 +165,7 @@ class _Hoist:
         self.bounds: list[Any] = []
         self.small: dict[tuple[fx.Node, Spec], fx.Node] = {}
         self.scattered: dict[fx.Node, Spec] = {}  # zero outside the window
+        self.scatters: set[fx.Node] = set()  # those of them that put the window into zeros
         self.wide_numel = 0.0
         self.derived: set[fx.Node] = set()  # the matmul and all that depends on it
 
@@ -222,7 +223,7 @@ class _Hoist:
             return node
         key = (node, spec)
         if key not in self.small:
-            if self._is_scatter(node):
+            if node in self.scatters:
                 self.small[key] = self._flattened(self._source(node), spec)
             elif node in self.scattered or self._must_redo(node):
                 tokens = math.prod(self.inner)
@@ -274,9 +275,6 @@ class _Hoist:
         return self.builder.call(aten.reshape.default, node, self.sizes.arguments(shape))
 
     # ---- backward: scattered gradients ----------------------------------------------------------
-    def _is_scatter(self, node: fx.Node) -> bool:
-        return node.target is aten.slice_scatter.default and node in self.scattered
-
     def _source(self, node: fx.Node) -> fx.Node:
         source = node.args[1]
         assert isinstance(source, fx.Node)
@@ -289,7 +287,9 @@ class _Hoist:
             if node not in self.joint.backward or node.op != "call_function":
                 continue
             spec = self._scatter_spec(node)
-            if spec is None:
+            if spec is not None:
+                self.scatters.add(node)
+            else:
                 spec = self._zero_outside(node, found)
             if spec is not None:
                 found[node] = spec

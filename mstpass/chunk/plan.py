@@ -14,7 +14,9 @@ from collections.abc import Set
 
 from torch import fx
 
+from mstpass.chunk.costs import GOOD, TOLERABLE, costs_of
 from mstpass.graph import ops
+from mstpass.graph.cost import total_flops
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.tokens import WHOLE, Refusal, Spec, Sum, token_count
@@ -33,12 +35,6 @@ from mstpass.plans import (
     Rejection,
 )
 
-# Rows below which a chunk's matrix products lose speed. Measured on 2 CPU cores, fp32, N=2048,
-# V=32000, d=256 and 768: all three products of a head at 128 / 256 / 512 rows a chunk take
-# 1.18-1.31 / 1.04-1.11 / 0.98-1.02 times as long as whole.
-_GOOD_ROWS = {"cpu": 320}
-_GOOD_ROWS_ELSEWHERE = 1024
-_LEAST_OF_GOOD = 0.8  # shorter than this share of them and the region stays whole
 _TRANSIENT_SHARE = 0.5
 
 
@@ -65,7 +61,8 @@ def plan_region(
         loops = _two_loops(facts, saved)
     kept = {*saved, *(joint.by_name[name] for name in region.returned)}
     transient, held = _footprint(facts, loops)
-    chunk_tokens = _chunk_tokens(joint, region, options, transient, held)
+    flops_per_row = total_flops(facts.specs) / region.num_tokens
+    chunk_tokens = _chunk_tokens(joint, region, options, transient, held, flops_per_row)
     if isinstance(chunk_tokens, Refusal):
         return Rejection("plan", region.name, chunk_tokens.reason, region.source, facts.before)
     num_chunks = math.ceil(region.num_tokens / chunk_tokens)
@@ -232,7 +229,12 @@ def _footprint(facts: _Facts, loops: list[LoopPlan]) -> tuple[int, int]:
 
 
 def _chunk_tokens(
-    joint: JointGraph, region: Region, options: Options, transient: int, held: int
+    joint: JointGraph,
+    region: Region,
+    options: Options,
+    transient: int,
+    held: int,
+    flops_per_row: float,
 ) -> int | Refusal:
     tokens = region.num_tokens
     if options.chunk_tokens is not None:
@@ -241,10 +243,10 @@ def _chunk_tokens(
                 f"{tokens} tokens fit in one chunk of chunk_tokens={options.chunk_tokens}"
             )
         return options.chunk_tokens
-    value = value_of(joint.by_name[region.name])
-    device = value.device.type if value is not None else "cpu"
-    good = _GOOD_ROWS.get(device, _GOOD_ROWS_ELSEWHERE)
-    least = int(_LEAST_OF_GOOD * good)
+    device = next(tensors_of(joint.by_name[region.name].meta["val"])).device
+    costs = costs_of(device)
+    least = costs.least_rows(math.inf, TOLERABLE)
+    good = max(least, costs.least_rows(flops_per_row, GOOD))
     share = _TRANSIENT_SHARE
     if options.memory_budget == 0.0:
         good, share = least, share / 2
@@ -253,7 +255,7 @@ def _chunk_tokens(
     if tokens < 2 * least:
         return Refusal(
             f"{tokens} tokens are fewer than two chunks of {least} rows, below which "
-            f"matrix products on {device} lose speed; chunk_tokens forces a length"
+            f"matrix products on {device.type} lose speed; chunk_tokens forces a length"
         )
     wanted = int(tokens * share * held / max(1, transient))
     num_chunks = min(math.ceil(tokens / max(1, wanted)), tokens // good)
