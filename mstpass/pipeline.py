@@ -17,6 +17,7 @@ from mstpass.chunk.plan import mode_of, plan_region
 from mstpass.chunk.spread import spread_operands
 from mstpass.graph.build import sizes_from_inputs
 from mstpass.graph.joint import JointGraph
+from mstpass.graph.memory import step_peak_bytes
 from mstpass.options import Options
 from mstpass.partition.split import Modules, split
 from mstpass.plans import ChunkPlan, Outcome, Region, Rejection
@@ -67,7 +68,12 @@ def run(
     new_joint = JointGraph(rewritten, num_fwd_outputs)
     least = options.memory_budget == 0.0
     modules, save_plan, note = split(new_joint, options.solver, least_memory=least, **torch_kwargs)
-    outcome = dataclasses.replace(outcome, save_plan=save_plan, notes=(note,) if note else ())
+    outcome = dataclasses.replace(
+        outcome,
+        save_plan=save_plan,
+        peak_bytes=step_peak_bytes(*modules),
+        notes=(note,) if note else (),
+    )
     return Result(outcome, rewritten, modules)
 
 

@@ -149,9 +149,13 @@ class SavePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one run of the pipeline decided for one joint graph."""
+    """What one run of the pipeline decided for one joint graph.
+
+    ``peak_bytes`` is simulated, of forward and backward; symbolic sizes count as when traced.
+    """
 
     regions: tuple[ChunkPlan, ...] = ()
     rejections: tuple[Rejection, ...] = ()
     save_plan: SavePlan | None = None
+    peak_bytes: int | None = None
     notes: tuple[str, ...] = ()

@@ -198,11 +198,13 @@ def _close_backward(joint: JointGraph, growth: Growth) -> list[fx.Node]:
 
     A value that does not depend on the region's results may enter: it is computed before the loop.
     """
-    while True:
-        entries: dict[fx.Node, None] = {}
-        fed = _descendants(joint, growth)
-        grew = False
-        for member in list(growth.specs):
+    fed = _descendants(joint, growth)
+    entries: dict[fx.Node, None] = {}
+    seen = 0
+    while seen < len(growth.specs):
+        new = list(growth.specs)[seen:]  # members keep the order in which they came
+        seen = len(growth.specs)
+        for member in new:
             for operand, spec in growth.needs(member).items():
                 if operand in growth.specs or operand not in joint.backward:
                     continue
@@ -210,13 +212,11 @@ def _close_backward(joint: JointGraph, growth: Growth) -> list[fx.Node]:
                     entries[operand] = None
                 elif operand in fed:
                     growth.add(operand, spec)
-                    grew = True
                 elif growth.could_add(operand, spec):
-                    grew = True
+                    fed = _descendants(joint, growth)
                 else:
                     entries[operand] = None
-        if not grew:
-            return list(entries)
+    return [entry for entry in entries if entry not in growth.specs]
 
 
 def _unit(joint: JointGraph, growth: Growth, entries: list[fx.Node]) -> Unit:

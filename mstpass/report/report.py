@@ -48,6 +48,11 @@ class Report:
     def saved_bytes(self) -> int:
         return sum(value.bytes for value in self.saved)
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """Simulated peak of forward and backward; None where the graph was left as it was."""
+        return self.outcome.peak_bytes
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self.outcome)
 
@@ -91,6 +96,8 @@ def _lines(report: Report) -> list[str]:
             f"  saved for backward: {len(plan.saved)} values, {_mib(plan.saved_bytes)} "
             f"({plan.solver})" + (f"; largest: {largest}" if largest else "")
         )
+    if report.peak_bytes is not None:
+        lines.append(f"  simulated peak of forward and backward: {_mib(report.peak_bytes)}")
     lines += [f"  note: {note}" for note in report.outcome.notes]
     return lines
 
@@ -121,6 +128,7 @@ def _outcome(data: dict[str, Any]) -> Outcome:
         save_plan=SavePlan(tuple(SavedValue(**v) for v in plan["saved"]), plan["solver"])
         if plan
         else None,
+        peak_bytes=data["peak_bytes"],
         notes=tuple(data["notes"]),
     )
 

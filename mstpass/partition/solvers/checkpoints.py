@@ -17,7 +17,9 @@ attention: they exchange time for memory.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 
 from mstpass.partition.problem import CutProblem
 from mstpass.partition.solvers.min_cut import min_cut
@@ -49,6 +51,8 @@ class _Line:
         self.last_use = self._last_uses()
         self.alive = self._alive()
         self.places = self._narrow_places()
+        self.alive_at = {t: sorted(self.alive[t] or ()) for t in self.places}
+        self.bytes_from = {t: self._suffix_sums(alive) for t, alive in self.alive_at.items()}
         needed = self._needed()
         self.needed_bytes = [0]
         for i, value in enumerate(self.values):
@@ -105,8 +109,7 @@ class _Line:
             if not size:
                 continue
             near = [s for s in sizes[max(0, t - _NEARBY) : t + _NEARBY + 1] if s]
-            before = sizes[t - 1] if t else None
-            changed = before is None or self.alive[t] != self.alive[t - 1]
+            changed = t == 0 or self.alive[t] != self.alive[t - 1]
             if size <= _NARROW * min(near) and changed:
                 places.append(t)
         return places
@@ -163,6 +166,9 @@ class _Line:
 
     def _new_bytes(self, start: int, stop: int) -> int:
         """What saving at ``stop`` adds to what was saved at ``start``."""
-        alive = self.alive[stop]
-        assert alive is not None
-        return sum(self.values[j].bytes for j in alive if j > start)
+        return self.bytes_from[stop][bisect.bisect_right(self.alive_at[stop], start)]
+
+    def _suffix_sums(self, alive: list[int]) -> list[int]:
+        """Bytes of all values from each position of the list on."""
+        sizes = (self.values[j].bytes for j in reversed(alive))
+        return list(itertools.accumulate(sizes, initial=0))[::-1]

@@ -1,0 +1,89 @@
+"""The simulated memory: each rule of the model on a small graph, and whole steps as measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mstpass
+from mstpass.bench.models import LlamaSize, llama
+from mstpass.graph.memory import simulate
+from mstpass.measure import peak_bytes
+from tests.checks import compiled
+
+SIZE = 4 * 64 * 64  # bytes of every value below
+X = torch.randn(64, 64)
+
+
+def _peak(fn: Callable[..., Any], *inputs: Tensor) -> float:
+    """In values of the common size."""
+    graph = make_fx(fn, tracing_mode="fake")(*inputs).graph
+    return simulate(graph).peak.bytes / SIZE
+
+
+def test_a_pointwise_value_has_no_buffer_of_its_own() -> None:
+    assert _peak(lambda x: x.sin().cos().exp() + 1, X) == 1
+
+
+def test_a_matmul_has_one_and_so_has_what_it_reads() -> None:
+    assert _peak(lambda x: x.sin() @ x, X) == 2
+
+
+def test_a_buffer_ends_with_its_last_reader() -> None:
+    assert _peak(lambda x: ((x @ x) @ x) @ x, X) == 2
+
+
+def test_pointwise_kernels_write_over_what_they_read_last() -> None:
+    assert _peak(lambda x: (x @ x).sin(), X) == 1
+    assert _peak(lambda x: [(y := x @ x).sin(), y], X) == 2
+
+
+def test_a_view_keeps_its_base_alive() -> None:
+    assert _peak(lambda x: [(x @ x).t(), (x.t() @ x)], X) == 2
+
+
+def test_what_a_fused_kernel_makes_for_itself_is_fused_away() -> None:
+    """exp is dear to repeat, and both its readers are in one kernel."""
+    assert _peak(lambda x: torch.softmax(x.exp(), -1).sum(-1), X) < 1
+
+
+def test_inputs_count_only_where_they_are_freed() -> None:
+    graph = make_fx(lambda x, y: (x @ x) @ y, tracing_mode="fake")(X, X.clone()).graph
+    x, _ = graph.find_nodes(op="placeholder")
+    assert simulate(graph).peak.bytes == 2 * SIZE
+    freed = simulate(graph, [x])
+    assert [m.bytes // SIZE for m in freed.moments] == [2, 2]
+    assert freed.peak.node == "mm"
+
+
+def test_an_empty_graph_needs_nothing() -> None:
+    graph = fx.Graph()
+    graph.output(())
+    assert simulate(graph).peak.bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (LlamaSize(128, 2, 4, 384, 4096, 1024), {}),
+        (LlamaSize(128, 3, 4, 384, 512, 1024), {"memory_budget": 0.0}),
+        (LlamaSize(128, 2, 4, 384, 4096, 1024), {"chunk": "off"}),
+    ],
+)
+def test_a_step_peaks_where_it_is_said_to(size: LlamaSize, options: dict[str, Any]) -> None:
+    model, ids, target = llama(size, torch.device("cpu"))
+    step = compiled(lambda ids, target: model(ids, target), **options)
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        step(ids, target).backward()
+
+    run()
+    model.zero_grad(set_to_none=True)
+    simulated = mstpass.reports()[-1].peak_bytes
+    assert simulated == pytest.approx(peak_bytes(run), rel=0.10)
