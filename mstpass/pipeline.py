@@ -1,4 +1,8 @@
-"""The stages in order: read, detect, plan, apply, split. The first three change nothing."""
+"""The stages in order: read, detect, plan, apply, split. The first three change nothing.
+
+Once it is split, the step's memory is simulated; loops that do not lower its peak are taken back
+(chunk/need.py), and what is left is applied and split anew.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,16 @@ from mstpass.chunk.apply import CycleError, apply_plans
 from mstpass.chunk.detect import detect
 from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.hoist import hoist_slices
+from mstpass.chunk.need import needless, no_higher, optional_plans, rejection
 from mstpass.chunk.overhead import spend
 from mstpass.chunk.plan import mode_of, plan_region
 from mstpass.chunk.spread import spread_operands
 from mstpass.graph.build import sizes_from_inputs
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.memory import step_peak_bytes
+from mstpass.graph.memory import StepMemory, simulate_step
 from mstpass.options import Options
 from mstpass.partition.split import Modules, split
-from mstpass.plans import ChunkPlan, Outcome, Region, Rejection
+from mstpass.plans import ChunkPlan, Outcome, Region, Rejection, SavePlan
 
 log = logging.getLogger(__name__)
 
@@ -58,23 +63,60 @@ def run(
     rejections: list[Rejection] = []
     if options.chunk == "auto":
         joint, plans, rejections = _planned(joint, options)
-    outcome = Outcome(tuple(plans), tuple(rejections))
     if stop_after in STAGES[:3]:
-        return Result(outcome)
-    rewritten, plans, more = _apply(joint, plans, options)
-    outcome = Outcome(tuple(plans), (*rejections, *more))
+        return Result(Outcome(tuple(plans), tuple(rejections)))
     if stop_after == "apply":
-        return Result(outcome, rewritten)
-    new_joint = JointGraph(rewritten, num_fwd_outputs)
-    least = options.memory_budget == 0.0
-    modules, save_plan, note = split(new_joint, options.solver, least_memory=least, **torch_kwargs)
-    outcome = dataclasses.replace(
-        outcome,
-        save_plan=save_plan,
-        peak_bytes=step_peak_bytes(*modules),
-        notes=(note,) if note else (),
+        rewritten, plans, more = _apply(joint, plans, options)
+        return Result(Outcome(tuple(plans), (*rejections, *more)), rewritten)
+
+    def build(plans: list[ChunkPlan]) -> _Built:
+        return _build(joint, plans, options, torch_kwargs)
+
+    built = build(plans)
+    optional = optional_plans(built.plans, options)
+    if optional:
+        least = build([p for p in built.plans if p not in optional])
+        dropped = needless(optional, built.memory, least.memory)
+        kept = [p for p in built.plans if p not in dropped]
+        fewer = least if kept == least.plans else build(kept) if dropped else built
+        if dropped and no_higher(fewer.memory, built.memory):
+            rejections += [*built.rejections, *map(rejection, dropped)]
+            built = fewer
+    outcome = Outcome(
+        tuple(built.plans),
+        (*rejections, *built.rejections),
+        built.save_plan,
+        built.memory.peak_bytes,
+        notes=(built.note,) if built.note else (),
     )
-    return Result(outcome, rewritten, modules)
+    return Result(outcome, built.joint, built.modules)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Built:
+    """The rewritten joint graph of some plans, split, and its memory."""
+
+    plans: list[ChunkPlan]
+    rejections: list[Rejection]
+    joint: fx.GraphModule
+    modules: Modules
+    save_plan: SavePlan
+    memory: StepMemory
+    note: str
+
+
+def _build(
+    joint: JointGraph, plans: list[ChunkPlan], options: Options, torch_kwargs: dict[str, Any]
+) -> _Built:
+    rewritten, plans, rejections = _apply(joint, plans, options)
+    modules, save_plan, note = split(
+        JointGraph(rewritten, joint.num_fwd_outputs),
+        options.solver,
+        least_memory=options.memory_budget == 0.0,
+        **torch_kwargs,
+    )
+    memory = simulate_step(*(module.graph for module in modules))
+    return _Built(plans, rejections, rewritten, modules, save_plan, memory, note)
 
 
 def _planned(

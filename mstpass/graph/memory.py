@@ -55,15 +55,33 @@ class Timeline:
         return max(self.moments, key=lambda m: m.bytes, default=Moment("", 0))
 
 
-def step_peak_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
-    """Of a step, above what was allocated when its forward began, gradients included.
+@dataclasses.dataclass(frozen=True)
+class StepMemory:
+    """Of a step's forward and backward, above what was allocated when the forward began."""
 
-    Inputs of the step exist before it; what crosses to the backward is freed there after its last
-    use.
+    forward: Timeline
+    backward: Timeline
+
+    @property
+    def peak_bytes(self) -> int:
+        """Gradients included."""
+        return max(self.forward.peak.bytes, self.backward.peak.bytes)
+
+    def bytes_at(self, nodes: Set[str]) -> int:
+        """The most that is alive while one of the named kernels runs; 0 where none is one."""
+        moments = (*self.forward.moments, *self.backward.moments)
+        return max((m.bytes for m in moments if m.node in nodes), default=0)
+
+
+def simulate_step(forward: fx.Graph, backward: fx.Graph) -> StepMemory:
+    """The memory of a step.
+
+    Its inputs exist before it and do not count; what crosses to the backward is freed there after
+    its last use.
     """
-    inputs = backward.graph.find_nodes(op="placeholder")
+    inputs = backward.find_nodes(op="placeholder")
     crossing = [n for n in inputs if not str(n.target).startswith("primals")]
-    return max(simulate(forward.graph).peak.bytes, simulate(backward.graph, crossing).peak.bytes)
+    return StepMemory(simulate(forward), simulate(backward, crossing))
 
 
 def simulate(graph: fx.Graph, freed_inputs: Iterable[fx.Node] = ()) -> Timeline:

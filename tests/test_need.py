@@ -1,0 +1,65 @@
+"""Loops that do not lower the step's peak are left out, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mstpass import pipeline
+from mstpass.bench.models import LlamaSize, llama
+from mstpass.chunk import need
+from mstpass.options import Options
+from tests.checks import joint_graph
+
+HEAVY_HEAD = LlamaSize(256, 4, 4, 1024, 16_000, 2048)
+LIGHT_HEAD = LlamaSize(256, 4, 4, 1024, 1000, 2048)
+
+
+def _run(size: LlamaSize, **options: Any) -> pipeline.Result:
+    model, ids, target = llama(size, torch.device("cpu"))
+    joint, outputs = joint_graph(lambda ids, target: model(ids, target), ids, target)
+    return pipeline.run(joint, Options(**options), num_fwd_outputs=outputs)
+
+
+def _mlps(result: pipeline.Result) -> list[str]:
+    return [p.mode for p in result.outcome.regions if p.kind == "mlp"]
+
+
+@pytest.mark.parametrize("size", [HEAVY_HEAD, LIGHT_HEAD])
+def test_no_peak_rises_by_what_is_left_out(
+    size: LlamaSize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = _run(size).outcome
+    monkeypatch.setattr(pipeline, "needless", lambda *_: [])
+    everything = _run(size).outcome
+    assert chosen.peak_bytes is not None and everything.peak_bytes is not None
+    assert chosen.peak_bytes <= 1.01 * everything.peak_bytes
+    assert (len(chosen.regions) < len(everything.regions)) == (size is HEAVY_HEAD)
+
+
+def test_under_a_heavy_head_mlps_need_no_loops() -> None:
+    result = _run(HEAVY_HEAD, free_overhead=0.02)
+    assert "save" not in _mlps(result)
+    reasons = [r.reason for r in result.outcome.rejections]
+    assert reasons and all("the step's peak lies elsewhere" in r for r in reasons)
+
+
+def test_where_an_mlp_makes_the_peak_it_keeps_its_loop() -> None:
+    assert "save" in _mlps(_run(LIGHT_HEAD))
+
+
+def test_a_forced_length_is_obeyed() -> None:
+    result = _run(HEAVY_HEAD, chunk_tokens=512)
+    assert len(_mlps(result)) == HEAVY_HEAD.layers and not result.outcome.rejections
+
+
+def test_symbolic_batches_keep_their_loops() -> None:
+    model, ids, target = llama(HEAVY_HEAD, torch.device("cpu"))
+    joint, outputs = joint_graph(
+        lambda ids, target: model(ids, target), ids[:, :-7], target[:, :-7], dynamic=True
+    )
+    result = pipeline.run(joint, Options(), num_fwd_outputs=outputs)
+    assert not any("elsewhere" in r.reason for r in result.outcome.rejections)
+    assert need.optional_plans(result.outcome.regions, Options()) == []
