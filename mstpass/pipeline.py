@@ -86,7 +86,7 @@ def run(
         tuple(built.plans),
         (*rejections, *built.rejections),
         built.save_plan,
-        built.memory.peak_bytes,
+        built.memory.peak_bytes if built.memory.known else None,
         notes=(built.note,) if built.note else (),
     )
     return Result(outcome, built.joint, built.modules)

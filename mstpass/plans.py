@@ -151,7 +151,8 @@ class SavePlan:
 class Outcome:
     """What one run of the pipeline decided for one joint graph.
 
-    ``peak_bytes`` is simulated, of forward and backward; symbolic sizes count as when traced.
+    ``peak_bytes`` is simulated, of forward and backward; symbolic sizes count as when traced. None
+    where a size depends on data.
     """
 
     regions: tuple[ChunkPlan, ...] = ()

@@ -63,3 +63,16 @@ def test_symbolic_batches_keep_their_loops() -> None:
     result = pipeline.run(joint, Options(), num_fwd_outputs=outputs)
     assert not any("elsewhere" in r.reason for r in result.outcome.rejections)
     assert need.optional_plans(result.outcome.regions, Options()) == []
+
+
+def test_no_peak_is_told_where_a_size_depends_on_data() -> None:
+    weight = torch.randn(64, 16, requires_grad=True)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nonzero(x[:, 0] > 0).squeeze(1)
+        return (x[rows] @ weight.t()).sin().sum()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        joint, outputs = joint_graph(loss, torch.randn(300, 16, requires_grad=True))
+    outcome = pipeline.run(joint, Options(), num_fwd_outputs=outputs).outcome
+    assert outcome.peak_bytes is None

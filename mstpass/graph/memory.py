@@ -25,7 +25,8 @@ from torch import fx
 
 from mstpass.chunk.loop import SUM, mst_loop
 from mstpass.graph import ops
-from mstpass.graph.joint import nbytes, value_of
+from mstpass.graph.joint import nbytes, tensors_of, value_of
+from mstpass.graph.sizes import depends_on_data
 from mstpass.graph.tokens import Refusal
 
 _DEAR_READS = 4  # config.realize_reads_threshold
@@ -61,6 +62,7 @@ class StepMemory:
 
     forward: Timeline
     backward: Timeline
+    known: bool = True  # False where a size depends on data, which counts as 1
 
     @property
     def peak_bytes(self) -> int:
@@ -81,7 +83,11 @@ def simulate_step(forward: fx.Graph, backward: fx.Graph) -> StepMemory:
     """
     inputs = backward.find_nodes(op="placeholder")
     crossing = [n for n in inputs if not str(n.target).startswith("primals")]
-    return StepMemory(simulate(forward), simulate(backward, crossing))
+    values = (
+        v for g in (forward, backward) for n in g.nodes for v in tensors_of(n.meta.get("val"))
+    )
+    known = not any(map(depends_on_data, values))
+    return StepMemory(simulate(forward), simulate(backward, crossing), known)
 
 
 def simulate(graph: fx.Graph, freed_inputs: Iterable[fx.Node] = ()) -> Timeline:

@@ -50,7 +50,10 @@ class Report:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Simulated peak of forward and backward; None where the graph was left as it was."""
+        """Simulated peak of forward and backward.
+
+        None where a size depends on data, and where an error left the graph to Inductor.
+        """
         return self.outcome.peak_bytes
 
     def to_dict(self) -> dict[str, Any]:
