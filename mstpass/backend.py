@@ -115,7 +115,7 @@ def _sources_hash() -> str:
 
 
 def uuid(options: Options) -> str:
-    """What decides the pass's results besides the graph: sources, torch version, options."""
+    """What decides the pass's results besides the graph: sources, torch version, options, costs."""
     return f"mstpass-{_sources_hash()}-{options.fingerprint()}-{costs.fingerprint()}"
 
 

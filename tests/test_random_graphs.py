@@ -151,3 +151,27 @@ def test_every_barrier_is_refused(name: str) -> None:
 
 def test_a_scatter_over_features_is_not_the_scatter_of_a_slice_over_tokens() -> None:
     assert _check(2, 17, 3, ["gate"], "shifted") == 1
+
+
+def test_a_sum_of_the_region_is_not_read_inside_it() -> None:
+    """A metric that weighs tokens by a sum over all of them cannot ride along with the loss."""
+    leaf = lambda *shape: torch.randn(*shape, dtype=torch.double, requires_grad=True)
+
+    def program(x: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.logsumexp(x @ up, -1)
+        weights = rows.detach()
+        return rows.sum(), (weights * weights.sum()).sum()
+
+    graph, outputs = joint_graph(program, leaf(64, 8), leaf(8, 64))
+    backend._prepare(graph)
+    options = Options.parse({"chunk_tokens": 16}, environ={})
+    result = pipeline.run(graph, options, num_fwd_outputs=outputs, stop_after="apply")
+    assert result.joint is not None and len(result.outcome.regions) == 1
+    inputs = [
+        torch.randn(n.meta["val"].shape, dtype=torch.double)
+        for n in graph.graph.find_nodes(op="placeholder")
+    ]
+    with torch.no_grad():
+        for found, expected in zip(result.joint(*inputs), graph(*inputs), strict=True):
+            if expected is not None:
+                torch.testing.assert_close(found, expected)

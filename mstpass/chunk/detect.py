@@ -308,17 +308,34 @@ def _absorb_sums(joint: JointGraph, growth: Growth) -> None:
         for user in joint.users(node):
             if user in trial.specs or ops.is_matmul(user) or growth.wide(user):
                 continue
-            if not all(n in trial.specs or n.op == "placeholder" for n in user.all_input_nodes):
-                continue  # seen again when its last operand has joined
             result = trial.try_user(user, node)
-            if result == SUM or (isinstance(result, tuple) and result != WHOLE):
-                trial.specs[user] = result
+            if isinstance(result, Refusal) or result == WHOLE:
+                continue
+            trial.specs[user] = result
+            if _fits(joint, trial, user):
                 queue.append(user)
+            else:
+                del trial.specs[user]  # seen again when its last operand has joined
     found = [n for n in joint.sorted(trial.specs) if n not in growth.specs]
     while leaving := [n for n in found if n in trial.specs and _leaves(trial, n)]:
         for node in leaving:
             del trial.specs[node]
     growth.take(trial)
+
+
+def _fits(joint: JointGraph, growth: Growth, node: fx.Node) -> bool:
+    """Whether its operands are members cut as it needs, not sums of them, or inputs of the step."""
+    try:
+        needs = growth.needs(node)
+        _check_linear([node] if node in joint.backward else [], joint.backward)
+    except CannotTake:
+        return False
+    return all(
+        growth.specs[operand] == spec
+        if operand in growth.specs
+        else operand.op == "placeholder" and operand not in joint.backward
+        for operand, spec in needs.items()
+    )
 
 
 def _leaves(growth: Growth, node: fx.Node) -> bool:
