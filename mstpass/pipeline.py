@@ -22,7 +22,8 @@ from mstpass.chunk.plan import mode_of, plan_region
 from mstpass.chunk.spread import spread_operands
 from mstpass.graph.build import sizes_from_inputs
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.memory import StepMemory, simulate_step
+from mstpass.graph.kernels import simulate_step
+from mstpass.graph.memory import StepMemory
 from mstpass.options import Options
 from mstpass.partition.split import Modules, split
 from mstpass.plans import ChunkPlan, Outcome, Region, Rejection, SavePlan

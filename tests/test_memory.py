@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mstpass
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.graph.memory import simulate
+from mstpass.graph.kernels import simulate
 from mstpass.measure import peak_bytes
 from tests.checks import compiled
 
@@ -52,6 +53,27 @@ def test_what_a_fused_kernel_makes_for_itself_is_fused_away() -> None:
     assert _peak(lambda x: torch.softmax(x.exp(), -1).sum(-1), X) < 1
 
 
+def test_each_result_of_a_call_has_a_buffer_of_its_own() -> None:
+    """Attention's first result is read on; its sums, one a row and head, die at once."""
+    q = torch.randn(1, 2, 64, 32)
+    graph = make_fx(lambda q, w: F.scaled_dot_product_attention(q, q, q) @ w, tracing_mode="fake")(
+        q, torch.eye(32)
+    ).graph
+    attention, matmul = simulate(graph).moments
+    value, sums = 4 * q.numel(), 4 * 2 * 64
+    workspace = torch.get_num_threads() * 4 * 32 * (64 + 32 + 2)
+    assert attention.bytes == value + sums + workspace
+    assert matmul.bytes == 2 * value
+
+
+def test_a_scatter_computes_what_it_writes_where_it_reads_it() -> None:
+    def scatter(x: Tensor, index: Tensor) -> Tensor:
+        product, other = x @ x, x.t() @ x
+        return torch.ops.aten.index_put(torch.zeros(64, 64), [index], product + other, True)
+
+    assert _peak(scatter, X, torch.zeros(64, dtype=torch.int64)) == 3  # and not the sum
+
+
 def test_inputs_count_only_where_they_are_freed() -> None:
     graph = make_fx(lambda x, y: (x @ x) @ y, tracing_mode="fake")(X, X.clone()).graph
     x, _ = graph.find_nodes(op="placeholder")
@@ -73,6 +95,7 @@ def test_an_empty_graph_needs_nothing() -> None:
         (LlamaSize(128, 2, 4, 384, 4096, 1024), {}),
         (LlamaSize(128, 3, 4, 384, 512, 1024), {"memory_budget": 0.0}),
         (LlamaSize(128, 2, 4, 384, 4096, 1024), {"chunk": "off"}),
+        (LlamaSize(128, 8, 4, 352, 8000, 1024), {}),
     ],
 )
 def test_a_step_peaks_where_it_is_said_to(size: LlamaSize, options: dict[str, Any]) -> None:
@@ -86,4 +109,4 @@ def test_a_step_peaks_where_it_is_said_to(size: LlamaSize, options: dict[str, An
     run()
     model.zero_grad(set_to_none=True)
     simulated = mstpass.reports()[-1].peak_bytes
-    assert simulated == pytest.approx(peak_bytes(run), rel=0.10)
+    assert simulated == pytest.approx(peak_bytes(run), rel=0.05)

@@ -1,0 +1,133 @@
+"""A graph's nodes as the ops whose memory graph/memory.py simulates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+
+import torch
+from torch import fx
+
+from mstpass.chunk.loop import SUM, mst_loop
+from mstpass.graph import memory, ops
+from mstpass.graph.joint import nbytes, tensors_of, value_of
+from mstpass.graph.memory import Op, StepMemory, Timeline
+from mstpass.graph.sizes import depends_on_data, hint_shape
+from mstpass.graph.tokens import Refusal
+
+# StorageBox.should_realize_on_reuse
+_DEAR_ON_CPU = frozenset({torch.ops.aten.exp.default, torch.ops.aten.sigmoid.default})
+_WRITTEN_WHOLE = frozenset({torch.ops.aten.cat.default})  # ConcatKernel: each part into its place
+# Kernels that compute what they write where they read it, as reductions do (ir.Scatter)
+_SCATTERS = frozenset(
+    {
+        torch.ops.aten.index_put.default,
+        torch.ops.aten._unsafe_index_put.default,
+        torch.ops.aten._unsafe_masked_index_put_accumulate.default,
+        torch.ops.aten.scatter.src,
+        torch.ops.aten.scatter_add.default,
+    }
+)
+_FLASH_KEYS = 512  # FlashAttentionKernel.cpp: keys in a block; queries below
+_FLASH_QUERIES = ((768, 256), (192, 64), (0, 32))
+
+
+def simulate_step(forward: fx.Graph, backward: fx.Graph) -> StepMemory:
+    """The memory of a step.
+
+    Its inputs exist before it and do not count; what crosses to the backward is freed there after
+    its last use.
+    """
+    inputs = backward.find_nodes(op="placeholder")
+    crossing = [n for n in inputs if not str(n.target).startswith("primals")]
+    values = (
+        v for g in (forward, backward) for n in g.nodes for v in tensors_of(n.meta.get("val"))
+    )
+    known = not any(map(depends_on_data, values))
+    return StepMemory(simulate(forward), simulate(backward, crossing), known)
+
+
+def simulate(graph: fx.Graph, freed_inputs: Iterable[fx.Node] = ()) -> Timeline:
+    """The memory of one graph over its nodes; ``freed_inputs`` as in ``memory.simulate``."""
+    nodes = [op_of(n) for n in graph.nodes if n.op in ("placeholder", "call_function")]
+    kept = [n.name for n in graph.output_node().all_input_nodes]
+    return memory.simulate(nodes, kept, [n.name for n in freed_inputs])
+
+
+def op_of(node: fx.Node, summed: Set[fx.Node] = frozenset()) -> Op:
+    """One node as plain data.
+
+    Args:
+        summed: added to an accumulator by the product itself: they have no buffer.
+    """
+    return Op(
+        name=node.name,
+        kind=_kind(node),
+        bytes=0 if node in summed else nbytes(node),
+        inputs=tuple(n.name for n in node.all_input_nodes),
+        inner_bytes=_inner_bytes(node),
+        dear=_is_dear(node),
+    )
+
+
+def _kind(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return memory.INPUT
+    if ops.is_view(node):
+        return memory.VIEW if ops.is_cheap_view(node) else memory.ITEM
+    if node.target in _SCATTERS:
+        return memory.SCATTER
+    if _is_call(node):
+        return memory.CALL
+    if ops.is_reduction(node):
+        return memory.REDUCTION
+    return memory.CONSTANT if ops.is_constant(node) else memory.POINTWISE
+
+
+def _is_call(node: fx.Node) -> bool:
+    """Whether Inductor runs the op by itself, on operands that lie in memory."""
+    if ops.is_matmul(node) or node.target in _WRITTEN_WHOLE:
+        return True
+    row = ops.lookup(node)
+    return isinstance(row, Refusal) or row.kind in ("sort", "write")
+
+
+def _is_dear(node: fx.Node) -> bool:
+    value = value_of(node)
+    return node.target in _DEAR_ON_CPU and value is not None and value.device.type == "cpu"
+
+
+def _inner_bytes(node: fx.Node) -> int:
+    """What a kernel needs besides its results: a loop the buffers of one chunk."""
+    if "flash_attention_for_cpu" in str(node.target):
+        return _flash_bytes(node)
+    if node.target is not mst_loop:
+        return 0
+    root = node.graph.owning_module
+    body, specs = node.args[0], node.args[4]
+    assert root is not None and isinstance(body, fx.Node) and isinstance(specs, tuple | list)
+    graph = getattr(root, str(body.target)).graph
+    parts = graph.output_node().args[0]
+    summed = {
+        part
+        for part, (kind, _, _) in zip(parts, specs, strict=True)
+        if kind == SUM and ops.is_matmul(part)
+    }
+    inner = [op_of(n, summed) for n in graph.nodes if n.op in ("placeholder", "call_function")]
+    return memory.simulate(inner, [n.name for n in parts]).peak.bytes
+
+
+def _flash_bytes(node: fx.Node) -> int:
+    """Of each thread: a block of scores (backward: and its gradient), a block of results."""
+    backward = "backward" in str(node.target)
+    operands = [value_of(n) for n in node.args if isinstance(n, fx.Node)]
+    query, key = operands[backward : backward + 2]
+    if query is None or key is None:
+        return 0
+    rows, features = hint_shape(query)[-2:]
+    rows = min(rows, next(block for least, block in _FLASH_QUERIES if rows >= least))
+    keys = min(hint_shape(key)[-2], _FLASH_KEYS)
+    elements = rows * (2 * keys if backward else keys + features + 2)
+    size = torch.finfo(torch.float32).bits // 8
+    if query.dtype.itemsize < size:  # and a copy of the scores in the inputs' type
+        elements += rows * keys // 2 * (2 if backward else 1)
+    return torch.get_num_threads() * elements * size
