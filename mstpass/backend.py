@@ -63,7 +63,7 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
     partitioner = Partitioner(options, key)
     hooks = {
         "custom_partitioner_fn": partitioner,
-        "post_grad_custom_post_pass": LowerLoops(_users_pass(users), options.memory_budget == 0.0),
+        "post_grad_custom_post_pass": LowerLoops(_users_pass(users), options.frees_memory_for_time),
     }
     try:
         compiled: Any = compile_fx(gm, list(example_inputs), config_patches={**users, **hooks})
@@ -169,12 +169,12 @@ def _prepare(gm: fx.GraphModule) -> None:
 class LowerLoops(CustomGraphPass):
     """Inductor's last pass over forward and backward: our lowering, then the user's own pass."""
 
-    def __init__(self, users_pass: Any, least_memory: bool):
-        self.users_pass, self.least_memory = users_pass, least_memory
+    def __init__(self, users_pass: Any, hold: bool):
+        self.users_pass, self.hold = users_pass, hold
 
     def __call__(self, graph: fx.Graph) -> None:
         lower_loops(graph)
-        if self.least_memory:
+        if self.hold:
             hold_recomputation(graph)
         keep_safe_donations(graph)
         if self.users_pass is not None:
@@ -184,7 +184,7 @@ class LowerLoops(CustomGraphPass):
         theirs = self.users_pass.uuid() if isinstance(self.users_pass, CustomGraphPass) else None
         if self.users_pass is not None and theirs is None:
             return None  # an unknown pass: not cacheable, as without us
-        return f"mstpass-{_sources_hash()}-{self.least_memory}-{theirs}"
+        return f"mstpass-{_sources_hash()}-{self.hold}-{theirs}"
 
 
 __all__ = ["MstpassError", "OptionError", "mst"]

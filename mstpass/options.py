@@ -68,6 +68,11 @@ class Options:
         return Options(**values)
 
     @property
+    def frees_memory_for_time(self) -> bool:
+        """Whether plans may do work twice: under any budget but the free plan's."""
+        return self.memory_budget not in ("auto", "free", 1.0)
+
+    @property
     def inductor_patches(self) -> dict[str, Any]:
         return dict(self.inductor)
 
@@ -127,22 +132,16 @@ def _memory_budget(value: Any, where: str) -> str | float | int:
             raise OptionError(
                 f"{where}: {value!r} is neither 'auto', 'free' nor a size like '24GiB'"
             )
-        raise NotAvailableYet(f"{where}: a budget in bytes ({value!r}) is not available yet")
+        return value
     if isinstance(value, float):
         if not 0.0 <= value <= 1.0:
             raise OptionError(f"{where}: a float budget lies in [0, 1], got {value!r}")
-        if value not in (0.0, 1.0):
-            raise NotAvailableYet(
-                f"{where}: a budget strictly between 0.0 and 1.0 ({value!r}) is not available yet; "
-                "use 0.0 (recompute chunked MLPs), 1.0 or 'free'"
-            )
         return value
-    if value < 0:
-        raise OptionError(f"{where}: bytes must not be negative, got {value}")
-    raise NotAvailableYet(
-        f"{where}: a budget in bytes ({value}) is not available yet; "
-        "0.0 and 1.0 (floats) are the two ends of the range"
-    )
+    if value < 1:
+        raise OptionError(
+            f"{where}: bytes must be at least 1, got {value}; the least memory is 0.0, a float"
+        )
+    return value
 
 
 def _reserve(value: Any, where: str) -> str | int:
@@ -157,8 +156,6 @@ def _reserve(value: Any, where: str) -> str | int:
 def _free_overhead(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 10:
         raise OptionError(f"{where} must be a fraction of at least 0, got {value!r}")
-    if value != 0.02:
-        raise NotAvailableYet(f"{where}: only the default, 0.02, is available yet, got {value!r}")
     return float(value)
 
 

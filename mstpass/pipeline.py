@@ -1,32 +1,38 @@
 """The stages in order: read, detect, plan, apply, split. The first three change nothing.
 
-Once it is split, the step's memory is simulated; loops that do not lower its peak are taken back
-(chunk/need.py), and what is left is applied and split anew.
+Detection says which regions there are and how each could run; the partition problem takes all of
+that as plain data, and a solver decides at once which loops there are and what crosses from forward
+to backward, by the simulated peak. What it decides is applied as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from typing import Any
 
 from torch import fx
 
-from mstpass.chunk.apply import CycleError, apply_plans
-from mstpass.chunk.detect import detect
+from mstpass.chunk.apply import Applied, CycleError, apply_plans
+from mstpass.chunk.choices import Choices, choices
 from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.hoist import hoist_slices
-from mstpass.chunk.need import needless, no_higher, optional_plans, rejection
-from mstpass.chunk.overhead import spend
-from mstpass.chunk.plan import mode_of, plan_region
 from mstpass.chunk.spread import spread_operands
 from mstpass.graph.build import sizes_from_inputs
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.kernels import simulate_step
-from mstpass.graph.memory import StepMemory
 from mstpass.options import Options
-from mstpass.partition.split import Modules, split
-from mstpass.plans import ChunkPlan, Outcome, Region, Rejection, SavePlan
+from mstpass.partition.budget import BudgetError, budget_bytes, infeasible, solve_within
+from mstpass.partition.modes import Cycle, with_modes
+from mstpass.partition.problem import CutProblem, Plan
+from mstpass.partition.regions import WHOLE, region_modes
+from mstpass.partition.simulate import step_memory, step_us
+from mstpass.partition.solvers import AUTO, SOLVERS
+from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.partition.split import Modules, cut_problem, needs_torch, split, split_by_torch
+from mstpass.partition.verify import InvalidPlan, verify
+from mstpass.plans import ChunkPlan, Outcome, Rejection, SavePlan
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +44,7 @@ class Result:
     """What the pipeline made, up to the stage at which it stopped."""
 
     outcome: Outcome
+    problem: CutProblem | None = None
     joint: fx.GraphModule | None = None
     modules: Modules | None = None
 
@@ -56,110 +63,140 @@ def run(
         module: the joint graph, after Inductor's joint passes.
         stop_after: a stage's name.
         torch_kwargs: what AOTAutograd passes to a partitioner.
+
+    Raises:
+        BudgetError: under ``strict``, where no plan stays within ``memory_budget``.
+        InvalidPlan: under ``strict``, where a solver's plan does not give backward what it needs.
     """
     if stop_after not in STAGES:
         raise ValueError(f"stop_after must be one of {STAGES}, got {stop_after!r}")
     joint = JointGraph(module, num_fwd_outputs)
-    plans: list[ChunkPlan] = []
+    regions: list[Choices] = []
     rejections: list[Rejection] = []
     if options.chunk == "auto":
-        joint, plans, rejections = _planned(joint, options)
-    if stop_after in STAGES[:3]:
-        return Result(Outcome(tuple(plans), tuple(rejections)))
+        joint, regions, rejections = _detect(joint, options)
+    if stop_after in STAGES[:2]:
+        return Result(Outcome((), tuple(rejections)))
+    problem, regions, more = _problem(joint, regions, options)
+    rejections += more
+    plan = _solve(problem, options)
+    plans, more = _chosen(regions, plan)
+    rejections += more
+    if stop_after == "plan":
+        return Result(Outcome(tuple(plans), tuple(rejections)), problem)
+    applied, plans, more = _apply(joint, plans, options)
+    rejections += more
     if stop_after == "apply":
-        rewritten, plans, more = _apply(joint, plans, options)
-        return Result(Outcome(tuple(plans), (*rejections, *more)), rewritten)
-
-    def build(plans: list[ChunkPlan]) -> _Built:
-        return _build(joint, plans, options, torch_kwargs)
-
-    built = build(plans)
-    optional = optional_plans(built.plans, options)
-    if optional:
-        least = build([p for p in built.plans if p not in optional])
-        dropped = needless(optional, built.memory, least.memory)
-        kept = [p for p in built.plans if p not in dropped]
-        fewer = least if kept == least.plans else build(kept) if dropped else built
-        if dropped and no_higher(fewer.memory, built.memory):
-            rejections += [*built.rejections, *map(rejection, dropped)]
-            built = fewer
-    outcome = Outcome(
-        tuple(built.plans),
-        (*rejections, *built.rejections),
-        built.save_plan,
-        built.memory.peak_bytes if built.memory.known else None,
-        notes=(built.note,) if built.note else (),
-    )
-    return Result(outcome, built.joint, built.modules)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Built:
-    """The rewritten joint graph of some plans, split, and its memory."""
-
-    plans: list[ChunkPlan]
-    rejections: list[Rejection]
-    joint: fx.GraphModule
-    modules: Modules
-    save_plan: SavePlan
-    memory: StepMemory
-    note: str
-
-
-def _build(
-    joint: JointGraph, plans: list[ChunkPlan], options: Options, torch_kwargs: dict[str, Any]
-) -> _Built:
-    rewritten, plans, rejections = _apply(joint, plans, options)
-    modules, save_plan, note = split(
-        JointGraph(rewritten, joint.num_fwd_outputs),
-        options.solver,
-        least_memory=options.memory_budget == 0.0,
-        **torch_kwargs,
-    )
+        return Result(Outcome(tuple(plans), tuple(rejections)), problem, applied.module)
+    rewritten = JointGraph(applied.module, num_fwd_outputs)
+    modules, save_plan, note = _split(rewritten, applied, plan, options, torch_kwargs)
     memory = simulate_step(*(module.graph for module in modules))
-    return _Built(plans, rejections, rewritten, modules, save_plan, memory, note)
+    notes = [note] if note else []
+    budget = budget_bytes(options)
+    if budget is not None and memory.peak_bytes > budget:
+        notes.append(infeasible(budget, memory))
+        if options.strict:
+            raise BudgetError(notes[-1])
+        warnings.warn(f"mstpass: {notes[-1]}", stacklevel=2)
+    outcome = Outcome(tuple(plans), tuple(rejections), save_plan, notes=tuple(notes))
+    if memory.known:
+        whole = dataclasses.replace(problem, regions=())
+        saved = min_cut(whole)
+        time_us = step_us(with_modes(problem, plan.modes), plan.saved) / step_us(whole, saved)
+        outcome = dataclasses.replace(
+            outcome,
+            peak_bytes=memory.peak_bytes,
+            baseline_peak_bytes=step_memory(whole, saved).peak_bytes,
+            extra_time=time_us - 1,
+        )
+    return Result(outcome, problem, applied.module, modules)
 
 
-def _planned(
+# ---- detect ------------------------------------------------------------------------------------
+def _detect(
     joint: JointGraph, options: Options
-) -> tuple[JointGraph, list[ChunkPlan], list[Rejection]]:
-    """The plans, and the joint graph that they speak of: made ready for them where that helps."""
+) -> tuple[JointGraph, list[Choices], list[Rejection]]:
+    """The regions, and the joint graph that they speak of: made ready for them where that helps."""
     joint = sizes_from_inputs(joint)
     hoisted = hoist_slices(joint)
     prepared = hoisted.joint if hoisted is not None else joint
     prepared, spread = spread_operands(prepared)
     if prepared is joint:
-        return joint, *_plan(joint, options)
+        return joint, *choices(joint, options)
     changed = spread | (hoisted.moved if hoisted is not None else frozenset())
-    plans, rejections = _plan(prepared, options)
-    if any(name in changed for plan in plans for name, _ in plan.members):
-        return prepared, plans, rejections
+    regions, rejections = choices(prepared, options)
+    if any(name in changed for region in regions for name, _ in region.plans[0][1].members):
+        return prepared, regions, rejections
     # That was not what stood in the way: the graph stays, the true reasons are told.
-    return joint, _plan(joint, options)[0], rejections
+    return joint, choices(joint, options)[0], rejections
 
 
-def _plan(joint: JointGraph, options: Options) -> tuple[list[ChunkPlan], list[Rejection]]:
-    regions, rejections = detect(joint)
+# ---- plan --------------------------------------------------------------------------------------
+def _problem(
+    joint: JointGraph, regions: list[Choices], options: Options
+) -> tuple[CutProblem, list[Choices], list[Rejection]]:
+    """The partition problem; regions whose loops cannot be written are left out."""
+    rejections: list[Rejection] = []
+    while True:
+        try:
+            modes = region_modes(joint, regions, options.accumulate)
+            problem = cut_problem(joint, regions=modes)
+            with_modes(problem, {})
+            return problem, regions, rejections
+        except Cycle as error:
+            loop = error.loop
+            guilty = next(
+                choice
+                for choice, region in zip(regions, modes, strict=True)
+                if any(loop == one.name for one in region.modes[0].loops)
+            )
+            reason = f"the loops of {guilty.region} need their own results"
+        except CannotTake as error:
+            guilty = next(c for c in regions if any(error.node.name == m for m in _members(c)))
+            reason = f"{error.node.name}: {error.reason}"
+        rejections.append(_rejected("apply", guilty.plans[0][1], reason))
+        regions = [choice for choice in regions if choice is not guilty]
+
+
+def _members(choice: Choices) -> list[str]:
+    return [name for name, _ in choice.plans[0][1].members]
+
+
+def _rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:
+    return Rejection(stage, plan.members[0][0], reason, plan.source, plan.bytes_before)
+
+
+def _solve(problem: CutProblem, options: Options) -> Plan:
+    """The solver's plan, verified; the minimum cut's where it is not valid."""
+    name = AUTO if options.solver == "auto" else options.solver
+    try:
+        plan = solve_within(problem, options, SOLVERS[name])
+        verify(with_modes(problem, plan.modes).allowing(True), plan.saved)
+        return plan
+    except (InvalidPlan, Cycle, KeyError) as error:
+        if options.strict:
+            raise InvalidPlan(f"solver {name!r}: {error}") from error
+        warnings.warn(f"mstpass: solver {name!r}: {error}; min_cut is used", stacklevel=2)
+        return SOLVERS["min_cut"](problem, None)
+
+
+def _chosen(regions: list[Choices], plan: Plan) -> tuple[list[ChunkPlan], list[Rejection]]:
     plans: list[ChunkPlan] = []
-    region_of: dict[str, Region] = {}
-    for region in regions:
-        planned = plan_region(joint, region, options, mode_of(region, options))
-        if isinstance(planned, ChunkPlan):
-            plans.append(planned)
-            region_of[planned.members[0][0]] = region
+    rejections: list[Rejection] = []
+    for choice in regions:
+        name = plan.modes.get(choice.region, choice.plans[0][0])
+        if name == WHOLE:
+            reason = "the step's peak lies elsewhere: chunks would not lower it"
+            rejections.append(_rejected("plan", choice.plans[0][1], reason))
         else:
-            rejections.append(planned)
-
-    def replan(plan: ChunkPlan, repeat: frozenset[str]) -> ChunkPlan:
-        planned = plan_region(joint, region_of[plan.members[0][0]], options, plan.mode, repeat)
-        return planned if isinstance(planned, ChunkPlan) else plan
-
-    return spend(joint, plans, options.free_overhead, replan), rejections
+            plans.append(choice[name])
+    return plans, rejections
 
 
+# ---- apply -------------------------------------------------------------------------------------
 def _apply(
     joint: JointGraph, plans: list[ChunkPlan], options: Options
-) -> tuple[fx.GraphModule, list[ChunkPlan], list[Rejection]]:
+) -> tuple[Applied, list[ChunkPlan], list[Rejection]]:
     """The rewritten graph; plans whose loops cannot be written are left out, with the reason."""
     rejections: list[Rejection] = []
     while True:
@@ -170,7 +207,28 @@ def _apply(
         except CannotTake as error:
             guilty = next(p for p in plans if any(error.node.name == m for m, _ in p.members))
             reason = f"{error.node.name}: {error.reason}"
-        rejections.append(
-            Rejection("apply", guilty.members[0][0], reason, guilty.source, guilty.bytes_before)
-        )
+        rejections.append(_rejected("apply", guilty, reason))
         plans = [plan for plan in plans if plan is not guilty]
+
+
+# ---- split -------------------------------------------------------------------------------------
+def _split(
+    joint: JointGraph, applied: Applied, plan: Plan, options: Options, torch_kwargs: dict[str, Any]
+) -> tuple[Modules, SavePlan, str]:
+    """Forward and backward modules, what crosses, and a note where that is not the plan's."""
+    reason = needs_torch(joint)
+    if reason:
+        return (
+            *split_by_torch(joint, **torch_kwargs),
+            f"torch's partitioner split it: {reason}",
+        )
+    name = AUTO if options.solver == "auto" else options.solver
+    saved = frozenset(applied.names.get(value, "") for value in plan.saved)
+    problem = cut_problem(joint)
+    note = ""
+    try:
+        verify(problem.allowing(True), saved)
+    except InvalidPlan as error:  # a region was left out after the plan was made
+        saved, note = min_cut(problem), f"the saved values are min_cut's: {error}"
+        name = "min_cut"
+    return *split(joint, saved, name, **torch_kwargs), note

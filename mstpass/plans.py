@@ -152,11 +152,15 @@ class Outcome:
     """What one run of the pipeline decided for one joint graph.
 
     ``peak_bytes`` is simulated, of forward and backward; symbolic sizes count as when traced. None
-    where a size depends on data.
+    where a size depends on data. ``baseline_peak_bytes`` is that of the step without loops, as few
+    bytes saved as without repeating a heavy op; ``extra_time`` the time beyond that step's, a
+    fraction of it, by the cost model.
     """
 
     regions: tuple[ChunkPlan, ...] = ()
     rejections: tuple[Rejection, ...] = ()
     save_plan: SavePlan | None = None
     peak_bytes: int | None = None
+    baseline_peak_bytes: int | None = None
+    extra_time: float | None = None
     notes: tuple[str, ...] = ()

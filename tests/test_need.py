@@ -9,8 +9,10 @@ import torch
 
 from mstpass import pipeline
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.chunk import need
 from mstpass.options import Options
+from mstpass.partition.modes import with_modes
+from mstpass.partition.simulate import step_memory
+from mstpass.partition.solvers.min_cut import min_cut
 from tests.checks import joint_graph
 
 HEAVY_HEAD = LlamaSize(256, 4, 4, 1024, 16_000, 2048)
@@ -28,15 +30,14 @@ def _mlps(result: pipeline.Result) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [HEAVY_HEAD, LIGHT_HEAD])
-def test_no_peak_rises_by_what_is_left_out(
-    size: LlamaSize, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = _run(size).outcome
-    monkeypatch.setattr(pipeline, "needless", lambda *_: [])
-    everything = _run(size).outcome
-    assert chosen.peak_bytes is not None and everything.peak_bytes is not None
-    assert chosen.peak_bytes <= 1.01 * everything.peak_bytes
-    assert (len(chosen.regions) < len(everything.regions)) == (size is HEAVY_HEAD)
+def test_no_peak_rises_by_what_is_left_out(size: LlamaSize) -> None:
+    result = _run(size)
+    assert result.problem is not None and result.outcome.peak_bytes is not None
+    everything = with_modes(result.problem, {})
+    with_all_loops = step_memory(everything, min_cut(everything))
+    assert result.outcome.peak_bytes <= 1.01 * with_all_loops.peak_bytes
+    all_taken = len(result.outcome.regions) == len(result.problem.regions)
+    assert all_taken == (size is LIGHT_HEAD)
 
 
 def test_under_a_heavy_head_mlps_need_no_loops() -> None:
@@ -62,7 +63,8 @@ def test_symbolic_batches_keep_their_loops() -> None:
     )
     result = pipeline.run(joint, Options(), num_fwd_outputs=outputs)
     assert not any("elsewhere" in r.reason for r in result.outcome.rejections)
-    assert need.optional_plans(result.outcome.regions, Options()) == []
+    assert result.problem is not None
+    assert all(mode.loops for region in result.problem.regions for mode in region.modes)
 
 
 def test_no_peak_is_told_where_a_size_depends_on_data() -> None:

@@ -43,11 +43,7 @@ def test_bad_options_name_what_is_wrong(given: dict[str, object], names: list[st
 @pytest.mark.parametrize(
     "given",
     [
-        {"memory_budget": 0.5},
-        {"memory_budget": "24GiB"},
-        {"memory_budget": 2**30},
         {"reserve": "4GiB"},
-        {"free_overhead": 0.1},
         {"reconstruct": "tolerant"},
         {"logits": "drop"},
     ],

@@ -15,7 +15,8 @@ from torch import fx, nn
 from mstpass import pipeline
 from mstpass.options import Options
 from mstpass.partition.problem import CutProblem, Value
-from mstpass.partition.solvers import SOLVERS
+from mstpass.partition.solvers.checkpoints import checkpoints
+from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.split import is_heavy
 from mstpass.partition.verify import InvalidPlan, recomputed, verify
 from tests.checks import joint_graph
@@ -61,14 +62,17 @@ def _cheapest(problem: CutProblem) -> int | None:
     return best
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+CUTS = {"min_cut": min_cut, "checkpoints": checkpoints}
+
+
+@pytest.mark.parametrize("name", CUTS)
 @given(problem=problems())
 @settings(max_examples=400, deadline=None)
 def test_solvers_against_brute_force(name: str, problem: CutProblem) -> None:
     best = _cheapest(problem)
     if best is None:
         return  # a needed view of a heavy view: no plan exists
-    saved = SOLVERS[name](problem)
+    saved = CUTS[name](problem)
     verify(problem, saved)
     saved_bytes = sum(v.bytes for v in problem.values if v.name in saved)
     assert saved_bytes == best if name == "min_cut" else saved_bytes >= best
@@ -143,14 +147,14 @@ def _chain(blocks: int, inner: int) -> CutProblem:
 
 
 def test_checkpoints_lie_between_blocks() -> None:
-    saved = SOLVERS["checkpoints"](_chain(blocks=9, inner=8))
+    saved = checkpoints(_chain(blocks=9, inner=8))
     assert saved and all(name.startswith("x") for name in saved)
     assert len(saved) <= 10
 
 
 def test_checkpoints_see_long_blocks_and_few() -> None:
     """With little inside the blocks, several of them share a checkpoint."""
-    saved = SOLVERS["checkpoints"](_chain(blocks=64, inner=1))
+    saved = checkpoints(_chain(blocks=64, inner=1))
     assert 4 <= len(saved) <= 32
 
 
@@ -159,7 +163,7 @@ def test_a_pinned_value_is_saved_at_any_budget() -> None:
         (Value("seed", 8, (), pinned=True), Value("mask", 800, ("seed",), needed=True)),
         recompute_heavy=True,
     )
-    for solve in SOLVERS.values():
+    for solve in CUTS.values():
         assert solve(problem) == {"seed"}
 
 

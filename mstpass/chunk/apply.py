@@ -7,6 +7,7 @@ written: ``CycleError`` names the plan to leave out.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -33,16 +34,33 @@ class CycleError(Exception):
         self.plan = plan
 
 
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """The new joint graph, and the names in it of the old one's nodes.
+
+    A loop's result goes by the node that it stands for; ``unscaled(name)`` is what the loop returns
+    where that is multiplied by the unit afterwards.
+    """
+
+    module: fx.GraphModule
+    names: Mapping[str, str]
+
+
+def unscaled(name: str) -> str:
+    return f"{name}:unscaled"
+
+
 def apply_plans(
     joint: JointGraph, plans: Sequence[ChunkPlan], accumulate: str = "float32"
-) -> fx.GraphModule:
+) -> Applied:
     """A new joint graph module with every plan's loops in it; the old one is left as it is.
 
     Raises:
         CycleError: a plan's loops depend on themselves through other nodes.
         CannotTake: a loop's body cannot be built.
     """
-    return _Writer(joint, plans, accumulate).write()
+    writer = _Writer(joint, plans, accumulate)
+    return Applied(writer.write(), writer.names())
 
 
 Task = fx.Node | LoopPlan
@@ -81,6 +99,13 @@ class _Writer:
         module.meta = dict(self.joint.module.meta)
         self.graph.lint()
         return module
+
+    def names(self) -> dict[str, str]:
+        names = {old.name: new.name for old, new in self.env.items()}
+        for node, result in self.raw.items():
+            loop, item = self.producers[node]
+            names[unscaled(node.name) if item.scaled and loop.unit else node.name] = result.name
+        return names
 
     # ---- order ---------------------------------------------------------------------------------
     def _deps(self, task: Task) -> list[Task]:

@@ -44,10 +44,12 @@ def plan_region(
     options: Options,
     mode: str,
     repeat: Set[str] = frozenset(),
+    short: bool = False,
 ) -> ChunkPlan | Rejection:
     """The loops of a region in a mode, or why it stays as it is.
 
     Args:
+        short: chunks as short as products bear, for the least memory.
         repeat: matmuls that backward may redo in save mode. With nothing left to save the mode
             becomes recompute.
     """
@@ -62,7 +64,7 @@ def plan_region(
     kept = {*saved, *(joint.by_name[name] for name in region.returned)}
     transient, held = _footprint(facts, loops)
     flops_per_row = total_flops(facts.specs) / region.num_tokens
-    chunk_tokens = _chunk_tokens(joint, region, options, transient, held, flops_per_row)
+    chunk_tokens = _chunk_tokens(joint, region, options, transient, held, flops_per_row, short)
     if isinstance(chunk_tokens, Refusal):
         return Rejection("plan", region.name, chunk_tokens.reason, region.source, facts.before)
     num_chunks = math.ceil(region.num_tokens / chunk_tokens)
@@ -235,6 +237,7 @@ def _chunk_tokens(
     transient: int,
     held: int,
     flops_per_row: float,
+    short: bool,
 ) -> int | Refusal:
     tokens = region.num_tokens
     if options.chunk_tokens is not None:
@@ -248,7 +251,7 @@ def _chunk_tokens(
     least = costs.least_rows(math.inf, TOLERABLE)
     good = max(least, costs.least_rows(flops_per_row, GOOD))
     share = _TRANSIENT_SHARE
-    if options.memory_budget == 0.0:
+    if short:
         good, share = least, share / 2
     if region.symbolic and tokens < 2 * good:
         return good  # nothing to learn from this batch; a later one may be long

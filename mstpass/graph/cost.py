@@ -1,4 +1,8 @@
-"""What nodes cost: floating point operations of matmuls and attention, which dominate a step."""
+"""What nodes cost: floating point operations of matmuls and attention, and time on a device.
+
+Time is what the floating point operations take at the device's measured rate, and what the bytes
+take that a kernel moves. Inductor fuses pointwise ops: each counts with its result alone.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,23 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from mstpass.chunk.costs import costs_of
 from mstpass.graph import ops
-from mstpass.graph.joint import value_of
+from mstpass.graph.joint import nbytes, tensors_of, value_of
 from mstpass.graph.sizes import hint_shape
+
+_BYTES_PER_US = {"cpu": 1e4}  # one kernel's; 10 GB/s on two cores
+_BYTES_PER_US_ELSEWHERE = 2e6  # memory of a large GPU
+
+
+def time_us(node: fx.Node) -> float:
+    """Of one node, in microseconds, an estimate; 0 for views and what has no tensor."""
+    device = next((v.device for v in tensors_of(node.meta.get("val"))), None)
+    if node.op != "call_function" or ops.is_view(node) or device is None:
+        return 0.0
+    moved = nbytes(node) + (sum(map(nbytes, node.all_input_nodes)) if flops(node) else 0)
+    rate = _BYTES_PER_US.get(device.type, _BYTES_PER_US_ELSEWHERE)
+    return flops(node) / costs_of(device).flops_per_us + moved / rate
 
 
 def flops(node: fx.Node) -> int:

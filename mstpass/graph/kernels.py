@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
 
 import torch
 from torch import fx
@@ -61,9 +62,9 @@ def op_of(node: fx.Node, summed: Set[fx.Node] = frozenset()) -> Op:
     """
     return Op(
         name=node.name,
-        kind=_kind(node),
         bytes=0 if node in summed else nbytes(node),
         inputs=tuple(n.name for n in node.all_input_nodes),
+        kind=_kind(node),
         inner_bytes=_inner_bytes(node),
         dear=_is_dear(node),
     )
@@ -105,12 +106,16 @@ def _inner_bytes(node: fx.Node) -> int:
     root = node.graph.owning_module
     body, specs = node.args[0], node.args[4]
     assert root is not None and isinstance(body, fx.Node) and isinstance(specs, tuple | list)
-    graph = getattr(root, str(body.target)).graph
-    parts = graph.output_node().args[0]
+    graph: fx.Graph = getattr(root, str(body.target)).graph
+    parts: Any = graph.output_node().args[0]
+    kinds: Any = [spec[0] for spec in specs]  # type: ignore[index]
+    return body_bytes(graph, parts, kinds)
+
+
+def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node], kinds: Sequence[str]) -> int:
+    """What one run of a loop's body needs, its results stacked or added to others."""
     summed = {
-        part
-        for part, (kind, _, _) in zip(parts, specs, strict=True)
-        if kind == SUM and ops.is_matmul(part)
+        part for part, kind in zip(parts, kinds, strict=True) if kind == SUM and ops.is_matmul(part)
     }
     inner = [op_of(n, summed) for n in graph.nodes if n.op in ("placeholder", "call_function")]
     return memory.simulate(inner, [n.name for n in parts]).peak.bytes

@@ -33,16 +33,16 @@ class Op:
     """One node.
 
     Attributes:
-        bytes: of its result's own buffer; what a view shows counts with its base.
+        bytes: of the storage that keeping its result keeps alive.
         inputs: the nodes it reads.
         inner_bytes: what it needs besides results while it runs.
         dear: a pointwise op that is not repeated for every reader.
     """
 
     name: str
-    kind: str
-    bytes: int = 0
+    bytes: int
     inputs: tuple[str, ...] = ()
+    kind: str = POINTWISE
     inner_bytes: int = 0
     dear: bool = False
 

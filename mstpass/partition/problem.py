@@ -1,21 +1,25 @@
 """The partition problem as plain data: solvers see no FX graph.
 
 A value that backward needs is available there if it is free (an input of the step), saved, or if
-all its inputs are available and it may be recomputed. A solver picks the saved set.
+all its inputs are available and it may be recomputed. A plan picks a mode for each region, which
+decides its loops (modes.py), and the saved set; what it needs of memory is simulated
+(simulate.py), what it costs in time is the sum over what backward does again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
+
+from mstpass.graph.memory import Op
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
-    """One forward value.
+class Value(Op):
+    """One forward value, or one op of the backward.
 
     Attributes:
-        bytes: of the storage that saving it keeps alive.
-        inputs: names of the values it is computed from.
+        us: time that computing it takes, in microseconds, by the cost model.
         free: available in backward at no cost.
         heavy: slow to recompute (a matmul, attention).
         pinned: must not be recomputed at all (a loop, a random draw).
@@ -25,9 +29,7 @@ class Value:
         forward: an output of the forward comes from it; others only serve the backward.
     """
 
-    name: str
-    bytes: int
-    inputs: tuple[str, ...]
+    us: float = 0.0
     free: bool = False
     heavy: bool = False
     pinned: bool = False
@@ -37,25 +39,126 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True)
-class CutProblem:
-    """All forward values that backward may need, in topological order.
+class Result:
+    """What a loop returns in a node's place.
 
-    ``recompute_heavy`` allows plans to recompute heavy values, for less memory and more time.
+    Attributes:
+        bytes: of the loop's own buffer, which may be wider than the node's.
+        scale: a node that the result is multiplied by after the loop; empty for none.
+    """
+
+    node: str
+    bytes: int
+    scale: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """One loop over chunks, in the place of its members.
+
+    Attributes:
+        needs: the nodes it reads whole or in slices.
+        inner_bytes: what one chunk needs besides the results.
+        us: time of all chunks.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    needs: tuple[str, ...]
+    results: tuple[Result, ...]
+    inner_bytes: int
+    us: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A way to run a region; without loops it stays as it is."""
+
+    name: str
+    loops: tuple[Loop, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionModes:
+    """The modes that a region has; the first is taken where a plan names none."""
+
+    region: str
+    modes: tuple[Mode, ...]
+
+    def __post_init__(self) -> None:
+        names = [mode.name for mode in self.modes]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"region {self.region} needs modes of different names, has {names}")
+
+    def __getitem__(self, name: str) -> Mode:
+        for mode in self.modes:
+            if mode.name == name:
+                return mode
+        known = ", ".join(mode.name for mode in self.modes)
+        raise KeyError(f"region {self.region} has no mode {name!r}, only {known}")
+
+
+@dataclasses.dataclass(frozen=True)
+class CutProblem:
+    """All values of a step, forward and backward each in topological order.
+
+    Attributes:
+        values: the forward's, and what backward computes without a tangent.
+        backward: ops that need a tangent, the tangents themselves included.
+        outputs: values that the forward returns.
+        gradients: what the backward returns.
+        regions: the choices of loops; none once they are made.
+        recompute_heavy: allow heavy values to be recomputed, for less memory and more time.
     """
 
     values: tuple[Value, ...]
     recompute_heavy: bool = False
+    backward: tuple[Value, ...] = ()
+    outputs: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    regions: tuple[RegionModes, ...] = ()
 
     def keeps(self, value: Value) -> bool:
         """Whether backward may not recompute the value."""
         return value.pinned or (value.heavy and not self.recompute_heavy)
 
+    def allowing(self, recompute_heavy: bool) -> CutProblem:
+        return dataclasses.replace(self, recompute_heavy=recompute_heavy)
+
     def __post_init__(self) -> None:
         known: set[str] = set()
-        for value in self.values:
+        for value in (*self.values, *self.backward):
             missing = [name for name in value.inputs if name not in known]
             if missing:
                 raise ValueError(f"{value.name} needs {missing}, which do not come before it")
             if value.name in known:
                 raise ValueError(f"{value.name} occurs twice")
             known.add(value.name)
+        unknown = [name for name in (*self.outputs, *self.gradients) if name not in known]
+        if unknown:
+            raise ValueError(f"outputs or gradients that are no values: {unknown}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A solver's answer: a mode for each region (its first one where none is given), and the names
+    of the values that cross from forward to backward."""
+
+    saved: frozenset[str]
+    modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def with_needs(
+    values: Iterable[Value], backward: Iterable[Value], gradients: Iterable[str]
+) -> tuple[Value, ...]:
+    """The forward values, each marked as needed where a backward op that is used reads it."""
+    live = set(gradients)
+    for op in reversed(list(backward)):
+        if op.name in live:
+            live.update(op.inputs)
+    return tuple(
+        value
+        if value.needed == (value.name in live)
+        else dataclasses.replace(value, needed=value.name in live)
+        for value in values
+    )

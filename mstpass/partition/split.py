@@ -1,4 +1,4 @@
-"""Split a joint graph in forward and backward: the problem, the solver, torch's extraction.
+"""Split a joint graph in forward and backward: the problem, and torch's extraction.
 
 Private APIs of torch/_functorch/partitioners.py, checked with torch 2.13: ``min_cut_remat...``
 (the fallback for graphs with what our problem does not model), ``_extract_fwd_bwd_modules``,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -19,43 +19,32 @@ from torch._functorch.compile_utils import raise_getitems
 
 from mstpass.chunk.loop import mst_loop
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph, ancestors, is_tangent, nbytes, tensors_of, value_of
+from mstpass.graph.cost import time_us
+from mstpass.graph.joint import JointGraph, is_tangent, nbytes, tensors_of, value_of
+from mstpass.graph.kernels import op_of
 from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.graph.source import source_of
 from mstpass.graph.tokens import Refusal
-from mstpass.partition.problem import CutProblem, Value
-from mstpass.partition.solvers import DEFAULT, LEAST_MEMORY, SOLVERS
-from mstpass.partition.verify import verify
+from mstpass.partition.problem import CutProblem, RegionModes, Value, with_needs
 from mstpass.plans import SavedValue, SavePlan
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 
 
 def split(
-    joint: JointGraph, solver: str, *, least_memory: bool = False, **torch_kwargs: Any
-) -> tuple[Modules, SavePlan, str]:
-    """Forward and backward modules, what crosses, and a note where torch's partitioner chose it.
-
-    Args:
-        least_memory: let ``"auto"`` recompute matmuls and attention.
-    """
-    reason = needs_torch(joint)
-    if reason:
-        modules = partitioners.min_cut_rematerialization_partition(
-            joint.module, None, num_fwd_outputs=joint.num_fwd_outputs, **torch_kwargs
-        )
-        return (
-            modules,
-            _crossing(modules, joint, "torch"),
-            f"torch's partitioner split it: {reason}",
-        )
-    auto = LEAST_MEMORY if least_memory else DEFAULT
-    name = auto if solver == "auto" else solver
-    problem = cut_problem(joint, recompute_heavy=name == LEAST_MEMORY)
-    saved = SOLVERS[name](problem)
-    verify(problem, saved)
+    joint: JointGraph, saved: Set[str], solver: str, **torch_kwargs: Any
+) -> tuple[Modules, SavePlan]:
+    """Forward and backward modules of a verified saved set, and what crosses between them."""
     modules = _extract(joint, [joint.by_name[n] for n in sorted(saved)], **torch_kwargs)
-    return modules, _crossing(modules, joint, name), ""
+    return modules, _crossing(modules, joint, solver)
+
+
+def split_by_torch(joint: JointGraph, **torch_kwargs: Any) -> tuple[Modules, SavePlan]:
+    """The same by torch's own partitioner, for graphs with what our problem does not model."""
+    modules = partitioners.min_cut_rematerialization_partition(
+        joint.module, None, num_fwd_outputs=joint.num_fwd_outputs, **torch_kwargs
+    )
+    return modules, _crossing(modules, joint, "torch")
 
 
 def needs_torch(joint: JointGraph) -> str:
@@ -85,38 +74,41 @@ def _is_body(node: fx.Node) -> bool:
     return all(user.target is mst_loop for user in node.users)
 
 
-def cut_problem(joint: JointGraph, recompute_heavy: bool = False) -> CutProblem:
+def cut_problem(
+    joint: JointGraph, recompute_heavy: bool = False, regions: tuple[RegionModes, ...] = ()
+) -> CutProblem:
     """The problem of one joint graph: its forward values that do not need a tangent."""
-    candidates = [
-        n
-        for n in joint.nodes
-        if n.op in ("placeholder", "call_function") and n not in joint.backward
-    ]
-    names = {n.name for n in candidates}
-    needed_by = ancestors(joint.backward_outputs)
+    known = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
+    names = {n.name for n in known}
+    values = [_value(joint, n, names) for n in known if n not in joint.backward]
+    backward = tuple(_value(joint, n, names) for n in known if n in joint.backward)
+    gradients = tuple(n.name for n in joint.backward_outputs)
     return CutProblem(
-        tuple(
-            Value(
-                name=node.name,
-                bytes=_storage_bytes(node),
-                inputs=tuple(i.name for i in node.all_input_nodes if i.name in names),
-                free=node.op == "placeholder" or is_size(node),
-                heavy=is_heavy(node),
-                pinned=is_pinned(node),
-                savable=_savable(node),
-                needed=_needed(joint, node, needed_by),
-                forward=node in joint.forward,
-            )
-            for node in candidates
-        ),
+        with_needs(values, backward, gradients),
         recompute_heavy,
+        backward,
+        tuple(n.name for n in joint.forward_outputs),
+        gradients,
+        regions,
     )
 
 
-def _needed(joint: JointGraph, node: fx.Node, needed_by: set[fx.Node]) -> bool:
-    if any(user in joint.backward and user in needed_by for user in node.users):
-        return True
-    return node in joint.backward_outputs
+def _value(joint: JointGraph, node: fx.Node, names: Set[str]) -> Value:
+    op = op_of(node)
+    return Value(
+        name=node.name,
+        bytes=_storage_bytes(node),
+        inputs=tuple(name for name in op.inputs if name in names),
+        kind=op.kind,
+        inner_bytes=op.inner_bytes,
+        dear=op.dear,
+        us=time_us(node),
+        free=(node.op == "placeholder" and node not in joint.backward) or is_size(node),
+        heavy=is_heavy(node),
+        pinned=is_pinned(node),
+        savable=_savable(node),
+        forward=node in joint.forward,
+    )
 
 
 def is_heavy(node: fx.Node) -> bool:

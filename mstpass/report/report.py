@@ -56,6 +56,16 @@ class Report:
         """
         return self.outcome.peak_bytes
 
+    @property
+    def baseline_peak_bytes(self) -> int | None:
+        """Simulated peak of the step without loops; None where ``peak_bytes`` is."""
+        return self.outcome.baseline_peak_bytes
+
+    @property
+    def extra_time(self) -> float | None:
+        """Time beyond the step without loops, a fraction of it, by the cost model."""
+        return self.outcome.extra_time
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self.outcome)
 
@@ -101,6 +111,11 @@ def _lines(report: Report) -> list[str]:
         )
     if report.peak_bytes is not None:
         lines.append(f"  simulated peak of forward and backward: {_mib(report.peak_bytes)}")
+        if report.baseline_peak_bytes is not None and report.extra_time is not None:
+            lines[-1] += (
+                f"; without loops {_mib(report.baseline_peak_bytes)}; "
+                f"estimated extra time {100 * report.extra_time:.1f} %"
+            )
     lines += [f"  note: {note}" for note in report.outcome.notes]
     return lines
 
@@ -132,6 +147,8 @@ def _outcome(data: dict[str, Any]) -> Outcome:
         if plan
         else None,
         peak_bytes=data["peak_bytes"],
+        baseline_peak_bytes=data["baseline_peak_bytes"],
+        extra_time=data["extra_time"],
         notes=tuple(data["notes"]),
     )
 

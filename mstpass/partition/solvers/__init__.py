@@ -1,14 +1,62 @@
-"""Solvers: ``solve(problem) -> names of the saved values``, by name."""
+"""Solvers: ``solve(problem, budget_bytes) -> Plan``, by name.
+
+A problem may have regions, each with several modes; ``with_modes`` closes it for those that a
+solver chooses (the first of each where it says nothing), and the saved set speaks of the closed
+problem's values. ``budget_bytes`` is the most that the step's simulated peak may be; None asks for
+what costs next to no time, 0 for the least memory.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
-from mstpass.partition.problem import CutProblem
+from mstpass.partition.modes import with_modes
+from mstpass.partition.problem import CutProblem, Plan
 from mstpass.partition.solvers.checkpoints import checkpoints
 from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.partition.solvers.peak_search import peak_search
 
-Solver = Callable[[CutProblem], frozenset[str]]
+Solver = Callable[[CutProblem, int | None], Plan]
+Cut = Callable[[CutProblem], frozenset[str]]
 
-SOLVERS: Mapping[str, Solver] = {"min_cut": min_cut, "checkpoints": checkpoints}
-DEFAULT, LEAST_MEMORY = "min_cut", "checkpoints"
+AUTO = "peak_search"
+
+
+def _of_first_modes(cut: Cut, recompute_heavy: bool) -> Solver:
+    def solve(problem: CutProblem, budget_bytes: int | None) -> Plan:
+        closed = with_modes(problem, {}).allowing(recompute_heavy)
+        return Plan(cut(closed), {})
+
+    return solve
+
+
+_SOLVERS: dict[str, Solver] = {
+    "peak_search": peak_search,
+    "min_cut": _of_first_modes(min_cut, recompute_heavy=False),
+    "checkpoints": _of_first_modes(checkpoints, recompute_heavy=True),
+}
+SOLVERS: Mapping[str, Solver] = MappingProxyType(_SOLVERS)
+
+
+def register_solver(name: str, solve: Solver) -> None:
+    """Make a solver available as ``options={"solver": name}`` and to ``mstpass bench solvers``.
+
+    Args:
+        solve: ``solve(problem, budget_bytes) -> Plan``. Every answer is verified; one that does not
+            give the backward what it needs is an error under ``strict``, else a warning.
+
+    Raises:
+        ValueError: the name is taken by one of mstpass's own, or is no identifier.
+        TypeError: ``solve`` cannot be called with a problem and a budget.
+    """
+    if not name.isidentifier() or name == "auto":
+        raise ValueError(f"register_solver: {name!r} must be an identifier other than 'auto'")
+    if name in _SOLVERS and _SOLVERS[name].__module__.startswith("mstpass."):
+        raise ValueError(f"register_solver: {name!r} is one of mstpass's own solvers")
+    try:
+        inspect.signature(solve).bind(None, None)
+    except TypeError as error:
+        raise TypeError(f"register_solver: {name}(problem, budget_bytes): {error}") from None
+    _SOLVERS[name] = solve

@@ -31,9 +31,18 @@ _NEARBY = 32  # positions on either side
 
 def checkpoints(problem: CutProblem) -> frozenset[str]:
     """The names to save: what is alive at the chosen places, and what may not be recomputed."""
+    return complete(problem, frozenset[str]().union(*checkpoint_places(problem).values()))
+
+
+def checkpoint_places(problem: CutProblem) -> dict[int, frozenset[str]]:
+    """The chosen places: positions in ``problem.values``, and what is alive behind each."""
     line = _Line(problem)
-    kept = line.best()
-    # What those leave open, such as a random draw's result, the cheapest way.
+    return {stop: line.names_at(stop) for stop in line.best()}
+
+
+def complete(problem: CutProblem, kept: frozenset[str]) -> frozenset[str]:
+    """A saved set with all of ``kept``: what that leaves open, such as a random draw's result,
+    comes the cheapest way."""
     rest = tuple(
         dataclasses.replace(value, free=value.free or value.name in kept)
         for value in problem.values
@@ -114,28 +123,33 @@ class _Line:
                 places.append(t)
         return places
 
-    def best(self) -> frozenset[str]:
+    def names_at(self, place: int) -> frozenset[str]:
+        return frozenset(self.values[j].name for j in self.alive_at[place])
+
+    def best(self) -> list[int]:
+        """The places, in order."""
         total = self.needed_bytes[-1]
         if not self.places or not total:
-            return frozenset()
+            return []
         least = max(1, max(v.bytes for v in self.values if not v.free))
-        best_cost, best_kept = total, frozenset[int]()
+        best_cost, best_stops = total, list[int]()
         bound = float(total)
         for _ in range(_BOUNDS):
             found = self._path(int(bound))
             if found is None:
                 break
-            kept, widest = found
+            stops, widest = found
+            kept = frozenset(j for stop in stops for j in self.alive_at[stop])
             cost = self._bytes(kept) + widest
             if cost < best_cost:
-                best_cost, best_kept = cost, kept
+                best_cost, best_stops = cost, stops
             bound = min(bound, widest) * 0.75
             if bound < least:
                 break
-        return frozenset(self.values[j].name for j in best_kept)
+        return best_stops
 
-    def _path(self, bound: int) -> tuple[frozenset[int], int] | None:
-        """What to save so that no segment holds more than ``bound`` bytes; the widest segment."""
+    def _path(self, bound: int) -> tuple[list[int], int] | None:
+        """Where to save so that no segment holds more than ``bound`` bytes; the widest segment."""
         start, end = -1, len(self.values) - 1
         stops = [start, *self.places, end]
         cost: dict[int, int] = {start: 0}
@@ -151,14 +165,14 @@ class _Line:
                     cost[stop], previous[stop] = price, earlier
         if end not in cost:
             return None
-        kept: set[int] = set()
+        chosen: list[int] = []
         widest, stop = 0, end
         while stop != start:
             widest = max(widest, self._segment(previous[stop], stop))
             stop = previous[stop]
             if stop != start:
-                kept |= self.alive[stop] or set()
-        return frozenset(kept), widest
+                chosen.append(stop)
+        return chosen[::-1], widest
 
     def _segment(self, start: int, stop: int) -> int:
         """Bytes of what backward needs of the values between two positions."""

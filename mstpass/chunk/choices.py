@@ -1,0 +1,65 @@
+"""What each region could do: its chunk plans, the one first that the options ask for.
+
+Which of them runs, or none, is part of the partition problem (partition/modes.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mstpass.chunk.detect import detect
+from mstpass.chunk.overhead import spend
+from mstpass.chunk.plan import mode_of, plan_region
+from mstpass.graph.joint import JointGraph
+from mstpass.options import Options
+from mstpass.plans import RECOMPUTE, ChunkPlan, Region, Rejection
+
+_SHORT = "{}, short chunks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """Of one region: named plans, and whether it may stay whole."""
+
+    region: str
+    plans: tuple[tuple[str, ChunkPlan], ...]
+    optional: bool
+
+    def __getitem__(self, name: str) -> ChunkPlan:
+        return dict(self.plans)[name]
+
+
+def choices(joint: JointGraph, options: Options) -> tuple[list[Choices], list[Rejection]]:
+    """Of every region of the graph, and what was large but refused. Changes nothing."""
+    regions, rejections = detect(joint)
+    least = options.memory_budget == 0.0
+    first: list[ChunkPlan] = []
+    region_of: dict[str, Region] = {}
+    for region in regions:
+        planned = plan_region(joint, region, options, mode_of(region, options), short=least)
+        if isinstance(planned, ChunkPlan):
+            first.append(planned)
+            region_of[planned.members[0][0]] = region
+        else:
+            rejections.append(planned)
+
+    def replan(plan: ChunkPlan, repeat: frozenset[str]) -> ChunkPlan:
+        region = region_of[plan.members[0][0]]
+        planned = plan_region(joint, region, options, plan.mode, repeat, short=least)
+        return planned if isinstance(planned, ChunkPlan) else plan
+
+    spent = spend(joint, first, options.free_overhead, replan)
+    return [_choices(joint, region_of[p.members[0][0]], p, options) for p in spent], rejections
+
+
+def _choices(joint: JointGraph, region: Region, first: ChunkPlan, options: Options) -> Choices:
+    """A batch of any size may come to a symbolic region: it keeps its loops, as forced ones do."""
+    plans = {first.mode: first}
+    for short in (False, True):
+        mode = first.mode if region.fused or region.returned else RECOMPUTE
+        name = _SHORT.format(mode) if short else mode
+        planned = plan_region(joint, region, options, mode, short=short)
+        if isinstance(planned, ChunkPlan) and planned not in plans.values():
+            plans.setdefault(name, planned)
+    optional = options.chunk_tokens is None and not region.symbolic
+    return Choices(region.name, tuple(plans.items()), optional)

@@ -1,0 +1,86 @@
+"""What a plan's step looks like: the order of forward and backward, and the memory of both.
+
+The order is that of torch's partitioner (torch/_functorch/partitioners.py): the forward as traced;
+the backward as traced, each recomputed value just before its first use there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+
+from mstpass.graph.memory import INPUT, StepMemory, simulate
+from mstpass.partition.problem import CutProblem, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The ops of a step's two graphs, in the order in which they run."""
+
+    forward: tuple[Value, ...]
+    backward: tuple[Value, ...]
+
+
+def schedule(problem: CutProblem, saved: Set[str]) -> Schedule:
+    """The two graphs of a problem without open regions, for a saved set that ``verify`` accepts."""
+    index = {value.name: i for i, value in enumerate(problem.values)}
+    forward = _ancestors(problem, index, {*problem.outputs, *saved})
+    used = set(problem.gradients)
+    for op in reversed(problem.backward):
+        if op.name in used:
+            used.update(op.inputs)
+    there = set(saved) | {value.name for value in problem.values if value.free}
+    crossing = [_as_input(v) for v in problem.values if v.name in saved or v.free]
+    backward: list[Value] = []
+    for op in (*problem.backward, *(v for v in problem.values if v.name in problem.gradients)):
+        if op.name not in used:
+            continue
+        missing: set[int] = set()
+        stack = [op.name] if op.name in index else list(op.inputs)
+        while stack:
+            name = stack.pop()
+            i = index.get(name)
+            if i is not None and name not in there and i not in missing:
+                missing.add(i)
+                stack.extend(problem.values[i].inputs)
+        again = [problem.values[i] for i in sorted(missing)]
+        there.update(value.name for value in again)
+        backward += [*again, op] if op.name not in index else again
+    return Schedule(
+        tuple(v for v in problem.values if v.name in forward),
+        (*crossing, *backward),
+    )
+
+
+def step_memory(problem: CutProblem, saved: Set[str]) -> StepMemory:
+    """The memory of a step in which these values cross from forward to backward."""
+    step = schedule(problem, saved)
+    tangents = [op.name for op in step.backward if op.kind == INPUT and op.name not in saved]
+    free = {value.name for value in problem.values if value.free}
+    return StepMemory(
+        simulate(step.forward, [*problem.outputs, *saved]),
+        simulate(
+            step.backward, problem.gradients, [*saved, *(t for t in tangents if t not in free)]
+        ),
+    )
+
+
+def step_us(problem: CutProblem, saved: Set[str]) -> float:
+    """Time of a step by the cost model, what backward computes again included."""
+    step = schedule(problem, saved)
+    return sum(value.us for value in (*step.forward, *step.backward))
+
+
+def _as_input(value: Value) -> Value:
+    return dataclasses.replace(value, kind=INPUT, inputs=(), inner_bytes=0, us=0.0)
+
+
+def _ancestors(problem: CutProblem, index: dict[str, int], names: Set[str]) -> set[str]:
+    found: set[str] = set()
+    stack = [name for name in names if name in index]
+    while stack:
+        name = stack.pop()
+        if name not in found:
+            found.add(name)
+            stack.extend(problem.values[index[name]].inputs)
+    return found
