@@ -33,9 +33,16 @@ _LOOP = torch.ops.higher_order.while_loop
 
 
 def hold_recomputation(graph: fx.Graph) -> None:
-    """Order recomputations behind the gradients before them, in place."""
-    waits = recomputation_waits(graph)
-    preserve_node_ordering(graph, {node: OrderedSet(before) for node, before in waits.items()})
+    """Order a backward's recomputations behind the gradients before them, in place."""
+    if not any(is_tangent(node) for node in graph.find_nodes(op="placeholder")):
+        return
+    behind, sums = recomputation_waits(graph), sum_waits(graph)
+    waits = {
+        node: OrderedSet((*behind.get(node, ()), *sums.get(node, ())))
+        for node in graph.nodes
+        if node in behind or node in sums
+    }
+    preserve_node_ordering(graph, waits)
 
 
 def recomputation_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -59,6 +66,28 @@ def recomputation_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
             waits[node] = alive
         last = here
     return waits
+
+
+def sum_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """For heavy ops, the gradients before them that are sums, such as a norm's weight gradient.
+
+    Nothing but the graph's end reads them, so Inductor may put them off, and what they are summed
+    over stays alive.
+    """
+    kept = set(graph.output_node().all_input_nodes)
+    waits: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    pending: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op == "call_function" and ops.is_reduction(node) and _leaves(node, kept):
+            pending.append(node)
+        elif pending and _is_heavy(node):
+            waits[node] = tuple(pending)
+            pending = []
+    return waits
+
+
+def _leaves(node: fx.Node, kept: set[fx.Node]) -> bool:
+    return node in kept or any(ops.is_cheap_view(u) and _leaves(u, kept) for u in node.users)
 
 
 def _descendants(sources: Iterable[fx.Node]) -> set[fx.Node]:
