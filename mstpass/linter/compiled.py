@@ -1,0 +1,116 @@
+"""``lint_compiled``: run a compiled step once and read the graphs that Inductor was given.
+
+The graphs are taken at ``post_grad_custom_pre_pass``, a config hook of Inductor's that sees forward
+and backward before its own rewrites (checked with torch 2.11 and 2.13). Every backend that ends in
+Inductor passes there, ``mst`` among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from mstpass.graph.joint import is_tangent, value_of
+from mstpass.linter.graphs import lint_graphs
+from mstpass.linter.report import LintReport
+from mstpass.linter.step import LintError, run_step
+
+
+def lint_compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
+    """Run ``fn(*args, **kwargs)`` once, compiling it anew, and lint each forward with its backward.
+
+    ``fn`` calls what `torch.compile` returned, with a backend that ends in Inductor (``"mst"``,
+    ``"inductor"``). What was compiled before in this process is forgotten first. The backward of a
+    loss that ``fn`` returns is run unless ``fn`` did so. Flops are those of matmuls and attention.
+
+    Raises:
+        LintError: nothing was compiled, or nothing with a backward.
+    """
+    import torch._inductor.config as inductor_config
+
+    record = _Record(inductor_config.post_grad_custom_pre_pass)
+    torch.compiler.reset()
+    with inductor_config.patch(force_disable_caches=True, post_grad_custom_pre_pass=record):
+        run_step(fn, args, kwargs, lambda: any(map(_is_backward, record.graphs)))
+    torch.compiler.reset()  # what was compiled here holds the hook
+    if not record.graphs:
+        raise LintError(
+            "Inductor compiled nothing in this step: call a function that "
+            "torch.compile(..., backend='mst') or backend='inductor' returned"
+        )
+    if not any(map(_is_backward, record.graphs)):
+        raise LintError("no backward was compiled: does the loss reach a compiled function?")
+    return _merge([lint_graphs(*pair) for pair in _pairs(record.graphs)])
+
+
+class _Record(CustomGraphPass):
+    """Copies each graph that passes; a hook that the user has set still runs."""
+
+    def __init__(self, users_pass: Any):
+        self.graphs: list[fx.GraphModule] = []
+        self._users_pass = users_pass
+
+    def __call__(self, graph: fx.Graph) -> None:
+        owner = graph.owning_module
+        assert owner is not None
+        # bodies of loops and branches come before the graph that holds them
+        inner = set(owner.modules())
+        self.graphs = [graph for graph in self.graphs if graph.meta["copy_of"] not in inner]
+        copy = fx.Graph()
+        copy.output(copy.graph_copy(graph, {}))
+        module = fx.GraphModule(owner, copy)
+        module.meta["copy_of"] = owner
+        self.graphs.append(module)
+        if self._users_pass is not None:
+            self._users_pass(graph)
+
+    def uuid(self) -> None:
+        return None
+
+
+def _is_backward(module: fx.GraphModule) -> bool:
+    return any(map(is_tangent, module.graph.nodes))
+
+
+def _pairs(modules: list[fx.GraphModule]) -> list[tuple[fx.GraphModule, ...]]:
+    """Each backward with the forward that has most of what it was saved from."""
+    forwards = [module for module in modules if not _is_backward(module)]
+    pairs: list[tuple[fx.GraphModule, ...]] = []
+    for backward in filter(_is_backward, modules):
+        match = max(forwards, key=lambda forward: _shared(forward, backward), default=None)
+        if match is None:
+            pairs.append((backward,))
+            continue
+        forwards.remove(match)
+        pairs.append((match, backward))
+    return pairs + [(forward,) for forward in forwards]
+
+
+def _shared(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
+    """How many values have one name and shape in both; generator states are renamed."""
+    shapes = {node.name: _shape(node) for node in forward.graph.nodes}
+    saved = (n for n in backward.graph.nodes if n.op == "placeholder" and not is_tangent(n))
+    return sum(shapes.get(node.name, ()) == _shape(node) for node in saved)
+
+
+def _shape(node: fx.Node) -> tuple[str, ...] | None:
+    value = value_of(node)
+    return None if value is None else tuple(map(str, value.shape))
+
+
+def _merge(reports: list[LintReport]) -> LintReport:
+    step_flops = sum(report.step_flops for report in reports)
+    share = 1 / step_flops if step_flops else 0.0
+    findings = [
+        # shares are of the whole step
+        f.__class__(**{**vars(f), "wasted_share": f.wasted_flops * share})
+        for report in reports
+        for f in report.findings
+    ]
+    note = f"{len(reports)} compiled graph{'s' if len(reports) > 1 else ''} read"
+    findings.sort(key=lambda f: -f.wasted_flops)
+    return LintReport(tuple(findings), step_flops, notes=(note,))
