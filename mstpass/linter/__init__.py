@@ -4,7 +4,16 @@
 ``lint_graphs`` reads a pair of graphs that you have. See docs/lint.md.
 """
 
+from mstpass.linter.errors import LintError
 from mstpass.linter.report import Finding, LintReport, ModuleRuns
-from mstpass.linter.step import LintError, lint
+from mstpass.linter.step import lint, lint_compiled, lint_graphs
 
-__all__ = ["Finding", "LintError", "LintReport", "ModuleRuns", "lint"]
+__all__ = [
+    "Finding",
+    "LintError",
+    "LintReport",
+    "ModuleRuns",
+    "lint",
+    "lint_compiled",
+    "lint_graphs",
+]

@@ -105,9 +105,7 @@ def _dead(wastes: list[_Waste], namer: _Namer, share: float) -> list[Finding]:
     return findings
 
 
-def _by(
-    wastes: list[_Waste], name: Callable[[_Waste], str], what: str
-) -> dict[str, list[_Waste]]:
+def _by(wastes: list[_Waste], name: Callable[[_Waste], str], what: str) -> dict[str, list[_Waste]]:
     groups: dict[str, list[_Waste]] = {}
     for waste in wastes:
         if getattr(waste, what):
@@ -123,9 +121,7 @@ def _finding(
     return Finding(kind, name, *times, flops, flops * share, cause, fix, source)
 
 
-def _why_repeated(
-    runs: OpRuns, around: Mapping[Site, set[Target]]
-) -> tuple[str, str, str]:
+def _why_repeated(runs: OpRuns, around: Mapping[Site, set[Target]]) -> tuple[str, str, str]:
     """Kind, cause and fix."""
     nested = len(runs.sites) > 1
     # without a reentrant checkpoint only a call of backward starts another backward
@@ -145,9 +141,7 @@ def _why_repeated(
     )
 
 
-def _why_nested(
-    sites: tuple[Site, ...], around: Mapping[Site, set[Target]]
-) -> tuple[str, str]:
+def _why_nested(sites: tuple[Site, ...], around: Mapping[Site, set[Target]]) -> tuple[str, str]:
     outer, inner = sites[-2:]
     styles = tuple("reentrant" if site.reentrant else "non-reentrant" for site in (inner, outer))
     how = " in ".join(styles) if styles[0] != styles[1] else f"both {styles[0]}"

@@ -1,4 +1,4 @@
-"""``lint_compiled``: run a compiled step once and read the graphs that Inductor was given.
+"""Of a compiled step: the graphs that Inductor was given, recorded and read pair by pair.
 
 The graphs are taken at ``post_grad_custom_pre_pass``, a config hook of Inductor's that sees forward
 and backward before its own rewrites (checked with torch 2.11 and 2.13). Every backend that ends in
@@ -7,6 +7,7 @@ Inductor passes there, ``mst`` among them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,39 +16,37 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from mstpass.graph.joint import is_tangent, value_of
-from mstpass.linter.graphs import lint_graphs
+from mstpass.linter.errors import LintError
+from mstpass.linter.graphs import read_graphs
 from mstpass.linter.report import LintReport
-from mstpass.linter.step import LintError, run_step
 
 
-def lint_compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
-    """Run ``fn(*args, **kwargs)`` once, compiling it anew, and lint each forward with its backward.
-
-    ``fn`` calls what `torch.compile` returned, with a backend that ends in Inductor (``"mst"``,
-    ``"inductor"``). What was compiled before in this process is forgotten first. The backward of a
-    loss that ``fn`` returns is run unless ``fn`` did so. Flops are those of matmuls and attention.
+def read_compiled(step: Callable[[Record], None]) -> LintReport:
+    """The report of what ``step`` compiles; it is handed the record to be.
 
     Raises:
         LintError: nothing was compiled, or nothing with a backward.
     """
     import torch._inductor.config as inductor_config
 
-    record = _Record(inductor_config.post_grad_custom_pre_pass)
+    record = Record(inductor_config.post_grad_custom_pre_pass)
     torch.compiler.reset()
-    with inductor_config.patch(force_disable_caches=True, post_grad_custom_pre_pass=record):
-        run_step(fn, args, kwargs, lambda: any(map(_is_backward, record.graphs)))
-    torch.compiler.reset()  # what was compiled here holds the hook
+    try:
+        with inductor_config.patch(force_disable_caches=True, post_grad_custom_pre_pass=record):
+            step(record)
+    finally:
+        torch.compiler.reset()  # what was compiled here holds the hook
     if not record.graphs:
         raise LintError(
             "Inductor compiled nothing in this step: call a function that "
             "torch.compile(..., backend='mst') or backend='inductor' returned"
         )
-    if not any(map(_is_backward, record.graphs)):
+    if not record.has_backward:
         raise LintError("no backward was compiled: does the loss reach a compiled function?")
-    return _merge([lint_graphs(*pair) for pair in _pairs(record.graphs)])
+    return _merge([read_graphs(*pair) for pair in _pairs(record.graphs)])
 
 
-class _Record(CustomGraphPass):
+class Record(CustomGraphPass):
     """Copies each graph that passes; a hook that the user has set still runs."""
 
     def __init__(self, users_pass: Any):
@@ -67,6 +66,10 @@ class _Record(CustomGraphPass):
         self.graphs.append(module)
         if self._users_pass is not None:
             self._users_pass(graph)
+
+    @property
+    def has_backward(self) -> bool:
+        return any(map(_is_backward, self.graphs))
 
     def uuid(self) -> None:
         return None
@@ -107,7 +110,7 @@ def _merge(reports: list[LintReport]) -> LintReport:
     share = 1 / step_flops if step_flops else 0.0
     findings = [
         # shares are of the whole step
-        f.__class__(**{**vars(f), "wasted_share": f.wasted_flops * share})
+        dataclasses.replace(f, wasted_share=f.wasted_flops * share)
         for report in reports
         for f in report.findings
     ]

@@ -34,14 +34,8 @@ Number = int
 GraphLike = fx.Graph | fx.GraphModule
 
 
-def lint_graphs(forward: GraphLike, backward: GraphLike | None = None) -> LintReport:
-    """Read a forward and its backward graph, as a partitioner splits them, or one joint graph.
-
-    Args:
-        forward: of ATen ops with ``meta["val"]``, as AOTAutograd makes them. A joint graph goes
-            here alone: nothing is recomputed in it yet, only duplicates and dead ops are found.
-        backward: placeholders that no forward node has the name of are taken as new values.
-    """
+def read_graphs(forward: GraphLike, backward: GraphLike | None = None) -> LintReport:
+    """See `mstpass.linter.lint_graphs`."""
     pair = [g.graph if isinstance(g, fx.GraphModule) else g for g in (forward, backward) if g]
     step_flops = sum(map(graph_flops, pair))
     found = _Reader(pair, step_flops).findings()
@@ -56,13 +50,15 @@ def graph_flops(graph: fx.Graph) -> int:
 
 
 def _loop_flops(node: fx.Node) -> int:
-    body, num_chunks, chunk_tokens, num_tokens = node.args[:4]
+    arguments: Any = node.args[:4]
+    body, num_chunks, chunk_tokens, num_tokens = arguments
     owner = node.graph.owning_module
     if owner is None or not isinstance(body, fx.Node):
         return 0
     rows = num_tokens.meta["val"] if isinstance(num_tokens, fx.Node) else num_tokens
     chunks = num_chunks if num_chunks is not None else -(-hint(rows) // chunk_tokens)
-    return chunks * total_flops(owner.get_submodule(str(body.target)).graph.nodes)
+    loop: Any = owner.get_submodule(str(body.target))
+    return chunks * total_flops(loop.graph.nodes)
 
 
 class _Reader:
@@ -163,15 +159,23 @@ class _Reader:
         """Whether the forward reads the value outside of the checkpoint that computes it."""
         original = self._forward_of[self.number_of[node]]
         block = _block(original)
-        return block is not None and any(
-            user.op == "call_function" and _block(user) != block for user in original.users
-        )
+        # higher-order ops that torch inserts around random ones belong to no block
+        ops = (user for user in original.users if isinstance(user.target, torch._ops.OpOverload))
+        return block is not None and any(_block(user) != block for user in ops)
 
     def _finding(self, kind: str, node: fx.Node, cause: str, fix: str) -> Finding:
         waste, number = flops(node), self.number_of[node]
         runs = [sum(self.number_of[n] == number for n in g.nodes if flops(n)) for g in self.pair]
         return Finding(
-            kind, node.name, *(*runs, 0)[:2], waste, waste * self._share, cause, fix, source_of(node)
+            kind=kind,
+            module=node.name,
+            forward_runs=runs[0],
+            recompute_runs=runs[1] if len(runs) > 1 else 0,
+            wasted_flops=waste,
+            wasted_share=waste * self._share,
+            cause=cause,
+            fix=fix,
+            source=source_of(node),
         )
 
 

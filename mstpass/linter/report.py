@@ -1,4 +1,4 @@
-"""``LintReport``: what a step computes more often than it needs to, as attributes, text and JSON."""
+"""``LintReport``: what a step computes too often, as attributes, text and JSON."""
 
 from __future__ import annotations
 
@@ -77,6 +77,16 @@ class LintReport:
     @property
     def wasted_share(self) -> float:
         return self.wasted_flops / self.step_flops if self.step_flops else 0.0
+
+    def above(self, min_share: float) -> LintReport:
+        """Without the findings below this share of the step's flops, layers of one kind summed."""
+        kept = [
+            finding
+            for group in grouped(self.findings)
+            if sum(f.wasted_share for f in group) >= min_share
+            for finding in group
+        ]
+        return dataclasses.replace(self, findings=tuple(kept))
 
     def to_dict(self) -> dict[str, Any]:
         totals = {"wasted_flops": self.wasted_flops, "wasted_share": self.wasted_share}

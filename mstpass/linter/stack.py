@@ -1,4 +1,4 @@
-"""Where an op runs, read off the Python stack: which modules, which checkpoints, forward or backward.
+"""Where an op runs, read off the Python stack: in which modules, which checkpoints, which phase.
 
 No hook is set and nothing is patched: ``Module._call_impl`` and the functions of
 ``torch.utils.checkpoint`` have frames of their own, and these hold what we want to know. That works
@@ -14,6 +14,7 @@ names read below, and ``torch._C._current_graph_task_id``.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ def _recompute_code() -> types.CodeType:
 
 _MODULE = id(nn.Module._call_impl.__code__)
 _ENGINE = id(graph._engine_run_backward.__code__)
-_CHECKPOINT = id(torch_checkpoint.checkpoint.__wrapped__.__code__)
+_CHECKPOINT = id(inspect.unwrap(torch_checkpoint.checkpoint).__code__)
 _REENTRANT_FORWARD = id(torch_checkpoint.CheckpointFunction.forward.__code__)
 _REENTRANT_BACKWARD = id(torch_checkpoint.CheckpointFunction.backward.__code__)
 _RECOMPUTE = id(_recompute_code())

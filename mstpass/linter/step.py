@@ -1,18 +1,22 @@
-"""``lint``: run an eager training step once and report what it recomputed for nothing."""
+"""The public functions: lint an eager step, a compiled one, or graphs at hand.
+
+What they need is imported on use: torch's flop counter and Inductor take a while to import, and
+``import mstpass`` should not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
-from mstpass.extras import UserError
+from mstpass.linter.errors import LintError
 from mstpass.linter.report import LintReport
 
-
-class LintError(UserError):
-    """The step cannot be linted; the message says what to change."""
+if TYPE_CHECKING:
+    from mstpass.linter.compiled import Record
 
 
 def lint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
@@ -26,19 +30,49 @@ def lint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
     Raises:
         LintError: there was no backward to look at. What ``fn`` raises is passed on.
     """
-    # flop_counter takes a while to import, and importing mstpass should not
     from mstpass.linter.causes import lint_trace
     from mstpass.linter.trace import StepTrace
 
-    # Dynamo, meeting a dispatch mode, would leave the functions uncompiled for good
+    # Dynamo, meeting a dispatch mode, would leave compiled functions uncompiled for good
     with torch.compiler.set_stance("force_eager"), StepTrace() as trace:
-        run_step(fn, args, kwargs, lambda: trace.ran_backward)
+        _run(fn, args, kwargs, lambda: trace.ran_backward)
     return lint_trace(trace)
 
 
-def run_step(
-    fn: Callable[..., Any], args: Any, kwargs: Any, ran_backward: Callable[[], bool]
-) -> None:
+def lint_compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
+    """Run ``fn(*args, **kwargs)`` once, compiling it anew, and lint each forward with its backward.
+
+    ``fn`` calls what `torch.compile` returned, with a backend that ends in Inductor (``"mst"``,
+    ``"inductor"``). What this process has compiled is forgotten, before and after. A loss that
+    ``fn`` returns is treated as by `lint`. Flops are those of matmuls and attention.
+
+    Raises:
+        LintError: nothing with a backward was compiled. What ``fn`` raises is passed on.
+    """
+    from mstpass.linter.compiled import read_compiled
+
+    def step(record: Record) -> None:
+        _run(fn, args, kwargs, lambda: record.has_backward)
+
+    return read_compiled(step)
+
+
+def lint_graphs(
+    forward: fx.Graph | fx.GraphModule, backward: fx.Graph | fx.GraphModule | None = None
+) -> LintReport:
+    """Read a forward and its backward graph, as a partitioner splits them, or one joint graph.
+
+    Args:
+        forward: of ATen ops with ``meta["val"]``, as AOTAutograd makes them. A joint graph goes
+            here alone: nothing is recomputed in it yet, only duplicates and dead ops are found.
+        backward: placeholders that no forward node has the name of are taken as new values.
+    """
+    from mstpass.linter.graphs import read_graphs
+
+    return read_graphs(forward, backward)
+
+
+def _run(fn: Callable[..., Any], args: Any, kwargs: Any, ran_backward: Callable[[], bool]) -> None:
     """The step, and the backward of the loss that it returns unless it ran one itself."""
     result = fn(*args, **kwargs)
     if ran_backward():

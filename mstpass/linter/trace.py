@@ -153,11 +153,11 @@ class StepTrace(TorchDispatchMode):
 
     def _follow(self, place: Place) -> None:
         """Runs of a checkpoint that records nothing (``no_grad``) are never recomputed."""
-        outermost = place.regions[-1] if place.regions else None
-        if self._open is not None and (outermost is None or outermost.frame is not self._open.frame):
+        frame = place.regions[-1].frame if place.regions else None
+        if self._open is not None and self._open.frame is not frame:
             self._close()
-        if outermost is not None and self._open is None:
-            self._open = _Open(outermost.frame)
+        if self._open is None and frame is not None:
+            self._open = _Open(frame)
         if self._open is not None:
             self._open.records |= torch.is_grad_enabled() or any(
                 region.reentrant and region.recordable for region in place.regions
