@@ -27,12 +27,16 @@ def read_compiled(step: Callable[[Record], None]) -> LintReport:
     Raises:
         LintError: nothing was compiled, or nothing with a backward.
     """
+    import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
     record = Record(inductor_config.post_grad_custom_pre_pass)
     torch.compiler.reset()
     try:
-        with inductor_config.patch(force_disable_caches=True, post_grad_custom_pre_pass=record):
+        with (
+            functorch_config.patch(enable_autograd_cache=False),
+            inductor_config.patch(fx_graph_cache=False, post_grad_custom_pre_pass=record),
+        ):
             step(record)
     finally:
         torch.compiler.reset()  # what was compiled here holds the hook

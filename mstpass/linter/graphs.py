@@ -134,7 +134,7 @@ class _Reader:
                     f"recomputed only for {', '.join(sorted(blocks))}, what a checkpointed block "
                     "hands on; eager checkpointing keeps that"
                 )
-                fix = "leave this block out of checkpointing, or its last op (a MUST_SAVE policy)"
+                fix = "save its result: create_selective_checkpoint_contexts with MUST_SAVE for it"
                 found.append(self._finding(BOUNDARY, node, cause, fix))
         return found
 
