@@ -25,6 +25,7 @@ from mstpass.linter.report import (
     Finding,
     LintReport,
     ModuleRuns,
+    summed_up,
 )
 from mstpass.linter.trace import Key, OpRuns, Site, StepTrace, Target
 
@@ -210,7 +211,7 @@ def _free_nesting(wastes: list[_Waste], namer: _Namer) -> tuple[str, ...]:
         pair = (_describe(sites[-2]), _describe(sites[-1]))
         free.setdefault(pair, set()).add(namer.of(target, waste.key))
     return tuple(
-        f"{', '.join(sorted(names))}: {outer} around {inner} costs no flops as both stop early, "
+        f"{summed_up(sorted(names))}: {outer} around {inner} costs no flops as both stop early, "
         "but one is enough"
         for (outer, inner), names in free.items()
     )

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 NESTED = "nested checkpoints"
@@ -126,13 +126,23 @@ def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
     return list(groups.values())
 
 
+def summed_up(names: Iterable[str]) -> str:
+    """``model.layers.* (32 of them), head``: paths that differ in numbers alone are one."""
+    by_pattern: dict[str, list[str]] = {}
+    for name in names:
+        by_pattern.setdefault(_pattern(name), []).append(name)
+    return ", ".join(
+        f"{pattern} ({len(alike)} of them)" if len(alike) > 1 else alike[0]
+        for pattern, alike in by_pattern.items()
+    )
+
+
 def _finding_lines(group: list[Finding]) -> list[str]:
     first = group[0]
     several = len(group) > 1
-    name = f"{_pattern(first.module)} ({len(group)} of them)" if several else first.module
     flops, share = (sum(f.wasted_flops for f in group), sum(f.wasted_share for f in group))
     lines = [
-        f"  {name}: {first.kind}",
+        f"  {summed_up(f.module for f in group)}: {first.kind}",
         f"    ran     {first.forward_runs}x in forward, {first.recompute_runs}x again in backward"
         f"{' (each)' if several else ''}",
         f"    wasted  {_flops(flops)}, {share:.1%} of the step",
