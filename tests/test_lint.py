@@ -1,6 +1,7 @@
 """The linter in eager: counts and wasted flops against those computed by hand, with twins that
 do as little as possible and must give no finding."""
 
+import ctypes
 import functools
 import json
 
@@ -189,7 +190,7 @@ def test_a_module_called_twice_in_one_checkpoint():
         lambda x: checkpoint(lambda y: block(block(y)), x, use_reentrant=False).sum(), tokens()
     )
     assert not report.findings
-    assert runs(report)["Block.up" if "Block.up" in runs(report) else "up"] == (2, 2)
+    assert runs(report)["up"] == (2, 2)
 
 
 def test_microbatches():
@@ -351,6 +352,41 @@ def test_an_autograd_function_that_recomputes(times):
     assert set(by_kind(report, "dead recompute")) == {"down"}
 
 
+def raw(tensor):
+    return (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
+
+
+class Opaque(torch.autograd.Function):
+    """x**3 / 3 by code that no dispatcher sees, as kernels launched by hand are."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        out = torch.empty_like(x)
+        raw(out)[:] = [value**3 / 3 for value in raw(x)]
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        out = torch.empty_like(grad)
+        raw(out)[:] = [g * value**2 for g, value in zip(raw(grad), raw(x), strict=True)]
+        return out
+
+
+@pytest.mark.parametrize("style", [REENTRANT, NON_REENTRANT])
+def test_what_hidden_kernels_read_is_of_use(style):
+    block = Block()
+    report = mstpass.lint(
+        lambda x: checkpoint(
+            lambda y: block.down(Opaque.apply(block.up(y))), x, use_reentrant=style
+        ).mean(),
+        tokens(),
+    )
+    dead = by_kind(report, "dead recompute")
+    assert set(dead) == ({"down"} if style == REENTRANT else set())
+
+
 # --- Hugging Face and FSDP ----------------------------------------------------------------------
 
 HIDDEN, MLP, LAYERS, HEADS, LENGTH = 16, 32, 2, 2, 8
@@ -392,7 +428,7 @@ def lint_llama(model):
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("impl", [CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT])
 def test_checkpoint_wrapper_around_hugging_face(impl):
-    """The case of llama-cookbook #740: 248.88 s instead of 185.07 s an epoch."""
+    """The field's case: 248.88 s instead of 185.07 s an epoch of Llama-2-7B on 4 A100."""
     report = lint_llama(llama(REENTRANT, impl))
     nested = by_kind(report, "nested checkpoints")
     assert set(nested) == {"model.layers.0", "model.layers.1"}
@@ -454,6 +490,18 @@ def test_the_text_sums_up_layers():
     assert "layers.* (2 of them): nested checkpoints" in text
     assert "1x in forward, 2x again in backward (each)" in text
     assert "4 findings; 30.0% of the step's 20.5 kflop are wasted" in text  # 6 of 20 products
+
+
+def test_paths_of_modules_that_are_called_one_by_one():
+    """They start at the model that the step holds; twins without one are numbered."""
+    model, twins = Model(depth=2), [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+
+    def step(x):
+        return model.layers[1](model.layers[0](x)).sum()
+
+    assert set(runs(mstpass.lint(step, tokens()))) >= {"layers.0", "layers.1.down"}
+    report = mstpass.lint(lambda x: twins[1](twins[0](x)).sum(), tokens())
+    assert set(runs(report)) == {"Linear", "Linear-1"}
 
 
 def test_json(tmp_path):

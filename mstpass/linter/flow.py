@@ -58,9 +58,13 @@ class Flow:
         """An op of the forward, or one that computes gradients: what it reads is of use."""
         sources = _storages(inputs)
         if gradient and not _shape_only(func):
-            self._wanted |= {self._producer[s] for s in sources if s in self._producer}
+            self.want(inputs)
         for address in _storages(outputs) - sources:
             self._producer.pop(address, None)
+
+    def want(self, values: Any) -> None:
+        """Tensors that something reads which is not seen here."""
+        self._wanted |= {self._producer[s] for s in _storages(values) if s in self._producer}
 
     def used(self) -> list[bool]:
         """By op number, once the step is over."""

@@ -29,9 +29,25 @@ def module_names(roots: Iterable[nn.Module]) -> dict[int, str]:
                 continue
             name = _WRAPPERS.sub("", path).strip(".") or type(unwrapped(root)).__name__
             if taken.get(name, unwrapped(module)) is not unwrapped(module):
-                name = f"{type(unwrapped(root)).__name__}-{number}.{name}"
+                name = f"{type(unwrapped(root)).__name__}-{number}.{path}".strip(".")
             names[id(module)], taken[name] = name, unwrapped(module)
     return names
+
+
+def modules_near(fn: Any, args: Iterable[Any] = ()) -> list[nn.Module]:
+    """The modules that a step is, holds, or is given: roots to name what they contain."""
+    if isinstance(fn, functools.partial):
+        return modules_near(fn.func, (*args, *fn.args, *fn.keywords.values()))
+    owner = getattr(fn, "__self__", None)
+    code = getattr(fn, "__code__", None)
+    known = getattr(fn, "__globals__", {})
+    values = [
+        *(fn, owner, *args),
+        *getattr(owner, "__dict__", {}).values(),
+        *(_content(cell) for cell in getattr(fn, "__closure__", None) or ()),
+        *(known.get(name) for name in (code.co_names if code else ())),
+    ]
+    return [value for value in values if isinstance(value, nn.Module)]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

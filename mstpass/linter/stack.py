@@ -42,6 +42,7 @@ _CHECKPOINT = id(inspect.unwrap(torch_checkpoint.checkpoint).__code__)
 _REENTRANT_FORWARD = id(torch_checkpoint.CheckpointFunction.forward.__code__)
 _REENTRANT_BACKWARD = id(torch_checkpoint.CheckpointFunction.backward.__code__)
 _RECOMPUTE = id(_recompute_code())
+_APPLY = id(inspect.getattr_static(torch.autograd.Function, "apply").__func__.__code__)
 _UPKEEP_FILES = {torch_checkpoint.__file__, torch.random.__file__, None}
 _OWN_FILES = {
     module.__file__
@@ -75,6 +76,8 @@ class Place:
         backward_id: the running backward, None in the forward.
         modules: each with its frame.
         inside: how many of the modules run inside the innermost region.
+        hand_written: what autograd functions within the innermost region were called with; their
+            kernels may read it unseen.
         upkeep: a checkpoint issued the op for itself: it saves inputs, or restores a generator.
     """
 
@@ -82,6 +85,7 @@ class Place:
     regions: tuple[Region, ...]
     modules: tuple[tuple[nn.Module, types.FrameType], ...]
     inside: int
+    hand_written: tuple[Any, ...] = ()
     upkeep: bool = False
 
     @property
@@ -102,12 +106,15 @@ def current_place() -> Place:
     recordable: bool | None = None
     callee: str | None = None
     upkeep = False
+    hand_written: list[Any] = []
     for frame in _frames(sys._getframe(1)):
         kind = id(frame.f_code)
         if kind == _ENGINE and task != _NO_BACKWARD:
             break  # what lies below waits for this backward
         if kind == _MODULE:
             modules.append((frame.f_locals["self"], frame))
+        elif kind == _APPLY and inside is None:
+            hand_written.append(frame.f_locals["args"])
         elif kind == _REENTRANT_FORWARD:
             # filled in before forward runs, and empty where no gradient is recorded
             recordable = bool(frame.f_locals["ctx"].next_functions)
@@ -123,6 +130,7 @@ def current_place() -> Place:
         tuple(regions),
         tuple(modules),
         len(modules) if inside is None else inside,
+        tuple(hand_written),
         upkeep,
     )
 

@@ -31,10 +31,12 @@ def lint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
         LintError: there was no backward to look at. What ``fn`` raises is passed on.
     """
     from mstpass.linter.causes import lint_trace
+    from mstpass.linter.names import modules_near
     from mstpass.linter.trace import StepTrace
 
     # Dynamo, meeting a dispatch mode, would leave compiled functions uncompiled for good
-    with torch.compiler.set_stance("force_eager"), StepTrace() as trace:
+    roots = modules_near(fn, (*args, *kwargs.values()))
+    with torch.compiler.set_stance("force_eager"), StepTrace(roots) as trace:
         _run(fn, args, kwargs, lambda: trace.ran_backward)
     return lint_trace(trace)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,13 +90,17 @@ class _Open:
 
 
 class StepTrace(TorchDispatchMode):
-    """Records all ops that run while it is active, those of backward included."""
+    """Records all ops that run while it is active, those of backward included.
 
-    def __init__(self) -> None:
+    Args:
+        roots: modules whose submodules are to be named by their paths in them.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module] = ()) -> None:
         super().__init__()
         self.runs: dict[Key, OpRuns] = {}
         self.modules: dict[int, ModuleCount] = {}
-        self.roots: dict[int, nn.Module] = {}
+        self.roots = {id(root): root for root in roots}
         self.flow = Flow()
         self.step_flops = 0
         self.ran_backward = False
@@ -128,6 +132,7 @@ class StepTrace(TorchDispatchMode):
         number = None
         if place.recomputed:
             number = self.flow.recomputed(func, (args, kwargs), out)
+            self.flow.want(place.hand_written)
         else:
             self.flow.other(func, (args, kwargs), out, place.gradient)
         if place.backward_id is None:
