@@ -241,6 +241,7 @@ def test_autograd_grad_in_a_forward():
     report = mstpass.lint(step)
     assert not report.findings
     assert runs(report)["Block"] == (1, 0)
+    assert block.up.weight.grad is not None  # autograd.grad is not the step's backward
 
 
 def _selective(*saved):

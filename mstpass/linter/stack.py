@@ -38,6 +38,7 @@ def _recompute_code() -> types.CodeType:
 
 _MODULE = id(nn.Module._call_impl.__code__)
 _ENGINE = id(graph._engine_run_backward.__code__)
+_BACKWARD = id(torch.autograd.backward.__code__)
 _CHECKPOINT = id(inspect.unwrap(torch_checkpoint.checkpoint).__code__)
 _REENTRANT_FORWARD = id(torch_checkpoint.CheckpointFunction.forward.__code__)
 _REENTRANT_BACKWARD = id(torch_checkpoint.CheckpointFunction.backward.__code__)
@@ -79,6 +80,8 @@ class Place:
         hand_written: what autograd functions within the innermost region were called with; their
             kernels may read it unseen.
         upkeep: a checkpoint issued the op for itself: it saves inputs, or restores a generator.
+        accumulates: a backward that fills ``.grad`` issued it, not ``autograd.grad``. In a thread
+            of autograd's that does not show; the gradient of the loss, made before, still does.
     """
 
     backward_id: int | None
@@ -87,6 +90,7 @@ class Place:
     inside: int
     hand_written: tuple[Any, ...] = ()
     upkeep: bool = False
+    accumulates: bool = False
 
     @property
     def recomputed(self) -> bool:
@@ -105,12 +109,15 @@ def current_place() -> Place:
     inside: int | None = None
     recordable: bool | None = None
     callee: str | None = None
-    upkeep = False
+    upkeep = accumulates = False
     hand_written: list[Any] = []
     for frame in _frames(sys._getframe(1)):
         kind = id(frame.f_code)
         if kind == _ENGINE and task != _NO_BACKWARD:
+            caller = frame.f_back
+            accumulates = caller is not None and id(caller.f_code) == _BACKWARD
             break  # what lies below waits for this backward
+        accumulates = accumulates or kind == _BACKWARD
         if kind == _MODULE:
             modules.append((frame.f_locals["self"], frame))
         elif kind == _APPLY and inside is None:
@@ -132,6 +139,7 @@ def current_place() -> Place:
         len(modules) if inside is None else inside,
         tuple(hand_written),
         upkeep,
+        accumulates,
     )
 
 

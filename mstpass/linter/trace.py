@@ -125,7 +125,7 @@ class StepTrace(TorchDispatchMode):
         place = current_place()
         flops = _flops(func, args, kwargs, out)
         self.step_flops += flops
-        self.ran_backward = self.ran_backward or place.backward_id is not None
+        self.ran_backward = self.ran_backward or place.accumulates
         # frames outlast gradient ops: autograd.grad may run in the middle of a module's forward
         if not (place.gradient or place.upkeep or only_views(func, (args, kwargs), out)):
             self._count_modules(place, flops)
