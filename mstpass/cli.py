@@ -1,4 +1,4 @@
-"""The `mstpass` command: a thin front to the demo and the benchmarks, which it imports lazily."""
+"""The `mstpass` command: a thin front to demo, benchmarks and linter, which it imports lazily."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ BENCHES = {
     "compile": "compile time, cold and from the caches, by depth and number of chunks",
     "all": "the five above, one after the other",
 }
+COMMANDS = {"demo": "mstpass.demo", "lint": "mstpass.linter.command"}
 INTERRUPTED = 130  # what a shell reports for SIGINT
 
 EXAMPLES = """examples:
@@ -26,6 +27,7 @@ EXAMPLES = """examples:
   mstpass demo --steps 200 --out /tmp/demo
   mstpass bench peers                   peak and time of each contender, side by side
   mstpass bench loops --help            a benchmark's own options
+  mstpass lint train.py:step            what a training step computes more often than it needs to
 """
 
 
@@ -33,7 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command: 0 done, 1 failed, 2 called wrongly, 130 interrupted."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    module = "mstpass.demo" if arguments.command == "demo" else f"mstpass.bench.{arguments.bench}"
+    module = (
+        f"mstpass.bench.{arguments.bench}"
+        if arguments.command == "bench"
+        else COMMANDS[arguments.command]
+    )
     try:
         return _entry(module)(rest)
     except KeyboardInterrupt:
@@ -57,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     # no help of their own: each command's module parses what follows its name
     commands.add_parser(
         "demo", help="train a small Llama with eager, Inductor and mst", add_help=False
+    )
+    commands.add_parser(
+        "lint", help="find forwards that a training step runs twice", add_help=False
     )
     bench = commands.add_parser("bench", help="measure contenders side by side", allow_abbrev=False)
     which = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")

@@ -39,6 +39,15 @@ def test_read_the_report():
     assert any("logits" in rejection.reason for rejection in refused.rejections)
 
 
+def test_find_double_recompute():
+    before, after, ratio = run("find_double_recompute")
+    nested = [f for f in before.findings if f.kind == "nested checkpoints"]
+    assert [(f.forward_runs, f.recompute_runs) for f in nested] == [(1, 2)] * 4
+    assert not after.findings
+    assert before.step_flops - before.wasted_flops == after.step_flops
+    assert ratio > 0
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_examples_are_short_and_tested(path):
     source = path.read_text(encoding="utf-8")

@@ -1,0 +1,123 @@
+"""Of a compiled step: the graphs that Inductor was given, recorded and read pair by pair.
+
+The graphs are taken at ``post_grad_custom_pre_pass``, a config hook of Inductor's that sees forward
+and backward before its own rewrites (checked with torch 2.11 and 2.13). Every backend that ends in
+Inductor passes there, ``mst`` among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from mstpass.graph.joint import is_tangent, value_of
+from mstpass.linter.errors import LintError
+from mstpass.linter.graphs import read_graphs
+from mstpass.linter.report import LintReport
+
+
+def read_compiled(step: Callable[[Record], None]) -> LintReport:
+    """The report of what ``step`` compiles; it is handed the record to be.
+
+    Raises:
+        LintError: nothing was compiled, or nothing with a backward.
+    """
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    record = Record(inductor_config.post_grad_custom_pre_pass)
+    torch.compiler.reset()
+    try:
+        with (
+            functorch_config.patch(enable_autograd_cache=False),
+            inductor_config.patch(fx_graph_cache=False, post_grad_custom_pre_pass=record),
+        ):
+            step(record)
+    finally:
+        torch.compiler.reset()  # what was compiled here holds the hook
+    if not record.graphs:
+        raise LintError(
+            "Inductor compiled nothing in this step: call a function that "
+            "torch.compile(..., backend='mst') or backend='inductor' returned"
+        )
+    if not record.has_backward:
+        raise LintError("no backward was compiled: does the loss reach a compiled function?")
+    return _merge([read_graphs(*pair) for pair in _pairs(record.graphs)])
+
+
+class Record(CustomGraphPass):
+    """Copies each graph that passes; a hook that the user has set still runs."""
+
+    def __init__(self, users_pass: Any):
+        self.graphs: list[fx.GraphModule] = []
+        self._users_pass = users_pass
+
+    def __call__(self, graph: fx.Graph) -> None:
+        owner = graph.owning_module
+        assert owner is not None
+        # bodies of loops and branches come before the graph that holds them
+        inner = set(owner.modules())
+        self.graphs = [graph for graph in self.graphs if graph.meta["copy_of"] not in inner]
+        copy = fx.Graph()
+        copy.output(copy.graph_copy(graph, {}))
+        module = fx.GraphModule(owner, copy)
+        module.meta["copy_of"] = owner
+        self.graphs.append(module)
+        if self._users_pass is not None:
+            self._users_pass(graph)
+
+    @property
+    def has_backward(self) -> bool:
+        return any(map(_is_backward, self.graphs))
+
+    def uuid(self) -> None:
+        return None
+
+
+def _is_backward(module: fx.GraphModule) -> bool:
+    return any(map(is_tangent, module.graph.nodes))
+
+
+def _pairs(modules: list[fx.GraphModule]) -> list[tuple[fx.GraphModule, ...]]:
+    """Each backward with the forward that has most of what it was saved from."""
+    forwards = [module for module in modules if not _is_backward(module)]
+    pairs: list[tuple[fx.GraphModule, ...]] = []
+    for backward in filter(_is_backward, modules):
+        match = max(forwards, key=lambda forward: _shared(forward, backward), default=None)
+        if match is None:
+            pairs.append((backward,))
+            continue
+        forwards.remove(match)
+        pairs.append((match, backward))
+    return pairs + [(forward,) for forward in forwards]
+
+
+def _shared(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
+    """How many values have one name and shape in both; generator states are renamed."""
+    shapes = {node.name: _shape(node) for node in forward.graph.nodes}
+    saved = (n for n in backward.graph.nodes if n.op == "placeholder" and not is_tangent(n))
+    return sum(shapes.get(node.name, ()) == _shape(node) for node in saved)
+
+
+def _shape(node: fx.Node) -> tuple[str, ...] | None:
+    value = value_of(node)
+    return None if value is None else tuple(map(str, value.shape))
+
+
+def _merge(reports: list[LintReport]) -> LintReport:
+    step_flops = sum(report.step_flops for report in reports)
+    share = 1 / step_flops if step_flops else 0.0
+    findings = [
+        # shares are of the whole step
+        dataclasses.replace(f, wasted_share=f.wasted_flops * share)
+        for report in reports
+        for f in report.findings
+    ]
+    note = f"{len(reports)} compiled graph{'s' if len(reports) > 1 else ''} read"
+    findings.sort(key=lambda f: -f.wasted_flops)
+    return LintReport(tuple(findings), step_flops, notes=(note,))

@@ -1,0 +1,9 @@
+"""What the linter raises."""
+
+from __future__ import annotations
+
+from mstpass.extras import UserError
+
+
+class LintError(UserError):
+    """The step cannot be linted; the message says what to change."""

@@ -1,0 +1,179 @@
+"""``LintReport``: what a step computes too often, as attributes, text and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+NESTED = "nested checkpoints"
+REPEATED_BACKWARD = "repeated backward"
+DEAD = "dead recompute"
+DUPLICATE = "duplicate"
+SAVED = "recomputed though saved"
+BOUNDARY = "recomputed block output"
+UNKNOWN = "unknown"
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Work that a step does more often than it needs to.
+
+    Attributes:
+        kind: ``"nested checkpoints"``, ``"repeated backward"``, ``"dead recompute"`` or
+            ``"unknown"``; of compiled graphs ``"duplicate"``, ``"recomputed though saved"``,
+            ``"recomputed block output"`` or ``"dead recompute"``.
+        module: the module's path, or a checkpointed function's name; of compiled graphs the node.
+        forward_runs, recompute_runs: how often the op of it that ran most often did, in forward and
+            again in backward.
+        wasted_flops: beyond what the step needs; of matmuls, attention and convolutions.
+        wasted_share: of all flops of the step.
+        source: where its checkpoints are called, outermost first.
+    """
+
+    kind: str
+    module: str
+    forward_runs: int
+    recompute_runs: int
+    wasted_flops: int
+    wasted_share: float
+    cause: str
+    fix: str
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleRuns:
+    """How often a module's forward did work: in forward, and again in backward."""
+
+    module: str
+    forward_runs: int
+    recompute_runs: int
+    forward_flops: int
+    recompute_flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LintReport:
+    """Findings, the most wasteful first; ``modules`` in the order in which they first ran.
+
+    ``notes`` tell what costs nothing as things are, and what was not looked at.
+    """
+
+    findings: tuple[Finding, ...]
+    step_flops: int
+    modules: tuple[ModuleRuns, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def wasted_flops(self) -> int:
+        return sum(finding.wasted_flops for finding in self.findings)
+
+    @property
+    def wasted_share(self) -> float:
+        return self.wasted_flops / self.step_flops if self.step_flops else 0.0
+
+    def above(self, min_share: float) -> LintReport:
+        """Without the findings below this share of the step's flops, layers of one kind summed."""
+        kept = [
+            finding
+            for group in grouped(self.findings)
+            if sum(f.wasted_share for f in group) >= min_share
+            for finding in group
+        ]
+        return dataclasses.replace(self, findings=tuple(kept))
+
+    def to_dict(self) -> dict[str, Any]:
+        totals = {"wasted_flops": self.wasted_flops, "wasted_share": self.wasted_share}
+        return {**dataclasses.asdict(self), **totals}
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self.to_dict(), file, indent=1)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _lines(report: LintReport) -> list[str]:
+    lines = [f"mstpass lint: {_headline(report)}"]
+    for group in grouped(report.findings):
+        lines += _finding_lines(group)
+    return lines + [f"  note: {note}" for note in report.notes]
+
+
+def _headline(report: LintReport) -> str:
+    if not report.findings:
+        return f"nothing is computed more often than needed ({_flops(report.step_flops)} a step)"
+    count = len(report.findings)
+    return (
+        f"{count} finding{'s' if count > 1 else ''}; {report.wasted_share:.1%} of the step's "
+        f"{_flops(report.step_flops)} are wasted"
+    )
+
+
+def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Alike but for the numbers in their paths: the layers of one model."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for finding in findings:
+        same = dataclasses.replace(finding, module=_pattern(finding.module), wasted_share=0.0)
+        groups.setdefault(dataclasses.astuple(same), []).append(finding)
+    return list(groups.values())
+
+
+def summed_up(names: Iterable[str]) -> str:
+    """``model.layers.* (32 of them), head``: paths that differ in numbers alone are one."""
+    by_pattern: dict[str, list[str]] = {}
+    for name in names:
+        by_pattern.setdefault(_pattern(name), []).append(name)
+    return ", ".join(
+        f"{pattern} ({len(alike)} of them)" if len(alike) > 1 else alike[0]
+        for pattern, alike in by_pattern.items()
+    )
+
+
+def _finding_lines(group: list[Finding]) -> list[str]:
+    first = group[0]
+    several = len(group) > 1
+    flops, share = (sum(f.wasted_flops for f in group), sum(f.wasted_share for f in group))
+    lines = [
+        f"  {summed_up(f.module for f in group)}: {first.kind}",
+        f"    ran     {first.forward_runs}x in forward, {first.recompute_runs}x again in backward"
+        f"{' (each)' if several else ''}",
+        f"    wasted  {_flops(flops)}, {share:.1%} of the step",
+        f"    cause   {first.cause}",
+        f"    fix     {first.fix}",
+    ]
+    return lines + ([f"    at      {first.source}"] if first.source else [])
+
+
+def module_lines(report: LintReport) -> list[str]:
+    """A row for each module: how often its forward ran."""
+    width = max((len(m.module) for m in report.modules), default=6)
+    rows = [f"{'module':<{width}}  forward  recomputed  flops a run"]
+    for runs in report.modules:
+        total, times = (
+            runs.forward_flops + runs.recompute_flops,
+            runs.forward_runs + runs.recompute_runs,
+        )
+        rows.append(
+            f"{runs.module:<{width}}  {runs.forward_runs:>7}  {runs.recompute_runs:>10}  "
+            f"{_flops(total // max(times, 1)):>11}"
+        )
+    return rows
+
+
+def _pattern(path: str) -> str:
+    return _INDEX.sub("*", path)
+
+
+def _flops(count: int) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}flop"
+    return f"{count} flop"

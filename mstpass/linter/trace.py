@@ -1,0 +1,244 @@
+"""One eager step, recorded: which ops each module and each checkpoint ran, how often, and when."""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop
+
+from mstpass.linter.flow import Flow, only_views
+from mstpass.linter.names import forward_owner, location, module_of, unwrapped
+from mstpass.linter.stack import Place, Region, caller_of, current_place
+
+aten = torch.ops.aten
+_FLOPS: Mapping[Any, Any] = {
+    # not in torch's table up to 2.13
+    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    **flop_registry,
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call of ``checkpoint`` in the forward: who made it, and around what."""
+
+    file: str
+    line: int
+    reentrant: bool
+    target: Target
+    fsdp: bool
+
+    @property
+    def location(self) -> str:
+        return location(self.file, self.line)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a checkpoint goes around: a module, or else a function."""
+
+    module: nn.Module | None
+    function: Any = field(default=None, compare=False)
+    code: types.CodeType | None = None
+
+
+@dataclass(frozen=True)
+class Key:
+    """Ops that count as one: the same op of the same module in a checkpoint of the same target."""
+
+    target: Target | None
+    module: nn.Module | None
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class OpRuns:
+    """How often an op with flops ran. ``sites``: the checkpoints around it, outermost first."""
+
+    flops: int = 0
+    forward: int = 0
+    recomputed: list[int | None] = field(default_factory=list)  # numbers in the flow
+    backward_ids: set[int] = field(default_factory=set)
+    sites: tuple[Site, ...] = ()
+
+
+@dataclass
+class ModuleCount:
+    module: nn.Module
+    forward_runs: int = 0
+    recompute_runs: int = 0
+    forward_flops: int = 0
+    recompute_flops: int = 0
+
+
+@dataclass
+class _Open:
+    """The outermost region that runs in the forward; its ops count once it records gradients."""
+
+    frame: types.FrameType
+    records: bool = False
+    ops: Counter[Key] = field(default_factory=Counter)
+
+
+class StepTrace(TorchDispatchMode):
+    """Records all ops that run while it is active, those of backward included.
+
+    Args:
+        roots: modules whose submodules are to be named by their paths in them.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module] = ()) -> None:
+        super().__init__()
+        self.runs: dict[Key, OpRuns] = {}
+        self.modules: dict[int, ModuleCount] = {}
+        self.roots = {id(root): root for root in roots}
+        self.flow = Flow()
+        self.step_flops = 0
+        self.ran_backward = False
+        self._open: _Open | None = None
+        # of the last op: a frame that is held is never mistaken for a later one at its address
+        self._frames: tuple[types.FrameType, ...] = ()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._record(func, args, kwargs, out)
+        return out
+
+    def __exit__(self, *exception: Any) -> None:
+        self._frames = ()
+        self._close()
+        super().__exit__(*exception)
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        place = current_place()
+        flops = _flops(func, args, kwargs, out)
+        self.step_flops += flops
+        self.ran_backward = self.ran_backward or place.accumulates
+        # frames outlast gradient ops: autograd.grad may run in the middle of a module's forward
+        if not (place.gradient or place.upkeep or only_views(func, (args, kwargs), out)):
+            self._count_modules(place, flops)
+        number = None
+        if place.recomputed:
+            number = self.flow.recomputed(func, (args, kwargs), out)
+            self.flow.want(place.hand_written)
+        else:
+            self.flow.other(func, (args, kwargs), out, place.gradient)
+        if place.backward_id is None:
+            self._follow(place)
+        if flops and not place.gradient:
+            self._count_op(_key(place, func, args, kwargs), place, flops, number)
+
+    def _count_modules(self, place: Place, flops: int) -> None:
+        """A frame that the last op did not run in is a new run of its module."""
+        for module, frame in _module_runs(place):
+            count = self.modules.setdefault(id(module), ModuleCount(module))
+            new = not any(frame is known for known in self._frames)
+            if place.backward_id is None:
+                count.forward_runs += new
+                count.forward_flops += flops
+            else:
+                count.recompute_runs += new
+                count.recompute_flops += flops
+        if place.modules and place.backward_id is None:
+            root = place.modules[-1][0]
+            self.roots[id(root)] = root
+        self._frames = tuple(frame for _, frame in _module_runs(place))
+
+    def _follow(self, place: Place) -> None:
+        """Runs of a checkpoint that records nothing (``no_grad``) are never recomputed."""
+        frame = place.regions[-1].frame if place.regions else None
+        if self._open is not None and self._open.frame is not frame:
+            self._close()
+        if self._open is None and frame is not None:
+            self._open = _Open(frame)
+        if self._open is not None:
+            self._open.records |= torch.is_grad_enabled() or any(
+                region.reentrant and region.recordable for region in place.regions
+            )
+
+    def _close(self) -> None:
+        if self._open is not None and self._open.records:
+            for key, times in self._open.ops.items():
+                self.runs[key].forward += times
+        self._open = None
+
+    def _count_op(self, key: Key, place: Place, flops: int, number: int | None) -> None:
+        runs = self.runs.setdefault(key, OpRuns())
+        runs.flops = flops
+        if place.backward_id is not None:
+            runs.recomputed.append(number)
+            runs.backward_ids.add(place.backward_id)
+        elif self._open is None:
+            runs.forward += 1
+        else:
+            self._open.ops[key] += 1
+            runs.sites = max(runs.sites, _sites(place), key=len)
+
+
+def _module_runs(place: Place) -> list[tuple[nn.Module, types.FrameType]]:
+    """The modules that run, wrappers left out, those that a checkpoint recomputes included."""
+    runs = [(module, frame) for module, frame in place.modules if unwrapped(module) is module]
+    seen = {id(module) for module, _ in runs}
+    for region in reversed(place.regions) if place.backward_id is not None else ():
+        module = forward_owner(region.function)
+        if module is not None and id(module) not in seen:
+            runs.append((module, region.frame))
+            seen.add(id(module))
+    return runs
+
+
+def _key(place: Place, func: Any, args: Any, kwargs: dict[str, Any]) -> Key:
+    target = _target(place.regions[0].function) if place.regions else None
+    module = place.modules[0][0] if place.inside else None
+    leaves = tree_leaves((args, kwargs))
+    shapes = tuple(tuple(map(int, v.shape)) for v in leaves if isinstance(v, torch.Tensor))
+    return Key(target, module, str(func), shapes)
+
+
+def _target(function: Any) -> Target:
+    module = module_of(function)
+    if module is not None:
+        return Target(module)
+    inner = function
+    while hasattr(inner, "func"):  # a partial
+        inner = inner.func
+    return Target(None, function, getattr(inner, "__code__", None))
+
+
+def _sites(place: Place) -> tuple[Site, ...]:
+    fsdp = any(_is_fsdp(module) for module, _ in place.modules)
+    return tuple(_site(region, fsdp) for region in reversed(place.regions))
+
+
+def _site(region: Region, fsdp: bool) -> Site:
+    caller = caller_of(region.frame)
+    return Site(
+        caller.f_code.co_filename,
+        caller.f_lineno,
+        bool(region.reentrant),
+        _target(region.function),
+        fsdp,
+    )
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    """Under either FSDP, by class name: importing them would need torch.distributed."""
+    names = {cls.__name__ for cls in type(module).__mro__}
+    return not names.isdisjoint({"FullyShardedDataParallel", "FSDPModule"})
+
+
+def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
+    formula = _FLOPS.get(getattr(func, "overloadpacket", None))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))

@@ -1,0 +1,564 @@
+"""The linter in eager: counts and wasted flops against those computed by hand, with twins that
+do as little as possible and must give no finding."""
+
+import ctypes
+import functools
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+import mstpass
+from mstpass.linter import LintError
+
+TOKENS, WIDTH, INNER = 4, 8, 16
+MM = 2 * TOKENS * WIDTH * INNER  # flops of one product of a block
+REENTRANT, NON_REENTRANT = True, False
+
+
+class Block(nn.Module):
+    """``up`` is recomputed for gelu's gradient; the result of ``down`` is never read."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, INNER, bias=False)
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Blocks, each inside of the given checkpoints, the innermost first."""
+
+    def __init__(self, *styles, depth=2):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+        self.styles = styles
+
+    def forward(self, x):
+        for layer in self.layers:
+            run = layer
+            for reentrant in self.styles:
+                run = functools.partial(checkpoint, run, use_reentrant=reentrant)
+            x = run(x)
+        return x.square().mean()
+
+
+def tokens():
+    return torch.randn(TOKENS, WIDTH, requires_grad=True)
+
+
+def by_kind(report, kind):
+    return {f.module: f for f in report.findings if f.kind == kind}
+
+
+def runs(report):
+    return {m.module: (m.forward_runs, m.recompute_runs) for m in report.modules}
+
+
+# --- nested checkpoints -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "ups", "downs", "how"),
+    [
+        # the inner one's recomputation runs to the end, in each of the two backwards
+        (REENTRANT, NON_REENTRANT, 2, 2, "reentrant in non-reentrant"),
+        (REENTRANT, REENTRANT, 2, 2, "both reentrant"),
+        # the inner one stops before `down`; the outer one does not
+        (NON_REENTRANT, REENTRANT, 2, 1, "non-reentrant in reentrant"),
+    ],
+)
+def test_two_checkpoints_around_each_layer(inner, outer, ups, downs, how):
+    model = Model(inner, outer)
+    report = mstpass.lint(model, tokens())
+
+    assert report.step_flops == 2 * (6 + ups + downs) * MM
+    nested = by_kind(report, "nested checkpoints")
+    assert set(nested) == {"layers.0", "layers.1"}
+    for finding in nested.values():
+        assert (finding.forward_runs, finding.recompute_runs) == (1, 2)
+        # a second `up`, and a second `down` where there is one; the first `down` is dead
+        assert finding.wasted_flops == (ups - 1 + downs - 1) * MM
+        assert finding.wasted_share == pytest.approx(finding.wasted_flops / report.step_flops)
+        assert how in finding.cause
+        assert "test_lint.py" in finding.cause
+        assert "keep one of the two" in finding.fix
+    dead = by_kind(report, "dead recompute")
+    assert {name: f.wasted_flops for name, f in dead.items()} == {
+        "layers.0.down": MM,
+        "layers.1.down": MM,
+    }
+    assert runs(report)["layers.0"] == (1, 2)
+    assert runs(report)["layers.1.down"] == (1, downs)
+    assert runs(report)["Model"] == (1, 0)
+
+
+def test_without_the_waste_the_step_is_that_of_one_checkpoint():
+    nested = mstpass.lint(Model(REENTRANT, NON_REENTRANT), tokens())
+    single = mstpass.lint(Model(NON_REENTRANT), tokens())
+    assert nested.step_flops - nested.wasted_flops == single.step_flops
+
+
+def test_two_non_reentrant_ones_stop_early_and_are_only_noted():
+    report = mstpass.lint(Model(NON_REENTRANT, NON_REENTRANT), tokens())
+    assert not report.findings
+    assert report.step_flops == 2 * 7 * MM
+    assert runs(report)["layers.0.up"] == (1, 1)
+    (note,) = report.notes
+    assert note.startswith("layers.* (2 of them): checkpoint() at test_lint.py:")
+    assert "one is enough" in note
+
+
+def test_two_non_reentrant_ones_that_may_not_stop_early():
+    with set_checkpoint_early_stop(False):
+        report = mstpass.lint(Model(NON_REENTRANT, NON_REENTRANT), tokens())
+    nested = by_kind(report, "nested checkpoints")
+    assert {name: f.wasted_flops for name, f in nested.items()} == {
+        "layers.0": 2 * MM,
+        "layers.1": 2 * MM,
+    }
+    assert "both non-reentrant" in nested["layers.0"].cause
+
+
+def test_a_checkpoint_around_checkpointed_layers():
+    """The outer one reruns both layers to get at their inputs, and at what the loss saves."""
+    model = Model(NON_REENTRANT)
+    report = mstpass.lint(lambda x: checkpoint(model, x, use_reentrant=False), tokens())
+    nested = by_kind(report, "nested checkpoints")
+    # `up` runs a second time; `down` runs once and leads to the next layer's input, or the loss
+    assert {name: f.wasted_flops for name, f in nested.items()} == {"layers.0": MM, "layers.1": MM}
+    assert "reruns 2 inner ones" in nested["layers.0"].cause
+    assert report.step_flops == (2 * 7 + 2 * 2) * MM
+    assert len(report.findings) == 2
+
+
+def test_checkpoint_wrapper_twice_names_it():
+    layer = checkpoint_wrapper(checkpoint_wrapper(Block(), CheckpointImpl.REENTRANT))
+    report = mstpass.lint(lambda x: layer(x).sum(), tokens())
+    (finding,) = by_kind(report, "nested checkpoints").values()
+    assert finding.module == "Block"
+    assert "checkpoint_wrapper around checkpoint_wrapper (reentrant in non-" in finding.cause
+    assert "apply_activation_checkpointing" in finding.fix
+
+
+# --- twins: nothing to find ---------------------------------------------------------------------
+
+
+def test_one_checkpoint():
+    report = mstpass.lint(Model(NON_REENTRANT), tokens())
+    assert not report.findings
+    assert not report.notes
+    assert report.step_flops == 2 * 7 * MM
+    assert runs(report)["layers.0.up"] == (1, 1)
+    assert runs(report)["layers.0.down"] == (1, 0)
+
+
+def test_no_checkpoint():
+    report = mstpass.lint(Model(), tokens())
+    assert not report.findings
+    assert report.step_flops == 2 * 6 * MM
+    assert runs(report)["layers.0"] == (1, 0)
+
+
+@pytest.mark.parametrize("styles", [(), (NON_REENTRANT,)])
+def test_shared_layers_may_run_often(styles):
+    model = Model(*styles, depth=1)
+    model.layers.append(model.layers[0])
+    report = mstpass.lint(model, tokens())
+    assert not report.findings
+    assert runs(report)["layers.0.up"] == (2, 2 * len(styles))
+
+
+def test_a_module_called_twice_in_one_checkpoint():
+    block = Block()
+    report = mstpass.lint(
+        lambda x: checkpoint(lambda y: block(block(y)), x, use_reentrant=False).sum(), tokens()
+    )
+    assert not report.findings
+    assert runs(report)["up"] == (2, 2)
+
+
+def test_microbatches():
+    model = Model(NON_REENTRANT)
+
+    def step():
+        for _ in range(3):
+            model(tokens()).backward()
+
+    report = mstpass.lint(step)
+    assert not report.findings
+    assert runs(report)["layers.0.up"] == (3, 3)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("style", [REENTRANT, NON_REENTRANT])
+def test_a_run_without_gradients_hides_no_finding_and_makes_none(style):
+    def step(model):
+        with torch.no_grad():
+            model(tokens())
+        return model(tokens())
+
+    assert not by_kind(mstpass.lint(step, Model(style)), "nested checkpoints")
+    nested = mstpass.lint(step, Model(style, REENTRANT))
+    assert len(by_kind(nested, "nested checkpoints")) == 2
+
+
+def test_a_part_without_gradients_in_a_checkpoint():
+    block = Block()
+
+    def masked(x):
+        with torch.no_grad():
+            mask = block(x) > 0
+        return block(x * mask)
+
+    report = mstpass.lint(lambda: checkpoint(masked, tokens(), use_reentrant=False).sum())
+    assert not report.findings
+
+
+def test_autograd_grad_in_a_forward():
+    block = Block()
+
+    def step():
+        x = tokens()
+        (slope,) = torch.autograd.grad(block(x).sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    report = mstpass.lint(step)
+    assert not report.findings
+    assert runs(report)["Block"] == (1, 0)
+    assert block.up.weight.grad is not None  # autograd.grad is not the step's backward
+
+
+def _selective(*saved):
+    def policy(ctx, op, *args, **kwargs):
+        save = op in saved
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+def test_selective_checkpointing():
+    block = Block()
+
+    def step(context):
+        out = checkpoint(block, tokens(), use_reentrant=False, context_fn=context)
+        return out.square().mean()
+
+    saving = mstpass.lint(step, _selective(torch.ops.aten.mm.default))
+    assert not saving.findings
+    assert saving.step_flops == 6 * MM
+    recomputing = mstpass.lint(step, _selective())
+    assert not recomputing.findings
+    assert recomputing.step_flops == 7 * MM
+
+
+# --- dead recompute and repeated backward -------------------------------------------------------
+
+
+def test_the_last_product_of_a_reentrant_checkpoint_is_dead():
+    report = mstpass.lint(Model(REENTRANT), tokens())
+    assert {f.module: f.wasted_flops for f in report.findings} == {
+        "layers.0.down": MM,
+        "layers.1.down": MM,
+    }
+    finding = report.findings[0]
+    assert finding.kind == "dead recompute"
+    assert (finding.forward_runs, finding.recompute_runs) == (1, 1)
+    assert "use_reentrant=False in the checkpoint() call at test_lint.py" in finding.fix
+    assert report.step_flops == 2 * 8 * MM
+
+
+class Frozen(nn.Module):
+    """The first product's result is added up: no gradient reads it."""
+
+    def __init__(self, freeze):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.block = Block()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.freeze = freeze
+
+    def forward(self, x):
+        offset = self.first(x)
+        return offset + self.block(x) * self.scale if self.freeze else self.block(offset)
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_the_first_product_of_a_block(dead):
+    model = Frozen(dead)
+    report = mstpass.lint(lambda x: checkpoint(model, x, use_reentrant=False).sum(), tokens())
+    wasted = {f.module: (f.kind, f.wasted_flops) for f in report.findings}
+    first = ("dead recompute", 2 * TOKENS * WIDTH * WIDTH)
+    assert wasted == ({"first": first} if dead else {})
+    if dead:
+        assert "take it out of the checkpoint" in report.findings[0].fix
+
+
+def test_two_backwards_through_one_checkpoint():
+    def step():
+        loss = Model(NON_REENTRANT, depth=1)(tokens())
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    (finding,) = mstpass.lint(step).findings
+    assert finding.kind == "repeated backward"
+    assert (finding.forward_runs, finding.recompute_runs) == (1, 2)
+    assert finding.wasted_flops == MM
+    assert "call backward once" in finding.fix
+
+
+class Tiled(torch.autograd.Function):
+    """Recomputes on its own, once or more, as hand-written checkpointing does."""
+
+    @staticmethod
+    def forward(ctx, x, block, times):
+        ctx.save_for_backward(x)
+        ctx.block, ctx.times = block, times
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        for _ in range(ctx.times):
+            with torch.enable_grad():
+                again = x.detach().requires_grad_()
+                out = ctx.block(again)
+        torch.autograd.backward(out, grad)
+        return again.grad, None, None
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_autograd_function_that_recomputes(times):
+    block = Block()
+    report = mstpass.lint(lambda: Tiled.apply(tokens(), block, times).sum())
+    unknown = by_kind(report, "unknown")
+    assert {n: f.wasted_flops for n, f in unknown.items()} == (
+        {"up": 2 * MM, "down": 2 * MM} if times == 3 else {}
+    )
+    assert set(by_kind(report, "dead recompute")) == {"down"}
+
+
+def raw(tensor):
+    return (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
+
+
+class Opaque(torch.autograd.Function):
+    """x**3 / 3 by code that no dispatcher sees, as kernels launched by hand are."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        out = torch.empty_like(x)
+        raw(out)[:] = [value**3 / 3 for value in raw(x)]
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        out = torch.empty_like(grad)
+        raw(out)[:] = [g * value**2 for g, value in zip(raw(grad), raw(x), strict=True)]
+        return out
+
+
+@pytest.mark.parametrize("style", [REENTRANT, NON_REENTRANT])
+def test_what_hidden_kernels_read_is_of_use(style):
+    block = Block()
+    report = mstpass.lint(
+        lambda x: checkpoint(
+            lambda y: block.down(Opaque.apply(block.up(y))), x, use_reentrant=style
+        ).mean(),
+        tokens(),
+    )
+    dead = by_kind(report, "dead recompute")
+    assert set(dead) == ({"down"} if style == REENTRANT else set())
+
+
+# --- Hugging Face and FSDP ----------------------------------------------------------------------
+
+HIDDEN, MLP, LAYERS, HEADS, LENGTH = 16, 32, 2, 2, 8
+ATTENTION = 2 * 2 * LENGTH * LENGTH * HIDDEN  # two products over all heads
+DOWN = 2 * LENGTH * HIDDEN * MLP
+LAYER = 4 * 2 * LENGTH * HIDDEN * HIDDEN + ATTENTION + 3 * DOWN
+
+
+def llama(reentrant=None, impl=None):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=HIDDEN,
+            intermediate_size=MLP,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            use_cache=False,
+        )
+    ).train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if impl is not None:
+        apply_activation_checkpointing(
+            model,
+            functools.partial(checkpoint_wrapper, checkpoint_impl=impl),
+            check_fn=lambda module: isinstance(module, LlamaDecoderLayer),
+        )
+    return model
+
+
+def lint_llama(model):
+    ids = torch.randint(64, (1, LENGTH))
+    return mstpass.lint(model, input_ids=ids, labels=ids)  # its output has a loss
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("impl", [CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT])
+def test_checkpoint_wrapper_around_hugging_face(impl):
+    """The field's case: 248.88 s instead of 185.07 s an epoch of Llama-2-7B on 4 A100."""
+    report = lint_llama(llama(REENTRANT, impl))
+    nested = by_kind(report, "nested checkpoints")
+    assert set(nested) == {"model.layers.0", "model.layers.1"}
+    for finding in nested.values():
+        assert (finding.forward_runs, finding.recompute_runs) == (1, 2)
+        assert finding.wasted_flops == LAYER
+        assert "checkpoint_wrapper around Hugging Face gradient checkpointing" in finding.cause
+        assert "model.gradient_checkpointing_disable()" in finding.fix
+        assert "apply_activation_checkpointing" in finding.fix
+    # without early stop even the recomputation that is needed runs the last product
+    dead = by_kind(report, "dead recompute")
+    assert {f.wasted_flops for f in dead.values()} == {DOWN}
+    assert set(dead) == {f"model.layers.{i}.mlp.down_proj" for i in range(LAYERS)}
+    assert runs(report)["model.layers.0"] == (1, 2)
+    assert runs(report)["model.layers.1.self_attn.q_proj"] == (1, 2)
+    clean = lint_llama(llama(NON_REENTRANT))
+    assert report.step_flops - report.wasted_flops == clean.step_flops
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize(
+    ("reentrant", "impl"),
+    [(None, None), (NON_REENTRANT, None), (None, CheckpointImpl.NO_REENTRANT)],
+)
+def test_hugging_face_with_at_most_one(reentrant, impl):
+    report = lint_llama(llama(reentrant, impl))
+    assert not report.findings
+    assert not report.notes
+    assert runs(report)["model.layers.0"] == (1, 0 if reentrant is impl is None else 1)
+
+
+@pytest.fixture
+def one_process():
+    dist = torch.distributed
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_under_fsdp_the_wrapper_is_fsdps(one_process):
+    from torch.distributed.fsdp import fully_shard
+
+    model = Model(REENTRANT)
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = fully_shard(checkpoint_wrapper(layer), mesh=one_process)
+    report = mstpass.lint(fully_shard(model, mesh=one_process), tokens())
+    nested = by_kind(report, "nested checkpoints")
+    assert set(nested) == {"layers.0", "layers.1"}
+    assert "around FSDP activation checkpointing" in nested["layers.0"].cause
+    assert nested["layers.0"].wasted_flops == MM
+    assert runs(report)["layers.0"] == (1, 2)
+
+
+# --- the report, and steps that cannot be linted ------------------------------------------------
+
+
+def test_the_text_sums_up_layers():
+    text = str(mstpass.lint(Model(REENTRANT, NON_REENTRANT), tokens()))
+    assert "layers.* (2 of them): nested checkpoints" in text
+    assert "1x in forward, 2x again in backward (each)" in text
+    assert "4 findings; 30.0% of the step's 20.5 kflop are wasted" in text  # 6 of 20 products
+
+
+def test_paths_of_modules_that_are_called_one_by_one():
+    """They start at the model that the step holds; twins without one are numbered."""
+    model, twins = Model(depth=2), [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+
+    def step(x):
+        return model.layers[1](model.layers[0](x)).sum()
+
+    assert set(runs(mstpass.lint(step, tokens()))) >= {"layers.0", "layers.1.down"}
+    report = mstpass.lint(lambda x: twins[1](twins[0](x)).sum(), tokens())
+    assert set(runs(report)) == {"Linear", "Linear-1"}
+
+
+def test_json(tmp_path):
+    report = mstpass.lint(Model(REENTRANT), tokens())
+    report.to_json(tmp_path / "report.json")
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["wasted_flops"] == report.wasted_flops == 2 * MM
+    assert data["findings"][0]["module"] == report.findings[0].module
+    assert data["modules"][0].keys() == {
+        "module",
+        "forward_runs",
+        "recompute_runs",
+        "forward_flops",
+        "recompute_flops",
+    }
+
+
+def test_small_findings_can_be_left_out():
+    report = mstpass.lint(Model(REENTRANT), tokens())  # two findings of 1/16, summed
+    assert report.above(0.12).findings == report.findings
+    assert not report.above(0.13).findings
+
+
+def test_a_step_may_return_its_loss_or_have_run_backward():
+    model = Model(NON_REENTRANT)
+
+    def ran():
+        loss = model(tokens())
+        loss.backward()
+        return loss
+
+    assert mstpass.lint(ran).step_flops == mstpass.lint(model, tokens()).step_flops == 14 * MM
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda: None, "ran no backward and returned no loss"),
+        (lambda: torch.ones(()), "needs no gradient"),
+        (tokens, r"shape \[4, 8\]"),
+    ],
+)
+def test_steps_without_a_backward(step, message):
+    with pytest.raises(LintError, match=message):
+        mstpass.lint(step)
+
+
+def test_what_the_step_raises_is_passed_on():
+    with pytest.raises(ZeroDivisionError):
+        mstpass.lint(lambda: 1 / 0)
+
+
+def test_gradients_are_those_of_the_step():
+    model, x = Model(REENTRANT, NON_REENTRANT), tokens()
+    model(x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    mstpass.lint(model, x)
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
