@@ -32,6 +32,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from mstpass import pipeline
 from mstpass.chunk import costs
 from mstpass.chunk.lower import lower_loops
+from mstpass.device import watch_optimizers, with_device_budget
 from mstpass.donate import keep_safe_donations
 from mstpass.options import OptionError, Options
 from mstpass.partition.late import hold_recomputation
@@ -57,7 +58,8 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
     Raises:
         OptionError: a wrong option.
     """
-    options = Options.parse(kwargs.get("options"))
+    watch_optimizers()
+    options = with_device_budget(Options.parse(kwargs.get("options")), example_inputs)
     users = {**_mode_patches(kwargs.get("mode")), **options.inductor_patches}
     key = store.graph_key(gm, example_inputs, uuid(options))
     partitioner = Partitioner(options, key)

@@ -36,11 +36,11 @@ def hold_recomputation(graph: fx.Graph) -> None:
     """Order a backward's recomputations behind the gradients before them, in place."""
     if not any(is_tangent(node) for node in graph.find_nodes(op="placeholder")):
         return
-    behind, sums = recomputation_waits(graph), sum_waits(graph)
+    behind, done = recomputation_waits(graph), gradient_waits(graph)
     waits = {
-        node: OrderedSet((*behind.get(node, ()), *sums.get(node, ())))
+        node: OrderedSet((*behind.get(node, ()), *done.get(node, ())))
         for node in graph.nodes
-        if node in behind or node in sums
+        if node in behind or node in done
     }
     preserve_node_ordering(graph, waits)
 
@@ -68,19 +68,19 @@ def recomputation_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     return waits
 
 
-def sum_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """For heavy ops, the gradients before them that are sums, such as a norm's weight gradient.
+def gradient_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """For heavy ops, the gradients before them that only leave the graph, such as a weight's.
 
-    Nothing but the graph's end reads them, so Inductor may put them off, and what they are summed
-    over stays alive.
+    Nothing else reads them, so Inductor may put them off, and what they are summed over stays alive.
     """
     kept = set(graph.output_node().all_input_nodes)
     waits: dict[fx.Node, tuple[fx.Node, ...]] = {}
     pending: list[fx.Node] = []
     for node in graph.nodes:
-        if node.op == "call_function" and ops.is_reduction(node) and _leaves(node, kept):
+        heavy = node.op == "call_function" and _is_heavy(node)
+        if (heavy or ops.is_reduction(node)) and _leaves(node, kept):
             pending.append(node)
-        elif pending and _is_heavy(node):
+        elif heavy and pending:
             waits[node] = tuple(pending)
             pending = []
     return waits

@@ -1,0 +1,209 @@
+"""A memory budget is met by the measured peak, or refused with the lowest one that there is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import mstpass
+from mstpass import device, pipeline
+from mstpass.backend import MstpassError
+from mstpass.bench.models import LlamaSize, llama
+from mstpass.graph.kernels import simulate_step
+from mstpass.measure import peak_bytes
+from mstpass.options import Options
+from mstpass.partition.budget import memory_of
+from mstpass.partition.modes import Cycle, with_modes
+from mstpass.partition.problem import CutProblem, Loop, Mode, RegionModes, Result, Value
+from mstpass.partition.simulate import step_memory, step_us
+from mstpass.partition.solvers import SOLVERS
+from tests.checks import check_against_float64, compiled, joint_graph
+
+SIZE = LlamaSize(128, 4, 4, 352, 6000, 1024)
+SMALL_HEAD = LlamaSize(128, 4, 4, 512, 300, 1024)
+_ABOVE = 1.05  # what the measured peak may exceed the simulated one by
+
+
+def _problem(size: LlamaSize, dtype: torch.dtype = torch.float32) -> CutProblem:
+    model, ids, target = llama(size, torch.device("cpu"))
+    model = model.to(dtype)
+    joint, outputs = joint_graph(lambda ids, target: model(ids, target), ids, target)
+    result = pipeline.run(joint, Options(), num_fwd_outputs=outputs, stop_after="plan")
+    assert result.problem is not None
+    return result.problem
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", ["free", 0.3, 0.0])
+def test_plans_are_simulated_as_the_graphs_they_become(
+    budget: str | float, dtype: torch.dtype
+) -> None:
+    model, ids, target = llama(SIZE, torch.device("cpu"))
+    model = model.to(dtype)
+    joint, outputs = joint_graph(lambda ids, target: model(ids, target), ids, target)
+    options = Options(memory_budget=budget)
+    result = pipeline.run(joint, options, num_fwd_outputs=outputs)
+    assert result.problem is not None and result.modules is not None
+    real = simulate_step(*(module.graph for module in result.modules))
+    plan = pipeline._solve(result.problem, options)
+    planned = memory_of(result.problem, plan)
+    assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
+    assert planned.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("size", [SIZE, SMALL_HEAD])
+def test_less_budget_never_means_more_peak_nor_less_time(size: LlamaSize) -> None:
+    problem = _problem(size)
+    solve = SOLVERS["peak_search"]
+    free, least = (memory_of(problem, solve(problem, b)).peak_bytes for b in (None, 0))
+    assert least < 0.6 * free
+    peaks, times = [], []
+    for budget in range(least, free, (free - least) // 9):
+        plan = solve(problem, budget)
+        closed = with_modes(problem, plan.modes)
+        peaks.append(step_memory(closed, plan.saved).peak_bytes)
+        times.append(step_us(closed, plan.saved))
+        assert peaks[-1] <= budget
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) >= 4, "a stair of one step"
+    assert times[0] > times[-1]
+
+
+@pytest.mark.parametrize("size", [SIZE, SMALL_HEAD])
+def test_the_measured_peak_stays_within_a_budget_in_bytes(size: LlamaSize) -> None:
+    problem = _problem(size)
+    solve = SOLVERS["peak_search"]
+    free, least = (memory_of(problem, solve(problem, b)).peak_bytes for b in (None, 0))
+    for share in (0.15, 0.6):
+        budget = int(_ABOVE * (least + share * (free - least)))
+        model, ids, target = llama(size, torch.device("cpu"))
+        step = compiled(lambda ids, target, m=model: m(ids, target), memory_budget=budget)
+
+        def run(step: Any = step, ids: Any = ids, target: Any = target, model: Any = model) -> None:
+            model.zero_grad(set_to_none=True)
+            step(ids, target).backward()
+
+        run()
+        model.zero_grad(set_to_none=True)
+        assert peak_bytes(run) <= budget
+        report = mstpass.reports()[-1]
+        assert report.peak_bytes is not None and report.baseline_peak_bytes is not None
+        assert report.peak_bytes <= budget < report.baseline_peak_bytes
+        assert report.extra_time is not None and 0 < report.extra_time < 1
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.2])
+def test_gradients_are_right_between_the_ends(budget: float) -> None:
+    model, ids, target = llama(SIZE, torch.device("cpu"))
+    report = check_against_float64(
+        model, lambda m: lambda ids, target: m(ids, target), [ids, target], memory_budget=budget
+    )
+    assert report.outcome.save_plan is not None
+    assert report.outcome.save_plan.solver == "peak_search"
+
+
+def test_a_budget_that_cannot_be_met_names_the_lowest_peak() -> None:
+    model, ids, target = llama(SIZE, torch.device("cpu"))
+    strict = compiled(lambda ids, target: model(ids, target), memory_budget="1MiB")
+    with pytest.raises(
+        Exception, match=r"memory_budget=1\.0MiB: the lowest peak found is \d+"
+    ) as e:
+        strict(ids, target)
+    assert MstpassError.__name__ in str(e.value) or isinstance(e.value.__cause__, MstpassError)
+    torch._dynamo.reset()
+    lax = compiled(lambda ids, target: model(ids, target), memory_budget="1MiB", strict=False)
+    with pytest.warns(UserWarning, match="alive there"):
+        lax(ids, target).backward()
+    report = mstpass.reports()[-1]
+    least = compiled(lambda ids, target: model(ids, target) + 0, memory_budget=0.0)
+    least(ids, target).backward()
+    assert report.peak_bytes == pytest.approx(mstpass.reports()[-1].peak_bytes, rel=0.01)
+    assert any("lowest peak" in note for note in report.outcome.notes)
+
+
+# ---- loops in the place of their members -------------------------------------------------------
+def _chain() -> CutProblem:
+    """x -> wide -> out, and gradients back."""
+    values = (
+        Value("x", 8, kind="input", free=True),
+        Value("wide", 64, ("x",), "call", us=4.0),
+        Value("out", 8, ("wide",), "call", us=4.0),
+    )
+    backward = (
+        Value("tangent", 8, kind="input"),
+        Value("dwide", 64, ("tangent", "wide"), "call", us=4.0),
+        Value("dx", 8, ("dwide",), "call", us=4.0),
+    )
+    loops = (
+        Loop("loop:out", ("wide", "out"), ("x",), (Result("out", 8),), 16, 8.0),
+        Loop("loop:dx", ("wide", "dwide", "dx"), ("x", "tangent"), (Result("dx", 8),), 32, 12.0),
+    )
+    modes = RegionModes("wide", (Mode("recompute", loops), Mode("whole")))
+    return CutProblem(
+        values, backward=backward, outputs=("out",), gradients=("dx",), regions=(modes,)
+    )
+
+
+def test_loops_take_the_place_of_their_members() -> None:
+    problem = _chain()
+    whole = with_modes(problem, {"wide": "whole"})
+    assert [v.name for v in whole.values] == ["x", "wide", "out"]
+    assert step_memory(whole, {"wide"}).peak_bytes == 64 + 8 + 64
+    chunked = with_modes(problem, {})
+    assert [v.name for v in chunked.values] == ["x", "loop:out", "out"]
+    assert [v.name for v in chunked.backward] == ["tangent", "loop:dx", "dx"]
+    assert not any(v.needed for v in chunked.values if not v.free)
+    assert step_memory(chunked, frozenset()).peak_bytes == 8 + 8 + 32
+    assert step_us(chunked, frozenset()) == 20.0 and step_us(whole, {"wide"}) == 16.0
+
+
+def test_loops_that_need_each_other_are_no_plan() -> None:
+    problem = _chain()
+    one = Loop("loop:out", ("out",), ("dx",), (Result("out", 8),), 1, 1.0)
+    two = Loop("loop:dx", ("dx",), ("out",), (Result("dx", 8),), 1, 1.0)
+    circle = dataclasses.replace(problem, regions=(RegionModes("r", (Mode("save", (one, two)),)),))
+    with pytest.raises(Cycle, match="needs its own results"):
+        with_modes(circle, {})
+
+
+def test_a_region_knows_its_modes() -> None:
+    with pytest.raises(KeyError, match="no mode 'fused', only recompute, whole"):
+        with_modes(_chain(), {"wide": "fused"})
+    with pytest.raises(ValueError, match="different names"):
+        RegionModes("r", (Mode("save"), Mode("save")))
+
+
+# ---- what a CUDA device has left ---------------------------------------------------------------
+def test_auto_on_cuda_is_what_is_free_less_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    parameter = torch.nn.Parameter(torch.zeros(gib // 8, device="meta"))
+
+    class OnCuda(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    inputs = [torch.zeros(1).as_subclass(OnCuda), parameter]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 3 * gib)
+    monkeypatch.setattr(device, "_optimizers_that_stepped", set())
+    budget = lambda **given: device.with_device_budget(Options(**given), inputs).memory_budget
+    assert budget() == 11 * gib  # 10 free + 2 cached - 1 for the states to come
+    assert budget(reserve="4GiB") == 8 * gib
+    assert budget(memory_budget="free") == "free"
+    assert budget(reserve=2**40) == 1, "nothing left: the least memory, with a warning"
+    device._optimizers_that_stepped.add("Adam")
+    assert budget() == 12 * gib
+    on_cpu = device.with_device_budget(Options(), [torch.zeros(1), parameter])
+    assert on_cpu.memory_budget == "auto"
+
+
+def test_an_optimizers_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_optimizers_that_stepped", set())
+    device.watch_optimizers()
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    torch.optim.SGD([weight], lr=0.1).step()
+    assert device._optimizers_that_stepped == {"SGD"}
