@@ -35,6 +35,7 @@ from mstpass.chunk.lower import lower_loops
 from mstpass.donate import keep_safe_donations
 from mstpass.options import OptionError, Options
 from mstpass.partition.late import hold_recomputation
+from mstpass.partition.scatter import write_rows_first
 from mstpass.plans import Outcome, Rejection
 from mstpass.report import store
 from mstpass.report.report import Report
@@ -175,6 +176,7 @@ class LowerLoops(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         lower_loops(graph)
         if self.least_memory:
+            write_rows_first(graph)
             hold_recomputation(graph)
         keep_safe_donations(graph)
         if self.users_pass is not None:

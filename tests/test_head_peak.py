@@ -66,6 +66,9 @@ ONE: dict[str, Loss] = {
     "softmax_square": _softmax_square,
     "reference_penalty": _reference_penalty,
 }
+# Inductor 2.11 keeps values of more than 8 reads or 30 operations, 2.13 (CPU) of 12 and 50.
+LONG = ("entropy_bonus", "z_loss_and_entropy", "log_probabilities_with_entropy", "distillation")
+OLD = torch.__version__.startswith(("2.11", "2.12"))
 TWO: dict[str, Loss] = {"kl": _kl, "distillation": _distillation}  # both logits at once
 
 
@@ -89,4 +92,5 @@ def test_peak_is_the_floor(name: str, device: str) -> None:
     assert mstpass.reports()[-1].regions[0].mode == "fused"
     logits = (2 if name in TWO else 1) * CHUNK * V
     floor = (weight.numel() + hidden.numel() + logits) * weight.element_size()
-    assert peak_bytes(lambda: run(step), device) <= LIMIT * floor
+    kept = CHUNK * V * weight.element_size() if name in LONG and (OLD or device == "cuda") else 0
+    assert peak_bytes(lambda: run(step), device) <= LIMIT * floor + kept
