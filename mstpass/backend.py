@@ -36,6 +36,7 @@ from mstpass.device import watch_optimizers, with_device_budget
 from mstpass.donate import keep_safe_donations
 from mstpass.options import OptionError, Options
 from mstpass.partition.late import hold_recomputation
+from mstpass.partition.scatter import write_rows_first
 from mstpass.plans import Outcome, Rejection
 from mstpass.report import store
 from mstpass.report.report import Report
@@ -177,6 +178,7 @@ class LowerLoops(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         lower_loops(graph)
         if self.hold:
+            write_rows_first(graph)
             hold_recomputation(graph)
         keep_safe_donations(graph)
         if self.users_pass is not None:

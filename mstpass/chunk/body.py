@@ -16,7 +16,9 @@ from torch import fx
 from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.inplace import read_before_write
 from mstpass.chunk.pick import one_hot_sum, pick, picks_one, put, puts_one
+from mstpass.chunk.repeat import one_reader_each
 from mstpass.chunk.replay import check_chunk, chunk_call
+from mstpass.chunk.twins import merge_twins
 from mstpass.graph import ops
 from mstpass.graph.build import Builder
 from mstpass.graph.joint import JointGraph, value_of
@@ -65,10 +67,12 @@ class _Body:
             node = self.joint.by_name[name]
             spec = self.specs[node]
             self.env[node, spec] = self._sum(node) if spec is None else self._copy(node, spec)
-        outputs = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
-        self.builder.graph.output(tuple(outputs))
+        results = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
+        output = self.builder.graph.output(tuple(results))
+        merge_twins(self.builder)
         read_before_write(self.builder, self.symbolic)
-        return outputs
+        one_reader_each(self.builder.graph)
+        return list(output.args[0])
 
     def _add_inputs(self) -> None:
         sliced = [i for i in self.loop.inputs if i.spec]
@@ -161,16 +165,21 @@ class _Body:
         assert value is not None
         widen = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
         parts = {n: self.env[n, spec] for n, spec in needs.items()}
+        widens_itself = ops.is_matmul(node) and value.device.type == "cuda"
+        if widen and not widens_itself:
+            # The chunk's operands in float32: cheaper than a product of the weight's size.
+            parts = {n: self._cast(part, torch.float32) for n, part in parts.items()}
+        if _sums_rows(node, parts[source], needs[source]):
+            parts[source] = self.builder.call(
+                aten.sum.dim_IntList, parts[source], [-1], True, **node.kwargs
+            )
         if self.valid is not None:
             smallest = min(parts, key=lambda n: parts[n].meta["val"].numel())
             parts[smallest] = self._mask(parts[smallest], needs[smallest])
-        if widen and ops.is_matmul(node) and value.device.type == "cuda":
+        if widen and widens_itself:
             left, right = (parts[n] for n in ops.matmul_factors(node))
             product = aten.mm.dtype if value.dim() == 2 else aten.bmm.dtype
             return self.builder.call(product, left, right, torch.float32)
-        if widen:
-            # The chunk's operands in float32: cheaper than a product of the weight's size.
-            parts = {n: self._cast(part, torch.float32) for n, part in parts.items()}
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: parts[n])
         built = self.builder.call(node.target, *args, **kwargs)
         if list(built.meta["val"].shape) != list(value.shape):
@@ -187,3 +196,16 @@ class _Body:
         valid = self.builder.call(aten.reshape.default, self.valid, shape)
         zero = self.builder.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
         return self.builder.call(aten.where.self, valid, node, zero)
+
+
+def _sums_rows(node: fx.Node, operand: fx.Node, spec: Spec) -> bool:
+    """Whether it sums features too: those first, in the kernels that go row by row anyway.
+
+    In one step it would be one more reader of the chunk's logits, which Inductor would then keep.
+    """
+    value = operand.meta["val"]
+    if node.target not in (aten.sum.default, aten.sum.dim_IntList) or value.dim() < 2:
+        return False
+    last = value.dim() - 1
+    dims = [d % value.dim() for d in node.args[1]] if len(node.args) > 1 else [last]  # type: ignore[union-attr]
+    return last in dims and last not in spec and value.dtype not in _LOW_PRECISION

@@ -10,16 +10,14 @@ as many features as its input. A region grows from it (grow.py), then is closed:
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Set
-
-import torch
 from torch import fx
 
+from mstpass.chunk.absorb import absorb
+from mstpass.chunk.fused import Unit, try_fused
 from mstpass.chunk.grow import CannotTake, Growth
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph, ancestors, nbytes, numel, tensors_of, value_of
-from mstpass.graph.sizes import depends_on_data, generic_shape, hint_shape, is_size, is_static
+from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
+from mstpass.graph.sizes import depends_on_data, generic_shape, hint_shape, is_static
 from mstpass.graph.source import source_of
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, token_count
 from mstpass.plans import Region, Rejection
@@ -33,17 +31,6 @@ _RETURNED = {
     "returns only the loss, such as `lambda batch: model(**batch).loss`",
     "mlp": "a large value is an output of the graph, so it exists in full",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """What a fused region's backward is linear in: a scalar, and the nodes from it to the region.
-
-    The loop runs with 1 in the scalar's place; so do the nodes of ``prelude``, before the loop.
-    """
-
-    scalar: fx.Node
-    prelude: tuple[fx.Node, ...]
 
 
 def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
@@ -146,7 +133,7 @@ def _region(joint: JointGraph, growth: Growth, anchor: fx.Node, spec: Spec) -> R
         raise CannotTake(anchor, f"{tokens} token")
     growth.add(anchor, spec)
     apart = growth.copy()
-    unit, note = _try_fused(joint, growth)
+    unit, note = try_fused(joint, growth)
     if unit is not None:
         try:
             return _finish(joint, growth, tokens, anchor, unit, note)
@@ -168,192 +155,17 @@ def _check_features(growth: Growth) -> None:
                 raise CannotTake(node, "a size other than the tokens' is symbolic")
 
 
-# ---- fused -------------------------------------------------------------------------------------
-def _try_fused(joint: JointGraph, growth: Growth) -> tuple[Unit | None, str]:
-    """Close the region as fused. Returns what its backward is linear in, or None and why not."""
-    trial = growth.copy()
-    if not any(n in joint.backward for n in trial.specs):
-        return None, "no backward part"
-    try:
-        while True:
-            entries = _close_backward(joint, trial)
-            size = len(trial.specs)
-            cut = entries[0] if len(entries) == 1 and numel(entries[0]) == 1 else None
-            part = {n for n, s in trial.specs.items() if s != WHOLE or n in joint.backward}
-            trial.close(part, cut=cut)
-            if len(trial.specs) == size:
-                break
-        unit = _unit(joint, trial, entries)
-        _check_linear([n for n in joint.sorted(trial.specs) if n in joint.backward], joint.backward)
-    except CannotTake as refusal:
-        return None, f"not fused: {refusal.node.name}: {refusal.reason}"
-    growth.take(trial)
-    _absorb(joint, growth, {n for n, s in growth.specs.items() if s != WHOLE})
-    _absorb_sums(joint, growth)
-    return unit, ""
-
-
-def _close_backward(joint: JointGraph, growth: Growth) -> list[fx.Node]:
-    """Pull in the backward values that carry tokens; return those that enter from outside.
-
-    A value that does not depend on the region's results may enter: it is computed before the loop.
-    """
-    fed = _descendants(joint, growth)
-    entries: dict[fx.Node, None] = {}
-    seen = 0
-    while seen < len(growth.specs):
-        new = list(growth.specs)[seen:]  # members keep the order in which they came
-        seen = len(growth.specs)
-        for member in new:
-            for operand, spec in growth.needs(member).items():
-                if operand in growth.specs or operand not in joint.backward:
-                    continue
-                if numel(operand) == 1 or operand.op == "placeholder":
-                    entries[operand] = None
-                elif operand in fed:
-                    growth.add(operand, spec)
-                elif growth.could_add(operand, spec):
-                    fed = _descendants(joint, growth)
-                else:
-                    entries[operand] = None
-    return [entry for entry in entries if entry not in growth.specs]
-
-
-def _unit(joint: JointGraph, growth: Growth, entries: list[fx.Node]) -> Unit:
-    """The scalar that all entries are linear in: the tangent itself wherever that is possible.
-
-    With the tangent as the unit, the loop computes just what the unchunked graph computes for a
-    tangent of 1. A single scalar that depends on the region's own results, which exist only after
-    the loop, is a unit of its own.
-    """
-    if not entries:
-        raise CannotTake(next(iter(growth.specs)), "no gradient enters")
-    for node in growth.specs:
-        value = value_of(node)
-        if value is not None and value.dtype == torch.float16 and node in joint.backward:
-            # A loss scale arrives with the tangent: without it small gradients underflow.
-            raise CannotTake(node, "float16 gradients need the loss scale, which comes later")
-    fed = _descendants(joint, growth)
-    cone = joint.sorted(n for n in ancestors(entries) if n in joint.backward)
-    needs_results = next((n for n in cone if n in fed), None)
-    if needs_results is not None:
-        if len(entries) == 1 and numel(entries[0]) == 1:
-            return Unit(entries[0], ())
-        raise CannotTake(needs_results, "a gradient that enters needs the region's own results")
-    tangents = [n for n in cone if n.op == "placeholder"]
-    if len(tangents) != 1:
-        raise CannotTake(entries[-1], "several gradients enter")
-    if numel(tangents[0]) != 1:
-        raise CannotTake(tangents[0], "the gradient that enters is no scalar")
-    prelude = [n for n in cone if n is not tangents[0]]
-    _check_linear(prelude, joint.backward)
-    return Unit(tangents[0], tuple(prelude))
-
-
-def _descendants(joint: JointGraph, growth: Growth) -> set[fx.Node]:
-    """Nodes outside that need the region's own values."""
-    found = growth.computed()
-    for node in joint.nodes[min(joint.index[n] for n in found) :]:
-        if any(i in found for i in node.all_input_nodes):
-            found.add(node)
-    return found - growth.specs.keys()
-
-
-def _check_linear(nodes: Iterable[fx.Node], backward: Set[fx.Node]) -> None:
-    """Raise ``CannotTake`` unless each node is linear in its operands that need a tangent."""
-    for node in nodes:
-        row = ops.lookup(node)
-        if isinstance(row, Refusal):
-            raise CannotTake(node, row.reason)
-        if not row.linear(node, {n for n in node.all_input_nodes if n in backward}):
-            raise CannotTake(node, f"{node.target} is not linear in the gradient")
-
-
 # ---- forward and backward apart ---------------------------------------------------------------
 def _close_apart(joint: JointGraph, growth: Growth) -> None:
     for backward in (False, True):
         part = _part(joint, growth, backward)
         if part:
             growth.close(part)
-            _absorb(joint, growth, _part(joint, growth, backward))
+            absorb(joint, growth, _part(joint, growth, backward))
 
 
 def _part(joint: JointGraph, growth: Growth, backward: bool) -> set[fx.Node]:
     return {n for n, s in growth.specs.items() if s != WHOLE and (n in joint.backward) == backward}
-
-
-def _absorb(joint: JointGraph, growth: Growth, part: set[fx.Node]) -> None:
-    """Take users that replace several of the part's outputs by one: ``dx = dx_gate + dx_up``."""
-    queue = joint.sorted(part)
-    for node in queue:
-        if growth.specs.get(node) == SUM or growth.wide(node):
-            continue
-        outside = [u for u in joint.users(node) if u not in growth.specs]
-        if len(outside) != 1:
-            continue
-        user = outside[0]
-        if user.op == "output" or not _replaces(growth, user):
-            continue
-        result = growth.try_user(user, node)
-        if isinstance(result, tuple) and (user in joint.backward) == (node in joint.backward):
-            growth.specs[user] = result
-            queue.append(user)
-
-
-def _absorb_sums(joint: JointGraph, growth: Growth) -> None:
-    """Take what ends in sums over tokens of the part's values alone: a loss, a norm's gradient."""
-    trial = growth.copy()
-    queue = [n for n in joint.sorted(growth.specs) if growth.specs[n] not in (WHOLE, SUM)]
-    for node in queue:
-        for user in joint.users(node):
-            if user in trial.specs or ops.is_matmul(user) or growth.wide(user):
-                continue
-            result = trial.try_user(user, node)
-            if isinstance(result, Refusal) or result == WHOLE:
-                continue
-            trial.specs[user] = result
-            if _fits(joint, trial, user):
-                queue.append(user)
-            else:
-                del trial.specs[user]  # seen again when its last operand has joined
-    found = [n for n in joint.sorted(trial.specs) if n not in growth.specs]
-    while leaving := [n for n in found if n in trial.specs and _leaves(trial, n)]:
-        for node in leaving:
-            del trial.specs[node]
-    growth.take(trial)
-
-
-def _fits(joint: JointGraph, growth: Growth, node: fx.Node) -> bool:
-    """Whether its operands are members cut as it needs, not sums of them, or inputs of the step."""
-    try:
-        needs = growth.needs(node)
-        _check_linear([node] if node in joint.backward else [], joint.backward)
-    except CannotTake:
-        return False
-    return all(
-        growth.specs[operand] == spec
-        if operand in growth.specs
-        else operand.op == "placeholder" and operand not in joint.backward
-        for operand, spec in needs.items()
-    )
-
-
-def _leaves(growth: Growth, node: fx.Node) -> bool:
-    """Whether it would have to leave the loop token by token, or what it needs does not enter."""
-    if not all(n in growth.specs or n.op == "placeholder" for n in node.all_input_nodes):
-        return True
-    return growth.specs[node] != SUM and any(user not in growth.specs for user in node.users)
-
-
-def _replaces(growth: Growth, user: fx.Node) -> bool:
-    """All operands are members that nothing else outside uses."""
-    return all(
-        operand in growth.specs
-        and growth.specs[operand] not in (WHOLE, SUM)
-        and all(u is user or u in growth.specs for u in operand.users)
-        for operand in user.all_input_nodes
-        if not is_size(operand)
-    )
 
 
 # ---- result ------------------------------------------------------------------------------------
@@ -379,19 +191,19 @@ def _finish(
     _check_features(growth)
     members = joint.sorted(growth.specs)
     returned = {_base(growth, n) for n in growth.returned}
-    outputs = []
+    leaving = dict.fromkeys(returned)
     computed = growth.computed()
     for node in members:
-        spec = growth.specs[node]
         outside = [u for u in node.users if u not in growth.specs]
         # What does not come from the region's products, such as a mask, outside redoes itself.
-        if (not outside and node not in returned) or node not in computed:
+        if not outside or node not in computed:
             continue
         if node in growth.returned and node not in returned:
             continue  # a view of what the loop stacks
-        if growth.wide(node) and spec != SUM and node not in returned:
+        if growth.wide(node) and growth.specs[node] != SUM and node not in returned:
             raise CannotTake(node, f"{outside[0].name}, outside the region, uses a large value")
-        outputs.append(node)
+        leaving[_behind_views(growth, node)] = None
+    outputs = joint.sorted(leaving)
     kind = _kind(joint, growth, anchor)
     if kind == "mlp":
         note = ""  # there is nothing to explain: the gradient of an MLP's output is never a scalar
@@ -430,6 +242,16 @@ def _base(growth: Growth, node: fx.Node) -> fx.Node:
     """What a view among the members is a view of."""
     while ops.is_cheap_view(node) and node.all_input_nodes[0] in growth.specs:
         node = node.all_input_nodes[0]
+    return node
+
+
+def _behind_views(growth: Growth, node: fx.Node) -> fx.Node:
+    """The value that the node shows all of: other regions may redo the view, and need the value."""
+    while ops.is_cheap_view(node) and growth.specs[node] != SUM:
+        source = node.all_input_nodes[0]
+        if source not in growth.specs or numel(source) != numel(node):
+            break
+        node = source
     return node
 
 

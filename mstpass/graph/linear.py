@@ -63,7 +63,9 @@ _FILLS: Mapping[Any, int] = {
 }
 
 
-def linear_in(target: Any) -> Linear:
+def linear_in(target: torch._ops.OpOverload) -> Linear:
+    if target._schema.name == "prims::fma":  # Inductor's own; 2.11 has none
+        return _product_and_term
     return _LINEAR_POINTWISE.get(target, never)
 
 
@@ -78,6 +80,12 @@ def first_only(node: fx.Node, operands: set[fx.Node]) -> bool:
 def _product(node: fx.Node, operands: set[fx.Node]) -> bool:
     """Linear when exactly one factor depends on the operands."""
     return sum(a in operands for a in node.args if isinstance(a, fx.Node)) == 1
+
+
+def _product_and_term(node: fx.Node, operands: set[fx.Node]) -> bool:
+    """``a * b + c``: linear when one factor depends on the operands, and so does the term."""
+    a, b, c = node.args
+    return (a in operands) != (b in operands) and (c in operands or is_zero(c))
 
 
 def linear_cat(node: fx.Node, operands: set[fx.Node]) -> bool:

@@ -71,7 +71,7 @@ def recomputation_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
 def gradient_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """For heavy ops, the gradients before them that only leave the graph, such as a weight's.
 
-    Nothing else reads them, so Inductor may put them off, and what they are summed over stays alive.
+    Nothing else reads them, so Inductor may put them off, and what they are made of stays alive.
     """
     kept = set(graph.output_node().all_input_nodes)
     waits: dict[fx.Node, tuple[fx.Node, ...]] = {}

@@ -1,0 +1,45 @@
+"""Compute a chunk's wide pointwise values where they are read, instead of keeping them.
+
+Inductor keeps a pointwise value that several kernels read if it is dear: an exp, log or sigmoid on
+the CPU, many reads or many operations (``StorageBox.should_realize_on_reuse`` in
+torch/_inductor/ir.py, 2.11 and 2.13). A softmax that its entropy, its row sums and the gradient
+read is one more buffer of chunk x vocabulary. Read once each, its copies go into the kernels that
+read them, and those into one that computes it once a pass over the row.
+
+What a matmul reads, or what leaves the chunk, has to exist and is not repeated.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.joint import numel
+
+_WIDE = 0.25  # of the largest product
+_MOST_COPIES = 400  # a chain whose every value is read twice doubles with each
+
+
+def one_reader_each(graph: fx.Graph) -> None:
+    """Give every reader of a wide pointwise value its own copy of what computes it, in place."""
+    nodes = list(graph.nodes)
+    widest = max((numel(n) for n in nodes if ops.is_matmul(n)), default=0)
+    copies = 0
+    for node in reversed(nodes):  # readers first: their copies want copies as well
+        if numel(node) < _WIDE * widest or not _is_free(node):
+            continue
+        for user in list(node.users)[1:]:
+            if copies == _MOST_COPIES:
+                return
+            copies += 1
+            with graph.inserting_after(node):
+                user.replace_input_with(node, graph.node_copy(node))
+
+
+def _is_free(node: fx.Node) -> bool:
+    """A pointwise value that no kernel has to write."""
+    while ops.is_cheap_view(node):
+        node = node.all_input_nodes[0]
+    return ops.is_pointwise(node) and not any(
+        reader.op == "output" or ops.is_matmul(reader) for reader in ops.readers(node)
+    )

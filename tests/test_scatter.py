@@ -1,0 +1,61 @@
+"""An embedding's gradient waits for its rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mstpass import backend
+from mstpass.measure import peak_bytes
+from mstpass.partition.scatter import late_scatters, write_rows_first
+from tests.checks import compiled, joint_graph
+
+aten = torch.ops.aten
+N, D, V = 1024, 64, 4000
+
+
+def _loss(ids: Tensor, table: Tensor, *weights: Tensor) -> Tensor:
+    x = torch.nn.functional.embedding(ids, table)
+    scaled = [x * w[0].detach() for w in weights]  # a product in between: no addmm adds them up
+    return torch.stack([(s @ w).square().sum() for s, w in zip(scaled, weights, strict=True)]).sum()
+
+
+def _inputs(count: int, device: str = "cpu") -> list[Tensor]:
+    ids = torch.randint(V, (N,), device=device)
+    table = torch.randn(V, D, device=device, requires_grad=True)
+    return [
+        ids,
+        table,
+        *(torch.randn(D, D, device=device, requires_grad=True) for _ in range(count)),
+    ]
+
+
+@pytest.mark.parametrize(("count", "waits"), [(4, True), (1, False)])
+def test_only_rows_that_free_more_than_they_are_wait(count: int, waits: bool) -> None:
+    graph = joint_graph(_loss, *_inputs(count))[0].graph
+    assert bool(late_scatters(graph)) == waits
+    before = str(graph)
+    write_rows_first(graph)
+    assert (str(graph) != before) == waits
+
+
+def _peak(device: str) -> tuple[int, tuple[Tensor, ...]]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    inputs = _inputs(6, device)
+    step = compiled(_loss, memory_budget=0.0)
+
+    def run() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(step(*inputs), inputs[1:])
+
+    return peak_bytes(run, device), run()
+
+
+def test_waiting_lowers_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, gradients = _peak(device)
+    monkeypatch.setattr(backend, "write_rows_first", lambda graph: None)
+    monkeypatch.setattr(backend.LowerLoops, "uuid", lambda self: "not held")
+    free, same = _peak(device)
+    assert held < 0.8 * free, (held, free)
+    torch.testing.assert_close(gradients, same)
