@@ -90,7 +90,8 @@ def run(
         return Result(Outcome(tuple(plans), tuple(rejections)), problem, applied.module)
     rewritten = JointGraph(applied.module, num_fwd_outputs)
     modules, save_plan, note = _split(rewritten, applied, plan, options, torch_kwargs)
-    memory = simulate_step(*(module.graph for module in modules))
+    forward, backward = (module.graph for module in modules)
+    memory = simulate_step(forward, backward, options.frees_memory_for_time)
     notes = [note] if note else []
     budget = budget_bytes(options)
     if budget is not None and memory.peak_bytes > budget:
@@ -140,7 +141,7 @@ def _problem(
     while True:
         try:
             modes = region_modes(joint, regions, options.accumulate)
-            problem = cut_problem(joint, regions=modes)
+            problem = cut_problem(joint, modes, options.frees_memory_for_time)
             with_modes(problem, {})
             return problem, regions, rejections
         except Cycle as error:

@@ -32,11 +32,14 @@ _FLASH_KEYS = 512  # FlashAttentionKernel.cpp: keys in a block; queries below
 _FLASH_QUERIES = ((768, 256), (192, 64), (0, 32))
 
 
-def simulate_step(forward: fx.Graph, backward: fx.Graph) -> StepMemory:
+def simulate_step(forward: fx.Graph, backward: fx.Graph, rows_first: bool = False) -> StepMemory:
     """The memory of a step.
 
     Its inputs exist before it and do not count; what crosses to the backward is freed there after
     its last use.
+
+    Args:
+        rows_first: scatters read their rows from memory (partition/scatter.py).
     """
     inputs = backward.find_nodes(op="placeholder")
     crossing = [n for n in inputs if not str(n.target).startswith("primals")]
@@ -44,27 +47,36 @@ def simulate_step(forward: fx.Graph, backward: fx.Graph) -> StepMemory:
         v for g in (forward, backward) for n in g.nodes for v in tensors_of(n.meta.get("val"))
     )
     known = not any(map(depends_on_data, values))
-    return StepMemory(simulate(forward), simulate(backward, crossing), known)
+    return StepMemory(
+        simulate(forward, rows_first=rows_first), simulate(backward, crossing, rows_first), known
+    )
 
 
-def simulate(graph: fx.Graph, freed_inputs: Iterable[fx.Node] = ()) -> Timeline:
+def simulate(
+    graph: fx.Graph, freed_inputs: Iterable[fx.Node] = (), rows_first: bool = False
+) -> Timeline:
     """The memory of one graph over its nodes; ``freed_inputs`` as in ``memory.simulate``."""
-    nodes = [op_of(n) for n in graph.nodes if n.op in ("placeholder", "call_function")]
+    nodes = [
+        op_of(n, rows_first=rows_first)
+        for n in graph.nodes
+        if n.op in ("placeholder", "call_function")
+    ]
     kept = [n.name for n in graph.output_node().all_input_nodes]
     return memory.simulate(nodes, kept, [n.name for n in freed_inputs])
 
 
-def op_of(node: fx.Node, summed: Set[fx.Node] = frozenset()) -> Op:
+def op_of(node: fx.Node, summed: Set[fx.Node] = frozenset(), rows_first: bool = False) -> Op:
     """One node as plain data.
 
     Args:
         summed: added to an accumulator by the product itself: they have no buffer.
     """
+    kind = _kind(node)
     return Op(
         name=node.name,
         bytes=0 if node in summed else nbytes(node),
         inputs=tuple(n.name for n in node.all_input_nodes),
-        kind=_kind(node),
+        kind=memory.CALL if rows_first and kind == memory.SCATTER else kind,
         inner_bytes=_inner_bytes(node),
         dear=_is_dear(node),
     )

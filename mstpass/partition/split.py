@@ -75,26 +75,25 @@ def _is_body(node: fx.Node) -> bool:
 
 
 def cut_problem(
-    joint: JointGraph, recompute_heavy: bool = False, regions: tuple[RegionModes, ...] = ()
+    joint: JointGraph, regions: tuple[RegionModes, ...] = (), rows_first: bool = False
 ) -> CutProblem:
-    """The problem of one joint graph: its forward values that do not need a tangent."""
+    """The problem of one joint graph; ``rows_first`` as in ``kernels.simulate_step``."""
     known = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
     names = {n.name for n in known}
-    values = [_value(joint, n, names) for n in known if n not in joint.backward]
-    backward = tuple(_value(joint, n, names) for n in known if n in joint.backward)
+    values = [_value(joint, n, names, rows_first) for n in known if n not in joint.backward]
+    backward = tuple(_value(joint, n, names, rows_first) for n in known if n in joint.backward)
     gradients = tuple(n.name for n in joint.backward_outputs)
     return CutProblem(
         with_needs(values, backward, gradients),
-        recompute_heavy,
-        backward,
-        tuple(n.name for n in joint.forward_outputs),
-        gradients,
-        regions,
+        backward=backward,
+        outputs=tuple(n.name for n in joint.forward_outputs),
+        gradients=gradients,
+        regions=regions,
     )
 
 
-def _value(joint: JointGraph, node: fx.Node, names: Set[str]) -> Value:
-    op = op_of(node)
+def _value(joint: JointGraph, node: fx.Node, names: Set[str], rows_first: bool) -> Value:
+    op = op_of(node, rows_first=rows_first)
     return Value(
         name=node.name,
         bytes=_storage_bytes(node),
