@@ -113,6 +113,7 @@ def _build(
         JointGraph(rewritten, joint.num_fwd_outputs),
         options.solver,
         least_memory=options.memory_budget == 0.0,
+        reconstruct=options.reconstruct,
         **torch_kwargs,
     )
     memory = simulate_step(*(module.graph for module in modules))

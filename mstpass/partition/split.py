@@ -7,6 +7,7 @@ Private APIs of torch/_functorch/partitioners.py, checked with torch 2.13: ``min
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import operator
 from collections.abc import Iterable
@@ -24,20 +25,28 @@ from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.graph.source import source_of
 from mstpass.graph.tokens import Refusal
 from mstpass.partition.problem import CutProblem, Value
+from mstpass.partition.reconstruct import OFF
+from mstpass.partition.reconstruct import reconstruct as reconstructed
 from mstpass.partition.solvers import DEFAULT, LEAST_MEMORY, SOLVERS
-from mstpass.partition.verify import verify
+from mstpass.partition.verify import read, verify
 from mstpass.plans import SavedValue, SavePlan
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 
 
 def split(
-    joint: JointGraph, solver: str, *, least_memory: bool = False, **torch_kwargs: Any
+    joint: JointGraph,
+    solver: str,
+    *,
+    least_memory: bool = False,
+    reconstruct: str = OFF,
+    **torch_kwargs: Any,
 ) -> tuple[Modules, SavePlan, str]:
     """Forward and backward modules, what crosses, and a note where torch's partitioner chose it.
 
     Args:
         least_memory: let ``"auto"`` recompute matmuls and attention.
+        reconstruct: ``"exact"``, ``"tolerant"`` or ``"off"``.
     """
     reason = needs_torch(joint)
     if reason:
@@ -52,10 +61,14 @@ def split(
     auto = LEAST_MEMORY if least_memory else DEFAULT
     name = auto if solver == "auto" else solver
     problem = cut_problem(joint, recompute_heavy=name == LEAST_MEMORY)
-    saved = SOLVERS[name](problem)
+    saved = read(problem, SOLVERS[name](problem))
     verify(problem, saved)
-    modules = _extract(joint, [joint.by_name[n] for n in sorted(saved)], **torch_kwargs)
-    return modules, _crossing(modules, joint, name), ""
+    rewritten, saved, done = reconstructed(joint, problem, saved, reconstruct)
+    if rewritten is not joint:
+        verify(cut_problem(rewritten, problem.recompute_heavy), saved)
+    modules = _extract(rewritten, [rewritten.by_name[n] for n in sorted(saved)], **torch_kwargs)
+    plan = _crossing(modules, rewritten, name)
+    return modules, dataclasses.replace(plan, reconstructed=done), ""
 
 
 def needs_torch(joint: JointGraph) -> str:
