@@ -68,9 +68,7 @@ def decide(problem: CutProblem, saved: Set[str], inverses: Sequence[Inverse]) ->
         drops.append(drop)
         kept = kept - {name} | set(drop.extras)
         locked |= read
-    steps = search.steps(kept) if drops else ()
-    assert steps is not None
-    return Decision(kept, tuple(steps), tuple(drops))
+    return Decision(kept, search.steps(kept), tuple(drops))
 
 
 def _candidates(
@@ -152,17 +150,16 @@ class _Search:
     def _is_row(self, i: int, value: Value) -> bool:
         return self.values[i].bytes * SMALL <= value.bytes and self.values[i].name != value.name
 
-    def steps(self, saved: frozenset[str]) -> list[tuple[str, Step]] | None:
+    def steps(self, saved: frozenset[str]) -> tuple[tuple[str, Step], ...]:
         """How each value is had that backward needs and that is neither free nor saved."""
         had = self._fixed_point(saved, [])
-        if had is None:
-            return None
+        assert had is not None
         used = set(self._support(had, self.needed))
-        return [
+        return tuple(
             (self.values[i].name, step if isinstance(step, Inverse) else None)
             for i, step in had.items()
-            if i in used and step not in ("free", "saved", "extra")
-        ]
+            if i in used and step not in ("free", "saved")
+        )
 
     def _fixed_point(
         self, saved: Set[str], small: Sequence[int]
