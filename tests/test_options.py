@@ -48,7 +48,6 @@ def test_bad_options_name_what_is_wrong(given: dict[str, object], names: list[st
         {"memory_budget": 2**30},
         {"reserve": "4GiB"},
         {"free_overhead": 0.1},
-        {"reconstruct": "tolerant"},
         {"logits": "drop"},
     ],
 )

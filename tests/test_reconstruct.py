@@ -48,7 +48,7 @@ def _check(problem: CutProblem, saved: frozenset[str], decision: Decision) -> No
         had.add(name)
     assert all(value.name in had for value in problem.values if value.needed)
     assert all(by_name[name].savable for name in decision.saved)
-    size = lambda names: sum(by_name[name].bytes for name in names)  # noqa: E731
+    size = lambda names: sum(by_name[name].bytes for name in names)
     won = sum(drop.bytes for drop in decision.drops)
     assert size(decision.saved) == size(saved) - won
     assert won > 0 if decision.drops else decision.saved == saved
@@ -267,7 +267,7 @@ def test_checkpointing_tags_go_to_torch() -> None:
     from torch.utils.checkpoint import checkpoint
 
     model = _model("rms")
-    loss = lambda x: torch.tanh(checkpoint(model, x, use_reentrant=False)).square().mean()  # noqa: E731
+    loss = lambda x: torch.tanh(checkpoint(model, x, use_reentrant=False)).square().mean()
     graph, outputs = joint_graph(loss, torch.randn(2, 96, D))
     result = _split(graph, outputs, "tolerant")
     assert _plan(result).reconstructed == () and "tags" in result.outcome.notes[0]
@@ -300,7 +300,7 @@ def test_gradients_under_inductor(name: str, autocast: str | None, mode: str) ->
 
 
 def test_dropout_masks_as_bits_under_inductor() -> None:
-    """Equal seeds: the gradients of a step whose masks cross as bits are those of one with bytes."""
+    """With equal seeds, gradients are the same whether masks cross as bits or as bytes."""
     model, x = _model("dropout"), torch.randn(2, 96, D)
 
     def gradients(mode: str) -> list[torch.Tensor]:
@@ -318,3 +318,73 @@ def test_dropout_masks_as_bits_under_inductor() -> None:
     assert {item.rule for item in exact.reconstructed} == {"bits"}
     for a, b in zip(bytes_, bits, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
+
+
+# ---- models of Hugging Face ---------------------------------------------------------------------
+VOCAB = 600
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+}
+OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def _hugging_face(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    kinds: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {"num_key_value_heads": 2}),
+        "llama": ("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 2}),
+        "gemma3": (
+            "Gemma3TextConfig",
+            "Gemma3ForCausalLM",
+            {"num_key_value_heads": 2, "head_dim": 8},
+        ),
+        "bert": ("BertConfig", "BertForMaskedLM", OFF),
+    }
+    config, model, extra = kinds[name]
+    built: nn.Module = getattr(transformers, model)(
+        getattr(transformers, config)(**SIZES, **TOKENS, **extra)
+    )
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return built.train()
+
+
+def _hf_loss(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    extra = {} if "Bert" in type(model).__name__ else {"use_cache": False}
+    return lambda ids: model(input_ids=ids, labels=ids, **extra).loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [None, "cpu"], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", ["olmo2", "gemma3", "bert", "llama"])
+def test_hugging_face_models(name: str, autocast: str | None) -> None:
+    model, ids = _hugging_face(name), torch.randint(3, VOCAB, (2, 64))
+    context = torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None)
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        with context:
+            return _hf_loss(model)(ids)
+
+    graph, outputs = joint_graph(loss, ids)
+    saved = {mode: _plan(_split(graph, outputs, mode)).saved_bytes for mode in MODES}
+    assert saved["exact"] < saved["off"] if autocast else saved["exact"] == saved["off"]
+    assert saved["tolerant"] < saved["exact"] or name == "llama" or (name, autocast) == BERT_LOW
+    check_against_float64(
+        model,
+        _hf_loss,
+        [ids],
+        autocast=autocast,
+        memory_budget=0.0,
+        chunk_tokens=64,
+        reconstruct="tolerant",
+    )
+
+
+BERT_LOW = ("bert", "cpu")  # its sums are recomputed from bfloat16 loop results

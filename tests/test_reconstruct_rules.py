@@ -21,7 +21,9 @@ Fn = Callable[..., torch.Tensor]
 INF, NAN = float("inf"), float("nan")
 TINY = torch.finfo(torch.float32).smallest_normal
 # zeros of both signs, subnormals, the ends of the range, infinities, NaN
-EDGES = torch.tensor([0.0, -0.0, TINY / 4, -TINY / 4, 3e38, -3e38, INF, -INF, NAN, 1.0, -2.5, 1e-30])
+EDGES = torch.tensor(
+    [0.0, -0.0, TINY / 4, -TINY / 4, 3e38, -3e38, INF, -INF, NAN, 1.0, -2.5, 1e-30]
+)
 
 
 def traced(fn: Fn, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:

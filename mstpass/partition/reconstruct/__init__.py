@@ -91,7 +91,5 @@ def _encoded(joint: JointGraph, encodings: dict[str, str]) -> list[Reconstructed
     for name, encoding in encodings.items():
         node = joint.by_name[name]
         won = nbytes(node) - bytes_after(node, encoding, nbytes(node))
-        result.append(
-            Reconstructed(name, (name,), encoding, EXACT, won, source=source_of(node))
-        )
+        result.append(Reconstructed(name, (name,), encoding, EXACT, won, source=source_of(node)))
     return result

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import fx
 
 from mstpass.graph.build import UnknownSize
@@ -44,9 +43,7 @@ def rewrite(
 
 
 class _Rewriting:
-    def __init__(
-        self, joint: JointGraph, steps: Mapping[str, Step], encodings: Mapping[str, str]
-    ):
+    def __init__(self, joint: JointGraph, steps: Mapping[str, Step], encodings: Mapping[str, str]):
         self.joint, self.encodings = joint, encodings
         self.graph = fx.Graph()
         self.writer = Writer(self.graph, joint.nodes)
@@ -139,7 +136,3 @@ class _Rewriting:
         assert old.dtype == new.dtype and same_shape(old.shape, new.shape), (
             f"{node.name}: {new.dtype} {tuple(new.shape)} for {old.dtype} {tuple(old.shape)}"
         )
-
-
-def is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)

@@ -199,9 +199,7 @@ def find_reciprocal(node: fx.Node) -> Found:
     if not is_float(operand):
         yield Refused(operand.name, node.name, "reciprocal", "an integer's reciprocal is rounded")
         return
-    yield Inverse(
-        operand.name, names(node), node.name, "reciprocal", TOLERANT, _relative(node, 2)
-    )
+    yield Inverse(operand.name, names(node), node.name, "reciprocal", TOLERANT, _relative(node, 2))
 
 
 def write_reciprocal(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:

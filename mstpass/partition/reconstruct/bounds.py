@@ -61,7 +61,7 @@ def bounds(node: object, depth: int = _DEPTH) -> Interval:
 
 def excludes_zero(interval: Interval) -> bool:
     low, high = interval
-    return 0.0 < low or high < 0.0
+    return low > 0.0 or high < 0.0
 
 
 def _add(a: Interval, b: Interval) -> Interval:

@@ -71,9 +71,7 @@ def decide(problem: CutProblem, saved: Set[str], inverses: Sequence[Inverse]) ->
     return Decision(kept, search.steps(kept), tuple(drops))
 
 
-def _candidates(
-    problem: CutProblem, saved: Set[str], inverses: Sequence[Inverse]
-) -> Iterator[str]:
+def _candidates(problem: CutProblem, saved: Set[str], inverses: Sequence[Inverse]) -> Iterator[str]:
     """Saved values that others of their kind are computed from by cheap ops, in order."""
     anchored: set[str] = set()
     for value in reversed(problem.values):
@@ -168,41 +166,19 @@ class _Search:
 
         None if a needed value is not among them.
         """
-        had: dict[int, Inverse | str] = {}
-        missing = list(self.missing)
-        again: collections.deque[int] = collections.deque()
-        inverse: collections.deque[int] = collections.deque()
-        extras = iter(small)
-
-        def reach(i: int, step: Inverse | str) -> None:
-            if i in had:
-                return
-            had[i] = step
-            for action in self.waiting[i]:
-                missing[action] -= 1
-                if missing[action] == 0:
-                    (again if self.actions[action][1] is None else inverse).append(action)
-
-        for action, count in enumerate(missing):
-            if count == 0:
-                again.append(action)
+        point = _Point(self)
         for i, value in enumerate(self.values):
             if value.free or value.name in saved:
-                reach(i, "free" if value.free else "saved")
-        while True:
-            if again:
-                reach(self.actions[again.popleft()][0], "again")
-            elif inverse:
-                target, step = self.actions[inverse.popleft()]
-                assert step is not None
-                reach(target, step)
-            elif all(i in had for i in self.needed):
-                return had
-            else:
-                extra = next((i for i in extras if i not in had), None)
-                if extra is None:
-                    return None
-                reach(extra, "extra")
+                point.reach(i, "free" if value.free else "saved")
+        point.settle()
+        extras = iter(small)
+        while not all(i in point.had for i in self.needed):
+            extra = next((i for i in extras if i not in point.had), None)
+            if extra is None:
+                return None
+            point.reach(extra, "extra")
+            point.settle()
+        return point.had
 
     def _support(self, had: Mapping[int, Inverse | str], roots: Sequence[int]) -> list[int]:
         """The roots and all that their steps read."""
@@ -219,3 +195,30 @@ class _Search:
             elif step == "again":
                 stack += [self.index[name] for name in self.values[i].inputs]
         return list(found)
+
+
+class _Point:
+    """A growing set of values that backward has."""
+
+    def __init__(self, search: _Search):
+        self.search = search
+        self.had: dict[int, Inverse | str] = {}
+        self.missing = list(search.missing)
+        self.again = collections.deque(a for a, count in enumerate(search.missing) if not count)
+        self.inverse: collections.deque[int] = collections.deque()
+
+    def reach(self, i: int, step: Inverse | str) -> None:
+        if i in self.had:
+            return
+        self.had[i] = step
+        for action in self.search.waiting[i]:
+            self.missing[action] -= 1
+            if self.missing[action] == 0:
+                recomputes = self.search.actions[action][1] is None
+                (self.again if recomputes else self.inverse).append(action)
+
+    def settle(self) -> None:
+        """All that follows; by an inverse only what cannot be recomputed."""
+        while self.again or self.inverse:
+            target, step = self.search.actions[(self.again or self.inverse).popleft()]
+            self.reach(target, step or "again")

@@ -11,6 +11,7 @@ Both are exact for every value, infinities and NaN included (their payload aside
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -56,16 +57,16 @@ def low_type(node: fx.Node) -> torch.dtype | None:
 
 def _low_loop_result(node: fx.Node) -> torch.dtype | None:
     """A loop that stacks chunks copies them; what its body returns decides."""
-    loop, position = node.args
+    loop, position = node.args[:2]
     if not isinstance(loop, fx.Node) or loop.target is not mst_loop:
         return None
-    body, specs = loop.args[0], loop.args[4]
-    assert isinstance(body, fx.Node) and isinstance(specs, tuple | list)
-    assert isinstance(position, int)
+    body: Any = loop.args[0]
+    specs: Any = loop.args[4]
     if specs[position][0] != STACK:
         return None
-    module = getattr(node.graph.owning_module, str(body.target))
-    return low_type(module.graph.output_node().args[0][position])
+    module: fx.GraphModule = getattr(node.graph.owning_module, str(body.target))
+    results: Any = module.graph.output_node().args[0]
+    return low_type(results[position])
 
 
 def encode(writer: Writer, node: fx.Node, value: fx.Node, encoding: str) -> fx.Node:
@@ -90,7 +91,12 @@ def decode(writer: Writer, node: fx.Node, packed: fx.Node, encoding: str) -> fx.
     value = value_of(packed)
     assert value is not None
     numbers = writer.call(
-        prims.iota.default, BITS, start=0, step=1, dtype=_BYTE, device=value.device,
+        prims.iota.default,
+        BITS,
+        start=0,
+        step=1,
+        dtype=_BYTE,
+        device=value.device,
         requires_grad=False,
     )
     weights = writer.call(aten.bitwise_left_shift.Tensor, _ones(writer, numbers), numbers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from mstpass.graph.rules import ints
 from mstpass.partition.reconstruct.rule import (
     CAST,
     EXACT,
@@ -62,7 +63,7 @@ def write_permute(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> f
 def _permutation(op: fx.Node) -> list[int]:
     dims = list(range(rank(op)))
     if op.target is aten.permute.default:
-        return [d % len(dims) for d in op.args[1]]  # type: ignore[union-attr, operator]
+        return [d % len(dims) for d in ints(op.args[1])]
     a, b = (0, -1) if op.target is aten.t.default else op.args[1:3]
     dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
     return dims

@@ -91,10 +91,12 @@ def _is_turn(turn: fx.Node, x: fx.Node) -> bool:
     if not isinstance(parts, list | tuple) or len(parts) != 2 or _dim(turn, 1, last) != last:
         return False
     minus, first = parts
+    if not isinstance(minus, fx.Node) or not isinstance(first, fx.Node):
+        return False
     if minus.target is not aten.neg.default:
         return False
     half = shape(x)[-1] // 2
-    second = minus.args[0]
+    (second,) = minus.all_input_nodes
     return _is_slice(first, x, 0, half) and _is_slice(second, x, half, 2 * half)
 
 
@@ -116,9 +118,7 @@ def _is_slice(node: fx.Node, x: fx.Node, start: int, end: int) -> bool:
 
 def _angle(node: fx.Node, function: object) -> fx.Node | None:
     """What ``node`` is the cosine (or sine) of, seen through views and a scaling by 1."""
-    while node.target in _SEE_THROUGH or (
-        node.target is aten.mul.Tensor and node.args[1] == 1.0
-    ):
+    while node.target in _SEE_THROUGH or (node.target is aten.mul.Tensor and node.args[1] == 1.0):
         node = node.all_input_nodes[0]
     return node.all_input_nodes[0] if node.target is function else None
 
