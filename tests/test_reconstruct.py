@@ -284,21 +284,22 @@ def test_the_report_tells_and_survives_json(tmp_path: Any) -> None:
 
 
 # ---- under Inductor -----------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize(("name", "autocast"), [("rms", "cpu"), ("layer", None)])
-def test_gradients_under_inductor(name: str, autocast: str | None, mode: str) -> None:
+def test_gradients_under_inductor(mode: str) -> None:
     report = check_against_float64(
-        _model(name),
+        _model("rms"),
         lambda model: lambda x: torch.tanh(model(x).float()).square().mean(),
         [torch.randn(2, 96, D)],
-        autocast=autocast,
+        autocast="cpu",
         memory_budget=0.0,
         chunk_tokens=64,
         reconstruct=mode,
     )
-    assert bool(report.reconstructed) == (mode == "tolerant" or autocast is not None)
+    assert report.reconstructed
 
 
+@pytest.mark.slow
 def test_dropout_masks_as_bits_under_inductor() -> None:
     """With equal seeds, gradients are the same whether masks cross as bits or as bytes."""
     model, x = _model("dropout"), torch.randn(2, 96, D)
@@ -374,8 +375,9 @@ def test_hugging_face_models(name: str, autocast: str | None) -> None:
 
     graph, outputs = joint_graph(loss, ids)
     saved = {mode: _plan(_split(graph, outputs, mode)).saved_bytes for mode in MODES}
-    assert saved["exact"] < saved["off"] if autocast else saved["exact"] == saved["off"]
-    assert saved["tolerant"] < saved["exact"] or name == "llama" or (name, autocast) == BERT_LOW
+    assert saved["tolerant"] <= saved["exact"] <= saved["off"]
+    if name in ("olmo2", "gemma3"):
+        assert saved["tolerant"] < saved["exact"] < saved["off"]
     check_against_float64(
         model,
         _hf_loss,
@@ -385,6 +387,3 @@ def test_hugging_face_models(name: str, autocast: str | None) -> None:
         chunk_tokens=64,
         reconstruct="tolerant",
     )
-
-
-BERT_LOW = ("bert", "cpu")  # its sums are recomputed from bfloat16 loop results

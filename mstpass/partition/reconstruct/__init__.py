@@ -59,6 +59,8 @@ def _encodings(joint: JointGraph, saved: Set[str]) -> dict[str, str]:
     for name in sorted(saved):
         node = joint.by_name[name]
         encoding = encoding_of(node)
+        if encoding == "narrow" and node not in joint.forward:
+            continue  # a fused loop's gradient, which the backward scales in place as it is
         if encoding and nbytes(node) >= _LEAST_BYTES:
             found[name] = encoding
     return found

@@ -15,7 +15,7 @@ from mstpass.partition.reconstruct.rule import CAST, aten
 
 Interval = tuple[float, float]
 ANY: Interval = (-math.inf, math.inf)
-_DEPTH = 12
+_DEPTH = 8
 _RANGES: dict[object, Interval] = {
     aten.tanh.default: (-1.0, 1.0),
     aten.sigmoid.default: (0.0, 1.0),
