@@ -15,8 +15,9 @@ BENCHES = {
     "peers": "a Llama-like training step: eager, Inductor, its own options, and mst",
     "losses": "one LM head under each loss: time against Inductor, peak against the floor",
     "dynamic": "many sequence lengths in turn: compilations, and time against a graph for each",
+    "reconstruct": "post-norm models: saved bytes, peak, gradient error with reconstruction",
     "compile": "compile time, cold and from the caches, by depth and number of chunks",
-    "all": "the five above, one after the other",
+    "all": "the six above, one after the other",
 }
 COMMANDS = {"demo": "mstpass.demo", "lint": "mstpass.linter.command"}
 INTERRUPTED = 130  # what a shell reports for SIGINT

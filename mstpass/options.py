@@ -207,7 +207,7 @@ _CHECKS: dict[str, Any] = {
     "chunk": _one_of("auto", "off"),
     "chunk_tokens": _chunk_tokens,
     "solver": _solver,
-    "reconstruct": _one_of("exact", "off", later=("tolerant",)),
+    "reconstruct": _one_of("exact", "tolerant", "off"),
     "accumulate": _one_of("float32", "input"),
     "logits": _one_of("keep", later=("drop",)),
     "strict": _strict,

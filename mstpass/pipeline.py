@@ -26,13 +26,14 @@ from mstpass.options import Options
 from mstpass.partition.budget import BudgetError, budget_bytes, infeasible, solve_within
 from mstpass.partition.modes import Cycle, with_modes
 from mstpass.partition.problem import CutProblem, Plan
+from mstpass.partition.reconstruct import reconstruct
 from mstpass.partition.regions import WHOLE, region_modes
 from mstpass.partition.simulate import step_memory, step_us
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.split import Modules, cut_problem, needs_torch, split, split_by_torch
-from mstpass.partition.verify import InvalidPlan, verify
-from mstpass.plans import ChunkPlan, Outcome, Rejection, SavePlan
+from mstpass.partition.verify import InvalidPlan, read, verify
+from mstpass.plans import ChunkPlan, Outcome, Reconstructed, Rejection, SavePlan
 
 log = logging.getLogger(__name__)
 
@@ -225,11 +226,30 @@ def _split(
         )
     name = AUTO if options.solver == "auto" else options.solver
     saved = frozenset(applied.names.get(value, "") for value in plan.saved)
-    problem = cut_problem(joint)
+    problem = cut_problem(joint, rows_first=options.frees_memory_for_time)
     note = ""
     try:
         verify(problem.allowing(True), saved)
+        saved = read(problem, saved)
     except InvalidPlan as error:  # a region was left out after the plan was made
         saved, note = min_cut(problem), f"the saved values are min_cut's: {error}"
         name = "min_cut"
-    return *split(joint, saved, name, **torch_kwargs), note
+    joint, saved, done = _reconstruct(joint, problem, saved, options)
+    modules, save_plan = split(joint, saved, name, **torch_kwargs)
+    return modules, dataclasses.replace(save_plan, reconstructed=done), note
+
+
+def _reconstruct(
+    joint: JointGraph, problem: CutProblem, saved: frozenset[str], options: Options
+) -> tuple[JointGraph, frozenset[str], tuple[Reconstructed, ...]]:
+    """What backward has by other means; everything as it was where that would raise the peak."""
+    pack_masks = options.frees_memory_for_time
+    free = problem.allowing(True)
+    reduced, kept, done = reconstruct(joint, free, saved, options.reconstruct, pack_masks)
+    if not done:
+        return joint, saved, ()
+    other = cut_problem(reduced, rows_first=options.frees_memory_for_time)
+    verify(other.allowing(True), kept)
+    if step_memory(other, kept).peak_bytes > step_memory(problem, saved).peak_bytes:
+        return joint, saved, ()
+    return reduced, kept, done

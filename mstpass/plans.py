@@ -136,11 +136,38 @@ class SavedValue:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reconstructed:
+    """A value that does not cross, or crosses in fewer bytes: backward has it by other means.
+
+    Attributes:
+        node: the value.
+        sources: what it is had from.
+        rule: the rules' names, in the order in which they apply.
+        grade: ``"exact"`` or ``"tolerant"``.
+        bytes: saved bytes won, net of what is saved in its place.
+        bounds: the error that each tolerant step may add.
+    """
+
+    node: str
+    sources: tuple[str, ...]
+    rule: str
+    grade: str
+    bytes: int
+    bounds: tuple[str, ...] = ()
+    source: str = ""
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        return f"{self.node}{where}: {self.rule}, {self.grade}"
+
+
+@dataclasses.dataclass(frozen=True)
 class SavePlan:
     """What crosses from forward to backward, by name, and the bytes of it by storage."""
 
     saved: tuple[SavedValue, ...]
     solver: str
+    reconstructed: tuple[Reconstructed, ...] = ()
 
     @property
     def saved_bytes(self) -> int:

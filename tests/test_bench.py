@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from mstpass import cli
-from mstpass.bench import common, compile, dynamic, loops, peers, race, tiled
+from mstpass.bench import common, compile, dynamic, loops, peers, race, reconstruct, tiled
 from mstpass.bench.models import Head, LlamaSize, Step, llama
 from mstpass.chunk import costs
 from mstpass.chunk.costs import ChunkCosts
@@ -233,3 +233,28 @@ def test_a_compile_process_measures(monkeypatch):
     result = compile._work(CPU, compile.Case("mst", LlamaSize(16, 1, 2, 32, 64, 16), 2))
     assert result["later_s"] > 0
     assert result["hits"]["fx"] == 0
+
+
+def test_reconstruct_compares_the_modes(monkeypatch):
+    pytest.importorskip("transformers")
+    modes = iter((400, 300, 300))
+    monkeypatch.setattr(reconstruct, "CASES", reconstruct.CASES[:1])
+    monkeypatch.setattr(reconstruct, "QUICK", reconstruct.Size(16, 1, 32, 64, 1, 16))
+    monkeypatch.setattr(reconstruct, "_compiled", lambda mode, quick: lambda fn: fn)
+    report = type("Report", (), {"saved_bytes": property(lambda self: next(modes))})
+    monkeypatch.setattr(reconstruct.mstpass, "reports", lambda: [report()])
+    result = reconstruct.run(arguments(repeats=1))
+    assert [line[1] for line in result.tables[0].rows] == ["off", "exact", "tolerant"]
+    met = {t.what.split(": ")[1]: t.met for t in result.targets if "bytes" in t.what}
+    assert met == {
+        "saved bytes, exact / the one before": True,
+        "saved bytes, tolerant / the one before": False,
+    }
+    (record,) = result.records.values()
+    assert record["off"]["gradient_error"] < 1e-5 and record["off"]["peak_bytes"] > 0
+
+
+def test_the_gradient_error_of_a_step():
+    right = [torch.ones(4), torch.full((4,), 1e-12)]
+    found = [torch.ones(4) * 1.01, torch.zeros(4)]  # the second is zero but for noise
+    assert reconstruct.error(found, right) == pytest.approx(0.01, rel=1e-4)

@@ -43,7 +43,6 @@ def test_bad_options_name_what_is_wrong(given: dict[str, object], names: list[st
 @pytest.mark.parametrize(
     "given",
     [
-        {"reconstruct": "tolerant"},
         {"logits": "drop"},
     ],
 )

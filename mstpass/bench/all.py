@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mstpass.bench import common, compile, dynamic, loops, losses, peers
+from mstpass.bench import common, compile, dynamic, loops, losses, peers, reconstruct
 
 EXAMPLES = """  mstpass bench all --markdown docs/results/today.md
   mstpass bench all --quick
@@ -15,7 +15,7 @@ EXAMPLES = """  mstpass bench all --markdown docs/results/today.md
 def main(argv: Sequence[str] = ()) -> int:
     return common.main(
         "all",
-        [peers.run, loops.run, losses.run, dynamic.run, compile.run],
+        [peers.run, loops.run, losses.run, dynamic.run, reconstruct.run, compile.run],
         argv,
         description="The other benchmarks, one after the other.",
         examples=EXAMPLES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from mstpass.partition.problem import CutProblem
+from mstpass.partition.problem import CutProblem, Value
 
 
 class InvalidPlan(Exception):
@@ -33,13 +33,27 @@ def verify(problem: CutProblem, saved: Set[str]) -> None:
 
 def recomputed(problem: CutProblem, saved: Set[str]) -> list[str]:
     """The values that backward recomputes under a saved set, in topological order."""
+    found = _reached(problem, saved)
+    return [v.name for v in problem.values if v.name in found and not _given(v, saved)]
+
+
+def read(problem: CutProblem, saved: Set[str]) -> frozenset[str]:
+    """The saved values that backward has a use for."""
+    return frozenset(_reached(problem, saved) & saved)
+
+
+def _reached(problem: CutProblem, saved: Set[str]) -> set[str]:
+    """What backward needs, down to values that are free or saved."""
     by_name = {value.name: value for value in problem.values}
     stack = [v.name for v in problem.values if v.needed]
     found: set[str] = set()
     while stack:
         value = by_name[stack.pop()]
-        if value.free or value.name in saved or value.name in found:
-            continue
-        found.add(value.name)
-        stack.extend(value.inputs)
-    return [value.name for value in problem.values if value.name in found]
+        if value.name not in found:
+            found.add(value.name)
+            stack.extend(() if _given(value, saved) else value.inputs)
+    return found
+
+
+def _given(value: Value, saved: Set[str]) -> bool:
+    return value.free or value.name in saved

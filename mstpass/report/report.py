@@ -13,6 +13,7 @@ from mstpass.plans import (
     LoopOutput,
     LoopPlan,
     Outcome,
+    Reconstructed,
     Rejection,
     SavedValue,
     SavePlan,
@@ -47,6 +48,11 @@ class Report:
     @property
     def saved_bytes(self) -> int:
         return sum(value.bytes for value in self.saved)
+
+    @property
+    def reconstructed(self) -> tuple[Reconstructed, ...]:
+        """Values that do not cross, or in fewer bytes, since backward has them by other means."""
+        return self.outcome.save_plan.reconstructed if self.outcome.save_plan else ()
 
     @property
     def peak_bytes(self) -> int | None:
@@ -109,6 +115,11 @@ def _lines(report: Report) -> list[str]:
             f"  saved for backward: {len(plan.saved)} values, {_mib(plan.saved_bytes)} "
             f"({plan.solver})" + (f"; largest: {largest}" if largest else "")
         )
+    if report.reconstructed:
+        won = sum(item.bytes for item in report.reconstructed)
+        lines.append(f"  reconstructed, {_mib(won)} less:")
+        lines += [f"    {item}" for item in report.reconstructed[:_SHOWN]]
+        lines += _more(report.reconstructed)
     if report.peak_bytes is not None:
         lines.append(f"  simulated peak of forward and backward: {_mib(report.peak_bytes)}")
         if report.baseline_peak_bytes is not None and report.extra_time is not None:
@@ -143,13 +154,24 @@ def _outcome(data: dict[str, Any]) -> Outcome:
     return Outcome(
         regions=tuple(_chunk_plan(item) for item in data["regions"]),
         rejections=tuple(Rejection(**item) for item in data["rejections"]),
-        save_plan=SavePlan(tuple(SavedValue(**v) for v in plan["saved"]), plan["solver"])
-        if plan
-        else None,
+        save_plan=_save_plan(plan) if plan else None,
         peak_bytes=data["peak_bytes"],
         baseline_peak_bytes=data["baseline_peak_bytes"],
         extra_time=data["extra_time"],
         notes=tuple(data["notes"]),
+    )
+
+
+def _save_plan(data: dict[str, Any]) -> SavePlan:
+    return SavePlan(
+        tuple(SavedValue(**value) for value in data["saved"]),
+        data["solver"],
+        tuple(
+            Reconstructed(
+                **{**item, "sources": tuple(item["sources"]), "bounds": tuple(item["bounds"])}
+            )
+            for item in data["reconstructed"]
+        ),
     )
 
 

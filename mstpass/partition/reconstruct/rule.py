@@ -1,0 +1,146 @@
+"""What a rule is: from one op, how its operands are had back from its result.
+
+    c = op(a, b)        the forward
+    a = inverse(c, b)   an ``Inverse``: target a, sources (c, b)
+
+A rule answers for each operand of an op: an ``Inverse``, or a ``Refused`` with the reason. It looks
+at the graph alone, so a condition that depends on data is refused, unless the rule's ``condition``
+names it as what is assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph.build import Builder, SizeNodes, fake_mode_of
+from mstpass.graph.joint import value_of
+from mstpass.graph.sizes import generic_shape, same_shape
+
+EXACT, TOLERANT = "exact", "tolerant"
+aten = torch.ops.aten
+prims = torch.ops.prims
+CAST = prims.convert_element_type.default
+
+
+@dataclasses.dataclass(frozen=True)
+class Inverse:
+    """``target`` is had from ``sources``, the first of which is the result of ``op``.
+
+    Attributes:
+        op: the forward node that is undone.
+        rule: the rule's name.
+        grade: ``"exact"``: equal bit for bit for every input; ``"tolerant"``: within ``bound``.
+    """
+
+    target: str
+    sources: tuple[str, ...]
+    op: str
+    rule: str
+    grade: str
+    bound: str = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    target: str
+    op: str
+    rule: str
+    reason: str
+
+
+class Writer(Builder):
+    """A ``Builder`` that can write the shapes of values, symbolic ones too."""
+
+    def __init__(self, graph: fx.Graph, like: Iterable[fx.Node]):
+        super().__init__(graph, fake_mode_of(like))
+        self.sizes = SizeNodes(self)
+
+    def shape(self, node: fx.Node) -> list[int | fx.Node]:
+        """The node's shape as an op's argument.
+
+        Raises:
+            UnknownSize: a symbolic size that no node of the graph holds.
+        """
+        value = value_of(node)
+        assert value is not None
+        return self.sizes.arguments(value.shape)
+
+
+Found = Iterator[Inverse | Refused]
+Read = Callable[[fx.Node], fx.Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One row of the table in docs/reconstruction.md.
+
+    Attributes:
+        ops: the overloads that it undoes.
+        find: the inverses of one such node, for each operand.
+        write: ``(writer, op, target, read)`` adds the nodes that compute the target;
+            ``read`` gives the backward's version of a forward node.
+    """
+
+    name: str
+    ops: tuple[Any, ...]
+    algebra: str
+    grade: str
+    condition: str
+    bound: str
+    source: str
+    find: Callable[[fx.Node], Found]
+    write: Callable[[Writer, fx.Node, fx.Node, Read], fx.Node]
+
+
+def operands(node: fx.Node) -> list[tuple[fx.Node, fx.Node | float]]:
+    """Of a binary op, each tensor operand with the other one, a node or a number."""
+    a, b = node.args[:2]
+    pairs = [(a, b), (b, a)]
+    return [(x, other) for x, other in pairs if isinstance(x, fx.Node)]  # type: ignore[misc]
+
+
+def names(*nodes: object) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(n.name for n in nodes if isinstance(n, fx.Node)))
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    value = value_of(node)
+    return None if value is None else value.dtype
+
+
+def is_float(node: fx.Node) -> bool:
+    dtype = dtype_of(node)
+    return dtype is not None and dtype.is_floating_point
+
+
+def has_shape_of(operand: fx.Node, result: fx.Node) -> bool:
+    a, b = value_of(operand), value_of(result)
+    return a is not None and b is not None and same_shape(a.shape, b.shape)
+
+
+def rank(node: fx.Node) -> int:
+    value = value_of(node)
+    assert value is not None
+    return value.dim()
+
+
+def shape(node: fx.Node) -> torch.Size:
+    value = value_of(node)
+    assert value is not None
+    return generic_shape(value)
+
+
+def unit_roundoff(dtype: torch.dtype) -> str:
+    """Half the distance of 1 to the next number, as text: ``2^-24`` for float32."""
+    return f"2^{round(torch.tensor(torch.finfo(dtype).eps, dtype=torch.float64).log2().item()) - 1}"
+
+
+def cast_to(writer: Builder, node: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+    if dtype is None or dtype_of(node) == dtype:
+        return node
+    return writer.call(CAST, node, dtype)

@@ -1,0 +1,316 @@
+"""Each reconstruction rule on numbers: bit for bit where it says so, within its bound elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mstpass.partition.reconstruct import EXACT, RULES, TOLERANT, Inverse, Refused, inverses_of
+from mstpass.partition.reconstruct.bounds import bounds, excludes_zero
+from mstpass.partition.reconstruct.encode import decode, encode, encoding_of, low_type
+from mstpass.partition.reconstruct.rule import Writer
+from mstpass.partition.reconstruct.table import BY_NAME
+
+Fn = Callable[..., torch.Tensor]
+INF, NAN = float("inf"), float("nan")
+TINY = torch.finfo(torch.float32).smallest_normal
+# zeros of both signs, subnormals, the ends of the range, infinities, NaN
+EDGES = torch.tensor(
+    [0.0, -0.0, TINY / 4, -TINY / 4, 3e38, -3e38, INF, -INF, NAN, 1.0, -2.5, 1e-30]
+)
+
+
+def traced(fn: Fn, inputs: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+    return make_fx(fn, tracing_mode="fake")(*inputs)
+
+
+def said(fn: Fn, *inputs: torch.Tensor) -> list[Inverse | Refused]:
+    return [found for node in traced(fn, inputs).graph.nodes for found in inverses_of(node)]
+
+
+def undone(
+    fn: Fn, rule: str, *inputs: torch.Tensor, target: int = 0
+) -> tuple[Inverse, torch.Tensor, torch.Tensor]:
+    """The rule's ``target``-th inverse in the graph, the right value, and the one had back."""
+    module = traced(fn, inputs)
+    graph = module.graph
+    by_name = {node.name: node for node in graph.nodes}
+    found = [f for n in graph.nodes for f in inverses_of(n) if f.rule == rule]
+    inverse = [f for f in found if isinstance(f, Inverse)][target]
+    wanted = by_name[inverse.target]
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        writer = Writer(graph, graph.nodes)
+        back = BY_NAME[rule].write(writer, by_name[inverse.op], wanted, lambda node: node)
+    assert set(back.all_input_nodes) <= set(graph.nodes)
+    output.args = ((wanted, back),)
+    module.recompile()
+    right, found_value = module(*inputs)
+    assert right.dtype == found_value.dtype and right.shape == found_value.shape
+    return inverse, right, found_value
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit; NaN counts as NaN whatever its payload."""
+    both_nan = torch.isnan(a) & torch.isnan(b) if a.is_floating_point() else torch.zeros(())
+    signs = torch.signbit(a) == torch.signbit(b) if a.is_floating_point() else torch.ones(())
+    return bool((((a == b) & signs.bool()) | both_nan.bool()).all())
+
+
+INTS = torch.tensor([0, 1, -1, 2**62, -(2**63), 7], dtype=torch.int64)
+LOW = EDGES.to(torch.bfloat16)
+EXACT_CASES: dict[str, tuple[Fn, str, tuple[torch.Tensor, ...]]] = {
+    "integers add": (lambda a, b: a + b, "sum", (INTS, INTS.flip(0))),
+    "integers sub": (lambda a, b: a - b, "sum", (INTS, INTS.flip(0))),
+    "neg": (lambda a: -a, "neg", (EDGES,)),
+    "view": (lambda a: a.view(3, 4), "view", (EDGES,)),
+    "unsqueeze": (lambda a: a.unsqueeze(0), "view", (EDGES,)),
+    "squeeze": (lambda a: a.squeeze(1), "view", (EDGES.view(12, 1),)),
+    "permute": (lambda a: a.permute(2, 0, 1), "permute", (EDGES.view(2, 3, 2),)),
+    "transpose": (lambda a: a.transpose(0, -1), "permute", (EDGES.view(2, 3, 2),)),
+    "t": (lambda a: a.t(), "permute", (EDGES.view(3, 4),)),
+    "clone": (lambda a: a.clone(), "copy", (EDGES,)),
+    "expand": (lambda a: a.expand(5, 12, 4), "expand", (EDGES.view(12, 1),)),
+    "relu mask": (lambda a: torch.relu(a) + (a > 0), "relu mask", (EDGES,)),
+    "relu mask, le": (lambda a: torch.relu(a) + (a <= 0), "relu mask", (EDGES,)),
+}
+
+
+@pytest.mark.parametrize("name", EXACT_CASES)
+def test_exact_rules_are_exact_for_every_value(name: str) -> None:
+    fn, rule, inputs = EXACT_CASES[name]
+    inverse, right, back = undone(fn, rule, *inputs)
+    assert inverse.grade == EXACT
+    assert same_bits(right, back), (right, back)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_lossless_casts(low: torch.dtype) -> None:
+    def widen(a: torch.Tensor) -> torch.Tensor:
+        return torch.ops.prims.convert_element_type.default(a, torch.float32)
+
+    inverse, right, back = undone(widen, "cast", EDGES.to(low))
+    assert inverse.grade == EXACT and same_bits(right, back)
+
+
+def test_repeat_kv_is_undone_by_slicing() -> None:
+    """unsqueeze, expand, contiguous copy, view: each step has its exact inverse."""
+
+    def repeat_kv(k: torch.Tensor) -> torch.Tensor:
+        return k[:, :, None].expand(2, 3, 4, 5, 6).clone().view(2, 12, 5, 6)
+
+    found = [f for f in said(repeat_kv, torch.randn(2, 3, 5, 6)) if isinstance(f, Inverse)]
+    assert {f.rule for f in found} >= {"view", "expand", "copy"}
+    assert all(f.grade == EXACT for f in found)
+
+
+# ---- tolerant -----------------------------------------------------------------------------------
+def test_sum_is_bounded_by_the_stream() -> None:
+    for ratio in (1, 64, 2**10, 2**20):
+        a, b = ratio * torch.randn(4096), torch.randn(4096)
+        inverse, right, back = undone(lambda a, b: a + b, "sum", a, b, target=1)
+        assert inverse.grade == TOLERANT
+        assert ((right - back).abs() <= 2**-24 * ((a + b).abs() + right.abs()) * 1.01).all()
+
+
+@pytest.mark.parametrize("power", range(15))
+def test_a_bfloat16_branch_of_a_float32_stream_comes_back_whole(power: int) -> None:
+    """While |c| < 2^14 |b|; the worst case is tried too: b just above a power of two."""
+    torch.manual_seed(power)
+    b = torch.cat([torch.randn(2000), torch.tensor([1.0, 2.0, -1.0, 1.0078125, 3e-30])])
+    b = b.to(torch.bfloat16)
+    a = torch.randn(b.numel()) * b.float().abs() * 2.0**power * 0.2
+    c = a + b
+    inside = c.abs() < 2.0**14 * b.float().abs()
+    assert inside.float().mean() > 0.9
+    inverse, right, back = undone(lambda a, b: a + b, "sum", a, b, target=1)
+    assert inverse.grade == TOLERANT and "2^14" in inverse.bound
+    assert torch.equal(right[inside], back[inside])
+
+
+def test_beyond_the_bound_it_does_not() -> None:
+    a, b = 2.0**20 * torch.randn(1000), torch.randn(1000).to(torch.bfloat16)
+    _, right, back = undone(lambda a, b: a + b, "sum", a, b, target=1)
+    assert not torch.equal(right, back)
+
+
+X = torch.randn(8, 64)
+ANGLES = torch.randn(8, 16)
+
+
+def rotary(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    doubled = torch.cat([angle, angle], -1)
+    first, second = x[..., :16], x[..., 16:]
+    return x * doubled.cos() + torch.cat([-second, first], -1) * doubled.sin()
+
+
+TOLERANT_CASES: dict[str, tuple[Fn, str, tuple[torch.Tensor, ...], float]] = {
+    "sub, left": (lambda a, b: a - b, "sum", (X, X.flip(0)), 1e-6),
+    "scalar": (lambda a: a + 3.0, "sum", (X,), 1e-6),
+    "scaling": (lambda a: a * 0.3, "product", (X,), 1e-6),
+    "rsqrt": (
+        lambda a: a * torch.rsqrt(a.square().mean(-1, keepdim=True) + 1e-6),
+        "product",
+        (X,),
+        1e-6,
+    ),
+    "quotient": (lambda a, f: a / f, "quotient", (X, X.flip(0) + 9), 1e-6),
+    "reciprocal": (torch.reciprocal, "reciprocal", (X + 5,), 1e-6),
+    "exp": (lambda a: torch.exp(a.clamp(-80, 80)), "function", (10 * X,), 1e-6),
+    "log": (lambda a: torch.log(a.square().abs()), "function", (X,), 1e-5),
+    "sigmoid": (lambda a: torch.sigmoid(a.clamp(-8, 8)), "function", (3 * X,), 1e-4),
+    "tanh": (lambda a: torch.tanh(a.clamp(-4, 4)), "function", (X,), 1e-4),
+    "softplus": (lambda a: F.softplus(a.clamp(-8, 20)), "function", (3 * X,), 1e-5),
+    "rotary": (rotary, "rotary", (X[:, :32], ANGLES), 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", TOLERANT_CASES)
+def test_tolerant_rules(name: str) -> None:
+    fn, rule, inputs, tolerance = TOLERANT_CASES[name]
+    inverse, right, back = undone(fn, rule, *inputs)
+    assert inverse.grade == TOLERANT and inverse.bound != "none"
+    assert float((right - back).norm() / right.norm()) <= tolerance
+
+
+def test_a_rounding_cast_is_tolerant() -> None:
+    def narrow(a: torch.Tensor) -> torch.Tensor:
+        return torch.ops.prims.convert_element_type.default(a, torch.bfloat16)
+
+    inverse, right, back = undone(narrow, "cast", X)
+    assert inverse.grade == TOLERANT
+    assert ((right - back).abs() <= 2**-8 * right.abs()).all()
+
+
+@pytest.mark.parametrize("gain", [0.0, 1.0], ids=["weight", "1 + weight"])
+def test_the_weight_of_a_norm(gain: float) -> None:
+    """It is assumed not to be zero; where it is, what comes back is not finite, never plausible."""
+
+    def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        return y * (w + gain) if gain else y * w
+
+    w = torch.randn(64) + 3
+    _, right, back = undone(norm, "product", X, w, target=1)
+    assert float((right - back).norm() / right.norm()) < 1e-6
+    w[5] = -gain
+    _, _, back = undone(norm, "product", X, w, target=1)
+    assert not torch.isfinite(back[:, 5]).any()
+
+
+# ---- refused ----------------------------------------------------------------------------------
+BF16 = X.to(torch.bfloat16)
+REFUSED_CASES: dict[str, tuple[Fn, str, tuple[torch.Tensor, ...], str]] = {
+    "bf16 stream": (lambda a, b: a + b, "sum", (BF16, BF16.flip(0)), "keeps too little"),
+    "broadcast term": (lambda a, b: b + a[:1], "sum", (X, X.flip(0)), "broadcast"),
+    "doubled": (lambda a: a + a, "sum", (X,), "one value"),
+    "alpha": (lambda a, b: torch.add(a, b, alpha=2), "sum", (X, X.flip(0)), "alpha"),
+    "bool": (lambda a, b: a + b, "sum", (X, X > 0), "a float from floats"),
+    "factor": (lambda a, f: a * f, "product", (X, X.flip(0)), "may be zero"),
+    "relu as factor": (lambda a, f: a * f.relu(), "product", (X, X.flip(0)), "may be zero"),
+    "zero": (lambda a: a * 0.0, "product", (X,), "may be zero"),
+    "square": (lambda a: a * a, "product", (X,), "sign"),
+    "broadcast factor": (lambda a, f: a[:1] * f.exp(), "product", (X, X.flip(0)), "broadcast"),
+    "dropout": (lambda a, m: a * m, "product", (X, X > 0), "not a product of floats"),
+    "divisor": (lambda a, f: a / f, "quotient", (X, X.flip(0)), "may be zero"),
+    "exp": (torch.exp, "function", (X,), "may leave"),
+    "tanh": (lambda a: torch.tanh(a.clamp(-9, 9)), "function", (X,), "may leave"),
+    "sigmoid in bf16": (lambda a: torch.sigmoid(a.clamp(-8, 8)), "function", (BF16,), "float32"),
+    "softplus, beta": (lambda a: F.softplus(a.relu(), 2.0), "function", (X,), "parameters"),
+    "relu": (torch.relu, "relu mask", (X,), "below zero"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_CASES)
+def test_refused_with_a_reason(name: str) -> None:
+    fn, rule, inputs, reason = REFUSED_CASES[name]
+    found = [f for f in said(fn, *inputs) if f.rule == rule]
+    assert any(isinstance(f, Refused) and reason in f.reason for f in found), found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reason"), [(torch.float16, "overflow"), (torch.int32, "neither lossless")]
+)
+def test_casts_that_lose(dtype: torch.dtype, reason: str) -> None:
+    cast = torch.ops.prims.convert_element_type.default
+    (found,) = said(lambda a: cast(a, dtype), X)
+    assert isinstance(found, Refused) and reason in found.reason
+
+
+def test_a_rotation_by_other_angles_is_refused() -> None:
+    def halves_differ(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+        turned = torch.cat([-x[..., 16:], x[..., :16]], -1)
+        return x * angle.cos() + turned * angle.sin()
+
+    def no_angle(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return x * cos + torch.cat([-x[..., 16:], x[..., :16]], -1) * sin
+
+    x, angle = X[:, :32], torch.randn(8, 32)
+    for found in (said(halves_differ, x, angle), said(no_angle, x, angle, angle.flip(0))):
+        rotations = [f for f in found if f.rule == "rotary"]
+        assert rotations and all(isinstance(f, Refused) for f in rotations)
+
+
+# ---- encodings, bounds, the table ---------------------------------------------------------------
+def _encoded(fn: Fn, *inputs: torch.Tensor) -> tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]:
+    module = traced(fn, inputs)
+    output = module.graph.output_node()
+    (value,) = output.all_input_nodes
+    name = encoding_of(value)
+    with module.graph.inserting_before(output):
+        writer = Writer(module.graph, module.graph.nodes)
+        packed = encode(writer, value, value, name)
+        output.args = ((value, packed, decode(writer, value, packed, name)),)
+    module.recompile()
+    return name, *module(*inputs)
+
+
+@pytest.mark.parametrize("shape", [(8,), (3, 16), (2, 5, 64), (0, 8)])
+def test_masks_cross_as_bits(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    name, right, packed, back = _encoded(lambda a: a > 0, x)
+    assert name == "bits" and packed.numel() * 8 == x.numel() and packed.dtype == torch.uint8
+    assert torch.equal(right, back)
+
+
+def test_bfloat16_numbers_cross_as_such() -> None:
+    cast = torch.ops.prims.convert_element_type.default
+    name, right, packed, back = _encoded(lambda a: cast(a, torch.float32).view(3, 4), LOW)
+    assert name == "narrow" and packed.dtype == torch.bfloat16
+    assert same_bits(right, back)
+
+
+def test_what_has_no_encoding() -> None:
+    def last(fn: Fn, *inputs: torch.Tensor) -> fx.Node:
+        return traced(fn, inputs).graph.output_node().all_input_nodes[0]
+
+    cast = torch.ops.prims.convert_element_type.default
+    assert encoding_of(last(lambda a: a > 0, torch.randn(3, 7))) == ""
+    assert encoding_of(last(lambda a: a * 2, X)) == ""
+    assert low_type(last(lambda a: cast(a, torch.float32) + 1, LOW)) is None
+
+
+def test_bounds_hold() -> None:
+    def last(fn: Fn) -> Any:
+        return bounds(traced(fn, (X,)).graph.output_node().all_input_nodes[0])
+
+    assert last(lambda a: 1 + torch.tanh(a)) == (0.0, 2.0)
+    assert last(lambda a: (a.clamp(-2, 3) * -2).neg()) == (-4.0, 6.0)
+    assert excludes_zero(last(lambda a: 1 + torch.exp(-a)))
+    assert not excludes_zero(last(lambda a: torch.exp(a)))
+    assert not excludes_zero(last(lambda a: torch.rsqrt(a.square()) - 1))
+    assert not excludes_zero(last(lambda a: torch.add(1 + torch.exp(a), torch.exp(a), alpha=-2)))
+
+
+def test_every_rule_is_in_the_docs() -> None:
+    import pathlib
+
+    text = (pathlib.Path(__file__).parent.parent / "docs" / "reconstruction.md").read_text()
+    for rule in RULES:
+        assert f"| {rule.name} |" in text, rule.name
