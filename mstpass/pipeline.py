@@ -150,7 +150,7 @@ def _problem(
             guilty = next(
                 choice
                 for choice, region in zip(regions, modes, strict=True)
-                if any(loop == one.name for one in region.modes[0].loops)
+                if any(loop == one.name for mode in region.modes for one in mode.loops)
             )
             reason = f"the loops of {guilty.region} need their own results"
         except CannotTake as error:
@@ -186,7 +186,8 @@ def _chosen(regions: list[Choices], plan: Plan) -> tuple[list[ChunkPlan], list[R
     plans: list[ChunkPlan] = []
     rejections: list[Rejection] = []
     for choice in regions:
-        name = plan.modes.get(choice.region, choice.plans[0][0])
+        first = WHOLE if choice.whole_first else choice.plans[0][0]
+        name = plan.modes.get(choice.region, first)
         if name == WHOLE:
             reason = "the step's peak lies elsewhere: chunks would not lower it"
             rejections.append(_rejected("plan", choice.plans[0][1], reason))

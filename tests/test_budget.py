@@ -27,11 +27,11 @@ SMALL_HEAD = LlamaSize(128, 4, 4, 512, 300, 1024)
 _ABOVE = 1.05  # what the measured peak may exceed the simulated one by
 
 
-def _problem(size: LlamaSize, dtype: torch.dtype = torch.float32) -> CutProblem:
+def _problem(size: LlamaSize) -> CutProblem:
     model, ids, target = llama(size, torch.device("cpu"))
-    model = model.to(dtype)
     joint, outputs = joint_graph(lambda ids, target: model(ids, target), ids, target)
-    result = pipeline.run(joint, Options(), num_fwd_outputs=outputs, stop_after="plan")
+    options = Options(memory_budget=0.5)
+    result = pipeline.run(joint, options, num_fwd_outputs=outputs, stop_after="plan")
     assert result.problem is not None
     return result.problem
 
@@ -44,7 +44,7 @@ def test_plans_are_simulated_as_the_graphs_they_become(
     model, ids, target = llama(SIZE, torch.device("cpu"))
     model = model.to(dtype)
     joint, outputs = joint_graph(lambda ids, target: model(ids, target), ids, target)
-    options = Options(memory_budget=budget)
+    options = Options(memory_budget=budget, reconstruct="off")
     result = pipeline.run(joint, options, num_fwd_outputs=outputs)
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
@@ -77,7 +77,7 @@ def test_the_measured_peak_stays_within_a_budget_in_bytes(size: LlamaSize) -> No
     problem = _problem(size)
     solve = SOLVERS["peak_search"]
     free, least = (memory_of(problem, solve(problem, b)).peak_bytes for b in (None, 0))
-    for share in (0.15, 0.6):
+    for share in (0.15, 0.6) if size is SIZE else (0.3,):
         budget = int(_ABOVE * (least + share * (free - least)))
         model, ids, target = llama(size, torch.device("cpu"))
         step = compiled(lambda ids, target, m=model: m(ids, target), memory_budget=budget)

@@ -266,7 +266,7 @@ def test_same_plan_as_static_and_no_guards(name: str) -> None:
     ], symbolic.rejections
     assert static.save_plan is not None and symbolic.save_plan is not None
     assert static.save_plan.saved_bytes == symbolic.save_plan.saved_bytes
-    assert symbolic.save_plan.solver == "min_cut"
+    assert symbolic.save_plan.solver == "peak_search"
 
 
 def test_a_symbolic_width_is_refused() -> None:

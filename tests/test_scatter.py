@@ -12,7 +12,7 @@ from mstpass.partition.scatter import late_scatters, write_rows_first
 from tests.checks import compiled, joint_graph
 
 aten = torch.ops.aten
-N, D, V = 1024, 64, 4000
+N, D, V = 1024, 64, 20_000
 
 
 def _loss(ids: Tensor, table: Tensor, *weights: Tensor) -> Tensor:
@@ -57,5 +57,5 @@ def test_waiting_lowers_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(backend, "write_rows_first", lambda graph: None)
     monkeypatch.setattr(backend.LowerLoops, "uuid", lambda self: "not held")
     free, same = _peak(device)
-    assert held < 0.8 * free, (held, free)
+    assert held < 0.85 * free, (held, free)
     torch.testing.assert_close(gradients, same)

@@ -19,11 +19,12 @@ _SHORT = "{}, short chunks"
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """Of one region: named plans, and whether it may stay whole."""
+    """Of one region: named plans, and whether it may stay whole, or does unless memory is asked."""
 
     region: str
     plans: tuple[tuple[str, ChunkPlan], ...]
     optional: bool
+    whole_first: bool = False
 
     def __getitem__(self, name: str) -> ChunkPlan:
         return dict(self.plans)[name]
@@ -34,12 +35,15 @@ def choices(joint: JointGraph, options: Options) -> tuple[list[Choices], list[Re
     regions, rejections = detect(joint)
     least = options.memory_budget == 0.0
     first: list[ChunkPlan] = []
+    others: list[Choices] = []
     region_of: dict[str, Region] = {}
     for region in regions:
         planned = plan_region(joint, region, options, mode_of(region, options), short=least)
         if isinstance(planned, ChunkPlan):
             first.append(planned)
             region_of[planned.members[0][0]] = region
+        elif found := _others(joint, region, options):
+            others.append(found)
         else:
             rejections.append(planned)
 
@@ -49,7 +53,19 @@ def choices(joint: JointGraph, options: Options) -> tuple[list[Choices], list[Re
         return planned if isinstance(planned, ChunkPlan) else plan
 
     spent = spend(joint, first, options.free_overhead, replan)
-    return [_choices(joint, region_of[p.members[0][0]], p, options) for p in spent], rejections
+    taken = [_choices(joint, region_of[p.members[0][0]], p, options) for p in spent]
+    return [*taken, *others], rejections
+
+
+def _others(joint: JointGraph, region: Region, options: Options) -> Choices | None:
+    """A region for which only recomputing gains anything: what a budget may ask of it."""
+    if not options.frees_memory_for_time or region.fused or region.returned:
+        return None
+    planned = plan_region(joint, region, options, RECOMPUTE)
+    if not isinstance(planned, ChunkPlan):
+        return None
+    found = _choices(joint, region, planned, options)
+    return dataclasses.replace(found, whole_first=found.optional)
 
 
 def _choices(joint: JointGraph, region: Region, first: ChunkPlan, options: Options) -> Choices:

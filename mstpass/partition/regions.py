@@ -39,8 +39,9 @@ def region_modes(
         RegionModes(
             choice.region,
             (
+                *([Mode(WHOLE)] if choice.whole_first else []),
                 *(_mode(joint, name, plan, accumulate, known) for name, plan in choice.plans),
-                *([Mode(WHOLE)] if choice.optional else []),
+                *([Mode(WHOLE)] if choice.optional and not choice.whole_first else []),
             ),
         )
         for choice in choices
