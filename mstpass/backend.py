@@ -131,7 +131,7 @@ class Partitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.ran = True
-        _prepare(gm)
+        prepare(gm)
         try:
             result = pipeline.run(gm, self.options, **_known(kwargs))
             assert result.modules is not None
@@ -155,7 +155,7 @@ def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _prepare(gm: fx.GraphModule) -> None:
+def prepare(gm: fx.GraphModule) -> None:
     """Dead code out, equal nodes merged, as torch's partitioner does first."""
     import torch._functorch.config as functorch_config
     from torch._functorch.compile_utils import fx_graph_cse

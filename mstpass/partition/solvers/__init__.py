@@ -15,8 +15,12 @@ from types import MappingProxyType
 from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import CutProblem, Plan
 from mstpass.partition.solvers.checkpoints import checkpoints
+from mstpass.partition.solvers.greedy import greedy
+from mstpass.partition.solvers.knapsack import knapsack
+from mstpass.partition.solvers.milp import milp
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.solvers.peak_search import peak_search
+from mstpass.partition.solvers.trivial import recompute_all, save_all
 
 Solver = Callable[[CutProblem, int | None], Plan]
 Cut = Callable[[CutProblem], frozenset[str]]
@@ -36,6 +40,11 @@ _SOLVERS: dict[str, Solver] = {
     "peak_search": peak_search,
     "min_cut": _of_first_modes(min_cut, recompute_heavy=False),
     "checkpoints": _of_first_modes(checkpoints, recompute_heavy=True),
+    "knapsack": knapsack,
+    "greedy": greedy,
+    "milp": milp,
+    "save_all": save_all,
+    "recompute_all": recompute_all,
 }
 SOLVERS: Mapping[str, Solver] = MappingProxyType(_SOLVERS)
 
