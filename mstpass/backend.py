@@ -35,6 +35,7 @@ from mstpass.chunk.lower import lower_loops
 from mstpass.donate import keep_safe_donations
 from mstpass.options import OptionError, Options
 from mstpass.partition.late import hold_recomputation
+from mstpass.partition.solvers import is_own
 from mstpass.plans import Outcome, Rejection
 from mstpass.report import store
 from mstpass.report.report import Report
@@ -145,8 +146,9 @@ class Partitioner(CustomPartitionerFn):
         store.add(Report(result.outcome), self.key, self.options.report)
         return result.modules
 
-    def uuid(self) -> str:
-        return uuid(self.options)
+    def uuid(self) -> str | None:
+        # None, not cacheable: a user's solver may change without its name
+        return uuid(self.options) if is_own(self.options.solver) else None
 
 
 def _known(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,9 @@ BENCHES = {
     "losses": "one LM head under each loss: time against Inductor, peak against the floor",
     "dynamic": "many sequence lengths in turn: compilations, and time against a graph for each",
     "compile": "compile time, cold and from the caches, by depth and number of chunks",
-    "all": "the five above, one after the other",
+    "solvers": "every partition solver on recorded problems of real models: peak, time, proofs",
+    "record": "write the partition problems of real models, traced without their memory",
+    "all": "loops, peers, losses, dynamic and compile, one after the other",
 }
 INTERRUPTED = 130  # what a shell reports for SIGINT
 

@@ -39,6 +39,15 @@ def test_read_the_report():
     assert any("logits" in rejection.reason for rejection in refused.rejections)
 
 
+def test_own_solver():
+    rows, difference, report = run("own_solver")
+    own = [row for row in rows if row.solver == "largest_half"]
+    assert own and not any(row.error for row in own)
+    assert len({row.solver for row in rows}) > 7
+    assert difference < 1e-5
+    assert report.outcome.save_plan.solver == "largest_half"
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_examples_are_short_and_tested(path):
     source = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`mstpass bench record`: partition problems of real models, traced at real sizes without the memory.
+"""`mstpass bench record`: partition problems of real models, at real sizes without their memory.
 
 A model's parameters are made on the meta device and then given storage that nothing ever writes to,
 so that a model of any size is traced; what its step would compute is never run. The problem is
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -24,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from mstpass import pipeline
 from mstpass.backend import prepare
 from mstpass.bench import problems
-from mstpass.bench.models import Llama, LlamaSize
+from mstpass.bench.models import Llama, LlamaSize, SwiGLU
 from mstpass.extras import UserError, require
 from mstpass.options import Options
 from mstpass.partition.problem import CutProblem
@@ -130,6 +131,30 @@ def _llama(**sizes: int) -> Callable[[], Step]:
     return step
 
 
+def _head(tokens: int, width: int, vocabulary: int) -> Callable[[], Step]:
+    """An LM head alone, under cross-entropy."""
+
+    def step() -> Step:
+        hidden = torch.zeros(tokens, width, requires_grad=True)
+        weight = torch.zeros(vocabulary, width, requires_grad=True)
+        target = torch.zeros(tokens, dtype=torch.long)
+        return lambda x, w, y: F.cross_entropy(x @ w.t(), y), (hidden, weight, target)
+
+    return step
+
+
+def _mlps(tokens: int, width: int, mlp_width: int, layers: int) -> Callable[[], Step]:
+    """SwiGLU layers one after the other."""
+
+    def step() -> Step:
+        chain = _without_memory(
+            lambda: nn.Sequential(*(SwiGLU(width, mlp_width) for _ in range(layers)))
+        )
+        return chain, (torch.zeros(tokens, width, requires_grad=True),)
+
+    return step
+
+
 def _hf(name: str, batch: int, length: int, config: str = "", **sizes: Any) -> Callable[[], Step]:
     """A Hugging Face model with its own loss, ``name`` without and ``config`` with its suffix."""
 
@@ -172,6 +197,9 @@ def _sizes(width: int, mlp_width: int, layers: int, heads: int, **rest: Any) -> 
 
 _ROW = {"width": 2048, "heads": 16, "mlp_width": 5632, "length": 4096}
 MODELS: dict[str, Recorded] = {
+    "head": Recorded(_head(4096, 2048, 32_000)),
+    "mlps-1": Recorded(_mlps(4096, 1024, 4096, layers=1)),
+    "mlps-2": Recorded(_mlps(4096, 1024, 4096, layers=2)),
     "llama-8": Recorded(_llama(layers=8, **_ROW)),
     "llama-16": Recorded(_llama(layers=16, **_ROW)),
     "llama-32": Recorded(_llama(layers=32, **_ROW)),

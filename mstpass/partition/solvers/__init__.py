@@ -49,12 +49,18 @@ _SOLVERS: dict[str, Solver] = {
 SOLVERS: Mapping[str, Solver] = MappingProxyType(_SOLVERS)
 
 
+def is_own(name: str) -> bool:
+    """Whether a solver is one of mstpass's own."""
+    return name == "auto" or (name in _SOLVERS and _SOLVERS[name].__module__.startswith("mstpass."))
+
+
 def register_solver(name: str, solve: Solver) -> None:
     """Make a solver available as ``options={"solver": name}`` and to ``mstpass bench solvers``.
 
     Args:
         solve: ``solve(problem, budget_bytes) -> Plan``. Every answer is verified; one that does not
-            give the backward what it needs is an error under ``strict``, else a warning.
+            give the backward what it needs is an error under ``strict``, else a warning. What it
+            compiles is not cached on disk: nothing says when the function has changed.
 
     Raises:
         ValueError: the name is taken by one of mstpass's own, or is no identifier.
@@ -62,7 +68,7 @@ def register_solver(name: str, solve: Solver) -> None:
     """
     if not name.isidentifier() or name == "auto":
         raise ValueError(f"register_solver: {name!r} must be an identifier other than 'auto'")
-    if name in _SOLVERS and _SOLVERS[name].__module__.startswith("mstpass."):
+    if is_own(name):
         raise ValueError(f"register_solver: {name!r} is one of mstpass's own solvers")
     try:
         inspect.signature(solve).bind(None, None)

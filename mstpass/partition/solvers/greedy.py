@@ -1,9 +1,9 @@
 """Drop saved values in the order of the bytes that each frees a microsecond of recomputing it.
 
-Starts where everything is saved that backward reads, with regions in their first modes. A move drops
-one value, which backward then recomputes from what is still saved before it, or puts a region in the
-mode that keeps least. Moves are made in order, the best first, and the step is simulated again each
-time some have been made::
+Starts where everything is saved that backward reads, with regions in their first modes. A move
+drops one value, which backward then recomputes from what is still saved before it, or puts a region
+in the mode that keeps least. Moves are made in order, the best first, and the step is simulated
+again each time some have been made::
 
     while the simulated peak is above the budget:
         make the next moves
@@ -15,10 +15,10 @@ arXiv 2006.09616); what a chain of dropped values costs together is only seen wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mstpass.partition.modes import with_modes
-from mstpass.partition.problem import CutProblem, Plan
+from mstpass.partition.problem import CutProblem, Plan, Value
 from mstpass.partition.solvers.stair import (
     Step,
     first_modes,
@@ -46,7 +46,11 @@ def _stair(problem: CutProblem) -> Iterator[Step]:
         for region in problem.regions:
             if region.region in leaner:
                 modes[region.region] = lean_mode(region).name
-        yield step_of(problem, modes, lambda v, names=names: v.forward and v.name not in names)
+        yield step_of(problem, modes, _all_but(names))
+
+
+def _all_but(names: set[str]) -> Callable[[Value], bool]:
+    return lambda value: value.forward and value.name not in names
 
 
 def _moves(problem: CutProblem) -> list[tuple[str, str]]:

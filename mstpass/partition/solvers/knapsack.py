@@ -1,10 +1,11 @@
 """Under a limit on saved bytes, save what would take longest to recompute: a 0/1 knapsack.
 
 The values that backward reads are the items, with their bytes as weights and the time of their own
-ops as worth; what is left out is recomputed. torch's ``activation_memory_budget`` is such a knapsack
-(torch/_functorch/_activation_checkpointing/knapsack.py), but its budget is a share of the saved
-bytes. Here the limit is lowered, by equal steps from everything to nothing, until the *simulated
-peak* of the step is within the budget; then the same with each region in the mode that keeps least.
+ops as worth; what is left out is recomputed. torch's ``activation_memory_budget`` is such a
+knapsack (torch/_functorch/_activation_checkpointing/knapsack.py), but its budget is a share of the
+saved bytes. Here the limit is lowered, by equal steps from everything to nothing, until the
+*simulated peak* of the step is within the budget; then the same with each region in the mode that
+keeps least.
 
 The knapsack is solved by dynamic programming over ``_LEVELS`` units of bytes; rounding weights to
 units makes it approximate. Weights are added as if no value needed another one.
@@ -12,7 +13,7 @@ units makes it approximate. Weights are added as if no value needed another one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -51,7 +52,11 @@ def _limits(problem: CutProblem, modes: Mapping[str, str]) -> Iterator[Step]:
     taken = _Knapsack(items)
     for step in range(_STEPS + 1):
         names = taken.within(_LEVELS * (_STEPS - step) // _STEPS)
-        yield step_of(problem, modes, lambda value, names=names: value.name in names)
+        yield step_of(problem, modes, _among(names))
+
+
+def _among(names: frozenset[str]) -> Callable[[Value], bool]:
+    return lambda value: value.name in names
 
 
 class _Knapsack:

@@ -1,7 +1,8 @@
 """The least time within a memory budget, proven: a mixed-integer program with lazy memory rows.
 
 The program (program.py) has every choice of modes and saved values, and the exact time of each. The
-simulated peak is no linear function of them; it enters as rows that are added when they are needed::
+simulated peak is no linear function of them; it enters as rows that are added when they are
+needed::
 
     least time, such that saved bytes <= budget
     loop:
@@ -10,13 +11,13 @@ simulated peak is no linear function of them; it enters as rows that are added w
         add the bounds of this plan's modes (moments.py) that it breaks, valid for these modes alone
         where it breaks none: add a row that excludes exactly this plan
 
-No row excludes a plan whose simulated peak is within the budget, so what is said to be optimal is so,
-among all plans, by the cost model and the simulation, within ``TOLERANCE`` of the time. Modes are
-tried as a whole, so a proof takes long where many regions have modes that cost almost the same: then
-the best plan known is returned with the bound that was reached.
+No row excludes a plan whose simulated peak is within the budget, so what is said to be optimal is
+so, among all plans, by the cost model and the simulation, within ``TOLERANCE`` of the time. Modes
+are tried as a whole, so a proof takes long where many regions have modes that cost almost the same:
+then the best plan known is returned with the bound that was reached.
 
-Without a budget: the fewest saved bytes among the plans that take at most ``FREE_OVERHEAD`` more time
-than the fastest.
+Without a budget: the fewest saved bytes among the plans that take at most ``FREE_OVERHEAD`` more
+time than the fastest.
 """
 
 from __future__ import annotations
@@ -151,9 +152,9 @@ class _Search:
         for _, bound in broken[:_ROWS]:
             row: dict[int, float] = {}
             for name, size in bound.saved.items():
-                row.update({i: -size / scale for i in self.program.saved(name)})
+                row.update(dict.fromkeys(self.program.saved(name), -size / scale))
             for name, size in bound.again.items():
-                row.update({i: -size / scale for i in self.program.again(name)})
+                row.update(dict.fromkeys(self.program.again(name), -size / scale))
             # with another mode the row must not bind: each y that is 0 gives room for everything
             room = max(0.0, -sum(row.values()) - (budget_bytes - bound.fixed) / scale)
             row.update(dict.fromkeys(others, -room))

@@ -5,7 +5,8 @@ saved[v] where v crosses + the sum of again[v] where v is recomputed``, whatever
 only what must be there under every saved set, by the rules of graph/memory.py:
 
 - a saved value that k or a later op of the backward reads, or that nothing before k can need;
-- a recomputed value that has a buffer for sure, and is read both by k or before it and by k or later;
+- a recomputed value that has a buffer for sure, and is read both by k or before it and by k or
+  later;
 - buffers of the backward's own ops and of the forward's that have one for sure, from the op to its
   last reader, or to the end where they leave the graph;
 - in forward, what is saved, from where it is computed.
@@ -28,9 +29,10 @@ _NEVER = -1
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Bytes that are alive at least while ``node`` runs, by value."""
+    """Bytes that are alive at least while ``node`` runs in one of the two graphs, by value."""
 
     node: str
+    in_forward: bool
     fixed: int
     saved: dict[str, int]
     again: dict[str, int]
@@ -118,6 +120,10 @@ def _fixed_at(buffers: list[_Buffer], ops: Sequence[Value], i: int) -> list[_Buf
     ]
 
 
+def _bytes(buffers: list[_Buffer]) -> int:
+    return sum(buffer.bytes for buffer in buffers)
+
+
 class _Backward:
     def __init__(self, problem: CutProblem):
         self.problem = problem
@@ -164,7 +170,7 @@ class _Backward:
             fixed = _fixed_at(self.buffers, self.ops, i)
             saved = {v.name: v.bytes for v in crossing if self._waits(v.name, i)}
             again = {v.name: v.bytes for v in self.calls if self._held(v.name, i)}
-            yield Bound(op.name, sum(b.bytes for b in fixed) + op.inner_bytes, saved, again)
+            yield Bound(op.name, False, _bytes(fixed) + op.inner_bytes, saved, again)
 
     def _waits(self, name: str, i: int) -> bool:
         return self.uses.last.get(name, _NEVER) >= i or self.earliest.get(name, len(self.ops)) > i
@@ -208,5 +214,4 @@ class _Forward:
                 for v in crossing
                 if position[v.name] < end and v.name not in counted
             }
-            yield Bound(op.name, sum(b.bytes for b in fixed) + op.inner_bytes, saved, {})
-
+            yield Bound(op.name, True, _bytes(fixed) + op.inner_bytes, saved, {})

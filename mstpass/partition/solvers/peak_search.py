@@ -12,6 +12,7 @@ recomputed when all others are gone. ::
     lean -> least: checkpoint by checkpoint
     drop the steps that do not lower the peak below all before them
     take the first whose peak is within the budget
+    undo what does not lower it             (relax.py)
 
 So a smaller budget never means a higher peak.
 """
@@ -27,6 +28,7 @@ from mstpass.partition.problem import CutProblem, Mode, Plan, RegionModes
 from mstpass.partition.simulate import step_memory
 from mstpass.partition.solvers.checkpoints import checkpoint_places, complete
 from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.partition.solvers.relax import relaxed
 from mstpass.partition.verify import InvalidPlan, verify
 
 _ROOM = 1.005  # times the peak: what a simulation cannot tell apart
@@ -49,14 +51,15 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     if budget_bytes is None or free.memory.peak_bytes <= budget_bytes:
         return free.plan
     if budget_bytes == 0:
-        return _lowest(problem)
+        lowest = min((free, *_bottom(problem)), key=lambda step: step.memory.peak_bytes)
+        return relaxed(problem, lowest.plan)
     best = free
     for step in _stairs(problem, free):
         if step.memory.peak_bytes < best.memory.peak_bytes:
             best = step
             if best.memory.peak_bytes <= budget_bytes:
                 break
-    return best.plan
+    return relaxed(problem, best.plan)
 
 
 def _step(problem: CutProblem, modes: Mapping[str, str]) -> _Step:
@@ -133,10 +136,6 @@ def _bottom(problem: CutProblem) -> tuple[_Step, _Step]:
     kept = frozenset[str]().union(*checkpoint_places(closed).values())
     saved = complete(closed, kept)
     return lean, _Step(closed, Plan(saved, lean.plan.modes), step_memory(closed, saved))
-
-
-def _lowest(problem: CutProblem) -> Plan:
-    return min(_bottom(problem), key=lambda step: step.memory.peak_bytes).plan
 
 
 # ---- the stairs between them -------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """The choice of modes and saved values as a mixed-integer program: its variables and its rows.
 
 An op that a mode replaces by a loop has several *variants*: as traced, and one for each mode. Each
-variant v has three variables: ``f[v]``, computed in forward; ``b[v]``, computed in backward; ``s[v]``,
-crosses from one to the other. ``y[r, m]`` says that region r runs in mode m. Over an op's name,
-F, B and S are the sums over its variants; a free value counts as there in backward::
+variant v has three variables: ``f[v]``, computed in forward; ``b[v]``, computed in backward;
+``s[v]``, crosses from one to the other. ``y[r, m]`` says that region r runs in mode m. Over an op's
+name, F, B and S are the sums over its variants; a free value counts as there in backward::
 
     sum of y[r, m] over m     =  1                    for each region
     f[v], b[v]  <=  whether v's mode is on            (as traced: that no mode replaces it)
@@ -216,7 +216,9 @@ class Program:
             options={"time_limit": max(0.01, time_limit_s), "mip_rel_gap": 1e-7},
         )
         bound = found.mip_dual_bound if found.mip_dual_bound is not None else 0.0
-        return Solution(found.x, float(bound), found.status == 0, found.status == 2)
+        # every variable has bounds, so "infeasible or unbounded" (4) is the former
+        infeasible = found.status == 2 or "nfeasible or unbounded" in found.message
+        return Solution(found.x, float(bound), found.status == 0, infeasible)
 
 
 def _loop_values(loop: Loop, old: dict[str, Value]) -> Iterator[Value]:

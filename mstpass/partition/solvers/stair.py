@@ -1,4 +1,4 @@
-"""What the simple solvers share: saved sets by a walk from what backward needs, and stairs of plans.
+"""What simple solvers share: saved sets by a walk from what backward needs, and stairs of plans.
 
 A *stair* is a sequence of plans that does not depend on the budget, the fastest first. The plan for
 a budget is the first whose simulated peak is within it, so less budget never means a higher peak.

@@ -1,9 +1,9 @@
 """The two ends: save everything that backward reads, or nothing but what it cannot have otherwise.
 
 Neither looks at the budget. ``save_all`` is what eager autograd keeps; nothing but views and what
-only backward uses is computed there. ``recompute_all`` keeps what must not be computed twice, in the
-modes that keep least; all else is recomputed from the step's inputs, early and at once, so that its
-peak can be above that of plans which save more.
+only backward uses is computed there. ``recompute_all`` keeps what must not be computed twice, in
+the modes that keep least; all else is recomputed from the step's inputs, early and at once, so that
+its peak can be above that of plans which save more.
 """
 
 from __future__ import annotations
