@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 import networkx as nx
+from networkx.algorithms import flow
 
 from mstpass.partition.problem import CutProblem, Value
 
@@ -74,7 +75,9 @@ def _cut(nodes: Sequence[_Node]) -> list[int]:
             network.add_edge((i, "out"), "sink")
         for j in inputs:
             network.add_edge((j, "out"), (i, "in"))
-    _, (reachable, _) = nx.minimum_cut(network, "source", "sink")
+    _, (reachable, _) = nx.minimum_cut(
+        network, "source", "sink", flow_func=flow.boykov_kolmogorov
+    )
     return [i for i in range(len(nodes)) if (i, "in") in reachable and (i, "out") not in reachable]
 
 

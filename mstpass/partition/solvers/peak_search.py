@@ -75,7 +75,7 @@ def _free(problem: CutProblem) -> _Step:
     A loop that saves keeps what the unchunked graph would keep; all it lowers is what its region
     needs while it runs, so these are asked at once: a region needs its loop where, unchunked, more
     than the peak is alive while it runs. What fuses or recomputes keeps less for the backward as
-    well, and is asked one by one.
+    well, and is asked in two halves where it is not all.
     """
     step = _step(problem, {})
     optional = [region for region in problem.regions if _whole(region) is not None]
@@ -85,10 +85,13 @@ def _free(problem: CutProblem) -> _Step:
         limit = _ROOM * step.memory.peak_bytes
         needless = [r for r in saving if without.memory.bytes_at(_members(r)) <= limit]
         step = _lower(problem, step, needless)
-    for region in optional:
-        if region not in saving and _widest(problem, region) <= step.memory.peak_bytes:
-            step = _lower(problem, step, [region])
-    return step
+    limit = step.memory.peak_bytes
+    asked = [r for r in optional if r not in saving and _widest(problem, r) <= limit]
+    half = len(asked) // 2
+    without = _lower(problem, step, asked)
+    if without is not step or not half:
+        return without
+    return _lower(problem, _lower(problem, step, asked[:half]), asked[half:])
 
 
 def _lower(problem: CutProblem, step: _Step, needless: list[RegionModes]) -> _Step:
