@@ -75,9 +75,7 @@ def _cut(nodes: Sequence[_Node]) -> list[int]:
             network.add_edge((i, "out"), "sink")
         for j in inputs:
             network.add_edge((j, "out"), (i, "in"))
-    _, (reachable, _) = nx.minimum_cut(
-        network, "source", "sink", flow_func=flow.boykov_kolmogorov
-    )
+    _, (reachable, _) = nx.minimum_cut(network, "source", "sink", flow_func=flow.boykov_kolmogorov)
     return [i for i in range(len(nodes)) if (i, "in") in reachable and (i, "out") not in reachable]
 
 
