@@ -93,19 +93,16 @@ class _Search:
     # ---- without a budget ------------------------------------------------------------------------
     def free(self) -> Proof:
         known = peak_search(self.problem, None)
-        plan, us = known, self._us(known)
-        objective = self._objective()
-        fastest = self.program.solve(objective, self._left_s())
+        fastest = self.program.solve(self._objective(), self._left_s())
         if fastest.x is None:
-            return Proof(plan, us, 0.0, False)
+            return Proof(known, self._us(known), 0.0, False)
         scaled = {i: c / self.unit_us for i, c in self.program.time().items()}
         least = sum(c * fastest.x[i] for i, c in scaled.items())
         self.program.add({i: -c for i, c in scaled.items()}, -(1 + FREE_OVERHEAD) * least)
         sizes = self.program.saved_bytes()
         unit = max(sizes.values(), default=1.0) or 1.0
         fewest = self.program.solve({i: s / unit for i, s in sizes.items()}, self._left_s())
-        found = fewest if fewest.x is not None else fastest
-        plan = self._valid(found.x) or known
+        plan = (self._valid(fewest.x) if fewest.x is not None else None) or known
         return Proof(plan, self._us(plan), fastest.bound * self.unit_us, fewest.optimal)
 
     # ---- within a budget -------------------------------------------------------------------------
@@ -123,9 +120,11 @@ class _Search:
                 bound_us = max(bound_us, (1 - _FEWER_BYTES) * found.bound * self.unit_us)
             if bound_us >= best_us * (1 - TOLERANCE) or bound_us == math.inf:
                 return Proof(best, best_us, min(bound_us, best_us), True)
-            if not found.optimal:
+            plan = self._valid(found.x) if found.x is not None else None
+            if not found.optimal:  # out of time, with a plan or without
+                if plan is not None and self._peak_bytes(plan) <= budget_bytes:
+                    best, best_us = min((best, best_us), (plan, self._us(plan)), key=_time)
                 break
-            plan = self._valid(found.x)
             if plan is None:
                 self.program.exclude(found.x)
                 continue
@@ -175,3 +174,7 @@ class _Search:
 
     def _peak_bytes(self, plan: Plan) -> int:
         return step_memory(with_modes(self.problem, plan.modes), plan.saved).peak_bytes
+
+
+def _time(pair: tuple[Plan, float]) -> float:
+    return pair[1]
