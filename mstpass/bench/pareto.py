@@ -40,7 +40,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     left, right = axes.get_xlim()
     bounds = sorted({(row.budget_bytes / 2**20, max(left, row.bound_us / base_us)) for row in rows})
     budgets, times = zip(*bounds, strict=True)
-    axes.fill_betweenx(budgets, left, times, color=_GRID, zorder=0, label="proven: no plan here")
+    label = "proven: no plan here"
+    # a bound holds down from its budget, not up to the next one's
+    axes.fill_betweenx(budgets, left, times, step="pre", color=_GRID, zorder=0, label=label)
     axes.set_xlim(left, right)
     _dress(axes, rows[0].problem)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
 """Give back time that a plan spends for nothing: where the simulated peak stays what it is.
 
 A plan that lowers the peak does so everywhere, but the peak is at one place. A move puts one region
-in a faster mode, or saves one value that backward would compute again. Moves are tried together,
-and in halves where that raises the peak::
+in a faster mode, or saves one heavy value that backward would compute again; light ones gain
+little, and there are too many to try. Moves are tried together, and in halves where that raises
+the peak::
 
     accept(moves): all of them, if the peak stays and time falls
                    else accept(first half), then accept(second half)
@@ -73,7 +74,9 @@ class _Relax:
         """Values to save, what takes longest to compute again for its bytes first."""
         closed = with_modes(self.problem, self.state.plan.modes)
         again = set(recomputed(closed, self.state.plan.saved))
-        values = [v for v in closed.values if v.name in again and v.savable and v.forward and v.us]
+        values = [
+            v for v in closed.values if v.name in again and v.savable and v.forward and v.heavy
+        ]
         values.sort(key=lambda v: -v.us / max(1, v.bytes))
         return [("", value.name) for value in values]
 
