@@ -1,10 +1,18 @@
-"""mstpass: a torch.compile backend that trains transformers on long sequences, in chunks."""
+"""mstpass: a torch.compile backend that trains transformers on long sequences, in chunks.
 
-from mstpass.linter import Finding, LintReport, lint, lint_compiled, lint_graphs
-from mstpass.options import OptionError, Options
-from mstpass.plans import ChunkPlan, Rejection
-from mstpass.report.report import Report
-from mstpass.report.store import reports
+Names are imported when they are asked for: the partition problem and its solvers need no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mstpass.linter import Finding, LintReport, lint, lint_compiled, lint_graphs
+    from mstpass.options import OptionError, Options
+    from mstpass.partition.solvers import register_solver
+    from mstpass.plans import ChunkPlan, Rejection
+    from mstpass.report.report import Report
+    from mstpass.report.store import reports
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,5 +26,30 @@ __all__ = [
     "lint",
     "lint_compiled",
     "lint_graphs",
+    "register_solver",
     "reports",
 ]
+_MODULES = {
+    "ChunkPlan": "mstpass.plans",
+    "Finding": "mstpass.linter",
+    "LintReport": "mstpass.linter",
+    "OptionError": "mstpass.options",
+    "Options": "mstpass.options",
+    "Rejection": "mstpass.plans",
+    "Report": "mstpass.report.report",
+    "lint": "mstpass.linter",
+    "lint_compiled": "mstpass.linter",
+    "lint_graphs": "mstpass.linter",
+    "register_solver": "mstpass.partition.solvers",
+    "reports": "mstpass.report.store",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -37,6 +37,7 @@ from mstpass.donate import keep_safe_donations
 from mstpass.options import OptionError, Options
 from mstpass.partition.late import hold_recomputation
 from mstpass.partition.scatter import write_rows_first
+from mstpass.partition.solvers import is_own
 from mstpass.plans import Outcome, Rejection
 from mstpass.report import store
 from mstpass.report.report import Report
@@ -134,7 +135,7 @@ class Partitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.ran = True
-        _prepare(gm)
+        prepare(gm)
         try:
             result = pipeline.run(gm, self.options, **_known(kwargs))
             assert result.modules is not None
@@ -148,8 +149,9 @@ class Partitioner(CustomPartitionerFn):
         store.add(Report(result.outcome), self.key, self.options.report)
         return result.modules
 
-    def uuid(self) -> str:
-        return uuid(self.options)
+    def uuid(self) -> str | None:
+        # None, not cacheable: a user's solver may change without its name
+        return uuid(self.options) if is_own(self.options.solver) else None
 
 
 def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +160,7 @@ def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _prepare(gm: fx.GraphModule) -> None:
+def prepare(gm: fx.GraphModule) -> None:
     """Dead code out, equal nodes merged, as torch's partitioner does first."""
     import torch._functorch.config as functorch_config
     from torch._functorch.compile_utils import fx_graph_cse

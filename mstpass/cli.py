@@ -17,7 +17,9 @@ BENCHES = {
     "dynamic": "many sequence lengths in turn: compilations, and time against a graph for each",
     "reconstruct": "post-norm models: saved bytes, peak, gradient error with reconstruction",
     "compile": "compile time, cold and from the caches, by depth and number of chunks",
-    "all": "the six above, one after the other",
+    "solvers": "every partition solver on recorded problems of real models: peak, time, proofs",
+    "record": "write the partition problems of real models, traced without their memory",
+    "all": "loops, peers, losses, dynamic, reconstruct and compile, one after the other",
 }
 COMMANDS = {"demo": "mstpass.demo", "lint": "mstpass.linter.command"}
 INTERRUPTED = 130  # what a shell reports for SIGINT

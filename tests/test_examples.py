@@ -48,6 +48,15 @@ def test_find_double_recompute():
     assert ratio > 0
 
 
+def test_own_solver():
+    rows, difference, report = run("own_solver")
+    own = [row for row in rows if row.solver == "largest_half"]
+    assert own and not any(row.error for row in own)
+    assert len({row.solver for row in rows}) > 7
+    assert difference < 1e-5
+    assert report.outcome.save_plan.solver == "largest_half"
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_examples_are_short_and_tested(path):
     source = path.read_text(encoding="utf-8")

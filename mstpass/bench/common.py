@@ -34,6 +34,9 @@ class Arguments:
     store: bool = False
     json: Path | None = None
     markdown: Path | None = None
+    problems: tuple[str, ...] = ()
+    csv: Path | None = None
+    plots: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,10 @@ def main(
     examples: str,
     sizes: bool = False,
     store: bool = False,
+    problems: bool = False,
 ) -> int:
     """Run, print, write; 0 even where a target is missed or a contender fails: the rows say it."""
-    arguments = parse(name, argv, description, examples, sizes, store)
+    arguments = parse(name, argv, description, examples, sizes, store, problems)
     require(("rich",), "bench", f"mstpass bench {name}")
     results: list[Result] = []
     for run in runs:
@@ -129,6 +133,7 @@ def parse(
     examples: str,
     sizes: bool = False,
     store: bool = False,
+    problems: bool = False,
 ) -> Arguments:
     parser = argparse.ArgumentParser(
         prog=f"mstpass bench {name}",
@@ -143,6 +148,10 @@ def parse(
         parser.add_argument("--large", action="store_true", help="the larger model")
     if store:
         parser.add_argument("--store", action="store_true", help="keep the measured chunk costs")
+    if problems:
+        parser.add_argument("--problem", action="append", default=[], help="only this one; repeat")
+        parser.add_argument("--csv", type=Path, metavar="PATH", help="every plan's figures")
+        parser.add_argument("--plots", type=Path, metavar="DIR", help="peak against time, as PNG")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure there")
     parser.add_argument(
@@ -165,6 +174,9 @@ def parse(
         store=store and given.store,
         json=given.json,
         markdown=given.markdown,
+        problems=tuple(given.problem) if problems else (),
+        csv=given.csv if problems else None,
+        plots=given.plots if problems else None,
     )
 
 

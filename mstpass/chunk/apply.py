@@ -23,6 +23,7 @@ from mstpass.graph.build import Builder, SizeNodes, UnknownSize, fake_mode_of, m
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import Size, generic, generic_shape, generic_stride, same_shape
 from mstpass.graph.tokens import Spec
+from mstpass.partition.problem import unscaled
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 
 aten = torch.ops.aten
@@ -44,10 +45,6 @@ class Applied:
 
     module: fx.GraphModule
     names: Mapping[str, str]
-
-
-def unscaled(name: str) -> str:
-    return f"{name}:unscaled"
 
 
 def apply_plans(

@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from mstpass.chunk.apply import unscaled
 from mstpass.graph.memory import CALL, ITEM, POINTWISE
-from mstpass.partition.problem import CutProblem, Loop, Result, Value, with_needs
+from mstpass.partition.problem import CutProblem, Loop, Result, Value, unscaled, with_needs
 
 
 class Cycle(Exception):

@@ -9,6 +9,7 @@ decides its loops (modes.py), and the saved set; what it needs of memory is simu
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 
 from mstpass.graph.memory import Op
@@ -125,6 +126,19 @@ class CutProblem:
     def allowing(self, recompute_heavy: bool) -> CutProblem:
         return dataclasses.replace(self, recompute_heavy=recompute_heavy)
 
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON, compressed where the path ends in ``.gz``."""
+        from mstpass.partition.serialize import to_json
+
+        to_json(self, path)
+
+    @staticmethod
+    def from_json(path: str | os.PathLike[str]) -> CutProblem:
+        """Read what ``to_json`` wrote; ``serialize.ProblemFileError`` where that is not it."""
+        from mstpass.partition.serialize import from_json
+
+        return from_json(path)
+
     def __post_init__(self) -> None:
         known: set[str] = set()
         for value in (*self.values, *self.backward):
@@ -146,6 +160,11 @@ class Plan:
 
     saved: frozenset[str]
     modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def unscaled(name: str) -> str:
+    """What a loop returns for a node that is scaled after the loop."""
+    return f"{name}:unscaled"
 
 
 def with_needs(

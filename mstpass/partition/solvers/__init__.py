@@ -15,8 +15,12 @@ from types import MappingProxyType
 from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import CutProblem, Plan
 from mstpass.partition.solvers.checkpoints import checkpoints
+from mstpass.partition.solvers.greedy import greedy
+from mstpass.partition.solvers.knapsack import knapsack
+from mstpass.partition.solvers.milp import milp
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.solvers.peak_search import peak_search
+from mstpass.partition.solvers.trivial import recompute_all, save_all
 
 Solver = Callable[[CutProblem, int | None], Plan]
 Cut = Callable[[CutProblem], frozenset[str]]
@@ -36,8 +40,18 @@ _SOLVERS: dict[str, Solver] = {
     "peak_search": peak_search,
     "min_cut": _of_first_modes(min_cut, recompute_heavy=False),
     "checkpoints": _of_first_modes(checkpoints, recompute_heavy=True),
+    "knapsack": knapsack,
+    "greedy": greedy,
+    "milp": milp,
+    "save_all": save_all,
+    "recompute_all": recompute_all,
 }
 SOLVERS: Mapping[str, Solver] = MappingProxyType(_SOLVERS)
+
+
+def is_own(name: str) -> bool:
+    """Whether a solver is one of mstpass's own."""
+    return name == "auto" or (name in _SOLVERS and _SOLVERS[name].__module__.startswith("mstpass."))
 
 
 def register_solver(name: str, solve: Solver) -> None:
@@ -45,7 +59,8 @@ def register_solver(name: str, solve: Solver) -> None:
 
     Args:
         solve: ``solve(problem, budget_bytes) -> Plan``. Every answer is verified; one that does not
-            give the backward what it needs is an error under ``strict``, else a warning.
+            give the backward what it needs is an error under ``strict``, else a warning. What it
+            compiles is not cached on disk: nothing says when the function has changed.
 
     Raises:
         ValueError: the name is taken by one of mstpass's own, or is no identifier.
@@ -53,7 +68,7 @@ def register_solver(name: str, solve: Solver) -> None:
     """
     if not name.isidentifier() or name == "auto":
         raise ValueError(f"register_solver: {name!r} must be an identifier other than 'auto'")
-    if name in _SOLVERS and _SOLVERS[name].__module__.startswith("mstpass."):
+    if is_own(name):
         raise ValueError(f"register_solver: {name!r} is one of mstpass's own solvers")
     try:
         inspect.signature(solve).bind(None, None)

@@ -12,6 +12,7 @@ recomputed when all others are gone. ::
     lean -> least: checkpoint by checkpoint
     drop the steps that do not lower the peak below all before them
     take the first whose peak is within the budget
+    undo what does not lower it             (relax.py)
 
 So a smaller budget never means a higher peak.
 """
@@ -27,6 +28,7 @@ from mstpass.partition.problem import CutProblem, Mode, Plan, RegionModes
 from mstpass.partition.simulate import step_memory
 from mstpass.partition.solvers.checkpoints import checkpoint_places, complete
 from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.partition.solvers.relax import relaxed
 from mstpass.partition.verify import InvalidPlan, verify
 
 _ROOM = 1.005  # times the peak: what a simulation cannot tell apart
@@ -49,14 +51,15 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     if budget_bytes is None or free.memory.peak_bytes <= budget_bytes:
         return free.plan
     if budget_bytes == 0:
-        return _lowest(problem)
+        lowest = min((free, *_bottom(problem)), key=lambda step: step.memory.peak_bytes)
+        return relaxed(problem, lowest.plan)
     best = free
     for step in _stairs(problem, free):
         if step.memory.peak_bytes < best.memory.peak_bytes:
             best = step
             if best.memory.peak_bytes <= budget_bytes:
                 break
-    return best.plan
+    return relaxed(problem, best.plan)
 
 
 def _step(problem: CutProblem, modes: Mapping[str, str]) -> _Step:
@@ -72,7 +75,7 @@ def _free(problem: CutProblem) -> _Step:
     A loop that saves keeps what the unchunked graph would keep; all it lowers is what its region
     needs while it runs, so these are asked at once: a region needs its loop where, unchunked, more
     than the peak is alive while it runs. What fuses or recomputes keeps less for the backward as
-    well, and is asked one by one.
+    well, and is asked in two halves where it is not all.
     """
     step = _step(problem, {})
     optional = [region for region in problem.regions if _whole(region) is not None]
@@ -82,10 +85,13 @@ def _free(problem: CutProblem) -> _Step:
         limit = _ROOM * step.memory.peak_bytes
         needless = [r for r in saving if without.memory.bytes_at(_members(r)) <= limit]
         step = _lower(problem, step, needless)
-    for region in optional:
-        if region not in saving and _widest(problem, region) <= step.memory.peak_bytes:
-            step = _lower(problem, step, [region])
-    return step
+    limit = step.memory.peak_bytes
+    asked = [r for r in optional if r not in saving and _widest(problem, r) <= limit]
+    half = len(asked) // 2
+    without = _lower(problem, step, asked)
+    if without is not step or not half:
+        return without
+    return _lower(problem, _lower(problem, step, asked[:half]), asked[half:])
 
 
 def _lower(problem: CutProblem, step: _Step, needless: list[RegionModes]) -> _Step:
@@ -133,10 +139,6 @@ def _bottom(problem: CutProblem) -> tuple[_Step, _Step]:
     kept = frozenset[str]().union(*checkpoint_places(closed).values())
     saved = complete(closed, kept)
     return lean, _Step(closed, Plan(saved, lean.plan.modes), step_memory(closed, saved))
-
-
-def _lowest(problem: CutProblem) -> Plan:
-    return min(_bottom(problem), key=lambda step: step.memory.peak_bytes).plan
 
 
 # ---- the stairs between them -------------------------------------------------------------------

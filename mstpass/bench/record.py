@@ -1,0 +1,239 @@
+"""`mstpass bench record`: partition problems of real models, at real sizes without their memory.
+
+A model's parameters are made on the meta device and then given storage that nothing ever writes to,
+so that a model of any size is traced; what its step would compute is never run. The problem is
+taken where AOTAutograd asks for forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from mstpass import pipeline
+from mstpass.backend import prepare
+from mstpass.bench import problems
+from mstpass.bench.models import Llama, LlamaSize, SwiGLU
+from mstpass.extras import UserError, require
+from mstpass.options import Options
+from mstpass.partition.problem import CutProblem
+
+EXAMPLES = """examples:
+  mstpass bench record                        every model, beside the recorded problems
+  mstpass bench record llama-8 --out /tmp     one of them, elsewhere
+"""
+
+Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]  # a loss function and its inputs
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A model whose step is recorded. ``autocast`` is to bfloat16."""
+
+    step: Callable[[], Step]
+    autocast: bool = False
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    parser = argparse.ArgumentParser(
+        prog="mstpass bench record",
+        description="Trace the training steps of many models and write their partition problems.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("--out", type=Path, default=problems.FOLDER, metavar="DIR")
+    given = parser.parse_args(argv)
+    unknown = [name for name in given.models if name not in MODELS]
+    if unknown:
+        raise UserError(f"no model {unknown[0]!r}, only {', '.join(MODELS)}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name in given.models or MODELS:
+        start = time.perf_counter()
+        problem = record(MODELS[name])
+        path = problems.path_of(name, given.out)
+        problem.to_json(path)
+        print(
+            f"{name}: {len(problem.values)} + {len(problem.backward)} values, "
+            f"{len(problem.regions)} regions, {path.stat().st_size} bytes, "
+            f"{time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
+    return 0
+
+
+def record(model: Recorded) -> CutProblem:
+    """The partition problem of a model's training step."""
+    fn, inputs = model.step()
+    context = torch.autocast("cpu", torch.bfloat16) if model.autocast else contextlib.nullcontext()
+    with context:
+        return problem_of(fn, *inputs)
+
+
+def problem_of(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> CutProblem:
+    """The partition problem of a function, traced but not run."""
+    found: list[CutProblem] = []
+
+    class Take(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            prepare(gm)
+            outputs = kwargs["num_fwd_outputs"]
+            given = Options.parse({"solver": "min_cut", **options})
+            result = pipeline.run(gm, given, num_fwd_outputs=outputs, stop_after="plan")
+            assert result.problem is not None
+            found.append(result.problem)
+            raise _Taken
+
+        def uuid(self) -> Any:
+            return None
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        patches = {"custom_partitioner_fn": Take(), "fx_graph_cache": False}
+        return compile_fx(gm, example_inputs, config_patches=patches)
+
+    torch._dynamo.reset()
+    try:
+        torch.compile(fn, backend=backend, fullgraph=True)(*inputs)
+    except Exception:
+        if not found:
+            raise
+    torch._dynamo.reset()
+    if not found:
+        raise UserError("the function has no backward: nothing is recorded")
+    return found[0]
+
+
+class _Taken(Exception):
+    pass
+
+
+# ---- the models --------------------------------------------------------------------------------
+def _llama(**sizes: int) -> Callable[[], Step]:
+    def step() -> Step:
+        size = LlamaSize(**sizes)
+        model = _without_memory(lambda: Llama(size))
+        ids, target = torch.zeros(2, size.batch, size.length, dtype=torch.long)
+        return model, (ids, target)
+
+    return step
+
+
+def _head(tokens: int, width: int, vocabulary: int) -> Callable[[], Step]:
+    """An LM head alone, under cross-entropy."""
+
+    def step() -> Step:
+        hidden = torch.zeros(tokens, width, requires_grad=True)
+        weight = torch.zeros(vocabulary, width, requires_grad=True)
+        target = torch.zeros(tokens, dtype=torch.long)
+        return lambda x, w, y: F.cross_entropy(x @ w.t(), y), (hidden, weight, target)
+
+    return step
+
+
+def _mlps(tokens: int, width: int, mlp_width: int, layers: int) -> Callable[[], Step]:
+    """SwiGLU layers one after the other."""
+
+    def step() -> Step:
+        chain = _without_memory(
+            lambda: nn.Sequential(*(SwiGLU(width, mlp_width) for _ in range(layers)))
+        )
+        return chain, (torch.zeros(tokens, width, requires_grad=True),)
+
+    return step
+
+
+def _hf(name: str, batch: int, length: int, config: str = "", **sizes: Any) -> Callable[[], Step]:
+    """A Hugging Face model with its own loss, ``name`` without and ``config`` with its suffix."""
+
+    def step() -> Step:
+        require(("transformers",), "hf", "mstpass bench record")
+        import transformers
+
+        stem = name.partition("For")[0].removesuffix("LMHeadModel")
+        settings = getattr(transformers, config or f"{stem}Config")(**sizes)
+        model = _without_memory(lambda: getattr(transformers, name)(settings))
+        if "ImageClassification" in name:
+            edge = settings.image_size
+            images, labels = torch.zeros(batch, 3, edge, edge), torch.zeros(batch, dtype=torch.long)
+            return lambda x, y: model(pixel_values=x, labels=y).loss, (images, labels)
+        if "LMHead" in name:
+            model.loss_type = "ForCausalLM"  # the name says nothing of it
+        ids = torch.zeros(batch, length, dtype=torch.long)
+        extra = {} if "Masked" in name else {"use_cache": False}
+        return lambda ids, labels: model(input_ids=ids, labels=labels, **extra).loss, (ids, ids)
+
+    return step
+
+
+def _without_memory(build: Callable[[], Any]) -> Any:
+    """A model in training mode whose storage is reserved but never touched."""
+    with torch.device("meta"):
+        model: nn.Module = build()
+    return model.to_empty(device="cpu").train()
+
+
+def _sizes(width: int, mlp_width: int, layers: int, heads: int, **rest: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": mlp_width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **rest,
+    }
+
+
+_ROW = {"width": 2048, "heads": 16, "mlp_width": 5632, "length": 4096}
+MODELS: dict[str, Recorded] = {
+    "head": Recorded(_head(4096, 2048, 32_000)),
+    "mlps-1": Recorded(_mlps(4096, 1024, 4096, layers=1)),
+    "mlps-2": Recorded(_mlps(4096, 1024, 4096, layers=2)),
+    "llama-8": Recorded(_llama(layers=8, **_ROW)),
+    "llama-16": Recorded(_llama(layers=16, **_ROW)),
+    "llama-32": Recorded(_llama(layers=32, **_ROW)),
+    "llama-64": Recorded(_llama(layers=64, **_ROW)),
+    "llama-1-small": Recorded(
+        _llama(layers=1, width=256, heads=4, mlp_width=1024, vocabulary=4096, length=1024)
+    ),
+    "llama-16-autocast": Recorded(_llama(layers=16, **_ROW), autocast=True),
+    "qwen3-28": Recorded(
+        _hf("Qwen3ForCausalLM", 1, 8192, **_sizes(1024, 3072, 28, 16, num_key_value_heads=8))
+    ),
+    "gemma3-26": Recorded(
+        _hf(
+            "Gemma3ForCausalLM",
+            1,
+            4096,
+            "Gemma3TextConfig",
+            **_sizes(1152, 6912, 26, 4, num_key_value_heads=1, head_dim=256, vocab_size=262_144),
+        ),
+        autocast=True,
+    ),
+    "olmo2-16": Recorded(
+        _hf("Olmo2ForCausalLM", 1, 4096, **_sizes(2048, 8192, 16, 16, vocab_size=100_352)),
+        autocast=True,
+    ),
+    "mistral-8": Recorded(
+        _hf("MistralForCausalLM", 1, 8192, **_sizes(4096, 14_336, 8, 32, num_key_value_heads=8))
+    ),
+    "phi-24": Recorded(_hf("PhiForCausalLM", 2, 2048, **_sizes(2048, 8192, 24, 32))),
+    "gpt2-12": Recorded(_hf("GPT2LMHeadModel", 4, 1024)),
+    "bert-12": Recorded(_hf("BertForMaskedLM", 16, 512)),
+    "t5-6": Recorded(_hf("T5ForConditionalGeneration", 8, 512, decoder_start_token_id=0)),
+    "vit-12": Recorded(_hf("ViTForImageClassification", 64, 0)),
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,151 @@
+"""Random partition problems of whole steps, small enough to try every plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from hypothesis import strategies as st
+
+from mstpass.graph.memory import CALL, INPUT, POINTWISE, REDUCTION, SCATTER, VIEW
+from mstpass.partition.modes import with_modes
+from mstpass.partition.problem import (
+    CutProblem,
+    Loop,
+    Mode,
+    Plan,
+    RegionModes,
+    Result,
+    Value,
+    with_needs,
+)
+from mstpass.partition.simulate import step_memory, step_us
+from mstpass.partition.verify import InvalidPlan, verify
+
+KINDS = st.sampled_from([POINTWISE, POINTWISE, POINTWISE, REDUCTION, SCATTER, CALL, CALL])
+SIZES = st.integers(1, 20)
+TIMES = st.integers(0, 9).map(float)
+
+
+@st.composite
+def steps(draw: st.DrawFn, forward: int = 7, backward: int = 7, regions: int = 2) -> CutProblem:
+    """A forward, a backward that reads it, and regions with loops in both."""
+    values = [Value("x", draw(SIZES), kind=INPUT, free=True)]
+    for i in range(draw(st.integers(2, forward))):
+        values.append(_forward_value(draw, f"v{i}", values))
+    ops = [Value("t", draw(SIZES), kind=INPUT)]
+    for i in range(draw(st.integers(1, backward))):
+        ops.append(_backward_op(draw, f"g{i}", values, ops))
+    outputs = _some(draw, [v.name for v in values[1:]], least=1)
+    gradients = _some(draw, [op.name for op in ops[1:]], least=1)
+    count = draw(st.integers(0, regions))
+    chosen = tuple(_region(draw, f"r{i}", i, count, values, ops, outputs) for i in range(count))
+    return CutProblem(
+        with_needs(values, ops, gradients),
+        backward=tuple(ops),
+        outputs=tuple(outputs),
+        gradients=tuple(gradients),
+        regions=tuple(region for region in chosen if region is not None),
+    )
+
+
+def _some(draw: st.DrawFn, names: list[str], least: int = 0, most: int = 3) -> list[str]:
+    return draw(st.lists(st.sampled_from(names), min_size=least, max_size=most, unique=True))
+
+
+def _forward_value(draw: st.DrawFn, name: str, values: list[Value]) -> Value:
+    size = draw(SIZES)
+    if draw(st.integers(0, 4)) == 0:
+        base = draw(st.sampled_from(values))
+        return Value(name, base.bytes, (base.name,), VIEW, savable=False)
+    kind = draw(KINDS)
+    return Value(
+        name,
+        size,
+        tuple(_some(draw, [v.name for v in values], least=draw(st.integers(0, 1)))),
+        kind,
+        inner_bytes=draw(st.integers(0, 5)) if kind == CALL else 0,
+        dear=draw(st.booleans()),
+        us=draw(TIMES),
+        heavy=kind == CALL,
+        pinned=draw(st.integers(0, 5)) == 0,
+        forward=True,
+    )
+
+
+def _backward_op(draw: st.DrawFn, name: str, values: list[Value], ops: list[Value]) -> Value:
+    late = draw(st.sampled_from(ops))
+    if draw(st.integers(0, 5)) == 0:
+        return Value(name, late.bytes, (late.name,), VIEW, savable=False)
+    kind = draw(KINDS)
+    others = _some(draw, [v.name for v in (*values, *ops) if v is not late], most=2)
+    return Value(name, draw(SIZES), (late.name, *others), kind, dear=draw(st.booleans()), us=2.0)
+
+
+def _region(
+    draw: st.DrawFn,
+    name: str,
+    number: int,
+    count: int,
+    values: list[Value],
+    ops: list[Value],
+    outputs: list[str],
+) -> RegionModes | None:
+    """Of the ``number``-th part of the forward and the backward, each a loop or none."""
+    parts = []
+    for line in (values[1:], ops[1:]):
+        low, high = len(line) * number // count, len(line) * (number + 1) // count
+        start = draw(st.integers(low, high))
+        parts.append(line[start : draw(st.integers(start, high))])
+    modes = []
+    for label in _some(draw, ["recompute", "save", "fused"], least=1):
+        loops = [
+            _loop(draw, f"{label}:{name}:{i}", part, values, label == "fused" and i == 1)
+            for i, part in enumerate(parts)
+            if part
+        ]
+        if loops:
+            modes.append(Mode(label, tuple(loops)))
+    if not modes:
+        return None
+    return RegionModes(name, (*modes, Mode("whole")) if draw(st.booleans()) else tuple(modes))
+
+
+def _loop(
+    draw: st.DrawFn,
+    name: str,
+    part: list[Value],
+    values: list[Value],
+    scaled: bool,
+) -> Loop:
+    """In the place of a row of ops; ``scaled`` by the tangent afterwards."""
+    members = [v.name for v in part]
+    needs = dict.fromkeys(n for v in part for n in v.inputs if n not in members)
+    if scaled:
+        needs = dict.fromkeys(n for n in needs if n in {v.name for v in values})
+    results = _some(draw, members, least=1, most=len(members))
+    return Loop(
+        name,
+        tuple(members),
+        tuple(needs),
+        tuple(Result(n, draw(SIZES), "t" if scaled else "") for n in results),
+        inner_bytes=draw(st.integers(0, 10)),
+        us=draw(TIMES),
+    )
+
+
+def every_plan(problem: CutProblem) -> Iterator[tuple[Plan, int, float]]:
+    """Each valid plan with its simulated peak and its time."""
+    choices = [[(r.region, mode.name) for mode in r.modes] for r in problem.regions]
+    for chosen in itertools.product(*choices):
+        closed = with_modes(problem, dict(chosen)).allowing(recompute_heavy=True)
+        savable = [v.name for v in closed.values if v.savable and not v.free]
+        for size in range(len(savable) + 1):
+            for names in itertools.combinations(savable, size):
+                saved = frozenset(names)
+                try:
+                    verify(closed, saved)
+                except InvalidPlan:
+                    continue
+                peak_bytes = step_memory(closed, saved).peak_bytes
+                yield Plan(saved, dict(chosen)), peak_bytes, step_us(closed, saved)

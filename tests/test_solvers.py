@@ -1,0 +1,125 @@
+"""Solvers on random steps: against every plan that there is, and against one another."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from mstpass.partition.modes import with_modes
+from mstpass.partition.problem import CutProblem, Plan
+from mstpass.partition.simulate import step_memory, step_us
+from mstpass.partition.solvers import SOLVERS
+from mstpass.partition.solvers.milp import prove
+from mstpass.partition.solvers.moments import bounds
+from mstpass.partition.verify import recomputed, verify
+from tests.problems import every_plan, steps
+
+EXAMPLES = settings(
+    max_examples=400,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+SHARES = st.floats(0.0, 1.0)
+STAIRS = ("peak_search", "greedy", "knapsack")
+
+
+def evaluated(problem: CutProblem, plan: Plan) -> tuple[int, float]:
+    """Peak and time of a plan that must be valid."""
+    closed = with_modes(problem, plan.modes).allowing(recompute_heavy=True)
+    verify(closed, plan.saved)
+    return step_memory(closed, plan.saved).peak_bytes, step_us(closed, plan.saved)
+
+
+@given(problem=steps(forward=5, backward=5), share=SHARES)
+@EXAMPLES
+def test_milp_and_the_others_against_every_plan(problem: CutProblem, share: float) -> None:
+    plans = list(every_plan(problem))
+    peaks = sorted(peak for _, peak, _ in plans)
+    budget = peaks[int(share * (len(peaks) - 1))]
+    best_us = min(us for _, peak, us in plans if peak <= budget)
+    for name, solve in SOLVERS.items():
+        peak_bytes, us = evaluated(problem, solve(problem, budget))
+        assert peak_bytes > budget or us >= best_us - 1e-6, name
+    proof = prove(problem, budget, time_limit_s=10.0)
+    event(f"proven: {proof.proven}")
+    assert proof.bound_us <= best_us * (1 + 1e-5) + 1e-6
+    if proof.proven:
+        peak_bytes, us = evaluated(problem, proof.plan)
+        assert peak_bytes <= budget
+        assert us == pytest.approx(best_us, rel=1e-5, abs=1e-6)
+
+
+@given(problem=steps(forward=4, backward=4, regions=1))
+@settings(EXAMPLES, max_examples=100)
+def test_milp_says_where_no_plan_is_within_the_budget(problem: CutProblem) -> None:
+    lowest = min(peak for _, peak, _ in every_plan(problem))
+    proof = prove(problem, lowest - 1)
+    assert proof.proven
+    assert proof.us == math.inf
+
+
+@given(problem=steps())
+@EXAMPLES
+def test_memory_bounds_are_below_the_simulation(problem: CutProblem) -> None:
+    for modes in ({}, {r.region: r.modes[-1].name for r in problem.regions}):
+        closed = with_modes(problem, modes).allowing(recompute_heavy=True)
+        found = list(bounds(closed))
+        for name in ("save_all", "recompute_all", "min_cut", "greedy"):
+            saved = SOLVERS[name](closed, 0).saved
+            memory = step_memory(closed, saved)
+            again = set(recomputed(closed, saved))
+            forward = {m.node: m.bytes for m in memory.forward.moments}
+            backward = {m.node: m.bytes for m in memory.backward.moments}
+            for bound in found:
+                simulated = (forward if bound.in_forward else backward)[bound.node]
+                assert bound.bytes_of(saved, again) <= simulated, (name, bound)
+
+
+@pytest.mark.parametrize("name", STAIRS)
+@given(problem=steps(forward=12, backward=12), shares=st.lists(SHARES, min_size=2, max_size=4))
+@settings(EXAMPLES, max_examples=100)
+def test_less_budget_never_means_a_higher_peak(
+    name: str, problem: CutProblem, shares: list[float]
+) -> None:
+    solve = SOLVERS[name]
+    highest, _ = evaluated(problem, solve(problem, None))
+    budgets = [None, *(int(share * 1.2 * highest) + 1 for share in sorted(shares)[::-1])]
+    peaks = [evaluated(problem, solve(problem, budget))[0] for budget in budgets]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+@given(problem=steps(forward=12, backward=12, regions=3), budget=st.none() | st.integers(0, 300))
+@settings(EXAMPLES, max_examples=100)
+def test_every_solver_s_plan_is_valid(problem: CutProblem, budget: int | None) -> None:
+    for solve in SOLVERS.values():
+        evaluated(problem, solve(problem, budget))
+
+
+@given(problem=steps(forward=12, backward=12))
+@settings(EXAMPLES, max_examples=100)
+def test_save_all_repeats_nothing_and_is_never_slower(problem: CutProblem) -> None:
+    whole = CutProblem(problem.values, True, problem.backward, problem.outputs, problem.gradients)
+    _, least_us = evaluated(whole, SOLVERS["save_all"](whole, 0))
+    _, most_us = evaluated(whole, SOLVERS["recompute_all"](whole, 0))
+    assert least_us <= most_us
+    again = recomputed(whole, SOLVERS["save_all"](whole, 0).saved)
+    by_name = {value.name: value for value in whole.values}
+    assert all(by_name[name].kind == "view" for name in again)
+
+
+def test_milp_without_a_budget_saves_least_within_the_free_overhead() -> None:
+    """A cheap recomputation is taken, a dear one is not."""
+    from tests.problems import Value
+
+    values = (
+        Value("x", 1, kind="input", free=True),
+        Value("a", 100, ("x",), "call", us=100.0, needed=True),
+        Value("b", 100, ("a",), us=1.0, needed=True),
+        Value("c", 100, ("b",), "call", us=100.0, needed=True),
+    )
+    backward = (Value("t", 1, kind="input"), Value("g", 1, ("t", "a", "b", "c"), us=100.0))
+    problem = CutProblem(values, False, backward, ("c",), ("g",))
+    assert SOLVERS["milp"](problem, None).saved == {"a", "c"}
