@@ -5,7 +5,7 @@
 | ``"auto"``, ``"free"``, ``1.0`` | none: the plan that costs next to no time |
 | ``0.0`` | 0: the lowest peak reachable |
 | a float between | that far from the lowest peak to the free plan's |
-| an int, ``"24GiB"`` | itself |
+| an int, ``"24GiB"`` | itself, less what a measured peak may exceed a simulated one by |
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mstpass.partition.simulate import step_memory
 from mstpass.partition.solvers import Solver
 
 _SHOWN = 4
+_SPARE = 1.03
 
 
 class BudgetError(RuntimeError):
@@ -31,8 +32,10 @@ def solve_within(problem: CutProblem, options: Options, solve: Solver) -> Plan:
     budget = options.memory_budget
     size = parse_bytes(budget) if isinstance(budget, str) else budget
     assert size is not None
-    if isinstance(size, int) or size == 0.0:
-        return solve(problem, int(size))
+    if size == 0.0:
+        return solve(problem, 0)
+    if isinstance(size, int):
+        return solve(problem, int(size / _SPARE))
     highest = memory_of(problem, solve(problem, None)).peak_bytes
     lowest = memory_of(problem, solve(problem, 0)).peak_bytes
     return solve(problem, int(lowest + size * max(0, highest - lowest)))
