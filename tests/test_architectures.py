@@ -67,7 +67,7 @@ def _joint(arch: Architecture, model: nn.Module) -> tuple[fx.GraphModule, int]:
     module, outputs = joint_graph(
         lambda *values: loss(**dict(zip(names, values, strict=True))), *batch.values()
     )
-    backend._prepare(module)
+    backend.prepare(module)
     return module, outputs
 
 

@@ -72,7 +72,13 @@ OLD = torch.__version__.startswith(("2.11", "2.12"))
 TWO: dict[str, Loss] = {"kl": _kl, "distillation": _distillation}  # both logits at once
 
 
-@pytest.mark.parametrize("name", [*ONE, *TWO])
+_QUICK = ("entropy_bonus", "reference_penalty", "kl")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in _QUICK else pytest.mark.full) for name in (*ONE, *TWO)],
+)
 def test_peak_is_the_floor(name: str, device: str) -> None:
     loss = {**ONE, **TWO}[name]
     hidden = torch.randn(N, D, device=device, requires_grad=True)

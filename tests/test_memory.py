@@ -95,7 +95,7 @@ def test_an_empty_graph_needs_nothing() -> None:
         (LlamaSize(128, 2, 4, 384, 4096, 1024), {}),
         (LlamaSize(128, 3, 4, 384, 512, 1024), {"memory_budget": 0.0}),
         (LlamaSize(128, 2, 4, 384, 4096, 1024), {"chunk": "off"}),
-        (LlamaSize(128, 8, 4, 352, 8000, 1024), {}),
+        pytest.param(LlamaSize(128, 8, 4, 352, 8000, 1024), {}, marks=pytest.mark.full),
     ],
 )
 def test_a_step_peaks_where_it_is_said_to(size: LlamaSize, options: dict[str, Any]) -> None:
