@@ -311,7 +311,7 @@ def test_dropout_masks_as_bits_under_inductor() -> None:
     def gradients(mode: str) -> list[torch.Tensor]:
         torch._dynamo.reset()
         model.zero_grad(set_to_none=True)
-        options = {"strict": True, "chunk": "off", "reconstruct": mode}
+        options = {"strict": True, "chunk": "off", "reconstruct": mode, "memory_budget": 0.0}
         step = torch.compile(_loss(model), backend="mst", options=options)
         torch.manual_seed(3)
         step(x).backward()
@@ -320,7 +320,7 @@ def test_dropout_masks_as_bits_under_inductor() -> None:
     bytes_, bits = gradients("off"), gradients("exact")
     off, exact = mstpass.reports()[-2:]
     assert exact.saved_bytes < off.saved_bytes
-    assert {item.rule for item in exact.reconstructed} == {"bits"}
+    assert "bits" in {item.rule for item in exact.reconstructed}
     for a, b in zip(bytes_, bits, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
 

@@ -56,7 +56,9 @@ class _Relax:
         gains: list[tuple[float, Move]] = []
         for region in self.problem.regions:
             now = self.state.plan.modes.get(region.region, region.modes[0].name)
-            times = {mode.name: self._us(region, mode) for mode in region.modes}
+            # Inductor runs a whole region ahead of its turn, which the simulation does not see.
+            loops = [mode for mode in region.modes if mode.loops or mode.name == now]
+            times = {mode.name: self._us(region, mode) for mode in loops}
             faster = sorted((n for n in times if times[n] < times[now]), key=lambda n: times[n])
             if rank < len(faster):
                 mode = faster[rank]
