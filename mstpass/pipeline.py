@@ -12,6 +12,7 @@ import logging
 import warnings
 from typing import Any
 
+import networkx as nx
 from torch import fx
 
 from mstpass.chunk.apply import Applied, CycleError, apply_plans
@@ -80,7 +81,7 @@ def run(
         return Result(Outcome((), tuple(rejections)))
     problem, regions, more = _problem(joint, regions, options)
     rejections += more
-    plan = _solve(problem, options)
+    plan = _solve(problem, options, needs_torch(joint))
     plans, more = _chosen(regions, plan)
     rejections += more
     if stop_after == "plan":
@@ -100,16 +101,17 @@ def run(
         if options.strict:
             raise BudgetError(notes[-1])
         warnings.warn(f"mstpass: {notes[-1]}", stacklevel=2)
-    outcome = Outcome(tuple(plans), tuple(rejections), save_plan, notes=tuple(notes))
-    if memory.known:
+    peak_bytes = memory.peak_bytes if memory.known else None
+    outcome = Outcome(tuple(plans), tuple(rejections), save_plan, peak_bytes, notes=tuple(notes))
+    if memory.known and save_plan.solver != "torch":
         whole = dataclasses.replace(problem, regions=())
         saved = min_cut(whole)
-        time_us = step_us(with_modes(problem, plan.modes), plan.saved) / step_us(whole, saved)
+        before_us = step_us(whole, saved)
+        after_us = step_us(with_modes(problem, plan.modes), plan.saved)
         outcome = dataclasses.replace(
             outcome,
-            peak_bytes=memory.peak_bytes,
             baseline_peak_bytes=step_memory(whole, saved).peak_bytes,
-            extra_time=time_us - 1,
+            extra_time=after_us / before_us - 1 if before_us else 0.0,  # nothing but views
         )
     return Result(outcome, problem, applied.module, modules)
 
@@ -168,14 +170,21 @@ def _rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:
     return Rejection(stage, plan.members[0][0], reason, plan.source, plan.bytes_before)
 
 
-def _solve(problem: CutProblem, options: Options) -> Plan:
-    """The solver's plan, verified; the minimum cut's where it is not valid."""
+def _solve(problem: CutProblem, options: Options, left_to_torch: str = "") -> Plan:
+    """The solver's plan, verified; the minimum cut's where it is not valid.
+
+    Args:
+        left_to_torch: why torch's partitioner will choose what crosses; of such a graph only the
+            modes count, and no saved set need exist.
+    """
     name = AUTO if options.solver == "auto" else options.solver
     try:
         plan = solve_within(problem, options, SOLVERS[name])
         verify(with_modes(problem, plan.modes).allowing(True), plan.saved)
         return plan
-    except (InvalidPlan, Cycle, KeyError) as error:
+    except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded) as error:
+        if left_to_torch:
+            return Plan(frozenset(), {})
         if options.strict:
             raise InvalidPlan(f"solver {name!r}: {error}") from error
         warnings.warn(f"mstpass: solver {name!r}: {error}; min_cut is used", stacklevel=2)
@@ -190,6 +199,8 @@ def _chosen(regions: list[Choices], plan: Plan) -> tuple[list[ChunkPlan], list[R
         name = plan.modes.get(choice.region, first)
         if name == WHOLE:
             reason = "the step's peak lies elsewhere: chunks would not lower it"
+            if choice.whole_first:
+                reason = "to save in chunks gains nothing, and the plan needs no recomputation here"
             rejections.append(_rejected("plan", choice.plans[0][1], reason))
         else:
             plans.append(choice[name])
