@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from mstpass import pipeline
+from mstpass.graph.memory import CALL, INPUT
 from mstpass.options import Options
 from mstpass.partition.problem import CutProblem, Value
 from mstpass.partition.solvers.checkpoints import checkpoints
@@ -62,7 +63,7 @@ def _cheapest(problem: CutProblem) -> int | None:
     return best
 
 
-CUTS = {"min_cut": min_cut, "checkpoints": checkpoints}
+CUTS = {"min_cut": min_cut, "checkpoints": lambda problem: checkpoints(problem).saved}
 
 
 @pytest.mark.parametrize("name", CUTS)
@@ -135,26 +136,36 @@ def test_a_layer_saves_less_than_torch_does() -> None:
 
 
 def _chain(blocks: int, inner: int) -> CutProblem:
-    """A residual stream of 10 bytes through blocks of heavy values of 10 bytes each."""
-    values = [Value("x0", 10, ())]
+    """A residual stream of 10 bytes through blocks of heavy values of 10 bytes each; backward reads
+    each of them once, from the last to the first."""
+    values = [Value("x0", 10, (), CALL)]
+    gradients = [Value("g", 10, (), INPUT)]
     for b in range(blocks):
         name = f"x{b}"
         for i in range(inner):
-            values.append(Value(f"h{b}_{i}", 10, (name,), heavy=True, needed=True))
+            values.append(Value(f"h{b}_{i}", 10, (name,), CALL, heavy=True, needed=True))
             name = f"h{b}_{i}"
-        values.append(Value(f"x{b + 1}", 10, (f"x{b}", name), needed=True))
-    return CutProblem(tuple(values), recompute_heavy=True)
+        values.append(Value(f"x{b + 1}", 10, (f"x{b}", name), CALL, needed=True))
+    for value in reversed(values[1:]):
+        gradients.append(Value(f"g_{value.name}", 10, (gradients[-1].name, value.name), CALL))
+    return CutProblem(
+        tuple(values),
+        recompute_heavy=True,
+        backward=tuple(gradients),
+        outputs=(values[-1].name,),
+        gradients=(gradients[-1].name,),
+    )
 
 
 def test_checkpoints_lie_between_blocks() -> None:
-    saved = checkpoints(_chain(blocks=9, inner=8))
+    saved = checkpoints(_chain(blocks=9, inner=8)).saved
     assert saved and all(name.startswith("x") for name in saved)
     assert len(saved) <= 10
 
 
 def test_checkpoints_see_long_blocks_and_few() -> None:
     """With little inside the blocks, several of them share a checkpoint."""
-    saved = checkpoints(_chain(blocks=64, inner=1))
+    saved = checkpoints(_chain(blocks=64, inner=1)).saved
     assert 4 <= len(saved) <= 32
 
 

@@ -39,7 +39,9 @@ def _of_first_modes(cut: Cut, recompute_heavy: bool) -> Solver:
 _SOLVERS: dict[str, Solver] = {
     "peak_search": peak_search,
     "min_cut": _of_first_modes(min_cut, recompute_heavy=False),
-    "checkpoints": _of_first_modes(checkpoints, recompute_heavy=True),
+    "checkpoints": _of_first_modes(
+        lambda problem: checkpoints(problem).saved, recompute_heavy=True
+    ),
     "knapsack": knapsack,
     "greedy": greedy,
     "milp": milp,

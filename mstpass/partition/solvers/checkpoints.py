@@ -8,7 +8,7 @@ before it uses it, so that the values of only one are ever in memory::
     for each bound T on a segment's bytes:
         shortest path over the narrow places, an edge where a segment holds at most T,
         its length what is alive at its end and was not alive at its beginning
-    take the T for which saved bytes + T are least
+    of all these, take the one whose simulated peak is lowest
 
 This is checkpointing at block boundaries (Chen et al., "Training Deep Nets with Sublinear Memory
 Cost", arXiv 1604.06174), with the boundaries found in the graph. Plans may recompute matmuls and
@@ -21,7 +21,9 @@ import bisect
 import dataclasses
 import itertools
 
+from mstpass.graph.memory import StepMemory
 from mstpass.partition.problem import CutProblem
+from mstpass.partition.simulate import step_memory, step_us
 from mstpass.partition.solvers.min_cut import min_cut
 
 _BOUNDS = 16  # values of T that are tried, in geometric steps
@@ -29,15 +31,31 @@ _NARROW = 2.0  # times the least alive bytes nearby: what counts as a narrow pla
 _NEARBY = 32  # positions on either side
 
 
-def checkpoints(problem: CutProblem) -> frozenset[str]:
-    """The names to save: what is alive at the chosen places, and what may not be recomputed."""
-    return complete(problem, frozenset[str]().union(*checkpoint_places(problem).values()))
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """A saved set, and the places it comes from.
+
+    Attributes:
+        places: positions in ``problem.values``, in order, and what is alive behind each.
+        saved: all of that, and what may not be recomputed.
+    """
+
+    places: dict[int, frozenset[str]]
+    saved: frozenset[str]
+    memory: StepMemory
 
 
-def checkpoint_places(problem: CutProblem) -> dict[int, frozenset[str]]:
-    """The chosen places: positions in ``problem.values``, and what is alive behind each."""
+def checkpoints(problem: CutProblem) -> Checkpoints:
+    """The checkpoints of the lowest simulated peak; of equal ones, those that recompute least."""
     line = _Line(problem)
-    return {stop: line.names_at(stop) for stop in line.best()}
+    tried = [_at(problem, line, stops) for stops in line.choices()]
+    return min(tried, key=lambda c: (c.memory.peak_bytes, step_us(problem, c.saved)))
+
+
+def _at(problem: CutProblem, line: _Line, stops: list[int]) -> Checkpoints:
+    places = {stop: line.names_at(stop) for stop in stops}
+    saved = complete(problem, frozenset[str]().union(*places.values()))
+    return Checkpoints(places, saved, step_memory(problem, saved))
 
 
 def complete(problem: CutProblem, kept: frozenset[str]) -> frozenset[str]:
@@ -126,27 +144,23 @@ class _Line:
     def names_at(self, place: int) -> frozenset[str]:
         return frozenset(self.values[j].name for j in self.alive_at[place])
 
-    def best(self) -> list[int]:
-        """The places, in order."""
+    def choices(self) -> list[list[int]]:
+        """Places to save at, from none to all that the bounds on a segment's bytes lead to."""
+        found: list[list[int]] = [[]]
         total = self.needed_bytes[-1]
-        if not self.places or not total:
-            return []
-        least = max(1, max(v.bytes for v in self.values if not v.free))
-        best_cost, best_stops = total, list[int]()
+        least = max(1, max((v.bytes for v in self.values if not v.free), default=1))
         bound = float(total)
         for _ in range(_BOUNDS):
-            found = self._path(int(bound))
-            if found is None:
+            path = self._path(int(bound))
+            if path is None:
                 break
-            stops, widest = found
-            kept = frozenset(j for stop in stops for j in self.alive_at[stop])
-            cost = self._bytes(kept) + widest
-            if cost < best_cost:
-                best_cost, best_stops = cost, stops
+            stops, widest = path
+            if stops not in found:
+                found.append(stops)
             bound = min(bound, widest) * 0.75
             if bound < least:
                 break
-        return best_stops
+        return found
 
     def _path(self, bound: int) -> tuple[list[int], int] | None:
         """Where to save so that no segment holds more than ``bound`` bytes; the widest segment."""

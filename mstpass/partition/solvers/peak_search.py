@@ -26,7 +26,7 @@ from mstpass.graph.memory import StepMemory
 from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import CutProblem, Mode, Plan, RegionModes
 from mstpass.partition.simulate import step_memory
-from mstpass.partition.solvers.checkpoints import checkpoint_places, complete
+from mstpass.partition.solvers.checkpoints import Checkpoints, checkpoints, complete
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.solvers.relax import relaxed
 from mstpass.partition.verify import InvalidPlan, verify
@@ -51,7 +51,9 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     if budget_bytes is None or free.memory.peak_bytes <= budget_bytes:
         return free.plan
     if budget_bytes == 0:
-        lowest = min((free, *_bottom(problem)), key=lambda step: step.memory.peak_bytes)
+        lean = _lean(problem)
+        steps = (free, lean, _least(lean)[0])
+        lowest = min(steps, key=lambda step: step.memory.peak_bytes)
         return relaxed(problem, lowest.plan)
     best = free
     for step in _stairs(problem, free):
@@ -132,13 +134,16 @@ def _modes(problem: CutProblem, cost: Callable[[Mode], tuple[int, ...]]) -> dict
     return {region.region: min(region.modes, key=cost).name for region in problem.regions}
 
 
-def _bottom(problem: CutProblem) -> tuple[_Step, _Step]:
-    """The shortest chunks without and with checkpoints."""
-    lean = _step(problem, _modes(problem, _held_bytes))
+def _lean(problem: CutProblem) -> _Step:
+    """Every region keeps the least, in the shortest chunks."""
+    return _step(problem, _modes(problem, _held_bytes))
+
+
+def _least(lean: _Step) -> tuple[_Step, Checkpoints]:
+    """The same with checkpoints."""
     closed = lean.problem.allowing(recompute_heavy=True)
-    kept = frozenset[str]().union(*checkpoint_places(closed).values())
-    saved = complete(closed, kept)
-    return lean, _Step(closed, Plan(saved, lean.plan.modes), step_memory(closed, saved))
+    found = checkpoints(closed)
+    return _Step(closed, Plan(found.saved, lean.plan.modes), found.memory), found
 
 
 # ---- the stairs between them -------------------------------------------------------------------
@@ -149,16 +154,18 @@ def _stairs(problem: CutProblem, free: _Step) -> Iterator[_Step]:
     regions = [name for name in lean if lean[name] != before[name]]
     for count in _counts(len(regions)):
         yield _step(problem, {**before, **{name: lean[name] for name in regions[:count]}})
-    shortest, least = _bottom(problem)
+    shortest = _lean(problem)
     yield shortest
-    yield from _checkpoint_stairs(shortest, least)
+    least, found = _least(shortest)
+    yield from _checkpoint_stairs(shortest, least, found.places)
     yield least
 
 
-def _checkpoint_stairs(lean: _Step, least: _Step) -> Iterator[_Step]:
+def _checkpoint_stairs(
+    lean: _Step, least: _Step, places: Mapping[int, frozenset[str]]
+) -> Iterator[_Step]:
     problem = least.problem
     index = {value.name: i for i, value in enumerate(problem.values)}
-    places = checkpoint_places(problem)
     stops = sorted(places)
     for count in _counts(len(stops))[:-1]:
         stop = stops[count - 1]
