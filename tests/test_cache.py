@@ -53,7 +53,7 @@ def _run(folder: Path, name: str, dynamic: bool) -> dict[str, object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.full), True])
 def test_second_process_hits_the_caches(tmp_path: Path, dynamic: bool) -> None:
     cold, warm = _run(tmp_path, "cold", dynamic), _run(tmp_path, "warm", dynamic)
     assert cold["autograd"].get("autograd_cache_miss") == 1  # type: ignore[attr-defined]

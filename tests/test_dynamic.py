@@ -153,10 +153,10 @@ def test_head_with_a_loss_of_its_own_per_sequence() -> None:
     ("budget", "mode"), [(1.0, "save"), pytest.param(0.0, "recompute", marks=pytest.mark.full)]
 )
 def test_mlp_of_any_length(budget: float, mode: str) -> None:
-    model = nn.Sequential(*(Block(D, MLPS["swiglu_bias"](D)) for _ in range(2)))
+    model = Block(D, MLPS["swiglu_bias"](D))
     batches = [[_x(1, n)] for n in LENGTHS[:-1]]
     report, graphs = _check(model, _through, batches, dynamic=True, memory_budget=budget)
-    assert kinds(report) == [("mlp", mode), ("mlp", mode)], report
+    assert kinds(report) == [("mlp", mode)], report
     assert graphs == 1
 
 
@@ -184,17 +184,17 @@ def test_marked_dims(dims: tuple[int, ...]) -> None:
         for x in batch:
             for dim in dims:
                 torch._dynamo.mark_dynamic(x, dim)
-    report, graphs = _check(TinyLlama(), lambda model: model.forward, batches, dynamic=None)
+    report, graphs = _check(TinyLlama(layers=1), lambda model: model.forward, batches, dynamic=None)
     assert kinds(report)[0] == ("lm_head", "fused"), report
-    assert [kind for kind, _ in kinds(report)[1:]] == ["mlp", "mlp"], report
+    assert [kind for kind, _ in kinds(report)[1:]] == ["mlp"], report
     assert graphs == 1
 
 
 @pytest.mark.slow
 def test_second_length_makes_the_size_symbolic() -> None:
     batches = [[_ids(2, n), _ids(2, n)] for n in (64, 97, 30, 19, 128)]
-    report, graphs = _check(TinyLlama(), lambda model: model.forward, batches, dynamic=None)
-    assert kinds(report)[0] == ("lm_head", "fused") and len(report.regions) == 3, report
+    report, graphs = _check(TinyLlama(layers=1), lambda model: model.forward, batches, dynamic=None)
+    assert kinds(report)[0] == ("lm_head", "fused") and len(report.regions) == 2, report
     assert report.regions[0].symbolic
     assert graphs == 2, "one static, one for all other lengths"
 

@@ -96,8 +96,17 @@ def test_float32_even_chunks(name: str, device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("llama", "autocast"),
+        ("gpt2", "autocast"),
+        ("qwen3", "bfloat16"),
+        ("bert", "bfloat16"),
+        *(pytest.param(name, "bfloat16", marks=pytest.mark.full) for name in ("llama", "gpt2")),
+        *(pytest.param(name, "autocast", marks=pytest.mark.full) for name in ("qwen3", "bert")),
+    ],
+)
 def test_low_precision(name: str, precision: str, device: str) -> None:
     _check(name, device, batch=3, seq=43, precision=precision)
 

@@ -29,7 +29,6 @@ from tests.models import GatedMLP, TwoLayerMLP
 from tests.test_partition import problems
 
 MODES = ("off", "exact", "tolerant")
-FULL = pytest.mark.full
 
 
 # ---- the search ---------------------------------------------------------------------------------
@@ -367,13 +366,12 @@ def _hf_loss(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 _MODELS = [
-    pytest.param(name, autocast, marks=[] if (name, autocast) == ("olmo2", "cpu") else FULL)
-    for name in ("olmo2", "gemma3", "bert", "llama")
-    for autocast in (None, "cpu")
+    (name, autocast) for name in ("olmo2", "gemma3", "bert", "llama") for autocast in (None, "cpu")
 ]
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "autocast"), _MODELS)
 def test_hugging_face_models(name: str, autocast: str | None) -> None:
     model, ids = _hugging_face(name), torch.randint(3, VOCAB, (2, 64))

@@ -23,7 +23,7 @@ from mstpass.graph.build import Builder, SizeNodes, UnknownSize, fake_mode_of, m
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import Size, generic, generic_shape, generic_stride, same_shape
 from mstpass.graph.tokens import Spec
-from mstpass.partition.problem import unscaled
+from mstpass.partition.problem import unfinished
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 
 aten = torch.ops.aten
@@ -39,8 +39,8 @@ class CycleError(Exception):
 class Applied:
     """The new joint graph, and the names in it of the old one's nodes.
 
-    A loop's result goes by the node that it stands for; ``unscaled(name)`` is what the loop returns
-    where that is multiplied by the unit afterwards.
+    A loop's result goes by the node that it stands for; ``unfinished(name)`` is what the loop
+    returns where that is scaled or cast afterwards.
     """
 
     module: fx.GraphModule
@@ -101,7 +101,10 @@ class _Writer:
         names = {old.name: new.name for old, new in self.env.items()}
         for node, result in self.raw.items():
             loop, item = self.producers[node]
-            names[unscaled(node.name) if item.scaled and loop.unit else node.name] = result.name
+            value = value_of(node)
+            cast = value is not None and result.meta["val"].dtype != value.dtype
+            finished = cast or (item.scaled and loop.unit)
+            names[unfinished(node.name) if finished else node.name] = result.name
         return names
 
     # ---- order ---------------------------------------------------------------------------------

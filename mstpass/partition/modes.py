@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from mstpass.graph.memory import CALL, ITEM, POINTWISE
-from mstpass.partition.problem import CutProblem, Loop, Result, Value, unscaled, with_needs
+from mstpass.graph.memory import CALL, ITEM
+from mstpass.partition.problem import CutProblem, Loop, Result, Value, with_needs
 
 
 class Cycle(Exception):
@@ -125,13 +125,9 @@ class _Writer:
                 )
             )
             for item in loop.results:
-                own = unscaled(item.node) if item.scale else item.node
-                self._add(Value(own, item.bytes, (loop.name,), ITEM))
-        if result.scale:
-            old = self.old[name]
-            inputs = (unscaled(name), result.scale)
-            scaled = dataclasses.replace(old, inputs=inputs, kind=POINTWISE, heavy=False, us=0.0)
-            self._add(scaled)
+                self._add(Value(item.name, item.bytes, (loop.name,), ITEM))
+        if result.name != name:
+            self._add(result.finished(self.old[name]))
 
     def _add(self, value: Value) -> None:
         self.new[value.name] = value

@@ -12,7 +12,7 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 
-from mstpass.graph.memory import Op
+from mstpass.graph.memory import POINTWISE, Op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +46,23 @@ class Result:
     Attributes:
         bytes: of the loop's own buffer, which may be wider than the node's.
         scale: a node that the result is multiplied by after the loop; empty for none.
+        cast: to the node's dtype after the loop, from a wider one that the sum is kept in.
     """
 
     node: str
     bytes: int
     scale: str = ""
+    cast: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of what the loop returns: the node's own, unless that comes from it after the loop."""
+        return unfinished(self.node) if self.scale or self.cast else self.node
+
+    def finished(self, node: Value) -> Value:
+        """The node itself, where it comes from the result after the loop."""
+        inputs = (self.name, *([self.scale] if self.scale else []))
+        return dataclasses.replace(node, inputs=inputs, kind=POINTWISE, heavy=False, us=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +174,9 @@ class Plan:
     modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def unscaled(name: str) -> str:
-    """What a loop returns for a node that is scaled after the loop."""
-    return f"{name}:unscaled"
+def unfinished(name: str) -> str:
+    """What a loop returns for a node that is scaled or cast after the loop."""
+    return f"{name}:unfinished"
 
 
 def with_needs(

@@ -76,9 +76,12 @@ def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str
     node = joint.by_name[item.node]
     size = nbytes(node)
     value = value_of(node)
+    scale = loop.unit or "" if item.scaled else ""
     if item.spec is None and accumulate == "float32" and value is not None:
-        size = size // value.element_size() * max(_ACCUMULATOR_BYTES, value.element_size())
-    return Result(item.node, size, loop.unit or "" if item.scaled else "")
+        cast = value.element_size() < _ACCUMULATOR_BYTES
+        wide = max(_ACCUMULATOR_BYTES, value.element_size())
+        return Result(item.node, size // value.element_size() * wide, scale, cast)
+    return Result(item.node, size, scale)
 
 
 def _inner_bytes(

@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from mstpass.graph.memory import CALL, INPUT, ITEM, POINTWISE
-from mstpass.partition.problem import CutProblem, Loop, Plan, Value, unscaled
+from mstpass.graph.memory import CALL, INPUT, ITEM
+from mstpass.partition.problem import CutProblem, Loop, Plan, Value
 
 Row = dict[int, float]  # coefficients by variable
 _NO_LIMIT = float("inf")
@@ -227,12 +227,9 @@ def _loop_values(loop: Loop, old: dict[str, Value]) -> Iterator[Value]:
         loop.name, 0, loop.needs, CALL, loop.inner_bytes, us=loop.us, pinned=True, savable=False
     )
     for result in loop.results:
-        own = unscaled(result.node) if result.scale else result.node
-        yield Value(own, result.bytes, (loop.name,), ITEM)
-        if result.scale:
-            inputs = (unscaled(result.node), result.scale)
-            node = old[result.node]
-            yield dataclasses.replace(node, inputs=inputs, kind=POINTWISE, us=0.0)
+        yield Value(result.name, result.bytes, (loop.name,), ITEM)
+        if result.name != result.node:
+            yield result.finished(old[result.node])
 
 
 def _needing_tangents(values: list[Value], problem: CutProblem) -> set[str]:
