@@ -44,6 +44,10 @@ from mstpass.report.report import Report
 
 log = logging.getLogger(__name__)
 
+# Inductor holds a freed buffer for a later one of its size wherever its own estimate of the peak
+# allows that; but it sees neither what a loop needs inside nor an attention's workspace.
+_WITHIN_BUDGET = {"allow_buffer_reuse": False}
+
 
 class MstpassError(RuntimeError):
     """A failure inside mstpass, raised only under ``strict=True``."""
@@ -63,6 +67,7 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
     watch_optimizers()
     options = with_device_budget(Options.parse(kwargs.get("options")), example_inputs)
     users = {**_mode_patches(kwargs.get("mode")), **options.inductor_patches}
+    ours = _WITHIN_BUDGET if options.frees_memory_for_time else {}
     key = store.graph_key(gm, example_inputs, uuid(options))
     partitioner = Partitioner(options, key)
     hooks = {
@@ -70,7 +75,7 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         "post_grad_custom_post_pass": LowerLoops(_users_pass(users), options.frees_memory_for_time),
     }
     try:
-        compiled: Any = compile_fx(gm, list(example_inputs), config_patches={**users, **hooks})
+        compiled: Any = compile_fx(gm, list(example_inputs), config_patches={**ours, **users, **hooks})
     except Exception as error:
         if options.strict or not partitioner.chunked:
             raise

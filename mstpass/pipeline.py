@@ -24,6 +24,7 @@ from mstpass.graph.build import sizes_from_inputs
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.kernels import simulate_step
 from mstpass.options import Options
+from mstpass.partition.again import recompute_again
 from mstpass.partition.budget import BudgetError, budget_bytes, infeasible, solve_within
 from mstpass.partition.modes import Cycle, with_modes
 from mstpass.partition.problem import CutProblem, Plan
@@ -92,10 +93,13 @@ def run(
         return Result(Outcome(tuple(plans), tuple(rejections)), problem, applied.module)
     rewritten = JointGraph(applied.module, num_fwd_outputs)
     modules, save_plan, note = _split(rewritten, applied, plan, options, torch_kwargs)
-    forward, backward = (module.graph for module in modules)
-    memory = simulate_step(forward, backward, options.frees_memory_for_time)
+    rows_first = options.frees_memory_for_time
+    memory = simulate_step(modules[0].graph, modules[1].graph, rows_first)
     notes = [note] if note else []
     budget = budget_bytes(options)
+    least = options.memory_budget == 0.0 or (budget is not None and memory.peak_bytes > budget)
+    if least and save_plan.solver != "torch":
+        modules, memory = recompute_again(modules, memory, rows_first)
     if budget is not None and memory.peak_bytes > budget:
         notes.append(infeasible(budget, memory))
         if options.strict:

@@ -8,8 +8,9 @@ The cure is an order between what has no data in common::
     for the first kernel of each recomputation that contains a matmul, in the graph's order:
         it waits for the gradients that are alive where it stands
 
-so that what the backward has done by then is done, and freed. (XLA's optimization barriers serve
-``jax.checkpoint`` in the same way.)
+so that what the backward has done by then is done, and freed. Gradients that only leave the graph,
+and values that are recomputed once more (again.py), are held to their places likewise. (XLA's
+optimization barriers serve ``jax.checkpoint`` in the same way.)
 
 Private API, checked with torch 2.11 and 2.13: ``control_deps``, by which Inductor's own passes keep
 collectives in order (torch/_inductor/fx_passes/control_dependencies.py).
@@ -26,7 +27,8 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from mstpass.graph import ops
-from mstpass.graph.joint import is_tangent, value_of
+from mstpass.graph.joint import is_tangent, nbytes, value_of
+from mstpass.partition.again import is_cheap
 from mstpass.partition.split import is_heavy
 
 _LOOP = torch.ops.higher_order.while_loop
@@ -36,11 +38,11 @@ def hold_recomputation(graph: fx.Graph) -> None:
     """Order a backward's recomputations behind the gradients before them, in place."""
     if not any(is_tangent(node) for node in graph.find_nodes(op="placeholder")):
         return
-    behind, done = recomputation_waits(graph), gradient_waits(graph)
+    every = (recomputation_waits(graph), gradient_waits(graph), copy_waits(graph))
     waits = {
-        node: OrderedSet((*behind.get(node, ()), *done.get(node, ())))
+        node: OrderedSet(other for waits in every for other in waits.get(node, ()))
         for node in graph.nodes
-        if node in behind or node in done
+        if any(node in waits for waits in every)
     }
     preserve_node_ordering(graph, waits)
 
@@ -84,6 +86,57 @@ def gradient_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
             waits[node] = tuple(pending)
             pending = []
     return waits
+
+
+def copy_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """For copies, what their readers read beside them: until that is there, they are not needed.
+
+    A copy is a node that computes what an earlier one does. Of all that a value is computed from
+    the smallest waits, as what waits is written to memory.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    copies = _copies(graph)
+    waits: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for node in copies:
+        readers = [r for r in ops.readers(node) if r not in copies]
+        value = value_of(node)
+        floating = value is not None and value.is_floating_point()
+        if ops.is_cheap_view(node) or not readers or not floating:
+            continue
+        chain = _within(node, copies)
+        first = min(order[n] for n in chain)
+        beside = (_kernel(i) for reader in readers for i in reader.all_input_nodes)
+        kernels = [k for k in dict.fromkeys(beside) if k is not None and k not in chain]
+        before = tuple(k for k in kernels if order[k] < first)
+        if before:
+            least = min(chain, key=lambda n: (nbytes(n), order[n]))
+            waits[least] = tuple(dict.fromkeys((*waits.get(least, ()), *before)))
+    return waits
+
+
+def _copies(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Nodes that compute what an earlier one does, with that one."""
+    originals: dict[object, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if is_cheap(node) and not ops.is_constant(node):
+            args = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
+            original = originals.setdefault((node.target, repr(args)), node)
+            if original is not node:
+                copies[node] = original
+    return copies
+
+
+def _within(last: fx.Node, copies: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The kernels among copies that one of them is computed from, itself included."""
+    found: set[fx.Node] = set()
+    stack = [last]
+    while stack:
+        node = stack.pop()
+        if node in copies and node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return {node for node in found if not ops.is_cheap_view(node)}
 
 
 def _leaves(node: fx.Node, kept: set[fx.Node]) -> bool:
