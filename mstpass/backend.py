@@ -75,7 +75,8 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         "post_grad_custom_post_pass": LowerLoops(_users_pass(users), options.frees_memory_for_time),
     }
     try:
-        compiled: Any = compile_fx(gm, list(example_inputs), config_patches={**ours, **users, **hooks})
+        patches = {**ours, **users, **hooks}
+        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
     except Exception as error:
         if options.strict or not partitioner.chunked:
             raise

@@ -130,7 +130,7 @@ def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node], kinds: Sequence[str]) 
         part for part, kind in zip(parts, kinds, strict=True) if kind == SUM and ops.is_matmul(part)
     }
     inner = [op_of(n, summed) for n in graph.nodes if n.op in ("placeholder", "call_function")]
-    return memory.simulate(inner, [n.name for n in parts]).peak.bytes
+    return memory.simulate(inner, [n.name for n in parts], fuse=True).peak.bytes
 
 
 def _flash_bytes(node: fx.Node) -> int:

@@ -21,6 +21,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 
+from mstpass.graph.fusion import fused_groups
+
 INPUT, VIEW, ITEM, CONSTANT = "input", "view", "item", "constant"
 CALL, REDUCTION, SCATTER, POINTWISE = "call", "reduction", "scatter", "pointwise"
 _KERNELS = frozenset({CALL, REDUCTION, SCATTER})
@@ -91,21 +93,26 @@ class StepMemory:
         return max((m.bytes for m in moments if m.node in nodes), default=0)
 
 
-def simulate(ops: Sequence[Op], kept: Iterable[str], freed: Iterable[str] = ()) -> Timeline:
+def simulate(
+    ops: Sequence[Op], kept: Iterable[str], freed: Iterable[str] = (), fuse: bool = False
+) -> Timeline:
     """The memory of one graph over its ops, in their order.
 
     Args:
         kept: what leaves the graph.
         freed: inputs that are alive from the beginning to their last use, such as saved values in a
             backward. Others, such as parameters, do not count.
+        fuse: kernels that read alike run as one (fusion.py). So they do in a loop's body; in a step
+            the order of partition/late.py keeps most of them apart.
     """
-    return _Simulation(ops, kept, set(freed)).run()
+    return _Simulation(ops, kept, set(freed), fuse).run()
 
 
 class _Simulation:
-    def __init__(self, ops: Sequence[Op], kept: Iterable[str], freed: Set[str]):
+    def __init__(self, ops: Sequence[Op], kept: Iterable[str], freed: Set[str], fuse: bool):
         self.ops = ops
         self.freed = freed
+        self.fuse = fuse
         self.op = {op.name: op for op in ops}
         self.users: dict[str, list[str]] = {}
         for op in ops:
@@ -121,43 +128,65 @@ class _Simulation:
     def run(self) -> Timeline:
         self._find_kernels()
         fused = self._fused_away()
-        last_use: dict[str, str] = {}
-        for kernel, read in self.read_by_kernel.items():
-            last_use.update(dict.fromkeys(read, kernel))
-        dies_at: dict[str, list[str]] = {}
-        for buffer, kernel in last_use.items():
+        groups = self._groups()
+        last_use: dict[str, int] = {}
+        for i, group in enumerate(groups):
+            for kernel in group:
+                last_use.update(dict.fromkeys(self.read_by_kernel[kernel], i))
+        dies_at: dict[int, list[str]] = {}
+        for buffer, i in last_use.items():
             if buffer not in self.kept:
-                dies_at.setdefault(kernel, []).append(buffer)
+                dies_at.setdefault(i, []).append(buffer)
         alive = {op.name: op.bytes for op in self.ops if op.name in self.freed}
         now = sum(alive.values())
         moments: list[Moment] = []
         best: tuple[int, dict[str, int]] = (0, {})
-        for kernel in self.read_by_kernel:
-            dying = [b for b in dies_at.get(kernel, ()) if b in alive]
-            results = [] if kernel in fused else self.results[kernel]
-            born = {name: size for name in results if (size := self.op[name].bytes)}
-            over = self._written_over(kernel, dying, list(born.values()), alive)
-            if over is not None:
-                dying.remove(over)
-                now -= alive.pop(over)
+        for i, group in enumerate(groups):
+            dying = [b for b in dies_at.get(i, ()) if b in alive]
+            born: dict[str, int] = {}
+            for kernel in group:
+                results = [] if kernel in fused else self.results[kernel]
+                new = {name: size for name in results if (size := self.op[name].bytes)}
+                over = self._written_over(kernel, group, dying, list(new.values()), alive)
+                if over is not None:
+                    dying.remove(over)
+                    now -= alive.pop(over)
+                born |= new
             alive |= born
             now += sum(born.values())
-            moment = Moment(kernel, now + self.op[kernel].inner_bytes)
-            moments.append(moment)
-            if moment.bytes > best[0]:
-                best = moment.bytes, dict(alive)
+            inner_bytes = max(self.op[kernel].inner_bytes for kernel in group)
+            moments += [Moment(kernel, now + inner_bytes) for kernel in group]
+            if moments[-1].bytes > best[0]:
+                best = moments[-1].bytes, dict(alive)
             unused = [b for b in born if b not in last_use and b not in self.kept]
             for buffer in (*dying, *unused):
                 now -= alive.pop(buffer)
         largest = sorted(best[1].items(), key=lambda pair: -pair[1])
         return Timeline(tuple(moments), tuple(Moment(*pair) for pair in largest))
 
+    def _groups(self) -> list[tuple[str, ...]]:
+        """Kernels that run as one, in order."""
+        if not self.fuse:
+            return [(kernel,) for kernel in self.read_by_kernel]
+        writer = {name: kernel for kernel, names in self.results.items() for name in names}
+        calls = {k for k in self.read_by_kernel if self.op[k].kind in (CALL, SCATTER)}
+        return fused_groups(self.read_by_kernel, writer, lambda k: self.op[k].bytes, calls)
+
     def _written_over(
-        self, kernel: str, dying: list[str], born: list[int], alive: dict[str, int]
+        self,
+        kernel: str,
+        group: tuple[str, ...],
+        dying: list[str],
+        born: list[int],
+        alive: dict[str, int],
     ) -> str | None:
+        """An operand that nothing else reads, not even a kernel that runs as one with this one."""
         if self.op[kernel].kind in (CALL, SCATTER):
             return None
-        return next((buffer for buffer in dying if [alive[buffer]] == born), None)
+        others = (self.read_by_kernel[other] for other in group if other != kernel)
+        shared = frozenset[str]().union(*others)
+        own = self.read_by_kernel[kernel] - shared if len(group) > 1 else dying
+        return next((b for b in dying if [alive[b]] == born and b in own), None)
 
     # ---- kernels and buffers -------------------------------------------------------------------
     def _find_kernels(self) -> None:
