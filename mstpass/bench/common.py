@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,16 @@ _DASH = "-"
 _BUSY = """On CPUs that are busy with other work as well, set OMP_WAIT_POLICY=passive: threads that
 spin while they wait for one another cost more than what is measured."""
 
+# options that only some benchmarks have
+_OWN: dict[str, dict[str, Any]] = {
+    "large": {"action": "store_true", "help": "the larger model"},
+    "store": {"action": "store_true", "help": "keep the measured chunk costs"},
+    "problem": {"action": "append", "default": [], "help": "only this one; repeat"},
+    "model": {"action": "append", "default": [], "help": "only this one; repeat"},
+    "csv": {"type": Path, "metavar": "PATH", "help": "every point's figures"},
+    "plots": {"type": Path, "metavar": "DIR", "help": "peak against time, as PNG"},
+}
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -34,7 +45,8 @@ class Arguments:
     store: bool = False
     json: Path | None = None
     markdown: Path | None = None
-    problems: tuple[str, ...] = ()
+    problem: Sequence[str] = ()
+    model: Sequence[str] = ()
     csv: Path | None = None
     plots: Path | None = None
 
@@ -108,12 +120,13 @@ def main(
     *,
     description: str,
     examples: str,
-    sizes: bool = False,
-    store: bool = False,
-    problems: bool = False,
+    own: Sequence[str] = (),
 ) -> int:
-    """Run, print, write; 0 even where a target is missed or a contender fails: the rows say it."""
-    arguments = parse(name, argv, description, examples, sizes, store, problems)
+    """Run, print, write; 0 even where a target is missed or a contender fails: the rows say it.
+
+    `own` names the options that not every benchmark has.
+    """
+    arguments = parse(name, argv, description, examples, own)
     require(("rich",), "bench", f"mstpass bench {name}")
     results: list[Result] = []
     for run in runs:
@@ -131,9 +144,7 @@ def parse(
     argv: Sequence[str],
     description: str,
     examples: str,
-    sizes: bool = False,
-    store: bool = False,
-    problems: bool = False,
+    own: Sequence[str] = (),
 ) -> Arguments:
     parser = argparse.ArgumentParser(
         prog=f"mstpass bench {name}",
@@ -144,14 +155,8 @@ def parse(
     )
     parser.add_argument("--repeats", type=_count, help="timed rounds (default 5, --quick 2)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all?")
-    if sizes:
-        parser.add_argument("--large", action="store_true", help="the larger model")
-    if store:
-        parser.add_argument("--store", action="store_true", help="keep the measured chunk costs")
-    if problems:
-        parser.add_argument("--problem", action="append", default=[], help="only this one; repeat")
-        parser.add_argument("--csv", type=Path, metavar="PATH", help="every plan's figures")
-        parser.add_argument("--plots", type=Path, metavar="DIR", help="peak against time, as PNG")
+    for option in own:
+        parser.add_argument(f"--{option}", **_OWN[option])
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure there")
     parser.add_argument(
@@ -170,13 +175,9 @@ def parse(
         repeats=repeats,
         quick=given.quick,
         device=device,
-        large=sizes and given.large,
-        store=store and given.store,
         json=given.json,
         markdown=given.markdown,
-        problems=tuple(given.problem) if problems else (),
-        csv=given.csv if problems else None,
-        plots=given.plots if problems else None,
+        **{option: getattr(given, option) for option in own},
     )
 
 
@@ -245,6 +246,15 @@ def write_json(path: Path, results: Sequence[Result], arguments: Arguments) -> N
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def write_csv(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """One line a record; the first one's keys are the columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(records[0]))
+        writer.writeheader()
+        writer.writerows(records)
 
 
 def machine(device: torch.device) -> str:

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] = ()) -> int:
         description="An LM head with cross-entropy, and chained SwiGLU MLPs: step time and peak "
         "of mst and others against unchunked Inductor and the floor.",
         examples=EXAMPLES,
-        store=True,
+        own=("store",),
     )
 
 

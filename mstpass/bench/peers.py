@@ -47,7 +47,7 @@ def main(argv: Sequence[str] = ()) -> int:
         description="Forward and backward of a Llama-like model: peak memory and step time of "
         "eager, checkpointing, hand-tiled code, Inductor with its own options, and mst.",
         examples=EXAMPLES,
-        sizes=True,
+        own=("large",),
     )
 
 

@@ -28,6 +28,7 @@ from mstpass.measure import Timing, peak_bytes, timed
 
 INDUCTOR, MST = "Inductor", "mst"
 VALUE_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4  # relative; fp32
+_NOISE = 1e-8  # of the largest gradient: rounding, where the true gradient is zero
 _AUTO_CHUNKER = {
     "auto_chunker.enable": True,
     # by default it skips heads with V/D below about 8
@@ -38,6 +39,7 @@ _ERROR_CHARS = 110
 _numbers = itertools.count()
 
 Fn = TypeVar("Fn", bound=Callable[..., Tensor])
+Outcome = tuple[Tensor, list[Tensor]]  # a step's value and gradients
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Row:
     gradient_error: float | None = None
     first_call_s: float | None = None
     peak_bytes: int | None = None
+    simulated_bytes: int | None = None  # what mst's report says of the peak
     seconds: list[float] = field(default_factory=list)
     plan: str = ""
     error: str = ""
@@ -108,6 +111,88 @@ def own_code(fn: Fn) -> Fn:
     return own
 
 
+class Race:
+    """Contenders that may enter at different times and are timed in the same rounds.
+
+    Attributes:
+        rows: by name; the first contender that enters is the reference.
+        steps: what each contender runs, compiled.
+        advance: called with a contender's name once it has entered, after each of its timed steps,
+            and when its peak is known.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        make_step: Callable[[LossFn], Step],
+        device: torch.device,
+        advance: Callable[[str], None] = lambda name: None,
+        gradient_tolerance: float = GRADIENT_TOLERANCE,
+        value_tolerance: float = VALUE_TOLERANCE,
+    ):
+        torch._dynamo.reset()
+        self.rows: dict[str, Row] = {}
+        self.steps: dict[str, Step] = {}
+        self.advance = advance
+        self._loss_fn, self._make_step, self._device = loss_fn, make_step, device
+        self._tolerances = value_tolerance, gradient_tolerance
+        self._reference: Outcome | None = None
+
+    def enter(self, contenders: Sequence[Contender]) -> None:
+        """Compile each, compare its loss and gradients with the reference's, and warm it up."""
+        # fresh: a cache hit would hide compile times, and whether the auto_chunker has fired
+        with fresh_cache():
+            for contender in contenders:
+                row = self.rows[contender.name] = Row(contender.name)
+                with _errors_to(row):
+                    step = self._make_step(contender.build(contender.loss_fn or self._loss_fn))
+                    result = _first_call(contender, step, row)
+                    self._reference = self._reference or result
+                    self._compare(row, result, self._reference)
+                    step()
+                    self.steps[contender.name] = step
+                self.advance(contender.name)
+
+    def measure_peaks(self) -> None:
+        """The peak of each contender that has none yet."""
+        for name, step in self.steps.items():
+            row = self.rows[name]
+            if row.peak_bytes is None:
+                with _errors_to(row):
+                    row.peak_bytes = peak_bytes(step, self._device)
+                self.advance(name)
+
+    def time(self, repeats: int) -> None:
+        """Each round begins with another contender, so that none always follows the same one."""
+        self._reference = None  # its memory, as in a step of one's own
+        for number in range(repeats):
+            gc.collect()
+            running = [name for name in self.steps if not self.rows[name].error]
+            start = number % max(1, len(running))
+            for name in running[start:] + running[:start]:
+                # a recompile in mid-race would be timed as a step
+                with _errors_to(self.rows[name]), _no_recompile():
+                    step = {name: self.steps[name]}
+                    timing = timed(step, 1, warmup=0, device=self._device)[name]
+                    self.rows[name].seconds += timing.seconds
+                self.advance(name)
+
+    def _compare(self, row: Row, result: Outcome, reference: Outcome) -> None:
+        name, (value_tolerance, gradient_tolerance) = next(iter(self.rows)), self._tolerances
+        row.value_error = _relative_error(result[0], reference[0])
+        if not row.value_error <= value_tolerance:
+            raise RuntimeError(f"its value differs from {name}'s by {row.value_error:.1e}")
+        noise = _NOISE * max(_rms(b) for b in reference[1])
+        errors = [
+            _relative_error(a, b)
+            for a, b in zip(result[1], reference[1], strict=True)
+            if not (_rms(a) <= noise and _rms(b) <= noise)
+        ]
+        row.gradient_error = max(errors)
+        if not all(error <= gradient_tolerance for error in errors):
+            raise RuntimeError(f"a gradient differs from {name}'s by {row.gradient_error:.1e}")
+
+
 def race(
     contenders: Sequence[Contender],
     loss_fn: LossFn,
@@ -121,29 +206,11 @@ def race(
 
     `advance` is called with each contender's name 2 + `repeats` times.
     """
-    torch._dynamo.reset()
-    rows = {c.name: Row(c.name) for c in contenders}
-    steps: dict[str, Step] = {}
-    reference: tuple[Tensor, list[Tensor]] | None = None
-    # fresh: a cache hit would hide compile times, and whether the auto_chunker has fired
-    with fresh_cache():
-        for contender in contenders:
-            row = rows[contender.name]
-            with _errors_to(row):
-                step = make_step(contender.build(contender.loss_fn or loss_fn))
-                result = _first_call(contender, step, row)
-                reference = reference or result
-                _compare(result, reference, row)
-                step()
-                steps[contender.name] = step
-            advance(contender.name)
-    del reference
-    _time(steps, rows, repeats, device, advance)
-    for name, step in steps.items():
-        with _errors_to(rows[name]):
-            rows[name].peak_bytes = peak_bytes(step, device)
-        advance(name)
-    return rows
+    whole = Race(loss_fn, make_step, device, advance)
+    whole.enter(contenders)
+    whole.time(repeats)
+    whole.measure_peaks()
+    return whole.rows
 
 
 def ratios(row: Row, base: Row) -> tuple[float, float, float] | None:
@@ -158,57 +225,32 @@ def records(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
     return [vars(row) for row in rows.values()]
 
 
-def _first_call(contender: Contender, step: Step, row: Row) -> tuple[Tensor, list[Tensor]]:
+def _first_call(contender: Contender, step: Step, row: Row) -> Outcome:
     reports, chunked = len(mstpass.reports()), metrics.num_auto_chunking
     with contender.under():
         start = time.perf_counter()
         result = step.with_gradients()
         row.first_call_s = time.perf_counter() - start
     row.value = result[0].mean().item()
-    row.plan = ", ".join(
-        f"{r.kind} {r.mode} in {r.num_chunks}"
-        for report in mstpass.reports()[reports:]
-        for r in report.regions
-    )
+    made = mstpass.reports()[reports:]
+    row.plan = ", ".join(f"{r.kind} {r.mode} in {r.num_chunks}" for m in made for r in m.regions)
+    row.simulated_bytes = made[0].peak_bytes if len(made) == 1 else None
     if contender.auto_chunker and metrics.num_auto_chunking == chunked:
         raise RuntimeError("it did not chunk anything")
     return result
-
-
-def _compare(
-    result: tuple[Tensor, list[Tensor]], reference: tuple[Tensor, list[Tensor]], row: Row
-) -> None:
-    row.value_error = _relative_error(result[0], reference[0])
-    if not row.value_error <= VALUE_TOLERANCE:
-        raise RuntimeError(f"its value differs from eager's by {row.value_error:.1e}")
-    pairs = zip(result[1], reference[1], strict=True)
-    row.gradient_error = max(_relative_error(a, b) for a, b in pairs)
-    if not row.gradient_error <= GRADIENT_TOLERANCE:
-        raise RuntimeError(f"a gradient differs from eager's by {row.gradient_error:.1e}")
 
 
 def _relative_error(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def _time(
-    steps: Mapping[str, Step],
-    rows: Mapping[str, Row],
-    repeats: int,
-    device: torch.device,
-    advance: Callable[[str], None],
-) -> None:
-    """Each round begins with another contender, so that none always follows the same one."""
-    for number in range(repeats):
-        gc.collect()
-        running = [name for name in steps if not rows[name].error]
-        start = number % max(1, len(running))
-        for name in running[start:] + running[:start]:
-            # a recompile in mid-race would be timed as a step
-            with _errors_to(rows[name]), torch._dynamo.config.patch(error_on_recompile=True):
-                timing = timed({name: steps[name]}, 1, warmup=0, device=device)[name]
-                rows[name].seconds += timing.seconds
-            advance(name)
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.norm()) / max(1, tensor.numel()) ** 0.5
+
+
+def _no_recompile() -> AbstractContextManager[Any]:
+    patch: AbstractContextManager[Any] = torch._dynamo.config.patch(error_on_recompile=True)
+    return patch
 
 
 @contextlib.contextmanager

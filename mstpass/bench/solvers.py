@@ -8,13 +8,11 @@ plan within a budget from below, and says where it has proven that none is bette
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from mstpass.bench import common, problems
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
@@ -79,14 +77,14 @@ def main(argv: Sequence[str] = ()) -> int:
         description="Every partition solver on recorded problems of real models: saved bytes, "
         "simulated peak, extra time, solve time, and the gap to the proven optimum.",
         examples=EXAMPLES,
-        problems=True,
+        own=("problem", "csv", "plots"),
     )
 
 
 def run(arguments: Arguments) -> Result:
     if arguments.plots is not None:
         require(("matplotlib",), "bench", "mstpass bench solvers --plots")
-    names = list(arguments.problems) or problems.names()
+    names = list(arguments.problem) or problems.names()
     shares: tuple[float, ...] = SHARES
     proof_s = _PROOF_S
     if arguments.quick:
@@ -95,14 +93,16 @@ def run(arguments: Arguments) -> Result:
     with Progress("solvers", len(names) * len(shares) * len(SOLVERS)) as advance:
         for name in names:
             rows += rows_of(name, problems.load(name), shares, proof_s, advance)
-    if arguments.csv is not None:
-        write_csv(rows, arguments.csv)
     if arguments.plots is not None:
-        from mstpass.bench.pareto import draw
+        from mstpass.bench.plots import draw_plans
 
         for name in names:
-            draw([row for row in rows if row.problem == name], arguments.plots / f"{name}.png")
-    return _result(rows, names, proof_s)
+            own = [row for row in rows if row.problem == name]
+            draw_plans(own, arguments.plots / f"{name}.png")
+    result = _result(rows, names, proof_s)
+    if arguments.csv is not None:
+        common.write_csv(arguments.csv, result.records["rows"])
+    return result
 
 
 def rows_of(
@@ -183,17 +183,6 @@ def _row(
         proven_us=proof.us if proof.proven else None,
         error=error,
     )
-
-
-def write_csv(rows: Sequence[Row], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fields = [field.name for field in dataclasses.fields(Row)]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([*fields, "within", "gap"])
-        for row in rows:
-            values = (getattr(row, field) for field in fields)
-            writer.writerow([*values, row.within, "" if row.gap is None else row.gap])
 
 
 # ---- tables ------------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""Pictures of benchmarks: peak against time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from mstpass.bench.common import MIB
+
+if TYPE_CHECKING:
+    from mstpass.bench.solvers import Row
+
+# Colours that stay apart for colour-blind eyes (Okabe and Ito), markers for print.
+_COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#000000", "#e69f00", "#56b4e9", "#999999")
+_MARKERS = "osD^v*PXph<>"
+_INK, _GRID = "#222222", "#e6e6e6"
+
+Points = Sequence[tuple[float, float]]  # time as a ratio, peak in MiB
+
+
+def draw_plans(rows: Sequence[Row], path: Path) -> None:
+    """`mstpass bench solvers`: each solver's plans of one problem, simulated, as a PNG."""
+    figure, axes = _axes()
+    base_us = rows[0].us - rows[0].extra_us
+    for number, solver in enumerate(dict.fromkeys(row.solver for row in rows)):
+        own = [row for row in rows if row.solver == solver and not row.error]
+        points = sorted({(row.us / base_us, row.peak_bytes / MIB) for row in own})
+        _plot(axes, number, solver, points)
+    left, right = axes.get_xlim()
+    bounds = sorted({(row.budget_bytes / MIB, max(left, row.bound_us / base_us)) for row in rows})
+    budgets, times = zip(*bounds, strict=True)
+    label = "proven: no plan here"
+    # a bound holds down from its budget, not up to the next one's
+    axes.fill_betweenx(budgets, left, times, step="pre", color=_GRID, zorder=0, label=label)
+    axes.set_xlim(left, right)
+    title = f"{rows[0].problem}: peak against time of a step"
+    _write(figure, axes, title, "time / save_all's", "simulated peak, MiB", path)
+
+
+def draw_measured(title: str, series: Mapping[str, Points], path: Path) -> None:
+    """`mstpass bench pareto`: contenders by label, measured, as a PNG."""
+    figure, axes = _axes()
+    for number, (label, points) in enumerate(series.items()):
+        if points:
+            _plot(axes, number, label, sorted(points, key=lambda point: -point[1]))
+    axes.set_ylim(bottom=0)
+    _write(figure, axes, title, "time / Inductor", "measured peak, MiB", path)
+
+
+def _axes() -> tuple[Figure, Any]:
+    figure = Figure(figsize=(8, 5), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _plot(axes: Any, number: int, label: str, points: Points) -> None:
+    axes.plot(
+        *zip(*points, strict=True),
+        label=label,
+        color=_COLORS[number % len(_COLORS)],
+        marker=_MARKERS[number % len(_MARKERS)],
+        markersize=7,
+        markerfacecolor="none",
+        linewidth=1.1,
+        alpha=0.9,
+    )
+
+
+def _write(figure: Figure, axes: Any, title: str, time: str, peak: str, path: Path) -> None:
+    axes.set_title(title, loc="left", color=_INK)
+    axes.set_xlabel(time, color=_INK)
+    axes.set_ylabel(peak, color=_INK)
+    axes.grid(True, color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
