@@ -18,8 +18,10 @@ BENCHES = {
     "reconstruct": "post-norm models: saved bytes, peak, gradient error with reconstruction",
     "compile": "compile time, cold and from the caches, by depth and number of chunks",
     "solvers": "every partition solver on recorded problems of real models: peak, time, proofs",
+    "pareto": "measured peak against time: torch's partitioner at its budgets, and mst",
+    "budgets": "memory budgets in bytes: simulated and measured peaks of many models",
     "record": "write the partition problems of real models, traced without their memory",
-    "all": "loops, peers, losses, dynamic, reconstruct and compile, one after the other",
+    "all": "all of these that measure steps, one after the other",
 }
 COMMANDS = {"demo": "mstpass.demo", "lint": "mstpass.linter.command"}
 INTERRUPTED = 130  # what a shell reports for SIGINT

@@ -105,6 +105,33 @@ def test_one_that_fails_and_one_that_is_wrong_do_not_end_the_race():
     assert seen.count("eager") == 4
 
 
+def test_a_gradient_that_is_no_number_is_wrong_and_one_of_noise_is_not():
+    x, w = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+
+    def loss(of_x, of_w):
+        return lambda: (x * of_x).sum() + (w * of_w).sum() * 1e-30
+
+    run = race.Race(loss(1.0, 1.0), lambda fn: Step(fn, (x, w)), CPU)
+    run.enter([race.eager(), race.eager("noise", loss(1.0, -1.0))])
+    run.enter([race.eager("nan", lambda: loss(1.0, 1.0)() + 0 * (w.log() * 0).sqrt().sum())])
+    assert run.rows["eager"].error == run.rows["noise"].error == ""
+    assert "a gradient differs from eager's by nan" in run.rows["nan"].error
+
+
+def test_those_that_enter_late_are_timed_in_the_same_rounds():
+    head = Head.build(8, 4, 10, CPU)
+    run = race.Race(head.loss, head.step, CPU)
+    run.enter([race.eager()])
+    run.measure_peaks()
+    peak = run.rows["eager"].peak_bytes
+    run.enter([race.eager("late"), race.eager("wrong", lambda: 2 * head.loss())])
+    run.time(2)
+    run.measure_peaks()
+    assert run.rows["eager"].peak_bytes == peak == run.rows["late"].peak_bytes
+    assert len(run.rows["eager"].seconds) == len(run.rows["late"].seconds) == 2
+    assert "value differs" in run.rows["wrong"].error
+
+
 def test_markdown_replaces_its_section_and_keeps_the_rest(tmp_path):
     path = tmp_path / "new" / "results.md"
     result = common.Result("loops", "Loops", targets=[common.Target("time", 2.0, 1.0)])
@@ -122,7 +149,7 @@ def test_markdown_replaces_its_section_and_keeps_the_rest(tmp_path):
     assert "- time: 2.000, target <= 1.00: missed" in text
 
 
-@pytest.mark.parametrize("bench", ["loops", "peers", "compile", "all"])
+@pytest.mark.parametrize("bench", ["loops", "peers", "compile", "pareto", "budgets", "all"])
 def test_help_has_examples(bench, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["bench", bench, "--help"])

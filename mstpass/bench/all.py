@@ -5,17 +5,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mstpass.bench import common, compile, dynamic, loops, losses, peers, reconstruct
+from mstpass.bench import (
+    budgets,
+    common,
+    compile,
+    dynamic,
+    loops,
+    losses,
+    pareto,
+    peers,
+    reconstruct,
+)
 
 EXAMPLES = """  mstpass bench all --markdown docs/results/today.md
   mstpass bench all --quick
 """
+BENCHES = (peers, loops, losses, dynamic, reconstruct, compile, pareto, budgets)
 
 
 def main(argv: Sequence[str] = ()) -> int:
     return common.main(
         "all",
-        [peers.run, loops.run, losses.run, dynamic.run, reconstruct.run, compile.run],
+        [bench.run for bench in BENCHES],
         argv,
         description="The other benchmarks, one after the other.",
         examples=EXAMPLES,

@@ -40,14 +40,14 @@ def main(argv: Sequence[str] = ()) -> int:
 
 
 def run(arguments: Arguments) -> Result:
-    tokens, width, vocabulary = (512, 64, 4096) if arguments.quick else (2048, 256, 32_000)
+    tokens, width, vocabulary = sizes(arguments.quick)
     head = Head.build(tokens, width, vocabulary, arguments.device)
     title = f"An LM head under each loss: N={tokens}, d={width}, V={vocabulary}, fp32"
     result = Result("losses", title)
     lines = []
     with Progress("losses", len(LOSSES) * 2 * (2 + arguments.repeats)) as advance:
         for name, loss in LOSSES.items():
-            value = _on_head(head, loss)
+            value = on_head(head, loss)
             rows = race(
                 [inductor(), mst()],
                 value,
@@ -65,6 +65,11 @@ def run(arguments: Arguments) -> Result:
         "input gradient + one of mst's chunks of logits."
     )
     return result
+
+
+def sizes(quick: bool) -> tuple[int, int, int]:
+    """Tokens, width and vocabulary of the head."""
+    return (512, 64, 4096) if quick else (2048, 256, 32_000)
 
 
 def _line(name: str, head: Head, rows: Mapping[str, Row], result: Result) -> tuple[str, ...]:
@@ -89,7 +94,8 @@ def _line(name: str, head: Head, rows: Mapping[str, Row], result: Result) -> tup
     )
 
 
-def _on_head(head: Head, loss: Loss) -> Callable[[], Tensor]:
+def on_head(head: Head, loss: Loss) -> Callable[[], Tensor]:
+    """The loss of a head's logits, its tokens as a batch of sequences."""
     target = head.target.view(SEQUENCES, -1)
 
     def value() -> Tensor:

@@ -19,7 +19,7 @@ _COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#000000", "#e69f00", "#5
 _MARKERS = "osD^v*PXph<>"
 _INK, _GRID = "#222222", "#e6e6e6"
 
-Points = Sequence[tuple[float, float]]  # time as a ratio, peak in MiB
+Points = Sequence[tuple[float, float, str]]  # time as a ratio, peak in MiB, what stands beside it
 
 
 def draw_plans(rows: Sequence[Row], path: Path) -> None:
@@ -28,7 +28,7 @@ def draw_plans(rows: Sequence[Row], path: Path) -> None:
     base_us = rows[0].us - rows[0].extra_us
     for number, solver in enumerate(dict.fromkeys(row.solver for row in rows)):
         own = [row for row in rows if row.solver == solver and not row.error]
-        points = sorted({(row.us / base_us, row.peak_bytes / MIB) for row in own})
+        points = sorted({(row.us / base_us, row.peak_bytes / MIB, "") for row in own})
         _plot(axes, number, solver, points)
     left, right = axes.get_xlim()
     bounds = sorted({(row.budget_bytes / MIB, max(left, row.bound_us / base_us)) for row in rows})
@@ -46,7 +46,7 @@ def draw_measured(title: str, series: Mapping[str, Points], path: Path) -> None:
     figure, axes = _axes()
     for number, (label, points) in enumerate(series.items()):
         if points:
-            _plot(axes, number, label, sorted(points, key=lambda point: -point[1]))
+            _plot(axes, number, label, points)
     axes.set_ylim(bottom=0)
     _write(figure, axes, title, "time / Inductor", "measured peak, MiB", path)
 
@@ -58,8 +58,10 @@ def _axes() -> tuple[Figure, Any]:
 
 
 def _plot(axes: Any, number: int, label: str, points: Points) -> None:
+    times, peaks, texts = zip(*points, strict=True)
     axes.plot(
-        *zip(*points, strict=True),
+        times,
+        peaks,
         label=label,
         color=_COLORS[number % len(_COLORS)],
         marker=_MARKERS[number % len(_MARKERS)],
@@ -68,6 +70,8 @@ def _plot(axes: Any, number: int, label: str, points: Points) -> None:
         linewidth=1.1,
         alpha=0.9,
     )
+    for point in zip(texts, zip(times, peaks, strict=True), strict=True):
+        axes.annotate(*point, (6, 4), textcoords="offset points", fontsize=7, color=_INK)
 
 
 def _write(figure: Figure, axes: Any, title: str, time: str, peak: str, path: Path) -> None:

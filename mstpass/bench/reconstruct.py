@@ -8,12 +8,10 @@ against the same step with ``reconstruct="off"``.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from torch._inductor.utils import fresh_cache
 import mstpass
 from mstpass.bench import common
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench.huggingface import Case, Size, bert, gemma3, loss_of, olmo2, workload
 from mstpass.bench.models import Step
 from mstpass.bench.race import Row, own_code, ratios
 from mstpass.extras import require
@@ -35,31 +34,7 @@ EXAMPLES = """  mstpass bench reconstruct
 """
 
 
-@dataclass(frozen=True)
-class Size:
-    width: int = 256
-    layers: int = 3
-    mlp_width: int = 768
-    vocabulary: int = 4096
-    batch: int = 2
-    length: int = 512
-
-
 QUICK = Size(32, 2, 96, 512, 2, 64)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model in a precision; ``dropout`` is its share of zeros."""
-
-    name: str
-    build: Callable[[Size, float], nn.Module]
-    autocast: bool
-    dropout: float = 0.0
-
-    def __str__(self) -> str:
-        dropout = f", dropout {self.dropout:g}" if self.dropout else ""
-        return f"{self.name}, {'autocast bf16' if self.autocast else 'fp32'}{dropout}"
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -103,10 +78,7 @@ def _lines(
     result: Result,
     advance: Callable[[str], None],
 ) -> list[tuple[str, ...]]:
-    torch.manual_seed(0)
-    model = case.build(size, case.dropout).to(arguments.device).train()
-    _spread_norm_weights(model)
-    ids = torch.randint(3, size.vocabulary, (size.batch, size.length), device=arguments.device)
+    model, ids = workload(case, size, arguments.device)
     eager = _gradients(_step(case, model, ids))
     reference = None if case.dropout else _gradients(_wide_step(model, ids))
     advance(f"{case}, eager")
@@ -188,14 +160,6 @@ def _gradients(step: Step) -> list[Tensor]:
     return step.with_gradients()[1]
 
 
-def _spread_norm_weights(model: nn.Module) -> None:
-    """Trained norms' weights are neither all one nor all zero."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-
-
 def _compiled(mode: str, quick: bool) -> Callable[[Any], Any]:
     options: dict[str, Any] = {"strict": True, "memory_budget": 0.0, "reconstruct": mode}
     options["chunk_tokens"] = 64 if quick else 256
@@ -205,13 +169,7 @@ def _compiled(mode: str, quick: bool) -> Callable[[Any], Any]:
 def _step(
     case: Case, model: nn.Module, ids: Tensor, compiled: Callable[[Any], Any] = lambda fn: fn
 ) -> Step:
-    def loss(ids: Tensor) -> Tensor:
-        context = torch.autocast(ids.device.type, torch.bfloat16, enabled=case.autocast)
-        with context if case.autocast else contextlib.nullcontext():
-            value: Tensor = model(input_ids=ids, labels=ids).loss
-            return value
-
-    fn = compiled(loss)
+    fn = compiled(loss_of(case, model))
     return Step(lambda: fn(ids), [p for p in model.parameters() if p.requires_grad])
 
 
@@ -221,54 +179,12 @@ def _wide_step(model: nn.Module, ids: Tensor) -> Step:
     return Step(lambda: wide(input_ids=ids, labels=ids).loss, leaves)
 
 
-def _common(size: Size) -> dict[str, int]:
-    return {
-        "hidden_size": size.width,
-        "intermediate_size": size.mlp_width,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": 4,
-        "vocab_size": size.vocabulary,
-        "max_position_embeddings": max(512, size.length),
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-
-
-def _olmo2(size: Size, dropout: float) -> nn.Module:
-    from transformers import Olmo2Config, Olmo2ForCausalLM
-
-    config = Olmo2Config(**_common(size), num_key_value_heads=2, use_cache=False)
-    model: nn.Module = Olmo2ForCausalLM(config)
-    return model
-
-
-def _gemma3(size: Size, dropout: float) -> nn.Module:
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    config = Gemma3TextConfig(
-        **_common(size), num_key_value_heads=2, head_dim=size.width // 4, use_cache=False
-    )
-    model: nn.Module = Gemma3ForCausalLM(config)
-    return model
-
-
-def _bert(size: Size, dropout: float) -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        **_common(size), hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
-    )
-    model: nn.Module = BertForMaskedLM(config)
-    return model
-
-
 CASES = (
-    Case("OLMo-2", _olmo2, autocast=False),
-    Case("OLMo-2", _olmo2, autocast=True),
-    Case("Gemma-3", _gemma3, autocast=True),
-    Case("BERT", _bert, autocast=False),
-    Case("BERT", _bert, autocast=False, dropout=0.1),
+    Case("OLMo-2", olmo2, autocast=False),
+    Case("OLMo-2", olmo2, autocast=True),
+    Case("Gemma-3", gemma3, autocast=True),
+    Case("BERT", bert, autocast=False),
+    Case("BERT", bert, autocast=False, dropout=0.1),
 )
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from mstpass.partition.simulate import step_memory
 from mstpass.partition.solvers import Solver
 
 _SHOWN = 4
-_SPARE = 1.03
+SPARE = 1.03  # what a measured peak may exceed a simulated one by
 
 
 class BudgetError(RuntimeError):
@@ -35,7 +35,7 @@ def solve_within(problem: CutProblem, options: Options, solve: Solver) -> Plan:
     if size == 0.0:
         return solve(problem, 0)
     if isinstance(size, int):
-        return solve(problem, int(size / _SPARE))
+        return solve(problem, int(size / SPARE))
     highest = memory_of(problem, solve(problem, None)).peak_bytes
     lowest = memory_of(problem, solve(problem, 0)).peak_bytes
     return solve(problem, int(lowest + size * max(0, highest - lowest)))

@@ -1,0 +1,295 @@
+"""`mstpass bench budgets`: memory budgets in bytes, and the peaks that come of them.
+
+Each model's budgets lie between the lowest simulated peak that its problem has and its free plan's
+peak, in equal steps. The *simulated* peak is the report's, the *measured* one that of a step. Every
+budget compiles a step of its own, whose loss and gradients are compared with eager's; where there
+is dropout, with Inductor's at the same seed, since eager draws other masks than compiled code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mstpass.bench import common, losses, peers
+from mstpass.bench.common import MIB, Arguments, Progress, Result, Table, Target
+from mstpass.bench.huggingface import Case, Size, bert, gpt2, loss_of, olmo2, workload
+from mstpass.bench.models import Head, LlamaSize, LossFn, MLPs, Step, llama
+from mstpass.bench.race import (
+    GRADIENT_TOLERANCE,
+    VALUE_TOLERANCE,
+    Contender,
+    Race,
+    Row,
+    eager,
+    inductor,
+    mst,
+)
+from mstpass.bench.record import problem_of
+from mstpass.extras import UserError, require
+from mstpass.partition.budget import SPARE, memory_of
+from mstpass.partition.solvers import AUTO, SOLVERS
+
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+_QUICK_SHARES = (1.0, 0.0)
+PEAK_LIMIT, DEVIATION_LIMIT = 1.0, 0.05  # measured / budget, |measured / simulated - 1|
+_APART = 0.01  # budgets closer to each other are one
+_AUTOCAST_TOLERANCE = 0.05
+_SEED = 1
+EXAMPLES = """  mstpass bench budgets --csv budgets.csv
+  mstpass bench budgets --model llama --model "BERT, dropout"
+  mstpass bench budgets --quick
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A step whose budgets are tried; ``random`` where it draws numbers."""
+
+    loss_fn: LossFn
+    make_step: Callable[[LossFn], Step]
+    value_tolerance: float = VALUE_TOLERANCE
+    gradient_tolerance: float = GRADIENT_TOLERANCE
+    random: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One model at one budget; ``share`` is where it lies from the lowest peak to the free plan's.
+
+    Attributes:
+        gradient_error: the largest relative error of a gradient.
+    """
+
+    model: str
+    share: float
+    budget_bytes: int
+    simulated_bytes: int | None
+    measured_bytes: int | None
+    gradient_error: float | None
+    plan: str
+    error: str
+
+    @property
+    def of_budget(self) -> float | None:
+        return common.quotient(self.measured_bytes, self.budget_bytes)
+
+    @property
+    def deviation(self) -> float | None:
+        """Measured above simulated, a fraction; negative below."""
+        ratio = common.quotient(self.measured_bytes, self.simulated_bytes)
+        return None if ratio is None else ratio - 1
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    return common.main(
+        "budgets",
+        [run],
+        argv,
+        description="Budgets in bytes for many models: simulated and measured peak of a step, and "
+        f"its gradients. Models: {', '.join(MODELS)}.",
+        examples=EXAMPLES,
+        own=("model", "csv"),
+    )
+
+
+def run(arguments: Arguments) -> Result:
+    require(("transformers",), "hf", "mstpass bench budgets")
+    names = list(arguments.model) or list(MODELS)
+    unknown = [name for name in names if name not in MODELS]
+    if unknown:
+        raise UserError(f"no model {unknown[0]!r}, only {'; '.join(MODELS)}")
+    shares = _QUICK_SHARES if arguments.quick else SHARES
+    points: list[Point] = []
+    with Progress("budgets", len(names) * 2 * (1 + len(shares))) as advance:
+        for name in names:
+            model = MODELS[name](arguments.device, arguments.quick)
+            tell = functools.partial(lambda name, what: advance(f"{name}: {what}"), name)
+            points += points_of(name, model, shares, arguments.device, tell)
+    result = Result("budgets", f"Budgets in bytes of {len(names)} models")
+    result.tables.append(_table(points))
+    result.targets += [target for name in names for target in _targets(name, points)]
+    result.notes += [
+        "Share: where the budget lies between the lowest simulated peak (0) and the free plan's "
+        f"(1); budgets within {100 * _APART:.0f} % of each other are one. Gradient error: the "
+        "largest of a gradient, relative, to eager's; with dropout to Inductor's at the same seed.",
+        *(f"{p.model}, {p.share:.2f}: {p.error}" for p in points if p.error),
+    ]
+    result.records["rows"] = [
+        {**vars(p), "of_budget": p.of_budget, "deviation": p.deviation} for p in points
+    ]
+    if arguments.csv is not None:
+        common.write_csv(arguments.csv, result.records["rows"])
+    return result
+
+
+def points_of(
+    name: str,
+    model: Model,
+    shares: Sequence[float],
+    device: torch.device,
+    advance: Callable[[str], None] = lambda what: None,
+) -> list[Point]:
+    budgets = budgets_of(model.loss_fn, shares)
+    race = Race(
+        model.loss_fn,
+        model.make_step,
+        device,
+        advance,
+        value_tolerance=model.value_tolerance,
+        gradient_tolerance=model.gradient_tolerance,
+    )
+    contenders = {share: _contender(budget) for share, budget in budgets.items()}
+    race.enter([inductor() if model.random else eager(), *contenders.values()])
+    race.measure_peaks()
+    return [
+        _point(name, share, budgets[share], race.rows[contender.name])
+        for share, contender in contenders.items()
+    ]
+
+
+def budgets_of(loss_fn: LossFn, shares: Sequence[float]) -> dict[float, int]:
+    """Bytes by share, each such that what the planner spares of it is the peak meant."""
+    problem = problem_of(loss_fn, memory_budget=0.5)
+    lowest, highest = (
+        memory_of(problem, SOLVERS[AUTO](problem, budget)).peak_bytes for budget in (0, None)
+    )
+    budgets: dict[float, int] = {}
+    for share in shares:
+        budget = math.ceil(SPARE * (lowest + share * (highest - lowest))) + 1
+        if all(abs(budget - other) > _APART * other for other in budgets.values()):
+            budgets[share] = budget
+    return budgets
+
+
+def _contender(budget: int) -> Contender:
+    return mst(f"mst, memory_budget={budget / MIB:.2f}MiB", memory_budget=budget)
+
+
+def _point(name: str, share: float, budget: int, row: Row) -> Point:
+    return Point(
+        model=name,
+        share=share,
+        budget_bytes=budget,
+        simulated_bytes=row.simulated_bytes,
+        measured_bytes=row.peak_bytes,
+        gradient_error=row.gradient_error,
+        plan=row.plan,
+        error=row.error,
+    )
+
+
+# ---- what is told ------------------------------------------------------------------------------
+def _table(points: Sequence[Point]) -> Table:
+    lines = tuple(
+        (
+            p.model,
+            f"{p.share:.2f}",
+            common.mib_cell(p.budget_bytes),
+            common.mib_cell(p.simulated_bytes),
+            common.mib_cell(p.measured_bytes),
+            "-" if p.deviation is None else f"{100 * p.deviation:+.1f} %",
+            "-" if p.of_budget is None else "met" if p.of_budget <= PEAK_LIMIT else "missed",
+            "-" if p.gradient_error is None else f"{p.gradient_error:.1e}",
+        )
+        for p in points
+    )
+    columns = (
+        "model", "share", "budget MiB", "simulated MiB", "measured MiB", "measured / simulated",
+        "budget", "gradient error",
+    )  # fmt: skip
+    return Table("budgets", columns, lines)
+
+
+def _targets(name: str, points: Sequence[Point]) -> list[Target]:
+    own = [p for p in points if p.model == name]
+    deviations = [p.deviation and abs(p.deviation) for p in own]
+    return [
+        Target(f"{name}: measured peak / budget", _worst([p.of_budget for p in own]), PEAK_LIMIT),
+        Target(f"{name}: |measured / simulated - 1|", _worst(deviations), DEVIATION_LIMIT),
+    ]
+
+
+def _worst(values: Sequence[float | None]) -> float | None:
+    """The greatest; None where one is missing."""
+    known = [value for value in values if value is not None]
+    return max(known, default=None) if len(known) == len(values) else None
+
+
+# ---- the models --------------------------------------------------------------------------------
+Build = Callable[[torch.device, bool], Model]  # device, whether to be quick
+
+
+def _llama(size: LlamaSize) -> Build:
+    def build(device: torch.device, quick: bool) -> Model:
+        model, ids_BS, target_BS = llama(peers.QUICK if quick else size, device)
+        parameters = list(model.parameters())
+        return Model(lambda: model(ids_BS, target_BS), lambda fn: Step(fn, parameters))
+
+    return build
+
+
+def _head(loss: losses.Loss) -> Build:
+    def build(device: torch.device, quick: bool) -> Model:
+        head = Head.build(*losses.sizes(quick), device)
+        return Model(losses.on_head(head, loss), head.step)
+
+    return build
+
+
+def _mlps(device: torch.device, quick: bool) -> Model:
+    mlps = MLPs.build(*((1024, 64, 256, 2) if quick else (4096, 256, 1024, 3)), device)
+    return Model(mlps.value, mlps.step)
+
+
+def _huggingface(case: Case, size: Size) -> Build:
+    def build(device: torch.device, quick: bool) -> Model:
+        model, ids = workload(case, Size(64, 2, 192, 512, 2, 256) if quick else size, device)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        loss = loss_of(case, model)
+        tolerances: dict[str, Any] = {}
+        if case.autocast:
+            tolerances = dict.fromkeys(
+                ("value_tolerance", "gradient_tolerance"), _AUTOCAST_TOLERANCE
+            )
+        return Model(
+            lambda: loss(ids),
+            lambda fn: Step(_seeded(fn), parameters),
+            random=case.dropout > 0,
+            **tolerances,
+        )
+
+    return build
+
+
+def _seeded(fn: LossFn) -> LossFn:
+    def seeded() -> Tensor:
+        torch.manual_seed(_SEED)
+        return fn()
+
+    return seeded
+
+
+_GPT2 = Size(layers=4, mlp_width=1024, vocabulary=16_000)
+MODELS: Mapping[str, Build] = {
+    "llama": _llama(LlamaSize()),
+    "llama, large": _llama(peers.LARGE),
+    "MLPs": _mlps,
+    **{f"head, {name}": _head(loss) for name, loss in losses.LOSSES.items()},
+    "GPT-2": _huggingface(Case("GPT-2", gpt2, autocast=False), _GPT2),
+    "GPT-2, dropout": _huggingface(Case("GPT-2", gpt2, autocast=False, dropout=0.1), _GPT2),
+    "OLMo-2": _huggingface(Case("OLMo-2", olmo2, autocast=False), Size()),
+    "OLMo-2, autocast": _huggingface(Case("OLMo-2", olmo2, autocast=True), Size()),
+    "BERT": _huggingface(Case("BERT", bert, autocast=False), Size()),
+    "BERT, dropout": _huggingface(Case("BERT", bert, autocast=False, dropout=0.1), Size()),
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

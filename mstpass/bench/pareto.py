@@ -1,0 +1,228 @@
+"""`mstpass bench pareto`: measured peak against time, torch's own partitioner beside mst.
+
+Torch's points are its partitioner at several ``activation_memory_budget`` and
+``torch.utils.checkpoint`` on each layer, both under Inductor. Mst's are several relative budgets
+and, for each torch point between the highest and the lowest of these, that point's measured peak
+as a budget in bytes. All are checked and timed in one run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch._functorch.config as functorch_config
+
+from mstpass.bench import common, peers
+from mstpass.bench.common import MIB, Arguments, Progress, Result, Table, Target
+from mstpass.bench.models import Llama, LlamaSize, Step, llama
+from mstpass.bench.race import INDUCTOR, MST, Contender, Race, Row, eager, inductor, mst, ratios
+from mstpass.extras import require
+
+TORCH_BUDGETS = (0.8, 0.5, 0.3, 0.1, 0.0)  # 1.0 is Inductor as it is
+BUDGETS = (0.8, 0.6, 0.4, 0.2, 0.1, 0.0)  # 1.0 is mst as it is
+_QUICK_TORCH_BUDGETS, _QUICK_BUDGETS = (0.5,), (0.0,)
+CHECKPOINT = f"{INDUCTOR}, checkpoint per layer"
+LIMIT = 1.03  # of a torch point's peak and time
+LARGE_PEAK_LIMIT, LARGE_TIME_LIMIT = 0.17, 1.20  # of Inductor's
+EXAMPLES = """  mstpass bench pareto --csv pareto.csv --plots plots
+  mstpass bench pareto --large --repeats 9 --plots plots
+  mstpass bench pareto --quick
+"""
+
+Rows = Sequence[Row]
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    return common.main(
+        "pareto",
+        [run],
+        argv,
+        description="Measured peak against measured time of a Llama-like step: Inductor with "
+        "torch's partitioner at its budgets and with checkpoints, and mst at its own.",
+        examples=EXAMPLES,
+        own=("large", "csv", "plots"),
+    )
+
+
+def run(arguments: Arguments) -> Result:
+    if arguments.plots is not None:
+        require(("matplotlib",), "bench", "mstpass bench pareto --plots")
+    name = "pareto-large" if arguments.large else "pareto"
+    size = LlamaSize()
+    if arguments.quick or arguments.large:
+        size = peers.QUICK if arguments.quick else peers.LARGE
+    base, theirs, ours = _race(size, arguments)
+    result = Result(name, f"Peak against time, measured: {size}")
+    result.tables += [_points(base, [*theirs, *ours]), _pairs(base, theirs, ours)]
+    result.targets += _targets(base, theirs, ours, arguments.large)
+    result.notes += [
+        "Loss and gradients equal eager's. Time: median ratio over interleaved rounds "
+        "(least-greatest). A memory_budget in MiB is the measured peak of a torch point. Fastest "
+        f"mst point: of those whose peak is at most {LIMIT} times the torch point's.",
+        *(f"{row.name}: {row.plan or 'nothing chunked'}." for row in ours),
+    ]
+    result.records["rows"] = [_record(row, base) for row in (*theirs, *ours)]
+    if arguments.csv is not None:
+        common.write_csv(arguments.csv, result.records["rows"])
+    if arguments.plots is not None:
+        _draw(size, base, theirs, ours, arguments, name)
+    return result
+
+
+def _race(size: LlamaSize, arguments: Arguments) -> tuple[Row, Rows, Rows]:
+    """Inductor, the torch points (Inductor among them), and mst's."""
+    model, ids_BS, target_BS = llama(size, arguments.device)
+    theirs = _torch_points(model, ids_BS, target_BS, arguments.quick)
+    ours = [mst(), *(_mst_at(b) for b in (_QUICK_BUDGETS if arguments.quick else BUDGETS))]
+    most = 1 + 2 * len(theirs) + len(ours)
+    with Progress("pareto", most * (2 + arguments.repeats)) as advance:
+        race = Race(
+            lambda: model(ids_BS, target_BS),
+            lambda fn: Step(fn, list(model.parameters())),
+            arguments.device,
+            advance,
+        )
+        race.enter([eager(), *theirs, *ours])
+        race.measure_peaks()
+        rows = race.rows
+        equal = _at_their_peaks([rows[c.name] for c in theirs], [rows[c.name] for c in ours])
+        race.enter(equal)
+        race.measure_peaks()
+        race.time(arguments.repeats)
+    rest = [rows[c.name] for c in (*ours, *equal)]
+    rest.sort(key=lambda row: row.peak_bytes or math.inf, reverse=True)
+    return rows[INDUCTOR], [rows[c.name] for c in theirs], rest
+
+
+def _torch_points(model: Llama, ids: Any, target: Any, quick: bool) -> list[Contender]:
+    def at(budget: float) -> Contender:
+        name = f"{INDUCTOR}, activation_memory_budget={budget:g}"
+        under = functools.partial(functorch_config.patch, activation_memory_budget=budget)
+        return inductor(name, under=under)
+
+    checkpointed = lambda: model(ids, target, checkpointed=True)
+    budgets = _QUICK_TORCH_BUDGETS if quick else TORCH_BUDGETS
+    return [inductor(), *map(at, budgets), inductor(CHECKPOINT, checkpointed)]
+
+
+def _mst_at(budget: float | int) -> Contender:
+    text = f"{budget / MIB:.1f}MiB" if isinstance(budget, int) else f"{budget:g}"
+    return mst(f"{MST}, memory_budget={text}", memory_budget=budget)
+
+
+def _at_their_peaks(theirs: Rows, ours: Rows) -> list[Contender]:
+    """Mst at the peaks of the torch points that lie between its own highest and lowest."""
+    reached = [row.peak_bytes for row in ours if row.peak_bytes is not None and not row.error]
+    peaks = {row.peak_bytes for row in theirs if row.peak_bytes is not None and not row.error}
+    between = (p for p in peaks if reached and min(reached) < p < max(reached))
+    return [_mst_at(peak) for peak in sorted(between, reverse=True)]
+
+
+# ---- what is told ------------------------------------------------------------------------------
+def _points(base: Row, rows: Rows) -> Table:
+    lines = tuple(
+        (
+            row.name,
+            common.mib_cell(row.peak_bytes),
+            common.times_cell(common.quotient(row.peak_bytes, base.peak_bytes)),
+            common.seconds_cell(row.median_s),
+            row.error or common.ratio_cell(ratios(row, base)),
+        )
+        for row in rows
+    )
+    return Table("points", ("", "peak MiB", "peak / Inductor", "time s", "time / Inductor"), lines)
+
+
+def _pairs(base: Row, theirs: Rows, ours: Rows) -> Table:
+    """Each torch point beside the fastest of mst's that needs no more memory."""
+    lines = []
+    for row in theirs:
+        best = _fastest(ours, row, LIMIT)
+        lines.append(
+            (
+                row.name,
+                common.mib_cell(row.peak_bytes),
+                row.error or common.ratio_cell(ratios(row, base)),
+                best.name if best else "-",
+                common.times_cell(
+                    common.quotient(best.peak_bytes if best else None, row.peak_bytes)
+                ),
+                common.ratio_cell(ratios(best, row) if best else None),
+            )
+        )
+    columns = (
+        "torch point", "peak MiB", "time / Inductor", "fastest mst point", "peak / torch's",
+        "time / torch's",
+    )  # fmt: skip
+    return Table("at torch's peaks", columns, tuple(lines))
+
+
+def _fastest(ours: Rows, other: Row, peak_limit: float) -> Row | None:
+    """Of the points whose peak is at most ``peak_limit`` times the other's."""
+    if other.peak_bytes is None:
+        return None
+    limit = peak_limit * other.peak_bytes
+    low = [row for row in ours if row.peak_bytes is not None and row.peak_bytes <= limit]
+    return min(low, key=lambda row: _time(row, other) or math.inf, default=None)
+
+
+def _time(row: Row | None, other: Row) -> float | None:
+    found = ratios(row, other) if row else None
+    return found and found[0]
+
+
+def _targets(base: Row, theirs: Rows, ours: Rows, large: bool) -> list[Target]:
+    targets = []
+    for row in theirs:
+        best = _fastest(ours, row, LIMIT)
+        what = f"{row.name}: time of an mst point with at most {LIMIT} times its peak"
+        targets.append(Target(what, _time(best, row), LIMIT))
+    if large:
+        best = _fastest(ours, base, LARGE_PEAK_LIMIT)
+        what = f"time / Inductor of an mst point with at most {LARGE_PEAK_LIMIT} times its peak"
+        targets.append(Target(what, _time(best, base), LARGE_TIME_LIMIT))
+    return targets
+
+
+def _record(row: Row, base: Row) -> dict[str, Any]:
+    median, least, greatest = ratios(row, base) or (None, None, None)
+    return {
+        **vars(row),
+        "median_s": row.median_s,
+        "time_ratio": median,
+        "least_time_ratio": least,
+        "greatest_time_ratio": greatest,
+        "peak_ratio": common.quotient(row.peak_bytes, base.peak_bytes),
+    }
+
+
+def _draw(
+    size: LlamaSize, base: Row, theirs: Rows, ours: Rows, arguments: Arguments, name: str
+) -> None:
+    from mstpass.bench.plots import draw_measured
+
+    def points(rows: Rows) -> list[tuple[float, float, str]]:
+        found = ((_time(row, base), row.peak_bytes, row.name) for row in rows)
+        return [
+            (time, peak / MIB, name.partition("budget=")[2])
+            for time, peak, name in found
+            if time is not None and peak is not None
+        ]
+
+    series = {
+        "Inductor, activation_memory_budget 1 to 0": points(
+            [row for row in theirs if row.name != CHECKPOINT]
+        ),
+        CHECKPOINT: points([row for row in theirs if row.name == CHECKPOINT]),
+        "mst": points(ours),
+    }
+    assert arguments.plots is not None
+    draw_measured(f"{size}", series, arguments.plots / f"{name}.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
