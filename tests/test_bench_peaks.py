@@ -102,12 +102,16 @@ def test_budgets_of_one_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         head = Head.build(512, 16, 2048, device)
         return budgets.Model(head.loss, head.step)
 
-    monkeypatch.setattr(budgets, "MODELS", {"head": build})
+    def broken(device: torch.device, quick: bool) -> budgets.Model:
+        raise ValueError("no such luck")
+
+    monkeypatch.setattr(budgets, "MODELS", {"broken": broken, "head": build})
     monkeypatch.setattr(budgets, "_QUICK_SHARES", (0.0,))
     table = tmp_path / "b.csv"
     assert budgets.main([*QUICK, "--csv", str(table)]) == 0
     with table.open(encoding="utf-8") as file:
-        (line,) = csv.DictReader(file)
+        failed, line = csv.DictReader(file)
+    assert failed["error"] == "ValueError: no such luck"
     assert line["error"] == "" and float(line["gradient_error"]) < 1e-4
     assert int(line["measured_bytes"]) <= int(line["budget_bytes"])
     assert abs(float(line["deviation"])) < 0.05

@@ -9,7 +9,6 @@ is dropout, with Inductor's at the same seed, since eager draws other masks than
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -110,9 +109,14 @@ def run(arguments: Arguments) -> Result:
     points: list[Point] = []
     with Progress("budgets", len(names) * 2 * (1 + len(shares))) as advance:
         for name in names:
-            model = MODELS[name](arguments.device, arguments.quick)
-            tell = functools.partial(lambda name, what: advance(f"{name}: {what}"), name)
-            points += points_of(name, model, shares, arguments.device, tell)
+            try:
+                model = MODELS[name](arguments.device, arguments.quick)
+                points += points_of(name, model, shares, arguments.device, advance)
+            except Exception as error:  # the others are still worth their time
+                text = f"{type(error).__name__}: {error}"
+                points.append(Point(name, 0.0, 0, None, None, None, "", text))
+            if arguments.csv is not None:
+                common.write_csv(arguments.csv, [_record(point) for point in points])
     result = Result("budgets", f"Budgets in bytes of {len(names)} models")
     result.tables.append(_table(points))
     result.targets += [target for name in names for target in _targets(name, points)]
@@ -122,11 +126,7 @@ def run(arguments: Arguments) -> Result:
         "largest of a gradient, relative, to eager's; with dropout to Inductor's at the same seed.",
         *(f"{p.model}, {p.share:.2f}: {p.error}" for p in points if p.error),
     ]
-    result.records["rows"] = [
-        {**vars(p), "of_budget": p.of_budget, "deviation": p.deviation} for p in points
-    ]
-    if arguments.csv is not None:
-        common.write_csv(arguments.csv, result.records["rows"])
+    result.records["rows"] = [_record(point) for point in points]
     return result
 
 
@@ -135,7 +135,7 @@ def points_of(
     model: Model,
     shares: Sequence[float],
     device: torch.device,
-    advance: Callable[[str], None] = lambda what: None,
+    advance: Callable[[str], None] = lambda name: None,
 ) -> list[Point]:
     budgets = budgets_of(model.loss_fn, shares)
     race = Race(
@@ -146,7 +146,7 @@ def points_of(
         value_tolerance=model.value_tolerance,
         gradient_tolerance=model.gradient_tolerance,
     )
-    contenders = {share: _contender(budget) for share, budget in budgets.items()}
+    contenders = {share: _contender(name, budget) for share, budget in budgets.items()}
     race.enter([inductor() if model.random else eager(), *contenders.values()])
     race.measure_peaks()
     return [
@@ -169,8 +169,8 @@ def budgets_of(loss_fn: LossFn, shares: Sequence[float]) -> dict[float, int]:
     return budgets
 
 
-def _contender(budget: int) -> Contender:
-    return mst(f"mst, memory_budget={budget / MIB:.2f}MiB", memory_budget=budget)
+def _contender(name: str, budget: int) -> Contender:
+    return mst(f"{name}, memory_budget={budget / MIB:.2f}MiB", memory_budget=budget)
 
 
 def _point(name: str, share: float, budget: int, row: Row) -> Point:
@@ -184,6 +184,10 @@ def _point(name: str, share: float, budget: int, row: Row) -> Point:
         plan=row.plan,
         error=row.error,
     )
+
+
+def _record(point: Point) -> dict[str, Any]:
+    return {**vars(point), "of_budget": point.of_budget, "deviation": point.deviation}
 
 
 # ---- what is told ------------------------------------------------------------------------------
