@@ -122,6 +122,7 @@ class _Simulation:
         self.results: dict[str, list[str]] = {}  # the buffers that a kernel writes
         self.reads: dict[str, frozenset[str]] = {}  # buffers that a value is made from
         self.read_by_kernel: dict[str, frozenset[str]] = {}
+        self.kernels_reading: dict[str, list[str]] = {}
         self.num_ops: Counter[str] = Counter()
         self.stage: Counter[str] = Counter()
 
@@ -145,7 +146,7 @@ class _Simulation:
             dying = [b for b in dies_at.get(i, ()) if b in alive]
             born: dict[str, int] = {}
             for kernel in group:
-                results = [] if kernel in fused else self.results[kernel]
+                results = [] if kernel in fused else self._read_outside(kernel, group)
                 new = {name: size for name in results if (size := self.op[name].bytes)}
                 over = self._written_over(kernel, group, dying, list(new.values()), alive)
                 if over is not None:
@@ -171,6 +172,17 @@ class _Simulation:
         writer = {name: kernel for kernel, names in self.results.items() for name in names}
         calls = {k for k in self.read_by_kernel if self.op[k].kind in (CALL, SCATTER)}
         return fused_groups(self.read_by_kernel, writer, lambda k: self.op[k].bytes, calls)
+
+    def _read_outside(self, kernel: str, group: tuple[str, ...]) -> list[str]:
+        """The results but for those that only kernels read that run as one with this one."""
+        if len(group) == 1:
+            return self.results[kernel]
+        inside = set(group)
+        return [
+            name
+            for name in self.results[kernel]
+            if name in self.kept or not inside.issuperset(self.kernels_reading.get(name, ()))
+        ]
 
     def _written_over(
         self,
@@ -242,16 +254,15 @@ class _Simulation:
 
     def _fused_away(self) -> set[str]:
         """Buffers that only kernels of their own stage read."""
-        readers: dict[str, list[str]] = {}
         for kernel, read in self.read_by_kernel.items():
             for buffer in read:
-                readers.setdefault(buffer, []).append(kernel)
+                self.kernels_reading.setdefault(buffer, []).append(kernel)
         return {
             buffer
-            for buffer in self.read_by_kernel
-            if self.op[buffer].kind != CALL and buffer not in self.kept and readers.get(buffer)
+            for buffer in self.kernels_reading.keys() & self.read_by_kernel.keys()
+            if self.op[buffer].kind != CALL and buffer not in self.kept
             if all(
                 self.op[k].kind != CALL and self.stage[k] == self.stage[buffer]
-                for k in readers[buffer]
+                for k in self.kernels_reading[buffer]
             )
         }
