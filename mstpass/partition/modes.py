@@ -11,7 +11,15 @@ import dataclasses
 from collections.abc import Mapping
 
 from mstpass.graph.memory import CALL, ITEM, VIEW
-from mstpass.partition.problem import RECOMPUTED, CutProblem, Loop, Value, with_needs
+from mstpass.partition.problem import (
+    MUST_RECOMPUTE,
+    RECOMPUTED,
+    CutProblem,
+    Loop,
+    Result,
+    Value,
+    with_needs,
+)
 
 
 class Cycle(Exception):
@@ -63,6 +71,23 @@ def loop_values(loop: Loop, old: Mapping[str, Value]) -> list[Value]:
         for r, tag in zip(loop.results, tags, strict=True)
     )
     return [whole, *items]
+
+
+def broken_policies(problem: CutProblem) -> dict[str, str]:
+    """By region, a node that must be recomputed but that one of its loops would have to save.
+
+    Such a loop has other results, which must not be recomputed.
+    """
+    old = {v.name: v for v in (*problem.values, *problem.backward)}
+    return {
+        region.region: result.node
+        for region in problem.regions
+        for mode in region.modes
+        for loop in mode.loops
+        if loop_values(loop, old)[0].pinned
+        for result in loop.results
+        if _tag(result.node, old) == MUST_RECOMPUTE
+    }
 
 
 def _tag(name: str, old: Mapping[str, Value]) -> str:

@@ -37,6 +37,11 @@ from mstpass.plans import SavedValue, SavePlan
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 
+TORCH_BUDGET = (
+    "torch's own budget, set on a part of the model, is for torch's partitioner; "
+    "the option memory_budget is one for the peak of the step"
+)
+
 
 def split(
     joint: JointGraph, saved: Set[str], solver: str, **torch_kwargs: Any
@@ -71,17 +76,17 @@ def needs_torch(joint: JointGraph) -> str:
             return f"{node.name} is a subgraph or a constant"
         if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not mst_loop:
             return f"the higher-order op {node.target}"
-        if node.meta.get("memory_budget") is not None or _region_budget(node) is not None:
-            return "torch's own memory budget, set on a part of the model"
+        if node.meta.get("memory_budget") is not None or has_region_budget([node]):
+            return TORCH_BUDGET
         if "c10d" in str(node.target):
             return "collectives"
     return ""
 
 
-def _region_budget(node: fx.Node) -> float | None:
-    """Of ``torch.autograd.graph.region_activation_memory_budget``, from torch 2.13 on."""
-    annotation = getattr(fx.traceback, "_get_memory_budget_annotation", lambda _: None)
-    return annotation(node)
+def has_region_budget(nodes: Iterable[fx.Node]) -> bool:
+    """Whether ``torch.autograd.graph.region_activation_memory_budget`` (torch 2.13) covers some."""
+    budget_of = getattr(fx.traceback, "_get_memory_budget_annotation", lambda _: None)
+    return any(budget_of(node) is not None for node in nodes)
 
 
 def _is_body(node: fx.Node) -> bool:

@@ -78,7 +78,10 @@ def tags_of(joint: JointGraph) -> Tags:
             found.pop(base, None)
             if base in slow:
                 boundary.add(base)
-    return Tags({n: t for n, t in found.items() if not _of_saved(n, found)}, boundary)
+    for node in [n for n in found if not _recomputable(n, found)]:
+        if found[node] in RECOMPUTED:
+            del found[node]
+    return Tags(found, boundary)
 
 
 def _slow(given: Mapping[fx.Node, str]) -> set[fx.Node]:
@@ -109,6 +112,7 @@ def _has_hook(node: fx.Node, given: Mapping[fx.Node, str]) -> bool:
     return bool(node.meta.get("has_backward_hook", False)) and not within
 
 
-def _of_saved(node: fx.Node, tags: Mapping[fx.Node, str]) -> bool:
-    """An item of an op that must be saved: the items are all that there is to save of it."""
-    return node.target is operator.getitem and tags.get(node.all_input_nodes[0]) == MUST_SAVE
+def _recomputable(node: fx.Node, given: Mapping[fx.Node, str]) -> bool:
+    """Whether its op may run again; an item is recomputed with its op, or saved with it."""
+    item = node.target is operator.getitem
+    return not item or given.get(node.all_input_nodes[0]) in RECOMPUTED
