@@ -35,7 +35,7 @@ from mstpass.chunk.lower import lower_loops
 from mstpass.device import watch_optimizers, with_device_budget
 from mstpass.donate import keep_safe_donations
 from mstpass.options import OptionError, Options
-from mstpass.partition.late import hold_recomputation
+from mstpass.partition.late import hold_recomputation, recomputation_waits
 from mstpass.partition.scatter import write_rows_first
 from mstpass.partition.solvers import is_own
 from mstpass.plans import Outcome, Rejection
@@ -187,6 +187,7 @@ class LowerLoops(CustomGraphPass):
         lower_loops(graph)
         if self.hold:
             write_rows_first(graph)
+        if self.hold or recomputation_waits(graph):
             hold_recomputation(graph)
         keep_safe_donations(graph)
         if self.users_pass is not None:

@@ -19,6 +19,7 @@ from mstpass.chunk.apply import Applied, CycleError, apply_plans
 from mstpass.chunk.choices import Choices, choices
 from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.hoist import hoist_slices
+from mstpass.chunk.means import sum_means
 from mstpass.chunk.spread import spread_operands
 from mstpass.graph.build import sizes_from_inputs
 from mstpass.graph.joint import JointGraph
@@ -26,14 +27,22 @@ from mstpass.graph.kernels import simulate_step
 from mstpass.options import Options
 from mstpass.partition.again import recompute_again
 from mstpass.partition.budget import BudgetError, budget_bytes, infeasible, solve_within
-from mstpass.partition.modes import Cycle, with_modes
+from mstpass.partition.modes import Cycle, broken_policies, with_modes
 from mstpass.partition.problem import CutProblem, Plan
 from mstpass.partition.reconstruct import reconstruct
 from mstpass.partition.regions import WHOLE, region_modes
 from mstpass.partition.simulate import step_memory, step_us
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
-from mstpass.partition.split import Modules, cut_problem, needs_torch, split, split_by_torch
+from mstpass.partition.split import (
+    TORCH_BUDGET,
+    Modules,
+    cut_problem,
+    has_region_budget,
+    needs_torch,
+    split,
+    split_by_torch,
+)
 from mstpass.partition.verify import InvalidPlan, read, verify
 from mstpass.plans import ChunkPlan, Outcome, Reconstructed, Rejection, SavePlan
 
@@ -76,7 +85,9 @@ def run(
     joint = JointGraph(module, num_fwd_outputs)
     regions: list[Choices] = []
     rejections: list[Rejection] = []
-    if options.chunk == "auto":
+    if has_region_budget(joint.nodes):  # torch wants it on every node, so on loops as well
+        rejections = [Rejection("detect", "graph", TORCH_BUDGET)]
+    elif options.chunk == "auto":
         joint, regions, rejections = _detect(joint, options)
     if stop_after in STAGES[:2]:
         return Result(Outcome((), tuple(rejections)))
@@ -126,12 +137,13 @@ def _detect(
 ) -> tuple[JointGraph, list[Choices], list[Rejection]]:
     """The regions, and the joint graph that they speak of: made ready for them where that helps."""
     joint = sizes_from_inputs(joint)
-    hoisted = hoist_slices(joint)
-    prepared = hoisted.joint if hoisted is not None else joint
+    prepared, sums = sum_means(joint)
+    hoisted = hoist_slices(prepared)
+    prepared = hoisted.joint if hoisted is not None else prepared
     prepared, spread = spread_operands(prepared)
     if prepared is joint:
         return joint, *choices(joint, options)
-    changed = spread | (hoisted.moved if hoisted is not None else frozenset())
+    changed = sums | spread | (hoisted.moved if hoisted is not None else frozenset())
     regions, rejections = choices(prepared, options)
     if any(name in changed for region in regions for name, _ in region.plans[0][1].members):
         return prepared, regions, rejections
@@ -150,7 +162,12 @@ def _problem(
             modes = region_modes(joint, regions, options.accumulate)
             problem = cut_problem(joint, modes, options.frees_memory_for_time)
             with_modes(problem, {})
-            return problem, regions, rejections
+            broken = broken_policies(problem)
+            if not broken:
+                return problem, regions, rejections
+            guilty = next(choice for choice in regions if choice.region in broken)
+            node = broken[guilty.region]
+            reason = f"a loop would save {node}, whose checkpoint policy is must_recompute"
         except Cycle as error:
             loop = error.loop
             guilty = next(

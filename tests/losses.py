@@ -134,6 +134,35 @@ def _per_sequence(model: LossModel, ids: Tensor) -> Tensor:
     return (_logps(model.logits(ids), ids) * _mask(ids)).sum(1)
 
 
+def _multi_hot(model: LossModel, ids: Tensor) -> Tensor:
+    """Mean over tokens and vocabulary, of a sigmoid for each word."""
+    words = F.one_hot(ids, VOCAB) + F.one_hot((ids * 7) % VOCAB, VOCAB)
+    return F.binary_cross_entropy_with_logits(model.logits(ids).float(), words.clamp(max=1).float())
+
+
+def _masked_mse(model: LossModel, ids: Tensor) -> Tensor:
+    teacher = model.teacher(model.wide_hidden(ids)).float()
+    error = F.mse_loss(model.logits(ids).float(), teacher, reduction="none")
+    return (error * (ids % 5 != 0).unsqueeze(-1)).mean()
+
+
+def _small_logits(model: LossModel, ids: Tensor) -> Tensor:
+    """In the logits' own type; per token, over the vocabulary, and over both at once."""
+    logits = model.logits(ids)
+    return _ce(logits, ids) + 0.1 * logits.pow(2).mean() + logits.mean(-1).square().sum() / 100
+
+
+def _mean_over_tokens(model: LossModel, ids: Tensor) -> Tensor:
+    words = model.logits(ids).float().sigmoid().mean((0, 1), keepdim=True)
+    return (words * model.class_weight.float()).sum()
+
+
+def _balance(model: LossModel, ids: Tensor) -> Tensor:
+    """What a token's gradient is depends on the mean over all tokens."""
+    words = (3 * model.logits(ids).float()).softmax(-1).mean((0, 1))
+    return (words.log() * model.class_weight.float()).sum() / 100
+
+
 # Fused: the whole backward is linear in the one scalar gradient.
 FUSED: dict[str, Loss] = {
     "mean": lambda m, ids: _ce(m.logits(ids), ids),
@@ -153,10 +182,15 @@ FUSED: dict[str, Loss] = {
     "two_heads": _two_heads,
     "bias": lambda m, ids: _ce(m.second(m.hidden(ids)), ids),
     "lora": _lora,
+    "multi_hot": _multi_hot,
+    "mse": lambda m, ids: F.mse_loss(m.logits(ids), m.teacher(m.wide_hidden(ids))),
+    "masked_mse": _masked_mse,
+    "small_logits": _small_logits,
+    "mean_over_tokens": _mean_over_tokens,
 }
 
 # Recomputed: backward needs more than one scalar.
-RECOMPUTED: dict[str, Loss] = {"preference": _preference}
+RECOMPUTED: dict[str, Loss] = {"preference": _preference, "balance": _balance}
 OUTSIDE: dict[str, Loss] = {"per_token": _per_token, "per_sequence": _per_sequence}
 
 
@@ -182,6 +216,15 @@ def _neighbours(model: LossModel, ids: Tensor) -> Tensor:
     return _ce(logits + logits.roll(1, 1), ids)
 
 
+def _centered(model: LossModel, ids: Tensor) -> Tensor:
+    logits = model.logits(ids).float()
+    return _ce(logits * logits.mean((0, 1)).cos(), ids)
+
+
+def _mean_of_each_sequence(model: LossModel, ids: Tensor) -> Tensor:
+    return model.logits(ids).float().mean(1).square().sum()
+
+
 # Tokens meet in a value as large as the logits: refused.
 TWINS: dict[str, Loss] = {
     "softmax_over_sequence": _over_sequence,
@@ -189,4 +232,6 @@ TWINS: dict[str, Loss] = {
     "running_sum_over_tokens": _running_sum,
     "flipped_tokens": _flipped,
     "neighbouring_tokens": _neighbours,
+    "centered_over_tokens": _centered,
+    "mean_of_each_sequence": _mean_of_each_sequence,
 }

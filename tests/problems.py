@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from mstpass.graph.memory import CALL, INPUT, POINTWISE, REDUCTION, SCATTER, VIEW
 from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import (
+    MUST_SAVE,
+    RECOMPUTED,
     CutProblem,
     Loop,
     Mode,
@@ -23,6 +25,7 @@ from mstpass.partition.simulate import step_memory, step_us
 from mstpass.partition.verify import InvalidPlan, verify
 
 KINDS = st.sampled_from([POINTWISE, POINTWISE, POINTWISE, REDUCTION, SCATTER, CALL, CALL])
+TAGS = st.sampled_from(["", "", "", "", MUST_SAVE, *RECOMPUTED])
 SIZES = st.integers(1, 20)
 TIMES = st.integers(0, 9).map(float)
 
@@ -59,6 +62,7 @@ def _forward_value(draw: st.DrawFn, name: str, values: list[Value]) -> Value:
         base = draw(st.sampled_from(values))
         return Value(name, base.bytes, (base.name,), VIEW, savable=False)
     kind = draw(KINDS)
+    tag = draw(TAGS)
     return Value(
         name,
         size,
@@ -68,8 +72,10 @@ def _forward_value(draw: st.DrawFn, name: str, values: list[Value]) -> Value:
         dear=draw(st.booleans()),
         us=draw(TIMES),
         heavy=kind == CALL,
-        pinned=draw(st.integers(0, 5)) == 0,
+        pinned=tag == MUST_SAVE or (tag not in RECOMPUTED and draw(st.integers(0, 5)) == 0),
+        savable=tag not in RECOMPUTED,
         forward=True,
+        tag=tag,
     )
 
 

@@ -281,6 +281,28 @@ def test_a_symbolic_width_is_refused() -> None:
     assert "a size other than the tokens' is symbolic" in outcome.rejections[0].reason
 
 
+@pytest.mark.parametrize("static", [(), ("hidden",), ("vocabulary",), ("hidden", "vocabulary")])
+def test_a_head_of_symbolic_width_is_refused_until_it_is_marked(static: tuple[str, ...]) -> None:
+    def fn(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(hidden.tanh() @ head.t(), labels)
+
+    hidden, head = (torch.randn(n, D, requires_grad=True) for n in (192, VOCAB))
+    if "hidden" in static:
+        torch._dynamo.mark_static(hidden, 1)
+        torch._dynamo.mark_static(head, 1)
+    if "vocabulary" in static:
+        torch._dynamo.mark_static(head, 0)
+    labels = torch.randint(0, VOCAB, (192,))
+    graph, outputs = joint_graph(fn, hidden, head, labels, dynamic=True)
+    options = Options.parse({"chunk_tokens": C}, environ={})
+    result = pipeline.run(graph, options, num_fwd_outputs=outputs, stop_after="plan")
+    if len(static) == 2:
+        assert [region.kind for region in result.outcome.regions] == ["lm_head"]
+    else:
+        (rejection,) = result.outcome.rejections
+        assert "mark_static" in rejection.reason
+
+
 def test_a_short_first_batch_does_not_refuse_the_long_ones() -> None:
     graph, outputs = joint_graph(_next_token(TinyLM(VOCAB, D)), _ids(2, 9), dynamic=True)
     outcome = pipeline.run(graph, Options.parse(None, environ={}), num_fwd_outputs=outputs).outcome

@@ -39,7 +39,7 @@ def test_loss(name: str, device: str) -> None:
 
 
 # Each compiles for seconds, and in bfloat16 they differ in little but their matmuls.
-LOW = ("mean", "sliced", "policy_gradient", "distillation", "preference")
+LOW = ("mean", "sliced", "policy_gradient", "distillation", "preference", "mse", "small_logits")
 
 
 @pytest.mark.parametrize("name", LOW)

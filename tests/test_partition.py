@@ -17,9 +17,9 @@ from mstpass import pipeline
 from mstpass.graph.memory import CALL, INPUT
 from mstpass.options import Options
 from mstpass.partition.problem import CutProblem, Value
+from mstpass.partition.repeatable import is_heavy
 from mstpass.partition.solvers.checkpoints import checkpoints
 from mstpass.partition.solvers.min_cut import min_cut
-from mstpass.partition.split import is_heavy
 from mstpass.partition.verify import InvalidPlan, recomputed, verify
 from tests.checks import joint_graph
 from tests.models import Block, GatedMLP

@@ -23,7 +23,9 @@ from mstpass.graph.build import Builder, SizeNodes, UnknownSize, fake_mode_of, m
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import Size, generic, generic_shape, generic_stride, same_shape
 from mstpass.graph.tokens import Spec
-from mstpass.partition.problem import unfinished
+from mstpass.partition.problem import RECOMPUTED, unfinished
+from mstpass.partition.repeatable import base_of
+from mstpass.partition.tags import META, tags_of
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 
 aten = torch.ops.aten
@@ -66,6 +68,7 @@ Task = fx.Node | LoopPlan
 class _Writer:
     def __init__(self, joint: JointGraph, plans: Sequence[ChunkPlan], accumulate: str):
         self.joint, self.accumulate = joint, accumulate
+        self.tags = tags_of(joint).of
         self.graph = fx.Graph()
         self.builder = Builder(self.graph, fake_mode_of(joint.nodes))
         self.sizes = SizeNodes(self.builder)
@@ -198,9 +201,19 @@ class _Writer:
                 torch.empty(shape, dtype=dtype, device=device)
                 for shape, (_, _, dtype) in zip(shapes, specs, strict=True)
             )
+        tags = self._tags(loop)
+        call.meta.update(tags)
         for position, item in enumerate(loop.outputs):
             result = self.builder.call(operator.getitem, call, position)
+            result.meta.update(tags)
             self.raw[self.joint.by_name[item.node]] = result
+
+    def _tags(self, loop: LoopPlan) -> dict[str, Any]:
+        """Those of its results, where the user's checkpointing wants all of them recomputed."""
+        nodes = [self.joint.by_name[item.node] for item in loop.outputs]
+        if any(self.tags.get(base_of(node), "") not in RECOMPUTED for node in nodes):
+            return {}
+        return {key: nodes[0].meta[key] for key in META if key in nodes[0].meta}
 
     def _prelude(self, loop: LoopPlan) -> Mapping[fx.Node, fx.Node]:
         """The written nodes, with the prelude's as they are for a unit of 1."""
@@ -281,7 +294,7 @@ class _Writer:
                 built = self.builder.call(aten.permute.default, built, back)
         if not same_shape(built.meta["val"].shape, value.shape):
             raise CannotTake(node, f"the loop returns {tuple(built.meta['val'].shape)}")
-        for key in ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack"):
+        for key in ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack", *META):
             if key in node.meta:
                 built.meta[key] = node.meta[key]
         return built

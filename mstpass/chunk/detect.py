@@ -17,7 +17,15 @@ from mstpass.chunk.fused import Unit, try_fused
 from mstpass.chunk.grow import CannotTake, Growth
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
-from mstpass.graph.sizes import depends_on_data, generic_shape, hint_shape, is_static
+from mstpass.graph.sizes import (
+    Size,
+    depends_on_data,
+    generic,
+    generic_shape,
+    hint,
+    hint_shape,
+    is_static,
+)
 from mstpass.graph.source import source_of
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, token_count
 from mstpass.plans import Region, Rejection
@@ -26,6 +34,10 @@ WIDEN = 1.5
 _WIDE_OF_ANCHOR = 0.4
 _WIDE_OF_INPUT = 1.1
 _SMALL_BYTES = 16 * 2**10
+_SYMBOLIC = (
+    "a size other than the tokens' is symbolic; make it static: hold the weights in a module, or "
+    "torch._dynamo.mark_static(tensor, dim)"
+)
 _RETURNED = {
     "lm_head": "logits are an output of the graph, so they exist in full; compile a function that "
     "returns only the loss, such as `lambda batch: model(**batch).loss`",
@@ -55,7 +67,7 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
                 for n, s in growth.specs.items()
                 if s != WHOLE and not ops.is_cheap_view(n) and growth.matters(n)
             }
-    return regions, [*rejections, *_experts(joint)]
+    return regions, [*rejections, *_experts(joint), *_of_symbolic_width(joint)]
 
 
 def _experts(joint: JointGraph) -> list[Rejection]:
@@ -65,6 +77,17 @@ def _experts(joint: JointGraph) -> list[Rejection]:
         for node in joint.nodes
         if node not in joint.backward and ops.is_experts(node) and _widens(node)
         if isinstance(reason := ops.lookup(node), Refusal)
+    ]
+
+
+def _of_symbolic_width(joint: JointGraph) -> list[Rejection]:
+    """Products that widen in this batch, by a width that the next one may change: no anchors."""
+    return [
+        Rejection("detect", node.name, _SYMBOLIC, source_of(node), nbytes(node))
+        for node in joint.nodes
+        if ops.is_matmul(node) and node not in joint.backward and _anchor_spec(node) is None
+        if (widths := _widths(node)) is not None and not isinstance(widths[0], int)
+        if hint(widths[1]) >= WIDEN * hint(widths[0]) and nbytes(node) >= _SMALL_BYTES
     ]
 
 
@@ -94,19 +117,31 @@ def _is_small(node: fx.Node) -> bool:
 
 
 def _anchor_spec(node: fx.Node) -> Spec | None:
+    widths = _widths(node)
+    if widths is None or generic(widths[1]) < WIDEN * generic(widths[0]):
+        return None
+    rank = node.meta["val"].dim()
+    return (rank - 1,) if _is_transposed(node) else (rank - 2,)
+
+
+def _widths(node: fx.Node) -> tuple[Size, Size] | None:
+    """Features of a token before and after a matmul; None for a batch of matrices.
+
+    Such a batch is attention or experts, not a token-parallel layer.
+    """
     a, b = (value_of(n) for n in ops.matmul_factors(node))
     out = value_of(node)
     if a is None or b is None or out is None or not out.is_floating_point():
         return None
-    inner = generic_shape(a)[-1]
-    rows, cols = generic_shape(out)[-2:]
     if out.dim() == 3 and generic_shape(out)[0] != 1:
-        return None  # a batch of matrices is attention or experts, not a token-parallel layer
+        return None
+    return a.shape[-1], out.shape[-2 if _is_transposed(node) else -1]
+
+
+def _is_transposed(node: fx.Node) -> bool:
+    """A weight times tokens in columns."""
     left, right = ops.matmul_factors(node)
-    row, col = out.dim() - 2, out.dim() - 1
-    if ops.is_weight(left) and not ops.is_weight(right):
-        return (col,) if rows >= WIDEN * inner else None
-    return (row,) if cols >= WIDEN * inner else None
+    return ops.is_weight(left) and not ops.is_weight(right)
 
 
 def _wide_numel(anchor: fx.Node, spec: Spec) -> int:
@@ -131,6 +166,8 @@ def _region(joint: JointGraph, growth: Growth, anchor: fx.Node, spec: Spec) -> R
     tokens = token_count(hint_shape(value), spec)
     if tokens < 2:
         raise CannotTake(anchor, f"{tokens} token")
+    if not all(isinstance(width, int) for width in _widths(anchor) or ()):
+        raise CannotTake(anchor, _SYMBOLIC)
     growth.add(anchor, spec)
     apart = growth.copy()
     unit, note = try_fused(joint, growth)
@@ -152,7 +189,7 @@ def _check_features(growth: Growth) -> None:
         for value in tensors_of(node.meta.get("val")):
             fixed = [size for dim, size in enumerate(value.shape) if dim not in spec]
             if not all(isinstance(size, int) for size in fixed):
-                raise CannotTake(node, "a size other than the tokens' is symbolic")
+                raise CannotTake(node, _SYMBOLIC)
 
 
 # ---- forward and backward apart ---------------------------------------------------------------

@@ -26,10 +26,11 @@ from mstpass.graph.build import Builder, SizeNodes, UnknownSize, copied, fake_mo
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.sizes import Size, generic, generic_shape, is_size, same_shape
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec
+from mstpass.partition import tags
 
 aten = torch.ops.aten
 _WIDE_OF_ANCHOR = 0.4
-_META = ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack", "recompute")
+_META = ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack", *tags.META)
 
 
 @dataclasses.dataclass(frozen=True)

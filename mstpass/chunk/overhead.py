@@ -14,6 +14,8 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.cost import total_flops
 from mstpass.graph.joint import JointGraph, nbytes
+from mstpass.partition.problem import MUST_SAVE
+from mstpass.partition.tags import tag_of
 from mstpass.plans import SAVE, ChunkPlan
 
 _SLOWDOWN = 1.25
@@ -48,7 +50,8 @@ def spend(
 
 
 def _matmuls(joint: JointGraph, plan: ChunkPlan) -> list[fx.Node]:
-    return [n for n in map(joint.by_name.__getitem__, plan.saved) if ops.is_matmul(n)]
+    saved = map(joint.by_name.__getitem__, plan.saved)
+    return [n for n in saved if ops.is_matmul(n) and tag_of(n) != MUST_SAVE]
 
 
 def _bytes_per_flop(nodes: Sequence[fx.Node]) -> float:

@@ -21,8 +21,9 @@ from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.tokens import WHOLE, Refusal, Spec, Sum, token_count
 from mstpass.options import Options
-from mstpass.partition.problem import CutProblem, Value
+from mstpass.partition.problem import MUST_SAVE, RECOMPUTED, CutProblem, Value
 from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.partition.tags import tag_of
 from mstpass.plans import (
     FUSED,
     RECOMPUTE,
@@ -51,14 +52,14 @@ def plan_region(
     Args:
         short: chunks as short as products bear, for the least memory.
         repeat: matmuls that backward may redo in save mode. With nothing left to save the mode
-            becomes recompute.
+            becomes recompute; with something that the user's checkpointing must save, save.
     """
     facts = _Facts(joint, region)
     if mode == FUSED:
         saved: list[fx.Node] = []
         loops = [_loop(facts, "forward", facts.outputs, set(), region.unit, region.prelude)]
     else:
-        saved = _saved(facts, repeat) if mode == SAVE else []
+        saved = _saved(facts, repeat if mode == SAVE else frozenset(n.name for n in facts.specs))
         mode = SAVE if saved else RECOMPUTE
         loops = _two_loops(facts, saved)
     kept = {*saved, *(joint.by_name[name] for name in region.returned)}
@@ -198,20 +199,26 @@ def _loop(
 
 
 def _saved(facts: _Facts, repeat: Set[str]) -> list[fx.Node]:
-    """The least bytes to keep of the forward so that backward redoes no matmul but ``repeat``."""
+    """The least bytes to keep of the forward so that backward redoes no matmul but ``repeat``.
+
+    What the user's checkpointing wants recomputed is not kept, what it saves is not redone.
+    """
     forward = [n for n in facts.joint.sorted(facts.specs) if n not in facts.backward]
     names = {n.name for n in forward}
     values = []
     for node in forward:
-        spec = facts.specs[node]
+        spec, tag = facts.specs[node], tag_of(node)
+        own = bool(spec) and not ops.is_view(node) and value_of(node) is not None
         values.append(
             Value(
                 name=node.name,
                 bytes=0 if node.name in facts.region.returned else nbytes(node),
                 inputs=tuple(i.name for i in node.all_input_nodes if i.name in names),
                 heavy=ops.is_matmul(node) and node.name not in repeat,
-                savable=bool(spec) and not ops.is_view(node) and value_of(node) is not None,
+                pinned=own and tag == MUST_SAVE,
+                savable=own and tag not in RECOMPUTED,
                 needed=any(u in facts.backward for u in node.users),
+                tag=tag if own or tag != MUST_SAVE else "",
             )
         )
     chosen = min_cut(CutProblem(tuple(values)))

@@ -17,6 +17,7 @@ from mstpass.graph.build import Builder, SizeNodes, UnknownSize, copied, fake_mo
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import Size, generic_shape
 from mstpass.graph.tokens import WHOLE, Refusal, Spec, broadcast_source
+from mstpass.partition import tags
 
 aten = torch.ops.aten
 
@@ -41,6 +42,7 @@ def spread_operands(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
             with contextlib.suppress(UnknownSize):
                 arguments = sizes.arguments(shape)
                 spread = builder.call(aten.expand.default, operand, arguments)
+                spread.meta.update({k: user.meta[k] for k in tags.META if k in user.meta})
                 user.replace_input_with(operand, spread)
     new.module.graph.lint()
     new.module.recompile()

@@ -26,7 +26,8 @@ def _given(node: fx.Node, rank: int, name: str) -> list[int]:
 
 
 # ---- reductions: the dims go --------------------------------------------------------------------
-def _reduced(node: fx.Node, rank: int) -> list[int]:
+def reduced_dims(node: fx.Node, rank: int) -> list[int]:
+    """The dims of its operand that a reduction takes together."""
     takes_dims = any(a.name == "dim" for a in node.target._schema.arguments)  # type: ignore[union-attr]
     return _given(node, rank, "dim") if takes_dims else list(range(rank))
 
@@ -34,7 +35,7 @@ def _reduced(node: fx.Node, rank: int) -> list[int]:
 def reduce_forward(sums: bool) -> Forward:
     def forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Refusal:
         source = shape_of(operand)
-        dims = _reduced(node, len(source))
+        dims = reduced_dims(node, len(source))
         if not set(dims) & set(spec):
             return _after_reduction(len(source), dims, len(shape_of(node)), spec)
         if sums and set(spec) <= set(dims):
@@ -56,7 +57,7 @@ def _after_reduction(in_rank: int, dims: list[int], out_rank: int, spec: Spec) -
 def reduce_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
     operand = node.all_input_nodes[0]
     source = shape_of(operand)
-    dims = _reduced(node, len(source))
+    dims = reduced_dims(node, len(source))
     if len(shape_of(node)) == len(source):
         result = spec
     else:

@@ -21,7 +21,8 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.kernels import simulate_step
 from mstpass.graph.memory import StepMemory
-from mstpass.partition.split import Modules, is_heavy, is_pinned
+from mstpass.partition.repeatable import is_heavy, is_pinned
+from mstpass.partition.split import Modules
 
 _TRIES = 16
 

@@ -29,7 +29,7 @@ from torch.utils._ordered_set import OrderedSet
 from mstpass.graph import ops
 from mstpass.graph.joint import is_tangent, nbytes, value_of
 from mstpass.partition.again import is_cheap
-from mstpass.partition.split import is_heavy
+from mstpass.partition.repeatable import is_heavy
 
 _LOOP = torch.ops.higher_order.while_loop
 

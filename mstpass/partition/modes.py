@@ -10,8 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from mstpass.graph.memory import CALL, ITEM
-from mstpass.partition.problem import CutProblem, Loop, Result, Value, with_needs
+from mstpass.graph.memory import CALL, ITEM, VIEW
+from mstpass.partition.problem import (
+    MUST_RECOMPUTE,
+    RECOMPUTED,
+    CutProblem,
+    Loop,
+    Result,
+    Value,
+    with_needs,
+)
 
 
 class Cycle(Exception):
@@ -36,6 +44,58 @@ def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
     if not loops:
         return dataclasses.replace(problem, regions=())
     return _Writer(problem, loops).write()
+
+
+def loop_values(loop: Loop, old: Mapping[str, Value]) -> list[Value]:
+    """A loop, and the items that it returns.
+
+    It is pinned, unless the user's checkpointing wants all of its results computed again: then
+    backward may run it once more, and saves none of them.
+    """
+    tags = [_tag(result.node, old) for result in loop.results]
+    again = all(tag in RECOMPUTED for tag in tags)
+    whole = Value(
+        loop.name,
+        0,
+        loop.needs,
+        CALL,
+        loop.inner_bytes,
+        us=loop.us,
+        heavy=True,
+        pinned=not again,
+        savable=False,
+        tag=tags[0] if again else "",
+    )
+    items = (
+        Value(r.name, r.bytes, (loop.name,), ITEM, savable=not again, tag=tag if again else "")
+        for r, tag in zip(loop.results, tags, strict=True)
+    )
+    return [whole, *items]
+
+
+def broken_policies(problem: CutProblem) -> dict[str, str]:
+    """By region, a node that must be recomputed but that one of its loops would have to save.
+
+    Such a loop has other results, which must not be recomputed.
+    """
+    old = {v.name: v for v in (*problem.values, *problem.backward)}
+    return {
+        region.region: result.node
+        for region in problem.regions
+        for mode in region.modes
+        for loop in mode.loops
+        if loop_values(loop, old)[0].pinned
+        for result in loop.results
+        if _tag(result.node, old) == MUST_RECOMPUTE
+    }
+
+
+def _tag(name: str, old: Mapping[str, Value]) -> str:
+    """Of a view, its base's."""
+    value = old[name]
+    while value.kind in (VIEW, ITEM) and not (value.savable or value.tag):
+        value = old[value.inputs[0]]
+    return value.tag
 
 
 class _Writer:
@@ -111,21 +171,8 @@ class _Writer:
             return
         loop, result = self.producer[name]
         if loop.name not in self.new:
-            self._add(
-                Value(
-                    loop.name,
-                    0,
-                    loop.needs,
-                    CALL,
-                    loop.inner_bytes,
-                    us=loop.us,
-                    heavy=True,
-                    pinned=True,
-                    savable=False,
-                )
-            )
-            for item in loop.results:
-                self._add(Value(item.name, item.bytes, (loop.name,), ITEM))
+            for value in loop_values(loop, self.old):
+                self._add(value)
         if result.name != name:
             self._add(result.finished(self.old[name]))
 

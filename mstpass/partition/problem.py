@@ -14,6 +14,10 @@ from collections.abc import Iterable, Mapping
 
 from mstpass.graph.memory import POINTWISE, Op
 
+MUST_SAVE, MUST_RECOMPUTE = "must_save", "must_recompute"
+PREFER_RECOMPUTE = "prefer_recompute"
+RECOMPUTED = (MUST_RECOMPUTE, PREFER_RECOMPUTE)
+
 
 @dataclasses.dataclass(frozen=True)
 class Value(Op):
@@ -22,12 +26,15 @@ class Value(Op):
     Attributes:
         us: time that computing it takes, in microseconds, by the cost model.
         free: available in backward at no cost.
-        heavy: slow to recompute (a matmul, attention).
+        heavy: slow to recompute (a matmul, attention, the result of a checkpointed region).
         pinned: must not be recomputed at all (a loop, a random draw).
         savable: may be saved; a view may not, its base is saved instead, so that no storage
             crosses twice.
         needed: backward uses it directly.
         forward: an output of the forward comes from it; others only serve the backward.
+        tag: the user's checkpoint policy, where it binds (tags.py): ``MUST_SAVE`` is why a value is
+            pinned; ``MUST_RECOMPUTE`` and ``PREFER_RECOMPUTE`` are why it is not savable, and let
+            backward recompute it though it is heavy.
     """
 
     us: float = 0.0
@@ -37,6 +44,15 @@ class Value(Op):
     savable: bool = True
     needed: bool = False
     forward: bool = True
+    tag: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tag not in ("", MUST_SAVE, *RECOMPUTED):
+            raise ValueError(f"{self.name} has the unknown tag {self.tag!r}")
+        if self.tag == MUST_SAVE and not self.pinned:
+            raise ValueError(f"{self.name} must be saved, but is not pinned")
+        if self.tag in RECOMPUTED and (self.savable or self.pinned):
+            raise ValueError(f"{self.name} is to be recomputed, but is savable or pinned")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +149,8 @@ class CutProblem:
 
     def keeps(self, value: Value) -> bool:
         """Whether backward may not recompute the value."""
+        if value.tag in RECOMPUTED:
+            return False
         return value.pinned or (value.heavy and not self.recompute_heavy)
 
     def allowing(self, recompute_heavy: bool) -> CutProblem:

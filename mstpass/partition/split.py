@@ -18,17 +18,29 @@ from torch._functorch import partitioners
 from torch._functorch.compile_utils import raise_getitems
 
 from mstpass.chunk.loop import mst_loop
-from mstpass.graph import ops
 from mstpass.graph.cost import time_us
 from mstpass.graph.joint import JointGraph, is_tangent, nbytes, tensors_of, value_of
 from mstpass.graph.kernels import op_of
 from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.graph.source import source_of
-from mstpass.graph.tokens import Refusal
-from mstpass.partition.problem import CutProblem, RegionModes, Value, with_needs
+from mstpass.partition.problem import (
+    MUST_SAVE,
+    RECOMPUTED,
+    CutProblem,
+    RegionModes,
+    Value,
+    with_needs,
+)
+from mstpass.partition.repeatable import draws, is_heavy, is_pinned, shares_storage
+from mstpass.partition.tags import Tags, tags_of
 from mstpass.plans import SavedValue, SavePlan
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
+
+TORCH_BUDGET = (
+    "torch's own budget, set on a part of the model, is for torch's partitioner; "
+    "the option memory_budget is one for the peak of the step"
+)
 
 
 def split(
@@ -51,10 +63,11 @@ def needs_torch(joint: JointGraph) -> str:
     """Why the graph is left to torch's own partitioner; empty when it is ours."""
     if joint.has_side_effects:
         return "an op writes to its operands"
+    for node, tag in tags_of(joint).of.items():
+        if tag in RECOMPUTED and draws(node):
+            return f"{node.name} draws random numbers, which a checkpoint is to draw again"
     for node in joint.nodes:
         value = node.meta.get("val")
-        if node.meta.get("recompute") is not None:
-            return "the user's checkpointing tags"
         if value is not None and not is_size(node) and not any(True for _ in tensors_of(value)):
             return f"{node.name} is neither a tensor nor a size"
         if any(map(depends_on_data, tensors_of(value))):
@@ -63,11 +76,17 @@ def needs_torch(joint: JointGraph) -> str:
             return f"{node.name} is a subgraph or a constant"
         if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not mst_loop:
             return f"the higher-order op {node.target}"
-        if node.meta.get("memory_budget") is not None:
-            return "a memory budget set on a part of the model"
+        if node.meta.get("memory_budget") is not None or has_region_budget([node]):
+            return TORCH_BUDGET
         if "c10d" in str(node.target):
             return "collectives"
     return ""
+
+
+def has_region_budget(nodes: Iterable[fx.Node]) -> bool:
+    """Whether ``torch.autograd.graph.region_activation_memory_budget`` (torch 2.13) covers some."""
+    budget_of = getattr(fx.traceback, "_get_memory_budget_annotation", lambda _: None)
+    return any(budget_of(node) is not None for node in nodes)
 
 
 def _is_body(node: fx.Node) -> bool:
@@ -79,9 +98,11 @@ def cut_problem(
 ) -> CutProblem:
     """The problem of one joint graph; ``rows_first`` as in ``kernels.simulate_step``."""
     known = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
-    names = {n.name for n in known}
-    values = [_value(joint, n, names, rows_first) for n in known if n not in joint.backward]
-    backward = tuple(_value(joint, n, names, rows_first) for n in known if n in joint.backward)
+    names, tags = {n.name for n in known}, tags_of(joint)
+    values = [_value(joint, n, names, tags, rows_first) for n in known if n not in joint.backward]
+    backward = tuple(
+        _value(joint, n, names, tags, rows_first) for n in known if n in joint.backward
+    )
     gradients = tuple(n.name for n in joint.backward_outputs)
     return CutProblem(
         with_needs(values, backward, gradients),
@@ -92,8 +113,11 @@ def cut_problem(
     )
 
 
-def _value(joint: JointGraph, node: fx.Node, names: Set[str], rows_first: bool) -> Value:
+def _value(
+    joint: JointGraph, node: fx.Node, names: Set[str], tags: Tags, rows_first: bool
+) -> Value:
     op = op_of(node, rows_first=rows_first)
+    tag = tags.of.get(node, "")
     return Value(
         name=node.name,
         bytes=_storage_bytes(node),
@@ -103,63 +127,12 @@ def _value(joint: JointGraph, node: fx.Node, names: Set[str], rows_first: bool) 
         dear=op.dear,
         us=time_us(node),
         free=(node.op == "placeholder" and node not in joint.backward) or is_size(node),
-        heavy=is_heavy(node),
-        pinned=is_pinned(node),
-        savable=_savable(node),
+        heavy=is_heavy(node) or node in tags.boundary,
+        pinned=tag == MUST_SAVE or (is_pinned(node) and tag not in RECOMPUTED),
+        savable=tag not in RECOMPUTED and value_of(node) is not None and not shares_storage(node),
         forward=node in joint.forward,
+        tag=tag,
     )
-
-
-def is_heavy(node: fx.Node) -> bool:
-    """Ops that are slow to repeat: matmuls, attention, whatever the op table does not know."""
-    if node.op != "call_function" or node.target is operator.getitem:
-        return False
-    if ops.is_matmul(node) or is_pinned(node):
-        return True
-    return not (node.target in _CHEAP or not isinstance(ops.lookup(node), Refusal))
-
-
-def is_pinned(node: fx.Node) -> bool:
-    """Ops that backward must never repeat: loops, random draws, ops of which nothing is known.
-
-    Sorts are among them: one that is repeated may order ties in another way than the forward did.
-    """
-    if node.op != "call_function" or node.target is operator.getitem:
-        return False
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return True
-    return _draws(node, target) or ops.is_slow(node) or target.namespace not in ("aten", "prims")
-
-
-def _draws(node: fx.Node, target: torch._ops.OpOverload) -> bool:
-    """Whether the op reads or moves a random state. Attention does so only for its dropout."""
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return target in _RANDOM_SEEDS
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.args[position] if position < len(node.args) else argument.default_value
-            return bool(node.kwargs.get("dropout_p", given) != 0.0)
-    return True
-
-
-_RANDOM_SEEDS = frozenset(
-    getattr(torch.ops.prims, name).default
-    for name in ("inductor_seed", "inductor_seeds", "inductor_random", "inductor_randint")
-    if hasattr(torch.ops.prims, name)
-)
-_CHEAP = frozenset(
-    {torch.ops.prims.iota.default, torch.ops.aten.arange.start_step, torch.ops.aten.index.Tensor}
-)
-
-
-def _savable(node: fx.Node) -> bool:
-    if value_of(node) is None:
-        return False
-    if node.target is operator.getitem:
-        producer = node.all_input_nodes[0]
-        return not ops.is_view(producer)
-    return not ops.is_view(node)
 
 
 def _storage_bytes(node: fx.Node) -> int:

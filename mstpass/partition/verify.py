@@ -1,10 +1,11 @@
-"""Check a solver's answer: every need of backward met, nothing saved that may not be."""
+"""Check a solver's answer: every need of backward met, nothing saved that may not be, and the
+user's checkpoint policies kept."""
 
 from __future__ import annotations
 
 from collections.abc import Set
 
-from mstpass.partition.problem import CutProblem, Value
+from mstpass.partition.problem import MUST_SAVE, RECOMPUTED, CutProblem, Value
 
 
 class InvalidPlan(Exception):
@@ -16,7 +17,7 @@ def verify(problem: CutProblem, saved: Set[str]) -> None:
     available: dict[str, bool] = {}
     for value in problem.values:
         if value.name in saved and not value.savable:
-            raise InvalidPlan(f"{value.name} is saved but is a view or has no storage of its own")
+            raise InvalidPlan(f"{value.name} is saved but {_why_not_savable(value)}")
         available[value.name] = (
             value.free
             or value.name in saved
@@ -24,11 +25,21 @@ def verify(problem: CutProblem, saved: Set[str]) -> None:
         )
         if value.needed and not available[value.name]:
             raise InvalidPlan(
-                f"backward needs {value.name}, which is neither saved nor recomputable"
+                f"backward needs {value.name}, which is neither saved nor recomputable{_why(value)}"
             )
     unknown = saved - {value.name for value in problem.values}
     if unknown:
         raise InvalidPlan(f"saved values that the problem does not have: {sorted(unknown)}")
+
+
+def _why_not_savable(value: Value) -> str:
+    if value.tag in RECOMPUTED:
+        return f"its checkpoint policy is {value.tag}"
+    return "is a view or has no storage of its own"
+
+
+def _why(value: Value) -> str:
+    return f": its checkpoint policy is {value.tag}" if value.tag == MUST_SAVE else ""
 
 
 def recomputed(problem: CutProblem, saved: Set[str]) -> list[str]:

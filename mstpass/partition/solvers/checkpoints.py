@@ -99,7 +99,8 @@ class _Line:
         """For a view, the value whose storage it shows."""
         base: list[int] = []
         for i, value in enumerate(self.values):
-            view = not value.savable and len(value.inputs) == 1 and value.bytes > 0
+            unsavable = not value.savable and not value.tag
+            view = unsavable and len(value.inputs) == 1 and value.bytes > 0
             base.append(base[self.index[value.inputs[0]]] if view else i)
         return base
 

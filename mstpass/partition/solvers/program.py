@@ -29,8 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from mstpass.graph.memory import CALL, INPUT, ITEM
-from mstpass.partition.problem import CutProblem, Loop, Plan, Value
+from mstpass.graph.memory import INPUT
+from mstpass.partition.modes import loop_values
+from mstpass.partition.problem import CutProblem, Plan, Value
 
 Row = dict[int, float]  # coefficients by variable
 _NO_LIMIT = float("inf")
@@ -106,7 +107,8 @@ class Program:
         for region in self.problem.regions:
             for mode in region.modes:
                 for loop in mode.loops:
-                    for value in _loop_values(loop, old):
+                    after = [r.finished(old[r.node]) for r in loop.results if r.name != r.node]
+                    for value in (*loop_values(loop, old), *after):
                         yield value, self.mode[region.region, mode.name]
 
     # ---- rows ------------------------------------------------------------------------------------
@@ -219,17 +221,6 @@ class Program:
         # every variable has bounds, so "infeasible or unbounded" (4) is the former
         infeasible = found.status == 2 or "nfeasible or unbounded" in found.message
         return Solution(found.x, float(bound), found.status == 0, infeasible)
-
-
-def _loop_values(loop: Loop, old: dict[str, Value]) -> Iterator[Value]:
-    """A loop, its items, and what is scaled after it, as ``with_modes`` writes them."""
-    yield Value(
-        loop.name, 0, loop.needs, CALL, loop.inner_bytes, us=loop.us, pinned=True, savable=False
-    )
-    for result in loop.results:
-        yield Value(result.name, result.bytes, (loop.name,), ITEM)
-        if result.name != result.node:
-            yield result.finished(old[result.node])
 
 
 def _needing_tangents(values: list[Value], problem: CutProblem) -> set[str]:
