@@ -65,7 +65,7 @@ def needs_torch(joint: JointGraph) -> str:
             return f"the higher-order op {node.target}"
         if node.meta.get("memory_budget") is not None:
             return "a memory budget set on a part of the model"
-        if "c10d" in str(node.target):
+        if "c10d" in ops.name_of(node):
             return "collectives"
     return ""
 
@@ -96,7 +96,7 @@ def _value(joint: JointGraph, node: fx.Node, names: Set[str], rows_first: bool) 
     op = op_of(node, rows_first=rows_first)
     return Value(
         name=node.name,
-        bytes=_storage_bytes(node),
+        bytes=op.bytes if value_of(node) is not None else 0,
         inputs=tuple(name for name in op.inputs if name in names),
         kind=op.kind,
         inner_bytes=op.inner_bytes,
@@ -160,10 +160,6 @@ def _savable(node: fx.Node) -> bool:
         producer = node.all_input_nodes[0]
         return not ops.is_view(producer)
     return not ops.is_view(node)
-
-
-def _storage_bytes(node: fx.Node) -> int:
-    return nbytes(node) if value_of(node) is not None else 0
 
 
 def _extract(joint: JointGraph, saved: list[fx.Node], **torch_kwargs: Any) -> Modules:
