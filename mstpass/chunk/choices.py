@@ -9,10 +9,10 @@ import dataclasses
 
 from mstpass.chunk.detect import detect
 from mstpass.chunk.overhead import spend
-from mstpass.chunk.plan import mode_of, plan_region
+from mstpass.chunk.plan import Facts, mode_of, plan_region
 from mstpass.graph.joint import JointGraph
 from mstpass.options import Options
-from mstpass.plans import RECOMPUTE, ChunkPlan, Region, Rejection
+from mstpass.plans import RECOMPUTE, ChunkPlan, Rejection
 
 _SHORT = "{}, short chunks"
 
@@ -36,45 +36,46 @@ def choices(joint: JointGraph, options: Options) -> tuple[list[Choices], list[Re
     least = options.memory_budget == 0.0
     first: list[ChunkPlan] = []
     others: list[Choices] = []
-    region_of: dict[str, Region] = {}
-    for region in regions:
-        planned = plan_region(joint, region, options, mode_of(region, options), short=least)
+    facts_of = {region.name: Facts(joint, region) for region in regions}
+    for facts in facts_of.values():
+        planned = plan_region(facts, options, mode_of(facts.region, options), short=least)
         if isinstance(planned, ChunkPlan):
             first.append(planned)
-            region_of[planned.members[0][0]] = region
-        elif found := _others(joint, region, options):
+        elif found := _others(facts, options):
             others.append(found)
         else:
             rejections.append(planned)
 
     def replan(plan: ChunkPlan, repeat: frozenset[str]) -> ChunkPlan:
-        region = region_of[plan.members[0][0]]
-        planned = plan_region(joint, region, options, plan.mode, repeat, short=least)
+        facts = facts_of[plan.members[0][0]]
+        planned = plan_region(facts, options, plan.mode, repeat, short=least)
         return planned if isinstance(planned, ChunkPlan) else plan
 
     spent = spend(joint, first, options.free_overhead, replan)
-    taken = [_choices(joint, region_of[p.members[0][0]], p, options) for p in spent]
+    taken = [_choices(facts_of[p.members[0][0]], p, options) for p in spent]
     return [*taken, *others], rejections
 
 
-def _others(joint: JointGraph, region: Region, options: Options) -> Choices | None:
+def _others(facts: Facts, options: Options) -> Choices | None:
     """A region for which only recomputing gains anything: what a budget may ask of it."""
+    region = facts.region
     if not options.frees_memory_for_time or region.fused or region.returned:
         return None
-    planned = plan_region(joint, region, options, RECOMPUTE)
+    planned = plan_region(facts, options, RECOMPUTE)
     if not isinstance(planned, ChunkPlan):
         return None
-    found = _choices(joint, region, planned, options)
+    found = _choices(facts, planned, options)
     return dataclasses.replace(found, whole_first=found.optional)
 
 
-def _choices(joint: JointGraph, region: Region, first: ChunkPlan, options: Options) -> Choices:
+def _choices(facts: Facts, first: ChunkPlan, options: Options) -> Choices:
     """A batch of any size may come to a symbolic region: it keeps its loops, as forced ones do."""
+    region = facts.region
     plans = {first.mode: first}
     for short in (False, True):
         mode = first.mode if region.fused or region.returned else RECOMPUTE
         name = _SHORT.format(mode) if short else mode
-        planned = plan_region(joint, region, options, mode, short=short)
+        planned = plan_region(facts, options, mode, short=short)
         if isinstance(planned, ChunkPlan) and planned not in plans.values():
             plans.setdefault(name, planned)
     optional = options.chunk_tokens is None and not region.symbolic

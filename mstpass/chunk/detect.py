@@ -14,7 +14,7 @@ from torch import fx
 
 from mstpass.chunk.absorb import absorb
 from mstpass.chunk.fused import Unit, try_fused
-from mstpass.chunk.grow import CannotTake, Growth
+from mstpass.chunk.grow import CannotTake, Growth, products_behind
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
 from mstpass.graph.sizes import (
@@ -51,10 +51,11 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
     rejections: list[Rejection] = []
     taken: set[fx.Node] = set()
     refused: set[fx.Node] = set()
+    behind = products_behind(joint)
     for anchor, spec in anchors(joint):
         if anchor in taken or anchor in refused:
             continue
-        growth = Growth(joint, _wide_numel(anchor, spec), taken)
+        growth = Growth(joint, _wide_numel(anchor, spec), taken, behind)
         try:
             region = _region(joint, growth, anchor, spec)
         except CannotTake as refusal:

@@ -57,7 +57,7 @@ def _close_backward(joint: JointGraph, growth: Growth) -> list[fx.Node]:
 
     A value that does not depend on the region's results may enter: it is computed before the loop.
     """
-    fed = _descendants(joint, growth)
+    products = growth.products()
     entries: dict[fx.Node, None] = {}
     seen = 0
     while seen < len(growth.specs):
@@ -69,10 +69,10 @@ def _close_backward(joint: JointGraph, growth: Growth) -> list[fx.Node]:
                     continue
                 if numel(operand) == 1 or operand.op == "placeholder":
                     entries[operand] = None
-                elif operand in fed:
+                elif growth.feeds(products, operand):
                     growth.add(operand, spec)
                 elif growth.could_add(operand, spec):
-                    fed = _descendants(joint, growth)
+                    products = growth.products()
                 else:
                     entries[operand] = None
     return [entry for entry in entries if entry not in growth.specs]
@@ -92,9 +92,9 @@ def _unit(joint: JointGraph, growth: Growth, entries: list[fx.Node]) -> Unit:
         if value is not None and value.dtype == torch.float16 and node in joint.backward:
             # A loss scale arrives with the tangent: without it small gradients underflow.
             raise CannotTake(node, "float16 gradients need the loss scale, which comes later")
-    fed = _descendants(joint, growth)
+    products = growth.products()
     cone = joint.sorted(n for n in ancestors(entries) if n in joint.backward)
-    needs_results = next((n for n in cone if n in fed), None)
+    needs_results = next((n for n in cone if growth.feeds(products, n)), None)
     if needs_results is not None:
         if len(entries) == 1 and numel(entries[0]) == 1:
             return Unit(entries[0], ())
@@ -107,12 +107,3 @@ def _unit(joint: JointGraph, growth: Growth, entries: list[fx.Node]) -> Unit:
     prelude = [n for n in cone if n is not tangents[0]]
     check_linear(prelude, joint.backward)
     return Unit(tangents[0], tuple(prelude))
-
-
-def _descendants(joint: JointGraph, growth: Growth) -> set[fx.Node]:
-    """Nodes outside that need the region's own values."""
-    found = growth.computed()
-    for node in joint.nodes[min(joint.index[n] for n in found) :]:
-        if any(i in found for i in node.all_input_nodes):
-            found.add(node)
-    return found - growth.specs.keys()

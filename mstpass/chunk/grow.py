@@ -14,7 +14,7 @@ is not token-parallel ends the growth with a refusal.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 from torch import fx
 
@@ -31,19 +31,37 @@ class CannotTake(Exception):
         self.node, self.reason = node, reason
 
 
+def products_behind(joint: JointGraph) -> dict[fx.Node, int]:
+    """Of every node the products that it depends on or is: bit ``i`` for the graph's node ``i``."""
+    behind: dict[fx.Node, int] = {}
+    for i, node in enumerate(joint.nodes):
+        bits = 1 << i if ops.is_matmul(node) else 0
+        for operand in node.all_input_nodes:
+            bits |= behind[operand]
+        behind[node] = bits
+    return behind
+
+
 class Growth:
     """A region while it grows: its members and their specs."""
 
-    def __init__(self, joint: JointGraph, wide_numel: int, taken: Set[fx.Node] = frozenset()):
+    def __init__(
+        self,
+        joint: JointGraph,
+        wide_numel: int,
+        taken: Set[fx.Node],
+        behind: Mapping[fx.Node, int],
+    ):
         self.joint = joint
         self.wide_numel = wide_numel
         self.taken = taken  # members of other regions
+        self.behind = behind
         self.specs: dict[fx.Node, Spec | Sum] = {}
         self.returned: set[fx.Node] = set()  # wide members that the step returns
         self._queue: deque[fx.Node] = deque()
 
     def copy(self) -> Growth:
-        other = Growth(self.joint, self.wide_numel, self.taken)
+        other = Growth(self.joint, self.wide_numel, self.taken, self.behind)
         other.specs, other.returned = dict(self.specs), set(self.returned)
         return other
 
@@ -68,12 +86,22 @@ class Growth:
         value = value_of(node)
         return value is None or value.is_floating_point() or self.wide(node)
 
+    def products(self) -> int:
+        """The region's wide products, a bit each."""
+        return sum(1 << self.joint.index[node] for node in self.specs if self._is_product(node))
+
+    def _is_product(self, node: fx.Node) -> bool:
+        return ops.is_matmul(node) and self.wide(node)
+
+    def feeds(self, products: int, node: fx.Node) -> bool:
+        """Whether a node outside needs one of these products."""
+        return node not in self.specs and bool(self.behind[node] & products)
+
     def computed(self) -> set[fx.Node]:
         """Members that come from the region's wide products; others are redone where needed."""
         found: set[fx.Node] = set()
         for node in self.joint.sorted(self.specs):
-            product = ops.is_matmul(node) and self.wide(node)
-            if product or any(i in found for i in node.all_input_nodes):
+            if self._is_product(node) or any(i in found for i in node.all_input_nodes):
                 found.add(node)
         return found
 
@@ -211,16 +239,18 @@ class Growth:
 
     def _between(self, part: set[fx.Node], cut: fx.Node | None) -> list[fx.Node]:
         index = self.joint.index
-        low, high = min(map(index.__getitem__, part)), max(map(index.__getitem__, part))
-        window = self.joint.nodes[low : high + 1]
         sources = part & self.computed()
-        after: set[fx.Node] = set()
-        for node in window:
-            if node not in part and node is not cut:
-                if any(i in sources or i in after for i in node.all_input_nodes):
-                    after.add(node)
-        before: set[fx.Node] = set()
-        for node in reversed(window):
-            if node in after and any(u in part or u in before for u in node.users):
-                before.add(node)
-        return self.joint.sorted(before)
+        first = min(map(index.__getitem__, sources), default=len(index))
+        before: set[fx.Node] = set()  # what the part needs, no further back than its first source
+        stack = list(part)
+        while stack:
+            for operand in stack.pop().all_input_nodes:
+                if index[operand] > first and operand is not cut:
+                    if operand not in part and operand not in before:
+                        before.add(operand)
+                        stack.append(operand)
+        between: dict[fx.Node, None] = {}
+        for node in self.joint.sorted(before):
+            if any(i in sources or i in between for i in node.all_input_nodes):
+                between[node] = None
+        return list(between)

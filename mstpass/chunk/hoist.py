@@ -12,7 +12,9 @@ of tokens, which the loops need. The results are equal, but for the order of the
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -99,7 +101,7 @@ def _slices(joint: JointGraph, anchor: fx.Node, spec: Spec) -> list[tuple[fx.Nod
     """Forward slices over the tokens of the anchor's value or of wide ones made from it."""
     specs: dict[fx.Node, Spec] = {anchor: spec}
     found = []
-    for node in joint.nodes[joint.index[anchor] :]:
+    for node in _readers(joint, anchor, specs):
         for operand in node.all_input_nodes:
             if operand not in specs or node in joint.backward:
                 continue
@@ -110,6 +112,22 @@ def _slices(joint: JointGraph, anchor: fx.Node, spec: Spec) -> list[tuple[fx.Nod
             if isinstance(result, tuple) and numel(node) >= _WIDE_OF_ANCHOR * numel(anchor):
                 specs[node] = result
     return found
+
+
+def _readers(joint: JointGraph, anchor: fx.Node, carries: Container[fx.Node]) -> Iterator[fx.Node]:
+    """In the graph's order, the users of the anchor and of those of them that ``carries`` holds."""
+    behind = [joint.index[user] for user in anchor.users]
+    heapq.heapify(behind)
+    last = None
+    while behind:
+        i = heapq.heappop(behind)
+        if i == last:
+            continue
+        yield joint.nodes[i]
+        if joint.nodes[i] in carries:
+            for user in joint.nodes[i].users:
+                heapq.heappush(behind, joint.index[user])
+        last = i
 
 
 def _dim(node: fx.Node) -> int:

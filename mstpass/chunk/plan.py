@@ -9,6 +9,7 @@ loop makes equal for each batch; the length chosen here is the most they may hol
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Set
 
@@ -40,11 +41,10 @@ _TRANSIENT_SHARE = 0.5
 
 
 def plan_region(
-    joint: JointGraph,
-    region: Region,
+    facts: Facts,
     options: Options,
     mode: str,
-    repeat: Set[str] = frozenset(),
+    repeat: frozenset[str] = frozenset(),
     short: bool = False,
 ) -> ChunkPlan | Rejection:
     """The loops of a region in a mode, or why it stays as it is.
@@ -54,18 +54,10 @@ def plan_region(
         repeat: matmuls that backward may redo in save mode. With nothing left to save the mode
             becomes recompute; with something that the user's checkpointing must save, save.
     """
-    facts = _Facts(joint, region)
-    if mode == FUSED:
-        saved: list[fx.Node] = []
-        loops = [_loop(facts, "forward", facts.outputs, set(), region.unit, region.prelude)]
-    else:
-        saved = _saved(facts, repeat if mode == SAVE else frozenset(n.name for n in facts.specs))
-        mode = SAVE if saved else RECOMPUTE
-        loops = _two_loops(facts, saved)
-    kept = {*saved, *(joint.by_name[name] for name in region.returned)}
-    transient, held = _footprint(facts, loops)
-    flops_per_row = total_flops(facts.specs) / region.num_tokens
-    chunk_tokens = _chunk_tokens(joint, region, options, transient, held, flops_per_row, short)
+    region = facts.region
+    found = facts.loops(mode, repeat)
+    kept = {*found.saved, *(facts.joint.by_name[name] for name in region.returned)}
+    chunk_tokens = _chunk_tokens(facts, options, found, short)
     if isinstance(chunk_tokens, Refusal):
         return Rejection("plan", region.name, chunk_tokens.reason, region.source, facts.before)
     num_chunks = math.ceil(region.num_tokens / chunk_tokens)
@@ -76,23 +68,39 @@ def plan_region(
         return Rejection("plan", region.name, reason, region.source, facts.before)
     return ChunkPlan(
         kind=region.kind,
-        mode=mode,
+        mode=found.mode,
         source=region.source,
         num_tokens=region.num_tokens,
         chunk_tokens=chunk_tokens,
         num_chunks=num_chunks,
         bytes_before=facts.before,
         bytes_after=after,
-        loops=tuple(loops),
-        saved=tuple(n.name for n in saved),
+        loops=found.loops,
+        saved=tuple(n.name for n in found.saved),
         members=region.members,
         note=region.note,
         symbolic=region.symbolic,
     )
 
 
-class _Facts:
-    """A region's nodes and specs, looked up once."""
+@dataclasses.dataclass(frozen=True)
+class _Loops:
+    """A region's loops, whatever their chunks.
+
+    Attributes:
+        transient_bytes: of the large intermediates at full length.
+        held_bytes: what is held in any case.
+    """
+
+    mode: str
+    saved: tuple[fx.Node, ...]
+    loops: tuple[LoopPlan, ...]
+    transient_bytes: int
+    held_bytes: int
+
+
+class Facts:
+    """What all plans of a region share, looked up once."""
 
     def __init__(self, joint: JointGraph, region: Region):
         self.joint, self.region = joint, region
@@ -111,6 +119,9 @@ class _Facts:
         self.products = [n for n in self.large if ops.is_matmul(n)]
         # Inductor writes a product's gradient over it, unless the step returns the product.
         self.before = sum(map(nbytes, self.large if region.returned else self.products))
+        self.flops_per_row = total_flops(self.specs) / region.num_tokens
+        self._needs: dict[fx.Node, dict[fx.Node, Spec]] = {}
+        self._loops: dict[tuple[str, frozenset[str]], _Loops] = {}
 
     def _materialized(self, node: fx.Node) -> bool:
         """Large values that an unfused kernel reads or writes, once per storage."""
@@ -126,7 +137,31 @@ class _Facts:
         """Bytes that a chunk may be measured by; logits that are returned are no such measure."""
         return 0 if self.region.returned and self._is_wide(node) else nbytes(node)
 
+    def loops(self, mode: str, repeat: frozenset[str]) -> _Loops:
+        """The loops in a mode; ``repeat`` as in ``plan_region``."""
+        if (mode, repeat) not in self._loops:
+            self._loops[mode, repeat] = self._make_loops(mode, repeat)
+        return self._loops[mode, repeat]
+
+    def _make_loops(self, mode: str, repeat: frozenset[str]) -> _Loops:
+        saved: list[fx.Node] = []
+        if mode == FUSED:
+            unit, prelude = self.region.unit, self.region.prelude
+            loops = [_loop(self, "forward", self.outputs, set(), unit, prelude)]
+        else:
+            every = frozenset(node.name for node in self.specs)
+            saved = _saved(self, repeat if mode == SAVE else every)
+            mode = SAVE if saved else RECOMPUTE
+            loops = _two_loops(self, saved)
+        return _Loops(mode, tuple(saved), tuple(loops), *_footprint(self, loops))
+
     def needs(self, node: fx.Node) -> dict[fx.Node, Spec]:
+        """The spec that a member needs of each operand."""
+        if node not in self._needs:
+            self._needs[node] = self._make_needs(node)
+        return self._needs[node]
+
+    def _make_needs(self, node: fx.Node) -> dict[fx.Node, Spec]:
         spec = self.specs[node]
         if spec is None:
             for operand in node.all_input_nodes:
@@ -150,7 +185,7 @@ def mode_of(region: Region, options: Options) -> str:
     return SAVE
 
 
-def _two_loops(facts: _Facts, saved: list[fx.Node]) -> list[LoopPlan]:
+def _two_loops(facts: Facts, saved: list[fx.Node]) -> list[LoopPlan]:
     forward = [n for n in facts.outputs if n not in facts.backward]
     backward = [n for n in facts.outputs if n in facts.backward]
     loops = [_loop(facts, "forward", [*forward, *(s for s in saved if s not in forward)], set())]
@@ -160,7 +195,7 @@ def _two_loops(facts: _Facts, saved: list[fx.Node]) -> list[LoopPlan]:
 
 
 def _loop(
-    facts: _Facts,
+    facts: Facts,
     phase: str,
     outputs: list[fx.Node],
     available: set[fx.Node],
@@ -198,7 +233,7 @@ def _loop(
     )
 
 
-def _saved(facts: _Facts, repeat: Set[str]) -> list[fx.Node]:
+def _saved(facts: Facts, repeat: Set[str]) -> list[fx.Node]:
     """The least bytes to keep of the forward so that backward redoes no matmul but ``repeat``.
 
     What the user's checkpointing wants recomputed is not kept, what it saves is not redone.
@@ -225,7 +260,7 @@ def _saved(facts: _Facts, repeat: Set[str]) -> list[fx.Node]:
     return [n for n in forward if n.name in chosen]
 
 
-def _footprint(facts: _Facts, loops: list[LoopPlan]) -> tuple[int, int]:
+def _footprint(facts: Facts, loops: list[LoopPlan]) -> tuple[int, int]:
     """Bytes of the large intermediates at full length, and bytes that are held in any case."""
     by_name = facts.joint.by_name
     transient = max(sum(nbytes(n) for n in facts.large if n.name in loop.members) for loop in loops)
@@ -237,15 +272,8 @@ def _footprint(facts: _Facts, loops: list[LoopPlan]) -> tuple[int, int]:
     return transient, held
 
 
-def _chunk_tokens(
-    joint: JointGraph,
-    region: Region,
-    options: Options,
-    transient: int,
-    held: int,
-    flops_per_row: float,
-    short: bool,
-) -> int | Refusal:
+def _chunk_tokens(facts: Facts, options: Options, loops: _Loops, short: bool) -> int | Refusal:
+    region = facts.region
     tokens = region.num_tokens
     if options.chunk_tokens is not None:
         if options.chunk_tokens >= tokens and not region.symbolic:
@@ -253,10 +281,10 @@ def _chunk_tokens(
                 f"{tokens} tokens fit in one chunk of chunk_tokens={options.chunk_tokens}"
             )
         return options.chunk_tokens
-    device = next(tensors_of(joint.by_name[region.name].meta["val"])).device
+    device = next(tensors_of(facts.joint.by_name[region.name].meta["val"])).device
     costs = costs_of(device)
     least = costs.least_rows(math.inf, TOLERABLE)
-    good = max(least, costs.least_rows(flops_per_row, GOOD))
+    good = max(least, costs.least_rows(facts.flops_per_row, GOOD))
     share = _TRANSIENT_SHARE
     if short:
         good, share = least, share / 2
@@ -267,7 +295,7 @@ def _chunk_tokens(
             f"{tokens} tokens are fewer than two chunks of {least} rows, below which "
             f"matrix products on {device.type} lose speed; chunk_tokens forces a length"
         )
-    wanted = int(tokens * share * held / max(1, transient))
+    wanted = int(tokens * share * loops.held_bytes / max(1, loops.transient_bytes))
     num_chunks = min(math.ceil(tokens / max(1, wanted)), tokens // good)
     num_chunks = max(2, num_chunks)
     if not region.symbolic:

@@ -25,28 +25,29 @@ def time_us(node: fx.Node) -> float:
     device = next((v.device for v in tensors_of(node.meta.get("val"))), None)
     if node.op != "call_function" or ops.is_view(node) or device is None:
         return 0.0
-    moved = nbytes(node) + (sum(map(nbytes, node.all_input_nodes)) if flops(node) else 0)
     rate = _BYTES_PER_US.get(device.type, _BYTES_PER_US_ELSEWHERE)
-    return flops(node) / costs_of(device).flops_per_us + moved / rate
+    work = flops(node)
+    if not work:
+        return nbytes(node) / rate
+    moved = nbytes(node) + sum(map(nbytes, node.all_input_nodes))
+    return work / costs_of(device).flops_per_us + moved / rate
 
 
 def flops(node: fx.Node) -> int:
     """Of one node; 0 for all but matmuls and attention. Symbolic sizes count with their hint."""
-    if node.op != "call_function":
-        return 0
     if ops.is_matmul(node):
         out, left = value_of(node), value_of(ops.matmul_factors(node)[0])
         if out is None or left is None:
             return 0
         return 2 * math.prod(hint_shape(out)) * hint_shape(left)[-1]
-    if "scaled_dot_product" in str(node.target):
+    if "scaled_dot_product" in ops.name_of(node):
         return _attention_flops(node)
     return 0
 
 
 def _attention_flops(node: fx.Node) -> int:
     """Two products forward, five backward, each tokens x tokens x features a head."""
-    backward = "backward" in str(node.target)
+    backward = "backward" in ops.name_of(node)
     tensors = [v for v in map(value_of, node.all_input_nodes) if v is not None and v.dim() == 4]
     query, key = tensors[backward : backward + 2] if len(tensors) > 2 else (None, None)
     if query is None or key is None:

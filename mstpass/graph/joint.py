@@ -10,14 +10,13 @@ checked with torch 2.13).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import torch
 from torch import fx
 
-from mstpass.graph.sizes import generic_shape, hint_shape
+from mstpass.graph.sizes import generic_numel, hint_numel
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
@@ -37,14 +36,22 @@ def value_of(node: fx.Node) -> torch.Tensor | None:
 
 def numel(node: fx.Node) -> int:
     """Elements of the node's largest tensor, at the generic point of sizes.py; 0 without one."""
-    return max((math.prod(generic_shape(t)) for t in tensors_of(node.meta.get("val"))), default=0)
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return generic_numel(value)
+    return max(map(generic_numel, tensors_of(value)), default=0)
 
 
 def nbytes(node: fx.Node) -> int:
     """Bytes of all tensors of the node; symbolic sizes count with their hint."""
-    return sum(
-        math.prod(hint_shape(t)) * t.element_size() for t in tensors_of(node.meta.get("val"))
-    )
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return _tensor_bytes(value)
+    return sum(map(_tensor_bytes, tensors_of(value)))
+
+
+def _tensor_bytes(value: torch.Tensor) -> int:
+    return hint_numel(value) * value.element_size()
 
 
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:

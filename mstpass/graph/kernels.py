@@ -111,7 +111,7 @@ def _is_dear(node: fx.Node) -> bool:
 
 def _inner_bytes(node: fx.Node) -> int:
     """What a kernel needs besides its results: a loop the buffers of one chunk."""
-    if "flash_attention_for_cpu" in str(node.target):
+    if "flash_attention_for_cpu" in ops.name_of(node):
         return _flash_bytes(node)
     if node.target is not mst_loop:
         return 0
@@ -135,7 +135,7 @@ def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node], kinds: Sequence[str]) 
 
 def _flash_bytes(node: fx.Node) -> int:
     """Of each thread: a block of scores (backward: and its gradient), a block of results."""
-    backward = "backward" in str(node.target)
+    backward = "backward" in ops.name_of(node)
     operands = [value_of(n) for n in node.args if isinstance(n, fx.Node)]
     query, key = operands[backward : backward + 2]
     if query is None or key is None:

@@ -18,8 +18,9 @@ are simulated without a graph; graph/kernels.py makes them from one.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+import operator
 from collections.abc import Iterable, Sequence, Set
+from typing import NamedTuple
 
 from mstpass.graph.fusion import fused_groups
 
@@ -28,6 +29,7 @@ CALL, REDUCTION, SCATTER, POINTWISE = "call", "reduction", "scatter", "pointwise
 _KERNELS = frozenset({CALL, REDUCTION, SCATTER})
 _DEAR_READS = 4  # config.realize_reads_threshold
 _DEAR_OPS = 30  # config.realize_opcount_threshold
+_NOTHING = frozenset[str]()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +51,7 @@ class Op:
     dear: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """While a kernel runs: ``bytes`` alive, its own included."""
 
     node: str
@@ -66,7 +67,7 @@ class Timeline:
 
     @property
     def peak(self) -> Moment:
-        return max(self.moments, key=lambda m: m.bytes, default=Moment("", 0))
+        return max(self.moments, key=operator.attrgetter("bytes"), default=Moment("", 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +87,6 @@ class StepMemory:
     def peak(self) -> Timeline:
         """The graph of the two that peaks."""
         return max(self.forward, self.backward, key=lambda timeline: timeline.peak.bytes)
-
-    def bytes_at(self, nodes: Set[str]) -> int:
-        """The most that is alive while one of the named kernels runs; 0 where none is one."""
-        moments = (*self.forward.moments, *self.backward.moments)
-        return max((m.bytes for m in moments if m.node in nodes), default=0)
 
 
 def simulate(
@@ -120,11 +116,12 @@ class _Simulation:
                 self.users.setdefault(name, []).append(op.name)
         self.kept = {self._base(name) for name in kept if name in self.op}
         self.results: dict[str, list[str]] = {}  # the buffers that a kernel writes
+        self.from_call: set[str] = set()  # values in buffers that a call writes
         self.reads: dict[str, frozenset[str]] = {}  # buffers that a value is made from
         self.read_by_kernel: dict[str, frozenset[str]] = {}
         self.kernels_reading: dict[str, list[str]] = {}
-        self.num_ops: Counter[str] = Counter()
-        self.stage: Counter[str] = Counter()
+        self.num_ops: dict[str, int] = {}
+        self.stage: dict[str, int] = {}
 
     def run(self) -> Timeline:
         self._find_kernels()
@@ -141,7 +138,8 @@ class _Simulation:
         alive = {op.name: op.bytes for op in self.ops if op.name in self.freed}
         now = sum(alive.values())
         moments: list[Moment] = []
-        best: tuple[int, dict[str, int]] = (0, {})
+        sizes: list[int] = []
+        lives = dict.fromkeys(alive, (0, len(self.ops)))  # the first moment, and the one after
         for i, group in enumerate(groups):
             dying = [b for b in dies_at.get(i, ()) if b in alive]
             born: dict[str, int] = {}
@@ -152,18 +150,21 @@ class _Simulation:
                 if over is not None:
                     dying.remove(over)
                     now -= alive.pop(over)
+                    lives[over] = lives[over][0], i
                 born |= new
             alive |= born
+            lives |= dict.fromkeys(born, (i, len(self.ops)))
             now += sum(born.values())
             inner_bytes = max(self.op[kernel].inner_bytes for kernel in group)
+            sizes.append(now + inner_bytes)
             moments += [Moment(kernel, now + inner_bytes) for kernel in group]
-            if moments[-1].bytes > best[0]:
-                best = moments[-1].bytes, dict(alive)
             unused = [b for b in born if b not in last_use and b not in self.kept]
             for buffer in (*dying, *unused):
                 now -= alive.pop(buffer)
-        largest = sorted(best[1].items(), key=lambda pair: -pair[1])
-        return Timeline(tuple(moments), tuple(Moment(*pair) for pair in largest))
+                lives[buffer] = lives[buffer][0], i + 1
+        peak = sizes.index(max(sizes)) if any(sizes) else len(self.ops)
+        there = (Moment(b, self.op[b].bytes) for b, life in lives.items() if peak in range(*life))
+        return Timeline(tuple(moments), tuple(sorted(there, key=lambda m: -m.bytes)))
 
     def _groups(self) -> list[tuple[str, ...]]:
         """Kernels that run as one, in order."""
@@ -195,39 +196,52 @@ class _Simulation:
         """An operand that nothing else reads, not even a kernel that runs as one with this one."""
         if self.op[kernel].kind in (CALL, SCATTER):
             return None
-        others = (self.read_by_kernel[other] for other in group if other != kernel)
-        shared = frozenset[str]().union(*others)
-        own = self.read_by_kernel[kernel] - shared if len(group) > 1 else dying
-        return next((b for b in dying if [alive[b]] == born and b in own), None)
+        shared = {name for other in group if other != kernel for name in self.read_by_kernel[other]}
+        fitting = (b for b in dying if [alive[b]] == born and b not in shared)
+        return next((b for b in fitting if b in self.read_by_kernel[kernel]), None)
 
     # ---- kernels and buffers -------------------------------------------------------------------
     def _find_kernels(self) -> None:
         for op in self.ops:
+            if self._is_from_call(op):
+                self.from_call.add(op.name)
+            operands = [name for name in op.inputs if name in self.reads]
+            self._follow(op, operands)
             if op.kind == INPUT:
                 self.reads[op.name] = frozenset({op.name} & self.freed)
-                continue
-            operands = [name for name in op.inputs if name in self.reads]
-            if op.kind == ITEM and operands and operands[0] in self.results:
+                self.num_ops[op.name] = 0
+            elif op.kind == ITEM and operands and operands[0] in self.results:
                 self.reads[op.name] = frozenset({op.name})
                 self.stage[op.name] = self.stage[operands[0]]
-                continue
-            reads = frozenset[str]().union(*(self.reads[name] for name in operands))
-            self.num_ops[op.name] = 1 + sum(self.num_ops[name] for name in operands)
-            self.stage[op.name] = max(map(self._stage_behind, operands), default=0)
-            if self._is_kernel(op, reads):
-                self.read_by_kernel[op.name] = reads
+                self.num_ops[op.name] = 0
+            elif self._is_kernel(op):
+                self.read_by_kernel[op.name] = self.reads[op.name]
                 items = [n for n in self.users.get(op.name, ()) if self.op[n].kind == ITEM]
                 self.results[op.name] = items or [op.name]
+                self.reads[op.name] = frozenset({op.name})
                 self.num_ops[op.name] = 0
-                reads = frozenset({op.name})
-            self.reads[op.name] = reads
 
-    def _stage_behind(self, name: str) -> int:
-        base = self.op[self._base(name)]
-        source = self.op.get(base.inputs[0], base) if base.kind == ITEM else base
-        return self.stage[name] + (source.kind == CALL)
+    def _follow(self, op: Op, operands: list[str]) -> None:
+        """What the op takes over from its operands, unless it is a kernel."""
+        if len(operands) == 1:
+            (name,) = operands
+            self.reads[op.name] = self.reads[name]
+            self.num_ops[op.name] = 1 + self.num_ops[name]
+            self.stage[op.name] = self.stage[name] + (name in self.from_call)
+        else:
+            self.reads[op.name] = _NOTHING.union(*[self.reads[name] for name in operands])
+            self.num_ops[op.name] = 1 + sum([self.num_ops[name] for name in operands])
+            behind = [self.stage[name] + (name in self.from_call) for name in operands]
+            self.stage[op.name] = max(behind, default=0)
 
-    def _is_kernel(self, op: Op, reads: frozenset[str]) -> bool:
+    def _is_from_call(self, op: Op) -> bool:
+        if op.kind == VIEW:
+            return op.inputs[0] in self.from_call
+        if op.kind == ITEM:
+            return op.inputs[0] in self.op and self.op[op.inputs[0]].kind == CALL
+        return op.kind == CALL
+
+    def _is_kernel(self, op: Op) -> bool:
         if op.kind == VIEW:
             return False
         if op.kind in _KERNELS:
@@ -237,7 +251,8 @@ class _Simulation:
             return op.kind != CONSTANT or op.name in self.kept
         if len(readers) < 2:
             return False
-        return op.dear or len(reads) > _DEAR_READS or self.num_ops[op.name] > _DEAR_OPS
+        reads, num_ops = self.reads[op.name], self.num_ops[op.name]
+        return op.dear or len(reads) > _DEAR_READS or num_ops > _DEAR_OPS
 
     def _readers(self, name: str) -> list[str]:
         """Users, seen through views."""

@@ -14,6 +14,7 @@ indexing.py and linear.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -57,6 +58,7 @@ __all__ = [
     "is_zero",
     "lookup",
     "matmul_factors",
+    "name_of",
     "operand_specs",
     "result_spec",
     "sum_operands",
@@ -83,10 +85,14 @@ def lookup(node: fx.Node) -> Op | Refusal:
     """The node's row, or why it has none."""
     if node.op != "call_function":
         return Refusal(f"{node.op} {node.name}")
-    row = TABLE.get(node.target)
+    return _row(node.target)
+
+
+@functools.cache
+def _row(target: Any) -> Op | Refusal:
+    row = TABLE.get(target)
     if row is not None:
         return row
-    target = node.target
     if isinstance(target, torch._ops.OpOverload):
         if target._schema.name in MIXERS:
             return Refusal(f"{target}: {MIXERS[target._schema.name]}")
@@ -99,6 +105,14 @@ def lookup(node: fx.Node) -> Op | Refusal:
                 "pointwise", rules.pointwise_forward, rules.pointwise_backward, linear_in(target)
             )
     return NoRule(f"no token rule for {target}")
+
+
+def name_of(node: fx.Node) -> str:
+    """Such as ``aten.mm.default``; empty for what calls nothing."""
+    return _name(node.target) if node.op == "call_function" else ""
+
+
+_name = functools.cache(str)  # OpOverload builds its name anew each time
 
 
 def is_view(node: fx.Node) -> bool:

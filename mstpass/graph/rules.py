@@ -36,7 +36,9 @@ MATMULS = BIASED | {aten.mm.default, aten.bmm.default}
 
 
 def shape_of(node: fx.Node) -> torch.Size:
-    value = next(tensors_of(node.meta.get("val")))
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        value = next(tensors_of(value))
     return generic_shape(value)
 
 

@@ -16,6 +16,7 @@ A *size node* is a node whose value is a ``SymInt``: a placeholder, or arithmeti
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Iterable
 
@@ -26,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Size = int | torch.SymInt
 _LEAST_GENERIC = 2**16
+_INTS = frozenset({int})
 
 
 def is_size(node: fx.Node) -> bool:
@@ -34,7 +36,11 @@ def is_size(node: fx.Node) -> bool:
 
 def is_static(value: torch.Tensor) -> bool:
     """Whether every size is a plain int."""
-    return all(isinstance(size, int) for size in value.shape)
+    return _all_ints(value.shape)
+
+
+def _all_ints(sizes: Iterable[Size]) -> bool:
+    return _INTS.issuperset(map(type, sizes))
 
 
 def expression(size: Size) -> sympy.Expr:
@@ -99,7 +105,13 @@ def _point(environment: ShapeEnv, num_guards: int) -> _Point:
 
 
 def generic_shape(value: torch.Tensor) -> torch.Size:
-    return torch.Size(map(generic, value.shape))
+    shape = value.shape
+    return shape if _all_ints(shape) else torch.Size(map(generic, shape))
+
+
+def generic_numel(value: torch.Tensor) -> int:
+    count = value.numel()
+    return count if type(count) is int else math.prod(generic_shape(value))
 
 
 def generic_stride(value: torch.Tensor) -> list[int]:
@@ -115,8 +127,14 @@ def hint_shape(value: torch.Tensor) -> list[int]:
     return list(map(hint, value.shape))
 
 
+def hint_numel(value: torch.Tensor) -> int:
+    count = value.numel()
+    return count if type(count) is int else math.prod(hint_shape(value))
+
+
 def depends_on_data(value: torch.Tensor) -> bool:
-    return not all(map(_has_hint, value.shape))
+    shape = value.shape
+    return not _all_ints(shape) and not all(map(_has_hint, shape))
 
 
 def _has_hint(size: Size) -> bool:

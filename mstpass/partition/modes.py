@@ -113,12 +113,17 @@ class _Writer:
     def write(self) -> CutProblem:
         outputs = [*self.problem.outputs, *self.problem.gradients]
         live = self._live(outputs)
-        for name in self.old:
-            if name in live:
-                self._require(name)
+        for name, value in self.old.items():
+            if name in live and name not in self.new:
+                if name in self.producer or not self.new.keys() >= set(value.inputs):
+                    self._require(name)
+                else:
+                    self._add(value)
         forward_needed = self._ancestors(self.problem.outputs)
         values = [
-            dataclasses.replace(v, forward=v.name in forward_needed)
+            v
+            if v.forward == (v.name in forward_needed)
+            else dataclasses.replace(v, forward=not v.forward)
             for v in self.new.values()
             if v.name not in self.backward
         ]
@@ -178,7 +183,7 @@ class _Writer:
 
     def _add(self, value: Value) -> None:
         self.new[value.name] = value
-        if value.name in self.tangents or any(name in self.backward for name in value.inputs):
+        if value.name in self.tangents or not self.backward.isdisjoint(value.inputs):
             self.backward.add(value.name)
 
     def _ancestors(self, names: tuple[str, ...]) -> set[str]:

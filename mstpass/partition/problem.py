@@ -9,14 +9,18 @@ decides its loops (modes.py), and the saved set; what it needs of memory is simu
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from mstpass.graph.memory import POINTWISE, Op
 
 MUST_SAVE, MUST_RECOMPUTE = "must_save", "must_recompute"
 PREFER_RECOMPUTE = "prefer_recompute"
 RECOMPUTED = (MUST_RECOMPUTE, PREFER_RECOMPUTE)
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +158,20 @@ class CutProblem:
         return value.pinned or (value.heavy and not self.recompute_heavy)
 
     def allowing(self, recompute_heavy: bool) -> CutProblem:
+        if recompute_heavy == self.recompute_heavy:
+            return self
         return dataclasses.replace(self, recompute_heavy=recompute_heavy)
+
+    def once(self, analysis: Callable[[CutProblem], T]) -> T:
+        """``analysis`` of this problem, made at the first call: a problem never changes."""
+        if analysis not in self._known:
+            self._known[analysis] = analysis(self)
+        found: T = self._known[analysis]
+        return found
+
+    @functools.cached_property
+    def _known(self) -> dict[object, Any]:
+        return {}
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, compressed where the path ends in ``.gz``."""
@@ -172,8 +189,8 @@ class CutProblem:
     def __post_init__(self) -> None:
         known: set[str] = set()
         for value in (*self.values, *self.backward):
-            missing = [name for name in value.inputs if name not in known]
-            if missing:
+            if not known.issuperset(value.inputs):
+                missing = [name for name in value.inputs if name not in known]
                 raise ValueError(f"{value.name} needs {missing}, which do not come before it")
             if value.name in known:
                 raise ValueError(f"{value.name} occurs twice")

@@ -15,7 +15,7 @@ from mstpass.chunk.choices import Choices
 from mstpass.chunk.costs import costs_of
 from mstpass.chunk.loop import STACK, SUM
 from mstpass.graph.build import Builder, fake_mode_of
-from mstpass.graph.cost import flops, time_us
+from mstpass.graph.cost import time_us, total_flops
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.kernels import body_bytes
 from mstpass.graph.sizes import hint_shape
@@ -34,13 +34,13 @@ def region_modes(
     Raises:
         CannotTake: a loop's body cannot be built.
     """
-    known: dict[object, int] = {}
+    loops = _Loops(joint, accumulate)
     return tuple(
         RegionModes(
             choice.region,
             (
                 *([Mode(WHOLE)] if choice.whole_first else []),
-                *(_mode(joint, name, plan, accumulate, known) for name, plan in choice.plans),
+                *(Mode(name, loops.of(plan)) for name, plan in choice.plans),
                 *([Mode(WHOLE)] if choice.optional and not choice.whole_first else []),
             ),
         )
@@ -48,28 +48,53 @@ def region_modes(
     )
 
 
-def _mode(
-    joint: JointGraph, name: str, plan: ChunkPlan, accumulate: str, known: dict[object, int]
-) -> Mode:
-    return Mode(name, tuple(_loop(joint, plan, loop, accumulate, known) for loop in plan.loops))
+class _Loops:
+    """The loops of plans; what several of them have in common is found once."""
 
+    def __init__(self, joint: JointGraph, accumulate: str):
+        self.joint, self.accumulate = joint, accumulate
+        self.inner_bytes: dict[object, int] = {}  # by structure
+        self.work: dict[LoopPlan, tuple[float, int]] = {}
 
-def _loop(
-    joint: JointGraph, plan: ChunkPlan, loop: LoopPlan, accumulate: str, known: dict[object, int]
-) -> Loop:
-    prelude = set(loop.prelude)
-    needs = [item.node for item in loop.inputs if item.node not in prelude]
-    for name in loop.prelude:
-        operands = joint.by_name[name].all_input_nodes
-        needs += [n.name for n in operands if n.name not in prelude and n.name != loop.unit]
-    return Loop(
-        name=f"loop:{loop.outputs[0].node}",
-        members=loop.members,
-        needs=tuple(n for n in dict.fromkeys(needs) if joint.by_name[n].op != "get_attr"),
-        results=tuple(_result(joint, loop, item, accumulate) for item in loop.outputs),
-        inner_bytes=_inner_bytes(joint, plan, loop, accumulate, known),
-        us=_time_us(joint, plan, loop),
-    )
+    def of(self, plan: ChunkPlan) -> tuple[Loop, ...]:
+        return tuple(self._loop(plan, loop) for loop in plan.loops)
+
+    def _loop(self, plan: ChunkPlan, loop: LoopPlan) -> Loop:
+        joint, prelude = self.joint, set(loop.prelude)
+        needs = [item.node for item in loop.inputs if item.node not in prelude]
+        for name in loop.prelude:
+            operands = joint.by_name[name].all_input_nodes
+            needs += [n.name for n in operands if n.name not in prelude and n.name != loop.unit]
+        return Loop(
+            name=f"loop:{loop.outputs[0].node}",
+            members=loop.members,
+            needs=tuple(n for n in dict.fromkeys(needs) if joint.by_name[n].op != "get_attr"),
+            results=tuple(_result(joint, loop, item, self.accumulate) for item in loop.outputs),
+            inner_bytes=self._inner_bytes(plan, loop),
+            us=self._time_us(plan, loop),
+        )
+
+    def _inner_bytes(self, plan: ChunkPlan, loop: LoopPlan) -> int:
+        """Of one chunk, by its body; loops that do the same on the same shapes share the answer."""
+        key = _structure(self.joint, plan, loop)
+        if key not in self.inner_bytes:
+            graph = fx.Graph()
+            builder = Builder(graph, fake_mode_of(self.joint.nodes))
+            parts = build_body(self.joint, plan, loop, builder, self.accumulate)
+            kinds = [STACK if item.spec else SUM for item in loop.outputs]
+            self.inner_bytes[key] = body_bytes(graph, parts, kinds)
+        return self.inner_bytes[key]
+
+    def _time_us(self, plan: ChunkPlan, loop: LoopPlan) -> float:
+        inside = [self.joint.by_name[name] for name in loop.members]
+        if loop not in self.work:
+            self.work[loop] = sum(map(time_us, inside)), total_flops(inside)
+        whole_us, flops = self.work[loop]
+        device = next(v.device for node in inside for v in tensors_of(node.meta["val"]))
+        costs = costs_of(device)
+        if not flops:
+            return whole_us + plan.num_chunks * costs.chunk_us
+        return whole_us * costs.relative_time(plan.chunk_tokens, flops / plan.num_tokens)
 
 
 def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str) -> Result:
@@ -82,20 +107,6 @@ def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str
         wide = max(_ACCUMULATOR_BYTES, value.element_size())
         return Result(item.node, size // value.element_size() * wide, scale, cast)
     return Result(item.node, size, scale)
-
-
-def _inner_bytes(
-    joint: JointGraph, plan: ChunkPlan, loop: LoopPlan, accumulate: str, known: dict[object, int]
-) -> int:
-    """Of one chunk, by its body; loops that do the same on the same shapes share the answer."""
-    key = _structure(joint, plan, loop)
-    if key not in known:
-        graph = fx.Graph()
-        builder = Builder(graph, fake_mode_of(joint.nodes))
-        parts = build_body(joint, plan, loop, builder, accumulate)
-        kinds = [STACK if item.spec else SUM for item in loop.outputs]
-        known[key] = body_bytes(graph, parts, kinds)
-    return known[key]
 
 
 def _structure(joint: JointGraph, plan: ChunkPlan, loop: LoopPlan) -> object:
@@ -113,14 +124,3 @@ def _structure(joint: JointGraph, plan: ChunkPlan, loop: LoopPlan) -> object:
             args = fx.map_arg((node.args, node.kwargs), lambda n: ("node", number.get(n, -1)))
             rows.append((node.target, args))
     return repr(rows)
-
-
-def _time_us(joint: JointGraph, plan: ChunkPlan, loop: LoopPlan) -> float:
-    inside = [joint.by_name[name] for name in loop.members]
-    device = next(v.device for node in inside for v in tensors_of(node.meta["val"]))
-    costs = costs_of(device)
-    work = sum(map(flops, inside)) / plan.num_tokens
-    whole = sum(map(time_us, inside))
-    if not work:
-        return whole + plan.num_chunks * costs.chunk_us
-    return whole * costs.relative_time(plan.chunk_tokens, work)

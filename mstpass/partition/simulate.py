@@ -7,9 +7,10 @@ the backward as traced, each recomputed value just before its first use there.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Set
 
-from mstpass.graph.memory import INPUT, StepMemory, simulate
+from mstpass.graph.memory import INPUT, StepMemory, Timeline, simulate
 from mstpass.partition.problem import CutProblem, Value
 
 
@@ -25,14 +26,15 @@ def schedule(problem: CutProblem, saved: Set[str]) -> Schedule:
     """The two graphs of a problem without open regions, for a saved set that ``verify`` accepts."""
     index = {value.name: i for i, value in enumerate(problem.values)}
     forward = _ancestors(problem, index, {*problem.outputs, *saved})
-    used = set(problem.gradients)
+    gradients = set(problem.gradients)
+    used = set(gradients)
     for op in reversed(problem.backward):
         if op.name in used:
             used.update(op.inputs)
     there = set(saved) | {value.name for value in problem.values if value.free}
     crossing = [_as_input(v) for v in problem.values if v.name in saved or v.free]
     backward: list[Value] = []
-    for op in (*problem.backward, *(v for v in problem.values if v.name in problem.gradients)):
+    for op in (*problem.backward, *(v for v in problem.values if v.name in gradients)):
         if op.name not in used:
             continue
         missing: set[int] = set()
@@ -52,23 +54,64 @@ def schedule(problem: CutProblem, saved: Set[str]) -> Schedule:
     )
 
 
+class Simulation:
+    """A step in which these values cross from forward to backward; its parts as they are asked for.
+
+    For a problem without open regions and a saved set that ``verify`` accepts.
+    """
+
+    def __init__(self, problem: CutProblem, saved: Set[str]):
+        self.problem, self.saved = problem, saved
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        return schedule(self.problem, self.saved)
+
+    @functools.cached_property
+    def forward(self) -> Timeline:
+        return simulate(self.schedule.forward, [*self.problem.outputs, *self.saved])
+
+    @functools.cached_property
+    def backward(self) -> Timeline:
+        ops = self.schedule.backward
+        tangents = [op.name for op in ops if op.kind == INPUT and op.name not in self.saved]
+        free = {value.name for value in self.problem.values if value.free}
+        freed = [*self.saved, *(t for t in tangents if t not in free)]
+        return simulate(ops, self.problem.gradients, freed)
+
+    @property
+    def memory(self) -> StepMemory:
+        return StepMemory(self.forward, self.backward)
+
+    @functools.cached_property
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes
+
+    def within(self, limit_bytes: float) -> bool:
+        """Whether the peak is no higher. The backward is left out where the forward alone is."""
+        return self.forward.peak.bytes <= limit_bytes and self.peak_bytes <= limit_bytes
+
+    def bytes_at(self) -> dict[str, int]:
+        """What is alive while each kernel runs; the most where one runs in both graphs."""
+        found: dict[str, int] = {}
+        for name, size in (*self.forward.moments, *self.backward.moments):
+            found[name] = max(size, found.get(name, 0))
+        return found
+
+    @functools.cached_property
+    def us(self) -> float:
+        """Time by the cost model, what backward computes again included."""
+        return sum(value.us for value in (*self.schedule.forward, *self.schedule.backward))
+
+
 def step_memory(problem: CutProblem, saved: Set[str]) -> StepMemory:
     """The memory of a step in which these values cross from forward to backward."""
-    step = schedule(problem, saved)
-    tangents = [op.name for op in step.backward if op.kind == INPUT and op.name not in saved]
-    free = {value.name for value in problem.values if value.free}
-    return StepMemory(
-        simulate(step.forward, [*problem.outputs, *saved]),
-        simulate(
-            step.backward, problem.gradients, [*saved, *(t for t in tangents if t not in free)]
-        ),
-    )
+    return Simulation(problem, saved).memory
 
 
 def step_us(problem: CutProblem, saved: Set[str]) -> float:
     """Time of a step by the cost model, what backward computes again included."""
-    step = schedule(problem, saved)
-    return sum(value.us for value in (*step.forward, *step.backward))
+    return Simulation(problem, saved).us
 
 
 def _as_input(value: Value) -> Value:

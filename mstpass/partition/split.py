@@ -18,6 +18,7 @@ from torch._functorch import partitioners
 from torch._functorch.compile_utils import raise_getitems
 
 from mstpass.chunk.loop import mst_loop
+from mstpass.graph import ops
 from mstpass.graph.cost import time_us
 from mstpass.graph.joint import JointGraph, is_tangent, nbytes, tensors_of, value_of
 from mstpass.graph.kernels import op_of
@@ -78,7 +79,7 @@ def needs_torch(joint: JointGraph) -> str:
             return f"the higher-order op {node.target}"
         if node.meta.get("memory_budget") is not None or has_region_budget([node]):
             return TORCH_BUDGET
-        if "c10d" in str(node.target):
+        if "c10d" in ops.name_of(node):
             return "collectives"
     return ""
 
@@ -120,7 +121,7 @@ def _value(
     tag = tags.of.get(node, "")
     return Value(
         name=node.name,
-        bytes=_storage_bytes(node),
+        bytes=op.bytes if value_of(node) is not None else 0,
         inputs=tuple(name for name in op.inputs if name in names),
         kind=op.kind,
         inner_bytes=op.inner_bytes,
@@ -133,10 +134,6 @@ def _value(
         forward=node in joint.forward,
         tag=tag,
     )
-
-
-def _storage_bytes(node: fx.Node) -> int:
-    return nbytes(node) if value_of(node) is not None else 0
 
 
 def _extract(joint: JointGraph, saved: list[fx.Node], **torch_kwargs: Any) -> Modules:

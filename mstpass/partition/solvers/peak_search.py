@@ -20,12 +20,12 @@ So a smaller budget never means a higher peak.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from mstpass.graph.memory import StepMemory
 from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import CutProblem, Mode, Plan, RegionModes
-from mstpass.partition.simulate import step_memory
+from mstpass.partition.simulate import Simulation
 from mstpass.partition.solvers.checkpoints import Checkpoints, checkpoints, complete
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.solvers.relax import relaxed
@@ -42,32 +42,37 @@ class _Step:
 
     problem: CutProblem
     plan: Plan
-    memory: StepMemory
+
+    @functools.cached_property
+    def simulation(self) -> Simulation:
+        return Simulation(self.problem, self.plan.saved)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.simulation.peak_bytes
 
 
 def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     """The first plan down the stairs within the budget; the lowest one where none is."""
-    free = _free(problem)
-    if budget_bytes is None or free.memory.peak_bytes <= budget_bytes:
+    free = problem.once(_free)
+    if budget_bytes is None or free.peak_bytes <= budget_bytes:
         return free.plan
     if budget_bytes == 0:
-        lean = _lean(problem)
-        steps = (free, lean, _least(lean)[0])
-        lowest = min(steps, key=lambda step: step.memory.peak_bytes)
+        lean, (least, _) = problem.once(_lean), problem.once(_least)
+        lowest = min((free, lean, least), key=lambda step: step.peak_bytes)
         return relaxed(problem, lowest.plan)
     best = free
     for step in _stairs(problem, free):
-        if step.memory.peak_bytes < best.memory.peak_bytes:
+        if step.simulation.within(best.peak_bytes - 1):
             best = step
-            if best.memory.peak_bytes <= budget_bytes:
+            if best.peak_bytes <= budget_bytes:
                 break
     return relaxed(problem, best.plan)
 
 
 def _step(problem: CutProblem, modes: Mapping[str, str]) -> _Step:
     closed = with_modes(problem, modes)
-    saved = min_cut(closed)
-    return _Step(closed, Plan(saved, modes), step_memory(closed, saved))
+    return _Step(closed, Plan(min_cut(closed), modes))
 
 
 # ---- free --------------------------------------------------------------------------------------
@@ -79,46 +84,46 @@ def _free(problem: CutProblem) -> _Step:
     than the peak is alive while it runs. What fuses or recomputes keeps less for the backward as
     well, and is asked in two halves where it is not all.
     """
-    step = _step(problem, {})
-    optional = [region for region in problem.regions if _whole(region) is not None]
-    saving = [region for region in optional if region.modes[0].name == _SAVE]
+    optional = {region.region: region for region in problem.regions if _whole(region) is not None}
+
+    @functools.cache
+    def without(names: frozenset[str]) -> _Step:
+        """These regions without their loops, all others in their first modes."""
+        modes = {name: _whole(r) or "" for name, r in optional.items() if name in names}
+        return _step(problem, modes)
+
+    def and_without(names: frozenset[str], others: Iterable[str]) -> frozenset[str]:
+        """More regions without their loops, if the peak is no higher."""
+        more = names.union(others)
+        limit = _ROOM * without(names).peak_bytes
+        return more if without(more).simulation.within(limit) else names
+
+    names = frozenset[str]()
+    saving = frozenset(n for n, region in optional.items() if region.modes[0].name == _SAVE)
     if saving:
-        without = _step(problem, {r.region: _whole(r) or "" for r in saving})
-        limit = _ROOM * step.memory.peak_bytes
-        needless = [r for r in saving if without.memory.bytes_at(_members(r)) <= limit]
-        step = _lower(problem, step, needless)
-    limit = step.memory.peak_bytes
-    asked = [r for r in optional if r not in saving and _widest(problem, r) <= limit]
+        limit = _ROOM * without(names).peak_bytes
+        alive = without(saving).simulation.bytes_at()
+        names = and_without(names, (n for n in saving if _most(alive, optional[n]) <= limit))
+    # Unchunked, a region's largest value is alive at once.
+    sizes = {value.name: value.bytes for value in (*problem.values, *problem.backward)}
+    others = [name for name in optional if name not in saving]
+    highest = without(names).peak_bytes
+    asked = [n for n in others if _most(sizes, optional[n]) <= highest]
     half = len(asked) // 2
-    without = _lower(problem, step, asked)
-    if without is not step or not half:
-        return without
-    return _lower(problem, _lower(problem, step, asked[:half]), asked[half:])
+    found = and_without(names, asked)
+    if found == names and half:
+        found = and_without(and_without(names, asked[:half]), asked[half:])
+    return without(found)
 
 
-def _lower(problem: CutProblem, step: _Step, needless: list[RegionModes]) -> _Step:
-    """The step without some regions' loops, if its peak is no higher."""
-    if not needless:
-        return step
-    modes = {**step.plan.modes, **{r.region: _whole(r) or "" for r in needless}}
-    other = _step(problem, modes)
-    higher = other.memory.peak_bytes > _ROOM * step.memory.peak_bytes
-    return step if higher else other
+def _most(sizes: Mapping[str, int], region: RegionModes) -> int:
+    """The largest of the sizes of a region's members."""
+    members = {name for loop in region.modes[0].loops for name in loop.members}
+    return max((sizes.get(name, 0) for name in members), default=0)
 
 
 def _whole(region: RegionModes) -> str | None:
     return next((mode.name for mode in region.modes if not mode.loops), None)
-
-
-def _members(region: RegionModes) -> set[str]:
-    return {name for loop in region.modes[0].loops for name in loop.members}
-
-
-def _widest(problem: CutProblem, region: RegionModes) -> int:
-    """Bytes of a region's largest value, which unchunked are alive at once."""
-    members = _members(region)
-    every = (*problem.values, *problem.backward)
-    return max((v.bytes for v in every if v.name in members), default=0)
 
 
 # ---- lean and least ----------------------------------------------------------------------------
@@ -139,11 +144,12 @@ def _lean(problem: CutProblem) -> _Step:
     return _step(problem, _modes(problem, _held_bytes))
 
 
-def _least(lean: _Step) -> tuple[_Step, Checkpoints]:
+def _least(problem: CutProblem) -> tuple[_Step, Checkpoints]:
     """The same with checkpoints."""
+    lean = problem.once(_lean)
     closed = lean.problem.allowing(recompute_heavy=True)
     found = checkpoints(closed)
-    return _Step(closed, Plan(found.saved, lean.plan.modes), found.memory), found
+    return _Step(closed, Plan(found.saved, lean.plan.modes)), found
 
 
 # ---- the stairs between them -------------------------------------------------------------------
@@ -154,9 +160,8 @@ def _stairs(problem: CutProblem, free: _Step) -> Iterator[_Step]:
     regions = [name for name in lean if lean[name] != before[name]]
     for count in _counts(len(regions)):
         yield _step(problem, {**before, **{name: lean[name] for name in regions[:count]}})
-    shortest = _lean(problem)
+    shortest, (least, found) = problem.once(_lean), problem.once(_least)
     yield shortest
-    least, found = _least(shortest)
     yield from _checkpoint_stairs(shortest, least, found.places)
     yield least
 
@@ -177,7 +182,7 @@ def _checkpoint_stairs(
             verify(problem, saved)
         except InvalidPlan:
             saved = complete(problem, saved)
-        yield _Step(problem, Plan(saved, lean.plan.modes), step_memory(problem, saved))
+        yield _Step(problem, Plan(saved, lean.plan.modes))
 
 
 def _counts(total: int) -> list[int]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from mstpass.partition.modes import Cycle, with_modes
 from mstpass.partition.problem import CutProblem, Mode, Plan, RegionModes
-from mstpass.partition.simulate import step_memory, step_us
+from mstpass.partition.simulate import Simulation
 from mstpass.partition.solvers.stair import saved_where
 from mstpass.partition.verify import recomputed
 
@@ -36,7 +36,8 @@ class _State:
 def relaxed(problem: CutProblem, plan: Plan) -> Plan:
     """A plan of the same simulated peak that takes no more time."""
     closed = with_modes(problem, plan.modes)
-    state = _State(plan, step_memory(closed, plan.saved).peak_bytes, step_us(closed, plan.saved))
+    step = Simulation(closed, plan.saved)
+    state = _State(plan, step.peak_bytes, step.us)
     size = len(problem.values) + len(problem.backward)
     relax = _Relax(problem, state, min(_TRIES, _OPS // max(1, size)))
     for rank in range(max((len(r.modes) for r in problem.regions), default=0)):
@@ -98,8 +99,8 @@ class _Relax:
         except Cycle:
             return False
         saved = saved_where(closed, lambda value: value.name in saved)
-        us = step_us(closed, saved)
-        if us >= self.state.us or step_memory(closed, saved).peak_bytes != self.state.peak_bytes:
+        step, peak_bytes = Simulation(closed, saved), self.state.peak_bytes
+        if step.us >= self.state.us or not step.within(peak_bytes) or step.peak_bytes != peak_bytes:
             return False
-        self.state = _State(Plan(saved, modes), self.state.peak_bytes, us)
+        self.state = _State(Plan(saved, modes), peak_bytes, step.us)
         return True

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import CutProblem, Mode, Plan, RegionModes, Value
-from mstpass.partition.simulate import step_memory, step_us
+from mstpass.partition.simulate import Simulation
 
 FREE_OVERHEAD = 0.02  # extra time, as a fraction, that no budget at all may cost
 
@@ -29,8 +29,8 @@ def step_of(problem: CutProblem, modes: Mapping[str, str], keep: Callable[[Value
     """The step in which backward's needs are saved where ``keep`` holds or nothing else helps."""
     closed = with_modes(problem, modes)
     saved = saved_where(closed, keep)
-    peak_bytes = step_memory(closed, saved).peak_bytes
-    return Step(Plan(saved, dict(modes)), peak_bytes, step_us(closed, saved))
+    step = Simulation(closed, saved)
+    return Step(Plan(saved, dict(modes)), step.peak_bytes, step.us)
 
 
 def first_within(stair: Iterable[Step], budget_bytes: int | None) -> Plan:
