@@ -36,7 +36,7 @@ def choices(joint: JointGraph, options: Options) -> tuple[list[Choices], list[Re
     least = options.memory_budget == 0.0
     first: list[ChunkPlan] = []
     others: list[Choices] = []
-    facts_of = {region.name: Facts(joint, region) for region in regions}
+    facts_of = {region.members: Facts(joint, region) for region in regions}
     for facts in facts_of.values():
         planned = plan_region(facts, options, mode_of(facts.region, options), short=least)
         if isinstance(planned, ChunkPlan):
@@ -47,12 +47,12 @@ def choices(joint: JointGraph, options: Options) -> tuple[list[Choices], list[Re
             rejections.append(planned)
 
     def replan(plan: ChunkPlan, repeat: frozenset[str]) -> ChunkPlan:
-        facts = facts_of[plan.members[0][0]]
+        facts = facts_of[plan.members]
         planned = plan_region(facts, options, plan.mode, repeat, short=least)
         return planned if isinstance(planned, ChunkPlan) else plan
 
     spent = spend(joint, first, options.free_overhead, replan)
-    taken = [_choices(facts_of[p.members[0][0]], p, options) for p in spent]
+    taken = [_choices(facts_of[p.members], p, options) for p in spent]
     return [*taken, *others], rejections
 
 
@@ -79,4 +79,5 @@ def _choices(facts: Facts, first: ChunkPlan, options: Options) -> Choices:
         if isinstance(planned, ChunkPlan) and planned not in plans.values():
             plans.setdefault(name, planned)
     optional = options.chunk_tokens is None and not region.symbolic
-    return Choices(region.name, tuple(plans.items()), optional)
+    # Two heads may begin with the same view; what a region ends with is its own.
+    return Choices(region.members[-1][0], tuple(plans.items()), optional)
