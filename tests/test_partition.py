@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from mstpass.options import Options
 from mstpass.partition.problem import CutProblem, Value
 from mstpass.partition.repeatable import is_heavy
 from mstpass.partition.solvers.checkpoints import checkpoints
-from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.partition.solvers.min_cut import cut, min_cut, network_of
 from mstpass.partition.verify import InvalidPlan, recomputed, verify
 from tests.checks import joint_graph
 from tests.models import Block, GatedMLP
@@ -78,6 +79,19 @@ def test_solvers_against_brute_force(name: str, problem: CutProblem) -> None:
     verify(problem, saved)
     saved_bytes = sum(v.bytes for v in problem.values if v.name in saved)
     assert saved_bytes == best if name == "min_cut" else saved_bytes >= best
+
+
+@given(problem=problems())
+@settings(max_examples=400, deadline=None)
+def test_a_contracted_network_has_the_same_cut(problem: CutProblem) -> None:
+    values, network = network_of(problem)
+    try:
+        whole = cut(network.vertices(list(network.left)))
+    except nx.NetworkXUnbounded:
+        with pytest.raises(nx.NetworkXUnbounded):
+            min_cut(problem)
+    else:
+        assert min_cut(problem) == {values[i].name for i in whole}
 
 
 def test_verify_refuses_what_backward_cannot_have() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from mstpass.bench import common
+from mstpass.bench import common, planning
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
 from mstpass.bench.models import LlamaSize, Step, llama
 from mstpass.bench.race import INDUCTOR, MST, Row, ratios
@@ -70,10 +70,11 @@ class Seconds(Row):
 def main(argv: Sequence[str] = ()) -> int:
     return common.main(
         "compile",
-        [run],
+        [run, planning.run],
         argv,
         description="Compile time of a Llama-like step, cold and from the caches, by depth and "
-        "by number of chunks; a fresh process for each measurement.",
+        "by number of chunks, a fresh process for each measurement; and the CPU time of mst's own "
+        "planning by depth.",
         examples=EXAMPLES,
     )
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ EXAMPLES = """examples:
   mstpass bench record llama-8 --out /tmp     one of them, elsewhere
 """
 
+T = TypeVar("T")
 Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]  # a loss function and its inputs
 
 
@@ -85,16 +86,29 @@ def record(model: Recorded) -> CutProblem:
 
 def problem_of(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> CutProblem:
     """The partition problem of a function, traced but not run."""
-    found: list[CutProblem] = []
+
+    def take(module: fx.GraphModule, num_fwd_outputs: int) -> CutProblem:
+        given = Options.parse({"solver": "min_cut", **options})
+        result = pipeline.run(module, given, num_fwd_outputs=num_fwd_outputs, stop_after="plan")
+        assert result.problem is not None
+        return result.problem
+
+    return at_joint(fn, inputs, take)
+
+
+def at_joint(
+    fn: Callable[..., Any], inputs: Sequence[Tensor], take: Callable[[fx.GraphModule, int], T]
+) -> T:
+    """What ``take`` makes of a function's joint graph and its number of forward outputs.
+
+    The function is traced but not compiled.
+    """
+    found: list[T] = []
 
     class Take(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             prepare(gm)
-            outputs = kwargs["num_fwd_outputs"]
-            given = Options.parse({"solver": "min_cut", **options})
-            result = pipeline.run(gm, given, num_fwd_outputs=outputs, stop_after="plan")
-            assert result.problem is not None
-            found.append(result.problem)
+            found.append(take(gm, kwargs["num_fwd_outputs"]))
             raise _Taken
 
         def uuid(self) -> Any:

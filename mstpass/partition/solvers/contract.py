@@ -16,7 +16,10 @@ min_cut.py asks for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+# Of one vertex: its capacity, whether it is kept and needed, and its inputs by position in a part.
+Vertex = tuple[float, bool, bool, tuple[int, ...]]
 
 
 class Network:
@@ -84,6 +87,19 @@ class Network:
                 part += new
             found.append(sorted(part))
         return found
+
+    def vertices(self, part: Sequence[int]) -> tuple[Vertex, ...]:
+        """A part as plain data, equal for parts that are alike."""
+        position = {vertex: i for i, vertex in enumerate(part)}
+        return tuple(
+            (
+                self.capacity[vertex],
+                vertex in self.kept,
+                vertex in self.needed,
+                tuple(sorted(position[source] for source in self.inputs[vertex])),
+            )
+            for vertex in part
+        )
 
     def _costs_less(self, vertex: int, price: float) -> bool:
         return self.capacity[vertex] < price or self.capacity[vertex] == price == math.inf

@@ -21,17 +21,26 @@ import networkx as nx
 from networkx.algorithms import flow
 
 from mstpass.partition.problem import CutProblem, Value
-from mstpass.partition.solvers.contract import Network
+from mstpass.partition.solvers.contract import Network, Vertex
 
 _STEPS = 1024
-
-# Of one vertex: its capacity (infinite: cannot be cut), whether source and sink reach it directly,
-# and its inputs by position in the part.
-_Vertex = tuple[float, bool, bool, tuple[int, ...]]
 
 
 def min_cut(problem: CutProblem) -> frozenset[str]:
     """The names to save. The optimum in bytes; ties broken towards the backward."""
+    relevant, network = network_of(problem)
+    saved = network.contract()
+    known: dict[tuple[Vertex, ...], list[int]] = {}
+    for part in network.parts():
+        vertices = network.vertices(part)
+        if vertices not in known:
+            known[vertices] = cut(vertices)
+        saved.update(part[i] for i in known[vertices])
+    return frozenset(relevant[i].name for i in saved)
+
+
+def network_of(problem: CutProblem) -> tuple[list[Value], Network]:
+    """What backward can need, and its network, a vertex each."""
     distance = _distances(problem)
     relevant = [v for v in problem.values if v.name in distance and not v.free]
     index = {value.name: i for i, value in enumerate(relevant)}
@@ -41,14 +50,7 @@ def min_cut(problem: CutProblem) -> frozenset[str]:
         needed=(i for i, value in enumerate(relevant) if value.needed),
         inputs=[{index[n] for n in value.inputs if n in index} for value in relevant],
     )
-    saved = network.contract()
-    known: dict[tuple[_Vertex, ...], list[int]] = {}
-    for part in network.parts():
-        vertices = _vertices(network, part)
-        if vertices not in known:
-            known[vertices] = _cut(vertices)
-        saved.update(part[i] for i in known[vertices])
-    return frozenset(relevant[i].name for i in saved)
+    return relevant, network
 
 
 def _capacity(value: Value, distance: int) -> float:
@@ -57,24 +59,11 @@ def _capacity(value: Value, distance: int) -> float:
     return max(1, value.bytes) * _STEPS * 4 + min(distance, _STEPS - 1)
 
 
-def _vertices(network: Network, part: Sequence[int]) -> tuple[_Vertex, ...]:
-    position = {vertex: i for i, vertex in enumerate(part)}
-    return tuple(
-        (
-            network.capacity[vertex],
-            vertex in network.kept,
-            vertex in network.needed,
-            tuple(sorted(position[source] for source in network.inputs[vertex])),
-        )
-        for vertex in part
-    )
-
-
-def _cut(nodes: Sequence[_Vertex]) -> list[int]:
+def cut(vertices: Sequence[Vertex]) -> list[int]:
     """The positions that a minimum cut saves."""
     network = nx.DiGraph()
     network.add_nodes_from(("source", "sink"))
-    for i, (capacity, kept, needed, inputs) in enumerate(nodes):
+    for i, (capacity, kept, needed, inputs) in enumerate(vertices):
         if capacity == math.inf:
             network.add_edge((i, "in"), (i, "out"))  # no capacity: cannot be cut
         else:
@@ -86,7 +75,8 @@ def _cut(nodes: Sequence[_Vertex]) -> list[int]:
         for j in inputs:
             network.add_edge((j, "out"), (i, "in"))
     _, (reachable, _) = nx.minimum_cut(network, "source", "sink", flow_func=flow.boykov_kolmogorov)
-    return [i for i in range(len(nodes)) if (i, "in") in reachable and (i, "out") not in reachable]
+    every = range(len(vertices))
+    return [i for i in every if (i, "in") in reachable and (i, "out") not in reachable]
 
 
 def _distances(problem: CutProblem) -> dict[str, int]:
