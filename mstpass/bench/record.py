@@ -14,28 +14,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from mstpass import pipeline
-from mstpass.backend import prepare
 from mstpass.bench import problems
 from mstpass.bench.models import Llama, LlamaSize, SwiGLU
 from mstpass.extras import UserError, require
 from mstpass.options import Options
 from mstpass.partition.problem import CutProblem
+from mstpass.trace import at_joint
 
 EXAMPLES = """examples:
   mstpass bench record                        every model, beside the recorded problems
   mstpass bench record llama-8 --out /tmp     one of them, elsewhere
 """
 
-T = TypeVar("T")
 Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]  # a loss function and its inputs
 
 
@@ -94,44 +91,6 @@ def problem_of(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> CutPr
         return result.problem
 
     return at_joint(fn, inputs, take)
-
-
-def at_joint(
-    fn: Callable[..., Any], inputs: Sequence[Tensor], take: Callable[[fx.GraphModule, int], T]
-) -> T:
-    """What ``take`` makes of a function's joint graph and its number of forward outputs.
-
-    The function is traced but not compiled.
-    """
-    found: list[T] = []
-
-    class Take(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            prepare(gm)
-            found.append(take(gm, kwargs["num_fwd_outputs"]))
-            raise _Taken
-
-        def uuid(self) -> Any:
-            return None
-
-    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
-        patches = {"custom_partitioner_fn": Take(), "fx_graph_cache": False}
-        return compile_fx(gm, example_inputs, config_patches=patches)
-
-    torch._dynamo.reset()
-    try:
-        torch.compile(fn, backend=backend, fullgraph=True)(*inputs)
-    except Exception:
-        if not found:
-            raise
-    torch._dynamo.reset()
-    if not found:
-        raise UserError("the function has no backward: nothing is recorded")
-    return found[0]
-
-
-class _Taken(Exception):
-    pass
 
 
 # ---- the models --------------------------------------------------------------------------------
