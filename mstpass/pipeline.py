@@ -24,6 +24,7 @@ from mstpass.chunk.spread import spread_operands
 from mstpass.graph.build import sizes_from_inputs
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.kernels import simulate_step
+from mstpass.graph.memory import StepMemory
 from mstpass.options import Options
 from mstpass.partition.again import recompute_again
 from mstpass.partition.budget import BudgetError, budget_bytes, infeasible, solve_within
@@ -53,12 +54,27 @@ STAGES = ("read", "detect", "plan", "apply", "split")
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What the pipeline made, up to the stage at which it stopped."""
+    """What the pipeline made, up to the stage at which it stopped.
+
+    Attributes:
+        read: the joint graph that regions and problem speak of, before any loop.
+        applied: the same with its loops.
+        before: the memory of the step without loops; None where ``outcome`` has no peak of it.
+        after: of the final forward and backward.
+    """
 
     outcome: Outcome
     problem: CutProblem | None = None
-    joint: fx.GraphModule | None = None
+    applied: Applied | None = None
     modules: Modules | None = None
+    read: JointGraph | None = None
+    before: StepMemory | None = None
+    after: StepMemory | None = None
+
+    @property
+    def joint(self) -> fx.GraphModule | None:
+        """The joint graph with its loops."""
+        return self.applied.module if self.applied is not None else None
 
 
 def run(
@@ -101,7 +117,7 @@ def run(
     applied, plans, more = _apply(joint, plans, options)
     rejections += more
     if stop_after == "apply":
-        return Result(Outcome(tuple(plans), tuple(rejections)), problem, applied.module)
+        return Result(Outcome(tuple(plans), tuple(rejections)), problem, applied)
     rewritten = JointGraph(applied.module, num_fwd_outputs)
     modules, save_plan, note = _split(rewritten, applied, plan, options, torch_kwargs)
     rows_first = options.frees_memory_for_time
@@ -118,17 +134,20 @@ def run(
         warnings.warn(f"mstpass: {notes[-1]}", stacklevel=2)
     peak_bytes = memory.peak_bytes if memory.known else None
     outcome = Outcome(tuple(plans), tuple(rejections), save_plan, peak_bytes, notes=tuple(notes))
+    before: StepMemory | None = None
     if memory.known and save_plan.solver != "torch":
         whole = dataclasses.replace(problem, regions=())
         saved = min_cut(whole)
+        before = step_memory(whole, saved)
         before_us = step_us(whole, saved)
         after_us = step_us(with_modes(problem, plan.modes), plan.saved)
         outcome = dataclasses.replace(
             outcome,
-            baseline_peak_bytes=step_memory(whole, saved).peak_bytes,
+            baseline_peak_bytes=before.peak_bytes,
             extra_time=after_us / before_us - 1 if before_us else 0.0,  # nothing but views
         )
-    return Result(outcome, problem, applied.module, modules)
+    after = memory if memory.known else None
+    return Result(outcome, problem, applied, modules, joint, before, after)
 
 
 # ---- detect ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from mstpass.graph.fusion import fused_groups
@@ -58,12 +58,34 @@ class Moment(NamedTuple):
     bytes: int
 
 
+class Buffer(NamedTuple):
+    """Alive from moment ``start`` up to, not with, moment ``end``."""
+
+    node: str
+    bytes: int
+    start: int
+    end: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """Of one graph. ``alive`` is what is there at the peak, by name, the largest first."""
+    """Of one graph.
+
+    Attributes:
+        alive: what is there at the peak, by name, the largest first.
+        lives: of each buffer the number of its first moment, and of the one after its last; a
+            moment is what runs as one (``fuse``).
+        ops: by name.
+    """
 
     moments: tuple[Moment, ...]
     alive: tuple[Moment, ...]
+    lives: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict, repr=False)
+    ops: Mapping[str, Op] = dataclasses.field(default_factory=dict, repr=False)
+
+    def buffers(self) -> list[Buffer]:
+        """At every moment their bytes, and the kernel's own ``inner_bytes``, are what is there."""
+        return [Buffer(n, self.ops[n].bytes, *life) for n, life in self.lives.items()]
 
     @property
     def peak(self) -> Moment:
@@ -139,7 +161,7 @@ class _Simulation:
         now = sum(alive.values())
         moments: list[Moment] = []
         sizes: list[int] = []
-        lives = dict.fromkeys(alive, (0, len(self.ops)))  # the first moment, and the one after
+        lives = dict.fromkeys(alive, (0, len(groups)))  # the first moment, and the one after
         for i, group in enumerate(groups):
             dying = [b for b in dies_at.get(i, ()) if b in alive]
             born: dict[str, int] = {}
@@ -153,7 +175,7 @@ class _Simulation:
                     lives[over] = lives[over][0], i
                 born |= new
             alive |= born
-            lives |= dict.fromkeys(born, (i, len(self.ops)))
+            lives |= dict.fromkeys(born, (i, len(groups)))
             now += sum(born.values())
             inner_bytes = max(self.op[kernel].inner_bytes for kernel in group)
             sizes.append(now + inner_bytes)
@@ -162,9 +184,10 @@ class _Simulation:
             for buffer in (*dying, *unused):
                 now -= alive.pop(buffer)
                 lives[buffer] = lives[buffer][0], i + 1
-        peak = sizes.index(max(sizes)) if any(sizes) else len(self.ops)
+        peak = sizes.index(max(sizes)) if any(sizes) else len(groups)
         there = (Moment(b, self.op[b].bytes) for b, life in lives.items() if peak in range(*life))
-        return Timeline(tuple(moments), tuple(sorted(there, key=lambda m: -m.bytes)))
+        alive_there = tuple(sorted(there, key=lambda m: -m.bytes))
+        return Timeline(tuple(moments), alive_there, lives, self.op)
 
     def _groups(self) -> list[tuple[str, ...]]:
         """Kernels that run as one, in order."""

@@ -18,6 +18,7 @@ from mstpass.graph.memory import POINTWISE, Op
 
 MUST_SAVE, MUST_RECOMPUTE = "must_save", "must_recompute"
 PREFER_RECOMPUTE = "prefer_recompute"
+UNFINISHED = ":unfinished"  # behind a name: see unfinished()
 RECOMPUTED = (MUST_RECOMPUTE, PREFER_RECOMPUTE)
 
 T = TypeVar("T")
@@ -211,7 +212,7 @@ class Plan:
 
 def unfinished(name: str) -> str:
     """What a loop returns for a node that is scaled or cast after the loop."""
-    return f"{name}:unfinished"
+    return f"{name}{UNFINISHED}"
 
 
 def with_needs(
