@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mstpass.explain import ExplainError, explain
     from mstpass.linter import Finding, LintReport, lint, lint_compiled, lint_graphs
     from mstpass.options import OptionError, Options
     from mstpass.partition.solvers import register_solver
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "ChunkPlan",
+    "ExplainError",
     "Finding",
     "LintReport",
     "OptionError",
     "Options",
     "Rejection",
     "Report",
+    "explain",
     "lint",
     "lint_compiled",
     "lint_graphs",
@@ -31,12 +34,14 @@ __all__ = [
 ]
 _MODULES = {
     "ChunkPlan": "mstpass.plans",
+    "ExplainError": "mstpass.explain",
     "Finding": "mstpass.linter",
     "LintReport": "mstpass.linter",
     "OptionError": "mstpass.options",
     "Options": "mstpass.options",
     "Rejection": "mstpass.plans",
     "Report": "mstpass.report.report",
+    "explain": "mstpass.explain",
     "lint": "mstpass.linter",
     "lint_compiled": "mstpass.linter",
     "lint_graphs": "mstpass.linter",

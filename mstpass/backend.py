@@ -40,6 +40,8 @@ from mstpass.partition.scatter import write_rows_first
 from mstpass.partition.solvers import is_own
 from mstpass.plans import Outcome, Rejection
 from mstpass.report import store
+from mstpass.report.build import details_of
+from mstpass.report.details import Details
 from mstpass.report.report import Report
 
 log = logging.getLogger(__name__)
@@ -152,8 +154,19 @@ class Partitioner(CustomPartitionerFn):
             store.add(Report(_failed(error)), self.key)
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         self.chunked = bool(result.outcome.regions)
-        store.add(Report(result.outcome), self.key, self.options.report)
+        report = Report(result.outcome, details=self._details(result))
+        store.add(report, self.key, self.options.report)
         return result.modules
+
+    def _details(self, result: pipeline.Result) -> Details | None:
+        """A picture that cannot be drawn must not stop a compilation."""
+        try:
+            return details_of(result)
+        except Exception:
+            if self.options.strict:
+                raise
+            log.debug("mstpass has no details of this graph", exc_info=True)
+            return None
 
     def uuid(self) -> str | None:
         # None, not cacheable: a user's solver may change without its name

@@ -11,17 +11,22 @@ FUSED, RECOMPUTE, SAVE = "fused", "recompute", "save"
 
 @dataclasses.dataclass(frozen=True)
 class Rejection:
-    """A part that is large but was not taken. ``reason`` says why, and what to do where known."""
+    """A part that is large but was not taken: why, and what a user can change (``fix``).
+
+    ``fix`` is empty where nothing is known to help. ``node`` is the one that stood in the way,
+    ``source`` and ``bytes`` are those of the part.
+    """
 
     stage: str
     node: str
     reason: str
     source: str = ""
     bytes: int = 0
+    fix: str = ""
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
-        return f"{self.node}{where}: {self.reason}"
+        return f"{self.node}{where}: {self.reason}" + (f"; {self.fix}" if self.fix else "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,39 @@
-"""The joint graph of a function, traced as for a compilation and not compiled."""
+"""The joint graph of a function, traced as for a compilation and not compiled.
+
+Nothing is run: Dynamo traces on fake tensors, and AOTAutograd's partitioner is where it ends. What
+this process has compiled stays: the function is called from one whose code is new each time, so
+that Dynamo neither finds nor keeps anything under its name (``CacheEntry``, and the code state that
+makes a size dynamic once it has had two values: torch/_dynamo/pgo.py; checked with torch 2.11 and
+2.13).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import builtins
+import itertools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mstpass.backend import prepare
 from mstpass.extras import UserError
+from mstpass.linter.names import modules_near
 
 T = TypeVar("T")
+Take = Callable[[fx.GraphModule, dict[str, Any]], T]
+_numbers = itertools.count()
+
+
+class NoJointGraph(UserError):
+    """The function cannot be traced as one graph, or has no backward."""
 
 
 def at_joint(
@@ -23,32 +43,142 @@ def at_joint(
 
     The function is traced but not compiled.
     """
+    return trace_joint(fn, inputs, {}, lambda gm, kwargs: take(gm, kwargs["num_fwd_outputs"]))
+
+
+def trace_joint(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    take: Take[T],
+    before: Callable[[Sequence[Any]], None] = lambda inputs: None,
+) -> T:
+    """What ``take`` makes of a function's joint graph and what AOTAutograd gives a partitioner.
+
+    Meta tensors among the arguments, and in the modules that the function is, holds or is given,
+    stand for tensors of the default device.
+
+    Args:
+        before: is given the graph's inputs, before it is traced further.
+
+    Raises:
+        NoJointGraph: there is no backward. What the function, Dynamo or ``take`` raise is passed on.
+    """
     found: list[T] = []
 
-    class Take(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **given: Any) -> Any:
             prepare(gm)
-            found.append(take(gm, kwargs["num_fwd_outputs"]))
+            found.append(take(gm, given))
             raise _Taken
 
         def uuid(self) -> Any:
             return None
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
-        patches = {"custom_partitioner_fn": Take(), "fx_graph_cache": False}
-        return compile_fx(gm, example_inputs, config_patches=patches)
+        before(example_inputs)
+        patches = {"custom_partitioner_fn": Partitioner(), "fx_graph_cache": False}
+        compile_fx(gm, example_inputs, config_patches=patches)
+        raise NoJointGraph("no backward: nothing that requires a gradient reaches its result")
 
-    torch._dynamo.reset()
-    try:
-        torch.compile(fn, backend=backend, fullgraph=True)(*inputs)
-    except Exception:
-        if not found:
-            raise
-    torch._dynamo.reset()
+    inner = innermost(fn)
+    with with_storage((inner, args, kwargs)) as (_, given_args, given_kwargs), _same_random_state():
+        try:
+            compiled = torch.compile(_new_code(), backend=backend, fullgraph=True)
+            compiled(inner, given_args, given_kwargs)
+        except Exception as error:
+            if not found:
+                raise cause_of(error) from None
     if not found:
-        raise UserError("the function has no backward: nothing to plan")
+        raise NoJointGraph("no computation: nothing was traced")
     return found[0]
 
 
 class _Taken(Exception):
-    pass
+    """The partitioner has what it wanted."""
+
+
+def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What was given to ``torch.compile``, where that made the function."""
+    while isinstance(fn, nn.Module) and isinstance(fn._modules.get("_orig_mod"), nn.Module):
+        fn = fn._modules["_orig_mod"]
+    return getattr(fn, "_torchdynamo_orig_callable", fn)
+
+
+def cause_of(error: Exception) -> Exception:
+    """What a backend raised, of Dynamo's error about it; others as they are."""
+    inner = getattr(error, "inner_exception", None)
+    return cause_of(inner) if isinstance(inner, Exception) else error
+
+
+def _call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return fn(*args, **kwargs)
+
+
+def _new_code() -> Callable[..., Any]:
+    code = _call.__code__.replace(co_name=f"traced_{next(_numbers)}")
+    return types.FunctionType(code, {"__builtins__": builtins, "__name__": __name__})
+
+
+@contextmanager
+def _same_random_state() -> Iterator[None]:
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        yield
+
+
+@contextmanager
+def with_storage(step: T) -> Iterator[T]:
+    """A step, as a tree, whose meta tensors are fake ones of the default device meanwhile.
+
+    The modules that it is, holds or is given have fake parameters and buffers in the place of meta
+    ones, and get theirs back.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = _default_device()
+    known: dict[int, Tensor] = {}
+
+    def real(value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.device.type == "meta"):
+            return value
+        if id(value) not in known:
+            with mode, torch.device(device):
+                made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            if isinstance(value, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=value.requires_grad)
+            elif value.is_leaf:
+                made.requires_grad_(value.requires_grad)
+            known[id(value)] = made
+        return known[id(value)]
+
+    changed: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for module in _modules_of(tree_leaves(step)):
+            for tensors in (module._parameters, module._buffers):
+                for name, value in tensors.items():
+                    made = real(value)
+                    if made is not value and value is not None:
+                        changed.append((tensors, name, value))
+                        tensors[name] = made
+        yield tree_map(real, step)
+    finally:
+        for tensors, name, value in changed:
+            tensors[name] = value
+
+
+def _default_device() -> torch.device:
+    device = torch.get_default_device()
+    if device.type != "meta":
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _modules_of(leaves: Sequence[Any]) -> Iterator[nn.Module]:
+    """All modules below those that the leaves are or hold."""
+    seen: set[int] = set()
+    for leaf in leaves:
+        for root in modules_near(leaf):
+            for module in root.modules():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield module

@@ -89,6 +89,7 @@ def _innermost(stack_trace: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def _clean(path: str) -> str:
     """Dynamo's ``L['self']._modules['mlp']`` as ``mlp``, a closure's or a global model likewise."""
+    path = re.sub(r"^G\['__import_[^']*'\]\.\w+\.?", "", path)  # a global of another file
     path = re.sub(r"^[LG]\['[^']*'\]\.?", "", path)
     path = re.sub(r"^__closure__\[\d+\]\.cell_contents\.?", "", path)
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)

@@ -43,8 +43,8 @@ def details_of(result: Result) -> Details | None:
     names = _names(result.applied)
     return Details(
         nodes=drawn_nodes(result, result.read, names, result.modules),
-        before=result.before and memory_timeline(result.before, {}),
-        after=result.before and result.after and memory_timeline(result.after, names),
+        before=memory_timeline(result.before, {}) if result.before else None,
+        after=memory_timeline(result.after, names) if result.after else None,
     )
 
 

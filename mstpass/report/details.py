@@ -27,7 +27,8 @@ class DrawnNode:
         bytes: of all its tensors.
         inputs: names of nodes.
         fate: of a forward value that backward uses: ``"saved"``, ``"recomputed"`` or
-            ``"reconstructed"``; else empty.
+            ``"reconstructed"``; else empty, as it is for views, which hold no bytes. A gradient
+            that a fused loop computes in the forward is ``"saved"``.
         region: index into the report's regions; -1 for none.
     """
 
@@ -64,8 +65,11 @@ class Life:
 class MemoryTimeline:
     """Simulated memory of one step: forward, then backward.
 
+    Names are those of the joint graph's nodes, but for a loop's, ``"loop:"`` and the first node
+    that it returns, and for what a plan adds, such as a mask packed into bits.
+
     Attributes:
-        moments: the node that runs at each moment.
+        moments: the node that runs at each moment; views, and what is fused into others, have none.
         bytes: in use at each moment, above what was allocated when forward began. At every moment
             the sum over the lives that contain it.
         first_backward: index of backward's first moment.
@@ -102,8 +106,8 @@ class Details:
 
     Attributes:
         before: the step without loops, as torch's partitioner would cut it; None where a size
-            depends on data.
-        after: the step as planned; None where ``before`` is.
+            depends on data, and where torch's partitioner cuts the step anyway.
+        after: the step as planned; None where a size depends on data.
         pareto: plans of the same step at other budgets; empty unless asked for.
     """
 

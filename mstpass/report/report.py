@@ -18,8 +18,11 @@ from mstpass.plans import (
     SavedValue,
     SavePlan,
 )
+from mstpass.report.columns import from_columns, to_columns
+from mstpass.report.details import Details
+from mstpass.report.units import bytes_text
 
-_SHOWN = 12
+SCHEMA = "mstpass-report/1"
 
 
 class Report:
@@ -28,10 +31,12 @@ class Report:
     Attributes:
         outcome: the plans themselves.
         cached: whether the graph came from a compile cache and the report from beside it.
+        details: the graph's nodes and its memory over time, which pictures are drawn from; None
+            where an error left the graph to Inductor.
     """
 
-    def __init__(self, outcome: Outcome, cached: bool = False):
-        self.outcome, self.cached = outcome, cached
+    def __init__(self, outcome: Outcome, cached: bool = False, details: Details | None = None):
+        self.outcome, self.cached, self.details = outcome, cached, details
 
     @property
     def regions(self) -> tuple[ChunkPlan, ...]:
@@ -73,80 +78,40 @@ class Report:
         return self.outcome.extra_time
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self.outcome)
+        """Plain data; docs/explain.md has every field."""
+        return {
+            "schema": SCHEMA,
+            **dataclasses.asdict(self.outcome),
+            "details": to_columns(self.details) if self.details is not None else None,
+        }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to ``path``; ``Report.from_json`` reads it back."""
+        """Write the report to ``path``, a line for each field; ``Report.from_json`` reads it."""
+        rows = (f"{json.dumps(key)}: {_dumped(value)}" for key, value in self.to_dict().items())
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.to_dict(), file, indent=1, default=sorted)
+            file.write("{\n" + ",\n".join(rows) + "\n}\n")
 
     @staticmethod
     def from_json(path: str | os.PathLike[str], cached: bool = False) -> Report:
         with open(path, encoding="utf-8") as file:
-            return Report(_outcome(json.load(file)), cached)
+            data = json.load(file)
+        details = data.get("details")
+        return Report(_outcome(data), cached, from_columns(details) if details else None)
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        from mstpass.report.text import lines
+
+        return "\n".join(lines(self))
 
     def __repr__(self) -> str:
         return (
             f"<mstpass.Report: {len(self.regions)} regions, {len(self.rejections)} rejections, "
-            f"{_mib(self.saved_bytes)} saved for backward>"
+            f"{bytes_text(self.saved_bytes)} saved for backward>"
         )
 
 
-def _lines(report: Report) -> list[str]:
-    lines = ["mstpass report" + (" (graph from the compile cache)" if report.cached else "")]
-    if not report.regions:
-        lines.append("  nothing was chunked: the graph compiles as Inductor would compile it")
-    for region in report.regions[:_SHOWN]:
-        lines.append(_region_line(region))
-        if region.note:
-            lines.append(f"           note: {region.note}")
-    lines += _more(report.regions)
-    if report.rejections:
-        lines.append("  not taken:")
-        lines += [f"    {rejection}" for rejection in report.rejections[:_SHOWN]]
-        lines += _more(report.rejections)
-    plan = report.outcome.save_plan
-    if plan is not None:
-        largest = ", ".join(f"{v.node} {_mib(v.bytes)}" for v in plan.saved[:3])
-        lines.append(
-            f"  saved for backward: {len(plan.saved)} values, {_mib(plan.saved_bytes)} "
-            f"({plan.solver})" + (f"; largest: {largest}" if largest else "")
-        )
-    if report.reconstructed:
-        won = sum(item.bytes for item in report.reconstructed)
-        lines.append(f"  reconstructed, {_mib(won)} less:")
-        lines += [f"    {item}" for item in report.reconstructed[:_SHOWN]]
-        lines += _more(report.reconstructed)
-    if report.peak_bytes is not None:
-        lines.append(f"  simulated peak of forward and backward: {_mib(report.peak_bytes)}")
-        if report.baseline_peak_bytes is not None and report.extra_time is not None:
-            lines[-1] += (
-                f"; without loops {_mib(report.baseline_peak_bytes)}; "
-                f"estimated extra time {100 * report.extra_time:.1f} %"
-            )
-    lines += [f"  note: {note}" for note in report.outcome.notes]
-    return lines
-
-
-def _region_line(region: ChunkPlan) -> str:
-    chunks = f"{region.num_chunks} chunks of {region.chunk_tokens} of {region.num_tokens} tokens"
-    if region.symbolic:
-        chunks = f"chunks of up to {region.chunk_tokens} tokens ({region.num_tokens} when traced)"
-    return (
-        f"  {region.kind:<8} {region.mode:<10} {chunks}, "
-        f"{_mib(region.bytes_before)} -> {_mib(region.bytes_after)}  {region.source}"
-    ).rstrip()
-
-
-def _more(items: tuple[Any, ...]) -> list[str]:
-    return [f"    ... and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
+def _dumped(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), default=sorted)
 
 
 def _outcome(data: dict[str, Any]) -> Outcome:

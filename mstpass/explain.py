@@ -1,0 +1,160 @@
+"""The plan of a step, without running it: traced on fake tensors, planned, split, and reported.
+
+What a compilation would decide is decided by the same code on the same graph, so the report is the
+one that ``torch.compile(fn, backend="mst")`` would leave, peaks of the final graphs included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass import pipeline
+from mstpass.device import with_device_budget
+from mstpass.extras import UserError
+from mstpass.options import OptionError, Options
+from mstpass.report.build import details_of
+from mstpass.report.details import Details, ParetoPoint
+from mstpass.report.report import Report
+from mstpass.trace import NoJointGraph, cause_of, trace_joint
+
+BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.1, 0.0)  # of the pareto points
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
+_TORCH = re.compile(r"[/\\]torch[/\\]")
+
+
+class ExplainError(UserError):
+    """The step cannot be explained; the message says where, why and what to change."""
+
+
+def explain(
+    fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> Report:
+    """What ``torch.compile(fn, backend="mst", options=options)`` would do with a step.
+
+    ``fn(*args, **kwargs)`` is traced on fake tensors and computes nothing; gradients, random state,
+    and what this process has compiled stay as they are. Sizes need not fit in memory: tensors on
+    the meta device, in the arguments and in the modules that ``fn`` is, holds or is given, stand
+    for ones of the default device (of CUDA where there is a GPU).
+
+    Args:
+        fn: returns the loss, as the function given to ``torch.compile`` would; a module, too.
+        options: as for ``torch.compile``. A ``report`` path is not written to.
+
+    Raises:
+        ExplainError: ``fn`` does not trace as one graph, has no backward, or raises itself.
+        OptionError: a wrong option.
+    """
+    return explain_step(fn, args, kwargs, options)
+
+
+def explain_step(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    pareto: bool = False,
+) -> Report:
+    """`explain`, whose keyword arguments are all ``fn``'s.
+
+    Args:
+        pareto: plan at other budgets as well, for ``Report.details.pareto``.
+    """
+    given = Options.parse(options)
+    chosen = [given]
+
+    def with_budget(inputs: Sequence[Any]) -> None:
+        chosen[0] = with_device_budget(given, inputs)
+
+    def take(module: fx.GraphModule, torch_kwargs: dict[str, Any]) -> Report:
+        result = _planned(module, chosen[0], torch_kwargs)
+        details = details_of(result)
+        if details is not None and pareto:
+            details = _with_points(details, result, module, chosen[0], torch_kwargs)
+        return Report(result.outcome, details=details)
+
+    if not callable(fn):
+        raise ExplainError(f"{fn!r} is not a function: give the one that returns the loss")
+    try:
+        return trace_joint(fn, args, kwargs or {}, take, with_budget)
+    except (UserError, OptionError) as error:
+        raise ExplainError(_advised(error)) if isinstance(error, NoJointGraph) else error from None
+    except Exception as error:
+        raise ExplainError(_told(cause_of(error))) from error
+
+
+def _planned(
+    module: fx.GraphModule, options: Options, torch_kwargs: dict[str, Any]
+) -> pipeline.Result:
+    known = ("num_fwd_outputs", "static_lifetime_input_indices")
+    return pipeline.run(
+        module, options, **{name: torch_kwargs[name] for name in known if name in torch_kwargs}
+    )
+
+
+def _with_points(
+    details: Details,
+    result: pipeline.Result,
+    module: fx.GraphModule,
+    options: Options,
+    torch_kwargs: dict[str, Any],
+) -> Details:
+    """The details with what other budgets would give, the most memory first."""
+    points = []
+    asked = 1.0 if not options.frees_memory_for_time else options.memory_budget
+    for budget in dict.fromkeys((*BUDGETS, asked)):
+        other = result
+        if budget != asked:
+            changed = dataclasses.replace(options, memory_budget=budget, strict=False)
+            other = _planned(module, changed, torch_kwargs)
+        outcome = other.outcome
+        if outcome.peak_bytes is not None and outcome.extra_time is not None:
+            label = f"memory_budget={budget}"
+            points.append(
+                ParetoPoint(label, outcome.peak_bytes, outcome.extra_time, budget == asked)
+            )
+    points.sort(key=lambda point: (-point.peak_bytes, point.extra_time))
+    return dataclasses.replace(details, pareto=tuple(points))
+
+
+# ---- errors ------------------------------------------------------------------------------------
+_ADVICE = {
+    "Tensor.backward()": "give the function that returns the loss, and call backward outside of it",
+    "autograd.grad": "give the function that returns the loss, and take its gradient outside of it",
+    "optimizer": "give the function that returns the loss, and step the optimizer outside of it",
+    "Tensor.item()": "keep the value a tensor, or move that line out of the function",
+    "Data-dependent": "compute both branches with torch.where, or move that line out of the function",
+}
+
+
+def _advised(error: NoJointGraph) -> str:
+    return (
+        f"{error}. Give the function that returns the loss, with parameters or inputs that require "
+        "a gradient, outside of torch.no_grad()"
+    )
+
+
+def _told(error: Exception) -> str:
+    """Where, what, and what to change: of an error of Dynamo's, or of the function's own."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    frames = [f for f in _FRAME.findall(text.partition("from user code")[2])]
+    own = [f for f in frames if not _TORCH.search(f[0]) and not f[0].endswith("mstpass/trace.py")]
+    where = f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}: " if own else ""
+    what = lines[0] if lines else type(error).__name__
+    explanation = next((line for line in lines if line.startswith("Explanation: ")), "")
+    context = next((line for line in lines if "raised exception" in line), "")
+    if "Observed exception" in what and context:
+        what = context.partition("raised exception")[2].strip()
+    elif explanation:
+        what += f" ({explanation.removeprefix('Explanation: ').rstrip('.')})"
+    advice = next((a for key, a in _ADVICE.items() if key in text), "")
+    if isinstance(error, torch._dynamo.exc.Unsupported) and not advice:
+        advice = "the step must trace as one graph; leave out what torch.compile breaks at"
+    kind = "" if isinstance(error, torch._dynamo.exc.TorchDynamoException) else type(error).__name__
+    return f"{where}{kind + ': ' if kind else ''}{what}" + (f"; {advice}" if advice else "")
