@@ -31,6 +31,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 
 from mstpass import pipeline
 from mstpass.chunk import costs
+from mstpass.chunk.advice import with_fix
 from mstpass.chunk.lower import lower_loops
 from mstpass.device import watch_optimizers, with_device_budget
 from mstpass.donate import keep_safe_donations
@@ -102,7 +103,8 @@ def _warn_of(error: Exception) -> None:
 
 
 def _failed(error: Exception) -> Outcome:
-    return Outcome(rejections=(Rejection("error", "graph", f"{type(error).__name__}: {error}"),))
+    reason = f"{type(error).__name__}: {error}"
+    return Outcome(rejections=(with_fix(Rejection("error", "graph", reason)),))
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:

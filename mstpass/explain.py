@@ -128,7 +128,7 @@ _ADVICE = {
     "autograd.grad": "give the function that returns the loss, and take its gradient outside of it",
     "optimizer": "give the function that returns the loss, and step the optimizer outside of it",
     "Tensor.item()": "keep the value a tensor, or move that line out of the function",
-    "Data-dependent": "compute both branches with torch.where, or move that line out of the function",
+    "Data-dependent": "compute both branches with torch.where, or move that line out of the step",
 }
 
 
@@ -143,7 +143,7 @@ def _told(error: Exception) -> str:
     """Where, what, and what to change: of an error of Dynamo's, or of the function's own."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    frames = [f for f in _FRAME.findall(text.partition("from user code")[2])]
+    frames = _FRAME.findall(text.partition("from user code")[2])
     own = [f for f in frames if not _TORCH.search(f[0]) and not f[0].endswith("mstpass/trace.py")]
     where = f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}: " if own else ""
     what = lines[0] if lines else type(error).__name__

@@ -15,6 +15,7 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
+from mstpass.chunk.advice import with_fix
 from mstpass.chunk.apply import Applied, CycleError, apply_plans
 from mstpass.chunk.choices import Choices, choices
 from mstpass.chunk.grow import CannotTake
@@ -106,18 +107,18 @@ def run(
     elif options.chunk == "auto":
         joint, regions, rejections = _detect(joint, options)
     if stop_after in STAGES[:2]:
-        return Result(Outcome((), tuple(rejections)))
+        return Result(Outcome((), _with_fixes(rejections)))
     problem, regions, more = _problem(joint, regions, options)
     rejections += more
     plan = _solve(problem, options, needs_torch(joint))
     plans, more = _chosen(regions, plan)
     rejections += more
     if stop_after == "plan":
-        return Result(Outcome(tuple(plans), tuple(rejections)), problem)
+        return Result(Outcome(tuple(plans), _with_fixes(rejections)), problem)
     applied, plans, more = _apply(joint, plans, options)
     rejections += more
     if stop_after == "apply":
-        return Result(Outcome(tuple(plans), tuple(rejections)), problem, applied)
+        return Result(Outcome(tuple(plans), _with_fixes(rejections)), problem, applied)
     rewritten = JointGraph(applied.module, num_fwd_outputs)
     modules, save_plan, note = _split(rewritten, applied, plan, options, torch_kwargs)
     rows_first = options.frees_memory_for_time
@@ -133,7 +134,8 @@ def run(
             raise BudgetError(notes[-1])
         warnings.warn(f"mstpass: {notes[-1]}", stacklevel=2)
     peak_bytes = memory.peak_bytes if memory.known else None
-    outcome = Outcome(tuple(plans), tuple(rejections), save_plan, peak_bytes, notes=tuple(notes))
+    refused = _with_fixes(rejections)
+    outcome = Outcome(tuple(plans), refused, save_plan, peak_bytes, notes=tuple(notes))
     before: StepMemory | None = None
     if memory.known and save_plan.solver != "torch":
         whole = dataclasses.replace(problem, regions=())
@@ -148,6 +150,10 @@ def run(
         )
     after = memory if memory.known else None
     return Result(outcome, problem, applied, modules, joint, before, after)
+
+
+def _with_fixes(rejections: list[Rejection]) -> tuple[Rejection, ...]:
+    return tuple(map(with_fix, rejections))
 
 
 # ---- detect ------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def trace_joint(
         before: is given the graph's inputs, before it is traced further.
 
     Raises:
-        NoJointGraph: there is no backward. What the function, Dynamo or ``take`` raise is passed on.
+        NoJointGraph: there is no backward. What the function, Dynamo or ``take`` raise comes as it
+            is.
     """
     found: list[T] = []
 
@@ -100,9 +101,10 @@ class _Taken(Exception):
 
 def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
     """What was given to ``torch.compile``, where that made the function."""
-    while isinstance(fn, nn.Module) and isinstance(fn._modules.get("_orig_mod"), nn.Module):
-        fn = fn._modules["_orig_mod"]
-    return getattr(fn, "_torchdynamo_orig_callable", fn)
+    while isinstance(fn, nn.Module) and (inner := fn._modules.get("_orig_mod")) is not None:
+        fn = inner
+    found: Callable[..., Any] = getattr(fn, "_torchdynamo_orig_callable", fn)
+    return found
 
 
 def cause_of(error: Exception) -> Exception:
@@ -154,7 +156,8 @@ def with_storage(step: T) -> Iterator[T]:
     changed: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for module in _modules_of(tree_leaves(step)):
-            for tensors in (module._parameters, module._buffers):
+            holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in holders:
                 for name, value in tensors.items():
                     made = real(value)
                     if made is not value and value is not None:

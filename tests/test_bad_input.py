@@ -51,7 +51,7 @@ def test_returned_logits_say_what_to_do() -> None:
     report = mstpass.reports()[-1]
     assert not report.regions
     (rejection,) = report.rejections
-    assert "logits are an output of the graph" in rejection.reason and hint in rejection.reason
+    assert "logits are an output of the graph" in rejection.reason and hint in rejection.fix
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 100])

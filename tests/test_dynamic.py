@@ -300,7 +300,7 @@ def test_a_head_of_symbolic_width_is_refused_until_it_is_marked(static: tuple[st
         assert [region.kind for region in result.outcome.regions] == ["lm_head"]
     else:
         (rejection,) = result.outcome.rejections
-        assert "mark_static" in rejection.reason
+        assert "mark_static" in rejection.fix
 
 
 def test_a_short_first_batch_does_not_refuse_the_long_ones() -> None:

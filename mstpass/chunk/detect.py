@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import fx
 
 from mstpass.chunk.absorb import absorb
+from mstpass.chunk.advice import fix_of
 from mstpass.chunk.fused import Unit, try_fused
 from mstpass.chunk.grow import CannotTake, Growth, products_behind
 from mstpass.graph import ops
@@ -34,13 +35,9 @@ WIDEN = 1.5
 _WIDE_OF_ANCHOR = 0.4
 _WIDE_OF_INPUT = 1.1
 _SMALL_BYTES = 16 * 2**10
-_SYMBOLIC = (
-    "a size other than the tokens' is symbolic; make it static: hold the weights in a module, or "
-    "torch._dynamo.mark_static(tensor, dim)"
-)
+_SYMBOLIC = "a size other than the tokens' is symbolic"
 _RETURNED = {
-    "lm_head": "logits are an output of the graph, so they exist in full; compile a function that "
-    "returns only the loss, such as `lambda batch: model(**batch).loss`",
+    "lm_head": "logits are an output of the graph, so they exist in full",
     "mlp": "a large value is an output of the graph, so it exists in full",
 }
 
@@ -247,7 +244,7 @@ def _finish(
         note = ""  # there is nothing to explain: the gradient of an MLP's output is never a scalar
     if returned:
         _check_returned(growth, kind, returned)
-        note = "; ".join(filter(None, (_RETURNED[kind], note)))
+        note = "; ".join(filter(None, (_RETURNED[kind], fix_of(_RETURNED[kind]), note)))
     _check_gain(growth, anchor, [n for n in outputs if n not in joint.backward | returned])
     return Region(
         kind=kind,

@@ -293,7 +293,7 @@ def _chunk_tokens(facts: Facts, options: Options, loops: _Loops, short: bool) ->
     if tokens < 2 * least:
         return Refusal(
             f"{tokens} tokens are fewer than two chunks of {least} rows, below which "
-            f"matrix products on {device.type} lose speed; chunk_tokens forces a length"
+            f"matrix products on {device.type} lose speed"
         )
     wanted = int(tokens * share * loops.held_bytes / max(1, loops.transient_bytes))
     num_chunks = min(math.ceil(tokens / max(1, wanted)), tokens // good)

@@ -38,10 +38,7 @@ from mstpass.plans import SavedValue, SavePlan
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 
-TORCH_BUDGET = (
-    "torch's own budget, set on a part of the model, is for torch's partitioner; "
-    "the option memory_budget is one for the peak of the step"
-)
+TORCH_BUDGET = "torch's own budget, set on a part of the model, is for torch's partitioner"
 
 
 def split(
