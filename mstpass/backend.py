@@ -1,9 +1,11 @@
 """The function that ``torch.compile(..., backend="mst")`` calls, and every hook into torch.
 
-Inductor stays in charge: ``compile_fx`` runs with three of its config hooks set,
+Inductor stays in charge: ``compile_fx`` runs with some of its config hooks set,
 
 - ``custom_partitioner_fn``: gets the joint graph and returns forward and backward;
 - ``post_grad_custom_post_pass``: lowers the loops, once both graphs are past every cache key;
+- ``_post_fusion_custom_pass``: reads the schedule. Where it needs more than a budget in bytes
+  allows, the graph is planned and compiled once more, for less;
 - ``joint_custom_*`` and the rest as the user has them.
 
 A failure of ours never reaches the user: the untouched joint graph goes to torch's own
@@ -35,7 +37,9 @@ from mstpass.chunk.advice import with_fix
 from mstpass.chunk.lower import lower_loops
 from mstpass.device import watch_optimizers, with_device_budget
 from mstpass.donate import keep_safe_donations
+from mstpass.inductor_memory import ReadSchedule
 from mstpass.options import OptionError, Options
+from mstpass.partition.budget import BudgetError, over_budget, tighter_limit_bytes
 from mstpass.partition.late import hold_recomputation, recomputation_waits
 from mstpass.partition.scatter import write_rows_first
 from mstpass.partition.solvers import is_own
@@ -49,7 +53,8 @@ log = logging.getLogger(__name__)
 
 # Inductor holds a freed buffer for a later one of its size wherever its own estimate of the peak
 # allows that; but it sees neither what a loop needs inside nor an attention's workspace.
-_WITHIN_BUDGET = {"allow_buffer_reuse": False}
+_OURS = {"allow_buffer_reuse": False}
+_MORE_ATTEMPTS = 3
 
 
 class MstpassError(RuntimeError):
@@ -70,16 +75,11 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
     watch_optimizers()
     options = with_device_budget(Options.parse(kwargs.get("options")), example_inputs)
     users = {**_mode_patches(kwargs.get("mode")), **options.inductor_patches}
-    ours = _WITHIN_BUDGET if options.frees_memory_for_time else {}
     key = store.graph_key(gm, example_inputs, uuid(options))
-    partitioner = Partitioner(options, key)
-    hooks = {
-        "custom_partitioner_fn": partitioner,
-        "post_grad_custom_post_pass": LowerLoops(_users_pass(users), options.frees_memory_for_time),
-    }
+    stored = store.recall(key)  # of a graph that comes from the compile cache
+    partitioner = Partitioner(options, stored.outcome.limit_bytes if stored is not None else None)
     try:
-        patches = {**ours, **users, **hooks}
-        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
+        compiled = _compiled(gm, example_inputs, users, partitioner)
     except Exception as error:
         if options.strict or not partitioner.chunked:
             raise
@@ -87,9 +87,56 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         store.add(Report(_failed(error)), key)
         untouched: Any = compile_fx(gm, list(example_inputs), config_patches=users)
         return untouched
-    if not partitioner.ran:
-        store.recall(key)
+    report = partitioner.report
+    if report is None:
+        if stored is not None:
+            store.keep(stored)
+        return compiled
+    for attempt in range(_MORE_ATTEMPTS):
+        limit = tighter_limit_bytes(report.outcome, options, last=attempt == _MORE_ATTEMPTS - 1)
+        if limit is None:
+            break
+        tighter = Partitioner(options, limit)
+        again = _compiled(gm, example_inputs, users, tighter)
+        if tighter.report is None or not _is_lower(tighter.report, report):
+            break
+        compiled, report = again, tighter.report
+    over = over_budget(report.outcome, options)
+    if over:
+        if options.strict:
+            raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
+        warnings.warn(f"mstpass: {over}", stacklevel=2)
+        report = report.with_outcome(notes=(*report.outcome.notes, over))
+    store.add(report, key, options.report)
     return compiled
+
+
+def _compiled(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    users: dict[str, Any],
+    partitioner: Partitioner,
+) -> Any:
+    """The graph compiled; the partitioner then has the report, unless a cache had the graph."""
+    hold = partitioner.options.frees_memory_for_time
+    reader = ReadSchedule(_users_hook("_post_fusion_custom_pass", users))
+    hooks = {
+        "custom_partitioner_fn": partitioner,
+        "post_grad_custom_post_pass": LowerLoops(
+            _users_hook("post_grad_custom_post_pass", users), hold
+        ),
+        "_post_fusion_custom_pass": reader,
+    }
+    # Not only when it is first called: a backward that fails then could not be undone.
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        compiled = compile_fx(gm, list(example_inputs), config_patches={**_OURS, **users, **hooks})
+    if partitioner.report is not None and reader.peak_bytes is not None:
+        partitioner.report = partitioner.report.with_outcome(scheduled_peak_bytes=reader.peak_bytes)
+    return compiled
+
+
+def _is_lower(report: Report, other: Report) -> bool:
+    return (report.peak_bytes or 0) < (other.peak_bytes or 0)
 
 
 def _warn_of(error: Exception) -> None:
@@ -113,10 +160,10 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(mode))
 
 
-def _users_pass(patches: dict[str, Any]) -> Any:
+def _users_hook(name: str, patches: dict[str, Any]) -> Any:
     import torch._inductor.config as inductor_config
 
-    return patches.get("post_grad_custom_post_pass", inductor_config.post_grad_custom_post_pass)
+    return patches.get(name, getattr(inductor_config, name))
 
 
 @functools.cache
@@ -134,30 +181,35 @@ def uuid(options: Options) -> str:
 
 
 class Partitioner(CustomPartitionerFn):
-    """Called by AOTAutograd with the joint graph; must return forward and backward modules."""
+    """Called by AOTAutograd with the joint graph; must return forward and backward modules.
 
-    def __init__(self, options: Options, key: str):
-        self.options, self.key = options, key
-        self.ran = False
-        self.chunked = False
+    Attributes:
+        limit_bytes: as ``pipeline.run`` has it.
+        report: of the graph; None before the call, which a graph from a cache does without.
+    """
+
+    def __init__(self, options: Options, limit_bytes: int | None = None):
+        self.options, self.limit_bytes = options, limit_bytes
+        self.report: Report | None = None
+
+    @property
+    def chunked(self) -> bool:
+        return self.report is not None and bool(self.report.regions)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self.ran = True
         prepare(gm)
         try:
-            result = pipeline.run(gm, self.options, **_known(kwargs))
+            result = pipeline.run(gm, self.options, limit_bytes=self.limit_bytes, **_known(kwargs))
             assert result.modules is not None
         except Exception as error:
             if self.options.strict:
                 raise MstpassError(f"mstpass failed (strict=True): {error}") from error
             _warn_of(error)
-            store.add(Report(_failed(error)), self.key)
+            self.report = Report(_failed(error))
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        self.chunked = bool(result.outcome.regions)
-        report = Report(result.outcome, details=self._details(result))
-        store.add(report, self.key, self.options.report)
+        self.report = Report(result.outcome, details=self._details(result))
         return result.modules
 
     def _details(self, result: pipeline.Result) -> Details | None:
@@ -172,7 +224,9 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str | None:
         # None, not cacheable: a user's solver may change without its name
-        return uuid(self.options) if is_own(self.options.solver) else None
+        if not is_own(self.options.solver):
+            return None
+        return f"{uuid(self.options)}-{self.limit_bytes}"
 
 
 def _known(kwargs: dict[str, Any]) -> dict[str, Any]:

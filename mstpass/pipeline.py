@@ -28,7 +28,13 @@ from mstpass.graph.kernels import simulate_step
 from mstpass.graph.memory import StepMemory
 from mstpass.options import Options
 from mstpass.partition.again import recompute_again
-from mstpass.partition.budget import BudgetError, budget_bytes, infeasible, solve_within
+from mstpass.partition.budget import (
+    BudgetError,
+    budget_bytes,
+    infeasible,
+    simulated_limit_bytes,
+    solve_within,
+)
 from mstpass.partition.modes import Cycle, broken_policies, with_modes
 from mstpass.partition.problem import CutProblem, Plan
 from mstpass.partition.reconstruct import reconstruct
@@ -84,6 +90,7 @@ def run(
     *,
     num_fwd_outputs: int,
     stop_after: str = "split",
+    limit_bytes: int | None = None,
     **torch_kwargs: Any,
 ) -> Result:
     """Plan and rewrite one joint graph. ``module`` itself is left as it is.
@@ -91,6 +98,7 @@ def run(
     Args:
         module: the joint graph, after Inductor's joint passes.
         stop_after: a stage's name.
+        limit_bytes: for the simulated peak, in place of that of a budget in bytes.
         torch_kwargs: what AOTAutograd passes to a partitioner.
 
     Raises:
@@ -110,7 +118,8 @@ def run(
         return Result(Outcome((), _with_fixes(rejections)))
     problem, regions, more = _problem(joint, regions, options)
     rejections += more
-    plan = _solve(problem, options, needs_torch(joint))
+    limit = simulated_limit_bytes(options) if limit_bytes is None else limit_bytes
+    plan = _solve(problem, options, limit, needs_torch(joint))
     plans, more = _chosen(regions, plan)
     rejections += more
     if stop_after == "plan":
@@ -125,7 +134,7 @@ def run(
     memory = simulate_step(modules[0].graph, modules[1].graph, rows_first)
     notes = [note] if note else []
     budget = budget_bytes(options)
-    least = options.memory_budget == 0.0 or (budget is not None and memory.peak_bytes > budget)
+    least = options.memory_budget == 0.0 or (limit is not None and memory.peak_bytes > limit)
     if least and save_plan.solver != "torch":
         modules, memory = recompute_again(modules, memory, rows_first)
     if budget is not None and memory.peak_bytes > budget:
@@ -135,7 +144,9 @@ def run(
         warnings.warn(f"mstpass: {notes[-1]}", stacklevel=2)
     peak_bytes = memory.peak_bytes if memory.known else None
     refused = _with_fixes(rejections)
-    outcome = Outcome(tuple(plans), refused, save_plan, peak_bytes, notes=tuple(notes))
+    outcome = Outcome(
+        tuple(plans), refused, save_plan, peak_bytes, notes=tuple(notes), limit_bytes=limit
+    )
     before: StepMemory | None = None
     if memory.known and save_plan.solver != "torch":
         whole = dataclasses.replace(problem, regions=())
@@ -216,7 +227,9 @@ def _rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:
     return Rejection(stage, plan.members[0][0], reason, plan.source, plan.bytes_before)
 
 
-def _solve(problem: CutProblem, options: Options, left_to_torch: str = "") -> Plan:
+def _solve(
+    problem: CutProblem, options: Options, limit_bytes: int | None, left_to_torch: str = ""
+) -> Plan:
     """The solver's plan, verified; the minimum cut's where it is not valid.
 
     Args:
@@ -225,7 +238,7 @@ def _solve(problem: CutProblem, options: Options, left_to_torch: str = "") -> Pl
     """
     name = AUTO if options.solver == "auto" else options.solver
     try:
-        plan = solve_within(problem, options, SOLVERS[name])
+        plan = solve_within(problem, options, SOLVERS[name], limit_bytes)
         verify(with_modes(problem, plan.modes).allowing(True), plan.saved)
         return plan
     except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded) as error:

@@ -187,6 +187,10 @@ class Outcome:
     where a size depends on data. ``baseline_peak_bytes`` is that of the step without loops, as few
     bytes saved as without repeating a heavy op; ``extra_time`` the time beyond that step's, a
     fraction of it, by the cost model.
+
+    ``scheduled_peak_bytes`` is what Inductor's schedule of the compiled graphs needs
+    (inductor_memory.py); None before compilation, and where it could not be read. ``limit_bytes``:
+    the simulated peak that the plan had to keep to; None without a budget in bytes.
     """
 
     regions: tuple[ChunkPlan, ...] = ()
@@ -196,3 +200,5 @@ class Outcome:
     baseline_peak_bytes: int | None = None
     extra_time: float | None = None
     notes: tuple[str, ...] = ()
+    scheduled_peak_bytes: int | None = None
+    limit_bytes: int | None = None

@@ -49,7 +49,7 @@ def test_plans_are_simulated_as_the_graphs_they_become(
     result = pipeline.run(joint, options, num_fwd_outputs=outputs)
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
-    plan = pipeline._solve(result.problem, options)
+    plan = pipeline._solve(result.problem, options, None)
     planned = memory_of(result.problem, plan)
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
     assert planned.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.01)
@@ -160,13 +160,23 @@ def test_loops_take_the_place_of_their_members() -> None:
     problem = _chain()
     whole = with_modes(problem, {"wide": "whole"})
     assert [v.name for v in whole.values] == ["x", "wide", "out"]
-    assert step_memory(whole, {"wide"}).peak_bytes == 64 + 8 + 64
+    assert step_memory(whole, {"wide"}).peak_bytes == 64 + 8 + 64 + 8  # the caller holds "out"
     chunked = with_modes(problem, {})
     assert [v.name for v in chunked.values] == ["x", "loop:out", "out"]
     assert [v.name for v in chunked.backward] == ["tangent", "loop:dx", "dx"]
     assert not any(v.needed for v in chunked.values if not v.free)
-    assert step_memory(chunked, frozenset()).peak_bytes == 8 + 8 + 32
+    assert step_memory(chunked, frozenset()).peak_bytes == 8 + 8 + 32 + 8
     assert step_us(chunked, frozenset()) == 20.0 and step_us(whole, {"wide"}) == 16.0
+
+
+def test_what_the_caller_holds_is_there_all_through_the_backward() -> None:
+    """An output that also crosses is not freed after its last use; one that does not, counts."""
+    chain = dataclasses.replace(_chain(), regions=(), outputs=("wide",))
+    ends = [m.bytes for m in step_memory(chain, {"wide"}).backward.moments]
+    assert ends == [8 + 64 + 64, 64 + 64 + 8]
+    freed = dataclasses.replace(_chain(), regions=())
+    ends = [m.bytes for m in step_memory(freed, {"wide"}).backward.moments]
+    assert ends == [8 + 64 + 64 + 8, 64 + 8 + 8]
 
 
 def test_loops_that_need_each_other_are_no_plan() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
@@ -36,33 +37,47 @@ def simulate_step(forward: fx.Graph, backward: fx.Graph, rows_first: bool = Fals
     """The memory of a step.
 
     Its inputs exist before it and do not count; what crosses to the backward is freed there after
-    its last use.
+    its last use, unless it was also returned to the caller.
 
     Args:
         rows_first: scatters read their rows from memory (partition/scatter.py).
     """
     inputs = backward.find_nodes(op="placeholder")
-    crossing = [n for n in inputs if not str(n.target).startswith("primals")]
+    crossing = {n.name for n in inputs if not str(n.target).startswith("primals")}
+    before, after = _ops(forward, rows_first), _ops(backward, rows_first)
+    returned = Counter(n.name for n in _leaving(forward))
+    outputs = [name for name, times in returned.items() if times > (name in crossing)]
+    held, kept = memory.held_outputs(before, outputs, crossing, after)
+    freed = [*crossing, *(op.name for op in held)]
     values = (
         v for g in (forward, backward) for n in g.nodes for v in tensors_of(n.meta.get("val"))
     )
-    known = not any(map(depends_on_data, values))
     return StepMemory(
-        simulate(forward, rows_first=rows_first), simulate(backward, crossing, rows_first), known
+        memory.simulate(before, returned),
+        memory.simulate([*held, *after], [*(n.name for n in _leaving(backward)), *kept], freed),
+        known=not any(map(depends_on_data, values)),
     )
 
 
-def simulate(
-    graph: fx.Graph, freed_inputs: Iterable[fx.Node] = (), rows_first: bool = False
-) -> Timeline:
+def simulate(graph: fx.Graph, freed_inputs: Iterable[fx.Node] = ()) -> Timeline:
     """The memory of one graph over its nodes; ``freed_inputs`` as in ``memory.simulate``."""
-    nodes = [
+    kept = [n.name for n in _leaving(graph)]
+    return memory.simulate(_ops(graph), kept, [n.name for n in freed_inputs])
+
+
+def _ops(graph: fx.Graph, rows_first: bool = False) -> list[Op]:
+    return [
         op_of(n, rows_first=rows_first)
         for n in graph.nodes
         if n.op in ("placeholder", "call_function")
     ]
-    kept = [n.name for n in graph.output_node().all_input_nodes]
-    return memory.simulate(nodes, kept, [n.name for n in freed_inputs])
+
+
+def _leaving(graph: fx.Graph) -> list[fx.Node]:
+    """What a graph returns, as often as it does."""
+    results: Any = graph.output_node().args[0]
+    results = results if isinstance(results, tuple | list) else [results]
+    return [result for result in results if isinstance(result, fx.Node)]
 
 
 def op_of(node: fx.Node, summed: Set[fx.Node] = frozenset(), rows_first: bool = False) -> Op:
@@ -134,17 +149,26 @@ def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node], kinds: Sequence[str]) 
 
 
 def _flash_bytes(node: fx.Node) -> int:
-    """Of each thread: a block of scores (backward: and its gradient), a block of results."""
     backward = "backward" in ops.name_of(node)
     operands = [value_of(n) for n in node.args if isinstance(n, fx.Node)]
     query, key = operands[backward : backward + 2]
     if query is None or key is None:
         return 0
-    rows, features = hint_shape(query)[-2:]
+    return flash_bytes(hint_shape(query), hint_shape(key), query.dtype, backward)
+
+
+def flash_bytes(
+    query_shape: Sequence[int], key_shape: Sequence[int], dtype: torch.dtype, backward: bool
+) -> int:
+    """Workspace of attention on the CPU, shapes (..., S, D).
+
+    Each thread has a block of scores (backward: and its gradient) and a block of results.
+    """
+    rows, features = query_shape[-2:]
     rows = min(rows, next(block for least, block in _FLASH_QUERIES if rows >= least))
-    keys = min(hint_shape(key)[-2], _FLASH_KEYS)
+    keys = min(key_shape[-2], _FLASH_KEYS)
     elements = rows * (2 * keys if backward else keys + features + 2)
     size = torch.finfo(torch.float32).bits // 8
-    if query.dtype.itemsize < size:  # and a copy of the scores in the inputs' type
+    if dtype.itemsize < size:  # and a copy of the scores in the inputs' type
         elements += rows * keys // 2 * (2 if backward else 1)
     return torch.get_num_threads() * elements * size

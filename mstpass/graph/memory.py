@@ -126,6 +126,33 @@ def simulate(
     return _Simulation(ops, kept, set(freed), fuse).run()
 
 
+def held_outputs(
+    forward: Sequence[Op], outputs: Iterable[str], crossing: Set[str], backward: Sequence[Op]
+) -> tuple[list[Op], list[str]]:
+    """What the caller holds of a forward while its backward runs: what it returned to him.
+
+    Args:
+        crossing: forward values that are inputs of the backward.
+
+    Returns:
+        New inputs for the backward, alive all the time: outputs that do not cross to it. And names
+        of those that do: they are not freed after their last use.
+    """
+    op = {o.name: o for o in forward}
+    taken = {o.name for o in backward}  # a name that backward computes again is another value
+    held: dict[str, Op] = {}
+    kept: list[str] = []
+    for name in outputs:
+        while name in op and op[name].kind == VIEW and op[name].inputs[0] in op:
+            name = op[name].inputs[0]
+        if name in crossing:
+            kept.append(name)
+        elif name in op and op[name].kind != INPUT:
+            own = f"{name} (output)" if name in taken else name
+            held[name] = Op(own, op[name].bytes, kind=INPUT)
+    return list(held.values()), kept
+
+
 class _Simulation:
     def __init__(self, ops: Sequence[Op], kept: Iterable[str], freed: Set[str], fuse: bool):
         self.ops = ops

@@ -59,6 +59,8 @@ def _lowered(
     by_name = {node.name: node for node in graph.nodes}
     here = order[by_name[peak.node]]
     for moment in memory.backward.alive:
+        if moment.node not in by_name:  # the caller holds it
+            continue
         value = by_name[moment.node]
         readers = ops.readers(value)
         late = sorted({r for r in readers if order[r] > here}, key=order.__getitem__)

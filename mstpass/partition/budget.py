@@ -16,6 +16,7 @@ from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import CutProblem, Plan
 from mstpass.partition.simulate import step_memory
 from mstpass.partition.solvers import Solver
+from mstpass.plans import Outcome
 
 _SHOWN = 4
 SPARE = 1.03  # what a measured peak may exceed a simulated one by
@@ -25,20 +26,27 @@ class BudgetError(RuntimeError):
     """No plan stays within the memory budget; the message names the lowest reachable peak."""
 
 
-def solve_within(problem: CutProblem, options: Options, solve: Solver) -> Plan:
-    """The solver's plan for the options' budget."""
+def solve_within(
+    problem: CutProblem, options: Options, solve: Solver, limit_bytes: int | None = None
+) -> Plan:
+    """The solver's plan for the options' budget; ``limit_bytes`` is that of one in bytes."""
     if not options.frees_memory_for_time:
         return solve(problem, None)
-    budget = options.memory_budget
-    size = parse_bytes(budget) if isinstance(budget, str) else budget
-    assert size is not None
-    if size == 0.0:
+    if limit_bytes is not None:
+        return solve(problem, limit_bytes)
+    share = options.memory_budget
+    assert isinstance(share, float)
+    if share == 0.0:
         return solve(problem, 0)
-    if isinstance(size, int):
-        return solve(problem, int(size / SPARE))
     highest = memory_of(problem, solve(problem, None)).peak_bytes
     lowest = memory_of(problem, solve(problem, 0)).peak_bytes
-    return solve(problem, int(lowest + size * max(0, highest - lowest)))
+    return solve(problem, int(lowest + share * max(0, highest - lowest)))
+
+
+def simulated_limit_bytes(options: Options) -> int | None:
+    """What the simulated peak must keep to under a budget in bytes; None under any other."""
+    budget = budget_bytes(options)
+    return None if budget is None else int(budget / SPARE)
 
 
 def budget_bytes(options: Options) -> int | None:
@@ -47,6 +55,42 @@ def budget_bytes(options: Options) -> int | None:
     if isinstance(budget, str):
         return parse_bytes(budget)
     return budget if isinstance(budget, int) and not isinstance(budget, bool) else None
+
+
+def tighter_limit_bytes(outcome: Outcome, options: Options, last: bool) -> int | None:
+    """What the simulated peak must keep to for Inductor's schedule to stay within the budget.
+
+    Args:
+        last: there is one attempt left, which is for the lowest peak.
+
+    Returns:
+        None where the schedule does, where it is not known, and where no plan needs less.
+    """
+    scheduled, limit = outcome.scheduled_peak_bytes, outcome.limit_bytes
+    if not _is_over(outcome, options) or scheduled is None or limit is None:
+        return None
+    if outcome.peak_bytes is None or outcome.peak_bytes > limit:
+        return None
+    budget = budget_bytes(options)
+    return 0 if last or budget is None else int(outcome.peak_bytes * budget / scheduled)
+
+
+def over_budget(outcome: Outcome, options: Options) -> str:
+    """Why a plan within the budget is over it when Inductor has scheduled it; "" if it is not."""
+    scheduled, budget = outcome.scheduled_peak_bytes, budget_bytes(options)
+    if budget is None or scheduled is None or not _is_over(outcome, options):
+        return ""
+    if outcome.peak_bytes is not None and outcome.peak_bytes > budget:
+        return ""  # the planner said so itself
+    return (
+        f"memory_budget={_mib(budget)}: the lowest peak found is {_mib(scheduled)}, by Inductor's "
+        "schedule. Ask for at least that much, or shorten the batch"
+    )
+
+
+def _is_over(outcome: Outcome, options: Options) -> bool:
+    scheduled, budget = outcome.scheduled_peak_bytes, budget_bytes(options)
+    return scheduled is not None and budget is not None and scheduled > budget
 
 
 def memory_of(problem: CutProblem, plan: Plan) -> StepMemory:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Set
 
-from mstpass.graph.memory import INPUT, StepMemory, Timeline, simulate
+from mstpass.graph.memory import INPUT, StepMemory, Timeline, held_outputs, simulate
 from mstpass.partition.problem import CutProblem, Value
 
 
@@ -76,8 +76,10 @@ class Simulation:
         ops = self.schedule.backward
         tangents = [op.name for op in ops if op.kind == INPUT and op.name not in self.saved]
         free = {value.name for value in self.problem.values if value.free}
-        freed = [*self.saved, *(t for t in tangents if t not in free)]
-        return simulate(ops, self.problem.gradients, freed)
+        outputs = [name for name in self.problem.outputs if name not in free]
+        held, kept = held_outputs(self.schedule.forward, outputs, self.saved, ops)
+        freed = [*self.saved, *(t for t in tangents if t not in free), *(o.name for o in held)]
+        return simulate([*held, *ops], [*self.problem.gradients, *kept], freed)
 
     @property
     def memory(self) -> StepMemory:

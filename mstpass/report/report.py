@@ -61,21 +61,27 @@ class Report:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Simulated peak of forward and backward.
+        """Peak of forward and backward, by Inductor's schedule; before compilation simulated.
 
         None where a size depends on data, and where an error left the graph to Inductor.
         """
+        if self.outcome.scheduled_peak_bytes is not None:
+            return self.outcome.scheduled_peak_bytes
         return self.outcome.peak_bytes
 
     @property
     def baseline_peak_bytes(self) -> int | None:
-        """Simulated peak of the step without loops; None where ``peak_bytes`` is."""
+        """Simulated peak of the step without loops; None where no peak is simulated."""
         return self.outcome.baseline_peak_bytes
 
     @property
     def extra_time(self) -> float | None:
         """Time beyond the step without loops, a fraction of it, by the cost model."""
         return self.outcome.extra_time
+
+    def with_outcome(self, **changes: Any) -> Report:
+        """The same with other fields of its outcome."""
+        return Report(dataclasses.replace(self.outcome, **changes), self.cached, self.details)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; docs/explain.md has every field."""
@@ -124,6 +130,8 @@ def _outcome(data: dict[str, Any]) -> Outcome:
         baseline_peak_bytes=data["baseline_peak_bytes"],
         extra_time=data["extra_time"],
         notes=tuple(data["notes"]),
+        scheduled_peak_bytes=data.get("scheduled_peak_bytes"),
+        limit_bytes=data.get("limit_bytes"),
     )
 
 

@@ -30,9 +30,14 @@ def reports() -> list[Report]:
     return list(_REPORTS)
 
 
+def keep(report: Report) -> None:
+    """Keep a report in memory."""
+    _REPORTS.append(report)
+
+
 def add(report: Report, key: str, path: str | None = None) -> None:
     """Keep a new report: in memory, beside the compile cache, and at the user's path."""
-    _REPORTS.append(report)
+    keep(report)
     _write(report, _file(key))
     if path is not None:
         target = Path(path)
@@ -43,12 +48,13 @@ def add(report: Report, key: str, path: str | None = None) -> None:
         _write(report, target)
 
 
-def recall(key: str) -> None:
-    """Bring back the report of a graph that came from the cache, if it is still there."""
+def recall(key: str) -> Report | None:
+    """The report of a graph that the compile cache may have, where it lies beside it."""
     try:
-        _REPORTS.append(Report.from_json(_file(key), cached=True))
+        return Report.from_json(_file(key), cached=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.debug("no report beside the compile cache for this graph: %s", error)
+        return None
 
 
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], salt: str) -> str:

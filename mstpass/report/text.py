@@ -44,7 +44,8 @@ def lines(report: Report) -> list[str]:
 def _peak(report: Report) -> list[str]:
     if report.peak_bytes is None:
         return []
-    line = f"  simulated peak of forward and backward: {bytes_text(report.peak_bytes)}"
+    how = "simulated" if report.outcome.scheduled_peak_bytes is None else "scheduled"
+    line = f"  {how} peak of forward and backward: {bytes_text(report.peak_bytes)}"
     if report.baseline_peak_bytes is not None and report.extra_time is not None:
         line += (
             f"; without loops {bytes_text(report.baseline_peak_bytes)}; "

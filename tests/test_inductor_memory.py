@@ -1,0 +1,148 @@
+"""Inductor's own schedule says what a step needs; plans that it spoils are made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mstpass
+from mstpass.bench.models import MLPs, Step
+from mstpass.measure import peak_bytes
+from mstpass.plans import Outcome
+
+CPU = torch.device("cpu")
+
+
+def _mlps() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
+    """Inductor computes the gradients of gate, up and product in one kernel, none in place."""
+    mlps = MLPs.build(1024, 64, 256, 2, CPU)
+    return mlps.value, mlps.step
+
+
+def _attention() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
+    """Dropout of the scores: they exist, and what Inductor fuses of them decides the peak."""
+    torch.manual_seed(0)
+    qkv = nn.Linear(32, 96)
+    x_SD = torch.randn(256, 32)
+
+    def value() -> Tensor:
+        q, k, v = qkv(x_SD).chunk(3, dim=-1)
+        scores = F.dropout((q @ k.t()).softmax(-1), 0.1)
+        return (scores @ v).square().mean()
+
+    return value, lambda fn: Step(fn, tuple(qkv.parameters()))
+
+
+def _cat() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64, requires_grad=True)
+    x_ND = torch.randn(512, 64)
+
+    def value() -> Tensor:
+        wide = torch.cat([(x_ND @ weight).sin(), (x_ND @ weight.t()).exp()], dim=-1)
+        return (wide @ wide.t()).logsumexp(-1).mean()
+
+    return value, lambda fn: Step(fn, (weight,))
+
+
+def _compiled(value: Callable[[], Tensor], **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(lambda: value(), backend="mst", options=options)
+
+
+@pytest.mark.parametrize("build", [_mlps, _attention, _cat])
+@pytest.mark.parametrize("budget", ["free", pytest.param(0.0, marks=pytest.mark.full)])
+def test_the_schedule_says_what_is_measured(build: Any, budget: Any) -> None:
+    value, make_step = build()
+    step = make_step(_compiled(value, memory_budget=budget, strict=True))
+    step()
+    report = mstpass.reports()[-1]
+    assert report.outcome.scheduled_peak_bytes == report.peak_bytes
+    assert report.peak_bytes == pytest.approx(peak_bytes(step), rel=0.03)
+
+
+def test_a_plan_that_the_schedule_spoils_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The free plan would do by its simulation, but not as Inductor schedules it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    value, make_step = _attention()
+
+    def outcome(budget: Any) -> Outcome:
+        make_step(_compiled(value, memory_budget=budget))()
+        return mstpass.reports()[-1].outcome
+
+    free, least = outcome("free").scheduled_peak_bytes, outcome(0.0).scheduled_peak_bytes
+    assert free is not None and least is not None and least < 0.95 * free
+    budget = (least + free) // 2
+    step = make_step(_compiled(value, memory_budget=budget, strict=True))
+    torch.manual_seed(1)
+    loss, gradients = step.with_gradients()
+    found = mstpass.reports()[-1].outcome
+    assert found.limit_bytes is not None and found.limit_bytes < budget / 1.1
+    assert found.scheduled_peak_bytes is not None and found.scheduled_peak_bytes <= budget
+    assert peak_bytes(step) <= budget
+    torch._dynamo.reset()
+    inductor = make_step(torch.compile(lambda: value()))
+    torch.manual_seed(1)
+    want_loss, want = inductor.with_gradients()
+    torch.testing.assert_close(loss, want_loss)
+    for ours, theirs in zip(gradients, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    # The compile cache has the plan that was made last, and it is asked for that one.
+    again = make_step(_compiled(value, memory_budget=budget, strict=True))
+    again()
+    report = mstpass.reports()[-1]
+    assert report.cached and report.outcome.limit_bytes == found.limit_bytes
+    assert peak_bytes(again) <= budget
+
+
+def test_a_budget_that_no_schedule_meets_is_told() -> None:
+    value, _ = _attention()
+    with pytest.raises(Exception, match="lowest peak found"):
+        _compiled(value, memory_budget=64 * 1024, strict=True)().backward()
+    with pytest.warns(UserWarning, match="lowest peak found"):
+        _compiled(value, memory_budget=64 * 1024)().backward()
+    assert any("lowest peak found" in note for note in mstpass.reports()[-1].outcome.notes)
+
+
+def test_an_unreadable_schedule_leaves_the_simulated_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(nodes: Any) -> Any:
+        raise AttributeError("no such scheduler")
+
+    monkeypatch.setattr("mstpass.inductor_memory._read", fail)
+    value, make_step = _cat()
+    step = make_step(
+        _compiled(value, memory_budget=1 << 30, strict=True, inductor={"fx_graph_cache": False})
+    )
+    step()
+    outcome = mstpass.reports()[-1].outcome
+    assert outcome.scheduled_peak_bytes is None and outcome.peak_bytes is not None
+
+
+def test_a_backward_that_fails_to_compile_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled together with the forward, so both can be given back to Inductor."""
+    from mstpass import backend
+
+    lower = backend.lower_loops
+
+    def fail_in_backward(graph: torch.fx.Graph) -> None:
+        if any("tangents" in str(n.target) for n in graph.find_nodes(op="placeholder")):
+            raise RuntimeError("no loop here")
+        lower(graph)
+
+    monkeypatch.setattr(backend, "lower_loops", fail_in_backward)
+    value, make_step = _mlps()
+    compiled = _compiled(value, chunk_tokens=256, inductor={"fx_graph_cache": False})
+    with pytest.warns(UserWarning, match="because of an error of its own"):
+        loss, gradients = make_step(compiled).with_gradients()
+    want_loss, want = make_step(value).with_gradients()
+    torch.testing.assert_close(loss, want_loss)
+    for ours, theirs in zip(gradients, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
