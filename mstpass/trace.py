@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import itertools
+import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,11 +80,14 @@ def trace_joint(
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
         before(example_inputs)
         patches = {"custom_partitioner_fn": Partitioner(), "fx_graph_cache": False}
-        compile_fx(gm, example_inputs, config_patches=patches)
+        compile_fx(gm, example_inputs, inner_compile=not_joint, config_patches=patches)
+        raise AssertionError("compile_fx asked neither the partitioner nor the compiler")
+
+    def not_joint(*_: Any, **__: Any) -> Any:
         raise NoJointGraph("no backward: nothing that requires a gradient reaches its result")
 
     inner = innermost(fn)
-    with with_storage((inner, args, kwargs)) as (_, given_args, given_kwargs), _same_random_state():
+    with with_storage((inner, args, kwargs)) as (_, given_args, given_kwargs), _undisturbed():
         try:
             compiled = torch.compile(_new_code(), backend=backend, fullgraph=True)
             compiled(inner, given_args, given_kwargs)
@@ -123,10 +127,16 @@ def _new_code() -> Callable[..., Any]:
 
 
 @contextmanager
-def _same_random_state() -> Iterator[None]:
+def _undisturbed() -> Iterator[None]:
+    """The random state stays as it is; torch does not print what the error that it raises says."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        yield
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        log.disabled = disabled
 
 
 @contextmanager

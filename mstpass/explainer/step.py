@@ -128,7 +128,7 @@ _ADVICE = {
     "autograd.grad": "give the function that returns the loss, and take its gradient outside of it",
     "optimizer": "give the function that returns the loss, and step the optimizer outside of it",
     "Tensor.item()": "keep the value a tensor, or move that line out of the function",
-    "Data-dependent": "compute both branches with torch.where, or move that line out of the step",
+    "ata-dependent": "compute both branches with torch.where, or move that line out of the step",
 }
 
 
@@ -154,7 +154,7 @@ def _told(error: Exception) -> str:
     elif explanation:
         what += f" ({explanation.removeprefix('Explanation: ').rstrip('.')})"
     advice = next((a for key, a in _ADVICE.items() if key in text), "")
-    if isinstance(error, torch._dynamo.exc.Unsupported) and not advice:
+    if isinstance(error, torch._dynamo.exc.Unsupported) and not (advice or context):
         advice = "the step must trace as one graph; leave out what torch.compile breaks at"
     kind = "" if isinstance(error, torch._dynamo.exc.TorchDynamoException) else type(error).__name__
     return f"{where}{kind + ': ' if kind else ''}{what}" + (f"; {advice}" if advice else "")
