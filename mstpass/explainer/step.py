@@ -25,6 +25,7 @@ from mstpass.trace import NoJointGraph, cause_of, trace_joint
 
 BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.1, 0.0)  # of the pareto points
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
+_RAISED = re.compile(r"got (\w+)\(['\"](.*)['\"]\)\.?$")  # an op, on fake tensors
 _TORCH = re.compile(r"[/\\]torch[/\\]")
 
 
@@ -149,12 +150,18 @@ def _told(error: Exception) -> str:
     what = lines[0] if lines else type(error).__name__
     explanation = next((line for line in lines if line.startswith("Explanation: ")), "")
     context = next((line for line in lines if "raised exception" in line), "")
+    raised = _RAISED.search(explanation)
     if "Observed exception" in what and context:
         what = context.partition("raised exception")[2].strip()
+    elif raised:
+        what = f"{raised[1]}: {raised[2]}"
     elif explanation:
         what += f" ({explanation.removeprefix('Explanation: ').rstrip('.')})"
     advice = next((a for key, a in _ADVICE.items() if key in text), "")
     if isinstance(error, torch._dynamo.exc.Unsupported) and not (advice or context):
-        advice = "the step must trace as one graph; leave out what torch.compile breaks at"
+        advice = (
+            "torch.compile breaks the graph here, and a step is explained as one graph: leave that "
+            "line out, or explain the part that holds the loss"
+        )
     kind = "" if isinstance(error, torch._dynamo.exc.TorchDynamoException) else type(error).__name__
     return f"{where}{kind + ': ' if kind else ''}{what}" + (f"; {advice}" if advice else "")
