@@ -210,7 +210,11 @@ def test_the_documented_schema_is_the_real_one() -> None:
     report = explain_step(refused.fine, (refused.hidden, refused.labels), pareto=True)
     other = mstpass.explain(refused.few_tokens, refused.hidden, refused.labels)
     reconstructed = {"node", "sources", "rule", "grade", "bytes", "bounds", "source"}
-    found = {"notes", "regions[].saved", *(f"save_plan.reconstructed[].{name}" for name in reconstructed)}
+    found = {
+        "notes",
+        "regions[].saved",
+        *(f"save_plan.reconstructed[].{name}" for name in reconstructed),
+    }
     for one in (report, other):
         _paths(json.loads(json.dumps(one.to_dict(), default=sorted)), "", found)
     docs = (ROOT.parent / "docs" / "explain.md").read_text()

@@ -16,14 +16,13 @@ from torch import fx
 
 from mstpass import pipeline
 from mstpass.device import with_device_budget
+from mstpass.explainer.pareto import pareto_points
 from mstpass.extras import UserError
 from mstpass.options import OptionError, Options
 from mstpass.report.build import details_of
-from mstpass.report.details import Details, ParetoPoint
 from mstpass.report.report import Report
 from mstpass.trace import NoJointGraph, cause_of, trace_joint
 
-BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.1, 0.0)  # of the pareto points
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
 _RAISED = re.compile(r"got (\w+)\(['\"](.*)['\"]\)\.?$")  # an op, on fake tensors
 _TORCH = re.compile(r"[/\\]torch[/\\]")
@@ -76,7 +75,8 @@ def explain_step(
         result = _planned(module, chosen[0], torch_kwargs)
         details = details_of(result)
         if details is not None and pareto:
-            details = _with_points(details, result, module, chosen[0], torch_kwargs)
+            points = pareto_points(result, module, chosen[0], torch_kwargs["num_fwd_outputs"])
+            details = dataclasses.replace(details, pareto=points)
         return Report(result.outcome, details=details)
 
     if not callable(fn):
@@ -96,31 +96,6 @@ def _planned(
     return pipeline.run(
         module, options, **{name: torch_kwargs[name] for name in known if name in torch_kwargs}
     )
-
-
-def _with_points(
-    details: Details,
-    result: pipeline.Result,
-    module: fx.GraphModule,
-    options: Options,
-    torch_kwargs: dict[str, Any],
-) -> Details:
-    """The details with what other budgets would give, the most memory first."""
-    points = []
-    asked = 1.0 if not options.frees_memory_for_time else options.memory_budget
-    for budget in dict.fromkeys((*BUDGETS, asked)):
-        other = result
-        if budget != asked:
-            changed = dataclasses.replace(options, memory_budget=budget, strict=False)
-            other = _planned(module, changed, torch_kwargs)
-        outcome = other.outcome
-        if outcome.peak_bytes is not None and outcome.extra_time is not None:
-            label = f"memory_budget={budget}"
-            points.append(
-                ParetoPoint(label, outcome.peak_bytes, outcome.extra_time, budget == asked)
-            )
-    points.sort(key=lambda point: (-point.peak_bytes, point.extra_time))
-    return dataclasses.replace(details, pareto=tuple(points))
 
 
 # ---- errors ------------------------------------------------------------------------------------
