@@ -66,4 +66,5 @@ def test_second_process_hits_the_caches(tmp_path: Path, dynamic: bool) -> None:
     assert cold["regions"] and cold["regions"] == warm["regions"]
     assert all(region[-1] == dynamic for region in cold["regions"])  # type: ignore[attr-defined]
     assert cold["text"] == warm["text"]
+    assert cold["details"] and cold["details"] == warm["details"]
     assert (cold["gradient"], cold["norm"]) == (warm["gradient"], warm["norm"])
