@@ -234,6 +234,21 @@ def _paths(value: Any, path: str, found: set[str]) -> None:
         found.add(path)
 
 
+def test_a_meta_module_alone() -> None:
+    with torch.device("meta"):
+        linear, x = nn.Linear(64, 4096), torch.randn(1024, 64)
+    report = mstpass.explain(linear, x)
+    assert report.details is not None and not report.regions
+    assert "logits are an output" in report.rejections[0].reason
+
+
+def test_functions_of_no_importable_module() -> None:
+    namespace: dict[str, Any] = {"__name__": "nowhere", "refused": refused}
+    exec("model = refused.model\ndef loss(h, y): return refused.fine(h, y)", namespace)
+    report = mstpass.explain(namespace["loss"], refused.hidden, refused.labels)
+    assert [region.mode for region in report.regions] == ["fused"]
+
+
 def test_a_model_without_a_step() -> None:
     with pytest.raises(ExplainError, match=r"no backward.*returns the loss"):
         mstpass.explain(lambda x: x.sum(), torch.randn(8))

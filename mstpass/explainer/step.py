@@ -104,6 +104,7 @@ _ADVICE = {
     "autograd.grad": "give the function that returns the loss, and take its gradient outside of it",
     "optimizer": "give the function that returns the loss, and step the optimizer outside of it",
     "Tensor.item()": "keep the value a tensor, or move that line out of the function",
+    " and meta": "a tensor on the meta device was not found: give it or its module as an argument",
     "ata-dependent": "compute both branches with torch.where, or move that line out of the step",
 }
 
