@@ -2,6 +2,7 @@
 
 A function that returns the logits alone leaves nothing to chunk: they have to exist in full, and
 the report says what to compile instead. One that returns the loss lets mst chunk the head.
+`mstpass.explain(fn, *args)` gives the same reports without compiling or running anything.
 
     python examples/read_the_report.py
 """
@@ -41,6 +42,7 @@ def show(report: mstpass.Report) -> None:
         print(f"    {region.chunk_tokens} tokens, {saved:.0f} MiB less ({region.source})")
     for rejection in report.rejections:
         print(f"  refused in {rejection.stage}, at {rejection.node}: {rejection.reason}")
+        print(f"    what to change: {rejection.fix}")
 
 
 def main() -> tuple[mstpass.Report, mstpass.Report]:

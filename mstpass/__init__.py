@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mstpass.explain import ExplainError, explain
+    from mstpass.explainer import ExplainError, explain
     from mstpass.linter import Finding, LintReport, lint, lint_compiled, lint_graphs
     from mstpass.options import OptionError, Options
     from mstpass.partition.solvers import register_solver
@@ -34,14 +34,14 @@ __all__ = [
 ]
 _MODULES = {
     "ChunkPlan": "mstpass.plans",
-    "ExplainError": "mstpass.explain",
+    "ExplainError": "mstpass.explainer",
     "Finding": "mstpass.linter",
     "LintReport": "mstpass.linter",
     "OptionError": "mstpass.options",
     "Options": "mstpass.options",
     "Rejection": "mstpass.plans",
     "Report": "mstpass.report.report",
-    "explain": "mstpass.explain",
+    "explain": "mstpass.explainer",
     "lint": "mstpass.linter",
     "lint_compiled": "mstpass.linter",
     "lint_graphs": "mstpass.linter",

@@ -23,7 +23,11 @@ BENCHES = {
     "record": "write the partition problems of real models, traced without their memory",
     "all": "all of these that measure steps, one after the other",
 }
-COMMANDS = {"demo": "mstpass.demo", "lint": "mstpass.linter.command"}
+COMMANDS = {
+    "demo": "mstpass.demo",
+    "explain": "mstpass.explainer.command",
+    "lint": "mstpass.linter.command",
+}
 INTERRUPTED = 130  # what a shell reports for SIGINT
 
 EXAMPLES = """examples:
@@ -32,6 +36,7 @@ EXAMPLES = """examples:
   mstpass demo --steps 200 --out /tmp/demo
   mstpass bench peers                   peak and time of each contender, side by side
   mstpass bench loops --help            a benchmark's own options
+  mstpass explain train.py:loss_fn      what would be chunked, what not and why; runs nothing
   mstpass lint train.py:step            what a training step computes more often than it needs to
 """
 
@@ -68,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     # no help of their own: each command's module parses what follows its name
     commands.add_parser(
         "demo", help="train a small Llama with eager, Inductor and mst", add_help=False
+    )
+    commands.add_parser(
+        "explain", help="the plan of a training step, without running it", add_help=False
     )
     commands.add_parser(
         "lint", help="find forwards that a training step runs twice", add_help=False

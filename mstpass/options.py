@@ -60,7 +60,7 @@ class Options:
         for name in names:
             text = environ.get(ENV_PREFIX + name.upper())
             if text is not None:
-                values[name] = _check(name, _from_text(text), f"{ENV_PREFIX}{name.upper()}")
+                values[name] = _check(name, from_text(text), f"{ENV_PREFIX}{name.upper()}")
         for name, value in (given or {}).items():
             if name not in names:
                 raise OptionError(_unknown(str(name), names))
@@ -88,8 +88,8 @@ def _unknown(name: str, names: list[str]) -> str:
     return f"unknown mst option {name!r}{hint} Known options: {', '.join(names)}."
 
 
-def _from_text(text: str) -> Any:
-    """An environment variable's text as JSON where it is JSON, as itself otherwise."""
+def from_text(text: str) -> Any:
+    """Text of the environment or the command line as JSON where it is JSON, as itself otherwise."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

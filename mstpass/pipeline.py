@@ -26,6 +26,7 @@ from mstpass.graph.build import sizes_from_inputs
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.kernels import simulate_step
 from mstpass.graph.memory import StepMemory
+from mstpass.graph.source import source_of
 from mstpass.options import Options
 from mstpass.partition.again import recompute_again
 from mstpass.partition.budget import (
@@ -130,6 +131,7 @@ def run(
         return Result(Outcome(tuple(plans), _with_fixes(rejections)), problem, applied)
     rewritten = JointGraph(applied.module, num_fwd_outputs)
     modules, save_plan, note = _split(rewritten, applied, plan, options, torch_kwargs)
+    save_plan = _named(save_plan, applied, joint)
     rows_first = options.frees_memory_for_time
     memory = simulate_step(modules[0].graph, modules[1].graph, rows_first)
     notes = [note] if note else []
@@ -308,6 +310,19 @@ def _split(
     joint, saved, done = _reconstruct(joint, problem, saved, options)
     modules, save_plan = split(joint, saved, name, **torch_kwargs)
     return modules, dataclasses.replace(save_plan, reconstructed=done), note
+
+
+def _named(save_plan: SavePlan, applied: Applied, joint: JointGraph) -> SavePlan:
+    """What crosses, with the nodes of the graph before loops that it is."""
+    names = applied.old_names()
+    saved = []
+    for value in save_plan.saved:
+        node = joint.by_name.get(names.get(value.node, ""))
+        if node is not None:
+            source = value.source or source_of(node)
+            value = dataclasses.replace(value, value=node.name, source=source)
+        saved.append(value)
+    return dataclasses.replace(save_plan, saved=tuple(saved))
 
 
 def _reconstruct(

@@ -133,11 +133,16 @@ class ChunkPlan:
 
 @dataclasses.dataclass(frozen=True)
 class SavedValue:
-    """A value that crosses from forward to backward."""
+    """A value that crosses from forward to backward.
+
+    ``node`` is its name in the final forward, ``value`` the joint graph's node that it is, such as
+    one that a loop returns; empty for what a plan adds, such as a mask packed into bits.
+    """
 
     node: str
     bytes: int
     source: str = ""
+    value: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

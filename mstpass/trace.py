@@ -10,7 +10,10 @@ makes a size dynamic once it has had two values: torch/_dynamo/pgo.py; checked w
 from __future__ import annotations
 
 import builtins
+import functools
+import inspect
 import itertools
+import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,13 +82,16 @@ def trace_joint(
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
         before(example_inputs)
         patches = {"custom_partitioner_fn": Partitioner(), "fx_graph_cache": False}
-        compile_fx(gm, example_inputs, config_patches=patches)
+        compile_fx(gm, example_inputs, inner_compile=not_joint, config_patches=patches)
+        raise AssertionError("compile_fx asked neither the partitioner nor the compiler")
+
+    def not_joint(*_: Any, **__: Any) -> Any:
         raise NoJointGraph("no backward: nothing that requires a gradient reaches its result")
 
     inner = innermost(fn)
-    with with_storage((inner, args, kwargs)) as (_, given_args, given_kwargs), _same_random_state():
+    with with_storage((inner, args, kwargs)) as (_, given_args, given_kwargs), _undisturbed():
         try:
-            compiled = torch.compile(_new_code(), backend=backend, fullgraph=True)
+            compiled = torch.compile(_caller_of(inner), backend=backend, fullgraph=True)
             compiled(inner, given_args, given_kwargs)
         except Exception as error:
             if not found:
@@ -117,16 +123,37 @@ def _call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     return fn(*args, **kwargs)
 
 
-def _new_code() -> Callable[..., Any]:
+def _caller_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls it, with code of its own and the same globals.
+
+    Of a function with other globals Dynamo would import the module, and some have none that can be
+    imported, such as those of ``exec``.
+    """
     code = _call.__code__.replace(co_name=f"traced_{next(_numbers)}")
-    return types.FunctionType(code, {"__builtins__": builtins, "__name__": __name__})
+    return types.FunctionType(code, _globals_of(fn))
+
+
+def _globals_of(fn: Any) -> dict[str, Any]:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = fn.forward if isinstance(fn, nn.Module) else fn
+    fn = getattr(fn, "__func__", fn)
+    known = getattr(fn, "__globals__", None)
+    fresh = {"__builtins__": builtins, "__name__": __name__}
+    return known if isinstance(known, dict) and "__builtins__" in known else fresh
 
 
 @contextmanager
-def _same_random_state() -> Iterator[None]:
+def _undisturbed() -> Iterator[None]:
+    """The random state stays as it is; torch does not print what the error that it raises says."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        yield
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        log.disabled = disabled
 
 
 @contextmanager
@@ -177,11 +204,34 @@ def _default_device() -> torch.device:
 
 
 def _modules_of(leaves: Sequence[Any]) -> Iterator[nn.Module]:
-    """All modules below those that the leaves are or hold."""
+    """All modules below those that the leaves, and functions that they call, are or hold."""
     seen: set[int] = set()
-    for leaf in leaves:
+    found: set[int] = set()
+    stack = list(leaves)
+    while stack:
+        leaf = stack.pop()
+        if id(leaf) in seen:
+            continue
+        seen.add(id(leaf))
         for root in modules_near(leaf):
-            for module in root.modules():
-                if id(module) not in seen:
-                    seen.add(id(module))
-                    yield module
+            new = [module for module in root.modules() if id(module) not in found]
+            found.update(map(id, new))
+            yield from new
+        stack += _called(leaf)
+
+
+def _called(fn: Any) -> Iterator[Any]:
+    """What a function of the user's refers to, but for data."""
+    fn = getattr(fn, "__func__", fn)
+    if not isinstance(fn, types.FunctionType) or "-packages" in fn.__code__.co_filename:
+        return
+    codes = [fn.__code__, *(c for c in fn.__code__.co_consts if isinstance(c, types.CodeType))]
+    names = {name for code in codes for name in code.co_names}
+    values = [fn.__globals__[name] for name in names if name in fn.__globals__]
+    values += inspect.getclosurevars(fn).nonlocals.values()
+    for value in values:
+        if isinstance(value, types.ModuleType):  # its functions and models, by their names
+            values_there = (vars(value).get(name) for name in names)
+            yield from (v for v in values_there if isinstance(v, types.FunctionType | nn.Module))
+        elif isinstance(value, types.FunctionType | types.MethodType | nn.Module):
+            yield value

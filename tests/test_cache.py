@@ -29,9 +29,11 @@ def loss(x, y):
 dynamic = sys.argv[2] == "True"
 torch.compile(loss, backend="mst", dynamic=dynamic, options={"strict": True})(x, y).backward()
 report = mstpass.reports()[-1]
+from mstpass.report.columns import to_columns
 json.dump({
     "autograd": dict(counters["aot_autograd"]), "inductor": dict(counters["inductor"]),
     "cached": report.cached, "text": str(report).split("\\n")[1:],
+    "details": to_columns(report.details),
     "regions": [(r.kind, r.mode, r.num_chunks, r.symbolic) for r in report.regions],
     "gradient": head.weight.grad.double().sum().item(), "norm": gate.weight.grad.norm().item(),
 }, open(sys.argv[1], "w"))
@@ -64,4 +66,5 @@ def test_second_process_hits_the_caches(tmp_path: Path, dynamic: bool) -> None:
     assert cold["regions"] and cold["regions"] == warm["regions"]
     assert all(region[-1] == dynamic for region in cold["regions"])  # type: ignore[attr-defined]
     assert cold["text"] == warm["text"]
+    assert cold["details"] and cold["details"] == warm["details"]
     assert (cold["gradient"], cold["norm"]) == (warm["gradient"], warm["norm"])

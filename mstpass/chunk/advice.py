@@ -1,7 +1,7 @@
 """What a user can change about a refusal: one table from reasons to advice.
 
-Reasons are made where something is refused, often deep in an op's token rule; what helps is the same
-for many of them, and is said in the user's terms.
+Reasons are made where something is refused, often deep in an op's token rule; what helps is the
+same for many of them, and is said in the user's terms.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import re
 from mstpass.plans import Rejection
 
 _ROWWISE = (
-    "on the wide value, work token by token: take statistics, softmax or sorting over tokens of the "
-    "narrow input, or of the losses of the tokens"
+    "on the wide value, work token by token: take statistics, softmax or sorting over tokens of "
+    "the narrow input, or of the losses of the tokens"
 )
 _PICK = (
     "pick tokens before the widening product, `head(h[:, -1])` instead of `head(h)[:, -1]`; leave "
@@ -30,8 +30,8 @@ _BUDGET = "nothing to change; a lower memory_budget may want it in chunks, chunk
 _ADVICE = (
     (
         r"logits are an output of the graph",
-        "compile a function that returns only the loss, such as `lambda batch: model(**batch).loss`, "
-        "with the loss computed inside of it",
+        "compile a function that returns only the loss, computed inside of it, such as "
+        "`lambda batch: model(**batch).loss`",
     ),
     (r"large value is an output", "return what is computed from it, or leave it out"),
     (r"is an output of the graph", "return its sum or mean over tokens instead, or leave it out"),
@@ -59,8 +59,8 @@ _ADVICE = (
     ),
     (
         r"token rule for",
-        "write it with ATen ops (plain torch, no custom or opaque op), or apply it where values are "
-        "narrow: before the widening product or after the loss",
+        "write it with ATen ops (plain torch, no custom or opaque op), or apply it where values "
+        "are narrow: before the widening product or after the loss",
     ),
     (
         r"draws random numbers|makes a seed",
@@ -94,8 +94,12 @@ _ADVICE = (
         _LAYOUT,
     ),
     (
-        r"belongs to another region|lies between two parts",
-        "let each widening product have values of its own: two of them share what this line computes",
+        r"belongs to another region",
+        "nothing to change: what reads it is in chunks already, with another part",
+    ),
+    (
+        r"lies between two parts",
+        "let each widening product have values of its own: two of them share what is computed here",
     ),
     (
         r"must_recompute",
@@ -108,7 +112,8 @@ _ADVICE = (
     ),
     (r"torch's own budget", "leave it out, and give mstpass the option memory_budget"),
     (
-        r"has shape|returns \(|need their own results|no node holds the size|^\w*(Error|Exception)",
+        r"has shape|the loop returns|need their own results|no node holds the size"
+        r"|^\w*(Error|Exception)",
         _REPORT,
     ),
 )

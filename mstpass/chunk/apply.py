@@ -23,7 +23,7 @@ from mstpass.graph.build import Builder, SizeNodes, UnknownSize, fake_mode_of, m
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import Size, generic, generic_shape, generic_stride, same_shape
 from mstpass.graph.tokens import Spec
-from mstpass.partition.problem import RECOMPUTED, unfinished
+from mstpass.partition.problem import RECOMPUTED, UNFINISHED, unfinished
 from mstpass.partition.repeatable import base_of
 from mstpass.partition.tags import META, tags_of
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
@@ -47,6 +47,21 @@ class Applied:
 
     module: fx.GraphModule
     names: Mapping[str, str]
+
+    def old_names(self) -> dict[str, str]:
+        """The old graph's names of the new one's nodes.
+
+        What is unfinished goes by the node that it becomes, a loop by ``"loop:"`` and the first
+        node that it returns, as in the partition problem.
+        """
+        found = {new: old.removesuffix(UNFINISHED) for old, new in self.names.items()}
+        for node in self.module.graph.nodes:
+            if node.target is mst_loop:
+                items = (user for user in node.users if user.name in found)
+                first = min(items, key=lambda user: user.args[1], default=None)
+                if first is not None:
+                    found[node.name] = f"loop:{found[first.name]}"
+        return found
 
 
 def apply_plans(

@@ -65,6 +65,8 @@ def plan_region(
     after = sum(map(nbytes, kept)) + int(facts.before * share)
     if not region.symbolic and options.chunk_tokens is None and after >= facts.before:
         reason = f"{num_chunks} chunks would hold as much memory as the whole"
+        if region.returned:
+            reason = f"{region.note.partition(';')[0]}: {reason}"
         return Rejection("plan", region.name, reason, region.source, facts.before)
     return ChunkPlan(
         kind=region.kind,

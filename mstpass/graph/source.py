@@ -88,10 +88,18 @@ def _innermost(stack_trace: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _clean(path: str) -> str:
-    """Dynamo's ``L['self']._modules['mlp']`` as ``mlp``, a closure's or a global model likewise."""
-    path = re.sub(r"^G\['__import_[^']*'\]\.\w+\.?", "", path)  # a global of another file
+    """Dynamo's ``L['self']._modules['mlp']`` as ``mlp``, a closure's or a global model likewise.
+
+    The variable's name stays where a number would be left alone, as in an ``nn.Sequential``, or,
+    of a global model, nothing.
+    """
+    path = re.sub(r"^G\['__import_[^']*'\]\.(\w+)", r"G['\1']", path)  # a global of another file
+    root = re.match(r"[LG]\['(\w+)'\]", path)
     path = re.sub(r"^[LG]\['[^']*'\]\.?", "", path)
     path = re.sub(r"^__closure__\[\d+\]\.cell_contents\.?", "", path)
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
     path = re.sub(r"\[(?:'|\")?([^'\"\]]*)(?:'|\")?\]", r".\1", path)
-    return re.sub(r"\.{2,}", ".", path).strip(".")
+    path = re.sub(r"\.{2,}", ".", path).strip(".")
+    if root and path[:1].isdigit():
+        return f"{root[1]}.{path}"
+    return path or (root[1] if root and root[0].startswith("G") else "")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mstpass.linter.errors import LintError
-from mstpass.linter.names import location
 from mstpass.linter.report import LintReport, module_lines
 from mstpass.linter.step import lint, lint_compiled
+from mstpass.userfile import UserFileError, load_function, told
 
 CLEAN, FINDINGS, BAD_INPUT = 0, 1, 2
 
@@ -38,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         report = _report(arguments)
         if arguments.json is not None:
             _write(report, arguments.json)
-    except LintError as error:
+    except (LintError, UserFileError) as error:
         print(f"mstpass lint: {error}", file=sys.stderr)
         return BAD_INPUT
     print(report)
@@ -72,65 +69,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(arguments: argparse.Namespace) -> LintReport:
-    step = load_step(arguments.step)
+    _, step = load_function(arguments.step)
     run = lint_compiled if arguments.compiled else lint
     try:
         report = run(step)
     except LintError:
         raise
     except (Exception, SystemExit) as error:
-        raise LintError(f"{arguments.step} raised {_told(error)}") from error
+        raise LintError(f"{arguments.step} raised {told(error)}") from error
     return report.above(arguments.min_share)
-
-
-def load_step(name: str) -> Callable[[], Any]:
-    """``FILE.py:FUNCTION`` as a function.
-
-    Raises:
-        LintError: no such file or function, or the file cannot be imported.
-    """
-    file, separator, function = name.rpartition(":")
-    if not separator or not function.isidentifier():
-        raise LintError(f"{name!r} is not FILE.py:FUNCTION, such as train.py:step")
-    path = Path(file)
-    if not path.is_file():
-        raise LintError(f"there is no file {file}")
-    module = _imported(path)
-    step = getattr(module, function, None)
-    if not callable(step):
-        known = [n for n, v in vars(module).items() if _defined_in(v, module) and callable(v)]
-        raise LintError(f"{file} has no function {function}; it has {', '.join(known) or 'none'}")
-    return step
-
-
-def _imported(path: Path) -> Any:
-    """The file as a module; it finds its neighbours as it would when run."""
-    spec = importlib.util.spec_from_file_location(f"_linted_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise LintError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise LintError(f"importing {path} raised {_told(error)}") from error
-    return module
-
-
-def _defined_in(value: Any, module: Any) -> bool:
-    return getattr(value, "__module__", None) == module.__name__
-
-
-def _told(error: BaseException) -> str:
-    """The error, and the deepest place outside of installed packages that it came through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = str(Path(__file__).parent.parent)
-    users = [
-        f for f in frames if "-packages" not in f.filename and not f.filename.startswith((own, "<"))
-    ]
-    where = f" at {location(users[-1].filename, users[-1].lineno or 0)}" if users else ""
-    return f"{type(error).__name__}{where}: {error}"
 
 
 def _write(report: LintReport, path: Path) -> None:

@@ -13,13 +13,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
-from mstpass.chunk.apply import Applied
-from mstpass.chunk.loop import mst_loop
+from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of
 from mstpass.graph.memory import StepMemory, Timeline
 from mstpass.graph.sizes import hint_numel, hint_shape, is_size
 from mstpass.graph.source import Place, Places
-from mstpass.partition.problem import UNFINISHED
 from mstpass.partition.repeatable import shares_storage
 from mstpass.partition.split import Modules
 from mstpass.pipeline import Result
@@ -40,7 +38,7 @@ def details_of(result: Result) -> Details | None:
     """Of a finished run of the pipeline; None of one that stopped before there were two graphs."""
     if result.read is None or result.applied is None or result.modules is None:
         return None
-    names = _names(result.applied)
+    names = result.applied.old_names()
     return Details(
         nodes=drawn_nodes(result, result.read, names, result.modules),
         before=memory_timeline(result.before, {}) if result.before else None,
@@ -105,7 +103,7 @@ def _fates(
 ) -> dict[str, str]:
     """How backward has what it uses of the forward. Views have none: they hold no bytes."""
     plan = result.outcome.save_plan
-    saved = {names.get(v.node, v.node) for v in plan.saved} if plan else set()
+    saved = {value.value for value in plan.saved} if plan else set()
     other = {names.get(r.node, r.node) for r in plan.reconstructed} if plan else set()
     again = _run_in(modules[1], names)
     for region in result.outcome.regions:
@@ -119,25 +117,13 @@ def _fates(
         elif node.name in saved:
             fates[node.name] = SAVED
         elif node.name in again and node.op == "call_function" and node not in joint.backward:
-            if not (shares_storage(node) or is_size(node)):
+            if not (shares_storage(node) or is_size(node) or ops.is_constant(node)):
                 fates[node.name] = RECOMPUTED
     return fates
 
 
 def _run_in(module: fx.GraphModule, names: Mapping[str, str]) -> set[str]:
     return {names.get(n.name, n.name) for n in module.graph.nodes if n.op == "call_function"}
-
-
-def _names(applied: Applied) -> dict[str, str]:
-    """The names that the final graphs use, as those of the joint graph's nodes."""
-    old = {new: old.removesuffix(UNFINISHED) for old, new in applied.names.items()}
-    for node in applied.module.graph.nodes:
-        if node.target is mst_loop:
-            items = (user for user in node.users if user.name in old)
-            first = min(items, key=lambda user: user.args[1], default=None)
-            if first is not None:
-                old[node.name] = f"loop:{old[first.name]}"
-    return old
 
 
 # ---- memory ------------------------------------------------------------------------------------

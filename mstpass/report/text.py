@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -23,22 +25,37 @@ from mstpass.report.units import bytes_text
 if TYPE_CHECKING:
     from mstpass.report.report import Report
 
-_REGIONS, _REJECTIONS, _CROSSING, _ALIVE, _NOTES = 6, 4, 6, 5, 3  # shown, at the most
+_LINES = 40  # of the whole report
+_SHOWN = (7, 6, 5, 4, 3, 2, 1)  # items of each kind: the first with which it fits
+_WIDTH = 110
 _DEPTH = 3  # parts of a module's path that are told apart
 
 
 def lines(report: Report) -> list[str]:
     nodes = {node.name: node for node in report.details.nodes} if report.details else {}
-    return [
-        "mstpass report" + (" (graph from the compile cache)" if report.cached else ""),
-        *_peak(report),
-        *_regions(report, nodes),
-        *_rejections(report.rejections, nodes),
-        *_crossing(report, nodes),
-        *_reconstructed(report),
-        *_at_peak(report, nodes),
-        *(f"  note: {note}" for note in report.outcome.notes[:_NOTES]),
-    ]
+    found: list[str] = []
+    for shown in _SHOWN:
+        found = [
+            "mstpass report" + (" (graph from the compile cache)" if report.cached else ""),
+            *_peak(report),
+            *_regions(report, nodes, shown),
+            *_rejections(report.rejections, nodes, min(shown, 4)),
+            *_crossing(report, nodes, shown),
+            *_reconstructed(report),
+            *_at_peak(report, nodes, shown),
+            *(line for note in report.outcome.notes[:shown] for line in _wrapped("  note: ", note)),
+        ]
+        if len(found) <= _LINES:
+            break
+    return found
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    """What stands in backquotes stays on one line."""
+    kept = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    rows = textwrap.wrap(kept, _WIDTH - len(label), break_long_words=False, break_on_hyphens=False)
+    rows = [row.replace("\0", " ") for row in rows]
+    return [(label if i == 0 else " " * len(label)) + row for i, row in enumerate(rows)]
 
 
 def _peak(report: Report) -> list[str]:
@@ -55,18 +72,18 @@ def _peak(report: Report) -> list[str]:
 
 
 # ---- regions and rejections --------------------------------------------------------------------
-def _regions(report: Report, nodes: dict[str, DrawnNode]) -> list[str]:
+def _regions(report: Report, nodes: dict[str, DrawnNode], shown: int) -> list[str]:
     if not report.regions:
         return ["  nothing was chunked: the graph compiles as Inductor would compile it"]
     groups = grouped(report.regions, lambda r: (_run(r), folded(r.source), r.note))
     lines = ["  in chunks:"]
-    for group in groups[:_REGIONS]:
+    for group in groups[:shown]:
         first = group[0]
         lines.append(f"    {_times(first.kind, group)}  {_run(first)}")
         lines.append(f"      {_where((r.source for r in group), _line_of(first, nodes))}")
         if first.note:
-            lines.append(f"      note: {first.note}")
-    return lines + _more(groups, _REGIONS)
+            lines += _wrapped("      note: ", first.note)
+    return lines + _more(groups, shown)
 
 
 def _run(region: ChunkPlan) -> str:
@@ -86,24 +103,26 @@ def _line_of(region: ChunkPlan, nodes: dict[str, DrawnNode]) -> str:
     return max(products, key=lambda node: node.bytes).source if products else ""
 
 
-def _rejections(rejections: Sequence[Rejection], nodes: dict[str, DrawnNode]) -> list[str]:
+def _rejections(
+    rejections: Sequence[Rejection], nodes: dict[str, DrawnNode], shown: int
+) -> list[str]:
     if not rejections:
         return []
     groups = grouped(rejections, lambda r: (r.reason, r.fix, folded(r.source)))
     groups.sort(key=lambda group: -sum(r.bytes for r in group))
     lines = ["  not in chunks:"]
-    for group in groups[:_REJECTIONS]:
+    for group in groups[:shown]:
         first = group[0]
-        node = nodes.get(first.node)
+        line = nodes[first.node].source if first.node in nodes else ""
+        name = _times(layers(r.source for r in group) or first.node, group)
         size = f", {bytes_text(first.bytes)}" if first.bytes else ""
-        lines.append(
-            f"    {_times(first.node, group)}"
-            f" ({_where((r.source for r in group), node.source if node else '')}){size}"
-        )
-        lines.append(f"      why: {first.reason}")
+        each = " each" if size and len(group) > 1 else ""
+        at = f", at {first.node}" + (f" in {line}" if line else "") if line else ""
+        lines.append(f"    {name}{size}{each}{at}")
+        lines += _wrapped("      why: ", first.reason)
         if first.fix:
-            lines.append(f"      fix: {first.fix}")
-    return lines + _more(groups, _REJECTIONS)
+            lines += _wrapped("      fix: ", first.fix)
+    return lines + _more(groups, shown)
 
 
 def _times(name: str, group: Sequence[object]) -> str:
@@ -123,7 +142,7 @@ class _Crossing:
     reconstructed_bytes: int = 0
 
 
-def _crossing(report: Report, nodes: dict[str, DrawnNode]) -> list[str]:
+def _crossing(report: Report, nodes: dict[str, DrawnNode], shown: int) -> list[str]:
     plan = report.outcome.save_plan
     if plan is None:
         return []
@@ -131,7 +150,7 @@ def _crossing(report: Report, nodes: dict[str, DrawnNode]) -> list[str]:
     lines = [f"  saved for backward: {count}, {bytes_text(plan.saved_bytes)} ({plan.solver})"]
     rows: dict[str, _Crossing] = {}
     for value in plan.saved:
-        node = nodes.get(value.node)
+        node = nodes.get(value.value)
         rows.setdefault(_module(node, value.source), _Crossing()).saved_bytes += value.bytes
     for node in nodes.values():
         if node.fate == RECOMPUTED:
@@ -140,12 +159,12 @@ def _crossing(report: Report, nodes: dict[str, DrawnNode]) -> list[str]:
             rows.setdefault(_module(node), _Crossing()).reconstructed_bytes += node.bytes
     ranked = sorted(rows.items(), key=lambda row: (-row[1].saved_bytes, -row[1].recomputed_bytes))
     if ranked:
-        width = max(len(name) for name, _ in ranked[:_CROSSING])
+        width = max(len(name) for name, _ in ranked[:shown])
         lines.append(f"    {'':{width}} {SAVED:>12} {RECOMPUTED:>12} {RECONSTRUCTED:>13}")
-    for name, row in ranked[:_CROSSING]:
+    for name, row in ranked[:shown]:
         cells = [bytes_text(size) if size else "-" for size in dataclasses.astuple(row)]
         lines.append(f"    {name:{width}} {cells[0]:>12} {cells[1]:>12} {cells[2]:>13}")
-    return lines + _more(ranked, _CROSSING)
+    return lines + _more(ranked, shown)
 
 
 def _module(node: DrawnNode | None, otherwise: str = "") -> str:
@@ -159,28 +178,33 @@ def _reconstructed(report: Report) -> list[str]:
         return []
     won = sum(item.bytes for item in report.reconstructed)
     rules = Counter((item.rule, item.grade) for item in report.reconstructed)
-    shown = "; ".join(f"{rule}, {grade}: {n}" for (rule, grade), n in rules.most_common(3))
-    return [f"  reconstructed, {bytes_text(won)} less: {shown}"]
+    told = "; ".join(f"{n} by {rule}, {grade}" for (rule, grade), n in rules.most_common(3))
+    first = max(report.reconstructed, key=lambda item: item.bytes)
+    where = f" ({first.source})" if first.source else ""
+    return _wrapped(
+        f"  reconstructed, {bytes_text(won)} less: ", f"{told}; largest: {first.node}{where}"
+    )
 
 
 # ---- the peak ----------------------------------------------------------------------------------
-def _at_peak(report: Report, nodes: dict[str, DrawnNode]) -> list[str]:
+def _at_peak(report: Report, nodes: dict[str, DrawnNode], shown: int) -> list[str]:
     after = report.details.after if report.details else None
     if after is None or not after.bytes:
         return []
     moment = after.bytes.index(after.peak_bytes)
     runs = nodes.get(after.moments[moment].removeprefix("loop:"))
     phase = "forward" if moment < after.first_backward else "backward"
-    where = _where([folded(runs.module)], runs.source) if runs else ""
-    lines = [f"  at the peak, in the {phase}" + (f" of {where}" if where else "") + ":"]
+    where = _where([runs.module], runs.source) if runs else ""
+    lines = [f"  at the peak, in the {phase}" + (f", {where}" if where else "") + ":"]
     groups = grouped(after.alive_at(moment), lambda life: _holds(life, after, nodes))
     groups.sort(key=lambda group: -_total(group))
-    for group in groups[:_ALIVE]:
+    shown = min(shown, sum(100 * _total(group) >= after.peak_bytes for group in groups))
+    for group in groups[:shown]:
         what, module, source = _holds(group[0], after, nodes)
         number = f" x {len(group)}" if len(group) > 1 else ""
         place = ", ".join(filter(None, (module, source)))
         lines.append(f"    {bytes_text(_total(group)):>10}  {what}{number}  {place}".rstrip())
-    rest = groups[_ALIVE:]
+    rest = groups[shown:]
     if rest:
         left = sum(_total(group) for group in rest)
         lines.append(f"    {bytes_text(left):>10}  in {sum(map(len, rest))} others")

@@ -16,15 +16,15 @@ from torch import fx
 
 from mstpass import pipeline
 from mstpass.device import with_device_budget
+from mstpass.explainer.pareto import pareto_points
 from mstpass.extras import UserError
 from mstpass.options import OptionError, Options
 from mstpass.report.build import details_of
-from mstpass.report.details import Details, ParetoPoint
 from mstpass.report.report import Report
 from mstpass.trace import NoJointGraph, cause_of, trace_joint
 
-BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.1, 0.0)  # of the pareto points
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
+_RAISED = re.compile(r"got (\w+)\(['\"](.*)['\"]\)\.?$")  # an op, on fake tensors
 _TORCH = re.compile(r"[/\\]torch[/\\]")
 
 
@@ -75,7 +75,8 @@ def explain_step(
         result = _planned(module, chosen[0], torch_kwargs)
         details = details_of(result)
         if details is not None and pareto:
-            details = _with_points(details, result, module, chosen[0], torch_kwargs)
+            points = pareto_points(result, module, chosen[0], torch_kwargs["num_fwd_outputs"])
+            details = dataclasses.replace(details, pareto=points)
         return Report(result.outcome, details=details)
 
     if not callable(fn):
@@ -97,38 +98,14 @@ def _planned(
     )
 
 
-def _with_points(
-    details: Details,
-    result: pipeline.Result,
-    module: fx.GraphModule,
-    options: Options,
-    torch_kwargs: dict[str, Any],
-) -> Details:
-    """The details with what other budgets would give, the most memory first."""
-    points = []
-    asked = 1.0 if not options.frees_memory_for_time else options.memory_budget
-    for budget in dict.fromkeys((*BUDGETS, asked)):
-        other = result
-        if budget != asked:
-            changed = dataclasses.replace(options, memory_budget=budget, strict=False)
-            other = _planned(module, changed, torch_kwargs)
-        outcome = other.outcome
-        if outcome.peak_bytes is not None and outcome.extra_time is not None:
-            label = f"memory_budget={budget}"
-            points.append(
-                ParetoPoint(label, outcome.peak_bytes, outcome.extra_time, budget == asked)
-            )
-    points.sort(key=lambda point: (-point.peak_bytes, point.extra_time))
-    return dataclasses.replace(details, pareto=tuple(points))
-
-
 # ---- errors ------------------------------------------------------------------------------------
 _ADVICE = {
     "Tensor.backward()": "give the function that returns the loss, and call backward outside of it",
     "autograd.grad": "give the function that returns the loss, and take its gradient outside of it",
     "optimizer": "give the function that returns the loss, and step the optimizer outside of it",
     "Tensor.item()": "keep the value a tensor, or move that line out of the function",
-    "Data-dependent": "compute both branches with torch.where, or move that line out of the step",
+    " and meta": "a tensor on the meta device was not found: give it or its module as an argument",
+    "ata-dependent": "compute both branches with torch.where, or move that line out of the step",
 }
 
 
@@ -149,12 +126,18 @@ def _told(error: Exception) -> str:
     what = lines[0] if lines else type(error).__name__
     explanation = next((line for line in lines if line.startswith("Explanation: ")), "")
     context = next((line for line in lines if "raised exception" in line), "")
+    raised = _RAISED.search(explanation)
     if "Observed exception" in what and context:
         what = context.partition("raised exception")[2].strip()
+    elif raised:
+        what = f"{raised[1]}: {raised[2]}"
     elif explanation:
         what += f" ({explanation.removeprefix('Explanation: ').rstrip('.')})"
     advice = next((a for key, a in _ADVICE.items() if key in text), "")
-    if isinstance(error, torch._dynamo.exc.Unsupported) and not advice:
-        advice = "the step must trace as one graph; leave out what torch.compile breaks at"
+    if isinstance(error, torch._dynamo.exc.Unsupported) and not (advice or context):
+        advice = (
+            "torch.compile breaks the graph here, and a step is explained as one graph: leave that "
+            "line out, or explain the part that holds the loss"
+        )
     kind = "" if isinstance(error, torch._dynamo.exc.TorchDynamoException) else type(error).__name__
     return f"{where}{kind + ': ' if kind else ''}{what}" + (f"; {advice}" if advice else "")

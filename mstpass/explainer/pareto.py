@@ -1,0 +1,59 @@
+"""Peak against time: what other budgets would make of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import networkx as nx
+from torch import fx
+
+from mstpass import pipeline
+from mstpass.options import Options
+from mstpass.partition.budget import memory_of, solve_within
+from mstpass.partition.modes import Cycle, with_modes
+from mstpass.partition.simulate import step_us
+from mstpass.partition.solvers import AUTO, SOLVERS
+from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.partition.verify import InvalidPlan
+from mstpass.report.details import ParetoPoint
+
+BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.1, 0.0)
+
+
+def pareto_points(
+    result: pipeline.Result, module: fx.GraphModule, options: Options, num_fwd_outputs: int
+) -> tuple[ParetoPoint, ...]:
+    """The plan at hand and those at ``BUDGETS``, the highest peak first.
+
+    The others are plans of one problem and not applied: their peaks are those that the solver sees,
+    which those of the final graphs may differ from by some percent.
+    """
+    outcome = result.outcome
+    if outcome.peak_bytes is None or outcome.extra_time is None:
+        return ()
+    asked = options.memory_budget if options.frees_memory_for_time else 1.0
+    points = [ParetoPoint(_label(asked), outcome.peak_bytes, outcome.extra_time, chosen=True)]
+    any_budget = dataclasses.replace(options, memory_budget=BUDGETS[2], solver="min_cut")
+    planned = pipeline.run(module, any_budget, num_fwd_outputs=num_fwd_outputs, stop_after="plan")
+    problem = planned.problem
+    assert problem is not None
+    whole = dataclasses.replace(problem, regions=())
+    before_us = step_us(whole, min_cut(whole)) or 1.0
+    solve = SOLVERS[AUTO if options.solver == "auto" else options.solver]
+    for budget in BUDGETS:
+        if budget == asked:
+            continue
+        try:
+            plan = solve_within(problem, dataclasses.replace(options, memory_budget=budget), solve)
+            closed = with_modes(problem, plan.modes)
+            peak_bytes = memory_of(problem, plan).peak_bytes
+        except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded):  # a solver of the user's own
+            continue
+        extra = step_us(closed, plan.saved) / before_us - 1
+        points.append(ParetoPoint(_label(budget), peak_bytes, extra))
+    points.sort(key=lambda point: (-point.peak_bytes, point.extra_time))
+    return tuple(points)
+
+
+def _label(budget: object) -> str:
+    return f"memory_budget={budget}"

@@ -1,0 +1,267 @@
+"""``mstpass.explain``: what a compilation would do, and nothing of it done."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mstpass
+from mstpass import pipeline
+from mstpass.backend import prepare
+from mstpass.chunk.advice import fix_of
+from mstpass.explainer import ExplainError, explain_step
+from mstpass.options import Options
+from mstpass.plans import ChunkPlan, Outcome, Rejection, SavedValue, SavePlan
+from mstpass.report.report import Report
+
+from . import refused
+from .checks import joint_graph
+from .models import TinyLM, next_token_loss
+
+ROOT = Path(mstpass.__file__).parent
+
+
+def test_it_says_what_a_compilation_does() -> None:
+    model = TinyLM(2048, 64)
+    ids = torch.randint(0, 2048, (2, 512))
+    step = lambda ids: next_token_loss(model, ids)
+    told = mstpass.explain(step, ids, options={"chunk_tokens": 256})
+    graph, outputs = joint_graph(step, ids)
+    prepare(graph)
+    options = Options.parse({"chunk_tokens": 256})
+    done = pipeline.run(graph, options, num_fwd_outputs=outputs).outcome
+    assert told.regions and told.peak_bytes == done.peak_bytes
+    # paths of modules differ: a compilation sees the function itself
+    same = lambda r: (r.kind, r.mode, r.num_chunks, r.bytes_after, r.members)
+    assert list(map(same, told.regions)) == list(map(same, done.regions))
+    assert done.save_plan and [v.node for v in told.saved] == [v.node for v in done.save_plan.saved]
+
+
+def test_it_disturbs_nothing() -> None:
+    linear = nn.Linear(16, 64)
+    x = torch.randn(32, 16)
+    compiles = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        compiles.append(gm)
+        return gm
+
+    def loss(x: Tensor) -> Tensor:
+        return linear(x).square().mean() + torch.rand(())
+
+    compiled = torch.compile(loss, backend=backend)
+    compiled(x)
+    state, count = torch.get_rng_state(), len(mstpass.reports())
+    mstpass.explain(compiled, x)
+    mstpass.explain(loss, torch.randn(48, 16, device="meta"))
+    assert torch.equal(state, torch.get_rng_state())
+    assert linear.weight.grad is None and linear.weight.device.type == "cpu"
+    compiled(x)
+    assert len(compiles) == 1 and len(mstpass.reports()) == count
+    compiled(torch.randn(40, 16))  # the first other size makes it dynamic: explain's was none
+    assert len(compiles) == 2
+
+
+@pytest.mark.parametrize("form", ["module", "closure", "method", "kwargs"])
+def test_meta_models_at_sizes_that_fit_nowhere(form: str) -> None:
+    with torch.device("meta"):
+        model = TinyLM(100_000, 64)
+        ids = torch.zeros(1, 2**20, dtype=torch.long)
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = model
+
+        def loss(self, ids: Tensor) -> Tensor:
+            return next_token_loss(self.model, ids)
+
+    report = {
+        "module": lambda: mstpass.explain(next_token_loss, model, ids),
+        "closure": lambda: mstpass.explain(lambda ids: next_token_loss(model, ids), ids),
+        "method": lambda: mstpass.explain(Trainer().loss, ids),
+        "kwargs": lambda: mstpass.explain(next_token_loss, model=model, ids=ids),
+    }[form]()
+    assert [region.kind for region in report.regions][:1] == ["lm_head"]
+    assert report.baseline_peak_bytes is not None and report.baseline_peak_bytes > 300 * 2**30
+    assert all(p.device.type == "meta" for p in model.parameters())
+
+
+REFUSED = {
+    "logits_returned": ("logits are an output", "only the loss", "refused.py"),
+    "loss_outside": ("logits are an output", "only the loss", "refused.py"),
+    "batch_statistics": ("reduces over all tokens", "token by token", "var in refused.py"),
+    "softmax_over_tokens": ("reduces over all tokens", "token by token", "amax in refused.py"),
+    "unknown_op": ("no token rule for tests_refused.scale", "ATen ops", "scale in refused.py"),
+    "last_token": ("of single tokens", "head(h[:, -1])", "select in refused.py"),
+    "few_tokens": ("fewer than two chunks", "chunk_tokens", "refused.py"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_say_why_where_and_what_to_change(name: str) -> None:
+    args = (refused.hidden, refused.labels)
+    fn = getattr(refused, name)
+    report = mstpass.explain(fn, *args[: fn.__code__.co_argcount])
+    assert not report.regions
+    (rejection,) = report.rejections
+    reason, fix, where = REFUSED[name]
+    assert reason in rejection.reason and fix in rejection.fix
+    text = str(report)
+    line = next(row for row in text.splitlines() if where in row and "at " in row)
+    number = int(re.search(r"refused\.py:(\d+)", line)[1])  # type: ignore[index]
+    source = Path(refused.__file__).read_text().splitlines()[number - 1]
+    assert "return" in source or "logits" in source
+    assert "proj" in line and text.count("why: ") == text.count("fix: ") == 1
+
+
+def test_the_same_head_under_its_loss_is_taken() -> None:
+    report = mstpass.explain(refused.fine, refused.hidden, refused.labels)
+    assert [region.mode for region in report.regions] == ["fused"] and not report.rejections
+
+
+def _reasons() -> set[str]:
+    """Every reason in the sources, with X for what is filled in."""
+    found = set()
+    files = {*ROOT.glob("chunk/*.py"), *ROOT.glob("graph/*.py"), ROOT / "pipeline.py"}
+    for path in files - {ROOT / "chunk" / "fused.py"}:  # why not fused is a note, not a refusal
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not call.args:
+                continue
+            name = getattr(call.func, "id", "")
+            if name in ("Refusal", "NoRule", "CannotTake"):
+                argument = call.args[-1]
+                if isinstance(argument, ast.Constant):
+                    found.add(str(argument.value))
+                elif isinstance(argument, ast.JoinedStr):
+                    parts = (getattr(part, "value", "X") for part in argument.values)
+                    found.add("".join(p if isinstance(p, str) else "X" for p in parts))
+    return found
+
+
+def test_every_reason_has_advice() -> None:
+    reasons = _reasons()
+    assert len(reasons) > 45
+    # Not reasons of their own: what stands in for another one, and a label.
+    silent = {r for r in reasons if not fix_of(r)} - {"X", "an output", "X: X", "X X"}
+    assert not {r for r in silent if not r.startswith("X")}, silent
+
+
+def test_a_report_fits_a_screen() -> None:
+    """However many unlike regions, rejections, modules and notes there are."""
+    base = mstpass.explain(refused.fine, refused.hidden, refused.labels).outcome
+    (region,) = base.regions
+    regions = tuple(
+        dataclasses.replace(region, source=f"part{'x' * i}.mlp", note="a note " * 40)
+        for i in range(30)
+    )
+    outcome = Outcome(
+        regions=regions,
+        rejections=tuple(
+            Rejection("detect", f"mm_{i}", f"reason {'y' * i} " * 30, "m", 1, "do this " * 30)
+            for i in range(30)
+        ),
+        save_plan=SavePlan(tuple(SavedValue(f"v{i}", 9, "m" * i) for i in range(50)), "min_cut"),
+        peak_bytes=1,
+        notes=("a long note " * 30,) * 9,
+    )
+    text = str(Report(outcome))
+    assert len(text.splitlines()) <= 40 and "... and " in text
+    layers = tuple(
+        dataclasses.replace(region, source=f"model.layers.{i}.mlp") for i in range(32) if i != 7
+    )
+    text = str(Report(dataclasses.replace(outcome, regions=layers)))
+    assert "lm_head x 31" in text and "model.layers.{0-6,8-31}.mlp" in text
+
+
+def test_json_comes_back_whole(tmp_path: Path) -> None:
+    report = explain_step(refused.fine, (refused.hidden, refused.labels), pareto=True)
+    assert report.details is not None
+    peaks = [point.peak_bytes for point in report.details.pareto]
+    assert len(peaks) == 6 and peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0]
+    assert [p.label for p in report.details.pareto if p.chosen] == ["memory_budget=1.0"]
+    report.to_json(tmp_path / "report.json")
+    back = Report.from_json(tmp_path / "report.json")
+    assert back.outcome == report.outcome and back.details == report.details
+    assert str(back) == str(report)
+
+
+def test_older_json_is_read(tmp_path: Path) -> None:
+    data = mstpass.explain(refused.few_tokens, refused.hidden, refused.labels).to_dict()
+    del data["schema"], data["details"]
+    for rejection in data["rejections"]:
+        del rejection["fix"]
+    for value in data["save_plan"]["saved"]:
+        del value["value"]
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    back = Report.from_json(tmp_path / "old.json")
+    assert back.details is None and back.rejections[0].fix == "" and "fewer than" in str(back)
+
+
+def test_the_documented_schema_is_the_real_one() -> None:
+    """Each field of docs/explain.md's table is there, and nothing else is."""
+    report = explain_step(refused.fine, (refused.hidden, refused.labels), pareto=True)
+    other = mstpass.explain(refused.few_tokens, refused.hidden, refused.labels)
+    reconstructed = {"node", "sources", "rule", "grade", "bytes", "bounds", "source"}
+    found = {
+        "notes",
+        "regions[].saved",
+        *(f"save_plan.reconstructed[].{name}" for name in reconstructed),
+    }
+    for one in (report, other):
+        _paths(json.loads(json.dumps(one.to_dict(), default=sorted)), "", found)
+    docs = (ROOT.parent / "docs" / "explain.md").read_text()
+    table = docs.partition("<!-- schema -->")[2].partition("<!-- /schema -->")[0]
+    assert found == set(re.findall(r"^\| `([^`]+)` \|", table, re.M))
+    assert f'"schema": "{report.to_dict()["schema"]}"' in docs
+
+
+def _paths(value: Any, path: str, found: set[str]) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _paths(item, f"{path}.{key}".strip("."), found)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for item in value:
+            _paths(item, f"{path}[]", found)
+    elif value is not None and value != []:
+        found.add(path)
+
+
+def test_a_meta_module_alone() -> None:
+    with torch.device("meta"):
+        linear, x = nn.Linear(64, 4096), torch.randn(1024, 64)
+    report = mstpass.explain(linear, x)
+    assert report.details is not None and not report.regions
+    assert "logits are an output" in report.rejections[0].reason
+
+
+def test_functions_of_no_importable_module() -> None:
+    namespace: dict[str, Any] = {"__name__": "nowhere", "refused": refused}
+    exec("model = refused.model\ndef loss(h, y): return refused.fine(h, y)", namespace)
+    report = mstpass.explain(namespace["loss"], refused.hidden, refused.labels)
+    assert [region.mode for region in report.regions] == ["fused"]
+
+
+def test_a_model_without_a_step() -> None:
+    with pytest.raises(ExplainError, match=r"no backward.*returns the loss"):
+        mstpass.explain(lambda x: x.sum(), torch.randn(8))
+    with pytest.raises(ExplainError, match="not a function"):
+        mstpass.explain(torch.ones(3))  # type: ignore[arg-type]
+    with pytest.raises(mstpass.OptionError, match="chunk_tokens"):
+        mstpass.explain(refused.fine, options={"chunk_tokenz": 3})
+
+
+def test_the_regions_of_a_budget_reach_it() -> None:
+    report = mstpass.explain(
+        refused.fine, refused.hidden, refused.labels, options={"memory_budget": "9MiB"}
+    )
+    (region,) = report.regions
+    assert isinstance(region, ChunkPlan) and report.peak_bytes is not None
+    assert report.peak_bytes <= 9 * 2**20
