@@ -24,6 +24,7 @@ from mstpass.report.details import (
     Details,
     DrawnNode,
 )
+from mstpass.report.fold import layers as layers_text
 
 AUTO, NONE, MODULE = "auto", "none", "module"
 FOLDS = (AUTO, NONE, MODULE)
@@ -193,7 +194,7 @@ def split_path(module: str) -> tuple[str, int, str]:
     """``model.layers.3.mlp.up`` as ``("model.layers", 3, "mlp")``; stack ``""`` and -1 outside."""
     parts = module.split(".")
     for i, part in enumerate(parts):
-        if part.isdecimal() and i > 0:
+        if part.isdecimal():
             return ".".join(parts[:i]), int(part), ".".join(parts[i + 1 : i + 2])
     return "", -1, ".".join(parts[:2])
 
@@ -246,7 +247,7 @@ def _kinds(pieces: Sequence[_Piece], alone: bool) -> dict[tuple[str, int], tuple
     looks: dict[tuple[str, int], Counter[tuple[object, ...]]] = defaultdict(Counter)
     for piece in pieces:
         key = piece.key
-        if key.stack:
+        if key.layer >= 0:
             looks[key.stack, key.layer].update(
                 (key._replace(layer=0), piece.number, node.op, node.shape, node.fate)
                 for node in piece.nodes
@@ -279,7 +280,7 @@ def _folded(
     for number, ((layers, _, _), same) in enumerate(together.items()):
         first = same[0]
         nodes = [node for piece in same for node in piece.nodes]
-        by_itself = len(nodes) == 1 and not first.key.stack
+        by_itself = len(nodes) == 1 and not layers
         sources = Counter(n.source for n in nodes if n.source and n.op not in VIEWS).most_common(1)
         largest = max(nodes, key=lambda node: node.bytes)
         ops = Counter(node.op for node in first.nodes if node.op not in VIEWS)
@@ -287,7 +288,7 @@ def _folded(
             Box(
                 name=f"{column}_{number}",
                 column=column,
-                layers=f"{first.key.stack}.{_ranges(layers)}" if layers else "",
+                layers=layers_text(f"{first.key.stack}.{n}".lstrip(".") for n in layers),
                 copies=max(1, len(layers)),
                 title=nodes[0].op if by_itself else first.key.rest,
                 gradient=first.key.phase != column,
@@ -311,17 +312,6 @@ def _amounts(pieces: Sequence[_Piece], saved_bytes: Mapping[str, int]) -> Iterab
         ]
         if any(sizes):
             yield Amount(fate, tuple(size for size in sizes if size))
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``0-3,7`` of 0, 1, 2, 3, 7."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
 # ---- arrows ------------------------------------------------------------------------------------

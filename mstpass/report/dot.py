@@ -8,15 +8,14 @@ forward saves. Loops are frames around what they run in chunks.
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Iterable, Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mstpass.extras import MissingPackageError, require
-from mstpass.report.details import BACKWARD, FORWARD, RECOMPUTED, RECONSTRUCTED, SAVED, Details
 from mstpass.report.boxes import AUTO, VIEWS, Amount, Box, Drawing, drawing
+from mstpass.report.details import BACKWARD, FORWARD, RECOMPUTED, RECONSTRUCTED, SAVED, Details
+from mstpass.report.units import bytes_text
 
 if TYPE_CHECKING:
     from mstpass.report.report import Report
@@ -79,39 +78,35 @@ def to_dot(report: Report, details: Details, fold: str = AUTO) -> str:
     return str(graph.source)
 
 
-def render(dot_text: str, path: str | os.PathLike[str]) -> None:
-    """Write DOT text as a picture, its format by the suffix of ``path`` (``.svg``, ``.png``).
+def render(dot_text: str, kind: str) -> bytes:
+    """DOT text as a picture; ``kind`` is a format of the ``dot`` program, such as ``"svg"``.
 
     Raises:
-        MissingPackageError: without the ``graphviz`` package or its ``dot`` program.
-        ValueError: a suffix that is no format of ``dot``.
+        MissingPackageError: without the ``graphviz`` package or the ``dot`` program.
     """
     require(["graphviz"], "viz", "a picture of the plan")
     import graphviz
 
-    kind = Path(path).suffix.removeprefix(".").lower()
-    if kind not in graphviz.FORMATS:
-        raise ValueError(f"{os.fspath(path)!r}: a picture's name ends in .svg, .png or .pdf")
     try:
-        picture = graphviz.pipe("dot", kind, dot_text.encode(), quiet=True)
+        picture: bytes = graphviz.pipe("dot", kind, dot_text.encode(), quiet=True)
     except graphviz.ExecutableNotFound as error:
         raise MissingPackageError(
-            "a picture needs the 'dot' program: install Graphviz (apt install graphviz, "
-            "brew install graphviz); Report.to_dot() gives the text without it"
+            "a picture needs Graphviz's 'dot' program: apt install graphviz, brew install graphviz "
+            "or https://graphviz.org/download; Report.to_dot() gives the text without it"
         ) from error
-    Path(path).write_bytes(picture)
+    return picture
 
 
 # ---- text --------------------------------------------------------------------------------------
-def mib(size: float) -> str:
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.1f} KiB"
+def _bytes(size: float) -> str:
+    return bytes_text(size) if size >= 2**20 / 20 else f"{size / 2**10:.1f} KiB"
 
 
 def _title(report: Report, drawn: Drawing) -> str:
     facts = []
     if report.peak_bytes is not None and report.baseline_peak_bytes is not None:
-        facts.append(f"peak {mib(report.baseline_peak_bytes)} → {mib(report.peak_bytes)}")
-    facts.append(f"saved for backward {mib(report.saved_bytes)}")
+        facts.append(f"peak {_bytes(report.baseline_peak_bytes)} → {_bytes(report.peak_bytes)}")
+    facts.append(f"saved for backward {_bytes(report.saved_bytes)}")
     if report.extra_time is not None:
         facts.append(f"extra time {100 * report.extra_time:.1f} %")
     legend = "".join(
@@ -135,8 +130,9 @@ def _amount(amount: Amount, box: Box) -> str:
 def _sum(amount: Amount, box: Box) -> str:
     """Bytes in one layer where all are alike, else in all of them."""
     if len(set(amount.bytes)) == 1 and len(amount.bytes) == box.copies:
-        return mib(amount.bytes[0]) + (f" × {box.copies}" if box.copies > 1 else "")
-    return f"{mib(sum(amount.bytes))} in {len(amount.bytes)} of {box.copies}"
+        return _bytes(amount.bytes[0]) + (f" × {box.copies}" if box.copies > 1 else "")
+    where = "all" if len(amount.bytes) == box.copies else f"{len(amount.bytes)} of {box.copies}"
+    return f"{_bytes(sum(amount.bytes))} in {where}"
 
 
 def _heading(box: Box) -> str:
@@ -216,7 +212,7 @@ def _node(graph: Any, box: Box) -> None:
     fate = box.amounts[0].fate if box.amounts else ""
     lines = [escape(box.title.lstrip("_"))]
     if box.bytes >= 2**10:
-        lines.append(_small(f"{list(box.shape)}  {mib(box.bytes)}"))
+        lines.append(_small(f"{list(box.shape)}  {_bytes(box.bytes)}"))
     if fate:
         lines.append(f'<font point-size="10">{escape(_amount(box.amounts[0], box))}</font>')
     look = {"fillcolor": _FILLS.get(fate, "white"), "tooltip": f"{box.nodes[0]} {box.source}"}
@@ -257,13 +253,13 @@ def _cut(cluster: Any, drawn: Drawing, rows: Sequence[Row]) -> None:
     cluster.attr(label="", color="white")
     cluster.node("cut", "saved at\nthe cut", shape="plaintext", style="", fontsize="12")
     places = [_gate_name(row) for row in rows]
-    gates = {_gate_name((box, None)): box for box in drawn.boxes if _saved(box) is not None}
+    gates = {_gate_name((box, None)): (box, _saved(box)) for box in drawn.boxes}
     previous = "cut"
-    for place in places or gates:
-        if place in gates:
-            label = f"{SIGNS[SAVED]} {_sum(_saved(gates[place]), gates[place])}"
+    for place in places or [name for name, (_, saved) in gates.items() if saved is not None]:
+        box, saved = gates.get(place, (None, None))
+        if box is not None and saved is not None:
             look = {"shape": "box", "color": _COLORS[SAVED], "penwidth": "2", "fontsize": "10"}
-            cluster.node(place, label, height="0.3", **look)
+            cluster.node(place, f"{SIGNS[SAVED]} {_sum(saved, box)}", height="0.3", **look)
         else:
             cluster.node(place, "", shape="point", width="0.02", color=_INK)
         cluster.edge(previous, place, **line)
