@@ -157,7 +157,7 @@ class Partitioner(CustomPartitionerFn):
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         self.chunked = bool(result.outcome.regions)
         report = Report(result.outcome, details=self._details(result))
-        store.add(report, self.key, self.options.report)
+        store.add(report, self.key, self.options.report, result.seconds)
         return result.modules
 
     def _details(self, result: pipeline.Result) -> Details | None:

@@ -94,9 +94,12 @@ class Report:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the report to ``path``, a line for each field; ``Report.from_json`` reads it."""
+        Path(path).write_text(self.json_text(), encoding="utf-8")
+
+    def json_text(self) -> str:
+        """What `to_json` writes."""
         rows = (f"{json.dumps(key)}: {_dumped(value)}" for key, value in self.to_dict().items())
-        with open(path, "w", encoding="utf-8") as file:
-            file.write("{\n" + ",\n".join(rows) + "\n}\n")
+        return "{\n" + ",\n".join(rows) + "\n}\n"
 
     @staticmethod
     def from_json(path: str | os.PathLike[str], cached: bool = False) -> Report:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from mstpass.report.announce import announce
 from mstpass.report.report import Report
 
 log = logging.getLogger(__name__)
@@ -30,9 +31,16 @@ def reports() -> list[Report]:
     return list(_REPORTS)
 
 
-def add(report: Report, key: str, path: str | None = None) -> None:
-    """Keep a new report: in memory, beside the compile cache, and at the user's path."""
+def add(
+    report: Report, key: str, path: str | None = None, seconds: Mapping[str, float] | None = None
+) -> None:
+    """Keep a new report: in memory, beside the compile cache, and at the user's path; announce it.
+
+    Args:
+        seconds: of each stage of planning.
+    """
     _REPORTS.append(report)
+    announce(report, seconds or {})
     _write(report, _file(key))
     if path is not None:
         target = Path(path)
@@ -46,9 +54,12 @@ def add(report: Report, key: str, path: str | None = None) -> None:
 def recall(key: str) -> None:
     """Bring back the report of a graph that came from the cache, if it is still there."""
     try:
-        _REPORTS.append(Report.from_json(_file(key), cached=True))
+        report = Report.from_json(_file(key), cached=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.debug("no report beside the compile cache for this graph: %s", error)
+        return
+    _REPORTS.append(report)
+    announce(report, {})
 
 
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], salt: str) -> str:
