@@ -69,7 +69,8 @@ def _log(report: Report, seconds: Mapping[str, float]) -> None:
         log.info("%s", summary(report, seconds))
     if log.isEnabledFor(logging.DEBUG):
         stages = ", ".join(f"{stage} {value:.3f} s" for stage, value in seconds.items())
-        log.debug("%s%s", report, f"\n  stages: {stages}" if stages else "")
+        text = f"{report}\n  stages: {stages}" if stages else str(report)
+        log.debug("%s", text)
 
 
 def _trace(report: Report, seconds: Mapping[str, float]) -> None:

@@ -8,11 +8,9 @@ one box unless something that depends on the box comes between: boxes have no cy
 from __future__ import annotations
 
 import dataclasses
+import graphlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
-
-import networkx as nx
 
 from mstpass.plans import FUSED, ChunkPlan, Outcome
 from mstpass.report.details import (
@@ -25,15 +23,11 @@ from mstpass.report.details import (
     DrawnNode,
 )
 from mstpass.report.fold import layers as layers_text
+from mstpass.report.pieces import VIEWS, Key, Piece, keys_of, kinds_of, pieces_of
 
 AUTO, NONE, MODULE = "auto", "none", "module"
 FOLDS = (AUTO, NONE, MODULE)
-# Ops that hold no bytes of their own, or next to none.
-VIEWS = {"alias", "as_strided", "detach", "expand", "full", "getitem", "permute", "reshape"}
-VIEWS |= {"scalar_tensor", "select", "slice", "split", "split_with_sizes", "squeeze", "t"}
-VIEWS |= {"transpose", "unsqueeze", "view", "_unsafe_view"}
 _FEW_NODES = 40  # that many beside views are drawn one by one under "auto"
-_MOST_KINDS = 4  # of layers in a stack; more are drawn as one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +72,14 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Arrow:
-    """From box to box. Where it crosses from forward to backward, what it carries is saved."""
+    """From box to box. Where it crosses from forward to backward, what it carries is saved.
+
+    ``bytes`` are those of the largest value that it stands for.
+    """
 
     source: str
     target: str
+    bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,23 +89,6 @@ class Drawing:
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...]
     loops: tuple[str, ...]
-
-
-class _Key(NamedTuple):
-    stack: str
-    layer: int
-    rest: str
-    phase: str
-    loop: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """A box before layers are folded. ``number`` counts the pieces of one key."""
-
-    key: _Key
-    number: int
-    nodes: tuple[DrawnNode, ...]
 
 
 def drawing(outcome: Outcome, details: Details, fold: str = AUTO) -> Drawing:
@@ -129,18 +110,15 @@ def drawing(outcome: Outcome, details: Details, fold: str = AUTO) -> Drawing:
     loop_of = {number: loops.index(label) for number, label in enumerate(labels)}
     early = _fused(outcome)
     columns = {node.name: FORWARD if node.name in early else node.phase for node in nodes}
-    sizes = (
-        {value.node: value.bytes for value in outcome.save_plan.saved} if outcome.save_plan else {}
-    )
     if fold == AUTO and sum(node.op not in VIEWS for node in nodes) <= _FEW_NODES:
         fold = NONE
-    pieces: dict[str, list[_Piece]] = {}
+    pieces: dict[str, list[Piece]] = {}
     for column in (FORWARD, BACKWARD):
         own = [node for node in nodes if columns[node.name] == column]
-        pieces[column] = _pieces(own, _keys(own, loop_of, fold))
-    kinds = _kinds([*pieces[FORWARD], *pieces[BACKWARD]], alone=fold != AUTO)
-    boxes = [box for column in pieces for box in _folded(column, pieces[column], kinds, sizes)]
-    return Drawing(tuple(boxes), _arrows(boxes, nodes, columns), loops)
+        pieces[column] = pieces_of(own, keys_of(own, loop_of, fold != NONE))
+    kinds = kinds_of([*pieces[FORWARD], *pieces[BACKWARD]], alone=fold != AUTO)
+    boxes = [box for column in pieces for box in _folded(column, pieces[column], kinds)]
+    return Drawing(tuple(boxes), _arrows(outcome, boxes, nodes, columns), loops)
 
 
 def loop_label(region: ChunkPlan) -> str:
@@ -189,89 +167,13 @@ def _fused(outcome: Outcome) -> frozenset[str]:
     return frozenset(members | preludes)
 
 
-# ---- pieces ------------------------------------------------------------------------------------
-def split_path(module: str) -> tuple[str, int, str]:
-    """``model.layers.3.mlp.up`` as ``("model.layers", 3, "mlp")``; stack ``""`` and -1 outside."""
-    parts = module.split(".")
-    for i, part in enumerate(parts):
-        if part.isdecimal():
-            return ".".join(parts[:i]), int(part), ".".join(parts[i + 1 : i + 2])
-    return "", -1, ".".join(parts[:2])
-
-
-def _keys(nodes: Sequence[DrawnNode], loop_of: Mapping[int, int], fold: str) -> dict[str, _Key]:
-    """What each node of a column is drawn with. A view stands with the first that reads it."""
-    keys: dict[str, _Key] = {}
-    reader: dict[str, str] = {}
-    for node in reversed(nodes):
-        loop = loop_of.get(node.region, -1)
-        if fold == NONE:
-            keys[node.name] = _Key("", -1, node.name, node.phase, loop)
-        elif node.op in VIEWS and not node.fate and node.name in reader:
-            keys[node.name] = keys[reader[node.name]]
-        else:
-            keys[node.name] = _Key(*split_path(node.module), node.phase, loop)
-        reader |= dict.fromkeys(node.inputs, node.name)
-    return keys
-
-
-def _pieces(nodes: Sequence[DrawnNode], keys: Mapping[str, _Key]) -> list[_Piece]:
-    """Nodes by key, without cycles, in an order in which they can run."""
-    members: list[list[DrawnNode]] = []
-    piece_of: dict[str, int] = {}
-    last: dict[_Key, int] = {}
-    graph = nx.DiGraph()
-    for node in nodes:
-        sources = {piece_of[name] for name in node.inputs if name in piece_of}
-        piece = last.get(keys[node.name], -1)
-        if piece < 0 or any(s != piece and nx.has_path(graph, piece, s) for s in sources):
-            piece = len(members)
-            members.append([])
-            graph.add_node(piece)
-            last[keys[node.name]] = piece
-        members[piece].append(node)
-        piece_of[node.name] = piece
-        graph.add_edges_from((source, piece) for source in sources if source != piece)
-    counts: Counter[_Key] = Counter()
-    result = []
-    for piece in nx.lexicographical_topological_sort(graph):
-        key = keys[members[piece][0].name]
-        result.append(_Piece(key, counts[key], tuple(members[piece])))
-        counts[key] += 1
-    return result
-
-
-# ---- layers ------------------------------------------------------------------------------------
-def _kinds(pieces: Sequence[_Piece], alone: bool) -> dict[tuple[str, int], tuple[int, ...]]:
-    """Each layer's equals, itself included, by its stack and its number."""
-    looks: dict[tuple[str, int], Counter[tuple[object, ...]]] = defaultdict(Counter)
-    for piece in pieces:
-        key = piece.key
-        if key.layer >= 0:
-            looks[key.stack, key.layer].update(
-                (key._replace(layer=0), piece.number, node.op, node.shape, node.fate)
-                for node in piece.nodes
-                if node.op not in VIEWS
-            )
-    equals: dict[str, dict[object, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for (stack, layer), look in sorted(looks.items()):
-        equals[stack][layer if alone else frozenset(look.items())].append(layer)
-    kinds: dict[tuple[str, int], tuple[int, ...]] = {}
-    for stack, groups in equals.items():
-        if len(groups) > _MOST_KINDS and not alone:
-            groups = {"": sorted(layer for group in groups.values() for layer in group)}
-        for group in groups.values():
-            kinds |= {(stack, layer): tuple(group) for layer in group}
-    return kinds
-
-
+# ---- boxes and arrows ----------------------------------------------------------------------------
 def _folded(
     column: str,
-    pieces: Sequence[_Piece],
+    pieces: Sequence[Piece],
     kinds: Mapping[tuple[str, int], tuple[int, ...]],
-    saved_bytes: Mapping[str, int],
 ) -> list[Box]:
-    together: dict[tuple[tuple[int, ...], _Key, int], list[_Piece]] = defaultdict(list)
+    together: dict[tuple[tuple[int, ...], Key, int], list[Piece]] = defaultdict(list)
     for piece in pieces:
         key = piece.key
         layers = kinds.get((key.stack, key.layer), ())
@@ -297,48 +199,64 @@ def _folded(
                 ops=tuple(ops.most_common()),
                 shape=largest.shape,
                 bytes=largest.bytes,
-                amounts=tuple(_amounts(same, saved_bytes)),
+                amounts=tuple(_amounts(same)),
                 nodes=tuple(node.name for node in nodes),
             )
         )
     return boxes
 
 
-def _amounts(pieces: Sequence[_Piece], saved_bytes: Mapping[str, int]) -> Iterable[Amount]:
+def _amounts(pieces: Sequence[Piece]) -> Iterable[Amount]:
     for fate in (SAVED, RECOMPUTED, RECONSTRUCTED):
-        sizes = [
-            sum(saved_bytes.get(n.name, n.bytes) for n in piece.nodes if n.fate == fate)
-            for piece in pieces
-        ]
+        sizes = [sum(n.bytes for n in piece.nodes if n.fate == fate) for piece in pieces]
         if any(sizes):
             yield Amount(fate, tuple(size for size in sizes if size))
 
 
 # ---- arrows ------------------------------------------------------------------------------------
 def _arrows(
-    boxes: Sequence[Box], nodes: Sequence[DrawnNode], columns: Mapping[str, str]
+    outcome: Outcome,
+    boxes: Sequence[Box],
+    nodes: Sequence[DrawnNode],
+    columns: Mapping[str, str],
 ) -> tuple[Arrow, ...]:
-    """Within a column what a box reads; across the cut the saved values that it needs.
-
-    A box of backward that reads a recomputed value needs what that is recomputed from.
-    """
+    """Within a column what a box reads; across the cut the saved values that it needs."""
     by_name = {node.name: node for node in nodes}
     box_of = {name: box.name for box in boxes for name in box.nodes}
     position = {box.name: number for number, box in enumerate(boxes)}
-    saved_behind: dict[str, frozenset[str]] = {}
+    saved = _saved_behind(outcome, [n for n in nodes if columns[n.name] == FORWARD])
+    carried: dict[tuple[str, str], int] = {}
     for node in nodes:
-        if columns[node.name] == FORWARD:
-            behind = [saved_behind[name] for name in node.inputs if name in saved_behind]
-            alone = frozenset({box_of[node.name]})
-            saved_behind[node.name] = alone if node.fate == SAVED else frozenset().union(*behind)
-    pairs: dict[tuple[str, str], None] = {}
-    for node in nodes:
-        target, column = box_of[node.name], columns[node.name]
         for name in node.inputs:
             if name not in by_name:
                 continue
-            across = column == BACKWARD and columns[name] == FORWARD
-            sources = saved_behind[name] if across else {box_of[name]}
-            pairs |= {(source, target): None for source in sorted(sources) if source != target}
+            across = columns[node.name] == BACKWARD and columns[name] == FORWARD
+            for source in sorted(saved[name]) if across else [name]:
+                pair = box_of[source], box_of[node.name]
+                carried[pair] = max(carried.get(pair, 0), by_name[source].bytes)
     # an arrow back to an earlier box is that to the next layer of the same kind
-    return tuple(Arrow(*pair) for pair in pairs if position[pair[0]] < position[pair[1]])
+    return tuple(
+        Arrow(source, target, size)
+        for (source, target), size in carried.items()
+        if position[source] < position[target]
+    )
+
+
+def _saved_behind(outcome: Outcome, forward: Sequence[DrawnNode]) -> dict[str, frozenset[str]]:
+    """The saved values from which backward has each forward value, itself if it is saved."""
+    plan = outcome.save_plan
+    others = {item.node: item.sources for item in plan.reconstructed} if plan else {}
+    behind: dict[str, tuple[str, ...]] = {}
+    for node in forward:
+        if node.fate == RECONSTRUCTED:
+            behind[node.name] = others.get(node.name, ())
+        elif node.fate == RECOMPUTED or (node.op in VIEWS and not node.fate):
+            behind[node.name] = node.inputs
+        else:
+            behind[node.name] = ()
+    saved = {node.name: frozenset({node.name}) for node in forward if node.fate == SAVED}
+    result: dict[str, frozenset[str]] = {}
+    for name in graphlib.TopologicalSorter(behind).static_order():
+        sources = (result[source] for source in behind.get(name, ()))
+        result[name] = saved.get(name) or frozenset().union(*sources)
+    return result

@@ -13,8 +13,9 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from mstpass.extras import MissingPackageError, require
-from mstpass.report.boxes import AUTO, VIEWS, Amount, Box, Drawing, drawing
+from mstpass.report.boxes import AUTO, Amount, Box, Drawing, drawing
 from mstpass.report.details import BACKWARD, FORWARD, RECOMPUTED, RECONSTRUCTED, SAVED, Details
+from mstpass.report.pieces import VIEWS
 from mstpass.report.units import bytes_text
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _FILLS = {SAVED: "#dcebf7", RECOMPUTED: "#fdeadd", RECONSTRUCTED: "#dcf2ea"}
 _LOOP, _LOOP_FILL = "#8a6d00", "#fff6d6"
 _FONT = "Helvetica,Arial,sans-serif"
 _MOST_OPS = 4
+_FAINT_ARROW = 1 / 256  # of the largest: arrows within a column that carry less are left out
 _SHAPES = {
     "": {"shape": "box", "color": _GRID},
     SAVED: {"shape": "box", "color": _COLORS[SAVED], "penwidth": "2.6"},
@@ -98,15 +100,13 @@ def render(dot_text: str, kind: str) -> bytes:
 
 
 # ---- text --------------------------------------------------------------------------------------
-def _bytes(size: float) -> str:
-    return bytes_text(size) if size >= 2**20 / 20 else f"{size / 2**10:.1f} KiB"
-
-
 def _title(report: Report, drawn: Drawing) -> str:
     facts = []
     if report.peak_bytes is not None and report.baseline_peak_bytes is not None:
-        facts.append(f"peak {_bytes(report.baseline_peak_bytes)} → {_bytes(report.peak_bytes)}")
-    facts.append(f"saved for backward {_bytes(report.saved_bytes)}")
+        facts.append(
+            f"peak {bytes_text(report.baseline_peak_bytes)} → {bytes_text(report.peak_bytes)}"
+        )
+    facts.append(f"saved for backward {bytes_text(report.saved_bytes)}")
     if report.extra_time is not None:
         facts.append(f"extra time {100 * report.extra_time:.1f} %")
     legend = "".join(
@@ -130,9 +130,9 @@ def _amount(amount: Amount, box: Box) -> str:
 def _sum(amount: Amount, box: Box) -> str:
     """Bytes in one layer where all are alike, else in all of them."""
     if len(set(amount.bytes)) == 1 and len(amount.bytes) == box.copies:
-        return _bytes(amount.bytes[0]) + (f" × {box.copies}" if box.copies > 1 else "")
+        return bytes_text(amount.bytes[0]) + (f" × {box.copies}" if box.copies > 1 else "")
     where = "all" if len(amount.bytes) == box.copies else f"{len(amount.bytes)} of {box.copies}"
-    return f"{_bytes(sum(amount.bytes))} in {where}"
+    return f"{bytes_text(sum(amount.bytes))} in {where}"
 
 
 def _heading(box: Box) -> str:
@@ -140,12 +140,26 @@ def _heading(box: Box) -> str:
     return f"gradient of {title}" if box.gradient else title
 
 
+def _op(name: str) -> str:
+    """Short where aten's name is long."""
+    if "scaled_dot_product" in name:
+        return "sdpa_backward" if name.endswith("backward") else "sdpa"
+    return "cast" if name == "convert_element_type" else name.lstrip("_")
+
+
+def _plain(text: str) -> str:
+    """As a label: DOT reads backslashes as escapes, and ``<...>`` as HTML."""
+    import graphviz
+
+    return str(graphviz.escape(text))
+
+
 def _small(text: str) -> str:
     return f'<font point-size="9" color="{_FAINT}">{escape(text)}</font>'
 
 
 def _ops(box: Box) -> str:
-    shown = [op.lstrip("_") + (f" ×{count}" if count > 1 else "") for op, count in box.ops]
+    shown = [_op(op) + (f" ×{count}" if count > 1 else "") for op, count in box.ops]
     more = len(shown) - _MOST_OPS
     return ", ".join([*shown[:_MOST_OPS], *([f"+{more}"] if more > 0 else [])])
 
@@ -175,7 +189,7 @@ def _column(cluster: Any, column: str, title: str, drawn: Drawing) -> None:
             continue
         copies = max(box.copies for box in inside)
         with cluster.subgraph(name=f"cluster_{column}_{layers}") as inner:
-            label = layers + (f"  (× {copies}, drawn once)" if copies > 1 else "")
+            label = _plain(layers) + (f"  (× {copies}, drawn once)" if copies > 1 else "")
             inner.attr(label=label, fontsize="12", color=_GRID, style="rounded", margin="10")
             _loops(inner, column, layers, inside, drawn)
 
@@ -204,18 +218,23 @@ def _loops(graph: Any, column: str, layers: str, boxes: Sequence[Box], drawn: Dr
 
 def _node(graph: Any, box: Box) -> None:
     if box.layers or len(box.nodes) > 1:
-        graph.node(box.name, label=_table(box), shape="box", color=_GRID, tooltip=box.source)
+        graph.node(
+            box.name, label=_table(box), shape="box", color=_GRID, tooltip=_plain(box.source)
+        )
         return
     if box.title in VIEWS and not box.amounts:
         graph.node(box.name, box.title, shape="plaintext", style="", fontcolor=_FAINT, height="0.2")
         return
     fate = box.amounts[0].fate if box.amounts else ""
-    lines = [escape(box.title.lstrip("_"))]
+    lines = [escape(_op(box.title))]
     if box.bytes >= 2**10:
-        lines.append(_small(f"{list(box.shape)}  {_bytes(box.bytes)}"))
+        lines.append(_small(f"{list(box.shape)}  {bytes_text(box.bytes)}"))
     if fate:
         lines.append(f'<font point-size="10">{escape(_amount(box.amounts[0], box))}</font>')
-    look = {"fillcolor": _FILLS.get(fate, "white"), "tooltip": f"{box.nodes[0]} {box.source}"}
+    look = {
+        "fillcolor": _FILLS.get(fate, "white"),
+        "tooltip": _plain(f"{box.nodes[0]} {box.source}"),
+    }
     cells = "".join(f"<tr><td>{line}</td></tr>" for line in lines)
     table = f'<<table border="0" cellspacing="0" cellpadding="1">{cells}</table>>'
     graph.node(box.name, table, margin="0.06,0.03", **look, **_SHAPES[fate])
@@ -294,6 +313,7 @@ def _side_by_side(graph: Any, row: Row) -> None:
 def _edges(graph: Any, drawn: Drawing, free: bool) -> None:
     """``free``: the rows say where boxes stand, arrows do not."""
     column = {box.name: box.column for box in drawn.boxes}
+    least = max((arrow.bytes for arrow in drawn.arrows), default=0) * _FAINT_ARROW if free else 0
     loose = {"constraint": "false"} if free else {}
     for first, second in zip(drawn.boxes, drawn.boxes[1:], strict=False):
         if free and first.column == second.column:  # one below the other
@@ -310,6 +330,8 @@ def _edges(graph: Any, drawn: Drawing, free: bool) -> None:
             if not free:
                 graph.edge(arrow.target, gate, style="invis")  # backward runs up
             graph.edge(f"{gate}:e", arrow.target, constraint="false", **crossing)
+        elif arrow.bytes < least:
+            continue
         elif column[arrow.source] == FORWARD:
             graph.edge(arrow.source, arrow.target, **loose)
         else:
