@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,8 @@ def test_torch_compile_debug(run: tuple[str, Path]) -> None:
     assert any(folder.parent.glob("*forward*")), "Inductor's own folders are beside it"
     report = Report.from_json(folder / "mstpass_report.json")
     assert str(report) in (folder / "mstpass_report.txt").read_text()
-    assert (folder / "mstpass_report.dot").read_text() == report.to_dot()
+    if find_spec("graphviz") is not None:
+        assert (folder / "mstpass_report.dot").read_text() == report.to_dot()
     assert json.loads((folder / "mstpass_perfetto.json").read_text())["traceEvents"]
 
 

@@ -8,6 +8,7 @@ import pickle
 import pickletools
 import shutil
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -35,7 +36,10 @@ from mstpass.report.details import (
 from mstpass.report.report import NoDetails, Report
 
 SIZE = LlamaSize(width=32, heads=2, mlp_width=128, vocabulary=600, length=640, layers=2)
-needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's dot is not here")
+needs_graphviz = pytest.mark.skipif(find_spec("graphviz") is None, reason="graphviz is not here")
+needs_dot = pytest.mark.skipif(
+    find_spec("graphviz") is None or shutil.which("dot") is None, reason="Graphviz is not here"
+)
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +130,14 @@ def test_many_kinds_of_layers_are_drawn_as_one() -> None:
     assert {box.layers for box in boxes} == {"layers.{0-11}", ""}
 
 
+@needs_graphviz
 def test_an_unknown_fold_is_named(report: Report) -> None:
     with pytest.raises(ValueError, match=r"fold must be one of .*'module'.*, got 'layers'"):
         report.to_dot("layers")
 
 
 # ---- DOT ---------------------------------------------------------------------------------------
+@needs_graphviz
 def test_dot_tells_the_fates_apart_by_sign_and_word(report: Report) -> None:
     text = report.to_dot("module")
     assert all(part in text for part in ("■ saved", "↻ recomputed", "▤ lm_head, fused"))
@@ -156,6 +162,7 @@ def test_a_picture_of_a_plan(tmp_path: Path, report: Report) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@needs_graphviz
 def test_without_the_dot_program_the_text_still_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: Report
 ) -> None:
