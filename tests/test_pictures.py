@@ -19,6 +19,7 @@ from torch.cuda import _memory_viz
 
 import mstpass
 from mstpass.bench.models import LlamaSize, llama
+from mstpass.cli import main
 from mstpass.extras import MissingPackageError
 from mstpass.plans import Outcome
 from mstpass.report import dot
@@ -260,3 +261,16 @@ def test_a_timeline_whose_buffers_come_and_go(tmp_path: Path) -> None:
     signs = {"alloc": 1, "free_completed": -1}
     steps = [event["size"] * signs.get(event["action"], 0) for event in trace]
     assert max(itertools.accumulate(steps)) == timeline.peak_bytes == 13
+
+
+def test_the_command_writes_them(tmp_path: Path) -> None:
+    (tmp_path / "step.py").write_text(
+        "import torch\n"
+        "def inputs():\n    return torch.randn(64, 8, requires_grad=True)\n"
+        "def loss(x):\n    return x.exp().sum()\n"
+    )
+    files = {name: tmp_path / name for name in ("perfetto", "memory-viz")}
+    arguments = [part for name, file in files.items() for part in (f"--{name}", str(file))]
+    assert main(["explain", f"{tmp_path / 'step.py'}:loss", *arguments]) == 0
+    assert json.loads(files["perfetto"].read_text())["traceEvents"]
+    assert pickle.loads(files["memory-viz"].read_bytes())["device_traces"]
