@@ -1,5 +1,6 @@
 # Every target sets itself up: a Python >= 3.10 with its headers, pip, make and g++ are enough.
 #   make demo   train a small Llama with eager, Inductor and mst, and draw the difference
+#   make gallery   pictures of the plans of reference models
 #   make test   the test suite
 #   make lint   ruff and mypy
 #   make bench  measured side by side; every table of the README
@@ -19,11 +20,11 @@ demo: $(READY)
 	$(BIN)/mstpass demo --out demo-out $(ARGS)
 	@echo "make demo: the picture is $(CURDIR)/demo-out/demo.png"
 
-# The pictures that the documents show, redrawn.
-gallery: demo
-	mkdir -p docs/img viz/gallery
-	cp demo-out/demo.png docs/img/demo.png
-	cp demo-out/demo.png viz/gallery/demo.png
+# Drawn from plans alone: nothing is trained or measured. Needs Graphviz's dot. The demo's own picture
+# is copied where there is one.
+gallery: $(READY)
+	$(BIN)/python viz/gallery.py $(ARGS)
+	@if [ -f demo-out/demo.png ]; then cp demo-out/demo.png docs/img/; cp demo-out/demo.png viz/gallery/; fi
 
 # Two workers: half of a test is Python, which has one core. Threads that spin would take the other.
 test: $(READY)

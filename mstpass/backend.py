@@ -22,7 +22,7 @@ import hashlib
 import logging
 import pathlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
             raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
         warnings.warn(f"mstpass: {over}", stacklevel=2)
         report = report.with_outcome(notes=(*report.outcome.notes, over))
-    store.add(report, key, options.report)
+    store.add(report, key, options.report, partitioner.seconds)
     return compiled
 
 
@@ -186,11 +186,13 @@ class Partitioner(CustomPartitionerFn):
     Attributes:
         limit_bytes: as ``pipeline.run`` has it.
         report: of the graph; None before the call, which a graph from a cache does without.
+        seconds: of each stage of planning.
     """
 
     def __init__(self, options: Options, limit_bytes: int | None = None):
         self.options, self.limit_bytes = options, limit_bytes
         self.report: Report | None = None
+        self.seconds: Mapping[str, float] = {}
 
     @property
     def chunked(self) -> bool:
@@ -210,6 +212,7 @@ class Partitioner(CustomPartitionerFn):
             self.report = Report(_failed(error))
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         self.report = Report(result.outcome, details=self._details(result))
+        self.seconds = result.seconds
         return result.modules
 
     def _details(self, result: pipeline.Result) -> Details | None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import networkx as nx
@@ -69,6 +71,7 @@ class Result:
         applied: the same with its loops.
         before: the memory of the step without loops; None where ``outcome`` has no peak of it.
         after: of the final forward and backward.
+        seconds: of each stage that ran.
     """
 
     outcome: Outcome
@@ -78,6 +81,7 @@ class Result:
     read: JointGraph | None = None
     before: StepMemory | None = None
     after: StepMemory | None = None
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def joint(self) -> fx.GraphModule | None:
@@ -108,13 +112,16 @@ def run(
     """
     if stop_after not in STAGES:
         raise ValueError(f"stop_after must be one of {STAGES}, got {stop_after!r}")
+    watch = _Watch()
     joint = JointGraph(module, num_fwd_outputs)
+    watch.stop("read")
     regions: list[Choices] = []
     rejections: list[Rejection] = []
     if has_region_budget(joint.nodes):  # torch wants it on every node, so on loops as well
         rejections = [Rejection("detect", "graph", TORCH_BUDGET)]
     elif options.chunk == "auto":
         joint, regions, rejections = _detect(joint, options)
+    watch.stop("detect")
     if stop_after in STAGES[:2]:
         return Result(Outcome((), _with_fixes(rejections)))
     problem, regions, more = _problem(joint, regions, options)
@@ -123,10 +130,12 @@ def run(
     plan = _solve(problem, options, limit, needs_torch(joint))
     plans, more = _chosen(regions, plan)
     rejections += more
+    watch.stop("plan")
     if stop_after == "plan":
         return Result(Outcome(tuple(plans), _with_fixes(rejections)), problem)
     applied, plans, more = _apply(joint, plans, options)
     rejections += more
+    watch.stop("apply")
     if stop_after == "apply":
         return Result(Outcome(tuple(plans), _with_fixes(rejections)), problem, applied)
     rewritten = JointGraph(applied.module, num_fwd_outputs)
@@ -161,8 +170,22 @@ def run(
             baseline_peak_bytes=before.peak_bytes,
             extra_time=after_us / before_us - 1 if before_us else 0.0,  # nothing but views
         )
+    watch.stop("split")
     after = memory if memory.known else None
-    return Result(outcome, problem, applied, modules, joint, before, after)
+    return Result(outcome, problem, applied, modules, joint, before, after, watch.seconds)
+
+
+class _Watch:
+    """Seconds of each stage, from the end of the one before."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    def stop(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = now - self._start
+        self._start = now
 
 
 def _with_fixes(rejections: list[Rejection]) -> tuple[Rejection, ...]:

@@ -110,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
         ("html", "one page, offline, with pictures"),
         ("dot", "the graph, for Graphviz"),
         ("svg", "the graph, drawn"),
+        ("perfetto", "memory over time, for ui.perfetto.dev"),
+        ("memory-viz", "memory over time, for pytorch.org/memory_viz"),
     ):
         parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"write {what}")
     return parser
@@ -170,13 +172,13 @@ def _device(text: str) -> torch.device:
 
 
 def _write(report: Report, arguments: argparse.Namespace) -> None:
-    for name in ("json", "html", "dot", "svg"):
+    for name in ("json", "html", "dot", "svg", "perfetto", "memory_viz"):
         path = getattr(arguments, name)
         if path is None:
             continue
         try:
             if name == "dot":
-                path.write_text(getattr(report, "to_dot")(), encoding="utf-8")  # noqa: B009
+                path.write_text(report.to_dot(), encoding="utf-8")
             else:
                 getattr(report, f"to_{name}")(path)
         except OSError as error:

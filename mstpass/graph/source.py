@@ -57,13 +57,10 @@ class Places:
             return Place("", "")
         summed = node.meta.get("is_gradient_acc", False)  # its stack trace is that of the compiler
         own = Place("", "") if summed else Place(_module(node), _line(node))
-        if own.module and own.line:
+        if own.module or own.line:  # a line without a module is outside of all modules
             return own
-        for operand in reversed(node.all_input_nodes):
-            place = self._of[operand]
-            if place.module or place.line:
-                return Place(own.module or place.module, own.line or place.line)
-        return own
+        places = (self._of[operand] for operand in reversed(node.all_input_nodes))
+        return next((place for place in places if place.module or place.line), own)
 
 
 def _module(node: fx.Node) -> str:

@@ -21,6 +21,7 @@ from mstpass.graph.source import Place, Places
 from mstpass.partition.repeatable import shares_storage
 from mstpass.partition.split import Modules
 from mstpass.pipeline import Result
+from mstpass.plans import FUSED
 from mstpass.report.details import (
     BACKWARD,
     FORWARD,
@@ -105,18 +106,27 @@ def _fates(
     plan = result.outcome.save_plan
     saved = {value.value for value in plan.saved} if plan else set()
     other = {names.get(r.node, r.node) for r in plan.reconstructed} if plan else set()
+    fused = [region for region in result.outcome.regions if region.mode == FUSED]
+    early = {name for region in fused for name, _ in region.members}
+    early |= {name for region in fused for loop in region.loops for name in loop.prelude}
     again = _run_in(modules[1], names)
     for region in result.outcome.regions:
         for loop in region.loops:
             if loop.phase == BACKWARD:
                 again.update(loop.members)
     fates: dict[str, str] = {}
-    for node in joint.nodes:
-        if node.name in other:
+    for node in reversed(joint.nodes):
+        inputs = {operand.name for operand in node.all_input_nodes}
+        if node in joint.backward and node.name not in early:
+            again |= inputs if other else set()
+        elif node.name in other:
             fates[node.name] = RECONSTRUCTED
         elif node.name in saved:
             fates[node.name] = SAVED
         elif node.name in again and node.op == "call_function" and node not in joint.backward:
+            # What follows from reconstructed values is written anew, under other names: of such a
+            # plan, backward computes all that it reads and does not get.
+            again |= inputs if other else set()
             if not (shares_storage(node) or is_size(node) or ops.is_constant(node)):
                 fates[node.name] = RECOMPUTED
     return fates

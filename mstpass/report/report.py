@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
+from pathlib import Path
 from typing import Any
 
+from mstpass.extras import UserError
 from mstpass.plans import (
     ChunkPlan,
     LoopInput,
@@ -23,6 +26,10 @@ from mstpass.report.details import Details
 from mstpass.report.units import bytes_text
 
 SCHEMA = "mstpass-report/1"
+
+
+class NoDetails(UserError):
+    """A report that cannot be drawn: it knows what was decided, but not of which graph."""
 
 
 class Report:
@@ -93,9 +100,12 @@ class Report:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the report to ``path``, a line for each field; ``Report.from_json`` reads it."""
+        Path(path).write_text(self.json_text(), encoding="utf-8")
+
+    def json_text(self) -> str:
+        """What `to_json` writes."""
         rows = (f"{json.dumps(key)}: {_dumped(value)}" for key, value in self.to_dict().items())
-        with open(path, "w", encoding="utf-8") as file:
-            file.write("{\n" + ",\n".join(rows) + "\n}\n")
+        return "{\n" + ",\n".join(rows) + "\n}\n"
 
     @staticmethod
     def from_json(path: str | os.PathLike[str], cached: bool = False) -> Report:
@@ -103,6 +113,68 @@ class Report:
             data = json.load(file)
         details = data.get("details")
         return Report(_outcome(data), cached, from_columns(details) if details else None)
+
+    # ---- pictures ------------------------------------------------------------------------------
+    def to_dot(self, fold: str = "auto") -> str:
+        """The plan as Graphviz's DOT text: forward, backward, and what crosses between them.
+
+        Args:
+            fold: ``"none"``: every node; ``"module"``: the nodes of a module as one; ``"auto"``: so
+                for large graphs, and equal layers drawn once.
+
+        Raises:
+            MissingPackageError: without the ``graphviz`` package.
+            NoDetails: the report is without ``details``.
+            ValueError: an unknown ``fold``.
+        """
+        from mstpass.report.dot import to_dot
+
+        return to_dot(self, self._known_details(), fold)
+
+    def to_svg(self, path: str | os.PathLike[str], fold: str = "auto") -> None:
+        """Write `to_dot` as SVG; needs Graphviz's ``dot`` program (else `MissingPackageError`)."""
+        self._render("svg", path, fold)
+
+    def to_png(self, path: str | os.PathLike[str], fold: str = "auto") -> None:
+        """Write `to_dot` as PNG; needs Graphviz's ``dot`` program (else `MissingPackageError`)."""
+        self._render("png", path, fold)
+
+    def to_perfetto(self, path: str | os.PathLike[str]) -> None:
+        """Write memory over time, with and without the plan, for https://ui.perfetto.dev.
+
+        Raises:
+            NoDetails: the report is without ``details``.
+        """
+        from mstpass.report.timelines import perfetto_trace
+
+        trace = perfetto_trace(self.outcome, self._known_details())
+        Path(path).write_text(_dumped(trace), encoding="utf-8")
+
+    def to_memory_viz(self, path: str | os.PathLike[str]) -> None:
+        """Write memory over time for https://pytorch.org/memory_viz: a pickle of plain data.
+
+        Device 0 is the step as planned, device 1 the step without loops.
+
+        Raises:
+            NoDetails: the report is without ``details``.
+        """
+        from mstpass.report.timelines import PICKLE_PROTOCOL, memory_snapshot
+
+        snapshot = memory_snapshot(self._known_details())
+        Path(path).write_bytes(pickle.dumps(snapshot, protocol=PICKLE_PROTOCOL))
+
+    def _render(self, kind: str, path: str | os.PathLike[str], fold: str) -> None:
+        from mstpass.report.dot import render
+
+        Path(path).write_bytes(render(self.to_dot(fold), kind))
+
+    def _known_details(self) -> Details:
+        if self.details is None:
+            raise NoDetails(
+                "this report has no details to draw: an error left the graph to Inductor, or the "
+                "report was written by an older version; compile or explain the step again"
+            )
+        return self.details
 
     def __str__(self) -> str:
         from mstpass.report.text import lines

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from mstpass.report.announce import announce
 from mstpass.report.report import Report
 
 log = logging.getLogger(__name__)
@@ -30,14 +31,21 @@ def reports() -> list[Report]:
     return list(_REPORTS)
 
 
-def keep(report: Report) -> None:
-    """Keep a report in memory."""
+def keep(report: Report, seconds: Mapping[str, float] | None = None) -> None:
+    """Keep a report in memory and announce it; ``seconds`` of each stage of planning."""
     _REPORTS.append(report)
+    announce(report, seconds or {})
 
 
-def add(report: Report, key: str, path: str | None = None) -> None:
-    """Keep a new report: in memory, beside the compile cache, and at the user's path."""
-    keep(report)
+def add(
+    report: Report, key: str, path: str | None = None, seconds: Mapping[str, float] | None = None
+) -> None:
+    """Keep a new report: in memory, beside the compile cache, and at the user's path; announce it.
+
+    Args:
+        seconds: of each stage of planning.
+    """
+    keep(report, seconds)
     _write(report, _file(key))
     if path is not None:
         target = Path(path)
