@@ -78,6 +78,7 @@ function graphSection(data) {
       const module = row?.module;
       const kept = module ? rows.find((other) => other.module === module) ?? module.row : null;
       active.row = kept ? kept.index : Math.min(active.row, rows.length - 1);
+      scrollTo(active.row);
       draw();
     });
   }
@@ -207,12 +208,16 @@ function graphSection(data) {
     if (!row) return;
     active = { row: index, side };
     if (!row.module && !row[side]) active.side = side === "forward" ? "backward" : "forward";
+    scrollTo(index, centred);
+    draw();
+  }
+
+  function scrollTo(index, centred = false) {
     const at = index * rowHeight;
     const height = scroller.clientHeight;
     if (centred) scroller.scrollTop = at - height / 2;
     else if (at < scroller.scrollTop) scroller.scrollTop = at;
     else if (at + rowHeight > scroller.scrollTop + height) scroller.scrollTop = at + rowHeight - height;
-    draw();
   }
 
   scroller.addEventListener("scroll", () => requestAnimationFrame(draw), { passive: true });

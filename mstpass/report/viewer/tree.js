@@ -56,6 +56,9 @@ function newModule(path, parent) {
     isLayer: false,
     isGroup: false,
     open: false,
+    row: null, // while it is not open on show: the row that stands for it
+    parts: null,
+    inner: null,
     placed: parent === null,
     slot: -1, // index into the parent's children
     cursor: 0, // the slot that the next backward node of its own goes to
@@ -130,7 +133,8 @@ function count(module) {
 
 /** What an open module shows, in order: child modules, and pairs of forward and backward nodes. */
 function partsOf(module) {
-  const parts = [];
+  if (module.parts) return module.parts;
+  const parts = (module.parts = []);
   module.runs.forEach((run, slot) => {
     if (run.group) parts.push({ module: run.group });
     const size = Math.max(run.forward.length, run.backward.length);
@@ -147,8 +151,7 @@ function flatten(root) {
   const rows = [];
   const hide = (module, row) => {
     module.row = row;
-    for (const child of module.children) hide(child, row);
-    for (const run of module.runs) if (run.group) hide(run.group, row);
+    for (const inner of everyModule(module)) inner.row = row;
   };
   const show = (module) => {
     module.row = null;
@@ -170,12 +173,11 @@ function rowOf(node) {
   return node.home.row ?? node.row;
 }
 
-function* everyModule(module) {
-  for (const part of partsOf(module)) {
-    if (!part.module) continue;
-    yield part.module;
-    yield* everyModule(part.module);
-  }
+/** All modules and groups inside one. */
+function everyModule(module) {
+  return (module.inner ??= partsOf(module).flatMap((part) =>
+    part.module ? [part.module, ...everyModule(part.module)] : [],
+  ));
 }
 
 /** Layers in sight, folded: what a reader wants first. Without layers, the outermost modules. */
