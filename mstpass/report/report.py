@@ -97,7 +97,7 @@ class Report:
 
         The joint graph and the memory over time are on it where the report has ``details``.
         """
-        with open(path, "w", encoding="utf-8") as file:
+        with open(path, "w", encoding="utf-8", errors="xmlcharrefreplace") as file:
             file.write(page(self, title))
 
     @staticmethod

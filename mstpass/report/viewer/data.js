@@ -1,76 +1,64 @@
-// The report's data as objects. Columns and the table of strings are described in html.py.
-
-const FATE_NAMES = ["", "saved", "recomputed", "reconstructed"];
+// The report's JSON as objects.
 
 function readData() {
-  const raw = JSON.parse(document.getElementById("data").textContent);
-  const nodes = raw.nodes ? readNodes(raw.nodes, raw.strings) : [];
+  const { title, cached, report } = JSON.parse(document.getElementById("data").textContent);
+  const { details, save_plan: plan } = report;
+  const nodes = details ? readNodes(details) : [];
   return {
-    title: raw.title,
-    summary: raw.summary,
-    regions: rowsOf(raw.regions),
-    rejections: rowsOf(raw.rejections),
-    saved: rowsOf(raw.saved),
-    reconstructed: rowsOf(raw.reconstructed),
-    pareto: raw.pareto ? rowsOf(raw.pareto) : [],
-    hasDetails: Boolean(raw.nodes),
+    title,
+    cached,
+    report,
+    regions: report.regions,
+    rejections: report.rejections,
+    saved: plan?.saved ?? [],
+    reconstructed: plan?.reconstructed ?? [],
+    solver: plan?.solver ?? "",
+    pareto: details?.pareto ?? [],
     nodes,
     byName: new Map(nodes.map((node) => [node.name, node])),
-    before: readTimeline(raw.before, raw.strings),
-    after: readTimeline(raw.after, raw.strings),
+    before: details && readTimeline(details.before),
+    after: details && readTimeline(details.after),
   };
 }
 
-function rowsOf(columns) {
-  const fields = Object.entries(columns);
-  return fields[0][1].map((_, i) =>
-    Object.fromEntries(fields.map(([field, values]) => [field, values[i]])),
-  );
-}
-
-function readNodes(columns, strings) {
+function readNodes({ nodes: columns, modules, sources }) {
   const nodes = columns.name.map((name, index) => ({
     index,
-    name: strings[name],
-    op: strings[columns.op[index]],
-    module: strings[columns.module[index]],
-    source: strings[columns.source[index]],
-    shape: strings[columns.shape[index]],
-    dtype: strings[columns.dtype[index]],
-    backward: columns.backward[index] === 1,
-    fate: FATE_NAMES[columns.fate[index]],
+    name,
+    op: columns.op[index],
+    module: modules[columns.module[index]],
+    source: sources[columns.source[index]],
+    shape: columns.shape[index],
+    dtype: columns.dtype[index],
+    backward: columns.phase[index] === "backward",
+    fate: columns.fate[index],
     region: columns.region[index],
     bytes: columns.bytes[index],
     inputs: [],
     users: [],
   }));
-  let at = 0;
   for (const node of nodes) {
-    const end = at + columns.num_inputs[node.index];
-    for (; at < end; at++) {
-      const input = nodes[columns.inputs[at]];
-      node.inputs.push(input);
-      input.users.push(node);
-    }
+    node.inputs = columns.inputs[node.index].map((input) => nodes[input]);
+    for (const input of node.inputs) input.users.push(node);
   }
   return nodes;
 }
 
-function readTimeline(raw, strings) {
-  if (!raw) return null;
-  const lives = raw.lives.node.map((name, i) => ({
-    node: strings[name],
-    bytes: raw.lives.bytes[i],
-    start: raw.lives.start[i],
-    end: raw.lives.end[i],
-    transient: raw.lives.transient[i] === 1,
+function readTimeline(columns) {
+  if (!columns?.moments.length) return null;
+  const lives = columns.lives.node.map((node, i) => ({
+    node,
+    bytes: columns.lives.bytes[i],
+    start: columns.lives.start[i],
+    end: columns.lives.end[i],
+    transient: columns.lives.transient[i] === 1,
   }));
-  const peak = raw.bytes.reduce((best, bytes, i) => (bytes > raw.bytes[best] ? i : best), 0);
+  const { moments, bytes, first_backward: firstBackward } = columns;
   return {
-    moments: raw.moments.map((name) => strings[name]),
-    bytes: raw.bytes,
-    firstBackward: raw.first_backward,
-    peak,
+    moments,
+    bytes,
+    firstBackward,
+    peak: bytes.indexOf(bytes.reduce((most, one) => Math.max(most, one), 0)),
     lives,
     /** Largest first. */
     aliveAt: (moment) =>
@@ -90,7 +78,7 @@ function placeOf(data, name) {
 
 /** "2048×256 f32", as far as it is known. */
 function shapeText(node) {
-  return [node.shape, node.dtype].filter(Boolean).join(" ");
+  return [node.shape.join("×"), node.dtype].filter(Boolean).join(" ");
 }
 
 function regionText(region) {

@@ -28,17 +28,21 @@ function bytesText(bytes) {
   const sign = bytes < 0 ? "−" : "";
   let size = Math.abs(bytes);
   if (size < 1024) return `${sign}${size} B`;
-  for (const unit of ["KiB", "MiB", "GiB"]) {
+  for (const unit of ["KiB", "MiB", "GiB", "TiB"]) {
     size /= 1024;
-    if (size < 1024 || unit === "GiB") return `${sign}${size.toFixed(size < 99.95 ? 1 : 0)} ${unit}`;
+    if (size < 1024 || unit === "TiB") return `${sign}${size.toFixed(1)} ${unit}`;
   }
 }
 
 /** 0.123 as "12.3 %". */
 function percentText(fraction) {
-  const percent = Math.abs(fraction * 100);
-  const digits = percent >= 10 || percent < 0.05 ? 0 : 1;
-  return `${fraction < 0 && percent >= 0.05 ? "−" : ""}${percent.toFixed(digits)} %`;
+  const percent = Math.abs(fraction * 100).toFixed(1);
+  return `${fraction < 0 && percent !== "0.0" ? "−" : ""}${percent} %`;
+}
+
+/** Of a number on an axis, which is round: "100 MiB", not "100.0 MiB". */
+function tickText(text) {
+  return text.replace(".0 ", " ");
 }
 
 function countText(count, one, many) {

@@ -1,27 +1,28 @@
 // The page from top to bottom.
 
 function summarySection(data) {
-  const { summary, regions, rejections, saved } = data;
-  const { peak_bytes: peak, baseline_peak_bytes: before, extra_time: extra } = summary;
+  const { report, regions, rejections, saved, solver } = data;
+  const { peak_bytes: peak, baseline_peak_bytes: before, extra_time: extra } = report;
+  const savedBytes = saved.reduce((sum, value) => sum + value.bytes, 0);
   return h(
     "section.summary",
     { "aria-labelledby": "title" },
-    h("p.kicker", null, data.title + (summary.cached ? " · graph from the compile cache" : "")),
+    h("p.kicker", null, data.title + (data.cached ? " · graph from the compile cache" : "")),
     h("h1", { id: "title" }, headline(peak, before, extra)),
     h(
       "div.cards",
       null,
       card("Peak of the step", peak === null ? "unknown" : bytesText(peak),
         peak !== null && before !== null ? peakBars(peak, before) : "a size depends on data"),
-      card("Saved for backward", bytesText(summary.saved_bytes),
-        countText(saved.length, "value") + (summary.solver ? `, chosen by ${summary.solver}` : "")),
+      card("Saved for backward", bytesText(savedBytes),
+        countText(saved.length, "value") + (solver ? `, chosen by ${solver}` : "")),
       card("Extra time", extra === null ? "unknown" : percentText(extra),
         extra === null ? "there is no step to compare with" : "of the step without loops, estimated"),
       card("Regions in chunks", String(regions.length),
         [...groupBy(regions, (region) => region.kind)].map(([kind, group]) => `${group.length} ${kind}`).join(", ") +
           (regions.length ? "; " : "") + `${rejections.length} not taken`),
     ),
-    summary.notes.map((note) => h("p.note", { role: "note" }, note)),
+    report.notes.map((note) => h("p.note", { role: "note" }, note)),
   );
 }
 
@@ -55,6 +56,7 @@ function peakBars(peak, before) {
 
 function start() {
   const data = timed("read", readData);
+  const { report } = data;
   const main = document.getElementById("main");
   main.append(summarySection(data));
   const sections = [];
@@ -64,7 +66,7 @@ function start() {
     sections.push([graph.section, "Graph"]);
   }
   if (data.before || data.after) sections.push([memorySection(data, (node) => graph?.reveal(node)), "Memory"]);
-  if (data.hasDetails) sections.push([paretoSection(data), "Peak against time"]);
+  if (report.details) sections.push([paretoSection(data), "Peak against time"]);
   else {
     main.append(h("p.note", { role: "note" },
       "This report holds the plan alone: no graph, no memory over time. A report of a step traced anew has both."));

@@ -96,7 +96,7 @@ function memorySection(data, go) {
       ...ticksOf(highest).map((bytes) =>
         s("g.tick", null,
           s("line", { x1: size.left, x2: size.width - size.right, y1: y(bytes), y2: y(bytes) }),
-          s("text", { x: size.left - 8, y: y(bytes) + 4, "text-anchor": "end" }, bytesText(bytes).replace(".0", "")))),
+          s("text", { x: size.left - 8, y: y(bytes) + 4, "text-anchor": "end" }, tickText(bytesText(bytes))))),
       ...series.map(({ key, line }) => {
         const path = outline(line);
         const [start, end] = [x(0), x(1)];
@@ -189,7 +189,6 @@ function memorySection(data, go) {
     else if (event.key === "Home") move(0);
     else if (event.key === "End") move(last);
     else return;
-    pinned = true;
     event.preventDefault();
   });
   new ResizeObserver(() => drawPlot()).observe(plot);

@@ -39,9 +39,9 @@ function paretoSection(data) {
       ...ticksOf(most).map((bytes) =>
         s("g.tick", null,
           s("line", { x1: left, x2: width - right, y1: y(bytes), y2: y(bytes) }),
-          s("text", { x: left - 8, y: y(bytes) + 4, "text-anchor": "end" }, bytesText(bytes).replace(".0", "")))),
+          s("text", { x: left - 8, y: y(bytes) + 4, "text-anchor": "end" }, tickText(bytesText(bytes))))),
       ...roundSteps(low, high).map((time) =>
-        s("text.phase", { x: x(time), y: height - bottom + 18, "text-anchor": "middle" }, percentText(time))),
+        s("text.phase", { x: x(time), y: height - bottom + 18, "text-anchor": "middle" }, tickText(percentText(time)))),
       s("text.phase", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, "extra time, estimated"),
       s("path.curve", { d: `M${path}` }),
       ...points.map((point) => mark(point, x(point.extra_time), y(point.peak_bytes), width)),

@@ -26,7 +26,8 @@ function tableSections(data, graph) {
       { name: "node", value: (rejection) => rejection.node, cell: (rejection) => linked(data.byName.get(rejection.node), rejection.node) },
       { name: "stage", value: (rejection) => rejection.stage },
       { name: "bytes", value: (rejection) => rejection.bytes, ...bytes },
-      { name: "why, and what to change", value: (rejection) => rejection.reason, wide: true },
+      { name: "why", value: (rejection) => rejection.reason, wide: true },
+      { name: "what to change", value: (rejection) => rejection.fix ?? "", wide: true },
     ]),
     tableSection("saved", "Saved for backward", savedRows(data), "Nothing crosses to backward.", [
       { name: "value", value: (saved) => saved.name, cell: (saved) => linked(saved.node, saved.name) },
