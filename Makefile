@@ -24,6 +24,7 @@ gallery: demo
 	mkdir -p docs/img viz/gallery
 	cp demo-out/demo.png docs/img/demo.png
 	cp demo-out/demo.png viz/gallery/demo.png
+	$(BIN)/python viz/screenshot.py
 
 # Two workers: half of a test is Python, which has one core. Threads that spin would take the other.
 test: $(READY)

@@ -271,8 +271,11 @@ def test_ten_thousand_nodes(open_page: Open, tmp_path: Path) -> None:
     assert report.details is not None and len(report.details.nodes) > 9_400
     page = open_page(report)
     assert (tmp_path / "report.html").stat().st_size < 10e6
-    paint = page.execute_script("return performance.getEntriesByType('paint')[0].startTime")
-    assert paint < 4_000  # 2,000 ms where nothing else runs
+    drawn = page.execute_script(
+        "const [start] = performance.getEntriesByName('mstpass:start');"
+        "return start.startTime + start.duration"
+    )
+    assert drawn < 4_000  # about 200 ms where nothing else runs
     buttons = page.find_elements("css selector", ".graph .buttons button")
     for _ in range(3):
         for button in (buttons[2], buttons[0], buttons[1]):

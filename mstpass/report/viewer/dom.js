@@ -34,15 +34,15 @@ function bytesText(bytes) {
   }
 }
 
-/** 0.123 as "12.3 %". */
+/** 0.123 as "12.3 %", which no line break parts. */
 function percentText(fraction) {
   const percent = Math.abs(fraction * 100).toFixed(1);
-  return `${fraction < 0 && percent !== "0.0" ? "−" : ""}${percent} %`;
+  return `${fraction < 0 && percent !== "0.0" ? "−" : ""}${percent}\u00a0%`;
 }
 
 /** Of a number on an axis, which is round: "100 MiB", not "100.0 MiB". */
 function tickText(text) {
-  return text.replace(".0 ", " ");
+  return text.replace(/\.0(?=\s)/, "");
 }
 
 function countText(count, one, many) {

@@ -11,7 +11,7 @@ function moduleCells(module, data) {
       { role: "gridcell" },
       s("svg.arrow", { viewBox: "0 0 10 10", "aria-hidden": "true" }, s("path", { d: "M3 1.5 7 5 3 8.5" })),
       h("span.title", { title: module.path }, module.name),
-      total.regions.size ? h("span.chips", null, chip(total.regions, data)) : null,
+      total.regions.size ? h("span.chips", null, chip(module, data)) : null,
       h("span.quiet", null, total.forward ? countText(total.forward, "op") : ""),
       h("span.amounts", null, amounts),
     ),
@@ -42,10 +42,11 @@ function nodeCell(node, side) {
   );
 }
 
-function chip(indices, data) {
-  const [first] = indices;
-  const region = data.regions[first];
-  const text = indices.size > 1 ? countText(indices.size, "region") : `${region.mode} ${chunksText(region)}`;
+function chip(module, data) {
+  const indices = module.total.regions;
+  const region = data.regions[[...indices][0]];
+  const many = indices.size > 1 || module.children.some((child) => child.isLayer);
+  const text = many ? countText(indices.size, "region") : `${region.mode} ${chunksText(region)}`;
   return h("span.tag.chunked", { title: regionsText(indices, data) }, glyph("chunked"), h("span.word", null, text));
 }
 
