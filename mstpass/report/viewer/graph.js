@@ -21,6 +21,7 @@ function graphSection(data) {
     sizer,
   );
   const scaleNote = h("span.scale");
+  const crumb = h("span.crumb"); // where the first row on show is
   const boxes = ["saved", "recomputed", "reconstructed"].map((fate) => legendBox(fate));
   const section = h(
     "section.graph",
@@ -46,7 +47,7 @@ function graphSection(data) {
         "div.columns",
         null,
         h("div.heads", { "aria-hidden": "true" },
-          h("span", null, "Forward ↓"), h("span", null, "crosses"), h("span", null, "Backward ↑")),
+          h("span", null, "Forward ↓", crumb), h("span", null, "crosses"), h("span", null, "Backward ↑")),
         scroller,
       ),
       panel.element,
@@ -100,6 +101,7 @@ function graphSection(data) {
     const height = scroller.clientHeight || 600;
     const first = Math.max(0, Math.floor(top / rowHeight) - 4);
     const last = Math.min(rows.length, Math.ceil((top + height) / rowHeight) + 4);
+    crumb.textContent = rows[Math.ceil(top / rowHeight)]?.parent.path ?? "";
     const parts = rows.slice(first, last).map((row) => rowElement(row));
     sizer.replaceChildren(svg, ...parts);
     const id = `row-${active.row}`;
