@@ -74,17 +74,13 @@ function groupBy(items, keyOf) {
 
 const THIN = 4; // pixels: what is thinner has no room for a pattern and is a dashed line
 
-/** A ribbon from the left edge at (0, y0) to the right edge at (width, y1); a line if it is thin. */
-function ribbon(width, y0, y1, t) {
-  const middle = width / 2;
-  if (t < THIN) return `M0 ${y0 + t / 2}C${middle} ${y0 + t / 2} ${middle} ${y1 + t / 2} ${width} ${y1 + t / 2}`;
-  return (
-    `M0 ${y0}C${middle} ${y0} ${middle} ${y1} ${width} ${y1}V${y1 + t}` +
-    `C${middle} ${y1 + t} ${middle} ${y0 + t} 0 ${y0 + t}Z`
-  );
+/** The middle of a band from the left edge to the right: a steep one keeps its thickness. */
+function bandPath(width, y0, y1, thickness) {
+  const [from, to] = [y0 + thickness / 2, y1 + thickness / 2];
+  return `M0 ${from}C${width / 2} ${from} ${width / 2} ${to} ${width} ${to}`;
 }
 
-/** Fills that tell the fates apart without colour: plain, hatched, dotted. */
+/** Paints that tell the fates apart without colour: plain, hatched, dotted. */
 function patterns() {
   return s(
     "defs",

@@ -130,9 +130,9 @@ function graphSection(data) {
         const path = s(
           `path.band.${band.fate}${band.thickness < THIN ? ".thin" : ""}${band === selected ? ".selected" : ""}`,
           {
-            d: ribbon(width - 2 * margin, y0, y1, band.thickness),
+            d: bandPath(width - 2 * margin, y0, y1, band.thickness),
             transform: `translate(${margin} 0)`,
-            "stroke-width": band.thickness < THIN ? Math.max(band.thickness, 1.2) : null,
+            "stroke-width": Math.max(band.thickness, 1.2),
           },
           s("title", null, `${BAND_TITLES[band.fate]}: ${bytesText(band.bytes)}, ${rowText(band.from)} to ${rowText(band.to)}`),
         );
