@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -237,6 +238,17 @@ def test_a_report_of_the_plan_alone(open_page: Open) -> None:
     assert "the plan alone" in _text(page, "main")
     assert page.find_elements("css selector", ".graph, .memory, .pareto") == []
     assert len(page.find_elements("css selector", "#saved tbody tr")) == len(report.saved)
+
+
+def test_nothing_to_compare_with(open_page: Open) -> None:
+    report = llama_report(1)
+    assert report.details is not None
+    outcome = dataclasses.replace(report.outcome, baseline_peak_bytes=None, extra_time=None)
+    details = dataclasses.replace(report.details, before=None, pareto=())
+    page = open_page(Report(outcome, details=details))
+    assert len(page.find_elements("css selector", ".memory .series")) == 1
+    assert "instead of" not in _text(page, "h1")
+    assert "Plans at other budgets are not in this report" in _text(page, ".pareto")
 
 
 def test_a_report_of_nothing(open_page: Open) -> None:
