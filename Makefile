@@ -25,6 +25,7 @@ demo: $(READY)
 gallery: $(READY)
 	$(BIN)/python viz/gallery.py $(ARGS)
 	@if [ -f demo-out/demo.png ]; then cp demo-out/demo.png docs/img/; cp demo-out/demo.png viz/gallery/; fi
+	$(BIN)/python viz/screenshot.py
 
 # Two workers: half of a test is Python, which has one core. Threads that spin would take the other.
 test: $(READY)

@@ -57,7 +57,7 @@ def test_torch_logs(run: tuple[str, Path]) -> None:
     lines = [line for line in run[0].splitlines() if "mstpass/" in line]
     info = [line for line in lines if line.startswith("I") and "mst: " in line]
     assert len(info) == 1 and re.search(
-        r"mst: lm_head, fused: \d+ chunks of \d+ tokens \| simulated peak [\d.]+ \w+ -> [\d.]+ \w+ "
+        r"mst: lm_head, fused: \d+ chunks of \d+ tokens \| peak [\d.]+ \w+ -> [\d.]+ \w+ "
         r"\| saved for backward [\d.]+ \w+ \| 0 not taken \| planned in \d+\.\d\d s",
         info[0],
     )

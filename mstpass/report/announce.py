@@ -44,7 +44,7 @@ def announce(report: Report, seconds: Mapping[str, float]) -> None:
 
 
 def summary(report: Report, seconds: Mapping[str, float]) -> str:
-    """A line: loops, simulated peak without and with the plan, what crosses, planning time."""
+    """A line: loops, peak without and with the plan, what crosses, planning time."""
     loops = Counter(map(loop_label, report.regions))
     parts = [f"{label}" + (f" (x {n})" if n > 1 else "") for label, n in loops.items()]
     facts = ["; ".join(parts) or "nothing chunked"]
@@ -53,7 +53,7 @@ def summary(report: Report, seconds: Mapping[str, float]) -> str:
         peaks = ([bytes_text(before)] if before is not None else []) + [
             bytes_text(report.peak_bytes)
         ]
-        facts.append(f"simulated peak {' -> '.join(peaks)}")
+        facts.append(f"peak {' -> '.join(peaks)}")
     facts.append(f"saved for backward {bytes_text(report.saved_bytes)}")
     facts.append(f"{len(report.rejections)} not taken")
     facts.append("from the cache" if report.cached else f"planned in {sum(seconds.values()):.2f} s")
@@ -93,6 +93,7 @@ def _write_debug_files(report: Report, seconds: Mapping[str, float]) -> None:
     (folder / "mstpass_report.txt").write_text(_text(report, seconds), encoding="utf-8")
     report.to_json(folder / "mstpass_report.json")
     if report.details is not None:
+        report.to_html(folder / "mstpass_report.html")
         report.to_perfetto(folder / "mstpass_perfetto.json")
         try:
             (folder / "mstpass_report.dot").write_text(report.to_dot(), encoding="utf-8")

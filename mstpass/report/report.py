@@ -23,6 +23,7 @@ from mstpass.plans import (
 )
 from mstpass.report.columns import from_columns, to_columns
 from mstpass.report.details import Details
+from mstpass.report.html import page
 from mstpass.report.units import bytes_text
 
 SCHEMA = "mstpass-report/1"
@@ -106,6 +107,14 @@ class Report:
         """What `to_json` writes."""
         rows = (f"{json.dumps(key)}: {_dumped(value)}" for key, value in self.to_dict().items())
         return "{\n" + ",\n".join(rows) + "\n}\n"
+
+    def to_html(self, path: str | os.PathLike[str], title: str = "mstpass report") -> None:
+        """Write the report to ``path`` as one page that a browser opens from disk, offline.
+
+        The joint graph and the memory over time are on it where the report has ``details``.
+        """
+        with open(path, "w", encoding="utf-8", errors="xmlcharrefreplace") as file:
+            file.write(page(self, title))
 
     @staticmethod
     def from_json(path: str | os.PathLike[str], cached: bool = False) -> Report:

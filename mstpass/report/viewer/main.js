@@ -1,0 +1,82 @@
+// The page from top to bottom.
+
+function summarySection(data) {
+  const { report, regions, rejections, saved, solver } = data;
+  const { peak_bytes: peak, baseline_peak_bytes: before, extra_time: extra } = report;
+  const savedBytes = saved.reduce((sum, value) => sum + value.bytes, 0);
+  return h(
+    "section.summary",
+    { "aria-labelledby": "title" },
+    h("p.kicker", null, data.title + (data.cached ? " · graph from the compile cache" : "")),
+    h("h1", { id: "title" }, headline(peak, before, extra)),
+    h(
+      "div.cards",
+      null,
+      card("Peak of the step", peak === null ? "unknown" : bytesText(peak),
+        peak !== null && before !== null ? peakBars(peak, before) : "a size depends on data"),
+      card("Saved for backward", bytesText(savedBytes),
+        countText(saved.length, "value") + (solver ? `, chosen by ${solver}` : "")),
+      card("Extra time", extra === null ? "unknown" : percentText(extra),
+        extra === null ? "there is no step to compare with" : "of the step without loops, estimated"),
+      card("Regions in chunks", String(regions.length),
+        [...groupBy(regions, (region) => region.kind)].map(([kind, group]) => `${group.length} ${kind}`).join(", ") +
+          (regions.length ? "; " : "") + `${rejections.length} not taken`),
+    ),
+    report.notes.map((note) => h("p.note", { role: "note" }, note)),
+  );
+}
+
+function headline(peak, before, extra) {
+  if (peak === null) return "The peak of this step is not known.";
+  const strong = (bytes) => h("strong", null, bytesText(bytes));
+  if (before === null) return ["The step peaks at ", strong(peak), "."];
+  const time =
+    extra === null || Math.abs(extra) < 0.0005
+      ? "in the same time"
+      : `for ${percentText(Math.abs(extra))} ${extra > 0 ? "more" : "less"} time`;
+  if (peak === before) return ["The step peaks at ", strong(peak), ", as without loops."];
+  const change = `${percentText(Math.abs(1 - peak / before))} ${peak < before ? "less" : "more"}`;
+  return ["The step peaks at ", strong(peak), " instead of ", strong(before), `: ${change}, ${time}.`];
+}
+
+function card(title, figure, under) {
+  return h("div.card", null, h("h3", null, title), h("p.figure", null, figure), h("div.under", null, under));
+}
+
+function peakBars(peak, before) {
+  const most = Math.max(peak, before, 1);
+  const bar = (kind, bytes, text) => {
+    const fillBar = h(`span.fill.${kind}`);
+    fillBar.style.width = `${(100 * bytes) / most}%`;
+    return h("div.compare", null, h("span.what", null, text), h("span.track", null, fillBar),
+      h("span.amount", null, bytesText(bytes)));
+  };
+  return [bar("before", before, "without loops"), bar("after", peak, "as planned")];
+}
+
+function start() {
+  const data = timed("read", readData);
+  const { report } = data;
+  const main = document.getElementById("main");
+  main.append(summarySection(data));
+  const sections = [];
+  let graph = null;
+  if (data.nodes.length) {
+    graph = graphSection(data);
+    sections.push([graph.section, "Graph"]);
+  }
+  if (data.before || data.after) sections.push([memorySection(data, (node) => graph?.reveal(node)), "Memory"]);
+  if (report.details) sections.push([paretoSection(data), "Peak against time"]);
+  else {
+    main.append(h("p.note", { role: "note" },
+      "This report holds the plan alone: no graph, no memory over time. A report of a step traced anew has both."));
+  }
+  const names = ["Regions", "Not taken", "Saved", "Reconstructed"];
+  tableSections(data, graph).forEach((section, i) => sections.push([section, names[i]]));
+  main.append(...sections.map(([section]) => section));
+  document.getElementById("sections").append(
+    ...sections.map(([section, name]) => h("a", { href: `#${section.id}` }, name)),
+  );
+}
+
+timed("start", start);

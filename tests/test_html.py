@@ -1,0 +1,350 @@
+"""The HTML report, in a headless Chromium where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mstpass.plans import Outcome
+from mstpass.report.report import Report
+from tests.drawn import llama_report
+
+Open = Callable[[Report], Any]
+ROOT = Path(__file__).parents[1]
+HOSTILE = "</script><img src=x onerror=hacked=1><!--&lt;'\"`${hacked=1}\u2028\ud800"
+FLAGS = (
+    "headless=new",
+    "no-sandbox",
+    "disable-gpu",
+    "disable-quic",
+    "no-first-run",
+    "disable-background-networking",
+    "disable-component-update",
+    "disable-sync",
+)
+
+
+# ---- the file ----------------------------------------------------------------------------------
+def test_hostile_strings_stay_data(tmp_path: Path) -> None:
+    report = llama_report(1, lambda text: text + HOSTILE)
+    report.to_html(tmp_path / "report.html", title=HOSTILE.replace("\ud800", ""))
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert len(re.findall("<script", text)) == len(re.findall("</script", text)) == 2
+    assert "<img" not in text
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    assert data is not None
+    assert json.loads(data[1])["report"] == json.loads(json.dumps(report.to_dict(), default=sorted))
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    llama_report(1).to_html(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"\b(src|href)=\"(?!#)", text)
+    assert not re.search(r"url\((?!#)", text)
+
+
+@pytest.mark.full
+def test_a_wheel_brings_the_viewer(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "mstpass", tmp_path / "mstpass")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", "out", "."]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    [wheel] = (tmp_path / "out").glob("*.whl")
+    shipped = {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if "viewer" in name}
+    assert shipped == {path.name for path in (ROOT / "mstpass/report/viewer").iterdir()}
+
+
+# ---- the page ----------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    chrome = os.environ.get("CHROME_PATH") or next(filter(None, map(shutil.which, names)), None)
+    driver = shutil.which("chromedriver")
+    if chrome is None or driver is None:
+        pytest.skip("needs chromium and chromedriver (or CHROME_PATH) to open the page")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chrome
+    for flag in (*FLAGS, f"user-data-dir={tmp_path_factory.mktemp('chrome')}"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    with webdriver.Chrome(options=options, service=webdriver.ChromeService(driver)) as started:
+        yield started
+
+
+@pytest.fixture
+def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Opens a report's page; after the test the console must be empty."""
+    _resize(browser, 1440, 900)
+
+    def open_(report: Report) -> Any:
+        path = tmp_path / "report.html"
+        report.to_html(path)
+        browser.get(path.as_uri())
+        return browser
+
+    yield open_
+    assert browser.get_log("browser") == []
+
+
+def test_says_what_was_won(open_page: Open) -> None:
+    report = llama_report(2)
+    page = open_page(report)
+    assert report.peak_bytes is not None and report.baseline_peak_bytes is not None
+    for size in (report.peak_bytes, report.baseline_peak_bytes):
+        assert f"{size / 2**20:.1f} MiB" in _text(page, "h1")
+    assert f"{report.saved_bytes / 2**20:.1f} MiB" in _text(page, ".cards")
+    links = page.find_elements("css selector", "nav a")
+    assert all(page.find_elements("css selector", link.get_dom_attribute("href")) for link in links)
+
+
+def test_folds_by_module_and_layer(open_page: Open) -> None:
+    page = open_page(llama_report(3))
+    folded = ["inputs of the step", "embed", "layers", "layers.0", "layers.1", "layers.2"]
+    assert _titles(page) == folded
+    _row(page, "layers.1").click()
+    inside = ["attention_norm", "attention", "mlp_norm", "mlp"]
+    assert _titles(page)[5:9] == inside
+    _row(page, "attention_norm").click()
+    ops = [cell.text for cell in page.find_elements("css selector", ".cell.node.forward .op")]
+    assert ops[:6] == ["pow", "mean", "add", "rsqrt", "mul", "mul"]
+    _row(page, "layers.1").click()
+    assert _titles(page) == folded
+
+
+def test_what_crosses_is_as_wide_as_its_bytes(open_page: Open) -> None:
+    report = llama_report(3)
+    page = open_page(report)
+    titles = [
+        element.get_attribute("textContent")
+        for element in page.find_elements("css selector", ".band.saved title")
+    ]
+    sizes = [float(size) for title in titles for size in re.findall(r"([\d.]+) MiB", title)]
+    assert sum(sizes) * 2**20 == report.saved_bytes
+    page.find_element("css selector", ".legend input").click()
+    assert not page.find_elements("css selector", ".band.saved")
+    assert page.find_elements("css selector", ".band.reconstructed")
+
+
+def test_the_graph_by_keyboard(open_page: Open) -> None:
+    page = open_page(llama_report(2))
+    rows = page.find_element("css selector", ".rows")
+    for key in ("HOME", *["ARROW_DOWN"] * 4, "ARROW_RIGHT", "ARROW_DOWN", "ENTER"):
+        rows.send_keys(_key(key))
+    assert _text(page, ".inspector h3") == "layers.1.attention_norm"
+    active = page.find_element("id", rows.get_attribute("aria-activedescendant"))
+    assert active.get_attribute("aria-level") == "3"
+    rows.send_keys(_key("ARROW_LEFT"))
+    rows.send_keys(_key("ARROW_LEFT"))
+    assert _titles(page)[-2:] == ["layers.0", "layers.1"]
+
+
+def test_search_opens_what_it_finds(open_page: Open) -> None:
+    page = open_page(llama_report(12))
+    search = page.find_element("css selector", "[type=search]")
+    search.send_keys("LAYERS.11.attention")
+    assert "attention_norm" in _text(page, "#found")
+    search.clear()
+    search.send_keys("sdpa_")
+    found = page.find_elements("css selector", "#found [role=option] .title")
+    wanted = found[1].text
+    search.send_keys(_key("ARROW_DOWN"))
+    search.send_keys(_key("ENTER"))
+    assert ("name", wanted) in _facts(page)
+    [selected] = page.find_elements("css selector", ".cell.node.selected .name")
+    assert selected.text == wanted
+
+
+def test_the_timeline_lists_what_is_alive(open_page: Open) -> None:
+    report = llama_report(2)
+    page = open_page(report)
+    assert report.details is not None and report.details.after is not None
+    after = report.details.after
+    plot = page.find_element("css selector", ".memory .plot")
+    peak = after.bytes.index(after.peak_bytes)
+    assert plot.get_attribute("aria-valuenow") == str(peak)
+    assert "the peak" in plot.get_attribute("aria-valuetext")
+    plot.send_keys(_key("ARROW_RIGHT"))
+    alive = after.alive_at(peak + 1)
+    names = [e.text for e in page.find_elements("css selector", ".live td.wide button")]
+    assert names == [life.node for life in alive][: len(names)]
+    assert len(names) == min(len(alive), 30)
+    plot.send_keys(_key("HOME"))
+    assert [e.text for e in page.find_elements("css selector", ".live td:nth-child(4)")] == [
+        "embed"
+    ]
+    page.find_element("css selector", ".memory .key.before").click()
+    assert plot.get_attribute("aria-valuenow") == "0"
+    chains = _webdriver().ActionChains(page)
+    chains.move_to_element_with_offset(plot, 300, 0).perform()
+    assert int(plot.get_attribute("aria-valuenow")) > after.first_backward
+
+
+def test_tables_sort_and_copy(open_page: Open) -> None:
+    report = llama_report(2)
+    page = open_page(report)
+    page.execute_cdp_cmd(
+        "Browser.grantPermissions",
+        {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]},
+    )
+    sizes = [value.bytes for value in report.saved]
+    head = page.find_elements("css selector", "#saved th")[1]
+    head.find_element("tag name", "button").click()
+    head.find_element("tag name", "button").click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    shown = [cell.text for cell in page.find_elements("css selector", "#saved td.number")]
+    assert shown == [f"{size / 2**20:.1f} MiB" for size in sorted(sizes)]
+    page.find_element("css selector", "[aria-label='Copy the table: Saved for backward']").click()
+    text = page.execute_async_script("navigator.clipboard.readText().then(arguments[0])")
+    lines = [line.split("\t") for line in text.split("\n")]
+    assert lines[0][:2] == ["value", "bytes"]
+    assert len(lines) == 1 + len(sizes)
+
+
+def test_rejections_say_why(open_page: Open) -> None:
+    page = open_page(llama_report(1))
+    assert "it is too small" in _text(page, "#rejections")
+
+
+def test_hostile_names_are_shown_as_they_are(open_page: Open) -> None:
+    page = open_page(llama_report(1, lambda text: text + HOSTILE))
+    assert page.execute_script("return typeof hacked") == "undefined"
+    assert page.find_elements("css selector", "img") == []
+    same = "return document.querySelector('.note').textContent.startsWith(arguments[0])"
+    assert page.execute_script(same, "a note" + HOSTILE[:40])
+    page.find_element("css selector", ".buttons button:nth-child(3)").click()
+    page.find_element("css selector", "[type=search]").send_keys("</script>")
+    assert page.find_elements("css selector", "#found [role=option]")
+    assert page.execute_script("return typeof hacked") == "undefined"
+
+
+def test_a_report_of_the_plan_alone(open_page: Open) -> None:
+    report = Report(llama_report(1).outcome)
+    page = open_page(report)
+    assert "the plan alone" in _text(page, "main")
+    assert page.find_elements("css selector", ".graph, .memory, .pareto") == []
+    assert len(page.find_elements("css selector", "#saved tbody tr")) == len(report.saved)
+
+
+def test_nothing_to_compare_with(open_page: Open) -> None:
+    report = llama_report(1)
+    assert report.details is not None
+    outcome = dataclasses.replace(report.outcome, baseline_peak_bytes=None, extra_time=None)
+    details = dataclasses.replace(report.details, before=None, pareto=())
+    page = open_page(Report(outcome, details=details))
+    assert len(page.find_elements("css selector", ".memory .series")) == 1
+    assert "instead of" not in _text(page, "h1")
+    assert "Plans at other budgets are not in this report" in _text(page, ".pareto")
+
+
+def test_a_report_of_nothing(open_page: Open) -> None:
+    page = open_page(Report(Outcome()))
+    assert _text(page, "h1") == "The peak of this step is not known."
+
+
+def test_no_module_is_known(open_page: Open) -> None:
+    page = open_page(llama_report(1, lambda text: "" if "layers" in text else text))
+    assert _titles(page) == ["inputs of the step", "embed", "outside any module"]
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_fits_the_screen(open_page: Open, browser: Any, width: int) -> None:
+    _resize(browser, width, 844)
+    page = open_page(llama_report(4))
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width
+    small = page.execute_script(
+        "return [...document.querySelectorAll('button, input, .row')].filter((e) => {"
+        "const box = e.getBoundingClientRect(); return box.width && box.height < 15}).length"
+    )
+    assert small == 0
+    cut = page.execute_script(
+        "return [...document.querySelectorAll('h1, h2, h3, .figure, .card, .row .title')]"
+        ".filter((e) => e.scrollWidth > e.clientWidth + 1).map((e) => e.textContent)"
+    )
+    assert cut == []
+
+
+def test_ten_thousand_nodes(open_page: Open, tmp_path: Path) -> None:
+    report = llama_report(64)
+    assert report.details is not None and len(report.details.nodes) > 9_400
+    page = open_page(report)
+    assert (tmp_path / "report.html").stat().st_size < 10e6
+    drawn = page.execute_script(
+        "const [start] = performance.getEntriesByName('mstpass:start');"
+        "return start.startTime + start.duration"
+    )
+    assert drawn < 4_000  # about 200 ms where nothing else runs
+    buttons = page.find_elements("css selector", ".graph .buttons button")
+    for _ in range(3):
+        for button in (buttons[2], buttons[0], buttons[1]):
+            button.click()
+    buttons[2].click()
+    assert int(page.find_element("css selector", ".rows").get_attribute("aria-rowcount")) > 5_000
+    assert len(page.find_elements("css selector", ".row")) < 60
+    folds = page.execute_script(
+        "return performance.getEntriesByName('mstpass:fold').map((entry) => entry.duration)"
+    )
+    assert statistics.median(folds) < 100
+    page.find_element("css selector", "[type=search]").send_keys("mm_4")
+    searches = page.execute_script(
+        "return performance.getEntriesByName('mstpass:search').map((entry) => entry.duration)"
+    )
+    assert statistics.median(searches) < 100
+
+
+# ---- helpers -----------------------------------------------------------------------------------
+def _resize(browser: Any, width: int, height: int) -> None:
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def _text(page: Any, selector: str) -> str:
+    return str(page.find_element("css selector", selector).text)
+
+
+def _titles(page: Any) -> list[str]:
+    return [e.text for e in page.find_elements("css selector", ".row.module .title")]
+
+
+def _row(page: Any, title: str) -> Any:
+    titles = page.find_elements("css selector", ".row.module .title")
+    return next(element for element in titles if element.text == title)
+
+
+def _facts(page: Any) -> list[tuple[str, str]]:
+    names = page.find_elements("css selector", ".inspector dt")
+    values = page.find_elements("css selector", ".inspector dd")
+    return [(name.text, value.text) for name, value in zip(names, values, strict=True)]
+
+
+def _webdriver() -> Any:
+    import selenium.webdriver
+
+    return selenium.webdriver
+
+
+def _key(name: str) -> str:
+    from selenium.webdriver.common.keys import Keys
+
+    return str(
+        getattr(
+            Keys,
+            {"Left": "ARROW_LEFT", "Right": "ARROW_RIGHT", "Down": "ARROW_DOWN"}.get(
+                name, name.upper()
+            ),
+        )
+    )
