@@ -82,6 +82,8 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         compiled = _compiled(gm, example_inputs, users, partitioner)
     except Exception as error:
         if options.strict or not partitioner.chunked:
+            if partitioner.report is not None:  # the plan may say why
+                store.keep(partitioner.report, partitioner.seconds)
             raise
         _warn_of(error)
         store.add(Report(_failed(error)), key)
