@@ -37,7 +37,7 @@ _KEEPS = {
 }
 _FREE, _LEAST = "free", 0.0
 _START = 4096  # tokens of a first guess
-_FAR = 2.0  # times the traced length: beyond, it is traced anew
+_NEAR = (0.5, 16.0)  # times the traced length: beyond, it is traced anew
 _SHRINK = 0.995
 _TRIES = 6
 
@@ -155,7 +155,7 @@ class _Planner:
         return self._row(name, _KEEPS[name], parts_at, _START)
 
     def _inductor(self, traced_length: int, start: int) -> Row:
-        """Traced where mst's plan will be: without loops a problem of any length follows from it."""
+        """From mst's trace: without loops the problem of every length follows from it."""
         traced = self._traced(traced_length)
 
         def parts_at(length: int) -> Parts:
@@ -197,7 +197,7 @@ class _Planner:
                 return step_parts(traced, problem, SOLVERS[AUTO](problem, 0))[0].total
 
             length = longest(bytes_at, self.step_bytes, traced.length)
-            if 1 / _FAR <= length / traced.length <= _FAR or length == 0:
+            if length == 0 or _NEAR[0] <= length / traced.length <= _NEAR[1]:
                 break
         return max(1, length)
 
@@ -274,8 +274,9 @@ def _too_large(request: Request, sizes: Sizes) -> str:
     need = held.total + gradients + request.overhead_bytes
     return (
         f"{request.model} does not fit on {gib(request.device_bytes)}: weights "
-        f"{gib(held.weights)}, optimizer states {gib(held.optimizer_states)}, gradients {gib(gradients)}, gathered "
-        f"{gib(held.gathered)} and overhead {gib(request.overhead_bytes)} are "
+        f"{gib(held.weights)}, optimizer states {gib(held.optimizer_states)}, gradients "
+        f"{gib(gradients)}, gathered {gib(held.gathered)} and overhead "
+        f"{gib(request.overhead_bytes)} are "
         f"{gib(need - request.device_bytes)} too much, before any activation. "
         f"{_help(request, sizes)}"
     )

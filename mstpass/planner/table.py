@@ -41,7 +41,8 @@ def _table(planned: Planned) -> Table:
                   f"{'this length' if given else 'longest length'}")  # fmt: skip
     table.add_column("")
     for row in planned.rows:
-        table.add_column(row.name, justify="right", style="bold" if row.name == MST else "")
+        name = row.name.replace(" ", "\n", 1)
+        table.add_column(name, justify="right", style="bold" if row.name == MST else "")
     table.add_row("tokens", *(f"{row.length:,}" for row in planned.rows))
     for name, sizes in _lines(planned):
         if any(sizes):
@@ -62,10 +63,10 @@ def _lines(planned: Planned) -> list[tuple[str, list[int]]]:
         ("overhead", planned.request.overhead_bytes),
     )
     return [
-        ("saved values", [row.parts.saved for row in rows]),
+        ("saved", [row.parts.saved for row in rows]),
         ("logits", [row.parts.logits for row in rows]),
-        ("loops, one chunk", [row.parts.loops for row in rows]),
-        ("other activations", [row.parts.other for row in rows]),
+        ("loops", [row.parts.loops for row in rows]),
+        ("other", [row.parts.other for row in rows]),
         ("gradients", [row.parts.gradients for row in rows]),
         *((name, [size] * len(rows)) for name, size in everywhere),
     ]
