@@ -42,12 +42,15 @@ class Traced:
         tokens: N of the batch that was traced.
         problems: by ``memory_budget``.
         logits: values of tokens x vocabulary.
+        workspaces: bytes that an attention's backward needs on CUDA besides its results. Solvers do
+            not see them, as they do not when a step is compiled.
     """
 
     batch: int
     length: int
     problems: Mapping[object, CutProblem]
     logits: frozenset[str]
+    workspaces: Mapping[str, int]
 
     def at(self, length: int, memory_budget: object) -> CutProblem:
         """The problem of another length."""
@@ -82,9 +85,8 @@ def trace(
                 module, options, num_fwd_outputs=num_fwd_outputs, stop_after="plan"
             )
             assert result.problem is not None
-            problem = _with_workspaces(result.problem, workspaces)
-            problems[budget] = _with_divided_gradients(problem, training)
-        return Traced(training.batch, length, problems, logits)
+            problems[budget] = _with_divided_gradients(result.problem, training)
+        return Traced(training.batch, length, problems, logits, workspaces)
 
     return at_joint(loss_of, (ids_BS,), take)
 
@@ -100,11 +102,11 @@ def distinct_length(model: nn.Module, length: int) -> int:
     return prime * _GRAIN
 
 
-def step_parts(traced: Traced, problem: CutProblem, plan: Plan) -> tuple[Parts, float]:
+def step_parts(traced: Traced, problem: CutProblem, plan: Plan, length: int) -> tuple[Parts, float]:
     """What a plan's step holds at its peak, and its time in microseconds by the cost model."""
-    simulation = Simulation(with_modes(problem, plan.modes), plan.saved)
-    timeline = simulation.memory.peak
-    return _parts(traced, problem, plan, timeline), simulation.us
+    closed = _with_workspaces(with_modes(problem, plan.modes), traced, length)
+    simulation = Simulation(closed, plan.saved)
+    return _parts(traced, problem, plan, simulation.memory.peak), simulation.us
 
 
 def _parts(traced: Traced, problem: CutProblem, plan: Plan, timeline: Timeline) -> Parts:
@@ -166,11 +168,10 @@ def _logits(module: fx.GraphModule, vocabulary: int) -> frozenset[str]:
     )
 
 
-def _with_workspaces(problem: CutProblem, workspaces: Mapping[str, int]) -> CutProblem:
+def _with_workspaces(problem: CutProblem, traced: Traced, length: int) -> CutProblem:
+    size = {name: n * length // traced.length for name, n in traced.workspaces.items()}
     backward = tuple(
-        dataclasses.replace(value, inner_bytes=workspaces[value.name])
-        if value.name in workspaces
-        else value
+        dataclasses.replace(value, inner_bytes=size[value.name]) if value.name in size else value
         for value in problem.backward
     )
     return dataclasses.replace(problem, backward=backward)

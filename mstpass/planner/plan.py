@@ -40,6 +40,7 @@ _START = 4096  # tokens of a first guess
 _NEAR = (0.5, 16.0)  # times the traced length: beyond, it is traced anew
 _SHRINK = 0.995
 _TRIES = 6
+_AGAIN = 3
 
 T = TypeVar("T")
 
@@ -160,7 +161,7 @@ class _Planner:
 
         def parts_at(length: int) -> Parts:
             self.advance(f"{INDUCTOR}, {length} tokens")
-            return step_parts(traced, *_whole(traced.at(length, _FREE)))[0]
+            return step_parts(traced, *_whole(traced.at(length, _FREE)), length)[0]
 
         return self._row(INDUCTOR, _KEEPS[INDUCTOR], parts_at, start)
 
@@ -194,7 +195,7 @@ class _Planner:
             def bytes_at(length: int, traced: Traced = traced) -> int:
                 self.advance(f"{MST}, {length} tokens")
                 problem = traced.at(length, _LEAST)
-                return step_parts(traced, problem, SOLVERS[AUTO](problem, 0))[0].total
+                return step_parts(traced, problem, SOLVERS[AUTO](problem, 0), length)[0].total
 
             length = longest(bytes_at, self.step_bytes, traced.length)
             if length == 0 or _NEAR[0] <= length / traced.length <= _NEAR[1]:
@@ -202,19 +203,25 @@ class _Planner:
         return max(1, length)
 
     def _cheapest(self, length: int) -> Row:
+        """The first that fits of: the free plan, one within the room there is, the least one."""
         traced = self._traced(length, exact=True)
-        inductor_us = step_parts(traced, *_whole(traced.at(length, _FREE)))[1]
-        limits = (_FREE, None), (self.step_bytes, int(self.step_bytes / SPARE)), (_LEAST, 0)
-        for option, limit in limits:
-            self.advance(f"{MST}, {length} tokens, memory_budget={_text(option)}")
+        inductor_us = step_parts(traced, *_whole(traced.at(length, _FREE)), length)[1]
+        room = self.step_bytes
+        for option in (_FREE, *[self.step_bytes] * _AGAIN, _LEAST):
+            limit = {_FREE: None, _LEAST: 0}.get(option, int(room / SPARE))
+            budget = room if limit else option
+            self.advance(f"{MST}, {length} tokens, memory_budget={_text(budget)}")
             problem = traced.at(length, option)
             found = SOLVERS[AUTO](problem, limit)
-            parts, us = step_parts(traced, problem, found)
-            if parts.total <= (limit or self.step_bytes):
+            parts, us = step_parts(traced, problem, found, length)
+            excess = parts.total - (int(self.step_bytes / SPARE) if limit else self.step_bytes)
+            if excess <= 0:
                 break
+            if limit:  # what attention needs besides, which the solver does not see
+                room = max(1, room - excess)
         fits, total = parts.total <= self.step_bytes, self.around + parts.total
         time, keeps = us / inductor_us - 1, _kept(problem, found)
-        return Row(MST, keeps, length, fits, parts, total, _text(option), time)
+        return Row(MST, keeps, length, fits, parts, total, _text(budget), time)
 
     def _traced(self, length: int, exact: bool = False) -> Traced:
         exact = exact or self.request.length is not None
