@@ -201,11 +201,15 @@ def test_a_scaled_problem_is_the_traced_one(tiny):
 
 # ---- plans -------------------------------------------------------------------------------------
 def test_more_memory_is_never_a_shorter_sequence(tiny):
-    small, large = (plan(request(tiny, mib, alone=True)).own for mib in (48, 64))
-    assert 0 < small.length < large.length
-    for row, mib in ((small, 48), (large, 64)):
-        assert row.fits and row.total_bytes <= mib * MIB
-    longer = plan(request(tiny, 48, alone=True, length=int(1.1 * small.length))).own
+    size = lambda n: eager_parts(config_of(tiny), Training(), recipes.checkpointed, n).total
+    found = [longest(size, mib * MIB, 1024) for mib in (20, 24, 64)]
+    assert 0 < found[0] < found[1] < found[2]
+
+
+def test_the_longest_plan_fits_and_a_longer_one_does_not(tiny):
+    row = plan(request(tiny, 48, alone=True)).own
+    assert row.fits and row.length > 4096 and row.total_bytes <= 48 * MIB
+    longer = plan(request(tiny, 48, alone=True, length=int(1.1 * row.length))).own
     assert not longer.fits and longer.total_bytes > 48 * MIB
 
 

@@ -297,18 +297,11 @@ def _help(request: Request, sizes: Sizes) -> str:
         need = fixed(sizes, training).total + _held_gradients(sizes, training)
         return need + request.overhead_bytes < request.device_bytes
 
-    found = [
-        text
-        for text, changes in (
-            ("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"}),
-            ("--dtype bf16", {"dtype": "bf16"}),
-            (
-                "--dtype bf16 --optimizer adamw-8bit",
-                {"dtype": "bf16", "optimizer": "adamw-8bit", "master_weights": False},
-            ),
-        )
-        if fits(**changes)
-    ][:2]
+    eightbit, bf16 = {"optimizer": "adamw-8bit"}, {"dtype": "bf16"}
+    found = ["--optimizer adamw-8bit"] if fits(**eightbit) else []
+    found += ["--dtype bf16"] if request.training.dtype != "bf16" and fits(**bf16) else []
+    if not found and fits(**eightbit, **bf16, master_weights=False):
+        found = ["--dtype bf16 --optimizer adamw-8bit without master weights"]
     ranks = next((n for n in (2**i for i in range(1, 13)) if fits(sharding="zero3", ranks=n)), None)
     if ranks is not None:
         found.append(f"--sharding zero3 --ranks {ranks}")
