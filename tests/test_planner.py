@@ -22,9 +22,10 @@ from transformers import LlamaForCausalLM
 
 from mstpass.planner import recipes
 from mstpass.planner.compiled import trace
+from mstpass.planner.data import CHECKPOINT, EAGER, RECIPE, DoesNotFit, Request
 from mstpass.planner.eager import eager_parts
 from mstpass.planner.models import ModelError, config_of, known, most_positions
-from mstpass.planner.plan import CHECKPOINT, EAGER, RECIPE, DoesNotFit, Request, plan
+from mstpass.planner.plan import plan
 from mstpass.planner.table import show
 
 MIB = 2**20

@@ -35,7 +35,8 @@ def main(argv: Sequence[str] = ()) -> int:
         parser.error("--master-weights are for --dtype bf16: other weights are fp32 already")
     require(("transformers",), "hf", "mstpass plan")
     require(("rich",), "viz", "mstpass plan")
-    from mstpass.planner.plan import Request, plan
+    from mstpass.planner.data import Request
+    from mstpass.planner.plan import plan
     from mstpass.planner.table import show
 
     training = Training(

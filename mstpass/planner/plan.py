@@ -20,14 +20,26 @@ from mstpass.partition.problem import CutProblem, Plan
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.planner import recipes
-from mstpass.planner.accounting import Fixed, Parts, Sizes, Training, fixed
+from mstpass.planner.accounting import Parts, Sizes, fixed
 from mstpass.planner.compiled import Traced, step_parts, trace
+from mstpass.planner.data import (
+    CHECKPOINT,
+    EAGER,
+    FREE,
+    INDUCTOR,
+    LEAST,
+    MST,
+    RECIPE,
+    DoesNotFit,
+    Planned,
+    Request,
+    Row,
+)
 from mstpass.planner.eager import Recipe, eager_parts
-from mstpass.planner.models import build, config_of, most_positions, sizes_of
+from mstpass.planner.models import build, config_of, sizes_of
 from mstpass.planner.search import longest
+from mstpass.planner.words import held_gradients, notes, too_large
 
-EAGER, CHECKPOINT, INDUCTOR = "eager", "checkpoint per layer", "Inductor"
-RECIPE, MST = "MST recipe", "mst"
 _KEEPS = {
     EAGER: "keeps what autograd saves",
     CHECKPOINT: "keeps each layer's input; backward recomputes one layer at a time",
@@ -35,7 +47,6 @@ _KEEPS = {
     f"{recipes.HEAD_TILES}",
     INDUCTOR: "keeps the least bytes that need no matmul or attention again; fused",
 }
-_FREE, _LEAST = "free", 0.0
 _START = 4096  # tokens of a first guess
 _NEAR = (0.5, 16.0)  # times the traced length: beyond, it is traced anew
 _SHRINK = 0.995
@@ -43,64 +54,6 @@ _TRIES = 6
 _AGAIN = 3
 
 T = TypeVar("T")
-
-
-class DoesNotFit(UserError):
-    """Not even a step without activations fits."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What is asked: a model, how it is trained, and the device.
-
-    Attributes:
-        length: a given sequence length; None: the longest that fits.
-        overhead_bytes: of the device, not to be had for tensors.
-        logits: what the eager rows' loop holds (recipes.LOGITS).
-        alone: without the rows to compare with.
-    """
-
-    model: str
-    training: Training
-    device_bytes: int
-    overhead_bytes: int
-    length: int | None = None
-    logits: str = "model"
-    alone: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One way to train, at one length.
-
-    Attributes:
-        length: 0 where nothing fits.
-        total_bytes: of the device, overhead included.
-        memory_budget: mst only: the option to compile with.
-        extra_time: mst only: beyond Inductor's step, a fraction, by the cost model of a GPU.
-    """
-
-    name: str
-    keeps: str
-    length: int
-    fits: bool
-    parts: Parts
-    total_bytes: int
-    memory_budget: str = ""
-    extra_time: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    request: Request
-    sizes: Sizes
-    fixed: Fixed
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def own(self) -> Row:
-        return self.rows[-1]
 
 
 def plan(request: Request, advance: Callable[[str], None] = lambda what: None) -> Planned:
@@ -117,7 +70,7 @@ def plan(request: Request, advance: Callable[[str], None] = lambda what: None) -
     planner = _Planner(request, config, sizes, advance)
     rows = () if request.alone else planner.rows_to_compare()
     own = planner.own(max((row.length for row in rows), default=_START))
-    return Planned(request, sizes, planner.fixed, (*rows, own), _notes(request, config, own))
+    return Planned(request, sizes, planner.fixed, (*rows, own), notes(request, config, own))
 
 
 class _Planner:
@@ -127,9 +80,9 @@ class _Planner:
         self.fixed = fixed(sizes, self.training)
         self.around = self.fixed.total + request.overhead_bytes
         self.step_bytes = request.device_bytes - self.around
-        least = self.step_bytes - _held_gradients(sizes, self.training)
+        least = self.step_bytes - held_gradients(sizes, self.training)
         if least <= 0:
-            raise DoesNotFit(_too_large(request, sizes))
+            raise DoesNotFit(too_large(request, sizes))
         self.traces: dict[tuple[int, bool], Traced] = {}
 
     # ---- rows to compare with ------------------------------------------------------------------
@@ -161,7 +114,7 @@ class _Planner:
 
         def parts_at(length: int) -> Parts:
             self.advance(f"{INDUCTOR}, {length} tokens")
-            return step_parts(traced, *_whole(traced.at(length, _FREE)), length)[0]
+            return step_parts(traced, *_whole(traced.at(length, FREE)), length)[0]
 
         return self._row(INDUCTOR, _KEEPS[INDUCTOR], parts_at, start)
 
@@ -194,7 +147,7 @@ class _Planner:
 
             def bytes_at(length: int, traced: Traced = traced) -> int:
                 self.advance(f"{MST}, {length} tokens")
-                problem = traced.at(length, _LEAST)
+                problem = traced.at(length, LEAST)
                 return step_parts(traced, problem, SOLVERS[AUTO](problem, 0), length)[0].total
 
             length = longest(bytes_at, self.step_bytes, traced.length)
@@ -205,10 +158,10 @@ class _Planner:
     def _cheapest(self, length: int) -> Row:
         """The first that fits of: the free plan, one within the room there is, the least one."""
         traced = self._traced(length, exact=True)
-        inductor_us = step_parts(traced, *_whole(traced.at(length, _FREE)), length)[1]
+        inductor_us = step_parts(traced, *_whole(traced.at(length, FREE)), length)[1]
         room = self.step_bytes
-        for option in (_FREE, *[self.step_bytes] * _AGAIN, _LEAST):
-            limit = {_FREE: None, _LEAST: 0}.get(option, int(room / SPARE))
+        for option in (FREE, *[self.step_bytes] * _AGAIN, LEAST):
+            limit = {FREE: None, LEAST: 0}.get(option, int(room / SPARE))
             budget = room if limit else option
             self.advance(f"{MST}, {length} tokens, memory_budget={_text(budget)}")
             problem = traced.at(length, option)
@@ -227,7 +180,7 @@ class _Planner:
         exact = exact or self.request.length is not None
         if (length, exact) not in self.traces:
             self.advance(f"tracing {length} tokens")
-            budgets = (_FREE, self.step_bytes, _LEAST)
+            budgets = (FREE, self.step_bytes, LEAST)
             self.traces[length, exact] = _guarded(
                 self.request, lambda: trace(self.config, self.training, length, budgets, exact)
             )
@@ -253,14 +206,6 @@ def _text(memory_budget: object) -> str:
     return str(memory_budget)
 
 
-def _held_gradients(sizes: Sizes, training: Training) -> int:
-    """What the step's gradients come to at its end."""
-    if training.optimizer_in_backward:
-        return 0
-    divided = training.ranks if training.gradients_divided else 1
-    return training.weight_bytes * sizes.parameters // divided
-
-
 def _guarded(request: Request, make: Callable[[], T]) -> T:
     try:
         return make()
@@ -272,68 +217,3 @@ def _guarded(request: Request, make: Callable[[], T]) -> T:
             f"--model {request.model}: its training step cannot be traced: "
             f"{type(error).__name__}: {reason}"
         ) from error
-
-
-# ---- words -------------------------------------------------------------------------------------
-def _too_large(request: Request, sizes: Sizes) -> str:
-    training = request.training
-    held, gradients = fixed(sizes, training), _held_gradients(sizes, training)
-    need = held.total + gradients + request.overhead_bytes
-    return (
-        f"{request.model} does not fit on {gib(request.device_bytes)}: weights "
-        f"{gib(held.weights)}, optimizer states {gib(held.optimizer_states)}, gradients "
-        f"{gib(gradients)}, gathered {gib(held.gathered)} and overhead "
-        f"{gib(request.overhead_bytes)} are "
-        f"{gib(need - request.device_bytes)} too much, before any activation. "
-        f"{_help(request, sizes)}"
-    )
-
-
-def _help(request: Request, sizes: Sizes) -> str:
-    """What would fit, of what can be changed."""
-
-    def fits(**changes: Any) -> bool:
-        training = dataclasses.replace(request.training, **changes)
-        need = fixed(sizes, training).total + _held_gradients(sizes, training)
-        return need + request.overhead_bytes < request.device_bytes
-
-    eightbit, bf16 = {"optimizer": "adamw-8bit"}, {"dtype": "bf16"}
-    found = ["--optimizer adamw-8bit"] if fits(**eightbit) else []
-    found += ["--dtype bf16"] if request.training.dtype != "bf16" and fits(**bf16) else []
-    if not found and fits(**eightbit, **bf16, master_weights=False):
-        found = ["--dtype bf16 --optimizer adamw-8bit without master weights"]
-    ranks = next((n for n in (2**i for i in range(1, 13)) if fits(sharding="zero3", ranks=n)), None)
-    if ranks is not None:
-        found.append(f"--sharding zero3 --ranks {ranks}")
-    return f"Would fit: {', or '.join(found)}." if found else "No sharding or optimizer helps."
-
-
-def _notes(request: Request, config: Any, own: Row) -> tuple[str, ...]:
-    training, most = request.training, most_positions(config)
-    notes = [
-        "Attention is FlashAttention-2 as CUDA runs it, with its backward's workspace; its windows "
-        "and masks need no memory. Nothing was measured on the device.",
-    ]
-    if most is not None and own.length > most:
-        notes.append(
-            f"{own.length} tokens are more than the model's {most} positions: it needs other "
-            "position embeddings (rope scaling) to make sense of them."
-        )
-    if training.optimizer_in_backward:
-        notes.append(
-            f"{INDUCTOR} and {MST} hold all gradients until backward is over, as a compiled "
-            "backward returns them together; the other rows drop each once the optimizer used it."
-        )
-    if training.gradients_divided and training.ranks > 1:
-        notes.append(
-            f"{INDUCTOR} and {MST} are as if gradients were reduced where they are made. A graph "
-            "with collectives in it is left to torch's partitioner."
-        )
-    if own.fits and own.memory_budget == str(_LEAST):
-        notes.append("mst's plan is the one of least memory: there is no room for a measured peak "
-                     "that is higher than the simulated one.")  # fmt: skip
-    return tuple(notes)
-
-
-def gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"

@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mstpass.planner.accounting import OPTIMIZERS
-from mstpass.planner.plan import MST, Planned, gib
+from mstpass.planner.data import MST, Planned
+from mstpass.planner.words import gib
 
 
 def show(planned: Planned, console: Console | None = None) -> None:
