@@ -27,6 +27,7 @@ COMMANDS = {
     "demo": "mstpass.demo",
     "explain": "mstpass.explainer.command",
     "lint": "mstpass.linter.command",
+    "plan": "mstpass.planner.command",
 }
 INTERRUPTED = 130  # what a shell reports for SIGINT
 
@@ -38,6 +39,7 @@ EXAMPLES = """examples:
   mstpass bench loops --help            a benchmark's own options
   mstpass explain train.py:loss_fn      what would be chunked, what not and why; runs nothing
   mstpass lint train.py:step            what a training step computes more often than it needs to
+  mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit
 """
 
 
@@ -79,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands.add_parser(
         "lint", help="find forwards that a training step runs twice", add_help=False
+    )
+    commands.add_parser(
+        "plan", help="the longest sequence on a device, without the device", add_help=False
     )
     bench = commands.add_parser("bench", help="measure contenders side by side", allow_abbrev=False)
     which = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")

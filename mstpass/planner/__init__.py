@@ -1,0 +1,1 @@
+"""`mstpass plan`: the longest sequence and the cheapest plan on a device, without the device."""

@@ -1,0 +1,146 @@
+"""Architectures by name or by ``config.json``, built without memory and without weights."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mstpass.extras import UserError, require
+from mstpass.planner.accounting import Sizes
+
+_FILE = Path(__file__).with_name("models.json")
+_ATTENTION = "mstpass_planned"  # "flash" in a name makes transformers look for a package
+
+
+class ModelError(UserError):
+    """No architecture can be had from what was given."""
+
+
+@functools.cache
+def known() -> Mapping[str, Mapping[str, Any]]:
+    """The shipped architectures: what their ``config.json`` says of sizes."""
+    found: Mapping[str, Mapping[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def config_of(given: str) -> Any:
+    """The transformers config of a shipped name, or of a path to a ``config.json`` or its folder.
+
+    Raises:
+        ModelError: unknown name, no such file, a broken file, not a causal language model.
+    """
+    require(("transformers",), "hf", "mstpass plan")
+    path = Path(given)
+    if given in known():
+        return _config(known()[given], given)
+    if path.is_dir():
+        path /= "config.json"
+    if path.is_file():
+        return _config(_read(path), str(path))
+    if path.suffix == ".json" or len(path.parts) > 1:
+        raise ModelError(f"--model {given}: there is no such file")
+    near = difflib.get_close_matches(given.lower(), known(), n=1, cutoff=0.3)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ModelError(
+        f"--model {given}: unknown model{hint} Known: {', '.join(known())}, or a config.json"
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--model {path}: not a readable config.json: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"--model {path}: a config.json holds an object")
+    return found
+
+
+def _config(values: Mapping[str, Any], name: str) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    values = dict(values)
+    kind = values.pop("model_type", None)
+    if not isinstance(kind, str):
+        raise ModelError(f"--model {name}: has no model_type, so it is no transformers config")
+    try:
+        config = AutoConfig.for_model(kind, **values)
+    except Exception as error:  # whatever a config class makes of values that it does not expect
+        raise ModelError(f"--model {name}: transformers refuses it: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        config = config.get_text_config()  # of a model that sees images as well
+    heads = [str(a) for a in getattr(config, "architectures", None) or ()]
+    generates = [a for a in heads if "CausalLM" in a or "LMHead" in a or "Conditional" in a]
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (heads and not generates):
+        what = ", ".join(heads) or kind
+        raise ModelError(f"--model {name}: {what} is not a causal language model")
+    config._attn_implementation = _ATTENTION
+    config.use_cache = False
+    return config
+
+
+def build(config: Any, training_dtype: str) -> nn.Module:
+    """The model in training mode, on the device or fake mode in force."""
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(_ATTENTION, _attention)
+    AttentionMaskInterface.register(_ATTENTION, _no_mask)
+    dtype = torch.bfloat16 if training_dtype == "bf16" else torch.float32
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about generation, of which there is none here
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # GPT-2's name says nothing of it
+    return model
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks that checkpointing takes, in order."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def sizes_of(model: nn.Module) -> Sizes:
+    in_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
+    total = sum(p.numel() for p in model.parameters())
+    return Sizes(total, max(in_layers, default=0), total - sum(in_layers))
+
+
+def most_positions(config: Any) -> int | None:
+    return getattr(config, "max_position_embeddings", None)
+
+
+def workspace_bytes(query: Tensor, key: Tensor) -> int:
+    """What FlashAttention-2's backward allocates besides its results.
+
+    An fp32 sum of the query's gradient and, where heads share keys, the gradients of keys and
+    values for each query head (ATen's cuda/flash_attn/flash_api.cpp: ``dq_accum``, ``dk_expanded``,
+    ``dv_expanded``). Shapes: query (B, H, S, D), key (B, K, S, D).
+    """
+    batch, heads, _, features = query.shape
+    shared = 2 * query.element_size() * batch * heads * key.shape[2] * features
+    return 4 * query.numel() + (shared if key.shape[1] != heads else 0)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **rest: Any
+) -> tuple[Tensor, None]:
+    """FlashAttention-2 as CUDA runs it; under fake tensors only its shapes are computed."""
+    if torch.is_autocast_enabled("cpu"):  # F.scaled_dot_product_attention would be cast
+        query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
+    dropout, scale = rest.get("dropout") or 0.0, rest.get("scaling")
+    op = torch.ops.aten._scaled_dot_product_flash_attention
+    return op(query, key, value, dropout, True, scale=scale)[0].transpose(1, 2), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Causal masks and windows are applied inside the kernel."""

@@ -1,0 +1,219 @@
+"""What fits on a device: each way to train, by one accounting.
+
+The eager rows are steps run on fake tensors (eager.py), the compiled ones plans of the traced joint
+graph, simulated (compiled.py). All add the same fixed bytes (accounting.py).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mstpass.extras import UserError
+from mstpass.partition.budget import SPARE
+from mstpass.partition.problem import CutProblem, Plan
+from mstpass.partition.solvers import AUTO, SOLVERS
+from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.planner import recipes
+from mstpass.planner.accounting import Parts, Sizes, fixed
+from mstpass.planner.compiled import Traced, step_parts, trace
+from mstpass.planner.data import (
+    CHECKPOINT,
+    EAGER,
+    FREE,
+    INDUCTOR,
+    LEAST,
+    MST,
+    RECIPE,
+    DoesNotFit,
+    Planned,
+    Request,
+    Row,
+)
+from mstpass.planner.eager import Recipe, eager_parts
+from mstpass.planner.models import build, config_of, sizes_of
+from mstpass.planner.search import longest
+from mstpass.planner.words import held_gradients, notes, too_large
+
+_KEEPS = {
+    EAGER: "keeps what autograd saves",
+    CHECKPOINT: "keeps each layer's input; backward recomputes one layer at a time",
+    RECIPE: f"keeps each layer's input; MLPs in {recipes.MLP_TILES} tiles, head and loss in "
+    f"{recipes.HEAD_TILES}",
+    INDUCTOR: "keeps the least bytes that need no matmul or attention again; fused",
+}
+_START = 4096  # tokens of a first guess
+_NEAR = (0.5, 16.0)  # times the traced length: beyond, it is traced anew
+_SHRINK = 0.995
+_TRIES = 6
+_AGAIN = 3
+
+T = TypeVar("T")
+
+
+def plan(request: Request, advance: Callable[[str], None] = lambda what: None) -> Planned:
+    """Plan a request; ``advance`` hears what is done next.
+
+    Raises:
+        ModelError: there is no such model.
+        DoesNotFit: weights, states and gradients alone are too large.
+        UserError: the model's step cannot be traced.
+    """
+    config = config_of(request.model)
+    with FakeTensorMode():
+        sizes = _guarded(request, lambda: sizes_of(build(config, request.training.dtype)))
+    planner = _Planner(request, config, sizes, advance)
+    rows = () if request.alone else planner.rows_to_compare()
+    own = planner.own(max((row.length for row in rows), default=_START))
+    return Planned(request, sizes, planner.fixed, (*rows, own), notes(request, config, own))
+
+
+class _Planner:
+    def __init__(self, request: Request, config: Any, sizes: Sizes, advance: Callable[[str], None]):
+        self.request, self.config, self.advance = request, config, advance
+        self.training = request.training
+        self.fixed = fixed(sizes, self.training)
+        self.around = self.fixed.total + request.overhead_bytes
+        self.step_bytes = request.device_bytes - self.around
+        least = self.step_bytes - held_gradients(sizes, self.training)
+        if least <= 0:
+            raise DoesNotFit(too_large(request, sizes))
+        self.traces: dict[tuple[int, bool], Traced] = {}
+
+    # ---- rows to compare with ------------------------------------------------------------------
+    def rows_to_compare(self) -> tuple[Row, ...]:
+        plain = functools.partial(recipes.plain, logits=self.request.logits)
+        checkpointed = functools.partial(recipes.checkpointed, logits=self.request.logits)
+        ways: tuple[tuple[str, Recipe], ...] = (
+            (EAGER, plain),
+            (CHECKPOINT, checkpointed),
+            (RECIPE, recipes.minisequence),
+        )
+        eager, checkpoint, recipe = (self._eager(name, way) for name, way in ways)
+        inductor = self._inductor(recipe.length or _START, checkpoint.length or _START)
+        return eager, checkpoint, inductor, recipe
+
+    def _eager(self, name: str, recipe: Recipe) -> Row:
+        @functools.cache
+        def parts_at(length: int) -> Parts:
+            self.advance(f"{name}, {length} tokens")
+            return _guarded(
+                self.request, lambda: eager_parts(self.config, self.training, recipe, length)
+            )
+
+        return self._row(name, _KEEPS[name], parts_at, _START)
+
+    def _inductor(self, traced_length: int, start: int) -> Row:
+        """From mst's trace: without loops the problem of every length follows from it."""
+        traced = self._traced(traced_length)
+
+        def parts_at(length: int) -> Parts:
+            self.advance(f"{INDUCTOR}, {length} tokens")
+            return step_parts(traced, *_whole(traced.at(length, FREE)), length)[0]
+
+        return self._row(INDUCTOR, _KEEPS[INDUCTOR], parts_at, start)
+
+    def _row(self, name: str, keeps: str, parts_at: Callable[[int], Parts], start: int) -> Row:
+        length = self.request.length
+        if length is None:
+            length = longest(lambda n: parts_at(n).total, self.step_bytes, start)
+        parts = parts_at(length) if length else Parts()
+        fits = length > 0 and parts.total <= self.step_bytes
+        return Row(name, keeps, length, fits, parts, self.around + parts.total)
+
+    # ---- mst -----------------------------------------------------------------------------------
+    def own(self, start: int) -> Row:
+        """The cheapest plan that fits, at the given length or the longest one."""
+        length = self.request.length
+        if length is not None:
+            return self._cheapest(length)
+        length = self._longest_own(start)
+        for _ in range(_TRIES):
+            row = self._cheapest(length)
+            if row.fits or length <= 1:
+                return row
+            length = int(length * min(_SHRINK, self.step_bytes / row.parts.total))
+        return row
+
+    def _longest_own(self, start: int) -> int:
+        length = start
+        for _ in range(_TRIES):
+            traced = self._traced(length)
+
+            def bytes_at(length: int, traced: Traced = traced) -> int:
+                self.advance(f"{MST}, {length} tokens")
+                problem = traced.at(length, LEAST)
+                return step_parts(traced, problem, SOLVERS[AUTO](problem, 0), length)[0].total
+
+            length = longest(bytes_at, self.step_bytes, traced.length)
+            if length == 0 or _NEAR[0] <= length / traced.length <= _NEAR[1]:
+                break
+        return max(1, length)
+
+    def _cheapest(self, length: int) -> Row:
+        """The first that fits of: the free plan, one within the room there is, the least one."""
+        traced = self._traced(length, exact=True)
+        inductor_us = step_parts(traced, *_whole(traced.at(length, FREE)), length)[1]
+        room = self.step_bytes
+        for option in (FREE, *[self.step_bytes] * _AGAIN, LEAST):
+            limit = {FREE: None, LEAST: 0}.get(option, int(room / SPARE))
+            budget = room if limit else option
+            self.advance(f"{MST}, {length} tokens, memory_budget={_text(budget)}")
+            problem = traced.at(length, option)
+            found = SOLVERS[AUTO](problem, limit)
+            parts, us = step_parts(traced, problem, found, length)
+            excess = parts.total - (int(self.step_bytes / SPARE) if limit else self.step_bytes)
+            if excess <= 0:
+                break
+            if limit:  # what attention needs besides, which the solver does not see
+                room = max(1, room - excess)
+        fits, total = parts.total <= self.step_bytes, self.around + parts.total
+        time, keeps = us / inductor_us - 1, _kept(problem, found)
+        return Row(MST, keeps, length, fits, parts, total, _text(budget), time)
+
+    def _traced(self, length: int, exact: bool = False) -> Traced:
+        exact = exact or self.request.length is not None
+        if (length, exact) not in self.traces:
+            self.advance(f"tracing {length} tokens")
+            budgets = (FREE, self.step_bytes, LEAST)
+            self.traces[length, exact] = _guarded(
+                self.request, lambda: trace(self.config, self.training, length, budgets, exact)
+            )
+        return self.traces[length, exact]
+
+
+def _whole(problem: CutProblem) -> tuple[CutProblem, Plan]:
+    """The problem without loops, cut as torch's partitioner would."""
+    whole = dataclasses.replace(problem, regions=())
+    return whole, Plan(min_cut(whole), {})
+
+
+def _kept(problem: CutProblem, found: Plan) -> str:
+    names = [found.modes.get(r.region, r.modes[0].name) for r in problem.regions]
+    looped = collections.Counter(name for name in names if name != "whole")
+    loops = ", ".join(f"{count} {name}" for name, count in looped.items())
+    return f"keeps {len(found.saved)} values; loops: {loops or 'none'}"
+
+
+def _text(memory_budget: object) -> str:
+    if isinstance(memory_budget, int):
+        return f"{memory_budget >> 20}MiB"
+    return str(memory_budget)
+
+
+def _guarded(request: Request, make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a model's code raises
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"--model {request.model}: its training step cannot be traced: "
+            f"{type(error).__name__}: {reason}"
+        ) from error

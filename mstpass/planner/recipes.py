@@ -1,0 +1,111 @@
+"""Ways to train in eager that `mstpass plan` puts beside its own: what each keeps.
+
+Shapes: B sequences of S tokens, N = B * S, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+
+from mstpass.planner.eager import Loss
+from mstpass.planner.models import layers_of
+
+MLP_TILES, HEAD_TILES = 8, 16  # what the authors' package takes by default
+LOGITS = ("model", "fp32")
+
+
+def plain(model: nn.Module, logits: str = "model") -> Loss:
+    """The model as it is; its output, logits included, is held until backward is over.
+
+    Args:
+        logits: ``"model"``: as the installed transformers computes the loss; ``"fp32"``: as it did
+            before 4.45: logits cast to fp32 are what is held, a shifted copy goes to the loss.
+    """
+    if logits == "fp32":
+        return functools.partial(_upcast_loss, model)
+    return lambda ids_BS: model(input_ids=ids_BS, labels=ids_BS)
+
+
+def checkpointed(model: nn.Module, logits: str = "model") -> Loss:
+    """The same with ``torch.utils.checkpoint`` around each layer."""
+    _checkpoint_layers(model)
+    return plain(model, logits)
+
+
+def minisequence(model: nn.Module) -> Loss:
+    """MST (arXiv 2407.15892): layers checkpointed, MLPs and loss in mini-sequences.
+
+    As its authors' package does it: the layer that backward recomputes keeps what all tiles of its
+    MLP need, and the head computes gradients in the forward, its weight's into ``weight.grad``.
+    """
+    for layer in layers_of(model):
+        mlp = getattr(layer, "mlp", None)
+        if isinstance(mlp, nn.Module):
+            mlp.forward = functools.partial(_tiled, mlp.forward)
+    _checkpoint_layers(model)
+    body: Any = model.base_model
+    weight: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
+
+    def loss_of(ids_BS: Tensor) -> Tensor:
+        x_ND = body(input_ids=ids_BS, use_cache=False)[0].flatten(0, 1)
+        rows = -(-len(x_ND) // HEAD_TILES)
+        tiles = zip(x_ND.split(rows), ids_BS.flatten().split(rows), strict=True)
+        losses = [_HeadTile.apply(x_TD, y_T, weight) for x_TD, y_T in tiles]
+        return torch.stack(losses).sum() / len(x_ND)
+
+    return loss_of
+
+
+def _checkpoint_layers(model: nn.Module) -> None:
+    for layer in layers_of(model):
+        recomputed = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = recomputed
+
+
+def _tiled(forward: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
+    rows = -(-x_BSD.shape[1] // MLP_TILES)
+    return torch.cat([forward(x_BTD) for x_BTD in x_BSD.split(rows, dim=1)], dim=1)
+
+
+class _HeadTile(Function):
+    """Cross-entropy of one tile; its gradients are made at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, target_T: Tensor, weight_VD: Tensor) -> Tensor:
+        logits_TV = F.linear(x_TD, weight_VD).float()
+        loss = F.cross_entropy(logits_TV, target_T, reduction="sum")
+        grad_TV = F.softmax(logits_TV, dim=-1)
+        grad_TV[torch.arange(len(target_T)), target_T] -= 1
+        grad_TV = grad_TV.to(x_TD.dtype)
+        if weight_VD.grad is None:
+            weight_VD.grad = torch.zeros_like(weight_VD)
+        weight_VD.grad.addmm_(*(x.to(weight_VD.dtype) for x in (grad_TV.T, x_TD)))
+        ctx.save_for_backward(grad_TV @ weight_VD.to(x_TD.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        (grad_TD,) = ctx.saved_tensors
+        return grad_TD.mul_(grad_outputs[0]), None, None
+
+
+class _Upcast(dict[str, Tensor]):
+    """Holds what a model's output holds."""
+
+    loss: Tensor
+
+
+def _upcast_loss(model: nn.Module, ids_BS: Tensor) -> _Upcast:
+    logits_BSV = model(input_ids=ids_BS).logits.float()
+    shifted_NV = logits_BSV[:, :-1].contiguous().flatten(0, 1)
+    held = _Upcast(logits=logits_BSV)
+    held.loss = F.cross_entropy(shifted_NV, ids_BS[:, 1:].flatten())
+    return held

@@ -1,0 +1,94 @@
+"""A plan as tables on the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from mstpass.planner.accounting import OPTIMIZERS
+from mstpass.planner.data import MST, Planned
+from mstpass.planner.words import gib
+
+
+def show(planned: Planned, console: Console | None = None) -> None:
+    console = console or Console()
+    for line in _heading(planned):
+        console.print(line, markup=False, highlight=False)
+    console.print(_table(planned))
+    for line in _below(planned):
+        console.print(line, markup=False, highlight=False)
+
+
+def _heading(planned: Planned) -> list[str]:
+    request, training = planned.request, planned.request.training
+    states = OPTIMIZERS[training.optimizer].text
+    lines = [
+        f"{request.model}, {planned.sizes.parameters / 1e9:.2f} billion parameters, "
+        f"{training.dtype}, {training.optimizer} ({states}), batch {training.batch}",
+        f"device {gib(request.device_bytes)}, of it {gib(request.overhead_bytes)} overhead",
+    ]
+    extras = [
+        *(["fp32 master weights"] if training.master_weights else []),
+        *(["optimizer in backward"] if training.optimizer_in_backward else []),
+        *([f"{training.sharding} over {training.ranks}"] if training.ranks > 1 else []),
+    ]
+    return [*lines, *([", ".join(extras)] if extras else [])]
+
+
+def _table(planned: Planned) -> Table:
+    """Ways to train side by side, what they hold below each other."""
+    given = planned.request.length is not None
+    table = Table(title=f"GiB at the peak of a step, {'at' if given else 'each at its'} "
+                  f"{'this length' if given else 'longest length'}")  # fmt: skip
+    table.add_column("")
+    for row in planned.rows:
+        name = row.name.replace(" ", "\n", 1)
+        table.add_column(name, justify="right", style="bold" if row.name == MST else "")
+    table.add_row("tokens", *(f"{row.length:,}" for row in planned.rows))
+    for name, sizes in _lines(planned):
+        if any(sizes):
+            last = name == "overhead"
+            table.add_row(name, *map(_number, sizes), end_section=last)
+    table.add_row("total", *(_number(row.total_bytes) for row in planned.rows))
+    table.add_row("fits", *("yes" if row.fits else "no" for row in planned.rows))
+    return table
+
+
+def _lines(planned: Planned) -> list[tuple[str, list[int]]]:
+    """What is held, by row of the table."""
+    rows, fixed = planned.rows, planned.fixed
+    everywhere = (
+        ("weights", fixed.weights),
+        ("optimizer states", fixed.optimizer_states),
+        ("gathered", fixed.gathered),
+        ("overhead", planned.request.overhead_bytes),
+    )
+    return [
+        ("saved", [row.parts.saved for row in rows]),
+        ("logits", [row.parts.logits for row in rows]),
+        ("loops", [row.parts.loops for row in rows]),
+        ("other", [row.parts.other for row in rows]),
+        ("gradients", [row.parts.gradients for row in rows]),
+        *((name, [size] * len(rows)) for name, size in everywhere),
+    ]
+
+
+def _below(planned: Planned) -> list[str]:
+    lines = [f"{row.name}: {row.keeps}" for row in planned.rows]
+    own = planned.own
+    if own.fits:
+        slower = f"{100 * (own.extra_time or 0):.0f} % more time than Inductor's step (estimated)"
+        lines.append(
+            f"compile with options={{'memory_budget': {_literal(own.memory_budget)}}}: {slower}"
+        )
+    else:
+        lines.append(f"no plan of mst fits at {own.length:,} tokens")
+    return lines + [f"note: {note}" for note in planned.notes]
+
+
+def _literal(memory_budget: str) -> str:
+    return memory_budget if memory_budget == "0.0" else repr(memory_budget)
+
+
+def _number(size: int) -> str:
+    return f"{size / 2**30:.1f}"
