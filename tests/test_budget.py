@@ -16,9 +16,10 @@ from mstpass.measure import peak_bytes
 from mstpass.options import Options
 from mstpass.partition.budget import memory_of
 from mstpass.partition.modes import Cycle, with_modes
-from mstpass.partition.problem import CutProblem, Loop, Mode, RegionModes, Result, Value
+from mstpass.partition.problem import CutProblem, Loop, Mode, Plan, RegionModes, Result, Value
 from mstpass.partition.simulate import step_memory, step_us
 from mstpass.partition.solvers import SOLVERS
+from mstpass.partition.solvers.peak_search import peak_search
 from tests.checks import check_against_float64, compiled, joint_graph
 
 SIZE = LlamaSize(128, 4, 4, 352, 6000, 1024)
@@ -131,6 +132,23 @@ def test_a_budget_that_cannot_be_met_names_the_lowest_peak() -> None:
     least = pipeline.run(joint, Options(memory_budget=0.0), num_fwd_outputs=outputs).outcome
     assert report.peak_bytes == pytest.approx(least.peak_bytes, rel=0.01)
     assert any("lowest peak" in note for note in report.outcome.notes)
+
+
+def test_a_budget_between_costs_a_time_between() -> None:
+    """All that the least memory saves here are loops' results: no checkpoint is chosen besides."""
+    problem = _problem(LlamaSize(64, 6, 2, 192, 256, 8192))
+    free, least = (peak_search(problem, budget) for budget in (None, 0))
+    highest, lowest = (memory_of(problem, plan).peak_bytes for plan in (free, least))
+    shortest, longest = (_us(problem, plan) for plan in (free, least))
+    for share in (0.3, 0.6):
+        budget = int(lowest + share * (highest - lowest))
+        plan = peak_search(problem, budget)
+        assert memory_of(problem, plan).peak_bytes <= budget
+        assert shortest <= _us(problem, plan) <= longest - 0.2 * (longest - shortest)
+
+
+def _us(problem: CutProblem, plan: Plan) -> float:
+    return step_us(with_modes(problem, plan.modes), plan.saved)
 
 
 # ---- loops in the place of their members -------------------------------------------------------

@@ -169,12 +169,16 @@ def _stairs(problem: CutProblem, free: _Step) -> Iterator[_Step]:
 def _checkpoint_stairs(
     lean: _Step, least: _Step, places: Mapping[int, frozenset[str]]
 ) -> Iterator[_Step]:
+    """Least up to a place, lean behind it.
+
+    Places are the checkpoints and what is saved in any case (loops' results): that may be all.
+    """
     problem = least.problem
     index = {value.name: i for i, value in enumerate(problem.values)}
-    stops = sorted(places)
+    stops = sorted({*places, *(index[name] for name in least.plan.saved)})
     for count in _counts(len(stops))[:-1]:
         stop = stops[count - 1]
-        alive = {name for place in stops[:count] for name in places[place]}
+        alive = {name for place in places if place <= stop for name in places[place]}
         early = {name for name in least.plan.saved if index[name] <= stop}
         late = {name for name in lean.plan.saved if index[name] > stop}
         saved = frozenset(alive | early | late)
