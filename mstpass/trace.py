@@ -10,12 +10,12 @@ makes a size dynamic once it has had two values: torch/_dynamo/pgo.py; checked w
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
-import inspect
 import itertools
 import logging
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -161,7 +161,7 @@ def with_storage(step: T) -> Iterator[T]:
     """A step, as a tree, whose meta tensors are fake ones of the default device meanwhile.
 
     The modules that it is, holds or is given have fake parameters and buffers in the place of meta
-    ones, and get theirs back.
+    ones, and get theirs back; so have the globals and closures of its functions.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = _default_device()
@@ -180,20 +180,13 @@ def with_storage(step: T) -> Iterator[T]:
             known[id(value)] = made
         return known[id(value)]
 
-    changed: list[tuple[dict[str, Any], str, Tensor]] = []
-    try:
-        for module in _modules_of(tree_leaves(step)):
-            holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for tensors in holders:
-                for name, value in tensors.items():
-                    made = real(value)
-                    if made is not value and value is not None:
-                        changed.append((tensors, name, value))
-                        tensors[name] = made
+    with contextlib.ExitStack() as restored:
+        for value, put in list(_places(tree_leaves(step))):
+            made = real(value)
+            if made is not value:
+                restored.callback(put, value)
+                put(made)
         yield tree_map(real, step)
-    finally:
-        for tensors, name, value in changed:
-            tensors[name] = value
 
 
 def _default_device() -> torch.device:
@@ -203,8 +196,14 @@ def _default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _modules_of(leaves: Sequence[Any]) -> Iterator[nn.Module]:
-    """All modules below those that the leaves, and functions that they call, are or hold."""
+Put = Callable[[Any], None]
+
+
+def _places(leaves: Sequence[Any]) -> Iterator[tuple[Any, Put]]:
+    """Where the leaves, and functions that they call, have tensors: each, and how to put another.
+
+    In all modules below those that they are or hold, and in what they refer to.
+    """
     seen: set[int] = set()
     found: set[int] = set()
     stack = list(leaves)
@@ -216,20 +215,45 @@ def _modules_of(leaves: Sequence[Any]) -> Iterator[nn.Module]:
         for root in modules_near(leaf):
             new = [module for module in root.modules() if id(module) not in found]
             found.update(map(id, new))
-            yield from new
-        stack += _called(leaf)
+            for module in new:
+                yield from _items(module._parameters)
+                yield from _items(module._buffers)
+        fn = getattr(leaf, "__func__", leaf)
+        if isinstance(fn, types.FunctionType) and "-packages" not in fn.__code__.co_filename:
+            for value, put in _referred(fn):
+                yield value, put
+                yield from _items(value)
+            stack += _called(fn)
 
 
-def _called(fn: Any) -> Iterator[Any]:
-    """What a function of the user's refers to, but for data."""
-    fn = getattr(fn, "__func__", fn)
-    if not isinstance(fn, types.FunctionType) or "-packages" in fn.__code__.co_filename:
-        return
+def _items(container: Any) -> Iterator[tuple[Any, Put]]:
+    keys: Iterable[Any] = ()
+    if isinstance(container, dict):
+        keys = list(container)
+    elif isinstance(container, list):
+        keys = range(len(container))
+    for key in keys:
+        yield container[key], functools.partial(container.__setitem__, key)
+
+
+def _referred(fn: types.FunctionType) -> Iterator[tuple[Any, Put]]:
+    """A function's globals, and what it has from the functions around it."""
+    for name in _names(fn) & fn.__globals__.keys():
+        yield fn.__globals__[name], functools.partial(fn.__globals__.__setitem__, name)
+    for cell in fn.__closure__ or ():
+        with contextlib.suppress(ValueError):  # nothing in it yet
+            yield cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
+
+
+def _names(fn: types.FunctionType) -> set[str]:
     codes = [fn.__code__, *(c for c in fn.__code__.co_consts if isinstance(c, types.CodeType))]
-    names = {name for code in codes for name in code.co_names}
-    values = [fn.__globals__[name] for name in names if name in fn.__globals__]
-    values += inspect.getclosurevars(fn).nonlocals.values()
-    for value in values:
+    return {name for code in codes for name in code.co_names}
+
+
+def _called(fn: types.FunctionType) -> Iterator[Any]:
+    """What a function of the user's refers to, but for data."""
+    names = _names(fn)
+    for value, _ in _referred(fn):
         if isinstance(value, types.ModuleType):  # its functions and models, by their names
             values_there = (vars(value).get(name) for name in names)
             yield from (v for v in values_there if isinstance(v, types.FunctionType | nn.Module))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mstpass
@@ -240,6 +241,26 @@ def test_a_meta_module_alone() -> None:
     report = mstpass.explain(linear, x)
     assert report.details is not None and not report.regions
     assert "logits are an output" in report.rejections[0].reason
+
+
+@pytest.mark.parametrize("held", ["global", "closure", "batch"])
+def test_meta_tensors_that_a_function_refers_to(held: str) -> None:
+    """As a file for `mstpass explain` has them; they are what they were afterwards."""
+    with torch.device("meta"):
+        head, x, y = nn.Linear(16, 600), torch.zeros(512, 16), torch.zeros(512, dtype=torch.long)
+    names: dict[str, Any] = {"head": head, "F": F}
+    if held == "global":
+        names |= {"x": x, "y": y}
+        exec("def loss():\n    return F.cross_entropy(head(x), y)", names)
+    elif held == "batch":
+        names["batch"] = {"x": x, "y": y}
+        exec("def loss():\n    return F.cross_entropy(head(batch['x']), batch['y'])", names)
+    else:
+        names["loss"] = lambda: F.cross_entropy(head(x), y)
+    assert [r.kind for r in mstpass.explain(names["loss"]).regions] == ["lm_head"]
+    there = {**names, **names.get("batch", {})}
+    assert held == "closure" or (there["x"] is x and there["y"] is y)
+    assert {t.device.type for t in (x, y, *head.parameters())} == {"meta"}
 
 
 def test_functions_of_no_importable_module() -> None:
