@@ -94,15 +94,7 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         if stored is not None:
             store.keep(stored)
         return compiled
-    for attempt in range(_MORE_ATTEMPTS):
-        limit = tighter_limit_bytes(report.outcome, options, last=attempt == _MORE_ATTEMPTS - 1)
-        if limit is None:
-            break
-        tighter = Partitioner(options, limit)
-        again = _compiled(gm, example_inputs, users, tighter)
-        if tighter.report is None or not _is_lower(tighter.report, report):
-            break
-        compiled, report = again, tighter.report
+    compiled, report = _within_budget(gm, example_inputs, users, options, compiled, report)
     over = over_budget(report.outcome, options)
     if over:
         if options.strict:
@@ -137,8 +129,36 @@ def _compiled(
     return compiled
 
 
+def _within_budget(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    users: dict[str, Any],
+    options: Options,
+    compiled: Any,
+    report: Report,
+) -> tuple[Any, Report]:
+    """The same, or compiled again for less where its schedule needs more than the budget."""
+    for attempt in range(_MORE_ATTEMPTS):
+        limit = tighter_limit_bytes(report.outcome, options, last=attempt == _MORE_ATTEMPTS - 1)
+        if limit is None:
+            break
+        tighter = Partitioner(options, limit)
+        try:
+            again = _compiled(gm, example_inputs, users, tighter)
+        except Exception as error:  # what is compiled already works
+            if options.strict:
+                raise
+            _warn_of(error)
+            break
+        if tighter.report is None or not _is_lower(tighter.report, report):
+            break
+        compiled, report = again, tighter.report
+    return compiled, report
+
+
 def _is_lower(report: Report, other: Report) -> bool:
-    return (report.peak_bytes or 0) < (other.peak_bytes or 0)
+    ours, theirs = report.peak_bytes, other.peak_bytes
+    return ours is not None and theirs is not None and ours < theirs
 
 
 def _warn_of(error: Exception) -> None:

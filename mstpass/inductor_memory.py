@@ -95,7 +95,11 @@ class ReadSchedule(_Pass):
         graphs = [s for s in self._schedules if not s.is_body]
         if self.failed or len(graphs) != 2:
             return None
-        backward, forward = (_peak(graph, bodies) for graph, bodies in self._with_bodies())
+        try:
+            backward, forward = (_peak(graph, bodies) for graph, bodies in self._with_bodies())
+        except KeyError as body:
+            log.debug("the schedule of %s has not been read", body)
+            return None
         crossing = {name for name in graphs[1].given if not name.startswith("tangents")}
         saved_bytes = sum(graphs[1].given[name] for name in crossing)
         held_bytes = max(0, graphs[0].left_bytes - saved_bytes)  # by the caller of the forward
@@ -185,6 +189,8 @@ class _Reader:
         body = ""
         inner = 0
         for node in running:
+            if isinstance(node.node, ir.Conditional | ir.InvokeSubgraph):
+                raise ValueError(f"{node.get_name()} runs a subgraph, whose memory is not counted")
             if isinstance(node.node, ir.WhileLoop):
                 body = str(getattr(node.node.body_subgraph, "name", ""))
             inner = max(inner, _workspace_bytes(node.node))

@@ -213,6 +213,8 @@ def test_the_documented_schema_is_the_real_one() -> None:
     reconstructed = {"node", "sources", "rule", "grade", "bytes", "bounds", "source"}
     found = {
         "notes",
+        "scheduled_peak_bytes",
+        "limit_bytes",
         "regions[].saved",
         *(f"save_plan.reconstructed[].{name}" for name in reconstructed),
     }

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mstpass
+from mstpass import backend
 from mstpass.bench.models import MLPs, Step
 from mstpass.measure import peak_bytes
 from mstpass.plans import Outcome
@@ -103,6 +104,34 @@ def test_a_plan_that_the_schedule_spoils_is_made_again(
     assert peak_bytes(again) <= budget
 
 
+@pytest.mark.parametrize("fails", ["plan", "compilation"])
+def test_an_attempt_that_fails_leaves_what_is_compiled(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan was made and compiled; that the next one fails must not take it away."""
+    value, make_step = _attention()
+    uncached = {"fx_graph_cache": False}
+    make_step(_compiled(value, memory_budget="free", inductor=uncached))()
+    scheduled = mstpass.reports()[-1].peak_bytes
+    assert scheduled is not None
+    name = "pipeline.run" if fails == "plan" else "compile_fx"
+    first = backend.pipeline.run if fails == "plan" else backend.compile_fx
+    calls = 0
+
+    def fail_later(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise RuntimeError("not again")
+        return first(*args, **kwargs)
+
+    monkeypatch.setattr(f"mstpass.backend.{name}", fail_later)
+    step = make_step(_compiled(value, memory_budget=int(0.97 * scheduled), inductor=uncached))
+    with pytest.warns(UserWarning, match="not again"), pytest.warns(UserWarning, match="lowest"):
+        step()
+    assert calls == 2 and mstpass.reports()[-1].peak_bytes == pytest.approx(scheduled, rel=0.1)
+
+
 def test_a_budget_that_no_schedule_meets_is_told() -> None:
     value, _ = _attention()
     with pytest.raises(Exception, match="lowest peak found"):
@@ -128,8 +157,6 @@ def test_an_unreadable_schedule_leaves_the_simulated_peak(monkeypatch: pytest.Mo
 
 def test_a_backward_that_fails_to_compile_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compiled together with the forward, so both can be given back to Inductor."""
-    from mstpass import backend
-
     lower = backend.lower_loops
 
     def fail_in_backward(graph: torch.fx.Graph) -> None:
