@@ -42,7 +42,7 @@ from mstpass.partition.modes import Cycle, broken_policies, with_modes
 from mstpass.partition.problem import CutProblem, Plan
 from mstpass.partition.reconstruct import reconstruct
 from mstpass.partition.regions import WHOLE, region_modes
-from mstpass.partition.simulate import step_memory, step_us
+from mstpass.partition.simulate import simulated, step_memory, step_us
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.split import (
@@ -164,7 +164,7 @@ def run(
         saved = min_cut(whole)
         before = step_memory(whole, saved)
         before_us = step_us(whole, saved)
-        after_us = step_us(with_modes(problem, plan.modes), plan.saved)
+        after_us = simulated(problem, plan).us
         outcome = dataclasses.replace(
             outcome,
             baseline_peak_bytes=before.peak_bytes,
@@ -330,9 +330,10 @@ def _split(
     except InvalidPlan as error:  # a region was left out after the plan was made
         saved, note = min_cut(problem), f"the saved values are min_cut's: {error}"
         name = "min_cut"
-    joint, saved, done = _reconstruct(joint, problem, saved, options)
-    modules, save_plan = split(joint, saved, name, **torch_kwargs)
-    return modules, dataclasses.replace(save_plan, reconstructed=done), note
+    nested = frozenset() if note else frozenset(applied.names.get(n, "") for n in plan.nested)
+    joint, saved, done = _reconstruct(joint, problem, saved, nested, options)
+    modules, crossing = split(joint, saved, name, nested, **torch_kwargs)
+    return modules, dataclasses.replace(crossing, reconstructed=done), note
 
 
 def _named(save_plan: SavePlan, applied: Applied, joint: JointGraph) -> SavePlan:
@@ -349,7 +350,11 @@ def _named(save_plan: SavePlan, applied: Applied, joint: JointGraph) -> SavePlan
 
 
 def _reconstruct(
-    joint: JointGraph, problem: CutProblem, saved: frozenset[str], options: Options
+    joint: JointGraph,
+    problem: CutProblem,
+    saved: frozenset[str],
+    nested: frozenset[str],
+    options: Options,
 ) -> tuple[JointGraph, frozenset[str], tuple[Reconstructed, ...]]:
     """What backward has by other means; everything as it was where that would raise the peak."""
     pack_masks = options.frees_memory_for_time
@@ -359,6 +364,7 @@ def _reconstruct(
         return joint, saved, ()
     other = cut_problem(reduced, rows_first=options.frees_memory_for_time)
     verify(other.allowing(True), kept)
-    if step_memory(other, kept).peak_bytes > step_memory(problem, saved).peak_bytes:
+    before = step_memory(problem, saved, nested)
+    if step_memory(other, kept, nested).peak_bytes > before.peak_bytes:
         return joint, saved, ()
     return reduced, kept, done

@@ -173,11 +173,16 @@ class Reconstructed:
 
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
-    """What crosses from forward to backward, by name, and the bytes of it by storage."""
+    """What crosses from forward to backward, by name, and the bytes of it by storage.
+
+    ``nested`` values do not cross: backward recomputes them in passes of their own, and once more
+    what they are computed from (partition/nested.py).
+    """
 
     saved: tuple[SavedValue, ...]
     solver: str
     reconstructed: tuple[Reconstructed, ...] = ()
+    nested: tuple[str, ...] = ()
 
     @property
     def saved_bytes(self) -> int:

@@ -216,6 +216,7 @@ def test_the_documented_schema_is_the_real_one() -> None:
         "scheduled_peak_bytes",
         "limit_bytes",
         "regions[].saved",
+        "save_plan.nested",
         *(f"save_plan.reconstructed[].{name}" for name in reconstructed),
     }
     for one in (report, other):

@@ -174,8 +174,9 @@ def _chain(blocks: int, inner: int) -> CutProblem:
 
 def test_checkpoints_lie_between_blocks() -> None:
     saved = checkpoints(_chain(blocks=9, inner=8)).saved
-    assert saved and all(name.startswith("x") for name in saved)
-    assert len(saved) <= 10
+    between = [name for name in saved if name.startswith("x")]
+    assert 8 <= len(between) <= 10
+    assert len(saved) <= len(between) + 1  # and half of the last block, when all are in memory
 
 
 def test_checkpoints_see_long_blocks_and_few() -> None:

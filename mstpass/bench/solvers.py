@@ -19,7 +19,7 @@ from mstpass.bench.common import Arguments, Progress, Result, Table, Target
 from mstpass.extras import require
 from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import CutProblem, Plan
-from mstpass.partition.simulate import step_memory, step_us
+from mstpass.partition.simulate import simulated
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.milp import Proof, prove
 from mstpass.partition.verify import InvalidPlan, verify
@@ -151,11 +151,9 @@ def _evaluated(problem: CutProblem, plan: Plan) -> _Evaluated:
         raise InvalidPlan(f"modes of regions that the problem does not have: {sorted(unknown)}")
     closed = with_modes(problem, plan.modes)
     verify(closed.allowing(recompute_heavy=True), plan.saved)
-    return _Evaluated(
-        sum(value.bytes for value in closed.values if value.name in plan.saved),
-        step_memory(closed, plan.saved).peak_bytes,
-        step_us(closed, plan.saved),
-    )
+    step = simulated(problem, plan)
+    saved_bytes = sum(value.bytes for value in closed.values if value.name in plan.saved)
+    return _Evaluated(saved_bytes, step.peak_bytes, step.us)
 
 
 def _row(

@@ -9,9 +9,9 @@ from torch import fx
 
 from mstpass import pipeline
 from mstpass.options import Options
-from mstpass.partition.budget import memory_of, solve_within
-from mstpass.partition.modes import Cycle, with_modes
-from mstpass.partition.simulate import step_us
+from mstpass.partition.budget import solve_within
+from mstpass.partition.modes import Cycle
+from mstpass.partition.simulate import simulated, step_us
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.verify import InvalidPlan
@@ -45,11 +45,10 @@ def pareto_points(
             continue
         try:
             plan = solve_within(problem, dataclasses.replace(options, memory_budget=budget), solve)
-            closed = with_modes(problem, plan.modes)
-            peak_bytes = memory_of(problem, plan).peak_bytes
+            step = simulated(problem, plan)
+            peak_bytes, extra = step.peak_bytes, step.us / before_us - 1
         except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded):  # a solver of the user's own
             continue
-        extra = step_us(closed, plan.saved) / before_us - 1
         points.append(ParetoPoint(_label(budget), peak_bytes, extra))
     points.sort(key=lambda point: (-point.peak_bytes, point.extra_time))
     return tuple(points)

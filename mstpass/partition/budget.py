@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from mstpass.graph.memory import StepMemory, Timeline
 from mstpass.options import Options, parse_bytes
-from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import CutProblem, Plan
-from mstpass.partition.simulate import step_memory
+from mstpass.partition.simulate import simulated
 from mstpass.partition.solvers import Solver
 from mstpass.plans import Outcome
 
@@ -94,7 +93,7 @@ def _is_over(outcome: Outcome, options: Options) -> bool:
 
 
 def memory_of(problem: CutProblem, plan: Plan) -> StepMemory:
-    return step_memory(with_modes(problem, plan.modes), plan.saved)
+    return simulated(problem, plan).memory
 
 
 def infeasible(budget: int, memory: StepMemory) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from mstpass.graph.memory import CALL, ITEM, VIEW
 from mstpass.partition.problem import (
     MUST_RECOMPUTE,
+    MUST_SAVE,
     RECOMPUTED,
     CutProblem,
     Loop,
@@ -49,11 +50,13 @@ def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
 def loop_values(loop: Loop, old: Mapping[str, Value]) -> list[Value]:
     """A loop, and the items that it returns.
 
-    It is pinned, unless the user's checkpointing wants all of its results computed again: then
-    backward may run it once more, and saves none of them.
+    Backward may run it once more, unless it computes gradients already or a policy saves its
+    results: then it is pinned. Where the user's checkpointing wants all of its results computed
+    again, none of them is saved.
     """
     tags = [_tag(result.node, old) for result in loop.results]
     again = all(tag in RECOMPUTED for tag in tags)
+    once = MUST_SAVE in tags or any(result.scale for result in loop.results)
     whole = Value(
         loop.name,
         0,
@@ -62,7 +65,7 @@ def loop_values(loop: Loop, old: Mapping[str, Value]) -> list[Value]:
         loop.inner_bytes,
         us=loop.us,
         heavy=True,
-        pinned=not again,
+        pinned=once,
         savable=False,
         tag=tags[0] if again else "",
     )
@@ -84,7 +87,7 @@ def broken_policies(problem: CutProblem) -> dict[str, str]:
         for region in problem.regions
         for mode in region.modes
         for loop in mode.loops
-        if loop_values(loop, old)[0].pinned
+        if not loop_values(loop, old)[0].tag
         for result in loop.results
         if _tag(result.node, old) == MUST_RECOMPUTE
     }

@@ -18,6 +18,7 @@ from mstpass.graph.memory import POINTWISE, Op
 
 MUST_SAVE, MUST_RECOMPUTE = "must_save", "must_recompute"
 PREFER_RECOMPUTE = "prefer_recompute"
+LOOP = "loop:"  # before a name: see loop_name()
 UNFINISHED = ":unfinished"  # behind a name: see unfinished()
 RECOMPUTED = (MUST_RECOMPUTE, PREFER_RECOMPUTE)
 
@@ -32,7 +33,7 @@ class Value(Op):
         us: time that computing it takes, in microseconds, by the cost model.
         free: available in backward at no cost.
         heavy: slow to recompute (a matmul, attention, the result of a checkpointed region).
-        pinned: must not be recomputed at all (a loop, a random draw).
+        pinned: must not be recomputed at all (a loop that computes gradients, a random draw).
         savable: may be saved; a view may not, its base is saved instead, so that no storage
             crosses twice.
         needed: backward uses it directly.
@@ -203,11 +204,28 @@ class CutProblem:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A solver's answer: a mode for each region (its first one where none is given), and the names
-    of the values that cross from forward to backward."""
+    """A solver's answer.
+
+    Attributes:
+        saved: the names of the values that cross from forward to backward.
+        modes: a mode for each region, its first one where none is given.
+        nested: values that backward, where it recomputes them, has in a pass of their own: what
+            they are computed from is dropped again, and recomputed once more where it is used.
+    """
 
     saved: frozenset[str]
     modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    nested: frozenset[str] = frozenset()
+
+
+def loop_name(first: str) -> str:
+    """Of the loop whose first result is this node."""
+    return f"{LOOP}{first}"
+
+
+def is_loop(name: str) -> bool:
+    """Whether a value is a loop, not one of the results that it returns."""
+    return name.startswith(LOOP)
 
 
 def unfinished(name: str) -> str:

@@ -7,6 +7,7 @@ import operator
 import torch
 from torch import fx
 
+from mstpass.chunk.loop import mst_loop
 from mstpass.graph import ops
 from mstpass.graph.tokens import Refusal
 
@@ -21,17 +22,18 @@ def is_heavy(node: fx.Node) -> bool:
     """Ops that are slow to repeat: matmuls, attention, whatever the op table does not know."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
-    if ops.is_matmul(node) or is_pinned(node):
+    if node.target is mst_loop or ops.is_matmul(node) or is_pinned(node):
         return True
     return not (node.target in _CHEAP or not isinstance(ops.lookup(node), Refusal))
 
 
 def is_pinned(node: fx.Node) -> bool:
-    """Ops that backward must never repeat: loops, random draws, ops of which nothing is known.
+    """Ops that backward must never repeat: random draws, ops of which nothing is known.
 
     Sorts are among them: one that is repeated may order ties in another way than the forward did.
+    Of loops the plan says which may run again (modes.py).
     """
-    if node.op != "call_function" or node.target is operator.getitem:
+    if node.op != "call_function" or node.target is operator.getitem or node.target is mst_loop:
         return False
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):

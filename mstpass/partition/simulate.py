@@ -1,17 +1,19 @@
 """What a plan's step looks like: the order of forward and backward, and the memory of both.
 
 The order is that of torch's partitioner (torch/_functorch/partitioners.py): the forward as traced;
-the backward as traced, each recomputed value just before its first use there.
+the backward as traced, each recomputed value just before its first use there, behind the passes of
+the nested values that it comes from (nested.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from mstpass.graph.memory import INPUT, StepMemory, Timeline, held_outputs, simulate
-from mstpass.partition.problem import CutProblem, Value
+from mstpass.partition.modes import with_modes
+from mstpass.partition.problem import CutProblem, Plan, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +24,8 @@ class Schedule:
     backward: tuple[Value, ...]
 
 
-def schedule(problem: CutProblem, saved: Set[str]) -> Schedule:
-    """The two graphs of a problem without open regions, for a saved set that ``verify`` accepts."""
+def schedule(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()) -> Schedule:
+    """The two graphs of a problem without open regions, for a plan that ``verify`` accepts."""
     index = {value.name: i for i, value in enumerate(problem.values)}
     forward = _ancestors(problem, index, {*problem.outputs, *saved})
     gradients = set(problem.gradients)
@@ -33,25 +35,70 @@ def schedule(problem: CutProblem, saved: Set[str]) -> Schedule:
             used.update(op.inputs)
     there = set(saved) | {value.name for value in problem.values if value.free}
     crossing = [_as_input(v) for v in problem.values if v.name in saved or v.free]
+    again = _Again(problem, index, there, nested)
     backward: list[Value] = []
     for op in (*problem.backward, *(v for v in problem.values if v.name in gradients)):
-        if op.name not in used:
-            continue
-        missing: set[int] = set()
-        stack = [op.name] if op.name in index else list(op.inputs)
-        while stack:
-            name = stack.pop()
-            i = index.get(name)
-            if i is not None and name not in there and i not in missing:
-                missing.add(i)
-                stack.extend(problem.values[i].inputs)
-        again = [problem.values[i] for i in sorted(missing)]
-        there.update(value.name for value in again)
-        backward += [*again, op] if op.name not in index else again
+        if op.name in used:
+            own = op.name in index
+            backward += again.values([op.name] if own else op.inputs)
+            backward += [] if own else [op]
     return Schedule(
         tuple(v for v in problem.values if v.name in forward),
         (*crossing, *backward),
     )
+
+
+class _Again:
+    """What backward recomputes, in order; ``there`` is what it has, and grows."""
+
+    def __init__(
+        self, problem: CutProblem, index: dict[str, int], there: set[str], nested: Set[str]
+    ):
+        self.problem, self.index, self.there, self.nested = problem, index, there, nested
+
+    def values(self, names: Iterable[str]) -> list[Value]:
+        """What is missing of the names and of all they come from, for good."""
+        ahead, missing = self._missing(names)
+        passes = [value for name in ahead for value in self._pass(name)]
+        self.there.update(value.name for value in missing)
+        return [*passes, *missing]
+
+    def _pass(self, name: str) -> list[Value]:
+        """A nested value, with what it comes from under names that nothing else reads."""
+        if name in self.there:  # another one's pass went by it
+            return []
+        value = self.problem.values[self.index[name]]
+        ahead, missing = self._missing(value.inputs)
+        passes = [value for other in ahead for value in self._pass(other)]
+        alias = {other.name: f"{other.name}:for:{name}" for other in missing}
+        self.there.add(name)
+        return [*passes, *(_renamed(other, alias) for other in missing), _reading(value, alias)]
+
+    def _missing(self, names: Iterable[str]) -> tuple[list[str], list[Value]]:
+        """Nested values, and all others, that are not there, each in topological order."""
+        found: set[int] = set()
+        ahead: set[int] = set()
+        stack = list(names)
+        while stack:
+            name = stack.pop()
+            i = self.index.get(name)
+            if i is None or name in self.there or i in found:
+                continue
+            if name in self.nested:
+                ahead.add(i)
+            else:
+                found.add(i)
+                stack.extend(self.problem.values[i].inputs)
+        values = self.problem.values
+        return [values[i].name for i in sorted(ahead)], [values[i] for i in sorted(found)]
+
+
+def _renamed(value: Value, alias: dict[str, str]) -> Value:
+    return dataclasses.replace(_reading(value, alias), name=alias[value.name])
+
+
+def _reading(value: Value, alias: dict[str, str]) -> Value:
+    return dataclasses.replace(value, inputs=tuple(alias.get(i, i) for i in value.inputs))
 
 
 class Simulation:
@@ -60,12 +107,12 @@ class Simulation:
     For a problem without open regions and a saved set that ``verify`` accepts.
     """
 
-    def __init__(self, problem: CutProblem, saved: Set[str]):
-        self.problem, self.saved = problem, saved
+    def __init__(self, problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()):
+        self.problem, self.saved, self.nested = problem, saved, frozenset(nested)
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        return schedule(self.problem, self.saved)
+        return schedule(self.problem, self.saved, self.nested)
 
     @functools.cached_property
     def forward(self) -> Timeline:
@@ -106,14 +153,19 @@ class Simulation:
         return sum(value.us for value in (*self.schedule.forward, *self.schedule.backward))
 
 
-def step_memory(problem: CutProblem, saved: Set[str]) -> StepMemory:
+def simulated(problem: CutProblem, plan: Plan) -> Simulation:
+    """The step of a plan for a problem with regions."""
+    return Simulation(with_modes(problem, plan.modes), plan.saved, plan.nested)
+
+
+def step_memory(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()) -> StepMemory:
     """The memory of a step in which these values cross from forward to backward."""
-    return Simulation(problem, saved).memory
+    return Simulation(problem, saved, nested).memory
 
 
-def step_us(problem: CutProblem, saved: Set[str]) -> float:
+def step_us(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()) -> float:
     """Time of a step by the cost model, what backward computes again included."""
-    return Simulation(problem, saved).us
+    return Simulation(problem, saved, nested).us
 
 
 def _as_input(value: Value) -> Value:

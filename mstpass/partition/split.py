@@ -7,6 +7,7 @@ Private APIs of torch/_functorch/partitioners.py, checked with torch 2.13: ``min
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import operator
 from collections.abc import Iterable, Set
@@ -24,6 +25,7 @@ from mstpass.graph.joint import JointGraph, is_tangent, nbytes, tensors_of, valu
 from mstpass.graph.kernels import op_of
 from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.graph.source import source_of
+from mstpass.partition.nested import run_ahead
 from mstpass.partition.problem import (
     MUST_SAVE,
     RECOMPUTED,
@@ -42,11 +44,17 @@ TORCH_BUDGET = "torch's own budget, set on a part of the model, is for torch's p
 
 
 def split(
-    joint: JointGraph, saved: Set[str], solver: str, **torch_kwargs: Any
+    joint: JointGraph,
+    saved: Set[str],
+    solver: str,
+    nested: Set[str] = frozenset(),
+    **torch_kwargs: Any,
 ) -> tuple[Modules, SavePlan]:
-    """Forward and backward modules of a verified saved set, and what crosses between them."""
-    modules = _extract(joint, [joint.by_name[n] for n in sorted(saved)], **torch_kwargs)
-    return modules, _crossing(modules, joint, solver)
+    """Forward and backward modules of a verified plan, and what crosses between them."""
+    nested = nested - saved
+    modules = _extract(joint, [joint.by_name[n] for n in sorted(saved)], nested, **torch_kwargs)
+    crossing = _crossing(modules, joint, solver)
+    return modules, dataclasses.replace(crossing, nested=tuple(sorted(nested)))
 
 
 def split_by_torch(joint: JointGraph, **torch_kwargs: Any) -> tuple[Modules, SavePlan]:
@@ -133,7 +141,9 @@ def _value(
     )
 
 
-def _extract(joint: JointGraph, saved: list[fx.Node], **torch_kwargs: Any) -> Modules:
+def _extract(
+    joint: JointGraph, saved: list[fx.Node], nested: Set[str], **torch_kwargs: Any
+) -> Modules:
     saved = joint.sorted(saved)
     loops = [n for n in saved if _from_fused_loop(n)]
     plain = [n for n in saved if n not in loops]
@@ -154,6 +164,7 @@ def _extract(joint: JointGraph, saved: list[fx.Node], **torch_kwargs: Any) -> Mo
     forward, backward = partitioners._extract_fwd_bwd_modules(
         joint.module, [*inputs, *plain, *loops], **kwargs
     )
+    run_ahead(backward.graph, nested)
     backward = partitioners.reordering_to_mimic_autograd_engine(backward)
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     if hasattr(partitioners, "thread_graphsafe_rng_from_hops"):

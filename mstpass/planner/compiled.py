@@ -105,7 +105,7 @@ def distinct_length(model: nn.Module, length: int) -> int:
 def step_parts(traced: Traced, problem: CutProblem, plan: Plan, length: int) -> tuple[Parts, float]:
     """What a plan's step holds at its peak, and its time in microseconds by the cost model."""
     closed = _with_workspaces(with_modes(problem, plan.modes), traced, length)
-    simulation = Simulation(closed, plan.saved)
+    simulation = Simulation(closed, plan.saved, plan.nested)
     return _parts(traced, problem, plan, simulation.memory.peak), simulation.us
 
 

@@ -226,6 +226,7 @@ def _save_plan(data: dict[str, Any]) -> SavePlan:
             )
             for item in data["reconstructed"]
         ),
+        tuple(data.get("nested", ())),
     )
 
 

@@ -148,6 +148,12 @@ def _crossing(report: Report, nodes: dict[str, DrawnNode], shown: int) -> list[s
         return []
     count = f"{len(plan.saved)} value{'s' if len(plan.saved) != 1 else ''}"
     lines = [f"  saved for backward: {count}, {bytes_text(plan.saved_bytes)} ({plan.solver})"]
+    if plan.nested:
+        lines += _wrapped(
+            "  nested: ",
+            f"{len(plan.nested)} values are recomputed from these in passes of their own; what "
+            "they come from runs three times",
+        )
     rows: dict[str, _Crossing] = {}
     for value in plan.saved:
         node = nodes.get(value.value)

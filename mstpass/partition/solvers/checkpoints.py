@@ -10,9 +10,12 @@ before it uses it, so that the values of only one are ever in memory::
         its length what is alive at its end and was not alive at its beginning
     of all these, take the one whose simulated peak is lowest
 
+    once more with *nested* places: the finest of these, saved at the places of a coarser one only,
+    recomputed from there in a pass that keeps nothing else, each segment once more after it
+
 This is checkpointing at block boundaries (Chen et al., "Training Deep Nets with Sublinear Memory
-Cost", arXiv 1604.06174), with the boundaries found in the graph. Plans may recompute matmuls and
-attention: they exchange time for memory.
+Cost", arXiv 1604.06174), with the boundaries found in the graph; nested places are two levels of it
+(section 4.3). Plans may recompute matmuls and attention: they exchange time for memory.
 """
 
 from __future__ import annotations
@@ -20,15 +23,21 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import math
+from collections.abc import Mapping
 
-from mstpass.graph.memory import StepMemory
-from mstpass.partition.problem import CutProblem
-from mstpass.partition.simulate import step_memory, step_us
+from mstpass.partition.problem import CutProblem, is_loop
+from mstpass.partition.simulate import Simulation
 from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.partition.verify import read
 
 _BOUNDS = 16  # values of T that are tried, in geometric steps
-_NARROW = 2.0  # times the least alive bytes nearby: what counts as a narrow place
-_NEARBY = 32  # positions on either side
+_NEARBY = 4  # positions on either side, with no less alive than at a narrow place
+_RISING = 3  # flat plans beyond the lowest that are looked at, for nested ones
+_FINE = 3  # of these that nested places are taken from
+_SPREAD = 2.0  # times the root of their number: how many are saved
+
+Places = Mapping[int, frozenset[str]]  # positions, in order, and what is alive behind each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,25 +46,80 @@ class Checkpoints:
 
     Attributes:
         places: positions in ``problem.values``, in order, and what is alive behind each.
-        saved: all of that, and what may not be recomputed.
+        inner: places between them that are nested, likewise.
+        saved: all of ``places``, and what may not be recomputed.
     """
 
-    places: dict[int, frozenset[str]]
+    places: Places
+    inner: Places
     saved: frozenset[str]
-    memory: StepMemory
+    simulation: Simulation
+
+    @property
+    def nested(self) -> frozenset[str]:
+        return self.simulation.nested
 
 
 def checkpoints(problem: CutProblem) -> Checkpoints:
-    """The checkpoints of the lowest simulated peak; of equal ones, those that recompute least."""
+    """The checkpoints of the lowest simulated peak without nested places; of equal ones, those
+    that recompute least."""
+    return min(itertools.chain(*problem.once(_flat)), key=_cost)
+
+
+def nested_checkpoints(problem: CutProblem) -> Checkpoints | None:
+    """The same with nested places, where that lowers the peak.
+
+    The places of both levels are those of two bounds on a segment's bytes.
+    """
+    flat = [both[0] for both in problem.once(_flat)]
+    lowest = flat.index(min(flat, key=_cost))
+    tried = [
+        at_places(problem, coarse.places, _between(fine.places, coarse.places))
+        for fine in flat[lowest:][:_FINE]
+        for coarse in flat
+        if 1 / _SPREAD <= len(coarse.places) / math.sqrt(len(fine.places) or 1) <= _SPREAD
+    ]
+    best = checkpoints(problem)
+    found = min(tried, key=_cost, default=best)
+    return found if found.simulation.peak_bytes < best.simulation.peak_bytes else None
+
+
+def _flat(problem: CutProblem) -> list[tuple[Checkpoints, Checkpoints]]:
+    """Checkpoints from none to many, until more of them only raise the peak: where loops run again,
+    and where none does."""
     line = _Line(problem)
-    tried = [_at(problem, line, stops) for stops in line.choices()]
-    return min(tried, key=lambda c: (c.memory.peak_bytes, step_us(problem, c.saved)))
+    once = _with_loops_once(problem)
+    found: list[tuple[Checkpoints, Checkpoints]] = []
+    for stops in line.choices():
+        places = {stop: line.names_at(stop) for stop in stops}
+        found.append((at_places(problem, places), at_places(once, places)))
+        lowest = min(range(len(found)), key=lambda i: _cost(found[i][0]))
+        if lowest < len(found) - _RISING:
+            break
+    return found
 
 
-def _at(problem: CutProblem, line: _Line, stops: list[int]) -> Checkpoints:
-    places = {stop: line.names_at(stop) for stop in stops}
-    saved = complete(problem, frozenset[str]().union(*places.values()))
-    return Checkpoints(places, saved, step_memory(problem, saved))
+def _with_loops_once(problem: CutProblem) -> CutProblem:
+    values = (
+        dataclasses.replace(value, pinned=True) if is_loop(value.name) and not value.tag else value
+        for value in problem.values
+    )
+    return dataclasses.replace(problem, values=tuple(values))
+
+
+def _between(fine: Places, coarse: Places) -> Places:
+    return {place: names for place, names in fine.items() if place not in coarse}
+
+
+def _cost(found: Checkpoints) -> tuple[int, float]:
+    return found.simulation.peak_bytes, found.simulation.us
+
+
+def at_places(problem: CutProblem, places: Places, inner: Places | None = None) -> Checkpoints:
+    """Save at these places, recompute what is alive at the inner ones in passes of their own."""
+    saved = read(problem, complete(problem, frozenset[str]().union(*places.values())))
+    nested = frozenset[str]().union(*(inner or {}).values()) - saved
+    return Checkpoints(places, inner or {}, saved, Simulation(problem, saved, nested))
 
 
 def complete(problem: CutProblem, kept: frozenset[str]) -> frozenset[str]:
@@ -131,16 +195,15 @@ class _Line:
         return sum(self.values[j].bytes for j in members)
 
     def _narrow_places(self) -> list[int]:
-        sizes = [None if m is None else self._bytes(m) for m in self.alive]
-        places = []
-        for t, size in enumerate(sizes):
-            if not size:
-                continue
-            near = [s for s in sizes[max(0, t - _NEARBY) : t + _NEARBY + 1] if s]
-            changed = t == 0 or self.alive[t] != self.alive[t - 1]
-            if size <= _NARROW * min(near) and changed:
-                places.append(t)
-        return places
+        """Where no less is alive close by."""
+        sizes = [math.inf if m is None else self._bytes(m) for m in self.alive]
+        return [
+            t
+            for t, size in enumerate(sizes)
+            if 0 < size < math.inf
+            and size <= min(sizes[max(0, t - _NEARBY) : t + _NEARBY + 1])
+            and (t == 0 or self.alive[t] != self.alive[t - 1])
+        ]
 
     def names_at(self, place: int) -> frozenset[str]:
         return frozenset(self.values[j].name for j in self.alive_at[place])
@@ -148,42 +211,37 @@ class _Line:
     def choices(self) -> list[list[int]]:
         """Places to save at, from none to all that the bounds on a segment's bytes lead to."""
         found: list[list[int]] = [[]]
-        total = self.needed_bytes[-1]
-        least = max(1, max((v.bytes for v in self.values if not v.free), default=1))
-        bound = float(total)
+        bound = float(self.needed_bytes[-1])
         for _ in range(_BOUNDS):
-            path = self._path(int(bound))
-            if path is None:
-                break
-            stops, widest = path
+            stops, widest = self._path(int(bound))
             if stops not in found:
                 found.append(stops)
             bound = min(bound, widest) * 0.75
-            if bound < least:
+            if not widest:
                 break
         return found
 
-    def _path(self, bound: int) -> tuple[list[int], int] | None:
-        """Where to save so that no segment holds more than ``bound`` bytes; the widest segment."""
+    def _path(self, bound: int) -> tuple[list[int], int]:
+        """Where to save so that no segment holds more than ``bound`` bytes, but for those with no
+        place inside; the widest segment that has one."""
         start, end = -1, len(self.values) - 1
-        stops = [start, *self.places, end]
+        stops = [start, *(place for place in self.places if place < end), end]
         cost: dict[int, int] = {start: 0}
         previous: dict[int, int] = {}
         for at, stop in enumerate(stops[1:], 1):
             for earlier in reversed(stops[:at]):
-                if self._segment(earlier, stop) > bound:
+                whole = earlier == stops[at - 1]
+                if not whole and self._segment(earlier, stop) > bound:
                     break
-                if earlier not in cost:
-                    continue
                 price = cost[earlier] + (self._new_bytes(earlier, stop) if stop != end else 0)
                 if stop not in cost or price < cost[stop]:
                     cost[stop], previous[stop] = price, earlier
-        if end not in cost:
-            return None
         chosen: list[int] = []
         widest, stop = 0, end
+        at_stop = {stop: at for at, stop in enumerate(stops)}
         while stop != start:
-            widest = max(widest, self._segment(previous[stop], stop))
+            if at_stop[stop] - at_stop[previous[stop]] > 1:
+                widest = max(widest, self._segment(previous[stop], stop))
             stop = previous[stop]
             if stop != start:
                 chosen.append(stop)

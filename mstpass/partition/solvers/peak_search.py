@@ -1,15 +1,17 @@
 """The least extra time whose simulated peak is within a budget.
 
-Three plans are known: *free* (regions in their first modes, those left whole whose loops would not
+Four plans are known: *free* (regions in their first modes, those left whole whose loops would not
 lower the peak; the least bytes saved without repeating a heavy op), *lean* (every region keeps the
 least), *least* (lean in the shortest chunks, and the forward cut at narrow places, all between them
-recomputed). From one to the next there is a stair: the plan of the first part of the forward
-changes, the rest stays as it was. The first part, as its values are needed last: they are
-recomputed when all others are gone. ::
+recomputed), *nested* (two levels of such places, most blocks recomputed twice, where that is
+lower). From one to the next there is a stair: the plan of the first part of the forward changes,
+the rest stays as it was. The first part, as its values are needed last: they are recomputed when
+all others are gone. ::
 
     free -> lean: region by region          (an MLP gives more bytes a second than attention)
     lean, then in the shortest chunks
     lean -> least: checkpoint by checkpoint
+    least -> nested: place by place
     drop the steps that do not lower the peak below all before them
     take the first whose peak is within the budget
     undo what does not lower it             (relax.py)
@@ -26,7 +28,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import CutProblem, Mode, Plan, RegionModes
 from mstpass.partition.simulate import Simulation
-from mstpass.partition.solvers.checkpoints import Checkpoints, checkpoints, complete
+from mstpass.partition.solvers.checkpoints import (
+    Checkpoints,
+    at_places,
+    checkpoints,
+    complete,
+    nested_checkpoints,
+)
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.solvers.relax import relaxed
 from mstpass.partition.verify import InvalidPlan, verify
@@ -45,7 +53,7 @@ class _Step:
 
     @functools.cached_property
     def simulation(self) -> Simulation:
-        return Simulation(self.problem, self.plan.saved)
+        return Simulation(self.problem, self.plan.saved, self.plan.nested)
 
     @property
     def peak_bytes(self) -> int:
@@ -58,8 +66,9 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     if budget_bytes is None or free.peak_bytes <= budget_bytes:
         return free.plan
     if budget_bytes == 0:
-        lean, (least, _) = problem.once(_lean), problem.once(_least)
-        lowest = min((free, lean, least), key=lambda step: step.peak_bytes)
+        lines = (problem.once(_least), problem.once(_nested))
+        steps = [problem.once(_lean), *(line.step for line in lines if line is not None)]
+        lowest = min((free, *steps), key=lambda step: step.peak_bytes)
         return relaxed(problem, lowest.plan)
     best = free
     for step in _stairs(problem, free):
@@ -144,12 +153,41 @@ def _lean(problem: CutProblem) -> _Step:
     return _step(problem, _modes(problem, _held_bytes))
 
 
-def _least(problem: CutProblem) -> tuple[_Step, Checkpoints]:
-    """The same with checkpoints."""
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """A step with checkpoints, and where they are."""
+
+    step: _Step
+    found: Checkpoints
+
+
+def _least(problem: CutProblem) -> _Line | None:
+    """The same with checkpoints; None where no saved set can be lower."""
     lean = problem.once(_lean)
+    if lean.peak_bytes <= _ROOM * _own_bytes(lean):
+        return None
     closed = lean.problem.allowing(recompute_heavy=True)
-    found = checkpoints(closed)
-    return _Step(closed, Plan(found.saved, lean.plan.modes)), found
+    return _line(closed, lean.plan.modes, checkpoints(closed))
+
+
+def _nested(problem: CutProblem) -> _Line | None:
+    """The same with two levels of checkpoints, where that is lower."""
+    least = problem.once(_least)
+    found = nested_checkpoints(least.step.problem) if least is not None else None
+    if least is None or found is None:
+        return None
+    return _line(least.step.problem, least.step.plan.modes, found)
+
+
+def _line(closed: CutProblem, modes: Mapping[str, str], found: Checkpoints) -> _Line:
+    return _Line(_Step(closed, Plan(found.saved, modes, found.nested)), found)
+
+
+def _own_bytes(step: _Step) -> int:
+    """What the backward itself has in memory at the peak, whatever crosses: gradients above all."""
+    peak = step.simulation.memory.peak
+    own = {value.name for value in step.problem.backward}
+    return sum(moment.bytes for moment in peak.alive if moment.node in own)
 
 
 # ---- the stairs between them -------------------------------------------------------------------
@@ -160,33 +198,47 @@ def _stairs(problem: CutProblem, free: _Step) -> Iterator[_Step]:
     regions = [name for name in lean if lean[name] != before[name]]
     for count in _counts(len(regions)):
         yield _step(problem, {**before, **{name: lean[name] for name in regions[:count]}})
-    shortest, (least, found) = problem.once(_lean), problem.once(_least)
+    shortest, least, nested = problem.once(_lean), problem.once(_least), None
     yield shortest
-    yield from _checkpoint_stairs(shortest, least, found.places)
-    yield least
+    if least is not None:
+        yield from _checkpoint_stairs(shortest, least)
+        yield least.step
+        nested = problem.once(_nested)
+    if nested is not None:
+        yield from _nested_stairs(nested)
 
 
-def _checkpoint_stairs(
-    lean: _Step, least: _Step, places: Mapping[int, frozenset[str]]
-) -> Iterator[_Step]:
+def _checkpoint_stairs(lean: _Step, least: _Line) -> Iterator[_Step]:
     """Least up to a place, lean behind it.
 
-    Places are the checkpoints and what is saved in any case (loops' results): that may be all.
+    Places are the checkpoints and what is saved in any case (gradients of loops): that may be all.
     """
-    problem = least.problem
+    problem, plan, places = least.step.problem, least.step.plan, least.found.places
     index = {value.name: i for i, value in enumerate(problem.values)}
-    stops = sorted({*places, *(index[name] for name in least.plan.saved)})
+    stops = sorted({*places, *(index[name] for name in plan.saved)})
     for count in _counts(len(stops))[:-1]:
         stop = stops[count - 1]
         alive = {name for place in places if place <= stop for name in places[place]}
-        early = {name for name in least.plan.saved if index[name] <= stop}
+        early = {name for name in plan.saved if index[name] <= stop}
         late = {name for name in lean.plan.saved if index[name] > stop}
         saved = frozenset(alive | early | late)
         try:
             verify(problem, saved)
         except InvalidPlan:
             saved = complete(problem, saved)
-        yield _Step(problem, Plan(saved, lean.plan.modes))
+        yield _Step(problem, Plan(saved, plan.modes))
+
+
+def _nested_stairs(nested: _Line) -> Iterator[_Step]:
+    """Nested up to a place, saved behind it."""
+    found = nested.found
+    every = dict(sorted({**found.places, **found.inner}.items()))
+    stops = sorted(found.inner)
+    for count in _counts(len(stops)):
+        inner = {stop: every[stop] for stop in stops[:count]}
+        places = {stop: names for stop, names in every.items() if stop not in inner}
+        step = at_places(nested.step.problem, places, inner)
+        yield _line(nested.step.problem, nested.step.plan.modes, step).step
 
 
 def _counts(total: int) -> list[int]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from mstpass.partition.modes import Cycle, with_modes
 from mstpass.partition.problem import CutProblem, Mode, Plan, RegionModes
-from mstpass.partition.simulate import Simulation
+from mstpass.partition.simulate import simulated
 from mstpass.partition.solvers.stair import saved_where
 from mstpass.partition.verify import recomputed
 
@@ -35,8 +35,7 @@ class _State:
 
 def relaxed(problem: CutProblem, plan: Plan) -> Plan:
     """A plan of the same simulated peak that takes no more time."""
-    closed = with_modes(problem, plan.modes)
-    step = Simulation(closed, plan.saved)
+    step = simulated(problem, plan)
     state = _State(plan, step.peak_bytes, step.us)
     size = len(problem.values) + len(problem.backward)
     relax = _Relax(problem, state, min(_TRIES, _OPS // max(1, size)))
@@ -98,9 +97,11 @@ class _Relax:
             closed = with_modes(self.problem, modes)
         except Cycle:
             return False
-        saved = saved_where(closed, lambda value: value.name in saved)
-        step, peak_bytes = Simulation(closed, saved), self.state.peak_bytes
+        plan = Plan(
+            saved_where(closed, lambda value: value.name in saved), modes, self.state.plan.nested
+        )
+        step, peak_bytes = simulated(self.problem, plan), self.state.peak_bytes
         if step.us >= self.state.us or not step.within(peak_bytes) or step.peak_bytes != peak_bytes:
             return False
-        self.state = _State(Plan(saved, modes), peak_bytes, step.us)
+        self.state = _State(plan, peak_bytes, step.us)
         return True

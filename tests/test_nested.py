@@ -1,0 +1,133 @@
+"""Two levels of checkpoints: blocks recomputed ahead of their gradients, and once more for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mstpass
+from mstpass import pipeline
+from mstpass.bench.models import Llama, LlamaSize
+from mstpass.graph.kernels import simulate_step
+from mstpass.measure import peak_bytes
+from mstpass.options import Options
+from mstpass.partition.problem import Plan
+from mstpass.partition.simulate import schedule, simulated
+from mstpass.partition.solvers.checkpoints import checkpoints, nested_checkpoints
+from mstpass.partition.solvers.peak_search import peak_search
+from tests.checks import check_against_float64, compiled, joint_graph
+from tests.models import MLPS, Block
+from tests.test_partition import Attention, _chain
+
+
+def test_the_peak_grows_with_the_root_of_the_blocks() -> None:
+    problem = _chain(blocks=64, inner=8)
+    flat, nested = checkpoints(problem), nested_checkpoints(problem)
+    assert nested is not None
+    assert nested.simulation.peak_bytes < 0.6 * flat.simulation.peak_bytes
+    assert len(nested.places) < 16 < len(nested.inner)
+
+
+def test_one_block_is_not_nested() -> None:
+    assert nested_checkpoints(_chain(blocks=1, inner=8)) is None
+
+
+def test_a_pass_keeps_the_nested_value_alone() -> None:
+    problem = _chain(blocks=4, inner=3)
+    ops = schedule(problem, frozenset({"x0"}), frozenset({"x2"})).backward
+    names = [op.name for op in ops]
+    assert len(set(names)) == len(names)
+    known: set[str] = set()
+    for op in ops:
+        assert known.issuperset(op.inputs), op
+        known.add(op.name)
+    # The last two blocks are recomputed behind the pass, the first two when they are needed.
+    assert names.index("x1:for:x2") < names.index("x2") < names.index("x3") < names.index("g_x4")
+    assert names.index("g_x2") < names.index("x1") < names.index("g_x1")
+    assert not any("x1" in op.inputs for op in ops if op.name.startswith("x2"))
+
+
+def test_what_the_solver_simulates_is_what_the_graphs_do() -> None:
+    """The same order and the same peak, on the problem and on the modules."""
+    model = nn.Sequential(*(Block(16, MLPS["gelu"](16)) for _ in range(9)))
+    x = torch.randn(1, 4096, 16, requires_grad=True)
+    joint, outputs = joint_graph(lambda x: model(x).sin().sum(), x)
+    options = Options(chunk="off", memory_budget=0.0, reconstruct="off")
+    result = pipeline.run(joint, options, num_fwd_outputs=outputs)
+    assert result.problem is not None and result.modules is not None
+    plan = peak_search(result.problem, 0)
+    assert plan.nested and result.outcome.save_plan is not None
+    assert result.outcome.save_plan.nested == tuple(sorted(plan.nested))
+    forward, backward = result.modules
+    peak = simulate_step(forward.graph, backward.graph, rows_first=True).peak_bytes
+    assert peak <= 1.01 * simulated(result.problem, plan).peak_bytes
+    flat = checkpoints(result.problem.allowing(True))
+    assert peak < 0.9 * simulated(result.problem, Plan(flat.saved)).peak_bytes
+
+
+def test_less_budget_is_never_a_higher_peak() -> None:
+    problem = _chain(blocks=36, inner=4)
+    problem = problem.allowing(False)
+    free, least = (simulated(problem, peak_search(problem, b)).peak_bytes for b in (None, 0))
+    peaks = []
+    for budget in range(least, free, max(1, (free - least) // 12)):
+        plan = peak_search(problem, budget)
+        peaks.append(simulated(problem, plan).peak_bytes)
+        assert peaks[-1] <= budget
+    assert peaks == sorted(peaks) and len(set(peaks)) > 6
+
+
+class _Dropping(nn.Module):
+    """Attentions with dropout behind them, whose masks are drawn once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16, Attention(16, 2)) for _ in range(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.1)
+        return x.sin().sum()
+
+
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_under_inductor(dynamic: bool) -> None:
+    """Blocks with loops run three times, and the gradients stay what they are."""
+    torch.manual_seed(0)
+    size = LlamaSize(layers=9, width=32, heads=2, mlp_width=96, vocabulary=64, length=1536)
+    model = Llama(size)
+    ids, target = torch.randint(size.vocabulary, (2, 1, size.length))
+    for given in (ids, target) if dynamic else ():
+        torch._dynamo.mark_dynamic(given, 1)
+    options = {"memory_budget": 0.0, "chunk_tokens": 512}
+    step = lambda model: lambda ids, target: model(ids, target)
+    report = check_against_float64(model, step, (ids, target), **options)
+    assert report.outcome.save_plan is not None and report.outcome.save_plan.nested
+    assert any(region.kind == "mlp" for region in report.regions)
+
+
+def test_dropout_keeps_its_masks_and_memory_falls() -> None:
+    """What Inductor computes at the same seed, in the scheduled peak."""
+    torch.manual_seed(0)
+    model, x = _Dropping().train(), torch.randn(1, 2048, 16, requires_grad=True)
+    gradients: list[list[torch.Tensor]] = []
+    peaks: list[int] = []
+    for options in ({"memory_budget": "free"}, {"memory_budget": 0.0}):
+        torch._dynamo.reset()
+        step: Any = compiled(model, **options)
+
+        def run(step: Any = step) -> list[torch.Tensor]:
+            model.zero_grad(set_to_none=True)
+            torch.manual_seed(3)
+            return list(torch.autograd.grad(step(x), [x, *model.parameters()]))
+
+        gradients.append(run())
+        peaks.append(peak_bytes(run))
+    report = mstpass.reports()[-1]
+    assert report.outcome.save_plan is not None and report.outcome.save_plan.nested
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert peaks[1] < 0.6 * peaks[0]
