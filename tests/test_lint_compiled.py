@@ -1,5 +1,6 @@
 """The linter on graphs: pairs that torch splits, edited ones, and those of real compiles."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -16,7 +17,9 @@ from torch.utils.checkpoint import (
 
 import mstpass
 from mstpass.linter import LintError
+from mstpass.linter.compiled import _merge
 from mstpass.linter.graphs import graph_flops
+from mstpass.linter.report import Finding, LintReport
 from tests.test_lint import INNER, MM, NON_REENTRANT, TOKENS, WIDTH, Model, tokens
 
 aten = torch.ops.aten
@@ -185,3 +188,14 @@ def test_linting_leaves_compiled_functions_compilable():
 
 def test_flops_of_a_graph():
     assert graph_flops(_graph(lambda x, w: x @ w).graph) == 2 * TOKENS * WIDTH * WIDTH
+
+
+def test_a_nested_plan_is_a_note() -> None:
+    """What backward runs twice is wasted, unless mst's plan has it so."""
+    one = Finding("duplicate", "mm", 1, 2, 100, 0.0, "", "")
+    report = LintReport((one,), 1000)
+    assert [f.wasted_share for f in _merge([report], nested=False).findings] == [0.1]
+    planned = _merge([report], nested=True)
+    assert not planned.findings and "10.0% of the step" in str(planned)
+    in_forward = dataclasses.replace(one, forward_runs=2, recompute_runs=0)
+    assert _merge([LintReport((in_forward,), 1000)], nested=True).findings

@@ -96,6 +96,7 @@ class _Dropping(nn.Module):
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_under_inductor(dynamic: bool) -> None:
     """Blocks with loops run three times, and the gradients stay what they are."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
     size = LlamaSize(layers=9, width=32, heads=2, mlp_width=96, vocabulary=64, length=1536)
     model = Llama(size)

@@ -18,7 +18,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from mstpass.graph.joint import is_tangent, value_of
 from mstpass.linter.errors import LintError
 from mstpass.linter.graphs import read_graphs
-from mstpass.linter.report import LintReport
+from mstpass.linter.report import DUPLICATE, Finding, LintReport
+from mstpass.report.store import reports
 
 
 def read_compiled(step: Callable[[Record], None]) -> LintReport:
@@ -31,6 +32,7 @@ def read_compiled(step: Callable[[Record], None]) -> LintReport:
     import torch._inductor.config as inductor_config
 
     record = Record(inductor_config.post_grad_custom_pre_pass)
+    known = set(map(id, reports()))
     torch.compiler.reset()
     try:
         with (
@@ -47,7 +49,9 @@ def read_compiled(step: Callable[[Record], None]) -> LintReport:
         )
     if not record.has_backward:
         raise LintError("no backward was compiled: does the loss reach a compiled function?")
-    return _merge([read_graphs(*pair) for pair in _pairs(record.graphs)])
+    plans = [r.outcome.save_plan for r in reports() if id(r) not in known]
+    nested = any(plan is not None and plan.nested for plan in plans)
+    return _merge([read_graphs(*pair) for pair in _pairs(record.graphs)], nested)
 
 
 class Record(CustomGraphPass):
@@ -109,15 +113,29 @@ def _shape(node: fx.Node) -> tuple[str, ...] | None:
     return None if value is None else tuple(map(str, value.shape))
 
 
-def _merge(reports: list[LintReport]) -> LintReport:
-    step_flops = sum(report.step_flops for report in reports)
+def _merge(found: list[LintReport], nested: bool) -> LintReport:
+    """One report; under a ``nested`` plan, what runs twice in backward is that plan's, not news."""
+    step_flops = sum(report.step_flops for report in found)
     share = 1 / step_flops if step_flops else 0.0
     findings = [
         # shares are of the whole step
         dataclasses.replace(f, wasted_share=f.wasted_flops * share)
-        for report in reports
+        for report in found
         for f in report.findings
     ]
-    note = f"{len(reports)} compiled graph{'s' if len(reports) > 1 else ''} read"
+    notes = [f"{len(found)} compiled graph{'s' if len(found) > 1 else ''} read"]
+    planned = [f for f in findings if nested and _runs_twice_in_backward(f)]
+    if planned:
+        wasted_share = sum(f.wasted_flops for f in planned) * share
+        notes.append(
+            f"{len(planned)} products run twice in backward, "
+            f"{100 * wasted_share:.1f}% of the step: "
+            "memory_budget asks mst for two levels of checkpoints; a larger one needs fewer"
+        )
+        findings = [f for f in findings if f not in planned]
     findings.sort(key=lambda f: -f.wasted_flops)
-    return LintReport(tuple(findings), step_flops, notes=(note,))
+    return LintReport(tuple(findings), step_flops, notes=tuple(notes))
+
+
+def _runs_twice_in_backward(finding: Finding) -> bool:
+    return finding.kind == DUPLICATE and finding.forward_runs > 0 and finding.recompute_runs > 1
