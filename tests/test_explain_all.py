@@ -59,6 +59,12 @@ def reads_its_loss(x: Tensor, y: Tensor) -> Tensor:
     return loss * 2 if loss > 3 else loss
 
 
+def picks_tokens(x: Tensor, y: Tensor) -> Tensor:
+    logits = head(encoder(x))
+    kept = y != -100
+    return F.cross_entropy(logits[kept], y[kept])
+
+
 def fails_late(x: Tensor, y: Tensor) -> Any:
     return {}[one_graph(x, y)]
 
@@ -117,6 +123,17 @@ def test_what_cannot_be_explained_is_said(fn: Callable[..., Any], line: int, why
     line += fn.__code__.co_firstlineno
     assert note.startswith(f"what follows is not explained: test_explain_all.py:{line}: ")
     assert why in note and [region.kind for region in report.regions] == ["lm_head"]
+
+
+def test_logits_that_a_break_makes_an_output() -> None:
+    (report,) = mstpass.explain_all(picks_tokens, hidden, labels)
+    (rejection,) = report.rejections
+    line = picks_tokens.__code__.co_firstlineno + 3
+    assert "are an output" in rejection.reason
+    assert f"keep the graph whole: what is read behind its break at test_explain_all.py:{line}" in (
+        rejection.fix
+    )
+    assert all("ignore_index" in note for note in report.outcome.notes)
 
 
 def test_errors_before_there_is_a_graph() -> None:

@@ -26,6 +26,7 @@ _ADVICE = {
     "optimizer": "give the function that returns the loss, and step the optimizer outside of it",
     "Tensor.item()": "keep the value a tensor, or move that line out of the function",
     " and meta": "a tensor on the meta device was not found: give it or its module as an argument",
+    "aten.nonzero": "leave tokens out by `ignore_index` or torch.where, not by a mask as index",
     "ata-dependent": "compute both branches with torch.where, or move that line out of the step",
 }
 
@@ -49,7 +50,10 @@ def told(error: Exception) -> str:
     frames = frames or [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
     where = _place(frames)
     where = f"{where}: " if where else ""
-    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+    if isinstance(error, DynamicOutputShapeException):
+        advice = _ADVICE["aten.nonzero"] if "aten.nonzero" in text else _ADVICE["Tensor.item()"]
+        return f"{where}{_SIZED_BY_DATA}; {advice}"
+    if isinstance(error, DataDependentOutputException):
         return f"{where}{_NEEDS_DATA}; {_ADVICE['Tensor.item()']}"
     what = _what(lines) if lines else type(error).__name__
     context = next((line for line in lines if "raised exception" in line), "")
@@ -66,6 +70,7 @@ def told(error: Exception) -> str:
     return f"{where}{kind + ': ' if kind else ''}{what}" + (f"; {advice}" if advice else "")
 
 
+_SIZED_BY_DATA = "the size of what is computed here depends on data, and nothing is computed"
 _NEEDS_DATA = "what runs next depends on the value of a tensor, and nothing is computed"
 
 
@@ -88,10 +93,21 @@ def _place(frames: list[tuple[str, int | str | None]]) -> str:
 
 # ---- notes of a report -------------------------------------------------------------------------
 def break_note(reason: GraphCompileReason) -> str:
-    """Where a graph ends that is not the function's last, and why."""
+    """Where a graph ends that is not the function's last, why, and what to change."""
     lines = [line.strip() for line in reason.reason.splitlines() if line.strip()]
-    where = _place([(frame.filename, frame.lineno) for frame in reason.user_stack])
-    return f"ends where torch.compile breaks the graph, at {where or 'a call'}: {_what(lines)}"
+    advice = next((a for key, a in _ADVICE.items() if key in reason.reason), "")
+    return f"ends where torch.compile breaks the graph, at {_break(reason)}: {_what(lines)}" + (
+        f"; {advice}" if advice else ""
+    )
+
+
+def unbroken(reason: GraphCompileReason) -> str:
+    """What helps where a break makes an inner value an output."""
+    return f"keep the graph whole: what is read behind its break at {_break(reason)} has to exist"
+
+
+def _break(reason: GraphCompileReason) -> str:
+    return _place([(frame.filename, frame.lineno) for frame in reason.user_stack]) or "a call"
 
 
 def parts_note(fn: Callable[..., Any]) -> str:

@@ -12,10 +12,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
+from torch._dynamo.output_graph import GraphCompileReason
 
 from mstpass import pipeline
+from mstpass.chunk.advice import is_output
 from mstpass.device import with_device_budget
-from mstpass.explainer.errors import ExplainError, advised, break_note, parts_note, stop_note, told
+from mstpass.explainer.errors import (
+    ExplainError,
+    advised,
+    break_note,
+    parts_note,
+    stop_note,
+    told,
+    unbroken,
+)
 from mstpass.explainer.pareto import pareto_points
 from mstpass.extras import UserError
 from mstpass.options import OptionError, Options
@@ -92,14 +102,22 @@ def explain_parts(
     with _told():
         traced = trace_each(_checked(fn), args, kwargs or {}, *_planner(options, pareto))
     reports = [
-        _noted(report, break_note(reason)) if reason is not None else report
-        for report, reason in traced.parts
+        _broken(report, reason) if reason is not None else report for report, reason in traced.parts
     ]
     if traced.of_callees:
         reports[0] = _noted(reports[0], parts_note(fn))
     if traced.stopped is not None:
         reports[-1] = _noted(reports[-1], stop_note(traced.stopped))
     return reports
+
+
+def _broken(report: Report, reason: GraphCompileReason) -> Report:
+    """Of a graph that ends by a break: that is why it has the outputs that it has."""
+    rejections = tuple(
+        dataclasses.replace(r, fix=unbroken(reason)) if is_output(r.reason) else r
+        for r in report.rejections
+    )
+    return _noted(report.with_outcome(rejections=rejections), break_note(reason))
 
 
 def _noted(report: Report, note: str) -> Report:
