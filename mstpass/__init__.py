@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mstpass.explainer import ExplainError, explain
+    from mstpass.explainer import ExplainError, explain, explain_all
     from mstpass.linter import Finding, LintReport, lint, lint_compiled, lint_graphs
     from mstpass.options import OptionError, Options
     from mstpass.partition.solvers import register_solver
@@ -26,6 +26,7 @@ __all__ = [
     "Rejection",
     "Report",
     "explain",
+    "explain_all",
     "lint",
     "lint_compiled",
     "lint_graphs",
@@ -42,6 +43,7 @@ _MODULES = {
     "Rejection": "mstpass.plans",
     "Report": "mstpass.report.report",
     "explain": "mstpass.explainer",
+    "explain_all": "mstpass.explainer",
     "lint": "mstpass.linter",
     "lint_compiled": "mstpass.linter",
     "lint_graphs": "mstpass.linter",

@@ -1,34 +1,39 @@
-"""The joint graph of a function, traced as for a compilation and not compiled.
+"""The joint graphs of a function, traced as for a compilation and not compiled.
 
-Nothing is run: Dynamo traces on fake tensors, and AOTAutograd's partitioner is where it ends. What
-this process has compiled stays: the function is called from one whose code is new each time, so
-that Dynamo neither finds nor keeps anything under its name (``CacheEntry``, and the code state that
-makes a size dynamic once it has had two values: torch/_dynamo/pgo.py; checked with torch 2.11 and
-2.13).
+Dynamo traces on fake tensors, and AOTAutograd's partitioner is where it ends. Of a function that is
+one graph nothing is run, and what this process has compiled stays: it is called from a function
+whose code is new each time, so that Dynamo neither finds nor keeps anything under its name
+(``CacheEntry``, and the code state that makes a size dynamic once it has had two values:
+torch/_dynamo/pgo.py). What breaks into several is run on fake tensors.
+
+Private APIs, checked with torch 2.11 and 2.13: Dynamo's bytecode hook, its reason for the end of a
+graph, and its cache of compiled frames.
 """
 
 from __future__ import annotations
 
 import builtins
-import contextlib
 import functools
 import itertools
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+from torch._dynamo.convert_frame import register_bytecode_hook
+from torch._dynamo.output_graph import GraphCompileReason
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mstpass.backend import prepare
 from mstpass.extras import UserError
-from mstpass.linter.names import modules_near
+from mstpass.fakes import Fakes, innermost, is_compiled, runs_compiled
 
 T = TypeVar("T")
 Take = Callable[[fx.GraphModule, dict[str, Any]], T]
@@ -70,26 +75,13 @@ def trace_joint(
     """
     found: list[T] = []
 
-    class Partitioner(CustomPartitionerFn):
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **given: Any) -> Any:
-            prepare(gm)
-            found.append(take(gm, given))
-            raise _Taken
-
-        def uuid(self) -> Any:
-            return None
-
-    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         before(example_inputs)
-        patches = {"custom_partitioner_fn": Partitioner(), "fx_graph_cache": False}
-        compile_fx(gm, example_inputs, inner_compile=not_joint, config_patches=patches)
-        raise AssertionError("compile_fx asked neither the partitioner nor the compiler")
-
-    def not_joint(*_: Any, **__: Any) -> Any:
-        raise NoJointGraph("no backward: nothing that requires a gradient reaches its result")
+        found.append(_at_partitioner(gm, example_inputs, take))
+        raise _Taken
 
     inner = innermost(fn)
-    with with_storage((inner, args, kwargs)) as (_, given_args, given_kwargs), _undisturbed():
+    with Fakes().within((inner, args, kwargs)) as (_, given_args, given_kwargs), _undisturbed():
         try:
             compiled = torch.compile(_caller_of(inner), backend=backend, fullgraph=True)
             compiled(inner, given_args, given_kwargs)
@@ -101,16 +93,139 @@ def trace_joint(
     return found[0]
 
 
+@dataclass(frozen=True)
+class Traced(Generic[T]):
+    """What was made of each graph of a function, in the order in which they are met.
+
+    Attributes:
+        parts: with Dynamo's reason why the graph ends; None where the function returns.
+        of_callees: whether they are those of functions that it calls, and it is not compiled.
+        stopped: what kept the function from going on after the last of them.
+    """
+
+    parts: tuple[tuple[T, GraphCompileReason | None], ...]
+    of_callees: bool
+    stopped: Exception | None
+
+
+def trace_each(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    take: Take[T],
+    before: Callable[[Sequence[Any]], None] = lambda inputs: None,
+) -> Traced[T]:
+    """`trace_joint` of every graph with a backward that a function compiles to.
+
+    ``fn`` is compiled; where it is compiled already, or calls what is, it is called as it is. It
+    runs on fake tensors: a graph op by op once it is traced, what lies between graphs as it is. A
+    function that this process had compiled keeps that; of the entries that Dynamo allows it
+    (``recompile_limit``) this takes one.
+
+    Raises:
+        NoJointGraph: no graph has a backward. What the function raises before there is one, and
+            what Dynamo or ``take`` raise, comes as it is.
+    """
+    fakes = Fakes(every=True)
+    parts: list[tuple[T, GraphCompileReason | None]] = []
+    failed: list[Exception] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        reason = gm.compile_subgraph_reason
+        ends = reason if isinstance(reason, GraphCompileReason) and reason.graph_break else None
+        try:
+            before(example_inputs)
+            parts.append((_at_partitioner(gm, example_inputs, take), ends))
+        except NoJointGraph:  # Inductor's alone
+            pass
+        except Exception as error:  # Dynamo would go on without it
+            failed.append(error)
+
+        def run(*inputs: Any) -> Any:
+            with fakes.mode:
+                return gm(*map(fakes.of, inputs))
+
+        return run
+
+    stopped = None
+    with fakes.within((fn, args, kwargs)) as (step, given_args, given_kwargs), _undisturbed():
+        as_it_is = runs_compiled((fn, args, kwargs))
+        run = step if as_it_is else torch.compile(step, backend=backend)
+        with _forced(backend):
+            try:
+                run(*given_args, **given_kwargs)
+            except Exception as error:
+                stopped = cause_of(error)
+    if failed:
+        raise cause_of(failed[0])
+    if not parts:
+        raise stopped or NoJointGraph("no backward: nothing that requires a gradient is compiled")
+    return Traced(tuple(parts), as_it_is and not is_compiled(fn), stopped)
+
+
+class OptimizerSteps(Exception):
+    """In a function that is run on fake tensors, where its optimizers hold real ones."""
+
+
+@contextmanager
+def _forced(backend: Any) -> Iterator[None]:
+    """All that torch.compile made has this backend, and forgets what that gave it."""
+    codes: list[types.CodeType] = []
+
+    def refuse(*_: Any) -> None:
+        raise OptimizerSteps("an optimizer steps, which is not done here")
+
+    hooks = [
+        register_bytecode_hook(lambda code, _: codes.append(code)),
+        register_optimizer_step_pre_hook(refuse),
+    ]
+    try:
+        # otherwise sizes that it sees would be symbolic in a later compilation
+        with (
+            torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+            torch.compiler.set_stance("default", force_backend=backend),
+        ):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for code in codes:
+            entries = _debug_get_cache_entry_list(code)
+            if all(entry.backend is backend for entry in entries):
+                reset_code(code)
+
+
+def _at_partitioner(gm: fx.GraphModule, inputs: Sequence[Any], take: Take[T]) -> T:
+    """What ``take`` makes of the joint graph of what Dynamo captured.
+
+    Raises:
+        NoJointGraph: there is no backward.
+    """
+    found: list[T] = []
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **given: Any) -> Any:
+            prepare(gm)
+            found.append(take(gm, given))
+            raise _Taken
+
+        def uuid(self) -> Any:
+            return None
+
+    patches = {"custom_partitioner_fn": Partitioner(), "fx_graph_cache": False}
+    try:
+        compile_fx(gm, list(inputs), inner_compile=_not_joint, config_patches=patches)
+    except _Taken:
+        return found[0]
+    raise AssertionError("compile_fx asked neither the partitioner nor the compiler")
+
+
+def _not_joint(*_: Any, **__: Any) -> Any:
+    raise NoJointGraph("no backward: nothing that requires a gradient reaches its result")
+
+
 class _Taken(Exception):
     """The partitioner has what it wanted."""
-
-
-def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What was given to ``torch.compile``, where that made the function."""
-    while isinstance(fn, nn.Module) and (inner := fn._modules.get("_orig_mod")) is not None:
-        fn = inner
-    found: Callable[..., Any] = getattr(fn, "_torchdynamo_orig_callable", fn)
-    return found
 
 
 def cause_of(error: Exception) -> Exception:
@@ -143,119 +258,24 @@ def _globals_of(fn: Any) -> dict[str, Any]:
     return known if isinstance(known, dict) and "__builtins__" in known else fresh
 
 
+# What they would say is said by errors, or is no concern of who explains.
+_SILENCED = (
+    "torch._subclasses.fake_tensor",
+    "torch._dynamo.variables.tensor",
+    "torch._dynamo.variables.ctx_manager",
+)
+
+
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """The random state stays as it is; torch does not print what the error that it raises says."""
+    """The random state stays as it is, and torch does not log what it comes across."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, log.disabled = log.disabled, True
+    logs = {log: log.disabled for log in map(logging.getLogger, _SILENCED)}
     try:
+        for log in logs:
+            log.disabled = True
         with torch.random.fork_rng(devices):
             yield
     finally:
-        log.disabled = disabled
-
-
-@contextmanager
-def with_storage(step: T) -> Iterator[T]:
-    """A step, as a tree, whose meta tensors are fake ones of the default device meanwhile.
-
-    The modules that it is, holds or is given have fake parameters and buffers in the place of meta
-    ones, and get theirs back; so have the globals and closures of its functions.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    device = _default_device()
-    known: dict[int, Tensor] = {}
-
-    def real(value: Any) -> Any:
-        if not (isinstance(value, Tensor) and value.device.type == "meta"):
-            return value
-        if id(value) not in known:
-            with mode, torch.device(device):
-                made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-            if isinstance(value, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=value.requires_grad)
-            elif value.is_leaf:
-                made.requires_grad_(value.requires_grad)
-            known[id(value)] = made
-        return known[id(value)]
-
-    with contextlib.ExitStack() as restored:
-        for value, put in list(_places(tree_leaves(step))):
-            made = real(value)
-            if made is not value:
-                restored.callback(put, value)
-                put(made)
-        yield tree_map(real, step)
-
-
-def _default_device() -> torch.device:
-    device = torch.get_default_device()
-    if device.type != "meta":
-        return device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-Put = Callable[[Any], None]
-
-
-def _places(leaves: Sequence[Any]) -> Iterator[tuple[Any, Put]]:
-    """Where the leaves, and functions that they call, have tensors: each, and how to put another.
-
-    In all modules below those that they are or hold, and in what they refer to.
-    """
-    seen: set[int] = set()
-    found: set[int] = set()
-    stack = list(leaves)
-    while stack:
-        leaf = stack.pop()
-        if id(leaf) in seen:
-            continue
-        seen.add(id(leaf))
-        for root in modules_near(leaf):
-            new = [module for module in root.modules() if id(module) not in found]
-            found.update(map(id, new))
-            for module in new:
-                yield from _items(module._parameters)
-                yield from _items(module._buffers)
-        fn = getattr(leaf, "__func__", leaf)
-        if isinstance(fn, types.FunctionType) and "-packages" not in fn.__code__.co_filename:
-            for value, put in _referred(fn):
-                yield value, put
-                yield from _items(value)
-            stack += _called(fn)
-
-
-def _items(container: Any) -> Iterator[tuple[Any, Put]]:
-    keys: Iterable[Any] = ()
-    if isinstance(container, dict):
-        keys = list(container)
-    elif isinstance(container, list):
-        keys = range(len(container))
-    for key in keys:
-        yield container[key], functools.partial(container.__setitem__, key)
-
-
-def _referred(fn: types.FunctionType) -> Iterator[tuple[Any, Put]]:
-    """A function's globals, and what it has from the functions around it."""
-    for name in _names(fn) & fn.__globals__.keys():
-        yield fn.__globals__[name], functools.partial(fn.__globals__.__setitem__, name)
-    for cell in fn.__closure__ or ():
-        with contextlib.suppress(ValueError):  # nothing in it yet
-            yield cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
-
-
-def _names(fn: types.FunctionType) -> set[str]:
-    codes = [fn.__code__, *(c for c in fn.__code__.co_consts if isinstance(c, types.CodeType))]
-    return {name for code in codes for name in code.co_names}
-
-
-def _called(fn: types.FunctionType) -> Iterator[Any]:
-    """What a function of the user's refers to, but for data."""
-    names = _names(fn)
-    for value, _ in _referred(fn):
-        if isinstance(value, types.ModuleType):  # its functions and models, by their names
-            values_there = (vars(value).get(name) for name in names)
-            yield from (v for v in values_there if isinstance(v, types.FunctionType | nn.Module))
-        elif isinstance(value, types.FunctionType | types.MethodType | nn.Module):
-            yield value
+        for log, disabled in logs.items():
+            log.disabled = disabled

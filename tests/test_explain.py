@@ -100,6 +100,7 @@ REFUSED = {
     "loss_outside": ("logits are an output", "only the loss", "refused.py"),
     "batch_statistics": ("reduces over all tokens", "token by token", "var in refused.py"),
     "softmax_over_tokens": ("reduces over all tokens", "token by token", "amax in refused.py"),
+    "scaled_by_the_largest": ("reduces over all tokens", "token by token", "max_1 in refused.py"),
     "unknown_op": ("no token rule for tests_refused.scale", "ATen ops", "scale in refused.py"),
     "last_token": ("of single tokens", "head(h[:, -1])", "select in refused.py"),
     "few_tokens": ("fewer than two chunks", "chunk_tokens", "refused.py"),
@@ -153,6 +154,11 @@ def test_every_reason_has_advice() -> None:
     # Not reasons of their own: what stands in for another one, and a label.
     silent = {r for r in reasons if not fix_of(r)} - {"X", "an output", "X: X", "X X"}
     assert not {r for r in silent if not r.startswith("X")}, silent
+
+
+def test_advice_does_not_send_those_to_aten_who_use_it() -> None:
+    assert "ATen" in fix_of("no token rule for mine.scale.default")
+    assert "report it" in fix_of("no token rule for aten.renorm.default")
 
 
 def test_a_report_fits_a_screen() -> None:

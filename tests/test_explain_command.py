@@ -53,8 +53,13 @@ STEPS = textwrap.dedent(
         return value * 2 if value > 3 else value
 
     def prints(h, y):
-        print(h)
-        return loss(h, y)
+        hidden = h * head.weight.mean()
+        # a comment
+        print("between")
+        return loss(hidden, y)
+
+    def needs_data(h, y):
+        return loss(h / h.max().item(), y)
 
     def no_such_name(h, y):
         return head.nothing(h)
@@ -125,12 +130,13 @@ def test_files_and_points(
         (["steps.py:make_nothing", "--build"], 2, "returned int"),
         (["steps.py:make_error", "--build"], 1, "raised KeyError at steps.py:27"),
         (["steps.py:other_arguments"], 1, "other_arguments"),
-        (["steps.py:runs_backward"], 1, "steps.py:30: .*give the function that returns the loss"),
-        (["steps.py:steps_optimizer"], 1, "step the optimizer outside"),
-        (["steps.py:branches"], 1, "steps.py:38: .*torch.where"),
-        (["steps.py:prints"], 1, "steps.py:41: .*print.* one graph"),
-        (["steps.py:no_such_name"], 1, "steps.py:45: .*no attribute 'nothing'"),
-        (["steps.py:wrong_shapes"], 1, "steps.py:48: .*(shape|size|dim)"),
+        (["steps.py:runs_backward", "--fullgraph"], 1, "steps.py:30: .*call backward outside"),
+        (["steps.py:steps_optimizer"], 1, "steps.py:33: .*step the optimizer outside"),
+        (["steps.py:branches", "--fullgraph"], 1, "steps.py:38: .*torch.where"),
+        (["steps.py:prints", "--fullgraph"], 1, "steps.py:43: .*print.* without --fullgraph"),
+        (["steps.py:needs_data"], 1, "steps.py:47: .*value of a tensor.*move that line out"),
+        (["steps.py:no_such_name"], 1, "steps.py:50: .*no attribute 'nothing'"),
+        (["steps.py:wrong_shapes"], 1, "steps.py:53: .*(shape|size|dim)"),
         (["steps.py:no_gradient"], 1, "no backward"),
     ],
 )
@@ -145,6 +151,24 @@ def test_errors_are_one_line(
     shown = capsys.readouterr()
     assert not shown.out and len(shown.err.splitlines()) == 1, shown.err
     assert shown.err.startswith("mstpass explain: ") and re.search(message, shown.err), shown.err
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of what crosses
+def test_each_graph_has_a_report_and_a_file(
+    step: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    assert cli.main(["explain", step("steps.py:prints"), "--json", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("mstpass report") == 2 and not shown.err
+    first, second = shown.out.split("graph 2 of 2")
+    assert "graph 1 of 2" in first and "lm_head  fused" in second
+    assert re.search(r"(?s)breaks the graph, at steps.py:43: .*print", first)
+    kinds = [
+        [region["kind"] for region in json.loads(path.read_text())["regions"]]
+        for path in (out, tmp_path / "plan-2.json")
+    ]
+    assert kinds == [[], ["lm_head"]] and not (tmp_path / "plan-3.json").exists()
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import mstpass
@@ -186,3 +186,20 @@ def test_sequences_of_any_length_share_one_graph(name: str) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 1
     assert kinds(mstpass.reports()[-1]) == [("lm_head", "fused")]
+
+
+def test_contrastive_pairs_in_a_batch() -> None:
+    """As many classes as tokens: their numbers are read in rows and whole."""
+    encoder, x = nn.Linear(16, 16), torch.randn(512, 16)
+
+    def loss(x: Tensor) -> Tensor:
+        similar = F.normalize(encoder(x)) @ F.normalize(x).t()
+        return F.cross_entropy(20 * similar, torch.arange(512))
+
+    expected = torch.autograd.grad(loss(x), encoder.weight)
+    found = torch.autograd.grad(
+        torch.compile(loss, backend="mst", options={"strict": True, "chunk_tokens": 200})(x),
+        encoder.weight,
+    )
+    assert [region.mode for region in mstpass.reports()[-1].regions] == ["fused"]
+    torch.testing.assert_close(found, expected)

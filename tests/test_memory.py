@@ -74,6 +74,15 @@ def test_a_scatter_computes_what_it_writes_where_it_reads_it() -> None:
     assert _peak(scatter, X, torch.zeros(64, dtype=torch.int64)) == 3  # and not the sum
 
 
+def test_a_scatter_has_a_buffer_though_it_is_read_at_once() -> None:
+    """A tied embedding's gradient: rows added up, and the head's weight gradient."""
+
+    def tied(x: Tensor, index: Tensor) -> Tensor:
+        return x @ x + torch.ops.aten.index_put(torch.zeros(64, 64), [index], x, True)
+
+    assert _peak(tied, X, torch.zeros(64, dtype=torch.int64)) == 2
+
+
 def test_inputs_count_only_where_they_are_freed() -> None:
     graph = make_fx(lambda x, y: (x @ x) @ y, tracing_mode="fake")(X, X.clone()).graph
     x, _ = graph.find_nodes(op="placeholder")

@@ -200,6 +200,17 @@ def test_a_scaled_problem_is_the_traced_one(tiny):
     assert set(long.workspaces) == set(short.workspaces) and len(long.workspaces) == 1
 
 
+def test_tied_weights_have_two_gradients_until_they_are_added(tiny, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**TINY, "tie_word_embeddings": True}), encoding="utf-8")
+    rows = {}
+    for name, model in (("tied", str(path)), ("untied", tiny)):
+        row = plan(request(model, training={"dtype": "fp32"}, length=16, alone=True)).own
+        rows[name] = row.parts.gradients
+    assert rows["tied"] == pytest.approx(rows["untied"], rel=0.02)
+    assert rows["untied"] == pytest.approx(4 * plan_sizes(tiny).parameters, rel=0.02)
+
+
 # ---- plans -------------------------------------------------------------------------------------
 def test_more_memory_is_never_a_shorter_sequence(tiny):
     size = lambda n: eager_parts(config_of(tiny), Training(), recipes.checkpointed, n).total
@@ -265,6 +276,22 @@ def test_called_wrongly(capsys, rest, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("llama3-8x", "did you mean 'llama3-8b'"),
+        ("no/config.json", "there is no such file"),
+        ("broken.json", "not a readable config.json"),
+    ],
+)
+def test_a_model_that_there_is_not(capsys, tmp_path, monkeypatch, model, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    assert cli.main(["plan", "--model", model, "--device-memory", "80GiB"]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and len(shown.err.splitlines()) == 1 and not shown.out
+
+
 def test_failures_say_why(capsys):
-    assert cli.main(["plan", "--model", "llama3-8x", "--device-memory", "80GiB"]) == 1
-    assert "did you mean" in capsys.readouterr().err
+    assert cli.main(["plan", "--model", "llama3-8b", "--device-memory", "8GiB"]) == 1
+    assert "does not fit" in capsys.readouterr().err

@@ -125,6 +125,8 @@ CASES = [
     case(aten.any.dims, lambda: (x() > 1, [1, 2]), (0,)),
     case(aten.any.dims, lambda: (x() > 1, [2], True), *ROWS),
     case(aten.any.default, lambda: (x() > 1,)),
+    case(aten.max.default, lambda: (x(),)),
+    case(aten.min.default, lambda: (x(),)),
     case(aten.prod.dim_int, lambda: (x(), 0), *OF_MATRIX),
     case(aten.max.dim, lambda: (x(), 2), *OF_MATRIX),
     case(aten.min.dim, lambda: (x(), -1, True), *ROWS),

@@ -13,7 +13,8 @@ from mstpass.plans import Rejection
 
 _ROWWISE = (
     "on the wide value, work token by token: take statistics, softmax or sorting over tokens of "
-    "the narrow input, or of the losses of the tokens"
+    "the narrow input, or of the losses of the tokens; of contrastive pairs take a product for "
+    "each side, `a @ b.t()` and `b @ a.t()`"
 )
 _PICK = (
     "pick tokens before the widening product, `head(h[:, -1])` instead of `head(h)[:, -1]`; leave "
@@ -26,6 +27,8 @@ _LAYOUT = (
 _REPORT = "a limit of mstpass, not of your code: please report it, with options={'strict': True}"
 _BUDGET = "nothing to change; a lower memory_budget may want it in chunks, chunk_tokens forces them"
 
+_OUTPUT = r"(are|is) an output( of the graph)?"
+
 # The first that is found in a reason.
 _ADVICE = (
     (
@@ -34,7 +37,7 @@ _ADVICE = (
         "`lambda batch: model(**batch).loss`",
     ),
     (r"large value is an output", "return what is computed from it, or leave it out"),
-    (r"is an output of the graph", "return its sum or mean over tokens instead, or leave it out"),
+    (_OUTPUT, "return its sum or mean over tokens instead, or leave it out"),
     (
         r"other than the tokens' is symbolic",
         "make it static: hold the weights in a module, or torch._dynamo.mark_static(tensor, dim)",
@@ -56,6 +59,11 @@ _ADVICE = (
         r"outside the region, uses a large value",
         "that line reads the wide value itself; give it what is reduced token by token, such as an "
         "argmax or a log-probability, or leave it out of the step",
+    ),
+    (
+        r"token rule for (aten|prims)\.",
+        "mstpass does not know how this op treats tokens: apply it where values are narrow (before "
+        "the widening product or after the loss), or write it with other ops; please report it",
     ),
     (
         r"token rule for",
@@ -117,6 +125,11 @@ _ADVICE = (
         _REPORT,
     ),
 )
+
+
+def is_output(reason: str) -> bool:
+    """Whether a part is refused as the graph returns something of it."""
+    return re.search(_OUTPUT, reason) is not None
 
 
 def fix_of(reason: str) -> str:

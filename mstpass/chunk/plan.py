@@ -220,7 +220,8 @@ def _loop(
         for operand, spec in facts.needs(node).items():
             if operand.name == unit:
                 continue
-            if operand in facts.specs and operand not in available:
+            # of other tokens than the member: a constant that is read whole and in rows
+            if facts.specs.get(operand) == spec and operand not in available:
                 stack.append(operand)
             else:
                 inputs[operand, spec] = None

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mstpass.explainer.step import ExplainError, explain_step
+from mstpass.explainer.errors import ExplainError
+from mstpass.explainer.step import explain_parts, explain_step
 from mstpass.extras import UserError
 from mstpass.options import OptionError, from_text
 from mstpass.report.report import Report
@@ -30,6 +31,9 @@ FUNCTION returns the loss, as what you would give to torch.compile does. FILE.py
 run as a script, and FUNCTION is traced on fake tensors. Its arguments come from the function
 inputs() of the same file: a tensor, a tuple of arguments, or a dict of keyword arguments. With
 --build, FUNCTION is called and returns the step instead: (function, *arguments).
+
+What breaks into several graphs has a report for each, and a file: plan.json, plan-2.json. If
+FUNCTION is not compiled but calls what is, those are the graphs of what it calls.
 
 With --device meta the file makes its model and data without memory, so that any size can be
 explained on any machine."""
@@ -56,21 +60,28 @@ def main(argv: Sequence[str]) -> int:
         with torch.device(arguments.device) if arguments.device else contextlib.nullcontext():
             fn, args, kwargs = _step(arguments)
         pareto = arguments.pareto or arguments.html is not None
-        report = explain_step(fn, args, kwargs, options, pareto=pareto)
-        _write(report, arguments)
+        if arguments.fullgraph:
+            reports = [explain_step(fn, args, kwargs, options, pareto=pareto)]
+        else:
+            reports = explain_parts(fn, args, kwargs, options, pareto=pareto)
+        for number, report in enumerate(reports, 1):
+            _write(report, number, arguments)
     except (_Usage, UserFileError, OptionError) as error:
         print(f"mstpass explain: {error}", file=sys.stderr)
         return BAD_INPUT
     except UserError as error:
         print(f"mstpass explain: {error}", file=sys.stderr)
         return FAILED
-    print(report)
-    for point in report.details.pareto if report.details and arguments.pareto else ():
-        chosen = "  <- this plan" if point.chosen else ""
-        print(
-            f"  {point.label:22} peak {point.peak_bytes / 2**20:12.1f} MiB, "
-            f"extra time {100 * point.extra_time:5.1f} %{chosen}"
-        )
+    for number, report in enumerate(reports, 1):
+        if len(reports) > 1:
+            print(f"graph {number} of {len(reports)}")
+        print(report)
+        for point in report.details.pareto if report.details and arguments.pareto else ():
+            chosen = "  <- this plan" if point.chosen else ""
+            print(
+                f"  {point.label:22} peak {point.peak_bytes / 2**20:12.1f} MiB, "
+                f"extra time {100 * point.extra_time:5.1f} %{chosen}"
+            )
     return DONE
 
 
@@ -101,6 +112,11 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME=VALUE",
         help="an option of the backend, as in torch.compile(..., options={NAME: VALUE})",
+    )
+    parser.add_argument(
+        "--fullgraph",
+        action="store_true",
+        help="one graph, as of torch.compile(..., fullgraph=True), or an error: why there is none",
     )
     parser.add_argument(
         "--pareto", action="store_true", help="also plan at other budgets: peak against time"
@@ -171,11 +187,14 @@ def _device(text: str) -> torch.device:
         raise argparse.ArgumentTypeError(f"{text!r} is no device, such as meta or cpu") from None
 
 
-def _write(report: Report, arguments: argparse.Namespace) -> None:
+def _write(report: Report, number: int, arguments: argparse.Namespace) -> None:
+    """The files asked for; those of later graphs than the first have a number in their names."""
     for name in ("json", "html", "dot", "svg", "perfetto", "memory_viz"):
         path = getattr(arguments, name)
         if path is None:
             continue
+        if number > 1:
+            path = path.with_stem(f"{path.stem}-{number}")
         try:
             if name == "dot":
                 path.write_text(report.to_dot(), encoding="utf-8")

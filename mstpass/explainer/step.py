@@ -7,29 +7,31 @@ one that ``torch.compile(fn, backend="mst")`` would leave, peaks of the final gr
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import fx
+from torch._dynamo.output_graph import GraphCompileReason
 
 from mstpass import pipeline
+from mstpass.chunk.advice import is_output
 from mstpass.device import with_device_budget
+from mstpass.explainer.errors import (
+    ExplainError,
+    advised,
+    break_note,
+    parts_note,
+    stop_note,
+    told,
+    unbroken,
+)
 from mstpass.explainer.pareto import pareto_points
 from mstpass.extras import UserError
 from mstpass.options import OptionError, Options
 from mstpass.report.build import details_of
 from mstpass.report.report import Report
-from mstpass.trace import NoJointGraph, cause_of, trace_joint
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
-_RAISED = re.compile(r"got (\w+)\(['\"](.*)['\"]\)\.?$")  # an op, on fake tensors
-_TORCH = re.compile(r"[/\\]torch[/\\]")
-
-
-class ExplainError(UserError):
-    """The step cannot be explained; the message says where, why and what to change."""
+from mstpass.trace import NoJointGraph, Take, cause_of, trace_each, trace_joint
 
 
 def explain(
@@ -65,6 +67,86 @@ def explain_step(
     Args:
         pareto: plan at other budgets as well, for ``Report.details.pareto``.
     """
+    with _told():
+        return trace_joint(_checked(fn), args, kwargs or {}, *_planner(options, pareto))
+
+
+def explain_all(
+    fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> list[Report]:
+    """`explain` of a function that compiles to several graphs: a report of each, in their order.
+
+    What ``torch.compile(fn, backend="mst", options=options)`` would do, where something breaks the
+    graph; and what the compiled functions do that a function calls which is not compiled itself,
+    whatever their backends. A note of each report says where its graph ends, if ``fn`` goes on; of
+    the last, what keeps the rest from being explained. Graphs without a backward have no report.
+
+    ``fn`` runs, on fake tensors, so that nothing is computed: what it prints is printed. It ends
+    where it needs the value of a tensor, or an optimizer steps.
+
+    Raises:
+        ExplainError: no graph has a backward, or ``fn`` raises before there is one.
+        OptionError: a wrong option.
+    """
+    return explain_parts(fn, args, kwargs, options)
+
+
+def explain_parts(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    pareto: bool = False,
+) -> list[Report]:
+    """`explain_all`, whose keyword arguments are all ``fn``'s; the rest as in `explain_step`."""
+    with _told():
+        traced = trace_each(_checked(fn), args, kwargs or {}, *_planner(options, pareto))
+    reports = [
+        _broken(report, reason) if reason is not None else report for report, reason in traced.parts
+    ]
+    if traced.of_callees:
+        reports[0] = _noted(reports[0], parts_note(fn))
+    if traced.stopped is not None:
+        reports[-1] = _noted(reports[-1], stop_note(traced.stopped))
+    return reports
+
+
+def _broken(report: Report, reason: GraphCompileReason) -> Report:
+    """Of a graph that ends by a break: that is why it has the outputs that it has."""
+    rejections = tuple(
+        dataclasses.replace(r, fix=unbroken(reason)) if is_output(r.reason) else r
+        for r in report.rejections
+    )
+    return _noted(report.with_outcome(rejections=rejections), break_note(reason))
+
+
+def _noted(report: Report, note: str) -> Report:
+    return report.with_outcome(notes=(*report.outcome.notes, note))
+
+
+def _checked(fn: Callable[..., Any]) -> Callable[..., Any]:
+    if not callable(fn):
+        raise ExplainError(f"{fn!r} is not a function: give the one that returns the loss")
+    return fn
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Errors in the user's terms."""
+    try:
+        yield
+    except NoJointGraph as error:
+        raise ExplainError(advised(error)) from None
+    except (UserError, OptionError):
+        raise
+    except Exception as error:
+        raise ExplainError(told(cause_of(error))) from error
+
+
+def _planner(
+    options: Mapping[str, Any] | None, pareto: bool
+) -> tuple[Take[Report], Callable[[Sequence[Any]], None]]:
+    """What makes a report of a joint graph; and what is to have the graph's inputs before."""
     given = Options.parse(options)
     chosen = [given]
 
@@ -79,14 +161,7 @@ def explain_step(
             details = dataclasses.replace(details, pareto=points)
         return Report(result.outcome, details=details)
 
-    if not callable(fn):
-        raise ExplainError(f"{fn!r} is not a function: give the one that returns the loss")
-    try:
-        return trace_joint(fn, args, kwargs or {}, take, with_budget)
-    except (UserError, OptionError) as error:
-        raise ExplainError(_advised(error)) if isinstance(error, NoJointGraph) else error from None
-    except Exception as error:
-        raise ExplainError(_told(cause_of(error))) from error
+    return take, with_budget
 
 
 def _planned(
@@ -96,48 +171,3 @@ def _planned(
     return pipeline.run(
         module, options, **{name: torch_kwargs[name] for name in known if name in torch_kwargs}
     )
-
-
-# ---- errors ------------------------------------------------------------------------------------
-_ADVICE = {
-    "Tensor.backward()": "give the function that returns the loss, and call backward outside of it",
-    "autograd.grad": "give the function that returns the loss, and take its gradient outside of it",
-    "optimizer": "give the function that returns the loss, and step the optimizer outside of it",
-    "Tensor.item()": "keep the value a tensor, or move that line out of the function",
-    " and meta": "a tensor on the meta device was not found: give it or its module as an argument",
-    "ata-dependent": "compute both branches with torch.where, or move that line out of the step",
-}
-
-
-def _advised(error: NoJointGraph) -> str:
-    return (
-        f"{error}. Give the function that returns the loss, with parameters or inputs that require "
-        "a gradient, outside of torch.no_grad()"
-    )
-
-
-def _told(error: Exception) -> str:
-    """Where, what, and what to change: of an error of Dynamo's, or of the function's own."""
-    text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    frames = _FRAME.findall(text.partition("from user code")[2])
-    own = [f for f in frames if not _TORCH.search(f[0]) and not f[0].endswith("mstpass/trace.py")]
-    where = f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}: " if own else ""
-    what = lines[0] if lines else type(error).__name__
-    explanation = next((line for line in lines if line.startswith("Explanation: ")), "")
-    context = next((line for line in lines if "raised exception" in line), "")
-    raised = _RAISED.search(explanation)
-    if "Observed exception" in what and context:
-        what = context.partition("raised exception")[2].strip()
-    elif raised:
-        what = f"{raised[1]}: {raised[2]}"
-    elif explanation:
-        what += f" ({explanation.removeprefix('Explanation: ').rstrip('.')})"
-    advice = next((a for key, a in _ADVICE.items() if key in text), "")
-    if isinstance(error, torch._dynamo.exc.Unsupported) and not (advice or context):
-        advice = (
-            "torch.compile breaks the graph here, and a step is explained as one graph: leave that "
-            "line out, or explain the part that holds the loss"
-        )
-    kind = "" if isinstance(error, torch._dynamo.exc.TorchDynamoException) else type(error).__name__
-    return f"{where}{kind + ': ' if kind else ''}{what}" + (f"; {advice}" if advice else "")

@@ -8,7 +8,8 @@ torch/_inductor/lowering.py and ir.py for the first three, scheduler.py for the 
   once and are dear. All other pointwise values are computed where they are read and have no buffer.
 - A view is alive as what it is a view of; each item of a call's results has a buffer of its own.
 - A call may need a workspace while it runs: a loop, what one chunk needs.
-- A buffer that only kernels of its own *stage* read, with no call between, is fused away.
+- A buffer that only kernels of its own *stage* read, with no call between, is fused away; but for
+  that of a scatter, whose rows come in any order.
 - A pointwise kernel may write over an operand of its size that it is the last to read.
 
 A buffer lives from its kernel to the last one that reads it. The ops are plain data, so that plans
@@ -325,7 +326,7 @@ class _Simulation:
         return {
             buffer
             for buffer in self.kernels_reading.keys() & self.read_by_kernel.keys()
-            if self.op[buffer].kind != CALL and buffer not in self.kept
+            if self.op[buffer].kind not in (CALL, SCATTER) and buffer not in self.kept
             if all(
                 self.op[k].kind != CALL and self.stage[k] == self.stage[buffer]
                 for k in self.kernels_reading[buffer]

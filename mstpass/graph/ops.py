@@ -221,7 +221,9 @@ def _reductions() -> dict[Any, Op]:
         aten.any.dim,
         aten.any.dims,
         aten.prod.dim_int,
+        aten.max.default,
         aten.max.dim,
+        aten.min.default,
         aten.min.dim,
     )
     return {

@@ -20,7 +20,10 @@ EXAMPLES = """examples:
   mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit --sequence 65536
   mstpass plan --model llama3-70b --device-memory 80GiB --sharding zero3 --ranks 16 --alone
   mstpass plan --model path/to/config.json --device-memory 24GiB --json > plan.json
+
+exit codes: 0 it fits, 1 it does not or its step cannot be traced, 2 called wrongly
 """
+FITS, FAILED, BAD_INPUT = 0, 1, 2
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -36,6 +39,7 @@ def main(argv: Sequence[str] = ()) -> int:
     require(("transformers",), "hf", "mstpass plan")
     require(("rich",), "viz", "mstpass plan")
     from mstpass.planner.data import Request
+    from mstpass.planner.models import ModelError
     from mstpass.planner.plan import plan
     from mstpass.planner.table import show
 
@@ -57,14 +61,18 @@ def main(argv: Sequence[str] = ()) -> int:
         logits=given.logits,
         alone=given.alone,
     )
-    with _Progress() as advance:
-        planned = plan(request, advance)
+    try:
+        with _Progress() as advance:
+            planned = plan(request, advance)
+    except ModelError as error:
+        print(f"mstpass plan: {error}", file=sys.stderr)
+        return BAD_INPUT
     if given.json:
         data = {**dataclasses.asdict(planned), "fits": planned.own.fits}
         print(json.dumps(data, indent=1))
     else:
         show(planned)
-    return 0 if planned.own.fits else 1
+    return FITS if planned.own.fits else FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -134,7 +142,8 @@ class _Progress:
         return lambda what: self._bar.update(self._task, description=what)
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        if self._bar.console.is_terminal:
+            self._bar.stop()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from mstpass import pipeline
 from mstpass.graph.joint import value_of
-from mstpass.graph.memory import CALL, VIEW, Timeline
+from mstpass.graph.memory import CALL, POINTWISE, VIEW, Timeline
 from mstpass.options import Options
 from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import CutProblem, Plan, Value
@@ -110,7 +110,7 @@ def step_parts(traced: Traced, problem: CutProblem, plan: Plan, length: int) -> 
 
 
 def _parts(traced: Traced, problem: CutProblem, plan: Plan, timeline: Timeline) -> Parts:
-    gradients = {_base(problem, name) for name in problem.gradients} | set(problem.gradients)
+    gradients = _gradients(problem)
     bytes_of = dict.fromkeys(("gradients", "logits", "saved", "loops", "other"), 0)
     for name, size in timeline.alive:
         name = name.partition(":")[0]
@@ -189,6 +189,22 @@ def _with_divided_gradients(problem: CutProblem, training: Training) -> CutProbl
         for value in problem.backward
     )
     return dataclasses.replace(problem, backward=backward)
+
+
+def _gradients(problem: CutProblem) -> set[str]:
+    """Values that are gradients of parameters, or what one is the sum of, as of tied weights."""
+    by_name = problem.once(_by_name)
+    found = set(problem.gradients)
+    stack = list(found)
+    while stack:
+        value = by_name[stack.pop()]
+        if value.kind not in (VIEW, POINTWISE):
+            continue
+        sized = (n for n in value.inputs if n in by_name and by_name[n].bytes == value.bytes)
+        new = [name for name in sized if not by_name[name].forward and name not in found]
+        found.update(new)
+        stack += new
+    return found
 
 
 def _base(problem: CutProblem, name: str) -> str:
