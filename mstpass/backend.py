@@ -38,6 +38,7 @@ from mstpass.chunk.lower import lower_loops
 from mstpass.device import watch_optimizers, with_device_budget
 from mstpass.donate import keep_safe_donations
 from mstpass.inductor_memory import ReadSchedule
+from mstpass.mutations import mutations_kept
 from mstpass.options import OptionError, Options
 from mstpass.partition.budget import BudgetError, over_budget, tighter_limit_bytes
 from mstpass.partition.late import hold_recomputation, recomputation_waits
@@ -122,7 +123,8 @@ def _compiled(
         "_post_fusion_custom_pass": reader,
     }
     # Not only when it is first called: a backward that fails then could not be undone.
-    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+    eager_backward = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+    with eager_backward, mutations_kept():
         compiled = compile_fx(gm, list(example_inputs), config_patches={**_OURS, **users, **hooks})
     if partitioner.report is not None and reader.peak_bytes is not None:
         partitioner.report = partitioner.report.with_outcome(scheduled_peak_bytes=reader.peak_bytes)

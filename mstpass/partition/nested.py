@@ -19,6 +19,8 @@ from collections.abc import Set
 
 from torch import fx
 
+from mstpass.graph import ops
+from mstpass.graph.realize import realized
 from mstpass.graph.sizes import is_size
 
 
@@ -34,6 +36,8 @@ def run_ahead(graph: fx.Graph, nested: Set[str]) -> None:
         if node.name not in nested or node.op != "call_function":
             continue
         ahead = _copied(graph, _pass(node, there))
+        if ops.is_pointwise(ahead):  # otherwise its operands would be kept, not the value
+            ahead = realized(ahead)
         node.replace_all_uses_with(ahead)
         there.add(ahead)
         graph.erase_node(node)

@@ -11,7 +11,15 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Set
 
-from mstpass.graph.memory import INPUT, StepMemory, Timeline, held_outputs, simulate
+from mstpass.graph.memory import (
+    CALL,
+    INPUT,
+    POINTWISE,
+    StepMemory,
+    Timeline,
+    held_outputs,
+    simulate,
+)
 from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import CutProblem, Plan, Value
 
@@ -72,7 +80,10 @@ class _Again:
         passes = [value for other in ahead for value in self._pass(other)]
         alias = {other.name: f"{other.name}:for:{name}" for other in missing}
         self.there.add(name)
-        return [*passes, *(_renamed(other, alias) for other in missing), _reading(value, alias)]
+        last = _reading(value, alias)
+        if last.kind == POINTWISE:  # it is written to memory
+            last = dataclasses.replace(last, kind=CALL)
+        return [*passes, *(_renamed(other, alias) for other in missing), last]
 
     def _missing(self, names: Iterable[str]) -> tuple[list[str], list[Value]]:
         """Nested values, and all others, that are not there, each in topological order."""
