@@ -17,7 +17,7 @@ from mstpass.options import Options
 from mstpass.partition.budget import memory_of
 from mstpass.partition.modes import Cycle, with_modes
 from mstpass.partition.problem import CutProblem, Loop, Mode, Plan, RegionModes, Result, Value
-from mstpass.partition.simulate import step_memory, step_us
+from mstpass.partition.simulate import simulated, step_memory, step_us
 from mstpass.partition.solvers import SOLVERS
 from mstpass.partition.solvers.peak_search import peak_search
 from tests.checks import check_against_float64, compiled, joint_graph
@@ -65,9 +65,9 @@ def test_less_budget_never_means_more_peak_nor_less_time(size: LlamaSize) -> Non
     peaks, times = [], []
     for budget in range(least, free, (free - least) // 9):
         plan = solve(problem, budget)
-        closed = with_modes(problem, plan.modes)
-        peaks.append(step_memory(closed, plan.saved).peak_bytes)
-        times.append(step_us(closed, plan.saved))
+        step = simulated(problem, plan)
+        peaks.append(step.peak_bytes)
+        times.append(step.us)
         assert peaks[-1] <= budget
     assert peaks == sorted(peaks)
     assert len(set(peaks)) >= 4, "a stair of one step"
@@ -148,7 +148,7 @@ def test_a_budget_between_costs_a_time_between() -> None:
 
 
 def _us(problem: CutProblem, plan: Plan) -> float:
-    return step_us(with_modes(problem, plan.modes), plan.saved)
+    return simulated(problem, plan).us
 
 
 # ---- loops in the place of their members -------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import CutProblem, Plan
-from mstpass.partition.simulate import step_memory, step_us
+from mstpass.partition.simulate import simulated, step_memory
 from mstpass.partition.solvers import SOLVERS
 from mstpass.partition.solvers.milp import prove
 from mstpass.partition.solvers.moments import bounds
@@ -30,7 +30,8 @@ def evaluated(problem: CutProblem, plan: Plan) -> tuple[int, float]:
     """Peak and time of a plan that must be valid."""
     closed = with_modes(problem, plan.modes).allowing(recompute_heavy=True)
     verify(closed, plan.saved)
-    return step_memory(closed, plan.saved).peak_bytes, step_us(closed, plan.saved)
+    step = simulated(problem, plan)
+    return step.peak_bytes, step.us
 
 
 @given(problem=steps(forward=5, backward=5), share=SHARES)
