@@ -304,6 +304,7 @@ def test_gradients_under_inductor(mode: str) -> None:
         memory_budget=0.0,
         chunk_tokens=64,
         reconstruct=mode,
+        solver="every_place",
     )
     assert report.reconstructed
 
