@@ -6,6 +6,7 @@ Every function takes no arguments and returns what a user would compile: most of
 from __future__ import annotations
 
 import torch
+from torch.library import custom_op
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ TOKENS, WIDTH, VOCABULARY = 1024, 64, 4096
 _device = torch.device("meta")  # nothing here is ever computed
 
 
-@torch.library.custom_op("tests_refused::scale", mutates_args=())
+@custom_op("tests_refused::scale", mutates_args=())
 def scale(x: Tensor, by: float) -> Tensor:
     return x * by
 

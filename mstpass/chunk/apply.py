@@ -23,7 +23,7 @@ from mstpass.graph.build import Builder, SizeNodes, UnknownSize, fake_mode_of, m
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import Size, generic, generic_shape, generic_stride, same_shape
 from mstpass.graph.tokens import Spec
-from mstpass.partition.problem import RECOMPUTED, UNFINISHED, unfinished
+from mstpass.partition.problem import RECOMPUTED, UNFINISHED, loop_name, unfinished
 from mstpass.partition.repeatable import base_of
 from mstpass.partition.tags import META, tags_of
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
@@ -60,7 +60,7 @@ class Applied:
                 items = (user for user in node.users if user.name in found)
                 first = min(items, key=lambda user: user.args[1], default=None)
                 if first is not None:
-                    found[node.name] = f"loop:{found[first.name]}"
+                    found[node.name] = loop_name(found[first.name])
         return found
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import lowering
+from torch.library import Library
 
 from mstpass.graph.build import Builder, fake_mode_of
 
-_LIBRARY = torch.library.Library("mstpass", "DEF")
+_LIBRARY = Library("mstpass", "DEF")
 _LIBRARY.define("realize(Tensor x) -> Tensor")
 _LIBRARY.impl("realize", lambda x: x.clone(), "CompositeExplicitAutograd")
 

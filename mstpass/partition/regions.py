@@ -19,7 +19,7 @@ from mstpass.graph.cost import time_us, total_flops
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.kernels import body_bytes
 from mstpass.graph.sizes import hint_shape
-from mstpass.partition.problem import Loop, Mode, RegionModes, Result
+from mstpass.partition.problem import Loop, Mode, RegionModes, Result, loop_name
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 
 WHOLE = "whole"  # the mode without loops
@@ -66,7 +66,7 @@ class _Loops:
             operands = joint.by_name[name].all_input_nodes
             needs += [n.name for n in operands if n.name not in prelude and n.name != loop.unit]
         return Loop(
-            name=f"loop:{loop.outputs[0].node}",
+            name=loop_name(loop.outputs[0].node),
             members=loop.members,
             needs=tuple(n for n in dict.fromkeys(needs) if joint.by_name[n].op != "get_attr"),
             results=tuple(_result(joint, loop, item, self.accumulate) for item in loop.outputs),

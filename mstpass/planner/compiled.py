@@ -23,7 +23,7 @@ from mstpass.graph.joint import value_of
 from mstpass.graph.memory import CALL, POINTWISE, VIEW, Timeline
 from mstpass.options import Options
 from mstpass.partition.modes import with_modes
-from mstpass.partition.problem import CutProblem, Plan, Value
+from mstpass.partition.problem import CutProblem, Plan, Value, is_loop
 from mstpass.partition.simulate import Simulation
 from mstpass.planner.accounting import Parts, Training
 from mstpass.planner.models import build, workspace_bytes
@@ -121,7 +121,7 @@ def _parts(traced: Traced, problem: CutProblem, plan: Plan, timeline: Timeline) 
         else:
             bytes_of["saved" if name in plan.saved else "other"] += size
     inner = timeline.peak.bytes - sum(moment.bytes for moment in timeline.alive)
-    in_loop = timeline.peak.node.startswith("loop:")
+    in_loop = is_loop(timeline.peak.node)
     bytes_of["loops" if in_loop else "other"] += inner
     return Parts(**bytes_of)
 

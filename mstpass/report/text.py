@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from mstpass.partition.problem import LOOP, is_loop
 from mstpass.plans import ChunkPlan, Rejection
 from mstpass.report.details import (
     BACKWARD,
@@ -198,7 +199,7 @@ def _at_peak(report: Report, nodes: dict[str, DrawnNode], shown: int) -> list[st
     if after is None or not after.bytes:
         return []
     moment = after.bytes.index(after.peak_bytes)
-    runs = nodes.get(after.moments[moment].removeprefix("loop:"))
+    runs = nodes.get(after.moments[moment].removeprefix(LOOP))
     phase = "forward" if moment < after.first_backward else "backward"
     where = _where([runs.module], runs.source) if runs else ""
     lines = [f"  at the peak, in the {phase}" + (f", {where}" if where else "") + ":"]
@@ -223,11 +224,11 @@ def _total(group: Sequence[Life]) -> int:
 
 def _holds(life: Life, timeline: MemoryTimeline, nodes: dict[str, DrawnNode]) -> tuple[str, ...]:
     """What a buffer is, and where it comes from."""
-    node = nodes.get(life.node.removeprefix("loop:"))
+    node = nodes.get(life.node.removeprefix(LOOP))
     module = folded(node.module) if node else ""
     source = node.source if node else life.node
     if life.transient:
-        return "one chunk" if life.node.startswith("loop:") else "workspace", module, source
+        return "one chunk" if is_loop(life.node) else "workspace", module, source
     if node is not None and node.phase == BACKWARD:
         return "gradient", module, source
     crosses = life.start < timeline.first_backward < life.end

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from mstpass.partition.problem import LOOP, is_loop
 from mstpass.plans import Outcome
 from mstpass.report.details import Details, DrawnNode, Life, MemoryTimeline
 from mstpass.report.units import bytes_text
@@ -21,7 +22,6 @@ PICKLE_PROTOCOL = 4  # the newest that the memory viewer reads
 _PHASES, _OPS = 1, 2  # "threads" of a trace
 _SHOWN_FRACTION, _MOST_SHOWN = 0.01, 200  # tensors of that much of the peak, and so many
 _BASE_ADDRESS = 1 << 40
-_LOOP = "loop:"
 
 
 def named_timelines(details: Details) -> list[tuple[str, MemoryTimeline]]:
@@ -82,8 +82,8 @@ def _slices(
             yield piece(_PHASES, start, end, phase, {})
     for moment, name in enumerate(timeline.moments):
         args = _about(name, nodes)
-        node = nodes.get(name.removeprefix(_LOOP))
-        if name.startswith(_LOOP) and node is not None and node.region >= 0:
+        node = nodes.get(name.removeprefix(LOOP))
+        if is_loop(name) and node is not None and node.region >= 0:
             region = outcome.regions[node.region]
             args |= {"loop": f"{region.kind}, {region.mode}", "chunks": region.num_chunks}
         args["bytes in use"] = timeline.bytes[moment]
@@ -105,7 +105,7 @@ def _tensors(
 
 
 def _about(name: str, nodes: dict[str, DrawnNode]) -> dict[str, Any]:
-    node = nodes.get(name.removeprefix(_LOOP))
+    node = nodes.get(name.removeprefix(LOOP))
     if node is None:
         return {}
     shape = f"{node.dtype}{list(node.shape)}"
@@ -189,7 +189,7 @@ def _addresses(lives: tuple[Life, ...]) -> tuple[dict[int, int], int]:
 
 def _frames(life: Life, nodes: dict[str, DrawnNode]) -> list[dict[str, Any]]:
     """The node as the innermost "frame", then its module's line."""
-    node = nodes.get(life.node.removeprefix(_LOOP))
+    node = nodes.get(life.node.removeprefix(LOOP))
     kind = "inside " if life.transient else ""
     if node is None:
         return [{"filename": "mstpass", "line": 0, "name": f"{kind}{life.node}"}]

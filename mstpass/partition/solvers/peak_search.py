@@ -66,8 +66,8 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     if budget_bytes is None or free.peak_bytes <= budget_bytes:
         return free.plan
     if budget_bytes == 0:
-        lines = (problem.once(_least), problem.once(_nested))
-        steps = [problem.once(_lean), *(line.step for line in lines if line is not None)]
+        placed = (problem.once(_least), problem.once(_nested))
+        steps = [problem.once(_lean), *(one.step for one in placed if one is not None)]
         lowest = min((free, *steps), key=lambda step: step.peak_bytes)
         return relaxed(problem, lowest.plan)
     best = free
@@ -154,33 +154,33 @@ def _lean(problem: CutProblem) -> _Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Line:
+class _Placed:
     """A step with checkpoints, and where they are."""
 
     step: _Step
     found: Checkpoints
 
 
-def _least(problem: CutProblem) -> _Line | None:
+def _least(problem: CutProblem) -> _Placed | None:
     """The same with checkpoints; None where no saved set can be lower."""
     lean = problem.once(_lean)
     if lean.peak_bytes <= _ROOM * _own_bytes(lean):
         return None
     closed = lean.problem.allowing(recompute_heavy=True)
-    return _line(closed, lean.plan.modes, checkpoints(closed))
+    return _placed(closed, lean.plan.modes, checkpoints(closed))
 
 
-def _nested(problem: CutProblem) -> _Line | None:
+def _nested(problem: CutProblem) -> _Placed | None:
     """The same with two levels of checkpoints, where that is lower."""
     least = problem.once(_least)
     found = nested_checkpoints(least.step.problem) if least is not None else None
     if least is None or found is None:
         return None
-    return _line(least.step.problem, least.step.plan.modes, found)
+    return _placed(least.step.problem, least.step.plan.modes, found)
 
 
-def _line(closed: CutProblem, modes: Mapping[str, str], found: Checkpoints) -> _Line:
-    return _Line(_Step(closed, Plan(found.saved, modes, found.nested)), found)
+def _placed(closed: CutProblem, modes: Mapping[str, str], found: Checkpoints) -> _Placed:
+    return _Placed(_Step(closed, Plan(found.saved, modes, found.nested)), found)
 
 
 def _own_bytes(step: _Step) -> int:
@@ -208,7 +208,7 @@ def _stairs(problem: CutProblem, free: _Step) -> Iterator[_Step]:
         yield from _nested_stairs(nested)
 
 
-def _checkpoint_stairs(lean: _Step, least: _Line) -> Iterator[_Step]:
+def _checkpoint_stairs(lean: _Step, least: _Placed) -> Iterator[_Step]:
     """Least up to a place, lean behind it.
 
     Places are the checkpoints and what is saved in any case (gradients of loops): that may be all.
@@ -229,7 +229,7 @@ def _checkpoint_stairs(lean: _Step, least: _Line) -> Iterator[_Step]:
         yield _Step(problem, Plan(saved, plan.modes))
 
 
-def _nested_stairs(nested: _Line) -> Iterator[_Step]:
+def _nested_stairs(nested: _Placed) -> Iterator[_Step]:
     """Nested up to a place, saved behind it."""
     found = nested.found
     every = dict(sorted({**found.places, **found.inner}.items()))
@@ -238,7 +238,7 @@ def _nested_stairs(nested: _Line) -> Iterator[_Step]:
         inner = {stop: every[stop] for stop in stops[:count]}
         places = {stop: names for stop, names in every.items() if stop not in inner}
         step = at_places(nested.step.problem, places, inner)
-        yield _line(nested.step.problem, nested.step.plan.modes, step).step
+        yield _placed(nested.step.problem, nested.step.plan.modes, step).step
 
 
 def _counts(total: int) -> list[int]:
