@@ -264,7 +264,7 @@ def _solve(
     name = AUTO if options.solver == "auto" else options.solver
     try:
         plan = solve_within(problem, options, SOLVERS[name], limit_bytes)
-        verify(with_modes(problem, plan.modes).allowing(True), plan.saved)
+        verify(with_modes(problem, plan.modes).allowing(True), plan.saved, plan.nested)
         return plan
     except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded) as error:
         if left_to_torch:
@@ -330,7 +330,8 @@ def _split(
     except InvalidPlan as error:  # a region was left out after the plan was made
         saved, note = min_cut(problem), f"the saved values are min_cut's: {error}"
         name = "min_cut"
-    nested = frozenset() if note else frozenset(applied.names.get(n, "") for n in plan.nested)
+    again = frozenset() if note else plan.nested  # of regions that were left out, none
+    nested = frozenset(applied.names[value] for value in again if value in applied.names)
     joint, saved, done = _reconstruct(joint, problem, saved, nested, options)
     modules, crossing = split(joint, saved, name, nested, **torch_kwargs)
     return modules, dataclasses.replace(crossing, reconstructed=done), note

@@ -6,9 +6,9 @@ Every function takes no arguments and returns what a user would compile: most of
 from __future__ import annotations
 
 import torch
-from torch.library import custom_op
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import custom_op
 
 TOKENS, WIDTH, VOCABULARY = 1024, 64, 4096
 _device = torch.device("meta")  # nothing here is ever computed

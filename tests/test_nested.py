@@ -32,7 +32,7 @@ def test_the_peak_grows_with_the_root_of_the_blocks() -> None:
 
 
 def test_one_block_is_not_nested() -> None:
-    assert nested_checkpoints(_chain(blocks=1, inner=8)) is None
+    assert not peak_search(_chain(blocks=1, inner=8), 0).nested
 
 
 def test_a_pass_keeps_the_nested_value_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,15 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from mstpass import pipeline
-from mstpass.graph.memory import CALL, INPUT
+from mstpass.graph.memory import CALL, INPUT, ITEM
 from mstpass.options import Options
 from mstpass.partition.problem import CutProblem, Value
 from mstpass.partition.repeatable import is_heavy
+from mstpass.partition.simulate import step_memory
 from mstpass.partition.solvers.checkpoints import checkpoints
 from mstpass.partition.solvers.min_cut import cut, min_cut, network_of
+from mstpass.partition.solvers.peak_search import peak_search
+from mstpass.partition.solvers.relax import relaxed
 from mstpass.partition.verify import InvalidPlan, recomputed, verify
 from tests.checks import joint_graph
 from tests.models import Block, GatedMLP
@@ -173,10 +177,61 @@ def _chain(blocks: int, inner: int) -> CutProblem:
 
 
 def test_checkpoints_lie_between_blocks() -> None:
-    saved = checkpoints(_chain(blocks=9, inner=8)).saved
-    between = [name for name in saved if name.startswith("x")]
+    problem = _chain(blocks=9, inner=8)
+    saved = checkpoints(problem).saved
+    between = {name for name in saved if name.startswith("x")}
     assert 8 <= len(between) <= 10
     assert len(saved) <= len(between) + 1  # and half of the last block, when all are in memory
+    every = {value.name for value in problem.values if value.name.startswith("x")}
+    assert step_memory(problem, saved).peak_bytes <= step_memory(problem, every).peak_bytes
+
+
+def _attentions(blocks: int) -> CutProblem:
+    """A residual stream through ops of two results, slow to repeat, each of three fast ones."""
+    values = [Value("x0", 10, (), CALL)]
+    gradients = [Value("g", 10, (), INPUT)]
+    for b in range(blocks):
+        operands = [Value(f"{n}{b}", 10, (f"x{b}",), CALL, us=1, heavy=True) for n in "qkv"]
+        values += (dataclasses.replace(value, needed=True) for value in operands)
+        names = tuple(value.name for value in operands)
+        values.append(Value(f"a{b}", 0, names, CALL, us=100, heavy=True, savable=False))
+        values.append(Value(f"o{b}", 10, (f"a{b}",), ITEM, needed=True))
+        values.append(Value(f"l{b}", 1, (f"a{b}",), ITEM, needed=True, forward=False))
+        values.append(Value(f"x{b + 1}", 10, (f"x{b}", f"o{b}"), CALL, us=1, heavy=True))
+    for b in reversed(range(blocks)):
+        read = (gradients[-1].name, f"q{b}", f"k{b}", f"v{b}", f"o{b}", f"l{b}")
+        gradients.append(Value(f"g{b}", 10, read, CALL, us=200))
+    return CutProblem(
+        tuple(values),
+        backward=tuple(gradients),
+        outputs=(values[-1].name,),
+        gradients=(gradients[-1].name,),
+    )
+
+
+def test_what_takes_long_for_its_bytes_is_repeated_last() -> None:
+    problem = _attentions(blocks=12)
+    free, least = (step_memory(problem, peak_search(problem, b).saved) for b in (None, 0))
+    seen = []
+    for share in (0.7, 0.5, 0.2):
+        budget = int(least.peak_bytes + share * (free.peak_bytes - least.peak_bytes))
+        plan = peak_search(problem, budget)
+        assert step_memory(problem, plan.saved, plan.nested).peak_bytes <= budget
+        again = recomputed(problem.allowing(True), plan.saved)
+        seen.append([sum(name[0] == kind for name in again) for kind in "qa"])
+    (fast, slow), (more, still), (_, some) = seen
+    assert 0 < fast < more and slow == still == 0 < some < 12
+
+
+def test_room_under_the_budget_goes_to_what_takes_longest() -> None:
+    problem = _attentions(blocks=12).allowing(True)
+    least = peak_search(problem, 0)
+    memory = step_memory(problem, least.saved, least.nested)
+    room = relaxed(problem, least, memory.peak_bytes + 2 * 11)
+    again = [name for name in recomputed(problem, room.saved) if name.startswith("a")]
+    before = [name for name in recomputed(problem, least.saved) if name.startswith("a")]
+    assert len(again) <= len(before) - 2
+    assert step_memory(problem, room.saved, room.nested).peak_bytes <= memory.peak_bytes + 2 * 11
 
 
 def test_checkpoints_see_long_blocks_and_few() -> None:

@@ -1,9 +1,10 @@
 """`mstpass bench pareto`: measured peak against time, torch's own partitioner beside mst.
 
 Torch's points are its partitioner at several ``activation_memory_budget`` and
-``torch.utils.checkpoint`` on each layer, both under Inductor. Mst's are several relative budgets
-and, for each torch point between the highest and the lowest of these, that point's measured peak
-as a budget in bytes. All are checked and timed in one run.
+``torch.utils.checkpoint`` on each layer, both under Inductor. Mst's are the free plan, the same
+without any time to spend (``free_overhead=0``), several relative budgets and, for each torch point
+between the highest and the lowest of these, that point's measured peak as a budget in bytes; of the
+larger model also the target's share of Inductor's. All are checked and timed in one run.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ def _race(size: LlamaSize, arguments: Arguments) -> tuple[Row, Rows, Rows]:
     """Inductor, the torch points (Inductor among them), and mst's."""
     model, ids_BS, target_BS = llama(size, arguments.device)
     theirs = _torch_points(model, ids_BS, target_BS, arguments.quick)
-    ours = [mst(), *(_mst_at(b) for b in (_QUICK_BUDGETS if arguments.quick else BUDGETS))]
-    most = 1 + 2 * len(theirs) + len(ours)
+    ours = [mst(), mst(f"{MST}, free_overhead=0", free_overhead=0.0)]
+    ours += [_mst_at(budget) for budget in (_QUICK_BUDGETS if arguments.quick else BUDGETS)]
+    most = 2 + 2 * len(theirs) + len(ours)
     with Progress("pareto", most * (2 + arguments.repeats)) as advance:
         race = Race(
             lambda: model(ids_BS, target_BS),
@@ -89,7 +91,10 @@ def _race(size: LlamaSize, arguments: Arguments) -> tuple[Row, Rows, Rows]:
         race.enter([eager(), *theirs, *ours])
         race.measure_peaks()
         rows = race.rows
-        equal = _at_their_peaks([rows[c.name] for c in theirs], [rows[c.name] for c in ours])
+        lowest = LARGE_PEAK_LIMIT if arguments.large else 1.0
+        measured = [rows[c.name].peak_bytes for c in theirs if not rows[c.name].error]
+        peaks = [*measured, int(lowest * (rows[INDUCTOR].peak_bytes or 0))]
+        equal = _at_peaks(peaks, [rows[c.name] for c in ours])
         race.enter(equal)
         race.measure_peaks()
         race.time(arguments.repeats)
@@ -114,11 +119,10 @@ def _mst_at(budget: float | int) -> Contender:
     return mst(f"{MST}, memory_budget={text}", memory_budget=budget)
 
 
-def _at_their_peaks(theirs: Rows, ours: Rows) -> list[Contender]:
-    """Mst at the peaks of the torch points that lie between its own highest and lowest."""
+def _at_peaks(peaks: Sequence[int | None], ours: Rows) -> list[Contender]:
+    """Mst at those of the peaks that lie between its own highest and lowest."""
     reached = [row.peak_bytes for row in ours if row.peak_bytes is not None and not row.error]
-    peaks = {row.peak_bytes for row in theirs if row.peak_bytes is not None and not row.error}
-    between = (p for p in peaks if reached and min(reached) < p < max(reached))
+    between = {p for p in peaks if p is not None and reached and min(reached) < p < max(reached)}
     return [_mst_at(peak) for peak in sorted(between, reverse=True)]
 
 

@@ -150,7 +150,7 @@ def _evaluated(problem: CutProblem, plan: Plan) -> _Evaluated:
     if unknown:
         raise InvalidPlan(f"modes of regions that the problem does not have: {sorted(unknown)}")
     closed = with_modes(problem, plan.modes)
-    verify(closed.allowing(recompute_heavy=True), plan.saved)
+    verify(closed.allowing(recompute_heavy=True), plan.saved, plan.nested)
     step = simulated(problem, plan)
     saved_bytes = sum(value.bytes for value in closed.values if value.name in plan.saved)
     return _Evaluated(saved_bytes, step.peak_bytes, step.us)

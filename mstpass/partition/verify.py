@@ -12,8 +12,9 @@ class InvalidPlan(Exception):
     """A saved set that does not give backward what it needs; the message names the value."""
 
 
-def verify(problem: CutProblem, saved: Set[str]) -> None:
-    """Raise ``InvalidPlan`` unless every needed value is free, saved or recomputable."""
+def verify(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()) -> None:
+    """Raise ``InvalidPlan`` unless every needed value is free, saved or recomputable, and all the
+    named values are the problem's."""
     available: dict[str, bool] = {}
     for value in problem.values:
         if value.name in saved and not value.savable:
@@ -27,9 +28,10 @@ def verify(problem: CutProblem, saved: Set[str]) -> None:
             raise InvalidPlan(
                 f"backward needs {value.name}, which is neither saved nor recomputable{_why(value)}"
             )
-    unknown = saved - {value.name for value in problem.values}
-    if unknown:
-        raise InvalidPlan(f"saved values that the problem does not have: {sorted(unknown)}")
+    for what, names in (("saved", saved), ("nested", nested)):
+        unknown = names - available.keys()
+        if unknown:
+            raise InvalidPlan(f"{what} values that the problem does not have: {sorted(unknown)}")
 
 
 def _why_not_savable(value: Value) -> str:

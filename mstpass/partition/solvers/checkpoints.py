@@ -67,7 +67,7 @@ def checkpoints(problem: CutProblem) -> Checkpoints:
 
 
 def nested_checkpoints(problem: CutProblem) -> Checkpoints | None:
-    """The same with nested places, where that lowers the peak.
+    """The same with nested places; None where there are none to try.
 
     The places of both levels are those of two bounds on a segment's bytes.
     """
@@ -79,9 +79,16 @@ def nested_checkpoints(problem: CutProblem) -> Checkpoints | None:
         for coarse in flat
         if 1 / _SPREAD <= len(coarse.places) / math.sqrt(len(fine.places) or 1) <= _SPREAD
     ]
-    best = checkpoints(problem)
-    found = min(tried, key=_cost, default=best)
-    return found if found.simulation.peak_bytes < best.simulation.peak_bytes else None
+    found = min(tried, key=_cost, default=None)
+    return min(found, _last_saved(problem, found), key=_cost) if found is not None else None
+
+
+def _last_saved(problem: CutProblem, found: Checkpoints) -> Checkpoints:
+    """Without nested places behind the last other one: what backward has first it may as well
+    save, if it does not begin at the peak."""
+    last = max(found.places, default=-1)
+    inner = {place: names for place, names in found.inner.items() if place < last}
+    return at_places(problem, {**found.places, **_between(found.inner, inner)}, inner)
 
 
 def _flat(problem: CutProblem) -> list[tuple[Checkpoints, Checkpoints]]:

@@ -1,20 +1,21 @@
 """The least extra time whose simulated peak is within a budget.
 
-Four plans are known: *free* (regions in their first modes, those left whole whose loops would not
+Five plans are known: *free* (regions in their first modes, those left whole whose loops would not
 lower the peak; the least bytes saved without repeating a heavy op), *lean* (every region keeps the
 least), *least* (lean in the shortest chunks, and the forward cut at narrow places, all between them
-recomputed), *nested* (two levels of such places, most blocks recomputed twice, where that is
-lower). From one to the next there is a stair: the plan of the first part of the forward changes,
-the rest stays as it was. The first part, as its values are needed last: they are recomputed when
-all others are gone. ::
+recomputed), *dear* (least, but what heavy ops give is saved where they take long for its bytes:
+attention), *nested* (two levels of such places, most blocks recomputed twice, where that is lower).
+From one to the next there is a stair: the plan of the first part of the forward changes, the rest
+stays as it was. The first part, as its values are needed last: they are recomputed when all others
+are gone. ::
 
     free -> lean: region by region          (an MLP gives more bytes a second than attention)
     lean, then in the shortest chunks
-    lean -> least: checkpoint by checkpoint
+    lean -> dear -> least: checkpoint by checkpoint
     least -> nested: place by place
     drop the steps that do not lower the peak below all before them
     take the first whose peak is within the budget
-    undo what does not lower it             (relax.py)
+    undo what the budget has room for       (relax.py)
 
 So a smaller budget never means a higher peak.
 """
@@ -30,14 +31,16 @@ from mstpass.partition.problem import CutProblem, Mode, Plan, RegionModes
 from mstpass.partition.simulate import Simulation
 from mstpass.partition.solvers.checkpoints import (
     Checkpoints,
+    Places,
     at_places,
     checkpoints,
     complete,
     nested_checkpoints,
 )
+from mstpass.partition.solvers.heavy import repeated
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.solvers.relax import relaxed
-from mstpass.partition.verify import InvalidPlan, verify
+from mstpass.partition.verify import InvalidPlan, read, verify
 
 _ROOM = 1.005  # times the peak: what a simulation cannot tell apart
 _STEPS = 24  # of a stair, at the most
@@ -69,14 +72,14 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
         placed = (problem.once(_least), problem.once(_nested))
         steps = [problem.once(_lean), *(one.step for one in placed if one is not None)]
         lowest = min((free, *steps), key=lambda step: step.peak_bytes)
-        return relaxed(problem, lowest.plan)
+        return relaxed(problem, lowest.plan, 0)
     best = free
     for step in _stairs(problem, free):
         if step.simulation.within(best.peak_bytes - 1):
             best = step
             if best.peak_bytes <= budget_bytes:
                 break
-    return relaxed(problem, best.plan)
+    return relaxed(problem, best.plan, budget_bytes)
 
 
 def _step(problem: CutProblem, modes: Mapping[str, str]) -> _Step:
@@ -171,10 +174,12 @@ def _least(problem: CutProblem) -> _Placed | None:
 
 
 def _nested(problem: CutProblem) -> _Placed | None:
-    """The same with two levels of checkpoints, where that is lower."""
+    """The same with two levels of checkpoints, where that is lower for certain."""
     least = problem.once(_least)
     found = nested_checkpoints(least.step.problem) if least is not None else None
     if least is None or found is None:
+        return None
+    if found.simulation.peak_bytes * _ROOM > least.step.peak_bytes:
         return None
     return _placed(least.step.problem, least.step.plan.modes, found)
 
@@ -201,26 +206,38 @@ def _stairs(problem: CutProblem, free: _Step) -> Iterator[_Step]:
     shortest, least, nested = problem.once(_lean), problem.once(_least), None
     yield shortest
     if least is not None:
-        yield from _checkpoint_stairs(shortest, least)
+        dear = _dear(least.step)
+        yield from _checkpoint_stairs(shortest, dear, least.found.places)
+        yield dear
+        yield from _checkpoint_stairs(dear, least.step, least.found.places)
         yield least.step
         nested = problem.once(_nested)
     if nested is not None:
         yield from _nested_stairs(nested)
 
 
-def _checkpoint_stairs(lean: _Step, least: _Placed) -> Iterator[_Step]:
-    """Least up to a place, lean behind it.
+def _dear(least: _Step) -> _Step:
+    """Least, with what heavy ops give that take longer for its bytes than all of them together."""
+    heavies = repeated(least.problem, least.plan.saved)
+    us = sum(heavy.us for heavy in heavies) / max(1, sum(heavy.bytes for heavy in heavies))
+    kept = (heavy.results for heavy in heavies if heavy.us_per_byte > us)
+    saved = read(least.problem, least.plan.saved.union(*kept))
+    return _Step(least.problem, Plan(saved, least.plan.modes))
+
+
+def _checkpoint_stairs(before: _Step, step: _Step, places: Places) -> Iterator[_Step]:
+    """A step up to a place, the one before it behind.
 
     Places are the checkpoints and what is saved in any case (gradients of loops): that may be all.
     """
-    problem, plan, places = least.step.problem, least.step.plan, least.found.places
+    problem, plan = step.problem, step.plan
     index = {value.name: i for i, value in enumerate(problem.values)}
     stops = sorted({*places, *(index[name] for name in plan.saved)})
     for count in _counts(len(stops))[:-1]:
         stop = stops[count - 1]
         alive = {name for place in places if place <= stop for name in places[place]}
         early = {name for name in plan.saved if index[name] <= stop}
-        late = {name for name in lean.plan.saved if index[name] > stop}
+        late = {name for name in before.plan.saved if index[name] > stop}
         saved = frozenset(alive | early | late)
         try:
             verify(problem, saved)

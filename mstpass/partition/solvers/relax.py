@@ -1,29 +1,38 @@
-"""Give back time that a plan spends for nothing: where the simulated peak stays what it is.
+"""Give back time that a plan spends for nothing: where the budget leaves room.
 
 A plan that lowers the peak does so everywhere, but the peak is at one place. A move puts one region
-in a faster mode, or saves one heavy value that backward would compute again; light ones gain
-little, and there are too many to try. Moves are tried together, and in halves where that raises
-the peak::
+in a faster mode, or saves what one heavy op gives that backward would compute again; light ones
+gain little, and there are too many to try. Moves are tried together, and in halves where that
+exceeds the budget::
 
-    accept(moves): all of them, if the peak stays and time falls
+    accept(moves): all of them, if the peak is within the budget and time falls
                    else accept(first half), then accept(second half)
+
+No move that is accepted lowers the peak: where two budgets part, the plan of the larger one is
+above the smaller one from there on, so that less budget never means a higher peak.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mstpass.partition.modes import Cycle, with_modes
 from mstpass.partition.problem import CutProblem, Mode, Plan, RegionModes
 from mstpass.partition.simulate import simulated
+from mstpass.partition.solvers.heavy import repeated
 from mstpass.partition.solvers.stair import saved_where
-from mstpass.partition.verify import recomputed
 
 _OPS = 40_000  # that are simulated, at the most, over all tries
 _TRIES = 64
 
-Move = tuple[str, str]  # a region and its mode, or "" and a value
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A region's mode, or values to save."""
+
+    modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    saved: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass
@@ -33,12 +42,13 @@ class _State:
     us: float
 
 
-def relaxed(problem: CutProblem, plan: Plan) -> Plan:
-    """A plan of the same simulated peak that takes no more time."""
+def relaxed(problem: CutProblem, plan: Plan, budget_bytes: int) -> Plan:
+    """A plan within the budget that takes no more time; of the same peak where that is above."""
     step = simulated(problem, plan)
     state = _State(plan, step.peak_bytes, step.us)
     size = len(problem.values) + len(problem.backward)
-    relax = _Relax(problem, state, min(_TRIES, _OPS // max(1, size)))
+    limit = max(budget_bytes, step.peak_bytes)
+    relax = _Relax(problem, state, limit, min(_TRIES, _OPS // max(1, size)))
     for rank in range(max((len(r.modes) for r in problem.regions), default=0)):
         relax.accept(relax.region_moves(rank))
     relax.accept(relax.value_moves())
@@ -46,9 +56,10 @@ def relaxed(problem: CutProblem, plan: Plan) -> Plan:
 
 
 class _Relax:
-    def __init__(self, problem: CutProblem, state: _State, tries: int):
+    def __init__(self, problem: CutProblem, state: _State, limit_bytes: int, tries: int):
         self.problem = problem
         self.state = state
+        self.limit_bytes = limit_bytes
         self.tries = tries
 
     def region_moves(self, rank: int) -> list[Move]:
@@ -62,7 +73,7 @@ class _Relax:
             faster = sorted((n for n in times if times[n] < times[now]), key=lambda n: times[n])
             if rank < len(faster):
                 mode = faster[rank]
-                gains.append((times[now] - times[mode], (region.region, mode)))
+                gains.append((times[now] - times[mode], Move({region.region: mode})))
         return [move for _, move in sorted(gains, key=lambda pair: -pair[0])]
 
     def _us(self, region: RegionModes, mode: Mode) -> float:
@@ -73,14 +84,9 @@ class _Relax:
         return sum(loop.us for loop in mode.loops) + sum(by_name[n].us for n in every - inside)
 
     def value_moves(self) -> list[Move]:
-        """Values to save, what takes longest to compute again for its bytes first."""
+        """What heavy ops give, what takes longest to compute again for its bytes first."""
         closed = with_modes(self.problem, self.state.plan.modes)
-        again = set(recomputed(closed, self.state.plan.saved))
-        values = [
-            v for v in closed.values if v.name in again and v.savable and v.forward and v.heavy
-        ]
-        values.sort(key=lambda v: -v.us / max(1, v.bytes))
-        return [("", value.name) for value in values]
+        return [Move(saved=heavy.results) for heavy in repeated(closed, self.state.plan.saved)]
 
     def accept(self, moves: Sequence[Move]) -> None:
         if not moves or not self.tries or self._try(moves) or len(moves) == 1:
@@ -91,17 +97,21 @@ class _Relax:
 
     def _try(self, moves: Sequence[Move]) -> bool:
         self.tries -= 1
-        saved = self.state.plan.saved | {value for region, value in moves if not region}
-        modes = {**self.state.plan.modes, **{r: mode for r, mode in moves if r}}
+        saved = self.state.plan.saved.union(*(move.saved for move in moves))
+        modes = dict(self.state.plan.modes)
+        for move in moves:
+            modes.update(move.modes)
         try:
             closed = with_modes(self.problem, modes)
         except Cycle:
             return False
-        plan = Plan(
-            saved_where(closed, lambda value: value.name in saved), modes, self.state.plan.nested
-        )
-        step, peak_bytes = simulated(self.problem, plan), self.state.peak_bytes
-        if step.us >= self.state.us or not step.within(peak_bytes) or step.peak_bytes != peak_bytes:
+        kept = saved_where(closed, lambda value: value.name in saved)
+        nested = self.state.plan.nested & {value.name for value in closed.values}
+        plan = Plan(kept, modes, nested)
+        step = simulated(self.problem, plan)
+        if step.us >= self.state.us or not step.within(self.limit_bytes):
             return False
-        self.state = _State(plan, peak_bytes, step.us)
+        if step.peak_bytes < self.state.peak_bytes:
+            return False
+        self.state = _State(plan, step.peak_bytes, step.us)
         return True
