@@ -33,7 +33,8 @@ def rewrite(
     """The new joint graph and what to save in it, by name.
 
     Raises:
-        CannotWrite: a symbolic size that no node of the graph holds.
+        CannotWrite: a symbolic size that no node of the graph holds, or a loop's operand in
+            another layout.
     """
     writing = _Rewriting(joint, dict(decision.steps), encodings)
     try:
@@ -122,12 +123,22 @@ class _Rewriting:
             op = self.joint.by_name[step.op]
             return BY_NAME[step.rule].write(self.writer, op, node, self._read)
         env = {n: self._read(n) for n in node.all_input_nodes}
+        if any(n.op == "get_attr" for n in env):
+            return self._once_more(node, env)
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         # A new operand may be laid out in another way than the one that it stands for.
         target = aten.reshape.default if node.target is aten.view.default else node.target
         built = self.writer.call(target, *args, **kwargs)
         built.meta.update({key: node.meta[key] for key in _KEPT_META if key in node.meta})
         return built
+
+    def _once_more(self, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """A loop, whose body was traced for operands of these strides."""
+        for old, new in env.items():
+            was, is_now = value_of(old), value_of(new)
+            if was is not None and is_now is not None and was.stride() != is_now.stride():
+                raise CannotWrite(f"{node.name} needs {old.name} laid out as it was")
+        return self.graph.node_copy(node, env.__getitem__)
 
     def _check(self, node: fx.Node) -> None:
         old, new = value_of(node), value_of(self.new[node])
