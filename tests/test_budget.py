@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import mstpass
 from mstpass import device, pipeline
@@ -54,6 +55,25 @@ def test_plans_are_simulated_as_the_graphs_they_become(
     planned = memory_of(result.problem, plan)
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
     assert planned.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.01)
+
+
+def test_operands_that_no_view_shows_token_by_token_are_planned() -> None:
+    """``logits[:, :-1]`` of two sequences: the loop reads a copy of all but the last states."""
+    weight = torch.randn(4096, 64, requires_grad=True)
+    states, target = torch.randn(2, 512, 64, requires_grad=True), torch.randint(4096, (2, 512))
+
+    def loss(states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logits = (states @ weight.T)[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten())
+
+    joint, outputs = joint_graph(loss, states, target)
+    options = Options(memory_budget=0.5)
+    result = pipeline.run(joint, options, num_fwd_outputs=outputs)
+    assert result.problem is not None and result.modules is not None
+    real = simulate_step(*(module.graph for module in result.modules))
+    planned = memory_of(result.problem, pipeline._solve(result.problem, options, None))
+    assert [region.mode for region in result.outcome.regions] == ["fused"]
+    assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.001)
 
 
 @pytest.mark.parametrize("size", [SIZE, SMALL_HEAD])

@@ -19,9 +19,10 @@ from torch import fx
 from mstpass.chunk.body import build_body
 from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.loop import STACK, SUM, OutputSpec, mst_loop
+from mstpass.chunk.rows import is_viewable, rows_of
 from mstpass.graph.build import Builder, SizeNodes, UnknownSize, fake_mode_of, map_values
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.sizes import Size, generic, generic_shape, generic_stride, same_shape
+from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import Spec
 from mstpass.partition.problem import RECOMPUTED, UNFINISHED, loop_name, unfinished
 from mstpass.partition.repeatable import base_of
@@ -270,19 +271,16 @@ class _Writer:
 
     def _rows(self, built: fx.Node, spec: Spec) -> fx.Node:
         """A value as ``[N, rest]``, tokens first."""
-        value = built.meta["val"]
-        rest = [d for d in range(value.dim()) if d not in spec]
-        order = [*spec, *rest]
+        order, shape = rows_of(built.meta["val"], spec)
         if order != sorted(order):
             built = self.builder.call(aten.permute.default, built, order)
-        shape = [math.prod(value.shape[d] for d in spec), *(value.shape[d] for d in rest)]
         return self._reshaped(built, shape)
 
     def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:
         value = node.meta["val"]
         if same_shape(value.shape, shape):
             return node
-        if not _viewable(value, shape):
+        if not is_viewable(value, shape):
             node = self.builder.call(
                 aten.clone.default, node, memory_format=torch.contiguous_format
             )
@@ -319,13 +317,3 @@ def _layout(value: torch.Tensor | int) -> object:
     if isinstance(value, int):
         return int
     return value.dtype, tuple(value.shape), value.stride(), value.device
-
-
-def _viewable(value: torch.Tensor, shape: list[Size]) -> bool:
-    """Asked of a stand-in without symbols: to ask a fake tensor could guard on its sizes."""
-    layout = generic_shape(value), generic_stride(value)
-    try:
-        torch.empty_strided(*layout, device="meta").view([generic(size) for size in shape])
-    except (RuntimeError, ValueError):  # a fake mode in force raises the latter
-        return False
-    return True

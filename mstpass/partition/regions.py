@@ -14,6 +14,7 @@ from mstpass.chunk.body import build_body
 from mstpass.chunk.choices import Choices
 from mstpass.chunk.costs import costs_of
 from mstpass.chunk.loop import STACK, SUM
+from mstpass.chunk.rows import is_copied
 from mstpass.graph.build import Builder, fake_mode_of
 from mstpass.graph.cost import time_us, total_flops
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
@@ -70,8 +71,17 @@ class _Loops:
             members=loop.members,
             needs=tuple(n for n in dict.fromkeys(needs) if joint.by_name[n].op != "get_attr"),
             results=tuple(_result(joint, loop, item, self.accumulate) for item in loop.outputs),
-            inner_bytes=self._inner_bytes(plan, loop),
+            inner_bytes=self._inner_bytes(plan, loop) + self._copied_bytes(loop),
             us=self._time_us(plan, loop),
+        )
+
+    def _copied_bytes(self, loop: LoopPlan) -> int:
+        """Of operands that no view shows token by token, such as ``x[:, 1:]``: in memory whole."""
+        operands = ((self.joint.by_name[item.node], item.spec) for item in loop.inputs)
+        return sum(
+            nbytes(node)
+            for node, spec in operands
+            if spec and (value := value_of(node)) is not None and is_copied(value, spec)
         )
 
     def _inner_bytes(self, plan: ChunkPlan, loop: LoopPlan) -> int:
