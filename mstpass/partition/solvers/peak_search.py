@@ -13,8 +13,7 @@ are gone. ::
     lean, then in the shortest chunks
     lean -> dear -> least: checkpoint by checkpoint
     least -> nested: place by place
-    drop the steps that do not lower the peak below all before them
-    take the first whose peak is within the budget
+    take the first step whose peak is within the budget, the lowest where none is
     undo what the budget has room for       (relax.py)
 
 So a smaller budget never means a higher peak.
@@ -62,6 +61,11 @@ class _Step:
     def peak_bytes(self) -> int:
         return self.simulation.peak_bytes
 
+    @property
+    def saved_bytes(self) -> int:
+        """All of it is in memory when the forward ends: the peak is no lower."""
+        return sum(v.bytes for v in self.problem.values if v.name in self.plan.saved)
+
 
 def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     """The first plan down the stairs within the budget; the lowest one where none is."""
@@ -73,13 +77,11 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
         steps = [problem.once(_lean), *(one.step for one in placed if one is not None)]
         lowest = min((free, *steps), key=lambda step: step.peak_bytes)
         return relaxed(problem, lowest.plan, 0)
-    best = free
     for step in _stairs(problem, free):
-        if step.simulation.within(best.peak_bytes - 1):
-            best = step
-            if best.peak_bytes <= budget_bytes:
-                break
-    return relaxed(problem, best.plan, budget_bytes)
+        if step.saved_bytes <= budget_bytes and step.simulation.within(budget_bytes):
+            return relaxed(problem, step.plan, budget_bytes)
+    lowest = min((free, *_stairs(problem, free)), key=lambda step: step.peak_bytes)
+    return relaxed(problem, lowest.plan, budget_bytes)
 
 
 def _step(problem: CutProblem, modes: Mapping[str, str]) -> _Step:
