@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import mstpass
 from mstpass import pipeline
 from mstpass.bench.models import Llama, LlamaSize
+from mstpass.graph.copies import copy_of, original_of
 from mstpass.graph.kernels import simulate_step
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
@@ -78,6 +79,26 @@ def test_less_budget_is_never_a_higher_peak() -> None:
         peaks.append(simulated(problem, plan).peak_bytes)
         assert peaks[-1] <= budget
     assert peaks == sorted(peaks) and len(set(peaks)) > 6
+
+
+def test_reports_know_what_a_pass_copies() -> None:
+    model = nn.Sequential(*(Block(16, MLPS["gelu"](16)) for _ in range(9)))
+    x = torch.randn(1, 4096, 16, requires_grad=True)
+    options = {"chunk": "off", "memory_budget": 0.0}
+    report = mstpass.explain(lambda x: model(x).sin().sum(), x, options=options)
+    assert report.outcome.save_plan is not None and report.outcome.save_plan.nested
+    assert report.details is not None and report.details.after is not None
+    known = {node.name for node in report.details.nodes}
+    assert {life.node for life in report.details.after.lives} <= known
+
+
+@pytest.mark.parametrize("name", ["mm_37", "_to_copy_1", "copy_", "add__copy_2_3"])
+def test_a_copy_s_name_says_of_what(name: str) -> None:
+    node = fx.Graph().create_node("call_function", torch.sin, name=copy_of(name))
+    for number in ("", "_1", "_12"):
+        assert original_of(f"{node.name}{number}") == name
+    assert original_of(copy_of(copy_of(name))) == original_of(name) == name
+    assert copy_of(copy_of(name)) == copy_of(name)
 
 
 class _Dropping(nn.Module):

@@ -16,7 +16,8 @@ from torch import fx
 from torch._inductor import lowering
 from torch.library import Library
 
-from mstpass.graph.build import Builder, fake_mode_of
+from mstpass.graph.build import fake_mode_of
+from mstpass.graph.copies import copy_of
 
 _LIBRARY = Library("mstpass", "DEF")
 _LIBRARY.define("realize(Tensor x) -> Tensor")
@@ -30,8 +31,9 @@ def realized(value: fx.Node) -> fx.Node:
         lowering.register_lowering(op, type_promotion_kind=None)(_realize)
     graph = value.graph
     with graph.inserting_after(value):
-        node = Builder(graph, fake_mode_of([value])).call(op, value)
-    node.meta = {**value.meta, "val": node.meta["val"]}
+        node = graph.create_node("call_function", op, (value,), name=copy_of(value.name))
+    with fake_mode_of([value]):
+        node.meta = {**value.meta, "val": op(value.meta["val"])}
     return node
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.copies import copied
 from mstpass.graph.kernels import simulate_step
 from mstpass.graph.memory import StepMemory
 from mstpass.partition.repeatable import is_heavy, is_pinned
@@ -69,7 +70,7 @@ def _lowered(
         chain = _chain(value, late, order)
         if not chain:
             continue
-        copies = _copy(graph, chain, late[0])
+        copies = copied(chain, late[0])
         for reader in late:
             for old, new in copies.items():
                 reader.replace_input_with(old, new)
@@ -121,11 +122,3 @@ def is_cheap(node: fx.Node) -> bool:
     if node.op != "call_function" or is_heavy(node) or is_pinned(node):
         return False
     return ops.is_pointwise(node) or ops.is_reduction(node) or ops.is_cheap_view(node)
-
-
-def _copy(graph: fx.Graph, chain: list[fx.Node], before: fx.Node) -> dict[fx.Node, fx.Node]:
-    copies: dict[fx.Node, fx.Node] = {}
-    with graph.inserting_before(before):
-        for node in chain:
-            copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
-    return copies

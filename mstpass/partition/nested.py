@@ -20,6 +20,7 @@ from collections.abc import Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.copies import copied
 from mstpass.graph.realize import realized
 from mstpass.graph.sizes import is_size
 
@@ -32,36 +33,18 @@ def run_ahead(graph: fx.Graph, nested: Set[str]) -> None:
     others to where the gradients need them.
     """
     there: set[fx.Node] = set()
-    copy_of: dict[str, fx.Node] = {}  # the first, by the name of what is copied
     for node in list(graph.nodes):
         if node.name not in nested or node.op != "call_function":
             continue
-        copies = _copies(graph, _pass(node, there))
-        ahead = copies[node]
+        ahead = copied(_pass(node, there), node)[node]
         if ops.is_pointwise(ahead):  # otherwise its operands would be kept, not the value
-            ahead = copies[node] = realized(ahead)
+            ahead = realized(ahead)
         node.replace_all_uses_with(ahead)
         there.add(ahead)
         graph.erase_node(node)
-        for original, copy in copies.items():
-            copy_of.setdefault(original.name, copy)
-    if not there:
-        return
-    graph.eliminate_dead_code()
-    # What is left of a value as a copy alone is that value, for all that speaks of nodes by name.
-    names = {node.name for node in graph.nodes}
-    for name in copy_of.keys() - names:
-        copy_of[name].name = name
-    graph.lint()
-
-
-def _copies(graph: fx.Graph, chain: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Of the chain's nodes, all before its last one."""
-    copies: dict[fx.Node, fx.Node] = {}
-    with graph.inserting_before(chain[-1]):
-        for node in chain:
-            copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
-    return copies
+    if there:
+        graph.eliminate_dead_code()
+        graph.lint()
 
 
 def _pass(node: fx.Node, there: Set[fx.Node]) -> list[fx.Node]:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.copies import original_of
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of
 from mstpass.graph.memory import StepMemory, Timeline
 from mstpass.graph.sizes import hint_numel, hint_shape, is_size
@@ -40,6 +41,10 @@ def details_of(result: Result) -> Details | None:
     if result.read is None or result.applied is None or result.modules is None:
         return None
     names = result.applied.old_names()
+    for node in result.modules[1].graph.nodes:
+        original = original_of(node.name)
+        if original != node.name:
+            names[node.name] = names.get(original, original)
     return Details(
         nodes=drawn_nodes(result, result.read, names, result.modules),
         before=memory_timeline(result.before, {}) if result.before else None,
