@@ -91,7 +91,7 @@ def test_a_model_is_as_good_as_its_worst_budget() -> None:
 
 def test_budgets_that_are_close_are_one() -> None:
     head = Head.build(64, 16, 512, CPU)
-    found = budgets.budgets_of(head.loss, (1.0, 0.5, 0.0))
+    found = budgets.budgets_of(budgets.Model(head.loss, head.step), (1.0, 0.5, 0.0))
     assert list(found) == [1.0]
 
 

@@ -1,9 +1,10 @@
 """`mstpass bench budgets`: memory budgets in bytes, and the peaks that come of them.
 
-Each model's budgets lie between the lowest simulated peak that its problem has and its free plan's
-peak, in equal steps. The *simulated* peak is the report's, the *measured* one that of a step. Every
-budget compiles a step of its own, whose loss and gradients are compared with eager's; where there
-is dropout, with Inductor's at the same seed, since eager draws other masks than compiled code.
+Each model's budgets lie between what its plan of least memory needs, as Inductor schedules it, and
+its free plan's peak, in equal steps. The *simulated* peak is the report's, the *measured* one that
+of a step. Every budget compiles a step of its own, whose loss and gradients are compared with
+eager's; where there is dropout, with Inductor's at the same seed, since eager draws other masks
+than compiled code.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mstpass
 from mstpass.bench import common, losses, peers
 from mstpass.bench.common import MIB, Arguments, Progress, Result, Table, Target
 from mstpass.bench.huggingface import Case, Size, bert, gpt2, loss_of, olmo2, workload
@@ -30,6 +32,7 @@ from mstpass.bench.race import (
     eager,
     inductor,
     mst,
+    own_code,
 )
 from mstpass.bench.record import problem_of
 from mstpass.extras import UserError, require
@@ -121,9 +124,10 @@ def run(arguments: Arguments) -> Result:
     result.tables.append(_table(points))
     result.targets += [target for name in names for target in _targets(name, points)]
     result.notes += [
-        "Share: where the budget lies between the lowest simulated peak (0) and the free plan's "
-        f"(1); budgets within {100 * _APART:.0f} % of each other are one. Gradient error: the "
-        "largest of a gradient, relative, to eager's; with dropout to Inductor's at the same seed.",
+        "Share: where the budget lies between what the least memory needs when it is scheduled "
+        f"(0) and the free plan's peak (1); budgets within {100 * _APART:.0f} % of each other are "
+        "one. Gradient error: the largest of a gradient, relative, to eager's; with dropout to "
+        "Inductor's at the same seed.",
         *(f"{p.model}, {p.share:.2f}: {p.error}" for p in points if p.error),
     ]
     result.records["rows"] = [_record(point) for point in points]
@@ -137,7 +141,7 @@ def points_of(
     device: torch.device,
     advance: Callable[[str], None] = lambda name: None,
 ) -> list[Point]:
-    budgets = budgets_of(model.loss_fn, shares)
+    budgets = budgets_of(model, shares)
     race = Race(
         model.loss_fn,
         model.make_step,
@@ -155,18 +159,28 @@ def points_of(
     ]
 
 
-def budgets_of(loss_fn: LossFn, shares: Sequence[float]) -> dict[float, int]:
-    """Bytes by share, each such that what the planner spares of it is the peak meant."""
-    problem = problem_of(loss_fn, memory_budget=0.5)
-    lowest, highest = (
-        memory_of(problem, SOLVERS[AUTO](problem, budget)).peak_bytes for budget in (0, None)
-    )
+def budgets_of(model: Model, shares: Sequence[float]) -> dict[float, int]:
+    """Bytes by share, each such that what the planner spares of it is the peak meant.
+
+    The lowest is what Inductor's schedule of the least memory needs: below it a budget is refused.
+    """
+    problem = problem_of(model.loss_fn, memory_budget=0.5)
+    highest = memory_of(problem, SOLVERS[AUTO](problem, None)).peak_bytes
+    lowest = min(_lowest_bytes(model), highest)
     budgets: dict[float, int] = {}
     for share in shares:
         budget = math.ceil(SPARE * (lowest + share * (highest - lowest))) + 1
         if all(abs(budget - other) > _APART * other for other in budgets.values()):
             budgets[share] = budget
     return budgets
+
+
+def _lowest_bytes(model: Model) -> int:
+    options: dict[str, Any] = {"memory_budget": 0.0, "strict": True}
+    model.make_step(torch.compile(own_code(model.loss_fn), backend="mst", options=options))()
+    peak_bytes = mstpass.reports()[-1].peak_bytes
+    assert peak_bytes is not None
+    return peak_bytes
 
 
 def _contender(name: str, budget: int) -> Contender:
@@ -250,7 +264,13 @@ def _head(loss: losses.Loss) -> Build:
 
 def _mlps(device: torch.device, quick: bool) -> Model:
     mlps = MLPs.build(*((1024, 64, 256, 2) if quick else (4096, 256, 1024, 3)), device)
-    return Model(mlps.value, mlps.step)
+    parameters = (mlps.hidden, *mlps.layers.parameters())
+
+    def step(fn: LossFn) -> Step:
+        # The gradient comes from the step, as in a model: it would be no part of its peak else.
+        return Step(lambda: fn().square().mean(), parameters)
+
+    return Model(mlps.value, step)
 
 
 def _huggingface(case: Case, size: Size) -> Build:
