@@ -266,11 +266,9 @@ def _mlps(device: torch.device, quick: bool) -> Model:
     mlps = MLPs.build(*((1024, 64, 256, 2) if quick else (4096, 256, 1024, 3)), device)
     parameters = (mlps.hidden, *mlps.layers.parameters())
 
-    def step(fn: LossFn) -> Step:
-        # The gradient comes from the step, as in a model: it would be no part of its peak else.
-        return Step(lambda: fn().square().mean(), parameters)
-
-    return Model(mlps.value, step)
+    # The gradient comes from the step, as in a model: it would be no part of its peak otherwise.
+    loss = lambda value: value.square().mean()
+    return Model(mlps.value, lambda fn: Step(fn, parameters, loss=loss))
 
 
 def _huggingface(case: Case, size: Size) -> Build:

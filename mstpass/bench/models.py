@@ -22,19 +22,21 @@ LossFn = Callable[[], Tensor]
 class Step:
     """Forward and backward; the gradients of `leaves` exist at its end and are dropped.
 
-    `tangent` is what enters backward where the function returns more than a scalar loss.
+    Where the function returns more than a scalar loss, `tangent` enters backward, or the gradient
+    of `loss`, a function of what it returns; that is held until backward is over, as in most loops.
     """
 
     fn: LossFn
     leaves: Sequence[Tensor]
     tangent: Tensor | None = None
+    loss: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self) -> Tensor:
         return self.with_gradients()[0]
 
     def with_gradients(self) -> tuple[Tensor, list[Tensor]]:
         value = self.fn()
-        value.backward(self.tangent)
+        (self.loss(value) if self.loss else value).backward(self.tangent)
         gradients = [leaf.grad for leaf in self.leaves]
         for leaf in self.leaves:
             leaf.grad = None  # before the next step begins, as an optimizer would
