@@ -139,9 +139,13 @@ def _within_budget(
     compiled: Any,
     report: Report,
 ) -> tuple[Any, Report]:
-    """The same, or compiled again for less where its schedule needs more than the budget."""
+    """The same, or compiled again for less where its schedule needs more than the budget.
+
+    Of all attempts the lowest: a lower plan may need as much when it is scheduled.
+    """
+    latest = report
     for attempt in range(_MORE_ATTEMPTS):
-        limit = tighter_limit_bytes(report.outcome, options, last=attempt == _MORE_ATTEMPTS - 1)
+        limit = tighter_limit_bytes(latest.outcome, options, last=attempt == _MORE_ATTEMPTS - 1)
         if limit is None:
             break
         tighter = Partitioner(options, limit)
@@ -152,9 +156,11 @@ def _within_budget(
                 raise
             _warn_of(error)
             break
-        if tighter.report is None or not _is_lower(tighter.report, report):
+        if tighter.report is None:
             break
-        compiled, report = again, tighter.report
+        latest = tighter.report
+        if _is_lower(latest, report):
+            compiled, report = again, latest
     return compiled, report
 
 

@@ -317,7 +317,9 @@ def _text(page: Any, selector: str) -> str:
 
 
 def _titles(page: Any) -> list[str]:
-    return [e.text for e in page.find_elements("css selector", ".row.module .title")]
+    # At once: the page may draw its rows anew between two questions.
+    script = "return [...document.querySelectorAll('.row.module .title')].map(e => e.innerText)"
+    return [str(title) for title in page.execute_script(script)]
 
 
 def _row(page: Any, title: str) -> Any:

@@ -54,6 +54,7 @@ _ADVICE = (
         "nothing to change: a product that only widens, such as attention's fused QKV, has no "
         "large values between its input and its result",
     ),
+    (r"products in a row", "nothing to change: they are loops of their own instead"),
     (r"nothing outside uses", "return a loss that depends on it, or leave the computation out"),
     (
         r"outside the region, uses a large value",

@@ -208,10 +208,12 @@ def _stairs(problem: CutProblem, free: _Step) -> Iterator[_Step]:
     shortest, least, nested = problem.once(_lean), problem.once(_least), None
     yield shortest
     if least is not None:
-        dear = _dear(least.step)
-        yield from _checkpoint_stairs(shortest, dear, least.found.places)
-        yield dear
-        yield from _checkpoint_stairs(dear, least.step, least.found.places)
+        upper, places, dear = shortest, least.found.places, _dear(least.step)
+        if not dear.simulation.within(least.step.peak_bytes):
+            yield from _checkpoint_stairs(upper, dear, places)
+            yield dear
+            upper = dear
+        yield from _checkpoint_stairs(upper, least.step, places)
         yield least.step
         nested = problem.once(_nested)
     if nested is not None:
@@ -227,8 +229,8 @@ def _dear(least: _Step) -> _Step:
     return _Step(least.problem, Plan(saved, least.plan.modes))
 
 
-def _checkpoint_stairs(before: _Step, step: _Step, places: Places) -> Iterator[_Step]:
-    """A step up to a place, the one before it behind.
+def _checkpoint_stairs(upper: _Step, step: _Step, places: Places) -> Iterator[_Step]:
+    """A step up to a place, the one above it behind.
 
     Places are the checkpoints and what is saved in any case (gradients of loops): that may be all.
     """
@@ -239,7 +241,7 @@ def _checkpoint_stairs(before: _Step, step: _Step, places: Places) -> Iterator[_
         stop = stops[count - 1]
         alive = {name for place in places if place <= stop for name in places[place]}
         early = {name for name in plan.saved if index[name] <= stop}
-        late = {name for name in before.plan.saved if index[name] > stop}
+        late = {name for name in upper.plan.saved if index[name] > stop}
         saved = frozenset(alive | early | late)
         try:
             verify(problem, saved)
