@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.library import custom_op
+from torch import Tensor, library, nn
 
 TOKENS, WIDTH, VOCABULARY = 1024, 64, 4096
 _device = torch.device("meta")  # nothing here is ever computed
 
 
-@custom_op("tests_refused::scale", mutates_args=())
+@library.custom_op("tests_refused::scale", mutates_args=())
 def scale(x: Tensor, by: float) -> Tensor:
     return x * by
 

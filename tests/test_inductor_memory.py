@@ -15,6 +15,7 @@ import mstpass
 from mstpass import backend
 from mstpass.bench.models import MLPs, Step
 from mstpass.measure import peak_bytes
+from mstpass.options import Options
 from mstpass.plans import Outcome
 
 CPU = torch.device("cpu")
@@ -130,6 +131,26 @@ def test_an_attempt_that_fails_leaves_what_is_compiled(
     with pytest.warns(UserWarning, match="not again"), pytest.warns(UserWarning, match="lowest"):
         step()
     assert calls == 2 and mstpass.reports()[-1].peak_bytes == pytest.approx(scheduled, rel=0.1)
+
+
+def test_a_plan_that_needs_as_much_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(4, 4, requires_grad=True)
+    base = mstpass.explain(lambda x: (x @ weight).sum(), torch.randn(8, 4))
+    planned = {75: (60, 120), 50: (50, 95)}  # by limit: simulated, scheduled
+
+    def again(gm: Any, inputs: Any, users: Any, partitioner: backend.Partitioner) -> str:
+        peak, scheduled = planned[partitioner.limit_bytes or 0]
+        partitioner.report = base.with_outcome(
+            limit_bytes=partitioner.limit_bytes, peak_bytes=peak, scheduled_peak_bytes=scheduled
+        )
+        return f"of {scheduled}"
+
+    monkeypatch.setattr(backend, "_compiled", again)
+    first = base.with_outcome(limit_bytes=97, peak_bytes=90, scheduled_peak_bytes=120)
+    graph: Any = None
+    options = Options(memory_budget=100)
+    found, report = backend._within_budget(graph, (), {}, options, "of 120", first)
+    assert found == "of 95" and report.peak_bytes == 95
 
 
 def test_a_budget_that_no_schedule_meets_is_told() -> None:

@@ -234,6 +234,16 @@ def test_room_under_the_budget_goes_to_what_takes_longest() -> None:
     assert step_memory(problem, room.saved, room.nested).peak_bytes <= memory.peak_bytes + 2 * 11
 
 
+def test_a_plan_names_values_of_its_problem() -> None:
+    problem = _chain(blocks=2, inner=1).allowing(True)
+    saved = {value.name for value in problem.values}
+    verify(problem, saved, {"x1"})
+    with pytest.raises(InvalidPlan, match=r"nested values .* not have: \['no'\]"):
+        verify(problem, saved, {"x1", "no"})
+    with pytest.raises(InvalidPlan, match="saved values that the problem does not have"):
+        verify(problem, saved | {"no"})
+
+
 def test_checkpoints_see_long_blocks_and_few() -> None:
     """With little inside the blocks, several of them share a checkpoint."""
     saved = checkpoints(_chain(blocks=64, inner=1)).saved

@@ -29,7 +29,7 @@ STAIRS = ("peak_search", "greedy", "knapsack")
 def evaluated(problem: CutProblem, plan: Plan) -> tuple[int, float]:
     """Peak and time of a plan that must be valid."""
     closed = with_modes(problem, plan.modes).allowing(recompute_heavy=True)
-    verify(closed, plan.saved)
+    verify(closed, plan.saved, plan.nested)
     step = simulated(problem, plan)
     return step.peak_bytes, step.us
 

@@ -265,7 +265,6 @@ def _head(loss: losses.Loss) -> Build:
 def _mlps(device: torch.device, quick: bool) -> Model:
     mlps = MLPs.build(*((1024, 64, 256, 2) if quick else (4096, 256, 1024, 3)), device)
     parameters = (mlps.hidden, *mlps.layers.parameters())
-
     # The gradient comes from the step, as in a model: it would be no part of its peak otherwise.
     loss = lambda value: value.square().mean()
     return Model(mlps.value, lambda fn: Step(fn, parameters, loss=loss))

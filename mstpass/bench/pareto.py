@@ -91,9 +91,9 @@ def _race(size: LlamaSize, arguments: Arguments) -> tuple[Row, Rows, Rows]:
         race.enter([eager(), *theirs, *ours])
         race.measure_peaks()
         rows = race.rows
-        lowest = LARGE_PEAK_LIMIT if arguments.large else 1.0
-        measured = [rows[c.name].peak_bytes for c in theirs if not rows[c.name].error]
-        peaks = [*measured, int(lowest * (rows[INDUCTOR].peak_bytes or 0))]
+        peaks = [rows[c.name].peak_bytes for c in theirs if not rows[c.name].error]
+        if arguments.large:
+            peaks.append(int(LARGE_PEAK_LIMIT * (rows[INDUCTOR].peak_bytes or 0)))
         equal = _at_peaks(peaks, [rows[c.name] for c in ours])
         race.enter(equal)
         race.measure_peaks()

@@ -36,7 +36,7 @@ _WIDE_OF_ANCHOR = 0.4
 _WIDE_OF_INPUT = 1.1
 _SMALL_BYTES = 16 * 2**10
 # Widening products, one behind the other, in a fused loop. Time to compile its body grows with the
-# square of them: of MLPs with dropout 28 s for 4, 134 s for 6 (2 CPU cores, 2026-11-21).
+# square of them: of MLPs with dropout 28 s for 4, 134 s for 6 (2 busy CPU cores, 2026-11-21).
 _MOST_IN_A_ROW = 3
 _SYMBOLIC = "a size other than the tokens' is symbolic"
 _RETURNED = {

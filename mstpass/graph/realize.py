@@ -12,14 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, library
 from torch._inductor import lowering
-from torch.library import Library
 
 from mstpass.graph.build import fake_mode_of
 from mstpass.graph.copies import copy_of
 
-_LIBRARY = Library("mstpass", "DEF")
+_LIBRARY = library.Library("mstpass", "DEF")
 _LIBRARY.define("realize(Tensor x) -> Tensor")
 _LIBRARY.impl("realize", lambda x: x.clone(), "CompositeExplicitAutograd")
 

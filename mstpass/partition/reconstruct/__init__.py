@@ -11,6 +11,7 @@ refuse, with a reason. docs/reconstruction.md has the table, the proofs and what
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Set
 
 from mstpass.graph.joint import JointGraph, nbytes
@@ -24,6 +25,8 @@ from mstpass.partition.reconstruct.table import RULES, inverses_of
 from mstpass.plans import Reconstructed
 
 __all__ = ["EXACT", "OFF", "RULES", "TOLERANT", "Inverse", "Refused", "inverses_of", "reconstruct"]
+
+log = logging.getLogger(__name__)
 
 OFF = "off"
 _LEAST_BYTES = 1024  # what an encoding is worth writing for
@@ -54,7 +57,8 @@ def reconstruct(
         return unchanged
     try:
         rewritten, kept = rewrite(joint, decision, encodings)
-    except CannotWrite:
+    except CannotWrite as refusal:
+        log.info("nothing is reconstructed: %s", refusal)
         return unchanged
     return rewritten, kept, (*_reconstructed(joint, decision), *_encoded(joint, encodings))
 

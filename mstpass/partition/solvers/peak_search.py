@@ -209,6 +209,7 @@ def _stairs(problem: CutProblem, free: _Step) -> Iterator[_Step]:
     yield shortest
     if least is not None:
         upper, places, dear = shortest, least.found.places, _dear(least.step)
+        # Otherwise it is no step on the way: it saves more, and least needs no more memory.
         if not dear.simulation.within(least.step.peak_bytes):
             yield from _checkpoint_stairs(upper, dear, places)
             yield dear
