@@ -1,7 +1,7 @@
 """The body of a loop: a region's nodes redone at chunk size, as a pure graph.
 
 Every node keeps its op (replay.py), but for a few that read a chunk's logits in a way that costs a
-second buffer of them (pick.py, inplace.py).
+second buffer of them or one more pass over them (pick.py, rowsums.py, inplace.py).
 
 Where the token count is symbolic, a chunk's length is known at run time only: it is the body's
 first input, an int, and stands wherever an argument holds it. The body is still built, and
@@ -15,9 +15,10 @@ from torch import fx
 
 from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.inplace import read_before_write
-from mstpass.chunk.pick import one_hot_sum, pick, picks_one, put, puts_one
+from mstpass.chunk.pick import pick, picks_one, put, puts_one
 from mstpass.chunk.repeat import one_reader_each
 from mstpass.chunk.replay import check_chunk, chunk_call
+from mstpass.chunk.rowsums import row_sum
 from mstpass.chunk.twins import merge_twins
 from mstpass.graph import ops
 from mstpass.graph.build import Builder
@@ -149,8 +150,8 @@ class _Body:
             short = pick(self.builder, args[0], args[1], args[2])
         elif puts_one(node):
             short = put(self.builder, args[0], args[1], args[2], args[3])
-        elif target is aten.sum.dim_IntList:
-            short = one_hot_sum(self.builder, node, args[0])
+        else:
+            short = row_sum(self.builder, target, args, kwargs)
         built = self.builder.call(target, *args, **kwargs) if short is None else short
         check_chunk(node, spec, self.chunk, built)
         return built

@@ -84,9 +84,20 @@ def put(builder: Builder, zeros: fx.Node, dim: int, index: fx.Node, source: fx.N
 
 def _masked_sum(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
     value, call = source.meta["val"], builder.call
+    _check(builder, index, value.shape[dim])
     hit = _hits(builder, value, dim, index)
     zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
     return call(aten.sum.dim_IntList, call(aten.where.self, hit, source, zero), [dim], True)
+
+
+def _check(builder: Builder, index: fx.Node, size: int) -> None:
+    """An index out of bounds is an error, as it is for the gather."""
+    call = builder.call
+    within = call(
+        aten.bitwise_and.Tensor, call(aten.ge.Scalar, index, 0), call(aten.lt.Scalar, index, size)
+    )
+    message = f"mst: an index (a label, say) is out of bounds: 0 <= index < {size}"
+    call(aten._assert_async.msg, call(aten.all.default, within), message)
 
 
 def _hits(builder: Builder, value: torch.Tensor, dim: int, index: fx.Node) -> fx.Node:
@@ -104,83 +115,3 @@ def _hits(builder: Builder, value: torch.Tensor, dim: int, index: fx.Node) -> fx
     )
     narrow = builder.call(prims.convert_element_type.default, index, torch.int32)
     return builder.call(aten.eq.Tensor, builder.call(aten.reshape.default, places, shape), narrow)
-
-
-def one_hot_sum(builder: Builder, node: fx.Node, source: fx.Node) -> fx.Node | None:
-    """The row sum of a one-hot value, or of one times a row's factor, without a pass over the row.
-
-    ``sum over v of where(index == v, a, 0) * r`` is ``a * r`` where the index is within the row and
-    0 elsewhere, as all other terms are ``0 * r``, which is added for a factor that is not finite.
-    It is the row sum of the gradient that enters a log-softmax under cross-entropy. None where the
-    source is no such product.
-
-    Args:
-        node: the ``sum.dim_IntList`` of the joint graph.
-        source: its operand in the body.
-    """
-    value, call = source.meta["val"], builder.call
-    dims = node.args[1]
-    keepdim = len(node.args) > 2 and node.args[2]
-    if not isinstance(dims, tuple | list) or len(dims) != 1 or not keepdim:
-        return None
-    row = (*value.shape[:-1], 1)
-    if dims[0] not in (value.dim() - 1, -1):
-        return None
-    for one_hot, factor in _products(source):
-        match = _one_hot(one_hot, value.shape[-1], row)
-        if match is None or (factor is not None and tuple(factor.meta["val"].shape) != row):
-            continue
-        index, hit = match
-        inside = call(
-            aten.bitwise_and.Tensor,
-            call(aten.ge.Scalar, index, 0),
-            call(aten.lt.Scalar, index, value.shape[-1]),
-        )
-        zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
-        if factor is None:
-            return call(aten.where.self, inside, hit, zero)
-        picked = call(aten.where.self, inside, call(aten.mul.Tensor, hit, factor), zero)
-        return call(aten.add.Tensor, picked, call(aten.mul.Tensor, factor, zero))
-    return None
-
-
-def _products(source: fx.Node) -> list[tuple[object, fx.Node | None]]:
-    """The source as one-hot value and factor, in every way that it may be one."""
-    found: list[tuple[object, fx.Node | None]] = [(source, None)]
-    if source.target is aten.mul.Tensor:
-        a, b = source.args
-        found += [(x, y) for x, y in ((a, b), (b, a)) if isinstance(y, fx.Node)]
-    return found
-
-
-def _one_hot(node: object, width: int, row: tuple[int, ...]) -> tuple[fx.Node, fx.Node] | None:
-    """``where(index == iota(width), a, 0)``: its ``index`` of a row's shape, and ``a``."""
-    if not isinstance(node, fx.Node) or node.target is not aten.where.self:
-        return None
-    equal, hit, miss = node.args
-    if not isinstance(equal, fx.Node) or equal.target is not aten.eq.Tensor:
-        return None
-    if not isinstance(hit, fx.Node) or not ops.is_zero(miss):
-        return None
-    if hit.meta["val"].numel() != 1 and tuple(hit.meta["val"].shape) != row:
-        return None
-    for index, places in (equal.args, reversed(equal.args)):
-        index, places = _unexpanded(index), _unexpanded(places)
-        if index is None or places is None or places.target is not prims.iota.default:
-            continue
-        counts = places.args == (width,) and places.kwargs["start"] == 0
-        if counts and places.kwargs["step"] == 1 and tuple(index.meta["val"].shape) == row:
-            return index, hit
-    return None
-
-
-def _unexpanded(node: object) -> fx.Node | None:
-    """The value behind expands, and behind the reshape of an iota to a row."""
-    while isinstance(node, fx.Node):
-        behind = node.args[0] if node.args else None
-        expands = node.target is aten.expand.default
-        row = node.target is aten.reshape.default and isinstance(behind, fx.Node)
-        if not (expands or (row and behind.target is prims.iota.default)):  # type: ignore[union-attr]
-            return node
-        node = behind
-    return None
