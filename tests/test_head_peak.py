@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor import config as inductor_config
 
 import mstpass
 from mstpass.measure import peak_bytes
@@ -67,12 +68,19 @@ ONE: dict[str, Loss] = {
     "reference_penalty": _reference_penalty,
 }
 # Inductor 2.11 keeps values of more than 8 reads or 30 operations, 2.13 (CPU) of 12 and 50.
-LONG = ("entropy_bonus", "z_loss_and_entropy", "log_probabilities_with_entropy", "distillation")
+LONG = ("log_probabilities_with_entropy", "distillation")
 OLD = torch.__version__.startswith(("2.11", "2.12"))
 TWO: dict[str, Loss] = {"kl": _kl, "distillation": _distillation}  # both logits at once
 
 
 _QUICK = ("entropy_bonus", "reference_penalty", "kl")
+
+
+@pytest.mark.skipif(OLD, reason="no thresholds of the CPU's own")
+@pytest.mark.parametrize("name", ["entropy_bonus", "z_loss_and_entropy"])
+def test_peak_at_a_gpu_s_thresholds(name: str) -> None:
+    with inductor_config.patch(realize_cpu_opcount_threshold=30, realize_cpu_acc_reads_threshold=8):
+        test_peak_is_the_floor(name, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import fx
 from mstpass.chunk.grow import CannotTake
 from mstpass.chunk.inplace import read_before_write
 from mstpass.chunk.pick import pick, picks_one, put, puts_one
-from mstpass.chunk.repeat import one_reader_each
+from mstpass.chunk.repeat import one_reader_each, rows_written_once
 from mstpass.chunk.replay import check_chunk, chunk_call
 from mstpass.chunk.rowsums import row_sum
 from mstpass.chunk.twins import merge_twins
@@ -72,6 +72,7 @@ class _Body:
         output = self.builder.graph.output(tuple(results))
         merge_twins(self.builder)
         read_before_write(self.builder, self.symbolic)
+        rows_written_once(self.builder.graph)
         one_reader_each(self.builder.graph)
         return list(output.args[0])
 

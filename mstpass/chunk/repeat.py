@@ -1,4 +1,5 @@
-"""Compute a chunk's wide pointwise values where they are read, instead of keeping them.
+"""Compute a chunk's wide pointwise values where they are read, instead of keeping them; write what
+they read of each row.
 
 Inductor keeps a pointwise value that several kernels read if it is dear: an exp, log or sigmoid on
 the CPU, many reads or many operations (``StorageBox.should_realize_on_reuse`` in
@@ -7,6 +8,9 @@ read is one more buffer of chunk x vocabulary. Read once each, its copies go int
 read them, and those into one that computes it once a pass over the row.
 
 What a matmul reads, or what leaves the chunk, has to exist and is not repeated.
+
+Many reads or operations are those of a whole expression, of what it reads of each row as well, such
+as the logarithm of a sum. Written once, c values, that is one read and no operation.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import numel
+from mstpass.graph.realize import realized
 
 _WIDE = 0.25  # of the largest product
 _MOST_COPIES = 400  # a chain whose every value is read twice doubles with each
@@ -34,6 +39,21 @@ def one_reader_each(graph: fx.Graph) -> None:
             copies += 1
             with graph.inserting_after(node):
                 user.replace_input_with(node, graph.node_copy(node))
+
+
+def rows_written_once(graph: fx.Graph) -> None:
+    """Write what wide pointwise values read of each row to memory, in place."""
+    nodes = list(graph.nodes)
+    widest = max((numel(n) for n in nodes if ops.is_matmul(n)), default=0)
+    for node in nodes:
+        if node.op != "call_function" or not ops.is_pointwise(node) or ops.is_cheap_view(node):
+            continue
+        if 1 < numel(node) < _WIDE * widest and any(
+            numel(reader) >= _WIDE * widest and ops.is_pointwise(reader)
+            for reader in ops.readers(node)
+        ):
+            written = realized(node)
+            node.replace_all_uses_with(written, lambda user, own=written: user is not own)
 
 
 def _is_free(node: fx.Node) -> bool:

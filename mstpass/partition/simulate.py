@@ -80,9 +80,8 @@ class _Again:
         passes = [value for other in ahead for value in self._pass(other)]
         alias = {other.name: f"{other.name}:for:{name}" for other in missing}
         self.there.add(name)
-        last = _reading(value, alias)
-        if last.kind == POINTWISE:  # it is written to memory
-            last = dataclasses.replace(last, kind=CALL)
+        kind = CALL if value.kind == POINTWISE else value.kind  # it is written to memory
+        last = dataclasses.replace(value, kind=kind, inputs=_inputs(value, alias))
         return [*passes, *(_renamed(other, alias) for other in missing), last]
 
     def _missing(self, names: Iterable[str]) -> tuple[list[str], list[Value]]:
@@ -105,11 +104,11 @@ class _Again:
 
 
 def _renamed(value: Value, alias: dict[str, str]) -> Value:
-    return dataclasses.replace(_reading(value, alias), name=alias[value.name])
+    return dataclasses.replace(value, name=alias[value.name], inputs=_inputs(value, alias))
 
 
-def _reading(value: Value, alias: dict[str, str]) -> Value:
-    return dataclasses.replace(value, inputs=tuple(alias.get(i, i) for i in value.inputs))
+def _inputs(value: Value, alias: dict[str, str]) -> tuple[str, ...]:
+    return tuple([alias.get(name, name) for name in value.inputs])
 
 
 class Simulation:

@@ -133,7 +133,7 @@ def complete(problem: CutProblem, kept: frozenset[str]) -> frozenset[str]:
     """A saved set with all of ``kept``: what that leaves open, such as a random draw's result,
     comes the cheapest way."""
     rest = tuple(
-        dataclasses.replace(value, free=value.free or value.name in kept)
+        dataclasses.replace(value, free=True) if value.name in kept else value
         for value in problem.values
     )
     return kept | min_cut(dataclasses.replace(problem, values=rest))
