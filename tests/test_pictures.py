@@ -197,7 +197,7 @@ def test_perfetto_has_the_memory_of_the_step(tmp_path: Path, report: Report) -> 
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert "moment" in trace["otherData"]["axis"]
     events = trace["traceEvents"]
-    required = {"M": set(), "C": set(), "X": {"dur"}, "b": {"id", "cat"}, "e": {"id", "cat"}}
+    required = {"M": set(), "C": set(), "X": {"dur"}, "b": {"id2", "cat"}, "e": {"id2", "cat"}}
     for event in events:
         assert {"ph", "pid", "tid", "ts", "name", "args"} | required[event["ph"]] <= set(event)
     assert report.details is not None and report.details.before is not None
@@ -205,7 +205,10 @@ def test_perfetto_has_the_memory_of_the_step(tmp_path: Path, report: Report) -> 
         counted = [e for e in events if e["ph"] == "C" and e["pid"] == pid]
         assert max(event["args"]["bytes"] for event in counted) == peak
         assert [e["ts"] for e in counted] == sorted({e["ts"] for e in counted})
-    begins, ends = ({e["id"]: e["ts"] for e in events if e["ph"] == ph} for ph in "be")
+    begins, ends = (
+        {(e["pid"], e["id2"]["local"]): e["ts"] for e in events if e["ph"] == ph} for ph in "be"
+    )
+    assert {pid for pid, _ in begins} == {3, 4}
     assert begins.keys() == ends.keys() and all(ts < ends[i] for i, ts in begins.items())
     loops = [e["args"] for e in events if e["ph"] == "X" and e["name"].startswith("loop:")]
     assert {args["loop"] for args in loops} >= {"lm_head, fused"}

@@ -34,22 +34,26 @@ def perfetto_trace(outcome: Outcome, details: Details) -> dict[str, Any]:
     """A trace in the Trace Event Format, as plain data.
 
     Each timeline is a process: a counter of bytes in use, slices for forward and backward and for
-    what runs, loops among them, and the large tensors as asynchronous slices.
+    what runs, loops among them. Its large tensors are asynchronous slices, of which a viewer makes
+    a row each, so they have a process of their own.
     """
     nodes = {node.name: node for node in details.nodes}
     events: list[dict[str, Any]] = []
-    for number, (name, timeline) in enumerate(named_timelines(details), 1):
-        events += _process(number, f"{name}, peak {bytes_text(timeline.peak_bytes)}")
+    timelines = named_timelines(details)
+    threads = {_PHASES: "phases", _OPS: "ops and loops"}
+    for number, (name, timeline) in enumerate(timelines, 1):
+        events += _process(number, f"{name}, peak {bytes_text(timeline.peak_bytes)}", threads)
         events += _counter(number, timeline)
         events += _slices(number, timeline, outcome, nodes)
+    for number, (name, timeline) in enumerate(timelines, len(timelines) + 1):
+        events += _process(number, f"{name}, its large tensors", {})
         events += _tensors(number, timeline, nodes)
     axis = f"{MOMENT_US} us are one moment (an op or a loop), not a time; bytes are simulated"
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"axis": axis}}
 
 
-def _process(pid: int, name: str) -> list[dict[str, Any]]:
+def _process(pid: int, name: str, threads: dict[int, str]) -> list[dict[str, Any]]:
     meta = {"ph": "M", "pid": pid, "tid": 0, "ts": 0}
-    threads = {_PHASES: "phases", _OPS: "ops and loops"}
     return [
         {**meta, "name": "process_name", "args": {"name": name}},
         {**meta, "name": "process_sort_index", "args": {"sort_index": pid}},
@@ -98,7 +102,9 @@ def _tensors(
     large = sorted((l for l in timeline.lives if l.bytes >= least), key=lambda l: -l.bytes)
     for number, life in enumerate(sorted(large[:_MOST_SHOWN], key=lambda l: (l.start, l.end))):
         name = f"{life.node} (inside)" if life.transient else life.node
-        tensor = {"pid": pid, "tid": 0, "cat": "tensor", "id": f"{pid}.{number}", "name": name}
+        # A local id: a global one would gather both timelines' tensors outside of their processes.
+        tensor = {"pid": pid, "tid": 0, "cat": "tensor", "id2": {"local": hex(number)}}
+        tensor |= {"name": name}
         args = {"bytes": life.bytes, "size": bytes_text(life.bytes), **_about(life.node, nodes)}
         yield {**tensor, "ph": "b", "ts": life.start * MOMENT_US, "args": args}
         yield {**tensor, "ph": "e", "ts": life.end * MOMENT_US, "args": {}}
