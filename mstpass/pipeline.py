@@ -112,6 +112,43 @@ def run(
     """
     if stop_after not in STAGES:
         raise ValueError(f"stop_after must be one of {STAGES}, got {stop_after!r}")
+    limit = simulated_limit_bytes(options) if limit_bytes is None else limit_bytes
+
+    def planned(limit: int | None) -> tuple[Result, StepMemory | None]:
+        return _run(module, options, num_fwd_outputs, stop_after, limit, torch_kwargs)
+
+    result, memory = planned(limit)
+    budget = budget_bytes(options)
+    if budget is None or limit is None or memory is None:
+        return result
+    if limit and memory.peak_bytes > limit:
+        least, least_memory = planned(0)
+        if least_memory is not None and least_memory.peak_bytes < memory.peak_bytes:
+            result, memory = least, least_memory
+    if memory.peak_bytes <= budget:
+        return result
+    note = infeasible(budget, memory)
+    if options.strict:
+        raise BudgetError(note)
+    warnings.warn(f"mstpass: {note}", stacklevel=2)
+    outcome = dataclasses.replace(result.outcome, notes=(*result.outcome.notes, note))
+    return dataclasses.replace(result, outcome=outcome)
+
+
+def _run(
+    module: fx.GraphModule,
+    options: Options,
+    num_fwd_outputs: int,
+    stop_after: str,
+    limit: int | None,
+    torch_kwargs: dict[str, Any],
+) -> tuple[Result, StepMemory | None]:
+    """One plan, for a simulated peak within the limit or the lowest, and what it needs.
+
+    A limit of 0 is for ``memory_budget=0.0``: the same plan, from the same choices.
+    """
+    if limit == 0:
+        options = dataclasses.replace(options, memory_budget=0.0)
     watch = _Watch()
     joint = JointGraph(module, num_fwd_outputs)
     watch.stop("read")
@@ -123,36 +160,29 @@ def run(
         joint, regions, rejections = _detect(joint, options)
     watch.stop("detect")
     if stop_after in STAGES[:2]:
-        return Result(Outcome((), _with_fixes(rejections)))
+        return Result(Outcome((), _with_fixes(rejections))), None
     problem, regions, more = _problem(joint, regions, options)
     rejections += more
-    limit = simulated_limit_bytes(options) if limit_bytes is None else limit_bytes
     plan = _solve(problem, options, limit, needs_torch(joint))
     plans, more = _chosen(regions, plan)
     rejections += more
     watch.stop("plan")
     if stop_after == "plan":
-        return Result(Outcome(tuple(plans), _with_fixes(rejections)), problem)
+        return Result(Outcome(tuple(plans), _with_fixes(rejections)), problem), None
     applied, plans, more = _apply(joint, plans, options)
     rejections += more
     watch.stop("apply")
     if stop_after == "apply":
-        return Result(Outcome(tuple(plans), _with_fixes(rejections)), problem, applied)
+        return Result(Outcome(tuple(plans), _with_fixes(rejections)), problem, applied), None
     rewritten = JointGraph(applied.module, num_fwd_outputs)
     modules, save_plan, note = _split(rewritten, applied, plan, options, torch_kwargs)
     save_plan = _named(save_plan, applied, joint)
     rows_first = options.frees_memory_for_time
     memory = simulate_step(modules[0].graph, modules[1].graph, rows_first)
     notes = [note] if note else []
-    budget = budget_bytes(options)
     least = options.memory_budget == 0.0 or (limit is not None and memory.peak_bytes > limit)
     if least and save_plan.solver != "torch":
         modules, memory = recompute_again(modules, memory, rows_first)
-    if budget is not None and memory.peak_bytes > budget:
-        notes.append(infeasible(budget, memory))
-        if options.strict:
-            raise BudgetError(notes[-1])
-        warnings.warn(f"mstpass: {notes[-1]}", stacklevel=2)
     peak_bytes = memory.peak_bytes if memory.known else None
     refused = _with_fixes(rejections)
     outcome = Outcome(
@@ -172,7 +202,8 @@ def run(
         )
     watch.stop("split")
     after = memory if memory.known else None
-    return Result(outcome, problem, applied, modules, joint, before, after, watch.seconds)
+    result = Result(outcome, problem, applied, modules, joint, before, after, watch.seconds)
+    return result, memory
 
 
 class _Watch:

@@ -16,6 +16,7 @@ from mstpass import backend
 from mstpass.bench.models import MLPs, Step
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
+from mstpass.partition.budget import tighter_limit_bytes
 from mstpass.plans import Outcome
 
 CPU = torch.device("cpu")
@@ -151,6 +152,24 @@ def test_a_plan_that_needs_as_much_is_not_the_last_one(monkeypatch: pytest.Monke
     options = Options(memory_budget=100)
     found, report = backend._within_budget(graph, (), {}, options, "of 120", first)
     assert found == "of 95" and report.peak_bytes == 95
+
+
+@pytest.mark.parametrize(
+    ("limit", "peak", "scheduled", "last", "tighter"),
+    [
+        (97, 90, 100, False, None),  # within the budget
+        (97, 90, 120, False, 75),
+        (97, 90, 120, True, 0),
+        (60, 70, 120, False, 0),  # no plan is within the limit: the lowest one is left to try
+        (0, 70, 120, False, None),  # that was it
+        (97, 130, 140, False, None),  # the planner has told that no plan is within the budget
+    ],
+)
+def test_the_limit_of_the_next_attempt(
+    limit: int, peak: int, scheduled: int, last: bool, tighter: int | None
+) -> None:
+    outcome = Outcome(limit_bytes=limit, peak_bytes=peak, scheduled_peak_bytes=scheduled)
+    assert tighter_limit_bytes(outcome, Options(memory_budget=100), last) == tighter
 
 
 def test_a_budget_that_no_schedule_meets_is_told() -> None:

@@ -60,18 +60,20 @@ def tighter_limit_bytes(outcome: Outcome, options: Options, last: bool) -> int |
     """What the simulated peak must keep to for Inductor's schedule to stay within the budget.
 
     Args:
-        last: there is one attempt left, which is for the lowest peak.
+        last: there is one attempt left, which is for the lowest peak, a limit of 0.
 
     Returns:
         None where the schedule does, where it is not known, and where no plan needs less.
     """
     scheduled, limit = outcome.scheduled_peak_bytes, outcome.limit_bytes
-    if not _is_over(outcome, options) or scheduled is None or limit is None:
-        return None
-    if outcome.peak_bytes is None or outcome.peak_bytes > limit:
-        return None
     budget = budget_bytes(options)
-    return 0 if last or budget is None else int(outcome.peak_bytes * budget / scheduled)
+    if not _is_over(outcome, options) or scheduled is None or budget is None:
+        return None
+    if not limit or outcome.peak_bytes is None or outcome.peak_bytes > budget:
+        return None
+    if last or outcome.peak_bytes > limit:
+        return 0  # that of ``memory_budget=0.0``
+    return int(outcome.peak_bytes * budget / scheduled)
 
 
 def over_budget(outcome: Outcome, options: Options) -> str:
