@@ -8,7 +8,6 @@ to backward, by the simulated peak. What it decides is applied as it is.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 import warnings
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
+from mstpass import collector
 from mstpass.chunk.advice import with_fix
 from mstpass.chunk.apply import Applied, CycleError, apply_plans
 from mstpass.chunk.choices import Choices, choices
@@ -56,8 +56,6 @@ from mstpass.partition.split import (
 )
 from mstpass.partition.verify import InvalidPlan, read, verify
 from mstpass.plans import ChunkPlan, Outcome, Reconstructed, Rejection, SavePlan
-
-log = logging.getLogger(__name__)
 
 STAGES = ("read", "detect", "plan", "apply", "split")
 
@@ -115,7 +113,8 @@ def run(
     limit = simulated_limit_bytes(options) if limit_bytes is None else limit_bytes
 
     def planned(limit: int | None) -> tuple[Result, StepMemory | None]:
-        return _run(module, options, num_fwd_outputs, stop_after, limit, torch_kwargs)
+        with collector.paused():
+            return _run(module, options, num_fwd_outputs, stop_after, limit, torch_kwargs)
 
     result, memory = planned(limit)
     budget = budget_bytes(options)

@@ -16,7 +16,7 @@ from mstpass.graph.kernels import simulate_step
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
 from mstpass.partition.problem import Plan
-from mstpass.partition.simulate import schedule, simulated
+from mstpass.partition.simulate import Simulation, simulated
 from mstpass.partition.solvers.checkpoints import checkpoints, nested_checkpoints
 from mstpass.partition.solvers.peak_search import peak_search
 from tests.checks import check_against_float64, compiled, joint_graph
@@ -38,7 +38,7 @@ def test_one_block_is_not_nested() -> None:
 
 def test_a_pass_keeps_the_nested_value_alone() -> None:
     problem = _chain(blocks=4, inner=3)
-    ops = schedule(problem, frozenset({"x0"}), frozenset({"x2"})).backward
+    ops = Simulation(problem, frozenset({"x0"}), frozenset({"x2"})).schedule.backward
     names = [op.name for op in ops]
     assert len(set(names)) == len(names)
     known: set[str] = set()

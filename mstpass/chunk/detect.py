@@ -15,7 +15,7 @@ from torch import fx
 from mstpass.chunk.absorb import absorb
 from mstpass.chunk.advice import fix_of
 from mstpass.chunk.fused import Unit, try_fused
-from mstpass.chunk.grow import CannotTake, Growth, products_behind
+from mstpass.chunk.grow import CannotTake, Growth, Needs, products_behind
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
 from mstpass.graph.sizes import (
@@ -51,11 +51,11 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
     rejections: list[Rejection] = []
     taken: set[fx.Node] = set()
     refused: set[fx.Node] = set()
-    behind = products_behind(joint)
-    for anchor, spec in anchors(joint):
+    behind, needs = products_behind(joint), Needs()
+    for anchor, spec in joint.once(anchors):
         if anchor in taken or anchor in refused:
             continue
-        growth = Growth(joint, _wide_numel(anchor, spec), taken, behind)
+        growth = Growth(joint, _wide_numel(anchor, spec), taken, behind, needs)
         try:
             region, growth = _region(joint, growth, anchor, spec)
         except CannotTake as refusal:

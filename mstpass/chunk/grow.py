@@ -42,6 +42,18 @@ def products_behind(joint: JointGraph) -> dict[fx.Node, int]:
     return behind
 
 
+class Needs:
+    """The specs that nodes need of their operands: asked often, found once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[fx.Node, Spec], dict[fx.Node, Spec] | Refusal] = {}
+
+    def of(self, node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
+        if (node, spec) not in self._known:
+            self._known[node, spec] = ops.operand_specs(node, spec)
+        return self._known[node, spec]
+
+
 class Growth:
     """A region while it grows: its members and their specs."""
 
@@ -51,17 +63,19 @@ class Growth:
         wide_numel: int,
         taken: Set[fx.Node],
         behind: Mapping[fx.Node, int],
+        known: Needs,
     ):
         self.joint = joint
         self.wide_numel = wide_numel
         self.taken = taken  # members of other regions
         self.behind = behind
+        self.known = known
         self.specs: dict[fx.Node, Spec | Sum] = {}
         self.returned: set[fx.Node] = set()  # wide members that the step returns
         self._queue: deque[fx.Node] = deque()
 
     def copy(self) -> Growth:
-        other = Growth(self.joint, self.wide_numel, self.taken, self.behind)
+        other = Growth(self.joint, self.wide_numel, self.taken, self.behind, self.known)
         other.specs, other.returned = dict(self.specs), set(self.returned)
         return other
 
@@ -125,7 +139,7 @@ class Growth:
         if isinstance(spec, Sum):
             needs = self._sum_needs(member)
         else:
-            needs = ops.operand_specs(member, spec)
+            needs = self.known.of(member, spec)
         if isinstance(needs, Refusal):
             raise CannotTake(member, needs.reason)
         return needs
@@ -146,7 +160,7 @@ class Growth:
             return Refusal("is an output of the graph")
         result = ops.result_spec(user, operand, spec)
         if isinstance(result, tuple):
-            needs = ops.operand_specs(user, result)
+            needs = self.known.of(user, result)
             if isinstance(needs, Refusal):
                 return needs
         return result
@@ -202,7 +216,7 @@ class Growth:
         return self.wide(operand) or labels
 
     def _can_pull(self, operand: fx.Node, spec: Spec) -> bool:
-        needs = ops.operand_specs(operand, spec)
+        needs = self.known.of(operand, spec)
         if isinstance(needs, Refusal):
             return False
         if not all(self.specs.get(n, s) == s for n, s in needs.items()):

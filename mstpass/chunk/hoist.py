@@ -85,7 +85,7 @@ Found = tuple[fx.Node, Spec, Window, list[fx.Node]]
 
 def _first_window(joint: JointGraph, given_up: set[str]) -> Found | None:
     """The largest matmul whose tokens are sliced, in one way, by those who read it."""
-    for anchor, spec in anchors(joint):
+    for anchor, spec in joint.once(anchors):
         if anchor.name in given_up:
             continue
         slices = _slices(joint, anchor, spec)

@@ -14,12 +14,10 @@ import math
 import torch
 from torch import fx
 
-from mstpass.chunk.detect import anchors
-from mstpass.graph import ops
+from mstpass.chunk.downstream import downstream
 from mstpass.graph.build import Builder, SizeNodes, UnknownSize, copied, fake_mode_of
 from mstpass.graph.dims import reduced_dims
 from mstpass.graph.joint import JointGraph, numel
-from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.partition import tags
 
 aten = torch.ops.aten
@@ -55,22 +53,16 @@ def sum_means(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
 
 def _means_over_tokens(joint: JointGraph) -> list[str]:
     """Means, over all tokens and maybe more dims, of wide values downstream of wide matmuls."""
-    specs: dict[fx.Node, tuple[Spec, int]] = {}
-    for anchor, spec in anchors(joint):
-        specs[anchor] = spec, int(_WIDE_OF_ANCHOR * numel(anchor))
+    known = joint.once(downstream)
     found = []
     for node in joint.nodes:
-        if node.op != "call_function" or node in specs:
+        if node.target not in _MEANS or node in known:
             continue
-        source = next((i for i in node.all_input_nodes if i in specs), None)
-        if source is None:
-            continue
-        spec, least = specs[source]
-        result = ops.result_spec(node, source, spec)
-        if isinstance(result, tuple) and result != WHOLE:
-            specs[node] = result, least
-        elif node.target in _MEANS and numel(source) >= least:
-            if set(spec) <= set(reduced_dims(node, source.meta["val"].dim())):
+        (source,) = node.all_input_nodes
+        if source in known:
+            spec, anchor = known[source]
+            every = set(spec) <= set(reduced_dims(node, source.meta["val"].dim()))
+            if every and numel(source) >= int(_WIDE_OF_ANCHOR * numel(anchor)):
                 found.append(node.name)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -32,9 +33,14 @@ def is_viewable(value: torch.Tensor, shape: Sequence[Size], order: Sequence[int]
     """
     dims = order or range(value.dim())
     sizes, strides = generic_shape(value), generic_stride(value)
-    layout = [sizes[d] for d in dims], [strides[d] for d in dims]
+    layout = tuple(sizes[d] for d in dims), tuple(strides[d] for d in dims)
+    return _has_view(*layout, tuple(map(generic, shape)))
+
+
+@functools.lru_cache(maxsize=4096)  # the layers of a model are alike
+def _has_view(sizes: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     try:
-        torch.empty_strided(*layout, device="meta").view([generic(size) for size in shape])
+        torch.empty_strided(sizes, strides, device="meta").view(shape)
     except (RuntimeError, ValueError):  # a fake mode in force raises the latter
         return False
     return True

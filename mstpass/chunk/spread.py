@@ -11,12 +11,12 @@ import contextlib
 import torch
 from torch import fx
 
-from mstpass.chunk.detect import anchors
+from mstpass.chunk.downstream import downstream
 from mstpass.graph import ops
 from mstpass.graph.build import Builder, SizeNodes, UnknownSize, copied, fake_mode_of
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import Size, generic_shape
-from mstpass.graph.tokens import WHOLE, Refusal, Spec, broadcast_source
+from mstpass.graph.tokens import Refusal, Spec, broadcast_source
 from mstpass.partition import tags
 
 aten = torch.ops.aten
@@ -51,21 +51,12 @@ def spread_operands(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
 
 def _partly_broadcast(joint: JointGraph) -> list[tuple[str, str, Spec]]:
     """Pointwise users downstream of wide matmuls, such operands of theirs, the users' specs."""
-    specs: dict[fx.Node, Spec] = dict(anchors(joint))
-    found = []
-    for node in joint.nodes:
-        if node.op != "call_function" or node in specs:
-            continue
-        known = next((i for i in node.all_input_nodes if specs.get(i, WHOLE) != WHOLE), None)
-        if known is None:
-            continue
-        result = ops.result_spec(node, known, specs[known])
-        if not isinstance(result, tuple) or result == WHOLE:
-            continue
-        specs[node] = result
-        if ops.is_pointwise(node):
-            found += [(node.name, i.name, result) for i in _partial_operands(node, result)]
-    return found
+    return [
+        (node.name, operand.name, spec)
+        for node, (spec, _) in joint.once(downstream).items()
+        if ops.is_pointwise(node)
+        for operand in _partial_operands(node, spec)
+    ]
 
 
 def _partial_operands(node: fx.Node, spec: Spec) -> list[fx.Node]:

@@ -10,13 +10,16 @@ checked with torch 2.13).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from mstpass.graph.sizes import generic_numel, hint_numel
+
+T = TypeVar("T")
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
@@ -88,6 +91,17 @@ class JointGraph:
         assert isinstance(outputs, tuple | list)
         self.forward_outputs = [n for n in outputs[:num_fwd_outputs] if isinstance(n, fx.Node)]
         self.backward_outputs = [n for n in outputs[num_fwd_outputs:] if isinstance(n, fx.Node)]
+
+    def once(self, analysis: Callable[[JointGraph], T]) -> T:
+        """``analysis`` of this graph, made at the first call: the graph does not change."""
+        if analysis not in self._known:
+            self._known[analysis] = analysis(self)
+        found: T = self._known[analysis]
+        return found
+
+    @cached_property
+    def _known(self) -> dict[object, Any]:
+        return {}
 
     @cached_property
     def backward(self) -> set[fx.Node]:

@@ -37,10 +37,12 @@ def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
     Raises:
         Cycle: the loops cannot be put in an order.
     """
-    chosen = [
-        region[modes[region.region]] if region.region in modes else region.modes[0]
-        for region in problem.regions
-    ]
+    chosen = (modes.get(region.region, region.modes[0].name) for region in problem.regions)
+    return problem.once(_with_modes, tuple(chosen))
+
+
+def _with_modes(problem: CutProblem, names: tuple[str, ...]) -> CutProblem:
+    chosen = [region[name] for region, name in zip(problem.regions, names, strict=True)]
     loops = [loop for mode in chosen for loop in mode.loops]
     if not loops:
         return dataclasses.replace(problem, regions=())

@@ -16,7 +16,7 @@ from mstpass.chunk.costs import costs_of
 from mstpass.chunk.loop import STACK, SUM
 from mstpass.chunk.rows import is_copied
 from mstpass.graph.build import Builder, fake_mode_of
-from mstpass.graph.cost import time_us, total_flops
+from mstpass.graph.cost import flops, time_us
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.kernels import body_bytes
 from mstpass.graph.sizes import hint_shape
@@ -55,7 +55,7 @@ class _Loops:
     def __init__(self, joint: JointGraph, accumulate: str):
         self.joint, self.accumulate = joint, accumulate
         self.inner_bytes: dict[object, int] = {}  # by structure
-        self.work: dict[LoopPlan, tuple[float, int]] = {}
+        self.work: dict[str, tuple[float, int]] = {}  # by node: microseconds, operations
 
     def of(self, plan: ChunkPlan) -> tuple[Loop, ...]:
         return tuple(self._loop(plan, loop) for loop in plan.loops)
@@ -96,15 +96,20 @@ class _Loops:
         return self.inner_bytes[key]
 
     def _time_us(self, plan: ChunkPlan, loop: LoopPlan) -> float:
-        inside = [self.joint.by_name[name] for name in loop.members]
-        if loop not in self.work:
-            self.work[loop] = sum(map(time_us, inside)), total_flops(inside)
-        whole_us, flops = self.work[loop]
+        work = [self._work(name) for name in loop.members]
+        whole_us, flops = sum(us for us, _ in work), sum(flops for _, flops in work)
+        inside = (self.joint.by_name[name] for name in loop.members)
         device = next(v.device for node in inside for v in tensors_of(node.meta["val"]))
         costs = costs_of(device)
         if not flops:
             return whole_us + plan.num_chunks * costs.chunk_us
         return whole_us * costs.relative_time(plan.chunk_tokens, flops / plan.num_tokens)
+
+    def _work(self, name: str) -> tuple[float, int]:
+        if name not in self.work:
+            node = self.joint.by_name[name]
+            self.work[name] = time_us(node), flops(node)
+        return self.work[name]
 
 
 def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str) -> Result:

@@ -32,11 +32,13 @@ class Schedule:
     backward: tuple[Value, ...]
 
 
-def schedule(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()) -> Schedule:
-    """The two graphs of a problem without open regions, for a plan that ``verify`` accepts."""
-    index = {value.name: i for i, value in enumerate(problem.values)}
-    forward = _ancestors(problem, index, {*problem.outputs, *saved})
-    gradients = set(problem.gradients)
+def _forward(problem: CutProblem, saved: Set[str]) -> tuple[Value, ...]:
+    used = _ancestors(problem, problem.once(_index), {*problem.outputs, *saved})
+    return tuple(v for v in problem.values if v.name in used)
+
+
+def _backward(problem: CutProblem, saved: Set[str], nested: Set[str]) -> tuple[Value, ...]:
+    index, gradients = problem.once(_index), set(problem.gradients)
     used = set(gradients)
     for op in reversed(problem.backward):
         if op.name in used:
@@ -48,12 +50,14 @@ def schedule(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset(
     for op in (*problem.backward, *(v for v in problem.values if v.name in gradients)):
         if op.name in used:
             own = op.name in index
-            backward += again.values([op.name] if own else op.inputs)
+            if missing := [n for n in ([op.name] if own else op.inputs) if again.misses(n)]:
+                backward += again.values(missing)
             backward += [] if own else [op]
-    return Schedule(
-        tuple(v for v in problem.values if v.name in forward),
-        (*crossing, *backward),
-    )
+    return (*crossing, *backward)
+
+
+def _index(problem: CutProblem) -> dict[str, int]:
+    return {value.name: i for i, value in enumerate(problem.values)}
 
 
 class _Again:
@@ -63,6 +67,9 @@ class _Again:
         self, problem: CutProblem, index: dict[str, int], there: set[str], nested: Set[str]
     ):
         self.problem, self.index, self.there, self.nested = problem, index, there, nested
+
+    def misses(self, name: str) -> bool:
+        return name not in self.there and name in self.index
 
     def values(self, names: Iterable[str]) -> list[Value]:
         """What is missing of the names and of all they come from, for good."""
@@ -121,12 +128,17 @@ class Simulation:
         self.problem, self.saved, self.nested = problem, saved, frozenset(nested)
 
     @functools.cached_property
+    def _ops(self) -> tuple[Value, ...]:
+        """The forward's, without the backward's schedule, which takes longer."""
+        return _forward(self.problem, self.saved)
+
+    @functools.cached_property
     def schedule(self) -> Schedule:
-        return schedule(self.problem, self.saved, self.nested)
+        return Schedule(self._ops, _backward(self.problem, self.saved, self.nested))
 
     @functools.cached_property
     def forward(self) -> Timeline:
-        return simulate(self.schedule.forward, [*self.problem.outputs, *self.saved])
+        return simulate(self._ops, [*self.problem.outputs, *self.saved])
 
     @functools.cached_property
     def backward(self) -> Timeline:

@@ -1,0 +1,33 @@
+"""Planning pauses Python's garbage collector, and leaves it as it was."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from mstpass import collector
+
+
+def test_on_again_after_an_error():
+    on = []
+
+    @collector.paused()
+    def planned() -> None:
+        on.append(gc.isenabled())
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        planned()
+    assert on == [False]
+    assert gc.isenabled()
+
+
+def test_off_stays_off():
+    gc.disable()
+    try:
+        with collector.paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
