@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mstpass.demo import Arguments
 
 _FULL = Setup(text.VOCABULARY)
-_QUICK = Setup(text.VOCABULARY, layers=2, batch=1, length=256)
+_QUICK = Setup(text.VOCABULARY, layers=2, batch=1, length=1024)
 _TEXT_CHARS, _QUICK_TEXT_CHARS = 8 * 2**20, 2**20
 _COLUMNS = (
     "peak\nMiB",
