@@ -118,9 +118,9 @@ def run(
 
     result, memory = planned(limit)
     budget = budget_bytes(options)
-    if budget is None or limit is None or memory is None:
+    if budget is None or limit is None or memory is None or memory.peak_bytes <= budget:
         return result
-    if limit and memory.peak_bytes > limit:
+    if limit:  # no other plan has all choices of this one
         least, least_memory = planned(0)
         if least_memory is not None and least_memory.peak_bytes < memory.peak_bytes:
             result, memory = least, least_memory

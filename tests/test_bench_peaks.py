@@ -81,11 +81,14 @@ def point(budget: int, simulated: int | None, measured: int | None) -> budgets.P
 
 def test_a_model_is_as_good_as_its_worst_budget() -> None:
     points = [point(100, 90, 99), point(100, 100, 94)]
-    within, deviation = budgets._targets("m", points)
+    within, deviation, falling = budgets._targets("m", points)
     assert within.value == 0.99 and within.met
     assert deviation.value == pytest.approx(0.1) and not deviation.met
+    assert falling.value == 1.0 and falling.met
     without = [*points, point(100, None, None)]
-    assert [t.met for t in budgets._targets("m", without)] == [False, False]
+    assert [t.met for t in budgets._targets("m", without)] == [False, False, False]
+    rising = [point(200, 80, 80), point(300, 90, 90), point(100, 84, 84)]
+    assert budgets._targets("m", rising)[2].value == 1.05
     assert budgets._table(points).rows[1][5:7] == ("-6.0 %", "met")
 
 

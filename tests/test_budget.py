@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from mstpass import device, pipeline
 from mstpass.backend import MstpassError
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.graph.kernels import simulate_step
+from mstpass.graph.memory import Moment, StepMemory
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
-from mstpass.partition.budget import memory_of
+from mstpass.partition.budget import SPARE, memory_of
 from mstpass.partition.modes import Cycle, with_modes
 from mstpass.partition.problem import CutProblem, Loop, Mode, Plan, RegionModes, Result, Value
 from mstpass.partition.simulate import simulated, step_memory, step_us
@@ -133,6 +136,33 @@ def test_gradients_are_right_between_the_ends(budget: float) -> None:
     )
     assert report.outcome.save_plan is not None
     assert report.outcome.save_plan.solver == "peak_search"
+
+
+def test_a_plan_within_the_budget_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rewritten graph may need some bytes more than its limit: that is what is spared."""
+    model, ids, target = llama(SIZE, torch.device("cpu"))
+    joint, outputs = joint_graph(model, ids, target)
+
+    def peak_of(budget: Any) -> tuple[int, float]:
+        options = Options(memory_budget=budget)
+        outcome = pipeline.run(joint, options, num_fwd_outputs=outputs).outcome
+        assert outcome.peak_bytes is not None and outcome.extra_time is not None
+        return outcome.peak_bytes, outcome.extra_time
+
+    free_bytes, free_time = peak_of("free")
+    exactly = math.ceil(SPARE * free_bytes) + 1
+    assert peak_of(exactly) == (free_bytes, free_time)
+    simulate = pipeline.simulate_step
+
+    def a_bit_more(*graphs: Any) -> StepMemory:
+        memory = simulate(*graphs)
+        moments = (*memory.forward.moments, Moment("more", memory.peak_bytes + 4096))
+        return dataclasses.replace(
+            memory, forward=dataclasses.replace(memory.forward, moments=moments)
+        )
+
+    monkeypatch.setattr(pipeline, "simulate_step", a_bit_more)
+    assert peak_of(exactly) == (free_bytes + 4096, free_time)
 
 
 def test_a_budget_that_cannot_be_met_names_the_lowest_peak() -> None:

@@ -10,6 +10,7 @@ than compiled code.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ from mstpass.partition.solvers import AUTO, SOLVERS
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 _QUICK_SHARES = (1.0, 0.0)
 PEAK_LIMIT, DEVIATION_LIMIT = 1.0, 0.05  # measured / budget, |measured / simulated - 1|
+STEP_LIMIT = 1.0  # a smaller budget never needs more
 _APART = 0.01  # budgets closer to each other are one
 _AUTOCAST_TOLERANCE = 0.05
 _SEED = 1
@@ -229,10 +231,19 @@ def _table(points: Sequence[Point]) -> Table:
 def _targets(name: str, points: Sequence[Point]) -> list[Target]:
     own = [p for p in points if p.model == name]
     deviations = [p.deviation and abs(p.deviation) for p in own]
+    falling = sorted(own, key=lambda p: -p.budget_bytes)
     return [
         Target(f"{name}: measured peak / budget", _worst([p.of_budget for p in own]), PEAK_LIMIT),
         Target(f"{name}: |measured / simulated - 1|", _worst(deviations), DEVIATION_LIMIT),
+        Target(f"{name}: peak / that of a larger budget", _worst(_steps(falling)), STEP_LIMIT),
     ]
+
+
+def _steps(falling: Sequence[Point]) -> list[float | None]:
+    """What each budget's step needs, as a share of what the next larger one's does."""
+    peaks = [point.measured_bytes for point in falling]
+    pairs = itertools.pairwise(peaks)
+    return [1.0, *(common.quotient(less, more) for more, less in pairs)]
 
 
 def _worst(values: Sequence[float | None]) -> float | None:
