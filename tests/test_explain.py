@@ -282,6 +282,10 @@ def test_functions_of_no_importable_module() -> None:
 def test_a_model_without_a_step() -> None:
     with pytest.raises(ExplainError, match=r"no backward.*returns the loss"):
         mstpass.explain(lambda x: x.sum(), torch.randn(8))
+    with pytest.raises(ExplainError, match=r"too many positional arguments$"):
+        mstpass.explain(lambda: None, refused.hidden)
+    with pytest.raises(ExplainError, match=r"options=\{'memory_budget': 0.0\}"):
+        mstpass.explain(refused.fine, refused.hidden, refused.labels, memory_budget=0.0)
     with pytest.raises(ExplainError, match="not a function"):
         mstpass.explain(torch.ones(3))  # type: ignore[arg-type]
     with pytest.raises(mstpass.OptionError, match="chunk_tokens"):

@@ -7,6 +7,7 @@ one that ``torch.compile(fn, backend="mst")`` would leave, peaks of the final gr
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -68,7 +69,8 @@ def explain_step(
         pareto: plan at other budgets as well, for ``Report.details.pareto``.
     """
     with _told():
-        return trace_joint(_checked(fn), args, kwargs or {}, *_planner(options, pareto))
+        planner = _planner(options, pareto)
+        return trace_joint(_checked(fn, args, kwargs or {}), args, kwargs or {}, *planner)
 
 
 def explain_all(
@@ -100,7 +102,8 @@ def explain_parts(
 ) -> list[Report]:
     """`explain_all`, whose keyword arguments are all ``fn``'s; the rest as in `explain_step`."""
     with _told():
-        traced = trace_each(_checked(fn), args, kwargs or {}, *_planner(options, pareto))
+        planner = _planner(options, pareto)
+        traced = trace_each(_checked(fn, args, kwargs or {}), args, kwargs or {}, *planner)
     reports = [
         _broken(report, reason) if reason is not None else report for report, reason in traced.parts
     ]
@@ -124,9 +127,24 @@ def _noted(report: Report, note: str) -> Report:
     return report.with_outcome(notes=(*report.outcome.notes, note))
 
 
-def _checked(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """``fn``, which these arguments fit."""
     if not callable(fn):
         raise ExplainError(f"{fn!r} is not a function: give the one that returns the loss")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of what is not written in Python
+        return fn
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        known = {field.name for field in dataclasses.fields(Options)}
+        given = [f"{key!r}: {kwargs[key]!r}" for key in kwargs if key in known]
+        hint = f"; options are given as options={{{', '.join(given)}}}" if given else ""
+        raise ExplainError(f"{name}{signature}: {error}{hint}") from None
     return fn
 
 
