@@ -309,6 +309,25 @@ def test_gradients_under_inductor(mode: str) -> None:
     assert report.reconstructed
 
 
+def test_masks_are_packed_where_they_are_made() -> None:
+    """Behind the forward, what they are made from would have lived as long: more than is won."""
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(3)]
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = x + F.dropout((x @ weight).relu(), 0.1) @ weight.t()
+            x = x + F.dropout((x @ x.t()).softmax(-1), 0.1) @ x
+        return x.square().mean()
+
+    def report(mode: str) -> Any:
+        options = {"memory_budget": 0.0, "reconstruct": mode}
+        return mstpass.explain(loss, torch.randn(512, 64), options=options)
+
+    bytes_, bits = report("off"), report("exact")
+    assert {item.rule for item in bits.reconstructed} == {"bits"}
+    assert bits.saved_bytes < bytes_.saved_bytes and bits.peak_bytes < bytes_.peak_bytes
+
+
 @pytest.mark.slow
 def test_dropout_masks_as_bits_under_inductor() -> None:
     """With equal seeds, gradients are the same whether masks cross as bits or as bytes."""

@@ -71,6 +71,8 @@ class _Rewriting:
             if node not in self.joint.backward or node.op == "placeholder":
                 if node is not outputs:
                     self._copy(node, self.env)
+                    if node.name in self.encodings:  # at once: what it is made from may die
+                        self._encode(node)
         for node in late:
             if node is not outputs:
                 self._copy(node, {n: self._read(n) for n in node.all_input_nodes})
@@ -80,7 +82,7 @@ class _Rewriting:
         module.graph.eliminate_dead_code()
         module.graph.lint()
         names = {
-            self.packed[node].name if node in self.packed else self.env[node].name
+            (self.packed if node in self.packed and node in self.new else self.env)[node].name
             for node in map(self.joint.by_name.__getitem__, saved)
         }
         return JointGraph(module, self.joint.num_fwd_outputs), frozenset(names)
@@ -113,10 +115,11 @@ class _Rewriting:
         return self.new[node]
 
     def _decoded(self, node: fx.Node) -> fx.Node:
+        return encode.decode(self.writer, node, self.packed[node], self.encodings[node.name])
+
+    def _encode(self, node: fx.Node) -> None:
         encoding = self.encodings[node.name]
-        if node not in self.packed:
-            self.packed[node] = encode.encode(self.writer, node, self.env[node], encoding)
-        return encode.decode(self.writer, node, self.packed[node], encoding)
+        self.packed[node] = encode.encode(self.writer, node, self.env[node], encoding)
 
     def _written(self, node: fx.Node, step: Step) -> fx.Node:
         if isinstance(step, Inverse):
