@@ -17,6 +17,7 @@ from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import same_shape
 from mstpass.partition.reconstruct import encode
 from mstpass.partition.reconstruct.decide import Decision, Step
+from mstpass.partition.reconstruct.encode import Encoding
 from mstpass.partition.reconstruct.rule import Inverse, Writer, aten
 from mstpass.partition.reconstruct.table import BY_NAME
 
@@ -28,7 +29,7 @@ class CannotWrite(Exception):
 
 
 def rewrite(
-    joint: JointGraph, decision: Decision, encodings: Mapping[str, str]
+    joint: JointGraph, decision: Decision, encodings: Mapping[str, Encoding]
 ) -> tuple[JointGraph, frozenset[str]]:
     """The new joint graph and what to save in it, by name.
 
@@ -44,7 +45,9 @@ def rewrite(
 
 
 class _Rewriting:
-    def __init__(self, joint: JointGraph, steps: Mapping[str, Step], encodings: Mapping[str, str]):
+    def __init__(
+        self, joint: JointGraph, steps: Mapping[str, Step], encodings: Mapping[str, Encoding]
+    ):
         self.joint, self.encodings = joint, encodings
         self.graph = fx.Graph()
         self.writer = Writer(self.graph, joint.nodes)
