@@ -18,9 +18,8 @@ from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.graph.source import source_of
 from mstpass.partition.problem import CutProblem
 from mstpass.partition.reconstruct.apply import CannotWrite, rewrite
-from mstpass.partition.reconstruct.copies import copied_dims
 from mstpass.partition.reconstruct.decide import Decision, decide
-from mstpass.partition.reconstruct.encode import NARROW, Encoding, bytes_after, encoding_of
+from mstpass.partition.reconstruct.encode import bytes_after, encoding_of
 from mstpass.partition.reconstruct.rule import EXACT, TOLERANT, Inverse, Refused
 from mstpass.partition.reconstruct.table import RULES, inverses_of
 from mstpass.plans import Reconstructed
@@ -51,7 +50,9 @@ def reconstruct(
     found = [i for node in joint.nodes if node not in joint.backward for i in inverses_of(node)]
     usable = [i for i in found if isinstance(i, Inverse) and i.grade in (EXACT, mode)]
     decision = decide(problem, saved, usable)
-    encodings = _encodings(joint, decision.saved, pack_masks)
+    encodings = _encodings(joint, decision.saved)
+    if not pack_masks:
+        encodings = {name: kind for name, kind in encodings.items() if kind != "bits"}
     if not decision.drops and not encodings:
         return unchanged
     try:
@@ -62,17 +63,15 @@ def reconstruct(
     return rewritten, kept, (*_reconstructed(joint, decision), *_encoded(joint, encodings))
 
 
-def _encodings(joint: JointGraph, saved: Set[str], pack_masks: bool) -> dict[str, Encoding]:
+def _encodings(joint: JointGraph, saved: Set[str]) -> dict[str, str]:
     found = {}
-    copied = copied_dims(joint)
     for name in sorted(saved):
         node = joint.by_name[name]
-        if nbytes(node) < _LEAST_BYTES:
-            continue
-        encoding = encoding_of(node, copied.get(node, frozenset()), pack_masks)
-        if encoding is None or (encoding.name == NARROW and node not in joint.forward):
+        encoding = encoding_of(node)
+        if encoding == "narrow" and node not in joint.forward:
             continue  # a fused loop's gradient, which the backward scales in place as it is
-        found[name] = encoding
+        if encoding and nbytes(node) >= _LEAST_BYTES:
+            found[name] = encoding
     return found
 
 
@@ -98,12 +97,10 @@ def _reconstructed(joint: JointGraph, decision: Decision) -> list[Reconstructed]
     return result
 
 
-def _encoded(joint: JointGraph, encodings: dict[str, Encoding]) -> list[Reconstructed]:
+def _encoded(joint: JointGraph, encodings: dict[str, str]) -> list[Reconstructed]:
     result = []
     for name, encoding in encodings.items():
         node = joint.by_name[name]
         won = nbytes(node) - bytes_after(node, encoding, nbytes(node))
-        result.append(
-            Reconstructed(name, (name,), encoding.name, EXACT, won, source=source_of(node))
-        )
+        result.append(Reconstructed(name, (name,), encoding, EXACT, won, source=source_of(node)))
     return result

@@ -17,7 +17,6 @@ from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import same_shape
 from mstpass.partition.reconstruct import encode
 from mstpass.partition.reconstruct.decide import Decision, Step
-from mstpass.partition.reconstruct.encode import Encoding
 from mstpass.partition.reconstruct.rule import Inverse, Writer, aten
 from mstpass.partition.reconstruct.table import BY_NAME
 
@@ -29,7 +28,7 @@ class CannotWrite(Exception):
 
 
 def rewrite(
-    joint: JointGraph, decision: Decision, encodings: Mapping[str, Encoding]
+    joint: JointGraph, decision: Decision, encodings: Mapping[str, str]
 ) -> tuple[JointGraph, frozenset[str]]:
     """The new joint graph and what to save in it, by name.
 
@@ -45,9 +44,7 @@ def rewrite(
 
 
 class _Rewriting:
-    def __init__(
-        self, joint: JointGraph, steps: Mapping[str, Step], encodings: Mapping[str, Encoding]
-    ):
+    def __init__(self, joint: JointGraph, steps: Mapping[str, Step], encodings: Mapping[str, str]):
         self.joint, self.encodings = joint, encodings
         self.graph = fx.Graph()
         self.writer = Writer(self.graph, joint.nodes)

@@ -2,17 +2,14 @@
 
     narrow: a float32 value whose elements are all bfloat16 (or float16) numbers, because it was
             cast from one, crosses in that type;
-    copies: of a value that is the same along some dims (copies.py), one copy crosses;
     bits:   a bool tensor crosses with eight elements in a byte. The last dim D is cut in eight
             parts of D / 8; part k is bit k, so that reads and writes are contiguous.
 
-All are exact for every value, infinities and NaN included (their payload aside).
+Both are exact for every value, infinities and NaN included (their payload aside).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import operator
 from typing import Any
 
@@ -22,48 +19,28 @@ from torch import fx
 from mstpass.chunk.loop import STACK, mst_loop
 from mstpass.graph import ops
 from mstpass.graph.joint import value_of
-from mstpass.graph.sizes import hint_shape
-from mstpass.partition.reconstruct.copies import Dims
 from mstpass.partition.reconstruct.rule import CAST, Writer, aten, dtype_of, prims, rank
 
-NARROW, BITS, COPIES = "narrow", "bits", "copies"
 _LOW = (torch.bfloat16, torch.float16)
 _BYTE = torch.uint8
-_IN_A_BYTE = 8
+BITS = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoding:
-    """How a value crosses: ``name`` as above, and of copies the dims that they lie along."""
-
-    name: str
-    dims: tuple[int, ...] = ()
-
-
-def encoding_of(node: fx.Node, copied: Dims, pack_masks: bool) -> Encoding | None:
-    """The one that fits the value and leaves the fewest bytes; None where none does."""
-    fitting = []
-    if copied:
-        fitting.append(Encoding(COPIES, tuple(sorted(copied))))
+def encoding_of(node: fx.Node) -> str:
+    """The name of the encoding that fits the value; empty where none does."""
     if dtype_of(node) == torch.float32 and low_type(node) is not None:
-        fitting.append(Encoding(NARROW))
+        return "narrow"
     value = value_of(node)
-    if pack_masks and value is not None and value.dtype == torch.bool and value.dim():
-        last = value.shape[-1]
-        if isinstance(last, int) and last > 0 and last % _IN_A_BYTE == 0:
-            fitting.append(Encoding(BITS))
-    return min(fitting, key=lambda encoding: _share(node, encoding), default=None)
+    if value is None or value.dtype != torch.bool or value.dim() == 0:
+        return ""
+    last = value.shape[-1]
+    return "bits" if isinstance(last, int) and last > 0 and last % BITS == 0 else ""
 
 
-def bytes_after(node: fx.Node, encoding: Encoding, size: int) -> int:
-    return int(size * _share(node, encoding))
-
-
-def _share(node: fx.Node, encoding: Encoding) -> float:
-    if encoding.name == COPIES:
-        shape = hint_shape(node.meta["val"])
-        return 1 / math.prod(shape[d] for d in encoding.dims)
-    return 1 / _IN_A_BYTE if encoding.name == BITS else 1 / 2
+def bytes_after(node: fx.Node, encoding: str, size: int) -> int:
+    if encoding == "bits":
+        return size // BITS
+    return size // 2 if encoding == "narrow" else size
 
 
 def low_type(node: fx.Node) -> torch.dtype | None:
@@ -92,19 +69,15 @@ def _low_loop_result(node: fx.Node) -> torch.dtype | None:
     return low_type(results[position])
 
 
-def encode(writer: Writer, node: fx.Node, value: fx.Node, encoding: Encoding) -> fx.Node:
+def encode(writer: Writer, node: fx.Node, value: fx.Node, encoding: str) -> fx.Node:
     """``value``, the new graph's version of ``node``, in fewer bytes."""
-    if encoding.name == NARROW:
+    if encoding == "narrow":
         return writer.call(CAST, value, low_type(node))
-    if encoding.name == COPIES:
-        for dim in encoding.dims:
-            value = writer.call(aten.slice.Tensor, value, dim, 0, 1)
-        return writer.call(aten.clone.default, value, memory_format=torch.contiguous_format)
     *outer, last = writer.shape(value)
     assert isinstance(last, int)
-    parts = writer.call(aten.reshape.default, value, [*outer, _IN_A_BYTE, last // _IN_A_BYTE])
+    parts = writer.call(aten.reshape.default, value, [*outer, BITS, last // BITS])
     packed: fx.Node | None = None
-    for k in range(_IN_A_BYTE):
+    for k in range(BITS):
         part = writer.call(CAST, writer.call(aten.select.int, parts, rank(value) - 1, k), _BYTE)
         part = writer.call(aten.mul.Tensor, part, 1 << k)
         packed = part if packed is None else writer.call(aten.bitwise_or.Tensor, packed, part)
@@ -112,16 +85,14 @@ def encode(writer: Writer, node: fx.Node, value: fx.Node, encoding: Encoding) ->
     return packed
 
 
-def decode(writer: Writer, node: fx.Node, packed: fx.Node, encoding: Encoding) -> fx.Node:
-    if encoding.name == NARROW:
+def decode(writer: Writer, node: fx.Node, packed: fx.Node, encoding: str) -> fx.Node:
+    if encoding == "narrow":
         return writer.call(CAST, packed, dtype_of(node))
-    if encoding.name == COPIES:
-        return writer.call(aten.expand.default, packed, writer.shape(node))
     value = value_of(packed)
     assert value is not None
     numbers = writer.call(
         prims.iota.default,
-        _IN_A_BYTE,
+        BITS,
         start=0,
         step=1,
         dtype=_BYTE,
@@ -138,10 +109,5 @@ def decode(writer: Writer, node: fx.Node, packed: fx.Node, encoding: Encoding) -
 
 def _ones(writer: Writer, like: fx.Node) -> fx.Node:
     return writer.call(
-        aten.full.default,
-        [_IN_A_BYTE],
-        1,
-        dtype=_BYTE,
-        device=like.meta["val"].device,
-        pin_memory=False,
+        aten.full.default, [BITS], 1, dtype=_BYTE, device=like.meta["val"].device, pin_memory=False
     )
