@@ -73,18 +73,19 @@ def test_the_schedule_says_what_is_measured(build: Any, budget: Any) -> None:
 def test_a_plan_that_the_schedule_spoils_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The free plan would do by its simulation, but not as Inductor schedules it."""
+    """The free plan would do by its simulation, but not as Inductor schedules it, with masks as
+    bytes."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     value, make_step = _attention()
 
     def outcome(budget: Any) -> Outcome:
-        make_step(_compiled(value, memory_budget=budget))()
+        make_step(_compiled(value, memory_budget=budget, reconstruct="off"))()
         return mstpass.reports()[-1].outcome
 
     free, least = outcome("free").scheduled_peak_bytes, outcome(0.0).scheduled_peak_bytes
     assert free is not None and least is not None and least < 0.95 * free
     budget = (least + free) // 2
-    step = make_step(_compiled(value, memory_budget=budget, strict=True))
+    step = make_step(_compiled(value, memory_budget=budget, strict=True, reconstruct="off"))
     torch.manual_seed(1)
     loss, gradients = step.with_gradients()
     found = mstpass.reports()[-1].outcome
@@ -99,7 +100,7 @@ def test_a_plan_that_the_schedule_spoils_is_made_again(
     for ours, theirs in zip(gradients, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     # The compile cache has the plan that was made last, and it is asked for that one.
-    again = make_step(_compiled(value, memory_budget=budget, strict=True))
+    again = make_step(_compiled(value, memory_budget=budget, strict=True, reconstruct="off"))
     again()
     report = mstpass.reports()[-1]
     assert report.cached and report.outcome.limit_bytes == found.limit_bytes
@@ -112,8 +113,8 @@ def test_an_attempt_that_fails_leaves_what_is_compiled(
 ) -> None:
     """A plan was made and compiled; that the next one fails must not take it away."""
     value, make_step = _attention()
-    uncached = {"fx_graph_cache": False}
-    make_step(_compiled(value, memory_budget="free", inductor=uncached))()
+    options = {"reconstruct": "off", "inductor": {"fx_graph_cache": False}}
+    make_step(_compiled(value, memory_budget="free", **options))()
     scheduled = mstpass.reports()[-1].peak_bytes
     assert scheduled is not None
     name = "pipeline.run" if fails == "plan" else "compile_fx"
@@ -128,7 +129,7 @@ def test_an_attempt_that_fails_leaves_what_is_compiled(
         return first(*args, **kwargs)
 
     monkeypatch.setattr(f"mstpass.backend.{name}", fail_later)
-    step = make_step(_compiled(value, memory_budget=int(0.97 * scheduled), inductor=uncached))
+    step = make_step(_compiled(value, memory_budget=int(0.97 * scheduled), **options))
     with pytest.warns(UserWarning, match="not again"), pytest.warns(UserWarning, match="lowest"):
         step()
     assert calls == 2 and mstpass.reports()[-1].peak_bytes == pytest.approx(scheduled, rel=0.1)
