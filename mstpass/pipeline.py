@@ -120,7 +120,7 @@ def run(
     budget = budget_bytes(options)
     if budget is None or limit is None or memory is None or memory.peak_bytes <= budget:
         return result
-    if limit:  # no other plan has all choices of this one
+    if limit:  # the plan of ``memory_budget=0.0`` has choices that no other limit has
         least, least_memory = planned(0)
         if least_memory is not None and least_memory.peak_bytes < memory.peak_bytes:
             result, memory = least, least_memory

@@ -9,7 +9,7 @@ import pytest
 from mstpass import collector
 
 
-def test_on_again_after_an_error():
+def test_on_again_after_an_error() -> None:
     on = []
 
     @collector.paused()
@@ -23,7 +23,7 @@ def test_on_again_after_an_error():
     assert gc.isenabled()
 
 
-def test_off_stays_off():
+def test_off_stays_off() -> None:
     gc.disable()
     try:
         with collector.paused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -277,6 +278,19 @@ def test_functions_of_no_importable_module() -> None:
     exec("model = refused.model\ndef loss(h, y): return refused.fine(h, y)", namespace)
     report = mstpass.explain(namespace["loss"], refused.hidden, refused.labels)
     assert [region.mode for region in report.regions] == ["fused"]
+
+
+def test_a_wrapper_may_give_the_arguments() -> None:
+    weight, x = torch.randn(8, 4, requires_grad=True), torch.randn(16, 8)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (x @ weight).square().mean()
+
+    @functools.wraps(loss)
+    def step() -> torch.Tensor:
+        return loss(x)
+
+    assert mstpass.explain(step).peak_bytes
 
 
 def test_a_model_without_a_step() -> None:

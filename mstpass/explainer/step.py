@@ -134,7 +134,7 @@ def _checked(
     if not callable(fn):
         raise ExplainError(f"{fn!r} is not a function: give the one that returns the loss")
     try:
-        signature = inspect.signature(fn)
+        signature = inspect.signature(fn, follow_wrapped=False)  # a wrapper may give them
     except (TypeError, ValueError):  # of what is not written in Python
         return fn
     try:

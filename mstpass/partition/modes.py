@@ -37,12 +37,10 @@ def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
     Raises:
         Cycle: the loops cannot be put in an order.
     """
-    chosen = (modes.get(region.region, region.modes[0].name) for region in problem.regions)
-    return problem.once(_with_modes, tuple(chosen))
-
-
-def _with_modes(problem: CutProblem, names: tuple[str, ...]) -> CutProblem:
-    chosen = [region[name] for region, name in zip(problem.regions, names, strict=True)]
+    chosen = [
+        region[modes[region.region]] if region.region in modes else region.modes[0]
+        for region in problem.regions
+    ]
     loops = [loop for mode in chosen for loop in mode.loops]
     if not loops:
         return dataclasses.replace(problem, regions=())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from mstpass.graph.memory import POINTWISE, Op
@@ -164,12 +164,11 @@ class CutProblem:
             return self
         return dataclasses.replace(self, recompute_heavy=recompute_heavy)
 
-    def once(self, analysis: Callable[..., T], *arguments: Hashable) -> T:
+    def once(self, analysis: Callable[[CutProblem], T]) -> T:
         """``analysis`` of this problem, made at the first call: a problem never changes."""
-        key = (analysis, *arguments)
-        if key not in self._known:
-            self._known[key] = analysis(self, *arguments)
-        found: T = self._known[key]
+        if analysis not in self._known:
+            self._known[analysis] = analysis(self)
+        found: T = self._known[analysis]
         return found
 
     @functools.cached_property
