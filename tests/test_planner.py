@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 from mstpass.planner import recipes
 from mstpass.planner.compiled import trace
 from mstpass.planner.data import CHECKPOINT, EAGER, RECIPE, DoesNotFit, Request
-from mstpass.planner.eager import eager_parts
+from mstpass.planner.eager import eager_step
 from mstpass.planner.models import ModelError, config_of, known, most_positions
 from mstpass.planner.plan import plan
 from mstpass.planner.table import show
@@ -119,7 +119,7 @@ def plan_sizes(name):
     from mstpass.planner.models import build, sizes_of
 
     with FakeTensorMode():
-        return sizes_of(build(config_of(name), "bf16"))
+        return sizes_of(build(config_of(name), Training()))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_unreadable_and_missing_configs(tmp_path):
 def test_eager_steps_hold_what_is_measured(tiny, recipe):
     """The peak of the step on fake tensors is that of the step, run and measured."""
     length = 1024
-    planned = eager_parts(config_of(tiny), Training(dtype="fp32"), recipe, length).total
+    planned = eager_step(config_of(tiny), Training(dtype="fp32"), recipe, length).parts.total
     config = config_of(tiny)
     config._attn_implementation = "sdpa"
     loss_of = recipe(LlamaForCausalLM(config).train())
@@ -169,7 +169,7 @@ def test_eager_steps_hold_what_is_measured(tiny, recipe):
 
 def test_recipes_hold_less_one_after_the_other(tiny):
     ways = (recipes.plain, recipes.checkpointed, recipes.minisequence)
-    found = [eager_parts(config_of(tiny), Training(), way, 2048) for way in ways]
+    found = [eager_step(config_of(tiny), Training(), way, 2048).parts for way in ways]
     assert found[0].total > found[1].total > found[2].total
     assert found[1].saved < 0.5 * found[0].saved
     assert found[2].logits < 0.2 * found[1].logits
@@ -177,7 +177,8 @@ def test_recipes_hold_less_one_after_the_other(tiny):
 
 def test_dropped_gradients_do_not_add_up(tiny):
     def gradients(**rest):
-        return eager_parts(config_of(tiny), Training(**rest), recipes.checkpointed, 16).gradients
+        step = eager_step(config_of(tiny), Training(**rest), recipes.checkpointed, 16)
+        return step.parts.gradients
 
     whole = gradients()
     assert whole >= 2 * plan_sizes(tiny).parameters * 0.9
@@ -213,7 +214,7 @@ def test_tied_weights_have_two_gradients_until_they_are_added(tiny, tmp_path):
 
 # ---- plans -------------------------------------------------------------------------------------
 def test_more_memory_is_never_a_shorter_sequence(tiny):
-    size = lambda n: eager_parts(config_of(tiny), Training(), recipes.checkpointed, n).total
+    size = lambda n: eager_step(config_of(tiny), Training(), recipes.checkpointed, n).parts.total
     found = [longest(size, mib * MIB, 1024) for mib in (20, 24, 64)]
     assert 0 < found[0] < found[1] < found[2]
 

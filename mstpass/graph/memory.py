@@ -28,6 +28,7 @@ from mstpass.graph.fusion import fused_groups
 INPUT, VIEW, ITEM, CONSTANT = "input", "view", "item", "constant"
 CALL, REDUCTION, SCATTER, POINTWISE = "call", "reduction", "scatter", "pointwise"
 _KERNELS = frozenset({CALL, REDUCTION, SCATTER})
+HELD = " (output)"  # ends the name of what the caller holds, where backward makes the like again
 _DEAR_READS = 4  # config.realize_reads_threshold
 _DEAR_OPS = 30  # config.realize_opcount_threshold
 _NOTHING = frozenset[str]()
@@ -149,7 +150,7 @@ def held_outputs(
         if name in crossing:
             kept.append(name)
         elif name in op and op[name].kind != INPUT:
-            own = f"{name} (output)" if name in taken else name
+            own = f"{name}{HELD}" if name in taken else name
             held[name] = Op(own, op[name].bytes, kind=INPUT)
     return list(held.values()), kept
 

@@ -11,10 +11,17 @@ from typing import Any
 
 from mstpass.extras import require
 from mstpass.options import parse_bytes
-from mstpass.planner.accounting import DTYPES, OPTIMIZERS, SHARDINGS, Training
+from mstpass.planner.accounting import (
+    DTYPES,
+    OPTIMIZER_STEPS,
+    OPTIMIZERS,
+    SHARDINGS,
+    Training,
+)
+from mstpass.planner.data import ALLOCATORS, EXPANDABLE
 
 OVERHEAD = "1.25GiB"  # CUDA's context, and what an "80 GiB" card lacks of them
-LOGITS = ("model", "fp32")
+LOGITS, OUTPUTS = ("model", "fp32"), ("held", "dropped")
 EXAMPLES = """examples:
   mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit
   mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit --sequence 65536
@@ -48,9 +55,11 @@ def main(argv: Sequence[str] = ()) -> int:
         optimizer=given.optimizer,
         master_weights=given.master_weights,
         optimizer_in_backward=given.optimizer_in_backward,
+        optimizer_step=given.optimizer_step,
         sharding=sharding,
         ranks=given.ranks,
         batch=given.batch,
+        document=given.document,
     )
     request = Request(
         model=given.model,
@@ -59,6 +68,8 @@ def main(argv: Sequence[str] = ()) -> int:
         overhead_bytes=given.overhead,
         length=given.sequence,
         logits=given.logits,
+        outputs=given.outputs,
+        allocator=given.allocator,
         alone=given.alone,
     )
     try:
@@ -69,6 +80,7 @@ def main(argv: Sequence[str] = ()) -> int:
         return BAD_INPUT
     if given.json:
         data = {**dataclasses.asdict(planned), "fits": planned.own.fits}
+        del data["sizes"]["each"]
         print(json.dumps(data, indent=1))
     else:
         show(planned)
@@ -90,17 +102,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--device-memory", required=True, type=_size, metavar="SIZE", help="such as 80GiB")
     add("--sequence", type=_count, metavar="TOKENS", help="plan this length")
     add("--batch", type=_count, default=1, help="sequences on one device (1)")
+    add("--document", type=_count, metavar="TOKENS", help="of a sequence; the rest is padding, "
+        "which attention skips (none)")  # fmt: skip
     add("--dtype", choices=DTYPES, default="bf16", help="autocast: fp32 weights, bf16 products")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="; ".join(
         f"{name}: {optimizer.text}" for name, optimizer in OPTIMIZERS.items()))  # fmt: skip
     add("--master-weights", action="store_true", help="an fp32 copy of bf16 weights")
     add("--optimizer-in-backward", action="store_true", help="each gradient is used and dropped")
+    add("--optimizer-step", choices=OPTIMIZER_STEPS, default="fused", help="foreach: torch.optim's "
+        "default, which needs temporary values for all parameters at once")  # fmt: skip
     add("--sharding", choices=(*SHARDINGS, "fsdp"), default="none", help="fsdp is zero3")
     add("--ranks", type=_count, default=1, help="devices that share what is sharded (1)")
     add("--overhead", type=_size, default=OVERHEAD, metavar="SIZE", help="of the device, not for "
-        f"tensors: context, fragmentation ({OVERHEAD})")  # fmt: skip
-    add("--logits", choices=LOGITS, default="model", help="what eager's loop holds; fp32: upcast, "
-        "as transformers had it before 4.45")  # fmt: skip
+        f"tensors: CUDA's context ({OVERHEAD})")  # fmt: skip
+    add("--allocator", choices=ALLOCATORS, default=EXPANDABLE, help="caching: PyTorch's default, "
+        "simulated, with its gaps; expandable: expandable_segments:True, without")  # fmt: skip
+    add("--logits", choices=LOGITS, default="model", help="of the eager rows; fp32: upcast, as "
+        "transformers had it before 4.45")  # fmt: skip
+    add("--outputs", choices=OUTPUTS, default="held", help="of the eager rows; held: until "
+        "backward is over, as by `outputs = model(...)`")  # fmt: skip
     add("--alone", action="store_true", help="mst's plan only: faster")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser

@@ -20,13 +20,15 @@ from torch.utils._pytree import tree_map
 
 from mstpass import pipeline
 from mstpass.graph.joint import value_of
-from mstpass.graph.memory import CALL, POINTWISE, VIEW, Timeline
+from mstpass.graph.memory import CALL, POINTWISE, VIEW
 from mstpass.options import Options
 from mstpass.partition.modes import with_modes
 from mstpass.partition.problem import CutProblem, Plan, Value, is_loop
 from mstpass.partition.simulate import Simulation
 from mstpass.planner.accounting import Parts, Training
 from mstpass.planner.models import build, workspace_bytes
+from mstpass.planner.order import step_events
+from mstpass.planner.replay import Event
 from mstpass.trace import at_joint
 
 _DEVICE = torch.device("cuda", 0)  # whose costs decide chunk lengths; nothing runs there
@@ -63,7 +65,7 @@ def trace(
 ) -> Traced:
     """Trace a training step; with ``exact`` at this very length, else at one close to it."""
     with torch.device("meta"):
-        model = build(config, training.dtype)
+        model = build(config, training)
     tied = config.get_text_config().tie_word_embeddings
     model = model.to_empty(device="cpu")  # reserved, never written
     if tied:
@@ -102,28 +104,41 @@ def distinct_length(model: nn.Module, length: int) -> int:
     return prime * _GRAIN
 
 
-def step_parts(traced: Traced, problem: CutProblem, plan: Plan, length: int) -> tuple[Parts, float]:
-    """What a plan's step holds at its peak, and its time in microseconds by the cost model."""
-    closed = _with_workspaces(with_modes(problem, plan.modes), traced, length)
-    simulation = Simulation(closed, plan.saved, plan.nested)
-    return _parts(traced, problem, plan, simulation.memory.peak), simulation.us
+class CompiledStep:
+    """A plan's step at a length, simulated."""
 
+    def __init__(self, traced: Traced, problem: CutProblem, plan: Plan, length: int):
+        self.traced, self.problem, self.plan = traced, problem, plan
+        closed = _with_workspaces(with_modes(problem, plan.modes), traced, length)
+        self._simulation = Simulation(closed, plan.saved, plan.nested)
 
-def _parts(traced: Traced, problem: CutProblem, plan: Plan, timeline: Timeline) -> Parts:
-    gradients = _gradients(problem)
-    bytes_of = dict.fromkeys(("gradients", "logits", "saved", "loops", "other"), 0)
-    for name, size in timeline.alive:
-        name = name.partition(":")[0]
-        if name in gradients:
-            bytes_of["gradients"] += size
-        elif name in traced.logits:
-            bytes_of["logits"] += size
-        else:
-            bytes_of["saved" if name in plan.saved else "other"] += size
-    inner = timeline.peak.bytes - sum(moment.bytes for moment in timeline.alive)
-    in_loop = is_loop(timeline.peak.node)
-    bytes_of["loops" if in_loop else "other"] += inner
-    return Parts(**bytes_of)
+    @functools.cached_property
+    def us(self) -> float:
+        """Its time by the cost model."""
+        return self._simulation.us
+
+    @functools.cached_property
+    def parts(self) -> Parts:
+        """What it holds at its peak."""
+        timeline, gradients = self._simulation.memory.peak, _gradients(self.problem)
+        bytes_of = dict.fromkeys(("gradients", "logits", "saved", "loops", "other"), 0)
+        for name, size in timeline.alive:
+            name = name.partition(":")[0]
+            if name in gradients:
+                bytes_of["gradients"] += size
+            elif name in self.traced.logits:
+                bytes_of["logits"] += size
+            else:
+                bytes_of["saved" if name in self.plan.saved else "other"] += size
+        inner = timeline.peak.bytes - sum(moment.bytes for moment in timeline.alive)
+        in_loop = is_loop(timeline.peak.node)
+        bytes_of["loops" if in_loop else "other"] += inner
+        return Parts(**bytes_of)
+
+    @functools.cached_property
+    def events(self) -> tuple[Event, ...]:
+        """The order in which it allocates and frees."""
+        return step_events(self._simulation.memory)
 
 
 # ---- from graph to problem ---------------------------------------------------------------------
@@ -224,10 +239,10 @@ def _scaled(problem: CutProblem, traced: Traced, factor: float) -> CutProblem:
     grown = functools.partial(_grown, traced, factor)
 
     def value(old: Value) -> Value:
-        attends = old.kind == CALL and "scaled_dot_product" in old.name
-        us = old.us * factor * (factor if attends else 1)
-        inner = grown(old.inner_bytes)
-        return dataclasses.replace(old, bytes=grown(old.bytes), inner_bytes=inner, us=us)
+        size, us = grown(old.bytes), old.us * factor
+        if old.kind == CALL and "scaled_dot_product" in old.name:  # of documents: they stay
+            us = old.us * (factor * factor if size != old.bytes else 1)
+        return dataclasses.replace(old, bytes=size, inner_bytes=grown(old.inner_bytes), us=us)
 
     def loop(old: Any) -> Any:
         results = tuple(dataclasses.replace(r, bytes=grown(r.bytes)) for r in old.results)

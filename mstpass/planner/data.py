@@ -10,6 +10,8 @@ from mstpass.planner.accounting import Fixed, Parts, Sizes, Training
 EAGER, CHECKPOINT, INDUCTOR = "eager", "checkpoint per layer", "Inductor"
 RECIPE, MST = "MST recipe", "mst"
 FREE, LEAST = "free", 0.0  # of memory_budget
+EXPANDABLE, CACHING = "expandable", "caching"
+ALLOCATORS = (EXPANDABLE, CACHING)
 
 
 class DoesNotFit(UserError):
@@ -23,7 +25,10 @@ class Request:
     Attributes:
         length: a given sequence length; None: the longest that fits.
         overhead_bytes: of the device, not to be had for tensors.
-        logits: what the eager rows' loop holds (recipes.LOGITS).
+        logits: what the eager rows' loss is made from (recipes.LOGITS).
+        outputs: whether the eager rows' loop holds the model's outputs until backward is over
+            (recipes.OUTPUTS).
+        allocator: one of ``ALLOCATORS``.
         alone: without the rows to compare with.
     """
 
@@ -33,6 +38,8 @@ class Request:
     overhead_bytes: int
     length: int | None = None
     logits: str = "model"
+    outputs: str = "held"
+    allocator: str = EXPANDABLE
     alone: bool = False
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from mstpass.planner.accounting import Parts, Training
 from mstpass.planner.models import build, workspace_bytes
+from mstpass.planner.replay import Event, Stepped
 
 Loss = Callable[[Tensor], Any]  # of token ids (B, S): a loss, or what has one in ``.loss``
 Recipe = Callable[[nn.Module], Loss]
@@ -29,10 +31,18 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.de
 _GRADIENTS, _LOGITS, _OTHER = "gradients", "logits", "other"
 
 
-def eager_parts(config: Any, training: Training, recipe: Recipe, length: int) -> Parts:
-    """What an eager step of sequences of ``length`` holds at its peak."""
+@dataclasses.dataclass(frozen=True)
+class EagerStep:
+    """What a step holds at its peak, and the order in which it allocates and frees."""
+
+    parts: Parts
+    events: tuple[Event | Stepped, ...]
+
+
+def eager_step(config: Any, training: Training, recipe: Recipe, length: int) -> EagerStep:
+    """A step of sequences of ``length``."""
     with FakeTensorMode():
-        model = build(config, training.dtype)
+        model = build(config, training)
         ids_BS = torch.zeros(training.batch, length, dtype=torch.long)
         memory = _Memory(model, config.vocab_size)
         if training.optimizer_in_backward or training.gradients_divided:
@@ -45,7 +55,7 @@ def eager_parts(config: Any, training: Training, recipe: Recipe, length: int) ->
             memory.in_backward()
             loss: Tensor = found if isinstance(found, Tensor) else found.loss
             loss.backward()
-    return memory.parts
+        return EagerStep(memory.parts, tuple(memory.events))
 
 
 def _autocast(training: Training) -> contextlib.AbstractContextManager[Any]:
@@ -74,6 +84,7 @@ class _Memory(TorchDispatchMode):
         self.now_bytes = self.peak_bytes = self.born = 0
         self.at_peak: list[_Storage] = []
         self.inner_bytes = 0  # of the op at the peak
+        self.events: list[Event | Stepped] = []
         self.kept: set[int] = set()  # what is alive between forward and backward
 
     def in_backward(self) -> None:
@@ -83,13 +94,17 @@ class _Memory(TorchDispatchMode):
     def drop_gradients(self, model: nn.Module, share: float) -> None:
         """Free each gradient once it is whole, but for a share of it."""
 
-        def dropped(parameter: Tensor) -> None:
+        def dropped(number: int, parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self._add(f"shard {self.born}", int(share * parameter.grad.nbytes), _GRADIENTS)
+            if share:
+                self._add(f"shard {self.born}", int(share * parameter.grad.nbytes), _GRADIENTS)
+            else:
+                self.events.append(Stepped(number))
             parameter.grad = None
 
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(dropped)
+        for number, parameter in enumerate(model.parameters()):
+            hook = functools.partial(dropped, number)
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -97,6 +112,9 @@ class _Memory(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._see(tensor)
         inner_bytes = workspace_bytes(args[1], args[2]) if func is _FLASH_BACKWARD else 0
+        if inner_bytes:
+            name = f"workspace {len(self.events)}"
+            self.events += [Event(name, inner_bytes), Event(name, None)]
         if self.now_bytes + inner_bytes > self.peak_bytes:
             self.peak_bytes = self.now_bytes + inner_bytes
             self.at_peak, self.inner_bytes = list(self.alive.values()), inner_bytes
@@ -119,11 +137,14 @@ class _Memory(TorchDispatchMode):
 
     def _add(self, key: Any, size: int, kind: str) -> None:
         self.alive[key] = _Storage(size, kind, self.born)
+        self.events.append(Event(self.born, size))
         self.born += 1
         self.now_bytes += size
 
     def _free(self, key: int) -> None:
-        self.now_bytes -= self.alive.pop(key).bytes
+        storage = self.alive.pop(key)
+        self.events.append(Event(storage.number, None))
+        self.now_bytes -= storage.bytes
 
     @property
     def parts(self) -> Parts:

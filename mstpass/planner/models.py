@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mstpass.extras import UserError, require
-from mstpass.planner.accounting import Sizes
+from mstpass.planner.accounting import Sizes, Training
 
 _FILE = Path(__file__).with_name("models.json")
 _ATTENTION = "mstpass_planned"  # "flash" in a name makes transformers look for a package
@@ -88,13 +89,14 @@ def _config(values: Mapping[str, Any], name: str) -> Any:
     return config
 
 
-def build(config: Any, training_dtype: str) -> nn.Module:
+def build(config: Any, training: Training) -> nn.Module:
     """The model in training mode, on the device or fake mode in force."""
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
-    AttentionInterface.register(_ATTENTION, _attention)
+    attention = functools.partial(_attention, training.document)
+    AttentionInterface.register(_ATTENTION, attention)
     AttentionMaskInterface.register(_ATTENTION, _no_mask)
-    dtype = torch.bfloat16 if training_dtype == "bf16" else torch.float32
+    dtype = torch.bfloat16 if training.dtype == "bf16" else torch.float32
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about generation, of which there is none here
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
@@ -111,8 +113,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def sizes_of(model: nn.Module) -> Sizes:
     in_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
-    total = sum(p.numel() for p in model.parameters())
-    return Sizes(total, max(in_layers, default=0), total - sum(in_layers))
+    each = tuple(p.numel() for p in model.parameters())
+    return Sizes(sum(each), max(in_layers, default=0), sum(each) - sum(in_layers), each)
 
 
 def most_positions(config: Any) -> int | None:
@@ -132,14 +134,28 @@ def workspace_bytes(query: Tensor, key: Tensor) -> int:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **rest: Any
+    document: int | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    **rest: Any,
 ) -> tuple[Tensor, None]:
-    """FlashAttention-2 as CUDA runs it; under fake tensors only its shapes are computed."""
+    """FlashAttention-2 as CUDA runs it; under fake tensors only its shapes are computed.
+
+    Shapes: query (B, H, S, D), key and value (B, K, S, D), the result (B, S, H, D). Of a document's
+    tokens alone: as transformers calls it for padded batches, with copies of what is no padding.
+    """
+    padding = max(0, query.shape[2] - document) if document else 0
+    if padding:
+        query, key, value = (x[:, :, :document].clone() for x in (query, key, value))
     if torch.is_autocast_enabled("cpu"):  # F.scaled_dot_product_attention would be cast
         query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
     dropout, scale = rest.get("dropout") or 0.0, rest.get("scaling")
     op = torch.ops.aten._scaled_dot_product_flash_attention
-    return op(query, key, value, dropout, True, scale=scale)[0].transpose(1, 2), None
+    out = op(query, key, value, dropout, True, scale=scale)[0].transpose(1, 2)
+    return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -20,9 +20,10 @@ from mstpass.partition.problem import CutProblem, Plan
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.planner import recipes
-from mstpass.planner.accounting import Parts, Sizes, fixed
-from mstpass.planner.compiled import Traced, step_parts, trace
+from mstpass.planner.accounting import Parts, Sizes, Training, fixed
+from mstpass.planner.compiled import CompiledStep, Traced, trace
 from mstpass.planner.data import (
+    CACHING,
     CHECKPOINT,
     EAGER,
     FREE,
@@ -35,25 +36,28 @@ from mstpass.planner.data import (
     Request,
     Row,
 )
-from mstpass.planner.eager import Recipe, eager_parts
+from mstpass.planner.eager import EagerStep, Recipe, eager_step
 from mstpass.planner.models import build, config_of, sizes_of
-from mstpass.planner.search import longest
-from mstpass.planner.words import held_gradients, notes, too_large
+from mstpass.planner.replay import Resident, needed_bytes
+from mstpass.planner.search import GRAIN, longest
+from mstpass.planner.words import held_gradients, notes, step_temporaries, too_large
 
 _KEEPS = {
     EAGER: "keeps what autograd saves",
     CHECKPOINT: "keeps each layer's input; backward recomputes one layer at a time",
-    RECIPE: f"keeps each layer's input; MLPs in {recipes.MLP_TILES} tiles, head and loss in "
-    f"{recipes.HEAD_TILES}",
+    RECIPE: f"keeps each layer's input; MLPs in tiles of {recipes.TILE_TOKENS} tokens, head and "
+    f"loss in {recipes.HEAD_TILES} tiles",
     INDUCTOR: "keeps the least bytes that need no matmul or attention again; fused",
 }
 _START = 4096  # tokens of a first guess
 _NEAR = (0.5, 16.0)  # times the traced length: beyond, it is traced anew
 _SHRINK = 0.995
+_SHORTER = 0.99  # where gaps leave no room
 _TRIES = 6
 _AGAIN = 3
 
 T = TypeVar("T")
+Step = EagerStep | CompiledStep
 
 
 def plan(request: Request, advance: Callable[[str], None] = lambda what: None) -> Planned:
@@ -66,7 +70,7 @@ def plan(request: Request, advance: Callable[[str], None] = lambda what: None) -
     """
     config = config_of(request.model)
     with FakeTensorMode():
-        sizes = _guarded(request, lambda: sizes_of(build(config, request.training.dtype)))
+        sizes = _guarded(request, lambda: sizes_of(build(config, request.training)))
     planner = _Planner(request, config, sizes, advance)
     rows = () if request.alone else planner.rows_to_compare()
     own = planner.own(max((row.length for row in rows), default=_START))
@@ -80,15 +84,42 @@ class _Planner:
         self.fixed = fixed(sizes, self.training)
         self.around = self.fixed.total + request.overhead_bytes
         self.step_bytes = request.device_bytes - self.around
-        least = self.step_bytes - held_gradients(sizes, self.training)
-        if least <= 0:
+        at_end = held_gradients(sizes, self.training), step_temporaries(sizes, self.training)
+        if self.step_bytes <= sum(at_end):
             raise DoesNotFit(too_large(request, sizes))
+        self.at_end = Parts(gradients=at_end[0], temporaries=at_end[1])
+        self.room = request.device_bytes - request.overhead_bytes
+        self.resident = _resident(sizes, self.training, self.fixed.gathered)
         self.traces: dict[tuple[int, bool], Traced] = {}
+
+    def _parts(self, step: Step) -> Parts:
+        """At the step's peak or, where that is higher, at the optimizer's; with gaps."""
+        parts = max(step.parts, self.at_end, key=lambda parts: parts.total)
+        if self.request.allocator != CACHING:
+            return parts
+        need = needed_bytes(step.events, self.resident, self.room) - self.fixed.total
+        return dataclasses.replace(parts, gaps=max(0, need - parts.total))
+
+    def _longest(self, step_at: Callable[[int], Step], start: int) -> int:
+        """The longest sequence that fits.
+
+        Gaps neither grow nor shrink steadily with the length: from the longest one without them it
+        goes down, by half of what is too much but at least by a per cent, to the first that runs.
+        """
+        length = longest(lambda n: step_at(n).parts.total, self.step_bytes, start)
+        while length > GRAIN and self.request.allocator == CACHING:
+            total = self._parts(step_at(length)).total
+            if total <= self.step_bytes:
+                break
+            halved = (1 + self.step_bytes / total) / 2
+            length = max(GRAIN, int(min(_SHORTER, halved) * length) // GRAIN * GRAIN)
+        return length
 
     # ---- rows to compare with ------------------------------------------------------------------
     def rows_to_compare(self) -> tuple[Row, ...]:
-        plain = functools.partial(recipes.plain, logits=self.request.logits)
-        checkpointed = functools.partial(recipes.checkpointed, logits=self.request.logits)
+        logits, outputs = self.request.logits, self.request.outputs
+        plain = functools.partial(recipes.plain, logits=logits, outputs=outputs)
+        checkpointed = functools.partial(recipes.checkpointed, logits=logits, outputs=outputs)
         ways: tuple[tuple[str, Recipe], ...] = (
             (EAGER, plain),
             (CHECKPOINT, checkpointed),
@@ -100,29 +131,29 @@ class _Planner:
 
     def _eager(self, name: str, recipe: Recipe) -> Row:
         @functools.cache
-        def parts_at(length: int) -> Parts:
+        def step_at(length: int) -> EagerStep:
             self.advance(f"{name}, {length} tokens")
             return _guarded(
-                self.request, lambda: eager_parts(self.config, self.training, recipe, length)
+                self.request, lambda: eager_step(self.config, self.training, recipe, length)
             )
 
-        return self._row(name, _KEEPS[name], parts_at, _START)
+        return self._row(name, _KEEPS[name], step_at, _START)
 
     def _inductor(self, traced_length: int, start: int) -> Row:
         """From mst's trace: without loops the problem of every length follows from it."""
         traced = self._traced(traced_length)
 
-        def parts_at(length: int) -> Parts:
+        def step_at(length: int) -> CompiledStep:
             self.advance(f"{INDUCTOR}, {length} tokens")
-            return step_parts(traced, *_whole(traced.at(length, FREE)), length)[0]
+            return _whole_step(traced, length)
 
-        return self._row(INDUCTOR, _KEEPS[INDUCTOR], parts_at, start)
+        return self._row(INDUCTOR, _KEEPS[INDUCTOR], step_at, start)
 
-    def _row(self, name: str, keeps: str, parts_at: Callable[[int], Parts], start: int) -> Row:
+    def _row(self, name: str, keeps: str, step_at: Callable[[int], Step], start: int) -> Row:
         length = self.request.length
         if length is None:
-            length = longest(lambda n: parts_at(n).total, self.step_bytes, start)
-        parts = parts_at(length) if length else Parts()
+            length = self._longest(step_at, start)
+        parts = self._parts(step_at(length)) if length else Parts()
         fits = length > 0 and parts.total <= self.step_bytes
         return Row(name, keeps, length, fits, parts, self.around + parts.total)
 
@@ -145,35 +176,41 @@ class _Planner:
         for _ in range(_TRIES):
             traced = self._traced(length)
 
-            def bytes_at(length: int, traced: Traced = traced) -> int:
+            @functools.cache
+            def step_at(length: int, traced: Traced = traced) -> CompiledStep:
                 self.advance(f"{MST}, {length} tokens")
                 problem = traced.at(length, LEAST)
-                return step_parts(traced, problem, SOLVERS[AUTO](problem, 0), length)[0].total
+                return CompiledStep(traced, problem, SOLVERS[AUTO](problem, 0), length)
 
-            length = longest(bytes_at, self.step_bytes, traced.length)
+            length = self._longest(step_at, traced.length)
             if length == 0 or _NEAR[0] <= length / traced.length <= _NEAR[1]:
                 break
         return max(1, length)
 
     def _cheapest(self, length: int) -> Row:
-        """The first that fits of: the free plan, one within the room there is, the least one."""
+        """The first that fits of: the free plan, one within the room there is, the least one.
+
+        At the longest length there is no room between.
+        """
         traced = self._traced(length, exact=True)
-        inductor_us = step_parts(traced, *_whole(traced.at(length, FREE)), length)[1]
+        inductor_us = _whole_step(traced, length).us
         room = self.step_bytes
-        for option in (FREE, *[self.step_bytes] * _AGAIN, LEAST):
+        between = [self.step_bytes] * _AGAIN if self.request.length is not None else []
+        for option in (FREE, *between, LEAST):
             limit = {FREE: None, LEAST: 0}.get(option, int(room / SPARE))
             budget = room if limit else option
             self.advance(f"{MST}, {length} tokens, memory_budget={_text(budget)}")
             problem = traced.at(length, option)
             found = SOLVERS[AUTO](problem, limit)
-            parts, us = step_parts(traced, problem, found, length)
+            step = CompiledStep(traced, problem, found, length)
+            parts = self._parts(step)
             excess = parts.total - (int(self.step_bytes / SPARE) if limit else self.step_bytes)
             if excess <= 0:
                 break
-            if limit:  # what attention needs besides, which the solver does not see
+            if limit:  # workspaces and gaps, which the solver does not see
                 room = max(1, room - excess)
         fits, total = parts.total <= self.step_bytes, self.around + parts.total
-        time, keeps = us / inductor_us - 1, _kept(problem, found)
+        time, keeps = step.us / inductor_us - 1, _kept(problem, found)
         return Row(MST, keeps, length, fits, parts, total, _text(budget), time)
 
     def _traced(self, length: int, exact: bool = False) -> Traced:
@@ -187,10 +224,20 @@ class _Planner:
         return self.traces[length, exact]
 
 
-def _whole(problem: CutProblem) -> tuple[CutProblem, Plan]:
-    """The problem without loops, cut as torch's partitioner would."""
-    whole = dataclasses.replace(problem, regions=())
-    return whole, Plan(min_cut(whole), {})
+def _resident(sizes: Sizes, training: Training, gathered: int) -> Resident:
+    states_on = training.states_on
+    return Resident(
+        weights=tuple(-(-training.weight_bytes * n // training.weights_on) for n in sizes.each),
+        states=tuple(int(training.state_bytes * n / states_on) for n in sizes.each),
+        temporaries=tuple(int(training.temporary_bytes * n / states_on) for n in sizes.each),
+        gathered=gathered,
+    )
+
+
+def _whole_step(traced: Traced, length: int) -> CompiledStep:
+    """Without loops, cut as torch's partitioner would."""
+    whole = dataclasses.replace(traced.at(length, FREE), regions=())
+    return CompiledStep(traced, whole, Plan(min_cut(whole), {}), length)
 
 
 def _kept(problem: CutProblem, found: Plan) -> str:

@@ -18,33 +18,35 @@ from torch.utils.checkpoint import checkpoint
 from mstpass.planner.eager import Loss
 from mstpass.planner.models import layers_of
 
-MLP_TILES, HEAD_TILES = 8, 16  # what the authors' package takes by default
+TILE_TOKENS, HEAD_TILES = 4096, 16  # what the authors' package takes by default
 LOGITS = ("model", "fp32")
+OUTPUTS = ("held", "dropped")
 
 
-def plain(model: nn.Module, logits: str = "model") -> Loss:
-    """The model as it is; its output, logits included, is held until backward is over.
+def plain(model: nn.Module, logits: str = "model", outputs: str = "held") -> Loss:
+    """The model as it is.
 
     Args:
         logits: ``"model"``: as the installed transformers computes the loss; ``"fp32"``: as it did
-            before 4.45: logits cast to fp32 are what is held, a shifted copy goes to the loss.
+            before 4.45: from a shifted copy of logits cast to fp32, which are among the outputs.
+        outputs: ``"held"``: until backward is over; ``"dropped"``: the loop has the loss alone.
     """
-    if logits == "fp32":
-        return functools.partial(_upcast_loss, model)
-    return lambda ids_BS: model(input_ids=ids_BS, labels=ids_BS)
+    outputs_of = functools.partial(_upcast_outputs if logits == "fp32" else _outputs, model)
+    return outputs_of if outputs == "held" else lambda ids_BS: outputs_of(ids_BS).loss
 
 
-def checkpointed(model: nn.Module, logits: str = "model") -> Loss:
+def checkpointed(model: nn.Module, logits: str = "model", outputs: str = "held") -> Loss:
     """The same with ``torch.utils.checkpoint`` around each layer."""
     _checkpoint_layers(model)
-    return plain(model, logits)
+    return plain(model, logits, outputs)
 
 
 def minisequence(model: nn.Module) -> Loss:
     """MST (arXiv 2407.15892): layers checkpointed, MLPs and loss in mini-sequences.
 
     As its authors' package does it: the layer that backward recomputes keeps what all tiles of its
-    MLP need, and the head computes gradients in the forward, its weight's into ``weight.grad``.
+    MLP need; the head computes its logits again in the backward, and adds its weight's gradient to
+    ``weight.grad``.
     """
     for layer in layers_of(model):
         mlp = getattr(layer, "mlp", None)
@@ -71,30 +73,30 @@ def _checkpoint_layers(model: nn.Module) -> None:
 
 
 def _tiled(forward: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
-    rows = -(-x_BSD.shape[1] // MLP_TILES)
-    return torch.cat([forward(x_BTD) for x_BTD in x_BSD.split(rows, dim=1)], dim=1)
+    return torch.cat([forward(x_BTD) for x_BTD in x_BSD.split(TILE_TOKENS, dim=1)], dim=1)
 
 
 class _HeadTile(Function):
-    """Cross-entropy of one tile; its gradients are made at once."""
+    """Cross-entropy of one tile's T tokens, their sum."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, target_T: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, target_T, weight_VD)
         logits_TV = F.linear(x_TD, weight_VD).float()
-        loss = F.cross_entropy(logits_TV, target_T, reduction="sum")
-        grad_TV = F.softmax(logits_TV, dim=-1)
-        grad_TV[torch.arange(len(target_T)), target_T] -= 1
-        grad_TV = grad_TV.to(x_TD.dtype)
-        if weight_VD.grad is None:
-            weight_VD.grad = torch.zeros_like(weight_VD)
-        weight_VD.grad.addmm_(*(x.to(weight_VD.dtype) for x in (grad_TV.T, x_TD)))
-        ctx.save_for_backward(grad_TV @ weight_VD.to(x_TD.dtype))
-        return loss
+        return F.cross_entropy(logits_TV, target_T, reduction="sum")
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        (grad_TD,) = ctx.saved_tensors
-        return grad_TD.mul_(grad_outputs[0]), None, None
+        x_TD, target_T, weight_VD = ctx.saved_tensors
+        logits_TV = F.linear(x_TD, weight_VD.to(x_TD.dtype)).float()
+        grad_TV = F.softmax(logits_TV, dim=-1)
+        del logits_TV
+        grad_TV[torch.arange(len(target_T)), target_T] -= 1
+        grad_TV = grad_TV.mul_(grad_outputs[0]).to(x_TD.dtype)
+        if weight_VD.grad is None:
+            weight_VD.grad = torch.zeros_like(weight_VD)
+        weight_VD.grad.addmm_(*(x.to(weight_VD.dtype) for x in (grad_TV.T, x_TD)))
+        return grad_TV @ weight_VD.to(x_TD.dtype), None, None
 
 
 class _Upcast(dict[str, Tensor]):
@@ -103,7 +105,11 @@ class _Upcast(dict[str, Tensor]):
     loss: Tensor
 
 
-def _upcast_loss(model: nn.Module, ids_BS: Tensor) -> _Upcast:
+def _outputs(model: nn.Module, ids_BS: Tensor) -> Any:
+    return model(input_ids=ids_BS, labels=ids_BS)
+
+
+def _upcast_outputs(model: nn.Module, ids_BS: Tensor) -> Any:
     logits_BSV = model(input_ids=ids_BS).logits.float()
     shifted_NV = logits_BSV[:, :-1].contiguous().flatten(0, 1)
     held = _Upcast(logits=logits_BSV)

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mstpass.planner.accounting import OPTIMIZERS
-from mstpass.planner.data import MST, Planned
+from mstpass.planner.data import CACHING, MST, Planned
 from mstpass.planner.words import gib
 
 
@@ -30,6 +30,9 @@ def _heading(planned: Planned) -> list[str]:
     extras = [
         *(["fp32 master weights"] if training.master_weights else []),
         *(["optimizer in backward"] if training.optimizer_in_backward else []),
+        *([f"{training.optimizer_step} optimizer"] if training.optimizer_step != "fused" else []),
+        *(["the caching allocator's gaps"] if request.allocator == CACHING else []),
+        *([f"documents of {training.document} tokens, padded"] if training.document else []),
         *([f"{training.sharding} over {training.ranks}"] if training.ranks > 1 else []),
     ]
     return [*lines, *([", ".join(extras)] if extras else [])]
@@ -69,6 +72,8 @@ def _lines(planned: Planned) -> list[tuple[str, list[int]]]:
         ("loops", [row.parts.loops for row in rows]),
         ("other", [row.parts.other for row in rows]),
         ("gradients", [row.parts.gradients for row in rows]),
+        ("optimizer step", [row.parts.temporaries for row in rows]),
+        ("gaps", [row.parts.gaps for row in rows]),
         *((name, [size] * len(rows)) for name, size in everywhere),
     ]
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from mstpass.planner.accounting import Sizes, Training, fixed
-from mstpass.planner.data import INDUCTOR, LEAST, MST, Request, Row
+from mstpass.planner.data import EXPANDABLE, INDUCTOR, LEAST, MST, Request, Row
 from mstpass.planner.models import most_positions
 
 
@@ -18,16 +18,25 @@ def held_gradients(sizes: Sizes, training: Training) -> int:
     return training.weight_bytes * sizes.parameters // divided
 
 
+def step_temporaries(sizes: Sizes, training: Training) -> int:
+    """What the optimizer's step needs at once."""
+    parameters = sizes.parameters
+    if training.optimizer_in_backward:
+        parameters = max(sizes.each, default=0)
+    return int(training.temporary_bytes * parameters / training.states_on)
+
+
 def too_large(request: Request, sizes: Sizes) -> str:
     """What is too large, by how much, and what would fit."""
     training = request.training
     held, gradients = fixed(sizes, training), held_gradients(sizes, training)
-    need = held.total + gradients + request.overhead_bytes
+    temporaries = step_temporaries(sizes, training)
+    need = held.total + gradients + temporaries + request.overhead_bytes
     return (
         f"{request.model} does not fit on {gib(request.device_bytes)}: weights "
         f"{gib(held.weights)}, optimizer states {gib(held.optimizer_states)}, gradients "
-        f"{gib(gradients)}, gathered {gib(held.gathered)} and overhead "
-        f"{gib(request.overhead_bytes)} are "
+        f"{gib(gradients)}, gathered {gib(held.gathered)}, the optimizer's step {gib(temporaries)} "
+        f"and overhead {gib(request.overhead_bytes)} are "
         f"{gib(need - request.device_bytes)} too much, before any activation. "
         f"{_help(request, sizes)}"
     )
@@ -38,11 +47,14 @@ def _help(request: Request, sizes: Sizes) -> str:
 
     def fits(**changes: Any) -> bool:
         training = dataclasses.replace(request.training, **changes)
-        need = fixed(sizes, training).total + held_gradients(sizes, training)
+        at_end = held_gradients(sizes, training) + step_temporaries(sizes, training)
+        need = fixed(sizes, training).total + at_end
         return need + request.overhead_bytes < request.device_bytes
 
     eightbit, bf16 = {"optimizer": "adamw-8bit"}, {"dtype": "bf16"}
-    found = ["--optimizer adamw-8bit"] if fits(**eightbit) else []
+    foreach = request.training.optimizer_step == "foreach"
+    found = ["--optimizer-step fused"] if foreach and fits(optimizer_step="fused") else []
+    found += ["--optimizer adamw-8bit"] if fits(**eightbit) else []
     found += ["--dtype bf16"] if request.training.dtype != "bf16" and fits(**bf16) else []
     if not found and fits(**eightbit, **bf16, master_weights=False):
         found = ["--dtype bf16 --optimizer adamw-8bit without master weights"]
@@ -58,6 +70,11 @@ def notes(request: Request, config: Any, own: Row) -> tuple[str, ...]:
         "Attention is FlashAttention-2 as CUDA runs it, with its backward's workspace; its windows "
         "and masks need no memory. Nothing was measured on the device.",
     ]
+    if request.allocator == EXPANDABLE:
+        found.append(
+            "As with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. PyTorch's default leaves "
+            "gaps between tensors: --allocator caching."
+        )
     if most is not None and own.length > most:
         found.append(
             f"{own.length} tokens are more than the model's {most} positions: it needs other "

@@ -1,0 +1,127 @@
+"""CUDA's caching allocator as PyTorch has it by default, without a device.
+
+It takes segments from the device and never gives one back that is in use anywhere: a tensor gets
+the smallest free block that is large enough, what is left of the block stays free, and neighbours
+that are free become one. So room can be free and of no use, as no piece of it is large enough.
+Where the device has no room for another segment, all that are wholly free go back and it tries
+again. Numbers and rules are those of c10/cuda/CUDACachingAllocator.cpp, without
+``expandable_segments`` and ``max_split_size_mb``.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable
+
+_MIB = 1 << 20
+_ROUND = 512  # bytes of tensors are multiples of it
+_SMALL = 1 * _MIB  # up to it from small segments
+_SMALL_SEGMENT, _LARGE_SEGMENT = 2 * _MIB, 20 * _MIB
+_OWN_SEGMENT, _SEGMENT_ROUND = 10 * _MIB, 2 * _MIB  # from here on a segment of its own
+
+
+class OutOfMemory(Exception):
+    """The device has no room for a tensor, though there may be as many free bytes."""
+
+
+class _Block:
+    """A part of a segment; ``before`` and ``behind`` are its neighbours there."""
+
+    __slots__ = ("before", "behind", "free", "offset", "segment", "size", "small")
+
+    def __init__(self, segment: int, offset: int, size: int, small: bool):
+        self.segment, self.offset, self.size, self.small = segment, offset, size, small
+        self.free = True
+        self.before: _Block | None = None
+        self.behind: _Block | None = None
+
+    def __lt__(self, other: _Block) -> bool:  # the best fit first: smallest, then oldest
+        return (self.size, self.segment, self.offset) < (other.size, other.segment, other.offset)
+
+
+class CachingAllocator:
+    """Of a device with ``capacity`` bytes for tensors."""
+
+    def __init__(self, capacity: float):
+        self.capacity = capacity
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self._segments = 0
+        self._free: dict[bool, list[_Block]] = {True: [], False: []}  # by being small, sorted
+        self._blocks: dict[Hashable, _Block] = {}
+
+    def allocate(self, key: Hashable, size: int) -> None:
+        """Room for a tensor of that name.
+
+        Raises:
+            OutOfMemory: there is none.
+        """
+        size = max(_ROUND, -(-size // _ROUND) * _ROUND)
+        block = self._found(size) or self._new_segment(size)
+        left = block.size - size
+        if left >= _ROUND if block.small else left > _SMALL:
+            self._split(block, size)
+        block.free = False
+        self._blocks[key] = block
+
+    def free(self, key: Hashable) -> None:
+        block = self._blocks.pop(key)
+        block.free = True
+        for other in (block.before, block.behind):
+            if other is not None and other.free:
+                self._take(other)
+                self._join(block, other)
+        bisect.insort(self._free[block.small], block)
+
+    def holds(self, key: Hashable) -> bool:
+        return key in self._blocks
+
+    def _found(self, size: int) -> _Block | None:
+        small = size <= _SMALL
+        blocks = self._free[small]
+        i = bisect.bisect_left(blocks, _Block(-1, -1, size, small))
+        return blocks.pop(i) if i < len(blocks) else None
+
+    def _new_segment(self, size: int) -> _Block:
+        small = size <= _SMALL
+        if small or size < _OWN_SEGMENT:
+            whole = _SMALL_SEGMENT if small else _LARGE_SEGMENT
+        else:
+            whole = -(-size // _SEGMENT_ROUND) * _SEGMENT_ROUND
+        if self.reserved_bytes + whole > self.capacity:
+            self._give_back()
+        if self.reserved_bytes + whole > self.capacity:
+            raise OutOfMemory(f"no segment of {whole} bytes")
+        self.reserved_bytes += whole
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        self._segments += 1
+        return _Block(self._segments, 0, whole, small)
+
+    def _give_back(self) -> None:
+        for small, blocks in self._free.items():
+            parts = [b for b in blocks if b.before is not None or b.behind is not None]
+            self.reserved_bytes -= sum(b.size for b in blocks) - sum(b.size for b in parts)
+            self._free[small] = parts
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.segment, block.offset + size, block.size - size, block.small)
+        rest.before, rest.behind = block, block.behind
+        if block.behind is not None:
+            block.behind.before = rest
+        block.behind, block.size = rest, size
+        bisect.insort(self._free[rest.small], rest)
+
+    def _join(self, block: _Block, other: _Block) -> None:
+        """A free neighbour becomes part of the block."""
+        if other is block.before:
+            block.offset, block.before = other.offset, other.before
+            if block.before is not None:
+                block.before.behind = block
+        else:
+            block.behind = other.behind
+            if block.behind is not None:
+                block.behind.before = block
+        block.size += other.size
+
+    def _take(self, block: _Block) -> None:
+        blocks = self._free[block.small]
+        del blocks[bisect.bisect_left(blocks, block)]
