@@ -264,21 +264,30 @@ def test_a_compile_process_measures(monkeypatch):
 
 def test_reconstruct_compares_the_modes(monkeypatch):
     pytest.importorskip("transformers")
-    modes = iter((400, 300, 300))
+    saved = iter((400, 400, 300, 500, 400, 400))
     monkeypatch.setattr(reconstruct, "CASES", reconstruct.CASES[:1])
     monkeypatch.setattr(reconstruct, "QUICK", reconstruct.Size(16, 1, 32, 64, 1, 16))
-    monkeypatch.setattr(reconstruct, "_compiled", lambda mode, quick: lambda fn: fn)
-    report = type("Report", (), {"saved_bytes": property(lambda self: next(modes))})
+    monkeypatch.setattr(reconstruct, "_compiled", lambda mode, budget, quick: lambda fn: fn)
+    report = type("Report", (), {"saved_bytes": property(lambda self: next(saved))})
     monkeypatch.setattr(reconstruct.mstpass, "reports", lambda: [report()])
     result = reconstruct.run(arguments(repeats=1))
-    assert [line[1] for line in result.tables[0].rows] == ["off", "exact", "tolerant"]
-    met = {t.what.split(": ")[1]: t.met for t in result.targets if "bytes" in t.what}
-    assert met == {
-        "saved bytes, exact / the one before": True,
-        "saved bytes, tolerant / the one before": False,
-    }
-    (record,) = result.records.values()
-    assert record["off"]["gradient_error"] < 1e-5 and record["off"]["peak_bytes"] > 0
+    lines = [line[1:3] for line in result.tables[0].rows]
+    assert lines[:3] == [("0.1", "off"), ("", "exact"), ("", "tolerant")]
+    assert [line[0] for line in lines[3:]] == ["0.0", "", ""]
+    (target,) = [t for t in result.targets if "bytes" in t.what]
+    assert target.met and target.value == 0.75
+    assert len([t for t in result.targets if "time" in t.what]) == 4
+    record = result.records["OLMo-2, fp32, 0.1"]
+    assert record["off"]["error"] < 1e-5 and record["off"]["peak_bytes"] > 0
+
+
+def test_each_mode_has_to_win():
+    case = reconstruct.CASES[1]
+    assert case.autocast and not reconstruct.CASES[0].autocast
+    saved = {"off": 400, "exact": 400, "tolerant": 300}
+    assert reconstruct._won(case, saved) == 1.0
+    assert reconstruct._won(reconstruct.CASES[0], saved) == 0.75
+    assert reconstruct._won(case, {"off": 400, "exact": 300, "tolerant": 240}) == 0.8
 
 
 def test_the_gradient_error_of_a_step():

@@ -29,6 +29,11 @@ class Case:
     autocast: bool
     dropout: float = 0.0
 
+    @property
+    def wins_exactly(self) -> bool:
+        """Whether some of what it saves can be had exactly: in float32 without masks none."""
+        return self.autocast or self.dropout > 0
+
     def __str__(self) -> str:
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
         return f"{self.name}, {'autocast bf16' if self.autocast else 'fp32'}{dropout}"
