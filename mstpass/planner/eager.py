@@ -78,7 +78,9 @@ class _Memory(TorchDispatchMode):
         super().__init__()
         self.vocabulary = vocabulary
         parameters = list(model.parameters())
-        self.of_parameters = {(tuple(p.shape), p.dtype) for p in parameters}
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._see_gradient)
+        self.with_vocabulary = {tuple(p.shape) for p in parameters if vocabulary in p.shape}
         before = (t.untyped_storage()._cdata for t in (*parameters, *model.buffers()))
         self.alive = {key: _Storage(0, _OTHER, -1) for key in before}
         self.now_bytes = self.peak_bytes = self.born = 0
@@ -128,9 +130,15 @@ class _Memory(TorchDispatchMode):
         self._add(key, storage.nbytes(), self._kind(tensor))
         weakref.finalize(storage, self._free, key).atexit = False
 
+    def _see_gradient(self, parameter: Tensor) -> None:
+        """It is whole, which the shape does not tell: a tile can be as large as a weight."""
+        assert parameter.grad is not None
+        key = parameter.grad.untyped_storage()._cdata
+        self.alive[key] = dataclasses.replace(self.alive[key], kind=_GRADIENTS)
+
     def _kind(self, tensor: Tensor) -> str:
-        shapes = (tuple(tensor.shape), tuple(tensor.shape[::-1]))
-        if any((shape, tensor.dtype) in self.of_parameters for shape in shapes):
+        shape = tuple(tensor.shape)
+        if shape in self.with_vocabulary or shape[::-1] in self.with_vocabulary:
             return _GRADIENTS
         is_logits = tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary
         return _LOGITS if is_logits else _OTHER
