@@ -3,15 +3,12 @@ do as little as possible and must give no finding."""
 
 import ctypes
 import functools
-import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
-    apply_activation_checkpointing,
     checkpoint_wrapper,
 )
 from torch.utils.checkpoint import (
@@ -22,53 +19,18 @@ from torch.utils.checkpoint import (
 )
 
 import mstpass
-from mstpass.linter import LintError
-
-TOKENS, WIDTH, INNER = 4, 8, 16
-MM = 2 * TOKENS * WIDTH * INNER  # flops of one product of a block
-REENTRANT, NON_REENTRANT = True, False
-
-
-class Block(nn.Module):
-    """``up`` is recomputed for gelu's gradient; the result of ``down`` is never read."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, INNER, bias=False)
-        self.down = nn.Linear(INNER, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class Model(nn.Module):
-    """Blocks, each inside of the given checkpoints, the innermost first."""
-
-    def __init__(self, *styles, depth=2):
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(depth))
-        self.styles = styles
-
-    def forward(self, x):
-        for layer in self.layers:
-            run = layer
-            for reentrant in self.styles:
-                run = functools.partial(checkpoint, run, use_reentrant=reentrant)
-            x = run(x)
-        return x.square().mean()
-
-
-def tokens():
-    return torch.randn(TOKENS, WIDTH, requires_grad=True)
-
-
-def by_kind(report, kind):
-    return {f.module: f for f in report.findings if f.kind == kind}
-
-
-def runs(report):
-    return {m.module: (m.forward_runs, m.recompute_runs) for m in report.modules}
-
+from tests.linted import (
+    MM,
+    NON_REENTRANT,
+    REENTRANT,
+    TOKENS,
+    WIDTH,
+    Block,
+    Model,
+    by_kind,
+    runs,
+    tokens,
+)
 
 # --- nested checkpoints -------------------------------------------------------------------------
 
@@ -96,7 +58,7 @@ def test_two_checkpoints_around_each_layer(inner, outer, ups, downs, how):
         assert finding.wasted_flops == (ups - 1 + downs - 1) * MM
         assert finding.wasted_share == pytest.approx(finding.wasted_flops / report.step_flops)
         assert how in finding.cause
-        assert "test_lint.py" in finding.cause
+        assert "linted.py" in finding.cause
         assert "keep one of the two" in finding.fix
     dead = by_kind(report, "dead recompute")
     assert {name: f.wasted_flops for name, f in dead.items()} == {
@@ -120,7 +82,7 @@ def test_two_non_reentrant_ones_stop_early_and_are_only_noted():
     assert report.step_flops == 2 * 7 * MM
     assert runs(report)["layers.0.up"] == (1, 1)
     (note,) = report.notes
-    assert note.startswith("layers.* (2 of them): checkpoint() at test_lint.py:")
+    assert note.startswith("layers.* (2 of them): checkpoint() at linted.py:")
     assert "one is enough" in note
 
 
@@ -279,7 +241,7 @@ def test_the_last_product_of_a_reentrant_checkpoint_is_dead():
     finding = report.findings[0]
     assert finding.kind == "dead recompute"
     assert (finding.forward_runs, finding.recompute_runs) == (1, 1)
-    assert "use_reentrant=False in the checkpoint() call at test_lint.py" in finding.fix
+    assert "use_reentrant=False in the checkpoint() call at linted.py" in finding.fix
     assert report.step_flops == 2 * 8 * MM
 
 
@@ -386,179 +348,3 @@ def test_what_hidden_kernels_read_is_of_use(style):
     )
     dead = by_kind(report, "dead recompute")
     assert set(dead) == ({"down"} if style == REENTRANT else set())
-
-
-# --- Hugging Face and FSDP ----------------------------------------------------------------------
-
-HIDDEN, MLP, LAYERS, HEADS, LENGTH = 16, 32, 2, 2, 8
-ATTENTION = 2 * 2 * LENGTH * LENGTH * HIDDEN  # two products over all heads
-DOWN = 2 * LENGTH * HIDDEN * MLP
-LAYER = 4 * 2 * LENGTH * HIDDEN * HIDDEN + ATTENTION + 3 * DOWN
-
-
-def llama(reentrant=None, impl=None):
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=HIDDEN,
-            intermediate_size=MLP,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            use_cache=False,
-        )
-    ).train()
-    if reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if impl is not None:
-        apply_activation_checkpointing(
-            model,
-            functools.partial(checkpoint_wrapper, checkpoint_impl=impl),
-            check_fn=lambda module: isinstance(module, LlamaDecoderLayer),
-        )
-    return model
-
-
-def lint_llama(model):
-    ids = torch.randint(64, (1, LENGTH))
-    return mstpass.lint(model, input_ids=ids, labels=ids)  # its output has a loss
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("impl", [CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT])
-def test_checkpoint_wrapper_around_hugging_face(impl):
-    """The field's case: 248.88 s instead of 185.07 s an epoch of Llama-2-7B on 4 A100."""
-    report = lint_llama(llama(REENTRANT, impl))
-    nested = by_kind(report, "nested checkpoints")
-    assert set(nested) == {"model.layers.0", "model.layers.1"}
-    for finding in nested.values():
-        assert (finding.forward_runs, finding.recompute_runs) == (1, 2)
-        assert finding.wasted_flops == LAYER
-        assert "checkpoint_wrapper around Hugging Face gradient checkpointing" in finding.cause
-        assert "model.gradient_checkpointing_disable()" in finding.fix
-        assert "apply_activation_checkpointing" in finding.fix
-    # without early stop even the recomputation that is needed runs the last product
-    dead = by_kind(report, "dead recompute")
-    assert {f.wasted_flops for f in dead.values()} == {DOWN}
-    assert set(dead) == {f"model.layers.{i}.mlp.down_proj" for i in range(LAYERS)}
-    assert runs(report)["model.layers.0"] == (1, 2)
-    assert runs(report)["model.layers.1.self_attn.q_proj"] == (1, 2)
-    clean = lint_llama(llama(NON_REENTRANT))
-    assert report.step_flops - report.wasted_flops == clean.step_flops
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize(
-    ("reentrant", "impl"),
-    [(None, None), (NON_REENTRANT, None), (None, CheckpointImpl.NO_REENTRANT)],
-)
-def test_hugging_face_with_at_most_one(reentrant, impl):
-    report = lint_llama(llama(reentrant, impl))
-    assert not report.findings
-    assert not report.notes
-    assert runs(report)["model.layers.0"] == (1, 0 if reentrant is impl is None else 1)
-
-
-@pytest.fixture
-def one_process():
-    dist = torch.distributed
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def test_under_fsdp_the_wrapper_is_fsdps(one_process):
-    from torch.distributed.fsdp import fully_shard
-
-    model = Model(REENTRANT)
-    for i, layer in enumerate(model.layers):
-        model.layers[i] = fully_shard(checkpoint_wrapper(layer), mesh=one_process)
-    report = mstpass.lint(fully_shard(model, mesh=one_process), tokens())
-    nested = by_kind(report, "nested checkpoints")
-    assert set(nested) == {"layers.0", "layers.1"}
-    assert "around FSDP activation checkpointing" in nested["layers.0"].cause
-    assert nested["layers.0"].wasted_flops == MM
-    assert runs(report)["layers.0"] == (1, 2)
-
-
-# --- the report, and steps that cannot be linted ------------------------------------------------
-
-
-def test_the_text_sums_up_layers():
-    text = str(mstpass.lint(Model(REENTRANT, NON_REENTRANT), tokens()))
-    assert "layers.* (2 of them): nested checkpoints" in text
-    assert "1x in forward, 2x again in backward (each)" in text
-    assert "4 findings; 30.0% of the step's 20.5 kflop are wasted" in text  # 6 of 20 products
-
-
-def test_paths_of_modules_that_are_called_one_by_one():
-    """They start at the model that the step holds; twins without one are numbered."""
-    model, twins = Model(depth=2), [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
-
-    def step(x):
-        return model.layers[1](model.layers[0](x)).sum()
-
-    assert set(runs(mstpass.lint(step, tokens()))) >= {"layers.0", "layers.1.down"}
-    report = mstpass.lint(lambda x: twins[1](twins[0](x)).sum(), tokens())
-    assert set(runs(report)) == {"Linear", "Linear-1"}
-
-
-def test_json(tmp_path):
-    report = mstpass.lint(Model(REENTRANT), tokens())
-    report.to_json(tmp_path / "report.json")
-    data = json.loads((tmp_path / "report.json").read_text())
-    assert data["wasted_flops"] == report.wasted_flops == 2 * MM
-    assert data["findings"][0]["module"] == report.findings[0].module
-    assert data["modules"][0].keys() == {
-        "module",
-        "forward_runs",
-        "recompute_runs",
-        "forward_flops",
-        "recompute_flops",
-    }
-
-
-def test_small_findings_can_be_left_out():
-    report = mstpass.lint(Model(REENTRANT), tokens())  # two findings of 1/16, summed
-    assert report.above(0.12).findings == report.findings
-    assert not report.above(0.13).findings
-
-
-def test_a_step_may_return_its_loss_or_have_run_backward():
-    model = Model(NON_REENTRANT)
-
-    def ran():
-        loss = model(tokens())
-        loss.backward()
-        return loss
-
-    assert mstpass.lint(ran).step_flops == mstpass.lint(model, tokens()).step_flops == 14 * MM
-
-
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [
-        (lambda: None, "ran no backward and returned no loss"),
-        (lambda: torch.ones(()), "needs no gradient"),
-        (tokens, r"shape \[4, 8\]"),
-    ],
-)
-def test_steps_without_a_backward(step, message):
-    with pytest.raises(LintError, match=message):
-        mstpass.lint(step)
-
-
-def test_what_the_step_raises_is_passed_on():
-    with pytest.raises(ZeroDivisionError):
-        mstpass.lint(lambda: 1 / 0)
-
-
-def test_gradients_are_those_of_the_step():
-    model, x = Model(REENTRANT, NON_REENTRANT), tokens()
-    model(x).backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    mstpass.lint(model, x)
-    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))

@@ -20,7 +20,7 @@ from mstpass.linter import LintError
 from mstpass.linter.compiled import _merge
 from mstpass.linter.graphs import graph_flops
 from mstpass.linter.report import Finding, LintReport
-from tests.test_lint import INNER, MM, NON_REENTRANT, TOKENS, WIDTH, Model, tokens
+from tests.linted import INNER, MM, NON_REENTRANT, TOKENS, WIDTH, Model, tokens
 
 aten = torch.ops.aten
 
