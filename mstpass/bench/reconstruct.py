@@ -177,12 +177,15 @@ def _targets(name: str, case: Case, found: dict[str, _Measured]) -> list[Target]
 
 
 def error(gradients: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """Root mean square of the relative errors; gradients that are zero but for noise left out."""
+    """Root mean square of the relative errors.
+
+    Gradients that are zero but for rounding, such as a key's bias has, are left out.
+    """
     scale = max(_rms(r) for r in reference)
     each = [
         float((g.double() - r.double()).norm() / r.double().norm())
         for g, r in zip(gradients, reference, strict=True)
-        if _rms(r) > 1e-9 * scale
+        if _rms(r) > 1e-6 * scale
     ]
     return math.sqrt(sum(e * e for e in each) / max(1, len(each)))
 
