@@ -58,6 +58,7 @@ RELATIVES = frozenset(
     {"llama-tied", "mistral", "qwen2", "gemma", "olmo", "helium", "glm", "ernie4_5", "codegen"}
     | {"granite", "roberta", "nemotron", "gpt-neo", "starcoder2", "phi", "stablelm", "cohere"}
     | {"gemma2", "smollm3", "gpt-j", "gpt-neox", "bloom", "electra", "distilbert", "mpt"}
+    | {"qwen3", "opt", "phi3", "albert", "qwen3-moe", "falcon", "bart"}
 )
 
 

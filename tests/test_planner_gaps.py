@@ -149,7 +149,7 @@ def test_an_eager_steps_order_has_its_peak(tiny, recipe, in_backward):  # noqa: 
     assert len(steps) == (len(parameters(tiny)) if in_backward else 0)
 
 
-@pytest.mark.parametrize("budget", ["free", 0.0])
+@pytest.mark.parametrize("budget", [pytest.param("free", marks=pytest.mark.full), 0.0])
 def test_a_compiled_steps_order_has_its_peak(tiny, budget):  # noqa: F811
     traced = trace(config_of(tiny), Training(), 4096, (budget,))
     problem = traced.at(traced.length, budget)
