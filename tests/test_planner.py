@@ -267,6 +267,9 @@ def test_command_prints_json(tiny, capsys):
         (["--device-memory", "1GiB", "--sequence", "0"], "whole number"),
         (["--device-memory", "1GiB", "--sharding", "fsdp"], "needs --ranks"),
         (["--device-memory", "1GiB", "--dtype", "fp32", "--master-weights"], "--dtype bf16"),
+        (["--device-memory", "1GiB", "--optimizer", "sgd", "--optimizer-step", "foreach"], "AdamW"),
+        (["--device-memory", "1GiB", "--allocator", "other"], "expandable"),
+        (["--device-memory", "1GiB", "--document", "0"], "whole number"),
         ([], "--device-memory"),
     ],
 )

@@ -18,10 +18,9 @@ from mstpass.planner.accounting import (
     SHARDINGS,
     Training,
 )
-from mstpass.planner.data import ALLOCATORS, EXPANDABLE
+from mstpass.planner.data import ALLOCATORS, EXPANDABLE, LOGITS, OUTPUTS
 
 OVERHEAD = "1.25GiB"  # CUDA's context, and what an "80 GiB" card lacks of them
-LOGITS, OUTPUTS = ("model", "fp32"), ("held", "dropped")
 EXAMPLES = """examples:
   mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit
   mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit --sequence 65536
@@ -43,6 +42,8 @@ def main(argv: Sequence[str] = ()) -> int:
         parser.error("--optimizer-in-backward goes with --sharding none only")
     if given.master_weights and given.dtype != "bf16":
         parser.error("--master-weights are for --dtype bf16: other weights are fp32 already")
+    if given.optimizer_step == "foreach" and not OPTIMIZERS[given.optimizer].temporaries:
+        parser.error(f"--optimizer-step foreach is known for AdamW's, not for {given.optimizer}")
     require(("transformers",), "hf", "mstpass plan")
     require(("rich",), "viz", "mstpass plan")
     from mstpass.planner.data import Request

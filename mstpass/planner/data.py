@@ -12,6 +12,7 @@ RECIPE, MST = "MST recipe", "mst"
 FREE, LEAST = "free", 0.0  # of memory_budget
 EXPANDABLE, CACHING = "expandable", "caching"
 ALLOCATORS = (EXPANDABLE, CACHING)
+LOGITS, OUTPUTS = ("model", "fp32"), ("held", "dropped")  # recipes.plain says what they are
 
 
 class DoesNotFit(UserError):
@@ -25,9 +26,9 @@ class Request:
     Attributes:
         length: a given sequence length; None: the longest that fits.
         overhead_bytes: of the device, not to be had for tensors.
-        logits: what the eager rows' loss is made from (recipes.LOGITS).
+        logits: what the eager rows' loss is made from (``LOGITS``).
         outputs: whether the eager rows' loop holds the model's outputs until backward is over
-            (recipes.OUTPUTS).
+            (``OUTPUTS``).
         allocator: one of ``ALLOCATORS``.
         alone: without the rows to compare with.
     """

@@ -217,7 +217,8 @@ class _Planner:
         exact = exact or self.request.length is not None
         if (length, exact) not in self.traces:
             self.advance(f"tracing {length} tokens")
-            budgets = (FREE, self.step_bytes, LEAST)
+            between = () if self.request.length is None else (self.step_bytes,)
+            budgets: tuple[object, ...] = (FREE, *between, LEAST)
             self.traces[length, exact] = _guarded(
                 self.request, lambda: trace(self.config, self.training, length, budgets, exact)
             )

@@ -19,8 +19,7 @@ from mstpass.planner.eager import Loss
 from mstpass.planner.models import layers_of
 
 TILE_TOKENS, HEAD_TILES = 4096, 16  # what the authors' package takes by default
-LOGITS = ("model", "fp32")
-OUTPUTS = ("held", "dropped")
+_LEAST_ROWS = 1024  # of a sequence in a tile, however many sequences
 
 
 def plain(model: nn.Module, logits: str = "model", outputs: str = "held") -> Loss:
@@ -73,7 +72,8 @@ def _checkpoint_layers(model: nn.Module) -> None:
 
 
 def _tiled(forward: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
-    return torch.cat([forward(x_BTD) for x_BTD in x_BSD.split(TILE_TOKENS, dim=1)], dim=1)
+    rows = max(TILE_TOKENS // len(x_BSD), _LEAST_ROWS)
+    return torch.cat([forward(x_BTD) for x_BTD in x_BSD.split(rows, dim=1)], dim=1)
 
 
 class _HeadTile(Function):
