@@ -114,7 +114,13 @@ def costs_path() -> Path:
     """``$MSTPASS_COSTS``, else ``mstpass/chunk-costs.json`` in the user's cache folder."""
     given = os.environ.get(_PATH_VARIABLE)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(given or f"{cache}/mstpass/chunk-costs.json").expanduser()
+    return _expanded(given or f"{cache}/mstpass/chunk-costs.json", os.environ.get("HOME"))
+
+
+@functools.cache
+def _expanded(path: str, home: str | None) -> Path:
+    """Asked for every product of a graph; ``home`` decides what ``~`` is."""
+    return Path(path).expanduser()
 
 
 def store(device: torch.device, costs: ChunkCosts) -> Path:

@@ -263,7 +263,8 @@ def _finish(
     if returned:
         _check_returned(growth, kind, returned)
         note = "; ".join(filter(None, (_RETURNED[kind], fix_of(_RETURNED[kind]), note)))
-    _check_gain(growth, anchor, [n for n in outputs if n not in joint.backward | returned])
+    forward_outputs = [n for n in outputs if n not in joint.backward and n not in returned]
+    _check_gain(growth, anchor, forward_outputs)
     return Region(
         kind=kind,
         source=source_of(anchor),

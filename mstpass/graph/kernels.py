@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
@@ -18,6 +20,7 @@ from mstpass.graph.tokens import Refusal
 
 # StorageBox.should_realize_on_reuse
 _DEAR_ON_CPU = frozenset({torch.ops.aten.exp.default, torch.ops.aten.sigmoid.default})
+_CALLED = frozenset({"matmul", "sort", "write"})  # Inductor runs these rows by themselves
 _WRITTEN_WHOLE = frozenset({torch.ops.aten.cat.default})  # ConcatKernel: each part into its place
 # Kernels that compute what they write where they read it, as reductions do (ir.Scatter)
 _SCATTERS = frozenset(
@@ -100,23 +103,21 @@ def op_of(node: fx.Node, summed: Set[fx.Node] = frozenset(), rows_first: bool = 
 def _kind(node: fx.Node) -> str:
     if node.op == "placeholder":
         return memory.INPUT
-    if ops.is_view(node):
-        return memory.VIEW if ops.is_cheap_view(node) else memory.ITEM
-    if node.target in _SCATTERS:
+    kind = _kind_of(node.target)
+    return memory.CONSTANT if kind == memory.POINTWISE and ops.is_constant(node) else kind
+
+
+@functools.cache
+def _kind_of(target: Any) -> str:
+    """Of what calls this; what is made from no tensor counts as pointwise."""
+    if target in ops.VIEWS:
+        return memory.ITEM if target is operator.getitem else memory.VIEW
+    if target in _SCATTERS:
         return memory.SCATTER
-    if _is_call(node):
+    row = ops.row_of(target)
+    if isinstance(row, Refusal) or row.kind in _CALLED or target in _WRITTEN_WHOLE:
         return memory.CALL
-    if ops.is_reduction(node):
-        return memory.REDUCTION
-    return memory.CONSTANT if ops.is_constant(node) else memory.POINTWISE
-
-
-def _is_call(node: fx.Node) -> bool:
-    """Whether Inductor runs the op by itself, on operands that lie in memory."""
-    if ops.is_matmul(node) or node.target in _WRITTEN_WHOLE:
-        return True
-    row = ops.lookup(node)
-    return isinstance(row, Refusal) or row.kind in ("sort", "write")
+    return memory.REDUCTION if row.kind == "reduce" else memory.POINTWISE
 
 
 def _is_dear(node: fx.Node) -> bool:

@@ -255,14 +255,15 @@ class _Simulation:
     # ---- kernels and buffers -------------------------------------------------------------------
     def _find_kernels(self) -> None:
         for op in self.ops:
+            if op.kind == INPUT:
+                self.reads[op.name] = frozenset({op.name} & self.freed)
+                self.num_ops[op.name] = self.stage[op.name] = 0
+                continue
             if self._is_from_call(op):
                 self.from_call.add(op.name)
             operands = [name for name in op.inputs if name in self.reads]
             self._follow(op, operands)
-            if op.kind == INPUT:
-                self.reads[op.name] = frozenset({op.name} & self.freed)
-                self.num_ops[op.name] = 0
-            elif op.kind == ITEM and operands and operands[0] in self.results:
+            if op.kind == ITEM and operands and operands[0] in self.results:
                 self.reads[op.name] = frozenset({op.name})
                 self.stage[op.name] = self.stage[operands[0]]
                 self.num_ops[op.name] = 0

@@ -44,6 +44,7 @@ from mstpass.graph.tokens import Refusal, Spec, Sum, without_ones
 
 __all__ = [
     "TABLE",
+    "VIEWS",
     "NoRule",
     "Op",
     "is_cheap_view",
@@ -52,7 +53,6 @@ __all__ = [
     "is_matmul",
     "is_pointwise",
     "is_reduction",
-    "is_slow",
     "is_view",
     "is_weight",
     "is_zero",
@@ -61,6 +61,7 @@ __all__ = [
     "name_of",
     "operand_specs",
     "result_spec",
+    "row_of",
     "sum_operands",
 ]
 
@@ -85,11 +86,12 @@ def lookup(node: fx.Node) -> Op | Refusal:
     """The node's row, or why it has none."""
     if node.op != "call_function":
         return Refusal(f"{node.op} {node.name}")
-    return _row(node.target)
+    return row_of(node.target)
 
 
 @functools.cache
-def _row(target: Any) -> Op | Refusal:
+def row_of(target: Any) -> Op | Refusal:
+    """The row of what a node calls, or why there is none."""
     row = TABLE.get(target)
     if row is not None:
         return row
@@ -150,12 +152,6 @@ def is_reduction(node: fx.Node) -> bool:
 
 def is_matmul(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in rules.MATMULS
-
-
-def is_slow(node: fx.Node) -> bool:
-    """Sorts, scans, and writes by index: neither cheap nor safe to repeat, as ties may differ."""
-    row = TABLE.get(node.target) if node.op == "call_function" else None
-    return row is not None and row.kind in ("sort", "write")
 
 
 def is_experts(node: fx.Node) -> bool:

@@ -22,6 +22,8 @@ from mstpass.partition.problem import (
     with_needs,
 )
 
+_MOST_KNOWN = 8
+
 
 class Cycle(Exception):
     """Loops that need each other's results; ``loop`` names one of them."""
@@ -37,14 +39,30 @@ def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
     Raises:
         Cycle: the loops cannot be put in an order.
     """
-    chosen = [
+    chosen = tuple(
         region[modes[region.region]] if region.region in modes else region.modes[0]
         for region in problem.regions
-    ]
-    loops = [loop for mode in chosen for loop in mode.loops]
-    if not loops:
-        return dataclasses.replace(problem, regions=())
-    return _Writer(problem, loops).write()
+    )
+    known = problem.once(_Closed).known
+    names = tuple(mode.name for mode in chosen)
+    if names not in known:
+        loops = [loop for mode in chosen for loop in mode.loops]
+        closed = _Writer(problem, loops).write() if loops else _without_regions(problem)
+        if len(known) == _MOST_KNOWN:
+            del known[next(iter(known))]
+        known[names] = closed
+    return known[names]
+
+
+class _Closed:
+    """What a problem became last, by names of modes: several ask for the same."""
+
+    def __init__(self, problem: CutProblem):
+        self.known: dict[tuple[str, ...], CutProblem] = {}
+
+
+def _without_regions(problem: CutProblem) -> CutProblem:
+    return dataclasses.replace(problem, regions=())
 
 
 def loop_values(loop: Loop, old: Mapping[str, Value]) -> list[Value]:
@@ -118,10 +136,10 @@ class _Writer:
         live = self._live(outputs)
         for name, value in self.old.items():
             if name in live and name not in self.new:
-                if name in self.producer or not self.new.keys() >= set(value.inputs):
-                    self._require(name)
-                else:
+                if name not in self.producer and all(map(self.new.__contains__, value.inputs)):
                     self._add(value)
+                else:
+                    self._require(name)
         forward_needed = self._ancestors(self.problem.outputs)
         values = [
             v

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 
 from mstpass.chunk.loop import mst_loop
-from mstpass.graph import ops
+from mstpass.graph import ops, rules
 from mstpass.graph.tokens import Refusal
 
 # Inductor's random numbers: a seed is drawn, the numbers are a function of it and their position.
 _OF_A_SEED = frozenset({"prims::inductor_random", "prims::inductor_randint"})
+_TIES = frozenset({"sort", "write"})  # sorts, scans, writes by index: ties may fall otherwise
 _CHEAP = frozenset(
     {torch.ops.prims.iota.default, torch.ops.aten.arange.start_step, torch.ops.aten.index.Tensor}
 )
@@ -22,9 +25,14 @@ def is_heavy(node: fx.Node) -> bool:
     """Ops that are slow to repeat: matmuls, attention, whatever the op table does not know."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
-    if node.target is mst_loop or ops.is_matmul(node) or is_pinned(node):
+    return _is_dear(node.target) or is_pinned(node)
+
+
+@functools.cache
+def _is_dear(target: Any) -> bool:
+    if target is mst_loop or target in rules.MATMULS:
         return True
-    return not (node.target in _CHEAP or not isinstance(ops.lookup(node), Refusal))
+    return target not in _CHEAP and isinstance(ops.row_of(target), Refusal)
 
 
 def is_pinned(node: fx.Node) -> bool:
@@ -35,21 +43,31 @@ def is_pinned(node: fx.Node) -> bool:
     """
     if node.op != "call_function" or node.target is operator.getitem or node.target is mst_loop:
         return False
-    target = node.target
+    return _never_again(node.target) or draws(node)
+
+
+@functools.cache
+def _never_again(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return True
-    if draws(node) or target._schema.name in _OF_A_SEED or ops.is_slow(node):
+    row = ops.row_of(target)
+    if target._schema.name in _OF_A_SEED or (isinstance(row, ops.Op) and row.kind in _TIES):
         return True
     return target.namespace not in ("aten", "prims")
 
 
-def draws(node: fx.Node) -> bool:
-    """Whether the op reads or moves a random state. Attention does so only for its dropout."""
-    target = node.target
+@functools.cache
+def _is_seeded(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the op reads or moves a random state. Attention does so only for its dropout."""
+    if not _is_seeded(node.target):
         return False
+    target: Any = node.target
     for position, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
             given = node.args[position] if position < len(node.args) else argument.default_value

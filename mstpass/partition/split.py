@@ -74,19 +74,20 @@ def needs_torch(joint: JointGraph) -> str:
             return f"{node.name} draws random numbers, which a checkpoint is to draw again"
     for node in joint.nodes:
         value = node.meta.get("val")
-        if value is not None and not is_size(node) and not any(True for _ in tensors_of(value)):
+        tensors = list(tensors_of(value))
+        if value is not None and not tensors and not is_size(node):
             return f"{node.name} is neither a tensor nor a size"
-        if any(map(depends_on_data, tensors_of(value))):
+        if any(map(depends_on_data, tensors)):
             return f"the size of {node.name} depends on data"
         if node.op == "get_attr" and not _is_body(node):
             return f"{node.name} is a subgraph or a constant"
         if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not mst_loop:
             return f"the higher-order op {node.target}"
-        if node.meta.get("memory_budget") is not None or has_region_budget([node]):
+        if node.meta.get("memory_budget") is not None:
             return TORCH_BUDGET
         if "c10d" in ops.name_of(node):
             return "collectives"
-    return ""
+    return TORCH_BUDGET if has_region_budget(joint.nodes) else ""
 
 
 def has_region_budget(nodes: Iterable[fx.Node]) -> bool:
