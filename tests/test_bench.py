@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import mstpass
 from mstpass import cli
 from mstpass.bench import common, compile, dynamic, loops, peers, race, reconstruct, tiled
 from mstpass.bench.models import Head, LlamaSize, Step, llama
 from mstpass.chunk import costs
 from mstpass.chunk.costs import ChunkCosts
+from mstpass.plans import Outcome, SavedValue, SavePlan
 
 CPU = torch.device("cpu")
 
@@ -268,7 +270,11 @@ def test_reconstruct_compares_the_modes(monkeypatch):
     monkeypatch.setattr(reconstruct, "CASES", reconstruct.CASES[:1])
     monkeypatch.setattr(reconstruct, "QUICK", reconstruct.Size(16, 1, 32, 64, 1, 16))
     monkeypatch.setattr(reconstruct, "_compiled", lambda mode, budget, quick: lambda fn: fn)
-    report = type("Report", (), {"saved_bytes": property(lambda self: next(saved))})
+
+    def report():
+        value = SavedValue("x", next(saved), "")
+        return mstpass.Report(Outcome(save_plan=SavePlan((value,), "min_cut")))
+
     monkeypatch.setattr(reconstruct.mstpass, "reports", lambda: [report()])
     result = reconstruct.run(arguments(repeats=1))
     lines = [line[1:3] for line in result.tables[0].rows]
@@ -276,7 +282,9 @@ def test_reconstruct_compares_the_modes(monkeypatch):
     assert [line[0] for line in lines[3:]] == ["0.0", "", ""]
     (target,) = [t for t in result.targets if "bytes" in t.what]
     assert target.met and target.value == 0.75
-    assert len([t for t in result.targets if "time" in t.what]) == 4
+    times = [line[-1] for line in result.tables[0].rows]
+    assert times[1] == "as off" and times[5] == "as exact"  # their plans are equal: one program
+    assert len([t for t in result.targets if "time" in t.what]) == 2
     record = result.records["OLMo-2, fp32, 0.1"]
     assert record["off"]["error"] < 1e-5 and record["off"]["peak_bytes"] > 0
 
