@@ -33,7 +33,7 @@ def test_mlp_recomputes_with_budget_zero(name: str, device: str) -> None:
     assert kinds(report) == [("mlp", "recompute")], report
 
 
-@pytest.mark.parametrize(("batch", "seq"), [(1, 128), (3, 43)])
+@pytest.mark.parametrize(("batch", "seq"), [pytest.param(1, 128, marks=pytest.mark.full), (3, 43)])
 def test_several_layers_share_bodies(batch: int, seq: int, device: str) -> None:
     model = nn.Sequential(*(Block(32, MLPS["swiglu"](32)) for _ in range(3))).to(device)
     x = torch.randn(batch, seq, 32, device=device, requires_grad=True)

@@ -127,7 +127,7 @@ programs = st.lists(
     end=st.sampled_from(sorted(ENDS)),
 )
 @settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     print_blob=True,
     database=DirectoryBasedExampleDatabase(Path(__file__).parent / "random_graph_failures"),
