@@ -25,7 +25,7 @@ def _ids(device: str) -> Tensor:
     return torch.randint(0, VOCAB, (4, 101), device=device)  # 404 tokens: the last chunk is ragged
 
 
-ALIKE = ("sum", "scaled", "bias")
+ALIKE = ("sum", "scaled", "bias", "num_items", "kl_to_reference", "masked_mse")
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,13 @@ def test_loss(name: str, device: str) -> None:
 
 
 # Each compiles for seconds, and in bfloat16 they differ in little but their matmuls.
-LOW = ("mean", "sliced", "policy_gradient", "distillation", "preference", "mse", "small_logits")
+LOW = ("mean", "sliced", "policy_gradient", "small_logits")
+LOW_TOO = ("distillation", "preference", "mse")
 
 
-@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize(
+    "name", [*LOW, *(pytest.param(name, marks=pytest.mark.full) for name in LOW_TOO)]
+)
 def test_loss_in_bfloat16(name: str, device: str) -> None:
     model = LossModel().to(device, torch.bfloat16)
     report = check_against_float64(model, _step(TAKEN[name]), [_ids(device)], chunk_tokens=CHUNK)
