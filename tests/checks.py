@@ -26,9 +26,13 @@ def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 def gradients(
     model: nn.Module, loss: Loss, inputs: Sequence[torch.Tensor], autocast: str | None = None
 ) -> list[torch.Tensor]:
-    """The loss, the gradients of parameters, and those of floating inputs that require one."""
+    """The loss, the gradients of parameters, and those of inputs that require one.
+
+    The inputs are passed as they are: a dim that is marked dynamic stays marked.
+    """
     model.zero_grad(set_to_none=True)
-    inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+    for x in inputs:
+        x.grad = None
     context = torch.autocast(autocast, torch.bfloat16) if autocast else contextlib.nullcontext()
     with context:
         value = loss(*inputs)

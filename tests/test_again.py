@@ -77,7 +77,7 @@ def test_measured_and_right() -> None:
     model.zero_grad(set_to_none=True)
     simulated = mstpass.reports()[-1].peak_bytes
     assert simulated is not None
-    assert peak_bytes(run) <= 1.02 * simulated
+    assert 0.95 * simulated <= peak_bytes(run) <= 1.02 * simulated
     model.zero_grad(set_to_none=True)
     model(ids, target).backward()
     theirs = [p.grad for p in model.parameters() if p.grad is not None]

@@ -14,6 +14,7 @@ from tests.checks import check_against_float64, kinds
 
 transformers = pytest.importorskip("transformers")
 
+FULL = pytest.mark.full
 VOCAB = 600
 SIZES = {
     "hidden_size": 32,
@@ -89,7 +90,7 @@ def test_float32_ragged_batch(name: str, device: str) -> None:
     _check(name, device, batch=3, seq=43, precision="float32")
 
 
-@pytest.mark.slow
+@FULL
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_float32_even_chunks(name: str, device: str) -> None:
     _check(name, device, batch=1, seq=128, precision="float32")
@@ -100,11 +101,10 @@ def test_float32_even_chunks(name: str, device: str) -> None:
     ("name", "precision"),
     [
         ("llama", "autocast"),
-        ("gpt2", "autocast"),
         ("qwen3", "bfloat16"),
         ("bert", "bfloat16"),
-        *(pytest.param(name, "bfloat16", marks=pytest.mark.full) for name in ("llama", "gpt2")),
-        *(pytest.param(name, "autocast", marks=pytest.mark.full) for name in ("qwen3", "bert")),
+        *(pytest.param(name, "bfloat16", marks=FULL) for name in ("llama", "gpt2")),
+        *(pytest.param(name, "autocast", marks=FULL) for name in ("gpt2", "qwen3", "bert")),
     ],
 )
 def test_low_precision(name: str, precision: str, device: str) -> None:
@@ -112,7 +112,7 @@ def test_low_precision(name: str, precision: str, device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=FULL)])
 def test_least_memory(name: str, device: str) -> None:
     """Whole blocks are recomputed from what is alive between them."""
     plain = _check(name, device, batch=3, seq=43, precision="float32", chunk="auto")

@@ -70,6 +70,7 @@ def _peak(size: LlamaSize, device: torch.device) -> tuple[int, list[torch.Tensor
     return peak_bytes(run), gradients
 
 
+@pytest.mark.full
 def test_waiting_lowers_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size = LlamaSize(64, 4, 2, 96, 64, 1024)
     held, gradients = _peak(size, torch.device(device))

@@ -175,7 +175,9 @@ def test_a_slice_stays_where_the_whole_logits_are_needed() -> None:
     assert hoist_slices(JointGraph(*joint_graph(step, _ids("cpu")))) is None
 
 
-@pytest.mark.parametrize("name", ["sliced", "policy_gradient"])
+@pytest.mark.parametrize(
+    "name", ["sliced", pytest.param("policy_gradient", marks=pytest.mark.full)]
+)
 def test_sequences_of_any_length_share_one_graph(name: str) -> None:
     model = LossModel()
     loss = FUSED[name]

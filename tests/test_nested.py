@@ -69,6 +69,17 @@ def test_what_the_solver_simulates_is_what_the_graphs_do() -> None:
     assert peak < 0.9 * simulated(result.problem, Plan(flat.saved)).peak_bytes
 
 
+def test_a_symbolic_length_is_nested_too() -> None:
+    """Views of tables that all layers read, cut to the length, are alive between any two blocks."""
+    model = Llama(LlamaSize(layers=6, width=16, heads=2, mlp_width=48, vocabulary=64, length=1024))
+    ids, target = torch.randint(64, (2, 1, 1024))
+    joint, outputs = joint_graph(lambda *given: model(*given), ids, target, dynamic=True)
+    options = Options(memory_budget=0.0, chunk_tokens=512)
+    outcome = pipeline.run(joint, options, num_fwd_outputs=outputs).outcome
+    assert outcome.regions and all(region.symbolic for region in outcome.regions)
+    assert outcome.save_plan is not None and outcome.save_plan.nested
+
+
 def test_less_budget_is_never_a_higher_peak() -> None:
     problem = _chain(blocks=36, inner=4)
     problem = problem.allowing(False)
@@ -114,12 +125,14 @@ class _Dropping(nn.Module):
         return x.sin().sum()
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_gradients_under_inductor(dynamic: bool) -> None:
+@pytest.mark.parametrize(
+    ("dynamic", "layers"), [(False, 6), pytest.param(True, 9, marks=pytest.mark.full)]
+)
+def test_gradients_under_inductor(dynamic: bool, layers: int) -> None:
     """Blocks with loops run three times, and the gradients stay what they are."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    size = LlamaSize(layers=9, width=32, heads=2, mlp_width=96, vocabulary=64, length=1536)
+    size = LlamaSize(layers=layers, width=32, heads=2, mlp_width=96, vocabulary=64, length=1536)
     model = Llama(size)
     ids, target = torch.randint(size.vocabulary, (2, 1, size.length))
     for given in (ids, target) if dynamic else ():
@@ -172,6 +185,7 @@ def test_dropout_keeps_its_masks_and_memory_falls() -> None:
     assert least < 0.6 * free
 
 
+@pytest.mark.full
 def test_a_net_of_mlps_is_several_loops() -> None:
     """One loop of all would take minutes to compile; those that run again read packed masks."""
     torch.manual_seed(0)

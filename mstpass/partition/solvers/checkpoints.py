@@ -167,12 +167,14 @@ class _Line:
         return {self.base[i] for i, value in enumerate(self.values) if read[i] and value.forward}
 
     def _bases(self) -> list[int]:
-        """For a view, the value whose storage it shows."""
+        """For a view, the value whose storage it shows. Symbolic sizes that it reads have no bytes."""
         base: list[int] = []
         for i, value in enumerate(self.values):
             unsavable = not value.savable and not value.tag
-            view = unsavable and len(value.inputs) == 1 and value.bytes > 0
-            base.append(base[self.index[value.inputs[0]]] if view else i)
+            inputs = [self.index[name] for name in value.inputs]
+            shown = [j for j in inputs if self.values[j].bytes] if len(inputs) > 1 else inputs
+            view = unsavable and len(shown) == 1 and value.bytes > 0
+            base.append(base[shown[0]] if view else i)
         return base
 
     def _last_uses(self) -> list[int]:
