@@ -167,7 +167,7 @@ class _Line:
         return {self.base[i] for i, value in enumerate(self.values) if read[i] and value.forward}
 
     def _bases(self) -> list[int]:
-        """For a view, the value whose storage it shows. Symbolic sizes that it reads have no bytes."""
+        """For a view, the value whose storage it shows; sizes that it reads have no bytes."""
         base: list[int] = []
         for i, value in enumerate(self.values):
             unsavable = not value.savable and not value.tag
