@@ -119,7 +119,6 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "budget"),
     [
-        ("plain", "free"),
         ("save matmuls", "free"),
         ("must recompute", 0.0),
         *(pytest.param(name, b, marks=FULL) for name in POLICIES for b in ("free", 0.0)),

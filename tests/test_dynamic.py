@@ -215,7 +215,7 @@ def _graphs_of_ten_lengths(backend: str, options: dict[str, Any]) -> int:
     return counters["stats"]["unique_graphs"] - before
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_more_compilations_than_inductor() -> None:
     theirs = _graphs_of_ten_lengths("inductor", {})
     assert _graphs_of_ten_lengths("mst", {**STRICT, "chunk_tokens": C}) <= theirs

@@ -101,9 +101,8 @@ def test_float32_even_chunks(name: str, device: str) -> None:
     ("name", "precision"),
     [
         ("llama", "autocast"),
-        ("qwen3", "bfloat16"),
         ("bert", "bfloat16"),
-        *(pytest.param(name, "bfloat16", marks=FULL) for name in ("llama", "gpt2")),
+        *(pytest.param(name, "bfloat16", marks=FULL) for name in ("llama", "gpt2", "qwen3")),
         *(pytest.param(name, "autocast", marks=FULL) for name in ("gpt2", "qwen3", "bert")),
     ],
 )
@@ -111,8 +110,8 @@ def test_low_precision(name: str, precision: str, device: str) -> None:
     _check(name, device, batch=3, seq=43, precision=precision)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=FULL)])
+@FULL
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_least_memory(name: str, device: str) -> None:
     """Whole blocks are recomputed from what is alive between them."""
     plain = _check(name, device, batch=3, seq=43, precision="float32", chunk="auto")

@@ -25,7 +25,10 @@ def _ids(device: str) -> Tensor:
     return torch.randint(0, VOCAB, (4, 101), device=device)  # 404 tokens: the last chunk is ragged
 
 
-ALIKE = ("sum", "scaled", "bias", "num_items", "kl_to_reference", "masked_mse")
+ALIKE = (
+    *("sum", "scaled", "bias", "num_items", "kl_to_reference", "masked_mse"),
+    *("mean_over_tokens", "small_logits"),
+)
 
 
 @pytest.mark.parametrize(

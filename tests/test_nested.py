@@ -69,17 +69,6 @@ def test_what_the_solver_simulates_is_what_the_graphs_do() -> None:
     assert peak < 0.9 * simulated(result.problem, Plan(flat.saved)).peak_bytes
 
 
-def test_a_symbolic_length_is_nested_too() -> None:
-    """Views of tables that all layers read, cut to the length, are alive between any two blocks."""
-    model = Llama(LlamaSize(layers=6, width=16, heads=2, mlp_width=48, vocabulary=64, length=1024))
-    ids, target = torch.randint(64, (2, 1, 1024))
-    joint, outputs = joint_graph(lambda *given: model(*given), ids, target, dynamic=True)
-    options = Options(memory_budget=0.0, chunk_tokens=512)
-    outcome = pipeline.run(joint, options, num_fwd_outputs=outputs).outcome
-    assert outcome.regions and all(region.symbolic for region in outcome.regions)
-    assert outcome.save_plan is not None and outcome.save_plan.nested
-
-
 def test_less_budget_is_never_a_higher_peak() -> None:
     problem = _chain(blocks=36, inner=4)
     problem = problem.allowing(False)

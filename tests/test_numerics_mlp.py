@@ -48,7 +48,7 @@ def test_two_dimensional_tokens(device: str) -> None:
     assert kinds(report) == [("mlp", "save")], report
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.full), True])
 def test_low_precision(autocast: bool, device: str) -> None:
     model = nn.Sequential(*(Block(32, MLPS["swiglu"](32)) for _ in range(2))).to(device)
     x = torch.randn(2, 101, 32, device=device)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from mstpass import pipeline
-from mstpass.graph.memory import CALL, INPUT, ITEM
+from mstpass.graph.memory import CALL, INPUT, ITEM, VIEW
 from mstpass.options import Options
 from mstpass.partition.problem import CutProblem, Value
 from mstpass.partition.repeatable import is_heavy
@@ -186,6 +186,22 @@ def test_checkpoints_lie_between_blocks() -> None:
     assert step_memory(problem, saved).peak_bytes <= step_memory(problem, every).peak_bytes
 
 
+def test_a_view_of_symbolic_length_is_in_no_checkpoint_s_way() -> None:
+    """All blocks read a table cut to the length, a size without bytes; views cannot be saved."""
+    plain = _chain(blocks=9, inner=8)
+    table = [
+        Value("table", 10, (), INPUT, free=True),
+        Value("length", 0, (), INPUT, free=True, savable=False),
+        Value("cut", 10, ("table", "length"), VIEW, savable=False),
+    ]
+    readers = (
+        dataclasses.replace(v, inputs=(*v.inputs, "cut")) if v.name.endswith("_0") else v
+        for v in plain.values
+    )
+    symbolic = dataclasses.replace(plain, values=(*table, *readers))
+    assert checkpoints(symbolic).saved == checkpoints(plain).saved
+
+
 def _attentions(blocks: int) -> CutProblem:
     """A residual stream through ops of two results, slow to repeat, each of three fast ones."""
     values = [Value("x0", 10, (), CALL)]
@@ -278,6 +294,7 @@ def test_what_backward_must_not_repeat(target: Any, args: tuple[Any, ...], heavy
     assert is_heavy(node) == heavy
 
 
+@pytest.mark.full
 def test_recomputation_sees_the_forward_s_dropout() -> None:
     """Equal seeds give equal gradients, whatever the backward recomputes; others do not."""
     torch.manual_seed(0)

@@ -138,7 +138,9 @@ LABELS = """
 
 
 @pytest.mark.parametrize("label", [-1, 600])
-@pytest.mark.parametrize("options", ["", "label_smoothing=0.1"])
+@pytest.mark.parametrize(
+    "options", ["label_smoothing=0.1", pytest.param("", marks=pytest.mark.full)]
+)
 def test_a_label_out_of_bounds_is_an_error(label: int, options: str) -> None:
     """In a process of its own: Inductor's kernels may abort it."""
     code = textwrap.dedent(LABELS).format(label=label, options=options)
