@@ -63,7 +63,7 @@ def test_no_copy_that_lowers_nothing() -> None:
     assert modules is result.modules and after is memory
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_measured_and_right() -> None:
     model, ids, target = llama(SIZE, torch.device("cpu"))
     step = compiled(lambda ids, target: model(ids, target), memory_budget=0.0)
