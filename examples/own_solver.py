@@ -12,9 +12,10 @@ from torch import Tensor
 
 import mstpass
 from mstpass.bench import problems, solvers
-from mstpass.partition.modes import with_modes
-from mstpass.partition.problem import CutProblem, Plan
-from mstpass.partition.solvers.stair import first_modes, saved_where
+from mstpass.bench.solver_rows import Row
+from mstpass.partition.solvers.plan_sequences import first_modes, saved_where
+from mstpass.problem.modes import with_modes
+from mstpass.problem.problem import CutProblem, Plan
 
 
 def largest_half(problem: CutProblem, budget_bytes: int | None) -> Plan:
@@ -32,7 +33,7 @@ def largest_half(problem: CutProblem, budget_bytes: int | None) -> Plan:
 mstpass.register_solver("largest_half", largest_half)
 
 
-def bench() -> list[solvers.Row]:
+def bench() -> list[Row]:
     """The solver beside all others on one recorded problem, at two budgets."""
     rows = solvers.rows_of("mlps-2", problems.load("mlps-2"), shares=(1.0, 0.5), proof_s=1.0)
     print(f"{'budget MiB':>10} {'solver':14} {'saved MiB':>9} {'peak MiB':>9} {'extra s':>8}")
@@ -67,7 +68,7 @@ def train_step() -> tuple[float, mstpass.Report]:
     return max(float((a - b).abs().max()) for a, b in zip(found, right, strict=True)), report
 
 
-def main() -> tuple[list[solvers.Row], float, mstpass.Report]:
+def main() -> tuple[list[Row], float, mstpass.Report]:
     return bench(), *train_step()
 
 

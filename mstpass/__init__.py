@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from mstpass.explainer import ExplainError, explain, explain_all
     from mstpass.linter import Finding, LintReport, lint, lint_compiled, lint_graphs
     from mstpass.options import OptionError, Options
-    from mstpass.partition.solvers import register_solver
     from mstpass.plans import ChunkPlan, Rejection
+    from mstpass.problem.solver_registry import register_solver
     from mstpass.report.report import Report
     from mstpass.report.store import reports
 
@@ -47,7 +47,7 @@ _MODULES = {
     "lint": "mstpass.linter",
     "lint_compiled": "mstpass.linter",
     "lint_graphs": "mstpass.linter",
-    "register_solver": "mstpass.partition.solvers",
+    "register_solver": "mstpass.problem.solver_registry",
     "reports": "mstpass.report.store",
 }
 

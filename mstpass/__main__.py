@@ -2,6 +2,6 @@
 
 import sys
 
-from mstpass.cli import main
+from mstpass.cli.main import main
 
 sys.exit(main())

@@ -32,23 +32,23 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from mstpass import pipeline
-from mstpass.chunk import costs
-from mstpass.chunk.advice import with_fix
-from mstpass.chunk.lower import lower_loops
-from mstpass.device import watch_optimizers, with_device_budget
-from mstpass.donate import keep_safe_donations
-from mstpass.inductor_memory import ReadSchedule
-from mstpass.mutations import mutations_kept
+from mstpass.graph import device_costs
+from mstpass.loops.lowering import lower_loops
+from mstpass.memory.device_budget import watch_optimizers, with_device_budget
+from mstpass.memory.inductor_schedule import ReadSchedule
 from mstpass.options import OptionError, Options
 from mstpass.partition.budget import BudgetError, over_budget, tighter_limit_bytes
-from mstpass.partition.late import hold_recomputation, recomputation_waits
-from mstpass.partition.scatter import write_rows_first
-from mstpass.partition.solvers import is_own
 from mstpass.plans import Outcome, Rejection
+from mstpass.problem.solver_registry import is_own
+from mstpass.regions.advice import with_fix
 from mstpass.report import store
-from mstpass.report.build import details_of
+from mstpass.report.build_details import details_of
 from mstpass.report.details import Details
 from mstpass.report.report import Report
+from mstpass.schedule.delay_embedding_gradient import write_rows_first
+from mstpass.schedule.delay_recomputation import hold_recomputation, recomputation_waits
+from mstpass.torch_internals.donated_buffers import keep_safe_donations
+from mstpass.torch_internals.scheduler_dependencies import mutations_kept
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ def _sources_hash() -> str:
 
 def uuid(options: Options) -> str:
     """What decides the pass's results besides the graph: sources, torch version, options, costs."""
-    return f"mstpass-{_sources_hash()}-{options.fingerprint()}-{costs.fingerprint()}"
+    return f"mstpass-{_sources_hash()}-{options.fingerprint()}-{device_costs.fingerprint()}"
 
 
 class Partitioner(CustomPartitionerFn):

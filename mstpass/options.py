@@ -14,6 +14,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from mstpass.problem.solver_registry import solver_names
+
 ENV_PREFIX = "MSTPASS_"
 _BYTE_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BYTES = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(KiB|MiB|GiB|TiB)\s*")
@@ -188,9 +190,7 @@ def _inductor(value: Any, where: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _solver(value: Any, where: str) -> str:
-    from mstpass.partition.solvers import SOLVERS
-
-    result: str = _one_of("auto", *SOLVERS)(value, where)
+    result: str = _one_of(*solver_names())(value, where)
     return result
 
 

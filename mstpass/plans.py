@@ -176,7 +176,7 @@ class SavePlan:
     """What crosses from forward to backward, by name, and the bytes of it by storage.
 
     ``nested`` values do not cross: backward recomputes them in passes of their own, and once more
-    what they are computed from (partition/nested.py).
+    what they are computed from (schedule/nested_recomputation.py).
     """
 
     saved: tuple[SavedValue, ...]
@@ -199,8 +199,9 @@ class Outcome:
     fraction of it, by the cost model.
 
     ``scheduled_peak_bytes`` is what Inductor's schedule of the compiled graphs needs
-    (inductor_memory.py); None before compilation, and where it could not be read. ``limit_bytes``:
-    the simulated peak that the plan had to keep to; None without a budget in bytes.
+    (memory/inductor_schedule.py); None before compilation, and where it could not be read.
+    ``limit_bytes``: the highest simulated peak that the plan might have; None without
+    a budget in bytes.
     """
 
     regions: tuple[ChunkPlan, ...] = ()

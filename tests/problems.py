@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from mstpass.graph.memory import CALL, INPUT, POINTWISE, REDUCTION, SCATTER, VIEW
-from mstpass.partition.modes import with_modes
-from mstpass.partition.problem import (
+from mstpass.memory.simulate import step_memory, step_us
+from mstpass.problem.modes import with_modes
+from mstpass.problem.op import CALL, INPUT, POINTWISE, REDUCTION, SCATTER, VIEW
+from mstpass.problem.problem import (
     MUST_SAVE,
     RECOMPUTED,
     CutProblem,
@@ -21,8 +22,7 @@ from mstpass.partition.problem import (
     Value,
     with_needs,
 )
-from mstpass.partition.simulate import step_memory, step_us
-from mstpass.partition.verify import InvalidPlan, verify
+from mstpass.problem.verify import InvalidPlan, verify
 
 KINDS = st.sampled_from([POINTWISE, POINTWISE, POINTWISE, REDUCTION, SCATTER, CALL, CALL])
 TAGS = st.sampled_from(["", "", "", "", MUST_SAVE, *RECOMPUTED])

@@ -10,8 +10,8 @@ from mstpass import pipeline
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
-from mstpass.partition.again import recompute_again
-from mstpass.partition.late import copy_waits
+from mstpass.schedule.delay_recomputation import copy_waits
+from mstpass.schedule.second_rematerialization import recompute_again
 from tests.checks import compiled, joint_graph
 
 SIZE = LlamaSize(64, 2, 2, 96, 1024, 1024)  # attention is where the step peaks

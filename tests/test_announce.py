@@ -15,8 +15,8 @@ import pytest
 from torch._logging._internal import trace_log
 
 from mstpass.plans import ChunkPlan, Outcome
-from mstpass.report import announce as module
-from mstpass.report.announce import announce, summary
+from mstpass.report import publish as module
+from mstpass.report.publish import announce, summary
 from mstpass.report.report import Report
 
 PROGRAM = """

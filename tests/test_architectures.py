@@ -22,8 +22,8 @@ from torch import fx, nn
 
 import mstpass
 from mstpass import backend, pipeline
-from mstpass.graph.dataflow import missing_ops
 from mstpass.graph.joint import JointGraph
+from mstpass.graph.token_dataflow import missing_ops
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
 from mstpass.plans import Outcome

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 import mstpass
-from mstpass import cli
 from mstpass.bench import common, compile, dynamic, loops, peers, race, reconstruct, tiled
 from mstpass.bench.models import Head, LlamaSize, Step, llama
-from mstpass.chunk import costs
-from mstpass.chunk.costs import ChunkCosts
+from mstpass.cli.main import main
+from mstpass.graph import device_costs
+from mstpass.graph.device_costs import ChunkCosts
 from mstpass.plans import Outcome, SavedValue, SavePlan
 
 CPU = torch.device("cpu")
@@ -154,7 +154,7 @@ def test_markdown_replaces_its_section_and_keeps_the_rest(tmp_path):
 @pytest.mark.parametrize("bench", ["loops", "peers", "compile", "pareto", "budgets", "all"])
 def test_help_has_examples(bench, capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["bench", bench, "--help"])
+        main(["bench", bench, "--help"])
     assert stop.value.code == 0
     assert f"  mstpass bench {bench} --" in capsys.readouterr().out
 
@@ -200,7 +200,7 @@ def test_loops_of_one_head(monkeypatch, tmp_path):
     monkeypatch.setattr(loops.calibrate, "measure", lambda device, quick: known)
     monkeypatch.setenv("MSTPASS_COSTS", str(tmp_path / "costs.json"))
     result = loops.run(arguments(repeats=1, store=True))
-    assert costs.costs_of(CPU) == known
+    assert device_costs.costs_of(CPU) == known
     assert [t.what for t in result.targets] == ["d=16: time / Inductor", "d=16: peak / floor"]
     assert all(t.value is not None for t in result.targets)
     names = [line[0] for line in result.tables[0].rows]

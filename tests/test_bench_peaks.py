@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mstpass.bench import budgets, pareto, peers, race
 from mstpass.bench.models import Head, LlamaSize
-from mstpass.extras import UserError
+from mstpass.errors import UserError
 
 CPU = torch.device("cpu")
 QUICK = ["--quick", "--device", "cpu", "--repeats", "1"]

@@ -11,19 +11,20 @@ import torch
 import torch.nn.functional as F
 
 import mstpass
-from mstpass import device, pipeline
+from mstpass import pipeline
 from mstpass.backend import MstpassError
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.graph.kernels import simulate_step
-from mstpass.graph.memory import Moment, StepMemory
 from mstpass.measure import peak_bytes
+from mstpass.memory import device_budget
+from mstpass.memory.kernels import simulate_step
+from mstpass.memory.simulate import simulated, step_memory, step_us
+from mstpass.memory.timeline import Moment, StepMemory
 from mstpass.options import Options
 from mstpass.partition.budget import SPARE, memory_of
-from mstpass.partition.modes import Cycle, with_modes
-from mstpass.partition.problem import CutProblem, Loop, Mode, Plan, RegionModes, Result, Value
-from mstpass.partition.simulate import simulated, step_memory, step_us
 from mstpass.partition.solvers import SOLVERS
 from mstpass.partition.solvers.peak_search import peak_search
+from mstpass.problem.modes import Cycle, with_modes
+from mstpass.problem.problem import CutProblem, Loop, Mode, Plan, RegionModes, Result, Value
 from tests.checks import check_against_float64, compiled, joint_graph
 
 SIZE = LlamaSize(128, 4, 4, 352, 6000, 1024)
@@ -275,22 +276,24 @@ def test_auto_on_cuda_is_what_is_free_less_a_reserve(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * gib, 80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5 * gib)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 3 * gib)
-    monkeypatch.setattr(device, "_optimizers_that_stepped", set())
-    budget = lambda **given: device.with_device_budget(Options(**given), inputs).memory_budget
+    monkeypatch.setattr(device_budget, "_optimizers_that_stepped", set())
+    budget = lambda **given: (
+        device_budget.with_device_budget(Options(**given), inputs).memory_budget
+    )
     assert budget() == 11 * gib  # 10 free + 2 cached - 1 for the states to come
     assert budget(reserve="4GiB") == 8 * gib
     assert budget(memory_budget="free") == "free"
     assert budget(reserve=2**40) == 1, "nothing left: the least memory, with a warning"
-    device._optimizers_that_stepped.add("Adam")
+    device_budget._optimizers_that_stepped.add("Adam")
     assert budget() == 12 * gib
-    on_cpu = device.with_device_budget(Options(), [torch.zeros(1), parameter])
+    on_cpu = device_budget.with_device_budget(Options(), [torch.zeros(1), parameter])
     assert on_cpu.memory_budget == "auto"
 
 
 def test_an_optimizers_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_optimizers_that_stepped", set())
-    device.watch_optimizers()
+    monkeypatch.setattr(device_budget, "_optimizers_that_stepped", set())
+    device_budget.watch_optimizers()
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     torch.optim.SGD([weight], lr=0.1).step()
-    assert device._optimizers_that_stepped == {"SGD"}
+    assert device_budget._optimizers_that_stepped == {"SGD"}

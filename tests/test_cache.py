@@ -29,7 +29,7 @@ def loss(x, y):
 dynamic = sys.argv[2] == "True"
 torch.compile(loss, backend="mst", dynamic=dynamic, options={"strict": True})(x, y).backward()
 report = mstpass.reports()[-1]
-from mstpass.report.columns import to_columns
+from mstpass.report.details_json import to_columns
 json.dump({
     "autograd": dict(counters["aot_autograd"]), "inductor": dict(counters["inductor"]),
     "cached": report.cached, "text": str(report).split("\\n")[1:],

@@ -19,12 +19,12 @@ from torch.utils.checkpoint import (
 import mstpass
 from mstpass import pipeline
 from mstpass.bench.models import LlamaSize, llama
+from mstpass.graph.checkpoint_tags import tags_of
 from mstpass.graph.joint import JointGraph
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
-from mstpass.partition.problem import MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE
-from mstpass.partition.tags import tags_of
-from mstpass.partition.verify import recomputed
+from mstpass.problem.problem import MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE
+from mstpass.problem.verify import recomputed
 from tests.checks import check_against_float64, compiled, joint_graph, kinds
 from tests.models import MLPS
 

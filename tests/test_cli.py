@@ -5,13 +5,13 @@ import types
 
 import pytest
 
-from mstpass import cli, extras
-from mstpass.demo import Arguments
+from mstpass.cli.main import main
+from mstpass.demo.arguments import Arguments
 
 
 def exit_code(argv):
     with pytest.raises(SystemExit) as stop:
-        cli.main(argv)
+        main(argv)
     return stop.value.code
 
 
@@ -53,8 +53,8 @@ def test_called_wrongly(argv, capsys):
 def test_the_rest_of_the_line_goes_to_the_command(monkeypatch):
     seen = []
     fake = types.SimpleNamespace(main=lambda argv: seen.append(argv) or 7)
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: seen.append(name) or fake)
-    assert cli.main(["bench", "peers", "--repeats", "3", "--help"]) == 7
+    monkeypatch.setattr("importlib.import_module", lambda name: seen.append(name) or fake)
+    assert main(["bench", "peers", "--repeats", "3", "--help"]) == 7
     assert seen == ["mstpass.bench.peers", ["--repeats", "3", "--help"]]
 
 
@@ -62,14 +62,16 @@ def test_interrupted(monkeypatch, capsys):
     def interrupt(argv):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_entry", lambda module: interrupt)
-    assert cli.main(["demo"]) == 130
+    monkeypatch.setattr("mstpass.cli.main._entry", lambda module: interrupt)
+    assert main(["demo"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
 
 def test_a_missing_package_names_the_extra(monkeypatch, capsys):
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "tokenizers" else True)
-    assert cli.main(["demo"]) == 1
+    monkeypatch.setattr(
+        "mstpass.errors.find_spec", lambda name: None if name == "tokenizers" else True
+    )
+    assert main(["demo"]) == 1
     error = capsys.readouterr().err
     assert "needs tokenizers" in error
     assert "pip install 'mstpass[hf,viz]'" in error

@@ -6,13 +6,13 @@ import gc
 
 import pytest
 
-from mstpass import collector
+from mstpass.pipeline import collector_paused
 
 
 def test_on_again_after_an_error() -> None:
     on = []
 
-    @collector.paused()
+    @collector_paused()
     def planned() -> None:
         on.append(gc.isenabled())
         raise ZeroDivisionError
@@ -26,7 +26,7 @@ def test_on_again_after_an_error() -> None:
 def test_off_stays_off() -> None:
     gc.disable()
     try:
-        with collector.paused():
+        with collector_paused():
             pass
         assert not gc.isenabled()
     finally:

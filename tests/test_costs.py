@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from mstpass import backend, pipeline
 from mstpass.bench import calibrate
-from mstpass.chunk import costs
-from mstpass.chunk.costs import GOOD, TOLERABLE, ChunkCosts
+from mstpass.graph import device_costs
+from mstpass.graph.device_costs import GOOD, TOLERABLE, ChunkCosts
 from mstpass.options import Options
 from tests.checks import joint_graph
 
@@ -26,7 +26,7 @@ SOME = ChunkCosts(((64, 1.5), (256, 1.1)), chunk_us=100.0, flops_per_us=1000.0)
 @pytest.fixture(autouse=True)
 def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MSTPASS_COSTS", str(tmp_path / "costs.json"))
-    costs._stored.cache_clear()
+    device_costs._stored.cache_clear()
 
 
 @given(st.integers(1, 5000), st.floats(1, 1e9))
@@ -64,27 +64,27 @@ def _plan() -> pipeline.Result:
 def test_plans_and_cache_keys_follow_what_was_stored() -> None:
     key = backend.uuid(Options())
     fast = ChunkCosts(((128, 1.04),), chunk_us=1.0, flops_per_us=1e5)
-    path = costs.store(CPU, fast)
-    assert costs.costs_of(CPU) == fast
+    path = device_costs.store(CPU, fast)
+    assert device_costs.costs_of(CPU) == fast
     assert backend.uuid(Options()) != key
     (before,) = _plan().outcome.regions
     slow = dataclasses.replace(fast, slowdown=((600, 1.12), (1000, 1.04)))
-    costs.store(CPU, slow)
+    device_costs.store(CPU, slow)
     (after,) = _plan().outcome.regions
     assert before.chunk_tokens < after.chunk_tokens
-    costs.store(CPU, dataclasses.replace(slow, slowdown=((2048, 1.5),)))
+    device_costs.store(CPU, dataclasses.replace(slow, slowdown=((2048, 1.5),)))
     (rejection,) = _plan().outcome.rejections
     assert "fewer than two chunks" in rejection.reason
     path.unlink()
-    costs._stored.cache_clear()
+    device_costs._stored.cache_clear()
     assert backend.uuid(Options()) == key
 
 
 @pytest.mark.parametrize("text", ["no json", "[]", '{"x": {"slowdown": []}}', '{"x": 3}'])
 def test_a_broken_file_is_ignored_with_a_warning(text: str) -> None:
-    costs.costs_path().write_text(text)
+    device_costs.costs_path().write_text(text)
     with pytest.warns(UserWarning, match="bench loops --store"):
-        assert costs.costs_of(CPU) == costs._CPU
+        assert device_costs.costs_of(CPU) == device_costs._CPU
 
 
 def test_the_sweep_measures_every_point() -> None:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from mstpass.graph import ops
-from mstpass.graph.dataflow import Dataflow, Mixed, missing_ops, token_dims
+from mstpass.graph import op_table
 from mstpass.graph.joint import JointGraph
+from mstpass.graph.token_dataflow import Dataflow, Mixed, missing_ops, token_dims
 from mstpass.graph.tokens import SUM, WHOLE, Refusal
 from tests.checks import joint_graph
 from tests.models import MLPS, Block, TinyLM, next_token_loss
@@ -36,7 +36,7 @@ def _check_certificate(joint: JointGraph, flow: Dataflow) -> None:
         if isinstance(cut, tuple):
             if node.target is operator.getitem and node.args[0].name in flow.barriers:
                 continue  # one of a barrier's results, cut as its users need it
-            needs = ops.operand_specs(node, cut)
+            needs = op_table.operand_specs(node, cut)
             assert not isinstance(needs, Refusal), node
             for operand, need in needs.items():
                 known = flow.cuts[operand.name]

@@ -12,9 +12,9 @@ from torch import fx
 from mstpass import pipeline
 from mstpass.bench.models import Llama, LlamaSize
 from mstpass.options import Options
-from mstpass.report.build import details_of
+from mstpass.report.build_details import details_of
 from mstpass.report.details import BACKWARD, FATES, Details, MemoryTimeline
-from mstpass.trace import at_joint
+from mstpass.tracing.joint_graphs import at_joint
 
 SIZE = LlamaSize(width=64, layers=2, heads=2, mlp_width=256, vocabulary=2048, length=1024)
 

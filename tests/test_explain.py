@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import mstpass
 from mstpass import pipeline
 from mstpass.backend import prepare
-from mstpass.chunk.advice import fix_of
 from mstpass.explainer import ExplainError, explain_step
 from mstpass.options import Options
 from mstpass.plans import ChunkPlan, Outcome, Rejection, SavedValue, SavePlan
+from mstpass.regions.advice import fix_of
 from mstpass.report.report import Report
 
 from . import refused

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mstpass import cli
+from mstpass.cli.main import main
 
 STEPS = textwrap.dedent(
     """
@@ -96,7 +96,7 @@ def step(tmp_path: Path) -> Callable[[str], str]:
 def test_ways_to_name_a_step(
     argv: list[str], step: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["explain", step(argv[0]), *argv[1:]]) == 0
+    assert main(["explain", step(argv[0]), *argv[1:]]) == 0
     shown = capsys.readouterr()
     assert "lm_head  fused" in shown.out and "steps.py:15" in shown.out and not shown.err
 
@@ -106,14 +106,14 @@ def test_files_and_points(
 ) -> None:
     out = tmp_path / "plan.json"
     argv = [step("steps.py:loss"), "--json", str(out), "--pareto", "--option", "chunk_tokens=128"]
-    assert cli.main(["explain", *argv]) == 0
+    assert main(["explain", *argv]) == 0
     data = json.loads(out.read_text())
     assert data["schema"] == "mstpass-report/1" and data["regions"][0]["chunk_tokens"] == 128
     assert len(data["details"]["pareto"]) == 6
     shown = capsys.readouterr().out
     assert "memory_budget=0.0" in shown and "<- this plan" in shown
     argv[2] = str(tmp_path / "no" / "such" / "folder.json")
-    assert cli.main(["explain", *argv]) == 1
+    assert main(["explain", *argv]) == 1
     assert "cannot write" in capsys.readouterr().err
 
 
@@ -147,7 +147,7 @@ def test_errors_are_one_line(
     step: Callable[[str], str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main(["explain", step(argv[0]), *argv[1:]]) == code
+    assert main(["explain", step(argv[0]), *argv[1:]]) == code
     shown = capsys.readouterr()
     assert not shown.out and len(shown.err.splitlines()) == 1, shown.err
     assert shown.err.startswith("mstpass explain: ") and re.search(message, shown.err), shown.err
@@ -158,7 +158,7 @@ def test_each_graph_has_a_report_and_a_file(
     step: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    assert cli.main(["explain", step("steps.py:prints"), "--json", str(out)]) == 0
+    assert main(["explain", step("steps.py:prints"), "--json", str(out)]) == 0
     shown = capsys.readouterr()
     assert shown.out.count("mstpass report") == 2 and not shown.err
     first, second = shown.out.split("graph 2 of 2")
@@ -173,8 +173,8 @@ def test_each_graph_has_a_report_and_a_file(
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["explain", "--help"])
+        main(["explain", "--help"])
     assert stop.value.code == 0 and "examples:" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
-        cli.main(["explain", "a.py:f", "--device", "nowhere"])
+        main(["explain", "a.py:f", "--device", "nowhere"])
     assert stop.value.code == 2

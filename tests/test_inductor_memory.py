@@ -186,7 +186,7 @@ def test_an_unreadable_schedule_leaves_the_simulated_peak(monkeypatch: pytest.Mo
     def fail(nodes: Any) -> Any:
         raise AttributeError("no such scheduler")
 
-    monkeypatch.setattr("mstpass.inductor_memory._read", fail)
+    monkeypatch.setattr("mstpass.memory.inductor_schedule._read", fail)
     value, make_step = _cat()
     step = make_step(
         _compiled(value, memory_budget=1 << 30, strict=True, inductor={"fx_graph_cache": False})

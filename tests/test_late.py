@@ -14,7 +14,7 @@ from mstpass import backend, pipeline
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
-from mstpass.partition.late import hold_recomputation, recomputation_waits
+from mstpass.schedule.delay_recomputation import hold_recomputation, recomputation_waits
 from tests.checks import compiled, joint_graph
 from tests.models import MLPS, Block
 

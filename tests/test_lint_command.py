@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from mstpass import cli
+from mstpass.cli.main import main
 
 STEPS = textwrap.dedent(
     """
@@ -53,7 +53,7 @@ def step(tmp_path):
 
 
 def test_findings(step, capsys):
-    assert cli.main(["lint", step("steps.py:nested")]) == 1
+    assert main(["lint", step("steps.py:nested")]) == 1
     shown = capsys.readouterr().out
     assert "Net: nested checkpoints" in shown
     assert "ran     1x in forward, 2x again in backward" in shown
@@ -61,25 +61,25 @@ def test_findings(step, capsys):
 
 
 def test_clean(step, capsys):
-    assert cli.main(["lint", step("steps.py:clean")]) == 0
+    assert main(["lint", step("steps.py:clean")]) == 0
     assert "nothing is computed more often than needed" in capsys.readouterr().out
 
 
 def test_modules(step, capsys):
-    assert cli.main(["lint", "--modules", step("steps.py:nested")]) == 1
+    assert main(["lint", "--modules", step("steps.py:nested")]) == 1
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["layer", "1", "2", "512", "flop"] in rows  # 2 x 4 x 8 x 8
 
 
 def test_json(step, tmp_path, capsys):
     path = tmp_path / "report.json"
-    assert cli.main(["lint", step("steps.py:nested"), "--json", str(path)]) == 1
+    assert main(["lint", step("steps.py:nested"), "--json", str(path)]) == 1
     assert json.loads(path.read_text())["findings"][0]["recompute_runs"] == 2
 
 
 @pytest.mark.parametrize(("share", "code"), [("0", 1), ("0.9", 0)])
 def test_min_share(step, share, code, capsys):
-    assert cli.main(["lint", step("steps.py:nested"), "--min-share", share]) == code
+    assert main(["lint", step("steps.py:nested"), "--min-share", share]) == code
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_min_share(step, share, code, capsys):
 )
 def test_bad_input(step, name, message, capsys):
     name, *options = name.split()
-    assert cli.main(["lint", step(name), *options]) == 2
+    assert main(["lint", step(name), *options]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.startswith("mstpass lint: ")
@@ -111,14 +111,14 @@ def test_bad_input(step, name, message, capsys):
 @pytest.mark.parametrize("argv", [[], ["a.py:b", "--unknown"], ["a.py:b", "--min-share", "2"]])
 def test_called_wrongly(argv, capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["lint", *argv])
+        main(["lint", *argv])
     assert stop.value.code == 2
     assert "usage: mstpass lint" in capsys.readouterr().err
 
 
 def test_help_has_examples_and_exit_codes(capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["lint", "--help"])
+        main(["lint", "--help"])
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert "mstpass lint train.py:step --compiled" in shown

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from mstpass import donate
-from mstpass.chunk.loop import STACK, SUM, mst_loop, run_eagerly
+from mstpass.graph.loop_op import STACK, SUM, mst_loop, run_eagerly
+from mstpass.torch_internals import donated_buffers
 from tests.checks import compiled
 from tests.models import MLPS
 
@@ -88,7 +88,7 @@ def test_only_positions_beyond_every_subgraph_stay_donated(
 ) -> None:
     donated = [0, 1, 2, 4]
     context = SimpleNamespace(fw_metadata=SimpleNamespace(bw_donated_idxs=donated))
-    monkeypatch.setattr(donate.TracingContext, "try_get", staticmethod(lambda: context))
-    monkeypatch.setattr(donate.torch, "__version__", "2.13.0")
-    donate.keep_safe_donations(_backward_graph(inputs))
+    monkeypatch.setattr(donated_buffers.TracingContext, "try_get", staticmethod(lambda: context))
+    monkeypatch.setattr(donated_buffers.torch, "__version__", "2.13.0")
+    donated_buffers.keep_safe_donations(_backward_graph(inputs))
     assert donated == kept

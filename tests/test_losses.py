@@ -151,9 +151,9 @@ def test_float16_gradients_wait_for_the_loss_scale() -> None:
 
 
 def test_a_moved_slice_leaves_the_old_graph_alone() -> None:
-    from mstpass.chunk.hoist import hoist_slices
     from mstpass.graph.joint import JointGraph
     from mstpass.graph.text import graph_text
+    from mstpass.normalize.hoist_token_slices import hoist_slices
 
     model = LossModel()
     graph, outputs = joint_graph(lambda ids: FUSED["sliced"](model, ids), _ids("cpu"))
@@ -165,8 +165,8 @@ def test_a_moved_slice_leaves_the_old_graph_alone() -> None:
 
 
 def test_a_slice_stays_where_the_whole_logits_are_needed() -> None:
-    from mstpass.chunk.hoist import hoist_slices
     from mstpass.graph.joint import JointGraph
+    from mstpass.normalize.hoist_token_slices import hoist_slices
 
     model = LossModel()
 

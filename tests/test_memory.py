@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mstpass
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.graph.kernels import simulate
 from mstpass.measure import peak_bytes
+from mstpass.memory.kernels import simulate
 from tests.checks import compiled
 
 SIZE = 4 * 64 * 64  # bytes of every value below

@@ -10,8 +10,8 @@ from torch._inductor.dependencies import ReadWrites, StarDep
 from torch._inductor.scheduler import SchedulerNode
 from torch.utils._ordered_set import OrderedSet
 
-from mstpass.graph.realize import realized
-from mstpass.mutations import mutations_kept
+from mstpass.graph.materialization import realized
+from mstpass.torch_internals.scheduler_dependencies import mutations_kept
 from tests.checks import joint_graph
 
 

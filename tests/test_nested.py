@@ -12,13 +12,13 @@ import mstpass
 from mstpass import pipeline
 from mstpass.bench.models import Llama, LlamaSize
 from mstpass.graph.copies import copy_of, original_of
-from mstpass.graph.kernels import simulate_step
 from mstpass.measure import peak_bytes
+from mstpass.memory.kernels import simulate_step
+from mstpass.memory.simulate import Simulation, simulated
 from mstpass.options import Options
-from mstpass.partition.problem import Plan
-from mstpass.partition.simulate import Simulation, simulated
 from mstpass.partition.solvers.checkpoints import checkpoints, nested_checkpoints
 from mstpass.partition.solvers.peak_search import peak_search
+from mstpass.problem.problem import Plan
 from tests.checks import check_against_float64, compiled, joint_graph
 from tests.models import MLPS, Block
 from tests.test_partition import Attention, _chain

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from mstpass import pipeline
-from mstpass.graph.memory import CALL, INPUT, ITEM, VIEW
+from mstpass.graph.recomputable import is_heavy
+from mstpass.memory.simulate import step_memory
 from mstpass.options import Options
-from mstpass.partition.problem import CutProblem, Value
-from mstpass.partition.repeatable import is_heavy
-from mstpass.partition.simulate import step_memory
+from mstpass.partition.solvers.budget_slack import relaxed
 from mstpass.partition.solvers.checkpoints import checkpoints
 from mstpass.partition.solvers.min_cut import cut, min_cut, network_of
 from mstpass.partition.solvers.peak_search import peak_search
-from mstpass.partition.solvers.relax import relaxed
-from mstpass.partition.verify import InvalidPlan, recomputed, verify
+from mstpass.problem.op import CALL, INPUT, ITEM, VIEW
+from mstpass.problem.problem import CutProblem, Value
+from mstpass.problem.verify import InvalidPlan, recomputed, verify
 from tests.checks import joint_graph
 from tests.models import Block, GatedMLP
 

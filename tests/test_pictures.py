@@ -19,11 +19,10 @@ from torch.cuda import _memory_viz
 
 import mstpass
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.cli import main
-from mstpass.extras import MissingPackageError
+from mstpass.cli.main import main
+from mstpass.errors import MissingPackageError
 from mstpass.plans import Outcome
 from mstpass.report import dot
-from mstpass.report.boxes import FOLDS, Drawing, drawing
 from mstpass.report.details import (
     BACKWARD,
     FORWARD,
@@ -34,6 +33,7 @@ from mstpass.report.details import (
     Life,
     MemoryTimeline,
 )
+from mstpass.report.drawing import FOLDS, Drawing, drawing
 from mstpass.report.report import NoDetails, Report
 
 SIZE = LlamaSize(width=32, heads=2, mlp_width=128, vocabulary=600, length=640, layers=2)

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from mstpass import cli
+from mstpass.cli.main import main
 from mstpass.measure import peak_bytes
 from mstpass.planner.accounting import Sizes, Training, fixed
 from mstpass.planner.search import GRAIN, longest
@@ -254,7 +254,7 @@ def test_too_little_memory_for_the_weights():
 def test_command_prints_json(tiny, capsys):
     given = ["plan", "--model", tiny, "--device-memory", "200MiB", "--overhead", "0"]
     given += ["--optimizer", "sgd", "--sequence", "2048", "--alone"]
-    assert cli.main([*given, "--json"]) == 0
+    assert main([*given, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["rows"][-1]["length"] == 2048
     assert found["rows"][-1]["parts"]["saved"] > 0
@@ -275,7 +275,7 @@ def test_command_prints_json(tiny, capsys):
 )
 def test_called_wrongly(capsys, rest, message):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["plan", "--model", "gpt2", *rest])
+        main(["plan", "--model", "gpt2", *rest])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -291,11 +291,11 @@ def test_called_wrongly(capsys, rest, message):
 def test_a_model_that_there_is_not(capsys, tmp_path, monkeypatch, model, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.json").write_text("{")
-    assert cli.main(["plan", "--model", model, "--device-memory", "80GiB"]) == 2
+    assert main(["plan", "--model", model, "--device-memory", "80GiB"]) == 2
     shown = capsys.readouterr()
     assert message in shown.err and len(shown.err.splitlines()) == 1 and not shown.out
 
 
 def test_failures_say_why(capsys):
-    assert cli.main(["plan", "--model", "llama3-8b", "--device-memory", "8GiB"]) == 1
+    assert main(["plan", "--model", "llama3-8b", "--device-memory", "8GiB"]) == 1
     assert "does not fit" in capsys.readouterr().err

@@ -17,15 +17,15 @@ from torch import nn
 import mstpass
 from mstpass import pipeline
 from mstpass.options import Options
-from mstpass.partition import solvers
-from mstpass.partition.modes import with_modes
-from mstpass.partition.problem import CutProblem, Plan, Value
 from mstpass.partition.reconstruct.decide import Decision, decide
 from mstpass.partition.reconstruct.rule import EXACT, TOLERANT, Inverse
 from mstpass.partition.solvers.checkpoints import _Line, _with_loops_once, complete
 from mstpass.partition.solvers.min_cut import min_cut
-from mstpass.partition.verify import InvalidPlan, read, verify
 from mstpass.plans import SavePlan
+from mstpass.problem import solver_registry
+from mstpass.problem.modes import with_modes
+from mstpass.problem.problem import CutProblem, Plan, Value
+from mstpass.problem.verify import InvalidPlan, read, verify
 from mstpass.report.report import Report
 from tests.checks import check_against_float64, joint_graph
 from tests.models import GatedMLP, TwoLayerMLP
@@ -208,7 +208,7 @@ def _save_at_every_place(problem: CutProblem, _: int | None) -> Plan:
 
 @pytest.fixture(autouse=True)
 def _every_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(solvers._SOLVERS, "every_place", _save_at_every_place)
+    monkeypatch.setitem(solver_registry.registered, "every_place", _save_at_every_place)
 
 
 def _split(graph: Any, outputs: int, mode: str, **options: Any) -> pipeline.Result:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mstpass.chunk.rowsums import row_sum
-from mstpass.graph.build import Builder, fake_mode_of
+from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.loops.body.row_sums import row_sum
 
 aten = torch.ops.aten
 ROWS, WIDTH = 6, 40

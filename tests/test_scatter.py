@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mstpass import backend
 from mstpass.measure import peak_bytes
-from mstpass.partition.scatter import late_scatters, write_rows_first
+from mstpass.schedule.delay_embedding_gradient import late_scatters, write_rows_first
 from tests.checks import compiled, joint_graph
 
 aten = torch.ops.aten

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from mstpass.bench import problems
-from mstpass.extras import UserError
-from mstpass.partition.problem import CutProblem, Value
-from mstpass.partition.serialize import ProblemFileError
+from mstpass.errors import UserError
+from mstpass.problem.json_format import ProblemFileError
+from mstpass.problem.problem import CutProblem, Value
 from tests.problems import steps
 
 SMALL = CutProblem((Value("x", 4, free=True), Value("y", 8, ("x",), needed=True)))
@@ -75,7 +75,8 @@ def test_recorded_problems_load_and_are_planned_without_torch() -> None:
     code = (
         "import sys, mstpass; from mstpass.bench import problems;"
         "from mstpass.partition.solvers import SOLVERS;"
-        "from mstpass.partition import serialize, simulate, verify, modes;"
+        "from mstpass.problem import json_format, modes, verify;"
+        "from mstpass.memory import simulate;"
         "assert SOLVERS['peak_search'](problems.load('mlps-1'), 0).saved is not None;"
         "sys.exit(any(name.split('.')[0] == 'torch' for name in sys.modules))"
     )

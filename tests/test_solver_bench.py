@@ -13,17 +13,18 @@ import torch.nn.functional as F
 
 import mstpass
 from mstpass.bench import common, problems, record, solvers
-from mstpass.extras import UserError
-from mstpass.partition.problem import CutProblem, Plan
-from mstpass.partition.solvers import _SOLVERS, SOLVERS
+from mstpass.errors import UserError
+from mstpass.partition.solvers import SOLVERS
+from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.solver_registry import registered
 
 
 @pytest.fixture
 def own_solvers() -> Iterator[None]:
-    before = dict(_SOLVERS)
+    before = dict(registered)
     yield
-    _SOLVERS.clear()
-    _SOLVERS.update(before)
+    registered.clear()
+    registered.update(before)
 
 
 def test_from_problems_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from mstpass.partition.modes import with_modes
-from mstpass.partition.problem import CutProblem, Plan
-from mstpass.partition.simulate import simulated, step_memory
+from mstpass.memory.simulate import simulated, step_memory
 from mstpass.partition.solvers import SOLVERS
+from mstpass.partition.solvers.memory_lower_bounds import bounds
 from mstpass.partition.solvers.milp import prove
-from mstpass.partition.solvers.moments import bounds
-from mstpass.partition.verify import recomputed, verify
+from mstpass.problem.modes import with_modes
+from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.verify import recomputed, verify
 from tests.problems import every_plan, steps
 
 EXAMPLES = settings(

@@ -36,7 +36,7 @@ from mstpass.bench.race import (
     own_code,
 )
 from mstpass.bench.record import problem_of
-from mstpass.extras import UserError, require
+from mstpass.errors import UserError, require
 from mstpass.partition.budget import SPARE, memory_of
 from mstpass.partition.solvers import AUTO, SOLVERS
 

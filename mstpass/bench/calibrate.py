@@ -1,4 +1,4 @@
-"""A short sweep of what chunks cost on this device, for chunk lengths (chunk/costs.py)."""
+"""A short sweep of what chunks cost on this device, for chunk lengths (graph/device_costs.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mstpass.bench.models import Head, Step
 from mstpass.bench.race import mst
-from mstpass.chunk.costs import ChunkCosts
+from mstpass.graph.device_costs import ChunkCosts
 from mstpass.measure import timed
 
 

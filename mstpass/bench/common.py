@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mstpass.extras import require
+from mstpass.errors import require
 from mstpass.measure import cpu_name
 
 MIB = 2**20

@@ -32,7 +32,7 @@ from mstpass.bench.race import (
     ratios,
     records,
 )
-from mstpass.chunk import costs
+from mstpass.graph import device_costs
 
 TIME_LIMIT, PEAK_LIMIT = 1.03, 1.10
 BUDGET_0 = "mst, memory_budget=0.0"
@@ -157,7 +157,7 @@ def _mlps(sizes: Sizes, arguments: Arguments, result: Result) -> None:
 
 def _costs(arguments: Arguments, result: Result) -> None:
     measured = calibrate.measure(arguments.device, arguments.quick)
-    used = costs.costs_of(arguments.device)
+    used = device_costs.costs_of(arguments.device)
     lines = tuple(
         (str(rows), f"{slow:.2f}x", f"{used.relative_time(rows, math.inf):.2f}x")
         for rows, slow in measured.slowdown
@@ -168,7 +168,7 @@ def _costs(arguments: Arguments, result: Result) -> None:
         f"products: {measured.flops_per_us / 1e3:.1f} GFLOP/s ({used.flops_per_us / 1e3:.1f})."
     )
     if arguments.store:
-        path = costs.store(arguments.device, measured)
+        path = device_costs.store(arguments.device, measured)
         result.notes.append(f"Stored in {path} for later compilations on this device.")
     result.records["costs"] = dataclasses.asdict(measured)
 

@@ -21,7 +21,7 @@ from mstpass.bench import common, peers
 from mstpass.bench.common import MIB, Arguments, Progress, Result, Table, Target
 from mstpass.bench.models import Llama, LlamaSize, Step, llama
 from mstpass.bench.race import INDUCTOR, MST, Contender, Race, Row, eager, inductor, mst, ratios
-from mstpass.extras import require
+from mstpass.errors import require
 
 TORCH_BUDGETS = (0.8, 0.5, 0.3, 0.1, 0.0)  # 1.0 is Inductor as it is
 BUDGETS = (0.8, 0.6, 0.4, 0.2, 0.1, 0.0)  # 1.0 is mst as it is

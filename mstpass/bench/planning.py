@@ -19,7 +19,7 @@ from mstpass.bench.common import Arguments, Progress, Result, Table, Target
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.graph.joint import JointGraph
 from mstpass.options import Options
-from mstpass.trace import at_joint
+from mstpass.tracing.joint_graphs import at_joint
 
 LIMIT_S, LIMIT_DEPTH = 2.0, 64
 LINEAR = 1.3  # times the ratio of the depths: what may be added by what is not linear

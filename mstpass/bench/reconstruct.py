@@ -25,7 +25,7 @@ from mstpass.bench.common import Arguments, Progress, Result, Table, Target
 from mstpass.bench.huggingface import Case, Size, bert, gemma3, loss_of, olmo2, workload
 from mstpass.bench.models import Step
 from mstpass.bench.race import Row, own_code, ratios
-from mstpass.extras import require
+from mstpass.errors import require
 from mstpass.measure import peak_bytes, timed
 
 MODES = ("off", "exact", "tolerant")

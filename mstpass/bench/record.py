@@ -23,10 +23,10 @@ from torch import Tensor, fx, nn
 from mstpass import pipeline
 from mstpass.bench import problems
 from mstpass.bench.models import Llama, LlamaSize, SwiGLU
-from mstpass.extras import UserError, require
+from mstpass.errors import UserError, require
 from mstpass.options import Options
-from mstpass.partition.problem import CutProblem
-from mstpass.trace import at_joint
+from mstpass.problem.problem import CutProblem
+from mstpass.tracing.joint_graphs import at_joint
 
 EXAMPLES = """examples:
   mstpass bench record                        every model, beside the recorded problems

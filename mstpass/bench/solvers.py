@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 
 from mstpass.bench import common, problems
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
-from mstpass.extras import require
-from mstpass.partition.modes import with_modes
-from mstpass.partition.problem import CutProblem, Plan
-from mstpass.partition.simulate import simulated
+from mstpass.bench.solver_rows import Row
+from mstpass.errors import require
+from mstpass.memory.simulate import simulated
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.milp import Proof, prove
-from mstpass.partition.verify import InvalidPlan, verify
+from mstpass.problem.modes import with_modes
+from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.verify import InvalidPlan, verify
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 TIME_LIMIT = 1.02  # of the proven optimum
@@ -33,40 +34,6 @@ EXAMPLES = """  mstpass bench solvers --csv solvers.csv --plots plots
   mstpass bench solvers --problem llama-8 --problem gpt2-12
   mstpass bench solvers --quick
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One solver's plan for one problem and budget.
-
-    Attributes:
-        share: where the budget lies between the lowest peak (0) and the free plan's (1).
-        extra_us: above the step under ``save_all``.
-        bound_us: no plan within the budget takes less.
-        proven_us: the least time of a plan within the budget, where that is proven.
-    """
-
-    problem: str
-    share: float
-    budget_bytes: int
-    solver: str
-    saved_bytes: int
-    peak_bytes: int
-    us: float
-    extra_us: float
-    solve_s: float
-    bound_us: float
-    proven_us: float | None
-    error: str = ""
-
-    @property
-    def within(self) -> bool:
-        return not self.error and self.peak_bytes <= self.budget_bytes
-
-    @property
-    def gap(self) -> float | None:
-        """Time above the proven optimum, as a fraction; None without a proof or over the budget."""
-        return self.us / self.proven_us - 1 if self.proven_us and self.within else None
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -94,7 +61,7 @@ def run(arguments: Arguments) -> Result:
         for name in names:
             rows += rows_of(name, problems.load(name), shares, proof_s, advance)
     if arguments.plots is not None:
-        from mstpass.bench.plots import draw_plans
+        from mstpass.bench.plots import draw_plans  # matplotlib is optional
 
         for name in names:
             own = [row for row in rows if row.problem == name]

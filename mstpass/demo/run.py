@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -17,11 +16,9 @@ from transformers.utils import logging as transformers_logging
 
 import mstpass
 from mstpass.demo import picture, text
+from mstpass.demo.arguments import Arguments
 from mstpass.demo.train import Contender, Result, Setup, contenders, train
 from mstpass.measure import cpu_name
-
-if TYPE_CHECKING:
-    from mstpass.demo import Arguments
 
 _FULL = Setup(text.VOCABULARY)
 _QUICK = Setup(text.VOCABULARY, layers=2, batch=1, length=1024)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from mstpass.extras import UserError
+from mstpass.errors import UserError
 
 VOCABULARY = 32_000
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}

@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from mstpass.extras import UserError
-from mstpass.linter.names import location
-from mstpass.trace import NoJointGraph, OptimizerSteps
+from mstpass.errors import UserError
+from mstpass.tracing.joint_graphs import NoJointGraph, OptimizerSteps
+from mstpass.tracing.names import location
 
 if TYPE_CHECKING:
     from torch._dynamo.output_graph import GraphCompileReason
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
 _RAISED = re.compile(r"got (\w+)\(['\"](.*)['\"]\)\.?$")  # an op, on fake tensors
-_NOT_USERS = re.compile(r"[/\\]torch[/\\]|[/\\]mstpass[/\\](explainer[/\\]step|trace)\.py$|^<")
+_NOT_USERS = re.compile(
+    
+)
+    r"[/\\]torch[/\\]|[/\\]mstpass[/\\](explainer[/\\]step|tracing[/\\]joint_graphs)\.py$|^<"
+)
 _ADVICE = {
     "Tensor.backward()": "give the function that returns the loss, and call backward outside of it",
     "autograd.grad": "give the function that returns the loss, and take its gradient outside of it",

@@ -8,13 +8,13 @@ import networkx as nx
 from torch import fx
 
 from mstpass import pipeline
+from mstpass.memory.simulate import simulated, step_us
 from mstpass.options import Options
 from mstpass.partition.budget import solve_within
-from mstpass.partition.modes import Cycle
-from mstpass.partition.simulate import simulated, step_us
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
-from mstpass.partition.verify import InvalidPlan
+from mstpass.problem.modes import Cycle
+from mstpass.problem.verify import InvalidPlan
 from mstpass.report.details import ParetoPoint
 
 BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.1, 0.0)

@@ -16,8 +16,7 @@ from torch import fx
 from torch._dynamo.output_graph import GraphCompileReason
 
 from mstpass import pipeline
-from mstpass.chunk.advice import is_output
-from mstpass.device import with_device_budget
+from mstpass.errors import UserError
 from mstpass.explainer.errors import (
     ExplainError,
     advised,
@@ -28,11 +27,12 @@ from mstpass.explainer.errors import (
     unbroken,
 )
 from mstpass.explainer.pareto import pareto_points
-from mstpass.extras import UserError
+from mstpass.memory.device_budget import with_device_budget
 from mstpass.options import OptionError, Options
-from mstpass.report.build import details_of
+from mstpass.regions.advice import is_output
+from mstpass.report.build_details import details_of
 from mstpass.report.report import Report
-from mstpass.trace import NoJointGraph, Take, cause_of, trace_each, trace_joint
+from mstpass.tracing.joint_graphs import NoJointGraph, Take, cause_of, trace_each, trace_joint
 
 
 def explain(

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from mstpass.chunk.costs import costs_of
-from mstpass.graph import ops
+from mstpass.graph import op_table
+from mstpass.graph.device_costs import costs_of
 from mstpass.graph.joint import nbytes, tensors_of, value_of
 from mstpass.graph.sizes import hint_shape
 
@@ -23,7 +23,7 @@ _BYTES_PER_US_ELSEWHERE = 2e6  # memory of a large GPU
 def time_us(node: fx.Node) -> float:
     """Of one node, in microseconds, an estimate; 0 for views and what has no tensor."""
     device = next((v.device for v in tensors_of(node.meta.get("val"))), None)
-    if node.op != "call_function" or ops.is_view(node) or device is None:
+    if node.op != "call_function" or op_table.is_view(node) or device is None:
         return 0.0
     rate = _BYTES_PER_US.get(device.type, _BYTES_PER_US_ELSEWHERE)
     work = flops(node)
@@ -35,19 +35,19 @@ def time_us(node: fx.Node) -> float:
 
 def flops(node: fx.Node) -> int:
     """Of one node; 0 for all but matmuls and attention. Symbolic sizes count with their hint."""
-    if ops.is_matmul(node):
-        out, left = value_of(node), value_of(ops.matmul_factors(node)[0])
+    if op_table.is_matmul(node):
+        out, left = value_of(node), value_of(op_table.matmul_factors(node)[0])
         if out is None or left is None:
             return 0
         return 2 * math.prod(hint_shape(out)) * hint_shape(left)[-1]
-    if "scaled_dot_product" in ops.name_of(node):
+    if "scaled_dot_product" in op_table.name_of(node):
         return _attention_flops(node)
     return 0
 
 
 def _attention_flops(node: fx.Node) -> int:
     """Two products forward, five backward, each tokens x tokens x features a head."""
-    backward = "backward" in ops.name_of(node)
+    backward = "backward" in op_table.name_of(node)
     tensors = [v for v in map(value_of, node.all_input_nodes) if v is not None and v.dim() == 4]
     query, key = tensors[backward : backward + 2] if len(tensors) > 2 else (None, None)
     if query is None or key is None:

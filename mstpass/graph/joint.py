@@ -20,6 +20,7 @@ from torch import fx
 from mstpass.graph.sizes import generic_numel, hint_numel
 
 T = TypeVar("T")
+Modules = tuple[fx.GraphModule, fx.GraphModule]  # forward and backward
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:

@@ -17,6 +17,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from torch import fx
+
 from mstpass.graph.sizes import Size
 
 Spec = tuple[int, ...]
@@ -127,3 +129,11 @@ def _group_of(
 
 def without_ones(shape: Sequence[int], spec: Spec) -> Spec:
     return tuple(dim for dim in spec if shape[dim] != 1)
+
+
+class CannotTake(Exception):
+    """The region is refused; carries the node and the reason."""
+
+    def __init__(self, node: fx.Node, reason: str):
+        super().__init__(reason)
+        self.node, self.reason = node, reason

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mstpass.linter.names import function_name, module_names
 from mstpass.linter.report import (
     DEAD,
     NESTED,
@@ -28,6 +27,7 @@ from mstpass.linter.report import (
     summed_up,
 )
 from mstpass.linter.trace import Key, OpRuns, Site, StepTrace, Target
+from mstpass.tracing.names import function_name, module_names
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mstpass.extras import UserError
+from mstpass.errors import UserError
 
 
 class LintError(UserError):

@@ -31,8 +31,8 @@ def lint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
         LintError: there was no backward to look at. What ``fn`` raises is passed on.
     """
     from mstpass.linter.causes import lint_trace
-    from mstpass.linter.names import modules_near
     from mstpass.linter.trace import StepTrace
+    from mstpass.tracing.names import modules_near
 
     # Dynamo, meeting a dispatch mode, would leave compiled functions uncompiled for good
     roots = modules_near(fn, (*args, *kwargs.values()))

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from mstpass.linter.flow import Flow, only_views
-from mstpass.linter.names import forward_owner, location, module_of, unwrapped
 from mstpass.linter.stack import Place, Region, caller_of, current_place
+from mstpass.tracing.names import forward_owner, location, module_of, unwrapped
 
 aten = torch.ops.aten
 _FLOPS: Mapping[Any, Any] = {

@@ -10,12 +10,12 @@
 
 from __future__ import annotations
 
-from mstpass.graph.memory import StepMemory, Timeline
+from mstpass.memory.simulate import simulated
+from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.options import Options, parse_bytes
-from mstpass.partition.problem import CutProblem, Plan
-from mstpass.partition.simulate import simulated
-from mstpass.partition.solvers import Solver
 from mstpass.plans import Outcome
+from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.solver_registry import Solver
 
 _SHOWN = 4
 SPARE = 1.03  # what a measured peak may exceed a simulated one by

@@ -18,15 +18,17 @@ from torch import fx
 from torch._functorch import partitioners
 from torch._functorch.compile_utils import raise_getitems
 
-from mstpass.chunk.loop import mst_loop
-from mstpass.graph import ops
+from mstpass.graph import op_table
+from mstpass.graph.checkpoint_tags import Tags, tags_of
 from mstpass.graph.cost import time_us
-from mstpass.graph.joint import JointGraph, is_tangent, nbytes, tensors_of, value_of
-from mstpass.graph.kernels import op_of
+from mstpass.graph.joint import JointGraph, Modules, is_tangent, nbytes, tensors_of, value_of
+from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.recomputable import draws, is_heavy, is_pinned, shares_storage
 from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.graph.source import source_of
-from mstpass.partition.nested import run_ahead
-from mstpass.partition.problem import (
+from mstpass.memory.kernels import op_of
+from mstpass.plans import SavedValue, SavePlan
+from mstpass.problem.problem import (
     MUST_SAVE,
     RECOMPUTED,
     CutProblem,
@@ -34,11 +36,7 @@ from mstpass.partition.problem import (
     Value,
     with_needs,
 )
-from mstpass.partition.repeatable import draws, is_heavy, is_pinned, shares_storage
-from mstpass.partition.tags import Tags, tags_of
-from mstpass.plans import SavedValue, SavePlan
-
-Modules = tuple[fx.GraphModule, fx.GraphModule]
+from mstpass.schedule.nested_recomputation import run_ahead
 
 TORCH_BUDGET = "torch's own budget, set on a part of the model, is for torch's partitioner"
 
@@ -85,7 +83,7 @@ def needs_torch(joint: JointGraph) -> str:
             return f"the higher-order op {node.target}"
         if node.meta.get("memory_budget") is not None:
             return TORCH_BUDGET
-        if "c10d" in ops.name_of(node):
+        if "c10d" in op_table.name_of(node):
             return "collectives"
     return TORCH_BUDGET if has_region_budget(joint.nodes) else ""
 
@@ -161,7 +159,7 @@ def _extract(
         indices = torch_kwargs.get("static_lifetime_input_indices") or []
         primals = [n for n in joint.nodes if n.op == "placeholder"]
         kwargs["static_lifetime_input_nodes"] = type_of_set(primals[i] for i in indices)
-    # Gradients that a fused loop computed come last: see donate.py.
+    # Gradients that a fused loop computed come last: see torch_internals/donated_buffers.py.
     forward, backward = partitioners._extract_fwd_bwd_modules(
         joint.module, [*inputs, *plain, *loops], **kwargs
     )

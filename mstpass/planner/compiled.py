@@ -20,16 +20,16 @@ from torch.utils._pytree import tree_map
 
 from mstpass import pipeline
 from mstpass.graph.joint import value_of
-from mstpass.graph.memory import CALL, POINTWISE, VIEW
+from mstpass.memory.simulate import Simulation
 from mstpass.options import Options
-from mstpass.partition.modes import with_modes
-from mstpass.partition.problem import CutProblem, Plan, Value, is_loop
-from mstpass.partition.simulate import Simulation
 from mstpass.planner.accounting import Parts, Training
+from mstpass.planner.allocation_order import step_events
 from mstpass.planner.models import build, workspace_bytes
-from mstpass.planner.order import step_events
 from mstpass.planner.replay import Event
-from mstpass.trace import at_joint
+from mstpass.problem.modes import with_modes
+from mstpass.problem.op import CALL, POINTWISE, VIEW
+from mstpass.problem.problem import CutProblem, Plan, Value, is_loop
+from mstpass.tracing.joint_graphs import at_joint
 
 _DEVICE = torch.device("cuda", 0)  # whose costs decide chunk lengths; nothing runs there
 _GRAIN = 16

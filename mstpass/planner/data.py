@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mstpass.extras import UserError
+from mstpass.errors import UserError
 from mstpass.planner.accounting import Fixed, Parts, Sizes, Training
 
 EAGER, CHECKPOINT, INDUCTOR = "eager", "checkpoint per layer", "Inductor"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mstpass.extras import UserError, require
+from mstpass.errors import UserError, require
 from mstpass.planner.accounting import Sizes, Training
 
 _FILE = Path(__file__).with_name("models.json")

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mstpass.extras import UserError
+from mstpass.errors import UserError
 from mstpass.partition.budget import SPARE
-from mstpass.partition.problem import CutProblem, Plan
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.planner import recipes
@@ -38,9 +37,10 @@ from mstpass.planner.data import (
 )
 from mstpass.planner.eager import EagerStep, Recipe, eager_step
 from mstpass.planner.models import build, config_of, sizes_of
+from mstpass.planner.notes import held_gradients, notes, step_temporaries, too_large
 from mstpass.planner.replay import Resident, needed_bytes
 from mstpass.planner.search import GRAIN, longest
-from mstpass.planner.words import held_gradients, notes, step_temporaries, too_large
+from mstpass.problem.problem import CutProblem, Plan
 
 _KEEPS = {
     EAGER: "keeps what autograd saves",

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from mstpass.planner.accounting import OPTIMIZERS
 from mstpass.planner.data import CACHING, MST, Planned
-from mstpass.planner.words import gib
+from mstpass.planner.notes import gib
 
 
 def show(planned: Planned, console: Console | None = None) -> None:

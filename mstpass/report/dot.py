@@ -10,16 +10,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mstpass.extras import MissingPackageError, require
-from mstpass.report.boxes import AUTO, Amount, Box, Drawing, drawing
+from mstpass.errors import MissingPackageError, require
+from mstpass.report.data import ReportData
 from mstpass.report.details import BACKWARD, FORWARD, RECOMPUTED, RECONSTRUCTED, SAVED, Details
-from mstpass.report.pieces import VIEWS
+from mstpass.report.drawing import AUTO, Amount, Box, Drawing, drawing
+from mstpass.report.drawing_groups import VIEWS
 from mstpass.report.units import bytes_text
-
-if TYPE_CHECKING:
-    from mstpass.report.report import Report
 
 # Told apart by sign, word and line as well as by colour (Okabe and Ito's, for colour-blind eyes).
 SIGNS = {SAVED: "■", RECOMPUTED: "↻", RECONSTRUCTED: "⇋"}
@@ -38,7 +36,7 @@ _SHAPES = {
 }
 
 
-def to_dot(report: Report, details: Details, fold: str = AUTO) -> str:
+def to_dot(report: ReportData, details: Details, fold: str = AUTO) -> str:
     """DOT text of the plan, its nodes folded as `boxes.drawing` says.
 
     Raises:
@@ -100,7 +98,7 @@ def render(dot_text: str, kind: str) -> bytes:
 
 
 # ---- text --------------------------------------------------------------------------------------
-def _title(report: Report, drawn: Drawing) -> str:
+def _title(report: ReportData, drawn: Drawing) -> str:
     facts = []
     if report.peak_bytes is not None and report.baseline_peak_bytes is not None:
         facts.append(

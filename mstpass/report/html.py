@@ -13,10 +13,9 @@ import html
 import json
 from importlib.resources import files
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from mstpass.report.report import Report
+from mstpass.report.data import ReportData
 
 # In the order in which they are read: a script uses names of those before it.
 SCRIPTS = (
@@ -35,7 +34,7 @@ SCRIPTS = (
 )
 
 
-def page(report: Report, title: str) -> str:
+def page(report: ReportData, text: str, title: str) -> str:
     """The whole page. Of a report without details it has the summary and the tables only."""
     viewer = files("mstpass.report") / "viewer"
     style = (viewer / "style.css").read_text(encoding="utf-8")
@@ -48,7 +47,7 @@ def page(report: Report, title: str) -> str:
         style=style,
         script=script,
         data=_json(data),
-        text=html.escape(str(report)),
+        text=html.escape(text),
     )
 
 

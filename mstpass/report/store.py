@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from mstpass.report.announce import announce
+from mstpass.report.publish import announce
 from mstpass.report.report import Report
 
 log = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-from mstpass.partition.problem import LOOP, is_loop
 from mstpass.plans import ChunkPlan, Rejection
+from mstpass.problem.problem import LOOP, is_loop
+from mstpass.report.data import ReportData
 from mstpass.report.details import (
     BACKWARD,
     RECOMPUTED,
@@ -20,11 +20,8 @@ from mstpass.report.details import (
     Life,
     MemoryTimeline,
 )
-from mstpass.report.fold import folded, grouped, layers
+from mstpass.report.fold_layers import folded, grouped, layers
 from mstpass.report.units import bytes_text
-
-if TYPE_CHECKING:
-    from mstpass.report.report import Report
 
 _LINES = 40  # of the whole report
 _SHOWN = (7, 6, 5, 4, 3, 2, 1)  # items of each kind: the first with which it fits
@@ -32,7 +29,7 @@ _WIDTH = 110
 _DEPTH = 3  # parts of a module's path that are told apart
 
 
-def lines(report: Report) -> list[str]:
+def lines(report: ReportData) -> list[str]:
     nodes = {node.name: node for node in report.details.nodes} if report.details else {}
     found: list[str] = []
     for shown in _SHOWN:
@@ -59,7 +56,7 @@ def _wrapped(label: str, text: str) -> list[str]:
     return [(label if i == 0 else " " * len(label)) + row for i, row in enumerate(rows)]
 
 
-def _peak(report: Report) -> list[str]:
+def _peak(report: ReportData) -> list[str]:
     if report.peak_bytes is None:
         return []
     how = "simulated" if report.outcome.scheduled_peak_bytes is None else "scheduled"
@@ -73,7 +70,7 @@ def _peak(report: Report) -> list[str]:
 
 
 # ---- regions and rejections --------------------------------------------------------------------
-def _regions(report: Report, nodes: dict[str, DrawnNode], shown: int) -> list[str]:
+def _regions(report: ReportData, nodes: dict[str, DrawnNode], shown: int) -> list[str]:
     if not report.regions:
         return ["  nothing was chunked: the graph compiles as Inductor would compile it"]
     groups = grouped(report.regions, lambda r: (_run(r), folded(r.source), r.note))
@@ -143,7 +140,7 @@ class _Crossing:
     reconstructed_bytes: int = 0
 
 
-def _crossing(report: Report, nodes: dict[str, DrawnNode], shown: int) -> list[str]:
+def _crossing(report: ReportData, nodes: dict[str, DrawnNode], shown: int) -> list[str]:
     plan = report.outcome.save_plan
     if plan is None:
         return []
@@ -179,7 +176,7 @@ def _module(node: DrawnNode | None, otherwise: str = "") -> str:
     return path or (node.source if node is not None else "") or "elsewhere"
 
 
-def _reconstructed(report: Report) -> list[str]:
+def _reconstructed(report: ReportData) -> list[str]:
     """By rule, as layers repeat."""
     if not report.reconstructed:
         return []
@@ -194,7 +191,7 @@ def _reconstructed(report: Report) -> list[str]:
 
 
 # ---- the peak ----------------------------------------------------------------------------------
-def _at_peak(report: Report, nodes: dict[str, DrawnNode], shown: int) -> list[str]:
+def _at_peak(report: ReportData, nodes: dict[str, DrawnNode], shown: int) -> list[str]:
     after = report.details.after if report.details else None
     if after is None or not after.bytes:
         return []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mstpass.extras import UserError
-from mstpass.partition.problem import CutProblem
+from mstpass.errors import UserError
+from mstpass.problem.problem import CutProblem
 
 FOLDER = Path(__file__).parent
 _SUFFIX = ".json.gz"

@@ -16,13 +16,13 @@ from collections.abc import Set
 
 from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.graph.source import source_of
-from mstpass.partition.problem import CutProblem
 from mstpass.partition.reconstruct.apply import CannotWrite, rewrite
 from mstpass.partition.reconstruct.decide import Decision, decide
 from mstpass.partition.reconstruct.encode import bytes_after, encoding_of
 from mstpass.partition.reconstruct.rule import EXACT, TOLERANT, Inverse, Refused
 from mstpass.partition.reconstruct.table import RULES, inverses_of
 from mstpass.plans import Reconstructed
+from mstpass.problem.problem import CutProblem
 
 __all__ = ["EXACT", "OFF", "RULES", "TOLERANT", "Inverse", "Refused", "inverses_of", "reconstruct"]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from mstpass.graph.build import UnknownSize
+from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import same_shape
 from mstpass.partition.reconstruct import encode

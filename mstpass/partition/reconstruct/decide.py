@@ -22,9 +22,9 @@ import collections
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
-from mstpass.partition.problem import CutProblem, Value
 from mstpass.partition.reconstruct.rule import Inverse
-from mstpass.partition.verify import recomputed
+from mstpass.problem.problem import CutProblem, Value
+from mstpass.problem.verify import recomputed
 
 SMALL = 8  # an extra row statistic may weigh 1/8 of what it replaces
 _LEAST_SHARE = 1024  # of the saved bytes: what is worth a search

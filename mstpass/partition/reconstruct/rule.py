@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph.build import Builder, SizeNodes, fake_mode_of
+from mstpass.graph.builder import Builder, SizeNodes, fake_mode_of
 from mstpass.graph.joint import value_of
 from mstpass.graph.sizes import generic_shape, same_shape
 

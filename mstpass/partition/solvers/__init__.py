@@ -8,12 +8,9 @@ what costs next to no time, 0 for the least memory.
 
 from __future__ import annotations
 
-import inspect
+from collections import ChainMap
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
-from mstpass.partition.modes import with_modes
-from mstpass.partition.problem import CutProblem, Plan
 from mstpass.partition.solvers.checkpoints import checkpoints
 from mstpass.partition.solvers.greedy import greedy
 from mstpass.partition.solvers.knapsack import knapsack
@@ -21,8 +18,10 @@ from mstpass.partition.solvers.milp import milp
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.partition.solvers.trivial import recompute_all, save_all
+from mstpass.problem.modes import with_modes
+from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.solver_registry import OWN_SOLVERS, Solver, registered
 
-Solver = Callable[[CutProblem, int | None], Plan]
 Cut = Callable[[CutProblem], frozenset[str]]
 
 AUTO = "peak_search"
@@ -36,7 +35,7 @@ def _of_first_modes(cut: Cut, recompute_heavy: bool) -> Solver:
     return solve
 
 
-_SOLVERS: dict[str, Solver] = {
+_OWN: dict[str, Solver] = {
     "peak_search": peak_search,
     "min_cut": _of_first_modes(min_cut, recompute_heavy=False),
     "checkpoints": _of_first_modes(
@@ -48,32 +47,5 @@ _SOLVERS: dict[str, Solver] = {
     "save_all": save_all,
     "recompute_all": recompute_all,
 }
-SOLVERS: Mapping[str, Solver] = MappingProxyType(_SOLVERS)
-
-
-def is_own(name: str) -> bool:
-    """Whether a solver is one of mstpass's own."""
-    return name == "auto" or (name in _SOLVERS and _SOLVERS[name].__module__.startswith("mstpass."))
-
-
-def register_solver(name: str, solve: Solver) -> None:
-    """Make a solver available as ``options={"solver": name}`` and to ``mstpass bench solvers``.
-
-    Args:
-        solve: ``solve(problem, budget_bytes) -> Plan``. Every answer is verified; one that does not
-            give the backward what it needs is an error under ``strict``, else a warning. What it
-            compiles is not cached on disk: nothing says when the function has changed.
-
-    Raises:
-        ValueError: the name is taken by one of mstpass's own, or is no identifier.
-        TypeError: ``solve`` cannot be called with a problem and a budget.
-    """
-    if not name.isidentifier() or name == "auto":
-        raise ValueError(f"register_solver: {name!r} must be an identifier other than 'auto'")
-    if is_own(name):
-        raise ValueError(f"register_solver: {name!r} is one of mstpass's own solvers")
-    try:
-        inspect.signature(solve).bind(None, None)
-    except TypeError as error:
-        raise TypeError(f"register_solver: {name}(problem, budget_bytes): {error}") from None
-    _SOLVERS[name] = solve
+assert tuple(_OWN) == OWN_SOLVERS, "solver_registry.py lists the same names"
+SOLVERS: Mapping[str, Solver] = ChainMap(_OWN, registered)  # registered ones follow as they come

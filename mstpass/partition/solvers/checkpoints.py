@@ -26,10 +26,10 @@ import itertools
 import math
 from collections.abc import Mapping
 
-from mstpass.partition.problem import CutProblem, is_loop
-from mstpass.partition.simulate import Simulation
+from mstpass.memory.simulate import Simulation
 from mstpass.partition.solvers.min_cut import min_cut
-from mstpass.partition.verify import read
+from mstpass.problem.problem import CutProblem, is_loop
+from mstpass.problem.verify import read
 
 _BOUNDS = 16  # values of T that are tried, in geometric steps
 _NEARBY = 4  # positions on either side, with no less alive than at a narrow place

@@ -17,9 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from mstpass.partition.modes import with_modes
-from mstpass.partition.problem import CutProblem, Plan, Value
-from mstpass.partition.solvers.stair import (
+from mstpass.partition.solvers.plan_sequences import (
     Step,
     first_modes,
     first_within,
@@ -27,6 +25,8 @@ from mstpass.partition.solvers.stair import (
     lean_mode,
     step_of,
 )
+from mstpass.problem.modes import with_modes
+from mstpass.problem.problem import CutProblem, Plan, Value
 
 _STEPS = 32  # simulations, at the most
 

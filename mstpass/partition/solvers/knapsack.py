@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from mstpass.partition.modes import with_modes
-from mstpass.partition.problem import CutProblem, Plan, Value
-from mstpass.partition.solvers.stair import (
+from mstpass.partition.solvers.plan_sequences import (
     Step,
     first_modes,
     first_within,
@@ -27,6 +25,8 @@ from mstpass.partition.solvers.stair import (
     saved_where,
     step_of,
 )
+from mstpass.problem.modes import with_modes
+from mstpass.problem.problem import CutProblem, Plan, Value
 
 _LEVELS = 1024
 _STEPS = 16  # limits that are tried for each choice of modes

@@ -27,14 +27,14 @@ import math
 import time
 from typing import Any
 
-from mstpass.partition.modes import Cycle, with_modes
-from mstpass.partition.problem import CutProblem, Plan
-from mstpass.partition.simulate import step_memory, step_us
-from mstpass.partition.solvers.moments import bounds
+from mstpass.memory.simulate import step_memory, step_us
+from mstpass.partition.solvers.memory_lower_bounds import bounds
+from mstpass.partition.solvers.milp_model import Program, Row
 from mstpass.partition.solvers.peak_search import peak_search
-from mstpass.partition.solvers.program import Program, Row
-from mstpass.partition.solvers.stair import FREE_OVERHEAD
-from mstpass.partition.verify import InvalidPlan, recomputed, verify
+from mstpass.partition.solvers.plan_sequences import FREE_OVERHEAD
+from mstpass.problem.modes import Cycle, with_modes
+from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.verify import InvalidPlan, recomputed, verify
 
 TOLERANCE = 1e-6
 TIME_LIMIT_S = 20.0

@@ -25,9 +25,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from mstpass.partition.modes import with_modes
-from mstpass.partition.problem import CutProblem, Mode, Plan, RegionModes
-from mstpass.partition.simulate import Simulation
+from mstpass.memory.simulate import Simulation
+from mstpass.partition.solvers.budget_slack import relaxed
 from mstpass.partition.solvers.checkpoints import (
     Checkpoints,
     Places,
@@ -36,10 +35,11 @@ from mstpass.partition.solvers.checkpoints import (
     complete,
     nested_checkpoints,
 )
-from mstpass.partition.solvers.heavy import repeated
 from mstpass.partition.solvers.min_cut import min_cut
-from mstpass.partition.solvers.relax import relaxed
-from mstpass.partition.verify import InvalidPlan, read, verify
+from mstpass.partition.solvers.recompute_cost import repeated
+from mstpass.problem.modes import with_modes
+from mstpass.problem.problem import CutProblem, Mode, Plan, RegionModes
+from mstpass.problem.verify import InvalidPlan, read, verify
 
 _ROOM = 1.005  # times the peak: what a simulation cannot tell apart
 _STEPS = 24  # of a stair, at the most

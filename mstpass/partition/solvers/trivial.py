@@ -8,9 +8,9 @@ its peak can be above that of plans which save more.
 
 from __future__ import annotations
 
-from mstpass.partition.modes import with_modes
-from mstpass.partition.problem import CutProblem, Plan
-from mstpass.partition.solvers.stair import lean_modes, saved_where, whole_modes
+from mstpass.partition.solvers.plan_sequences import lean_modes, saved_where, whole_modes
+from mstpass.problem.modes import with_modes
+from mstpass.problem.problem import CutProblem, Plan
 
 
 def save_all(problem: CutProblem, budget_bytes: int | None) -> Plan:

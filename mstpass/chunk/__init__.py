@@ -1,1 +1,0 @@
-"""Chunking: find regions, plan their loops, build the loops, lower them for Inductor."""

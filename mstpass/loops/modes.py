@@ -1,0 +1,141 @@
+"""The modes that each region could run in, as plain data for the partition problem.
+
+A mode is a chunk plan whose loops are described by what they need and return. What one chunk needs
+is simulated over the loop's body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.cost import flops, time_us
+from mstpass.graph.device_costs import costs_of
+from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
+from mstpass.graph.loop_op import STACK, SUM
+from mstpass.graph.sizes import hint_shape
+from mstpass.loops.body.build import build_body
+from mstpass.loops.candidates import Choices
+from mstpass.loops.operand_layout import is_copied
+from mstpass.memory.kernels import body_bytes
+from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
+from mstpass.problem.problem import Loop, Mode, RegionModes, Result, loop_name
+
+WHOLE = "whole"  # the mode without loops
+_ACCUMULATOR_BYTES = 4
+
+
+def region_modes(
+    joint: JointGraph, choices: Sequence[Choices], accumulate: str
+) -> tuple[RegionModes, ...]:
+    """The modes of regions: their chunk plans by name, and to stay whole where they may.
+
+    Raises:
+        CannotTake: a loop's body cannot be built.
+    """
+    loops = _Loops(joint, accumulate)
+    return tuple(
+        RegionModes(
+            choice.region,
+            (
+                *([Mode(WHOLE)] if choice.whole_first else []),
+                *(Mode(name, loops.of(plan)) for name, plan in choice.plans),
+                *([Mode(WHOLE)] if choice.optional and not choice.whole_first else []),
+            ),
+        )
+        for choice in choices
+    )
+
+
+class _Loops:
+    """The loops of plans; what several of them have in common is found once."""
+
+    def __init__(self, joint: JointGraph, accumulate: str):
+        self.joint, self.accumulate = joint, accumulate
+        self.inner_bytes: dict[object, int] = {}  # by structure
+        self.work: dict[str, tuple[float, int]] = {}  # by node: microseconds, operations
+
+    def of(self, plan: ChunkPlan) -> tuple[Loop, ...]:
+        return tuple(self._loop(plan, loop) for loop in plan.loops)
+
+    def _loop(self, plan: ChunkPlan, loop: LoopPlan) -> Loop:
+        joint, prelude = self.joint, set(loop.prelude)
+        needs = [item.node for item in loop.inputs if item.node not in prelude]
+        for name in loop.prelude:
+            operands = joint.by_name[name].all_input_nodes
+            needs += [n.name for n in operands if n.name not in prelude and n.name != loop.unit]
+        return Loop(
+            name=loop_name(loop.outputs[0].node),
+            members=loop.members,
+            needs=tuple(n for n in dict.fromkeys(needs) if joint.by_name[n].op != "get_attr"),
+            results=tuple(_result(joint, loop, item, self.accumulate) for item in loop.outputs),
+            inner_bytes=self._inner_bytes(plan, loop) + self._copied_bytes(loop),
+            us=self._time_us(plan, loop),
+        )
+
+    def _copied_bytes(self, loop: LoopPlan) -> int:
+        """Of operands that no view shows token by token, such as ``x[:, 1:]``: in memory whole."""
+        operands = ((self.joint.by_name[item.node], item.spec) for item in loop.inputs)
+        return sum(
+            nbytes(node)
+            for node, spec in operands
+            if spec and (value := value_of(node)) is not None and is_copied(value, spec)
+        )
+
+    def _inner_bytes(self, plan: ChunkPlan, loop: LoopPlan) -> int:
+        """Of one chunk, by its body; loops that do the same on the same shapes share the answer."""
+        key = _structure(self.joint, plan, loop)
+        if key not in self.inner_bytes:
+            graph = fx.Graph()
+            builder = Builder(graph, fake_mode_of(self.joint.nodes))
+            parts = build_body(self.joint, plan, loop, builder, self.accumulate)
+            kinds = [STACK if item.spec else SUM for item in loop.outputs]
+            self.inner_bytes[key] = body_bytes(graph, parts, kinds)
+        return self.inner_bytes[key]
+
+    def _time_us(self, plan: ChunkPlan, loop: LoopPlan) -> float:
+        work = [self._work(name) for name in loop.members]
+        whole_us, flops = sum(us for us, _ in work), sum(flops for _, flops in work)
+        inside = (self.joint.by_name[name] for name in loop.members)
+        device = next(v.device for node in inside for v in tensors_of(node.meta["val"]))
+        costs = costs_of(device)
+        if not flops:
+            return whole_us + plan.num_chunks * costs.chunk_us
+        return whole_us * costs.relative_time(plan.chunk_tokens, flops / plan.num_tokens)
+
+    def _work(self, name: str) -> tuple[float, int]:
+        if name not in self.work:
+            node = self.joint.by_name[name]
+            self.work[name] = time_us(node), flops(node)
+        return self.work[name]
+
+
+def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str) -> Result:
+    node = joint.by_name[item.node]
+    size = nbytes(node)
+    value = value_of(node)
+    scale = loop.unit or "" if item.scaled else ""
+    if item.spec is None and accumulate == "float32" and value is not None:
+        cast = value.element_size() < _ACCUMULATOR_BYTES
+        wide = max(_ACCUMULATOR_BYTES, value.element_size())
+        return Result(item.node, size // value.element_size() * wide, scale, cast)
+    return Result(item.node, size, scale)
+
+
+def _structure(joint: JointGraph, plan: ChunkPlan, loop: LoopPlan) -> object:
+    specs = dict(plan.members)
+    number: dict[fx.Node, int] = {}
+    rows: list[object] = [plan.chunk_tokens, plan.num_tokens, plan.symbolic]
+    rows += [item.spec for item in loop.inputs]
+    rows += [(item.spec, loop.members.index(item.node)) for item in loop.outputs]
+    for name in (*(item.node for item in loop.inputs), *loop.members):
+        node = joint.by_name[name]
+        number[node] = len(number)
+        tensors = [(t.dtype, hint_shape(t)) for t in tensors_of(node.meta.get("val"))]
+        rows.append((specs.get(name), tensors))
+        if name in specs:
+            args = fx.map_arg((node.args, node.kwargs), lambda n: ("node", number.get(n, -1)))
+            rows.append((node.target, args))
+    return repr(rows)

@@ -1,0 +1,90 @@
+"""Imports go downwards only: a module imports from its own layer or from lower ones."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+ROOT = Path(__file__).parent.parent / "mstpass"
+
+# Lowest first. A layer is a package or a file of ``mstpass``; those in one row may not import each
+# other, but for a file and its own package.
+LAYERS = (
+    ("torch_internals", "errors", "problem"),
+    ("graph",),
+    ("plans", "options"),
+    ("regions",),
+    ("normalize",),
+    ("memory",),
+    ("schedule",),
+    ("partition",),
+    ("loops",),
+    ("pipeline",),
+    ("report",),
+    ("backend",),
+    ("tracing",),
+    ("explainer", "planner", "linter"),
+    ("measure",),
+    ("bench", "demo"),
+    ("cli",),
+    ("__main__",),
+)
+LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def _module(path: Path) -> str:
+    parts = ("mstpass", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = frozenset(map(_module, FILES))
+
+
+def _imports(path: Path, top_level_only: bool = False) -> Iterator[str]:
+    """The modules of mstpass that a file imports."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mstpass":
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] == "mstpass")
+
+
+def _layer(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_file_has_a_layer() -> None:
+    layers = {_layer(_module(path)) for path in FILES if path != ROOT / "__init__.py"}
+    assert layers == LEVEL.keys()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_downwards(path: Path) -> None:
+    if path == ROOT / "__init__.py":  # the public names, from wherever they are
+        return
+    own = _layer(_module(path))
+    for imported in _imports(path):
+        if imported == "mstpass":  # a user of the public interface, as the command line is
+            assert LEVEL[own] > LEVEL["backend"], f"{path.name} imports mstpass itself"
+            continue
+        other = _layer(imported)
+        assert other == own or LEVEL[other] < LEVEL[own], f"{path.name} imports {imported}"
+
+
+def test_no_circles() -> None:
+    graph = nx.DiGraph((_module(p), other) for p in FILES for other in _imports(p))
+    graph.remove_edges_from([(a, b) for a, b in graph.edges if "mstpass" in (a, b)])
+    assert list(nx.simple_cycles(graph)) == []
+
+
+def test_the_partition_problem_needs_no_graph() -> None:
+    for path in (ROOT / "problem").glob("*.py"):
+        assert "torch" not in path.read_text().replace("torch.utils.checkpoint", "").split(), path
