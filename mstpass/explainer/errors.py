@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
 _RAISED = re.compile(r"got (\w+)\(['\"](.*)['\"]\)\.?$")  # an op, on fake tensors
 _NOT_USERS = re.compile(
-    
-)
     r"[/\\]torch[/\\]|[/\\]mstpass[/\\](explainer[/\\]step|tracing[/\\]joint_graphs)\.py$|^<"
 )
 _ADVICE = {
