@@ -23,6 +23,7 @@ LAYERS = (
     ("schedule",),
     ("partition",),
     ("loops",),
+    ("stages",),
     ("pipeline",),
     ("report",),
     ("backend",),

@@ -1,0 +1,307 @@
+"""The stages of the pipeline, one function each, and the frozen data that each hands on.
+
+A stage does not fail because of one region: it leaves that region out, with a ``Rejection``, and
+goes on with the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import networkx as nx
+
+from mstpass.graph.joint import JointGraph, Modules
+from mstpass.graph.source import source_of
+from mstpass.graph.tokens import CannotTake
+from mstpass.loops.apply import Applied, CycleError, apply_plans
+from mstpass.loops.candidates import Choices, choices
+from mstpass.loops.modes import WHOLE, region_modes
+from mstpass.memory.kernels import simulate_step
+from mstpass.memory.simulate import simulated, step_memory, step_us
+from mstpass.memory.timeline import StepMemory
+from mstpass.normalize import normalized
+from mstpass.options import Options
+from mstpass.partition.budget import solve_within
+from mstpass.partition.reconstruct import reconstruct
+from mstpass.partition.solvers import AUTO, SOLVERS
+from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.partition.split import (
+    TORCH_BUDGET,
+    cut_problem,
+    has_region_budget,
+    needs_torch,
+    split_by_torch,
+)
+from mstpass.partition.split import split as split_graph
+from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
+from mstpass.problem.modes import Cycle, broken_policies, with_modes
+from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.verify import InvalidPlan, read, verify
+from mstpass.schedule.second_rematerialization import recompute_again
+
+
+# ---- detect ------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Detected:
+    """The regions that can run in chunks, and the joint graph whose nodes they name."""
+
+    joint: JointGraph
+    candidates: tuple[Choices, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+
+
+def detect(joint: JointGraph, options: Options) -> Detected:
+    """Find regions, in the joint graph as it is or in a normalized copy of it.
+
+    The copy is used only if a region has a node that normalization changed. Otherwise the graph
+    stays as it is, and the rejections are those of the copy, which name the remaining reasons.
+    """
+    if has_region_budget(joint.nodes):  # torch wants it on every node, so on loops as well
+        return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
+    if options.chunk != "auto":
+        return Detected(joint)
+    joint, prepared, changed = normalized(joint)
+    candidates, rejections = choices(prepared, options)
+    if prepared is not joint and not any(changed.intersection(_members(c)) for c in candidates):
+        prepared, (candidates, _) = joint, choices(joint, options)
+    return Detected(prepared, tuple(candidates), tuple(rejections))
+
+
+def _members(candidate: Choices) -> list[str]:
+    return [name for name, _ in candidate.plans[0][1].members]
+
+
+# ---- plan --------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """The partition problem, the solver's plan, and the loops that the plan chose."""
+
+    problem: CutProblem
+    plan: Plan
+    chunk_plans: tuple[ChunkPlan, ...]
+    rejections: tuple[Rejection, ...]
+
+
+def plan(
+    joint: JointGraph,
+    candidates: tuple[Choices, ...],
+    options: Options,
+    limit_bytes: int | None,
+) -> Planned:
+    """Choose each region's mode and the saved values, by the simulated peak."""
+    problem, left, refused = _problem(joint, list(candidates), options)
+    solved = _solve(problem, options, limit_bytes, needs_torch(joint))
+    chunk_plans, unchosen = _chosen(left, solved)
+    return Planned(problem, solved, tuple(chunk_plans), (*refused, *unchosen))
+
+
+def _problem(
+    joint: JointGraph, candidates: list[Choices], options: Options
+) -> tuple[CutProblem, list[Choices], list[Rejection]]:
+    """The partition problem, without the regions whose loops cannot be written."""
+    rejections: list[Rejection] = []
+    while True:
+        try:
+            modes = region_modes(joint, candidates, options.accumulate)
+            problem = cut_problem(joint, modes, options.frees_memory_for_time)
+            with_modes(problem, {})
+            broken = broken_policies(problem)
+            if not broken:
+                return problem, candidates, rejections
+            guilty = next(c for c in candidates if c.region in broken)
+            node = broken[guilty.region]
+            reason = f"a loop would save {node}, whose checkpoint policy is must_recompute"
+        except Cycle as error:
+            loop = error.loop
+            guilty = next(
+                candidate
+                for candidate, region in zip(candidates, modes, strict=True)
+                if any(loop == one.name for mode in region.modes for one in mode.loops)
+            )
+            reason = f"the loops of {guilty.region} need their own results"
+        except CannotTake as error:
+            guilty = next(c for c in candidates if error.node.name in _members(c))
+            reason = f"{error.node.name}: {error.reason}"
+        rejections.append(_rejected("apply", guilty.plans[0][1], reason))
+        candidates = [candidate for candidate in candidates if candidate is not guilty]
+
+
+def _rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:
+    return Rejection(stage, plan.members[0][0], reason, plan.source, plan.bytes_before)
+
+
+def _solve(
+    problem: CutProblem, options: Options, limit_bytes: int | None, left_to_torch: str
+) -> Plan:
+    """The solver's plan, verified; that of ``min_cut`` if the solver's is not valid.
+
+    Args:
+        left_to_torch: why torch's partitioner will choose the saved values of this graph, or "".
+            Then only the modes of the plan count, and no valid saved set need exist.
+    """
+    name = _solver_name(options)
+    try:
+        solved = solve_within(problem, options, SOLVERS[name], limit_bytes)
+        verify(with_modes(problem, solved.modes).allowing(True), solved.saved, solved.nested)
+        return solved
+    except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded) as error:
+        if left_to_torch:
+            return Plan(frozenset(), {})
+        if options.strict:
+            raise InvalidPlan(f"solver {name!r}: {error}") from error
+        warnings.warn(f"mstpass: solver {name!r}: {error}; min_cut is used", stacklevel=2)
+        return SOLVERS["min_cut"](problem, None)
+
+
+def _solver_name(options: Options) -> str:
+    return AUTO if options.solver == "auto" else options.solver
+
+
+def _chosen(candidates: list[Choices], solved: Plan) -> tuple[list[ChunkPlan], list[Rejection]]:
+    """The loops that the plan chose, and a rejection for each region that stays whole."""
+    chunk_plans: list[ChunkPlan] = []
+    rejections: list[Rejection] = []
+    for candidate in candidates:
+        first = WHOLE if candidate.whole_first else candidate.plans[0][0]
+        mode = solved.modes.get(candidate.region, first)
+        if mode != WHOLE:
+            chunk_plans.append(candidate[mode])
+            continue
+        reason = "the step's peak lies elsewhere: chunks would not lower it"
+        if candidate.whole_first:
+            reason = "to save in chunks gains nothing, and the plan needs no recomputation here"
+        rejections.append(_rejected("plan", candidate.plans[0][1], reason))
+    return chunk_plans, rejections
+
+
+# ---- apply -------------------------------------------------------------------------------------
+def apply(
+    joint: JointGraph, chunk_plans: tuple[ChunkPlan, ...], options: Options
+) -> tuple[Applied, tuple[ChunkPlan, ...], tuple[Rejection, ...]]:
+    """The joint graph with its loops, the plans that it has, and the loops that were left out."""
+    left = list(chunk_plans)
+    rejections: list[Rejection] = []
+    while True:
+        try:
+            return apply_plans(joint, left, options.accumulate), tuple(left), tuple(rejections)
+        except CycleError as error:
+            guilty, reason = error.plan, str(error)
+        except CannotTake as error:
+            guilty = next(p for p in left if any(error.node.name == m for m, _ in p.members))
+            reason = f"{error.node.name}: {error.reason}"
+        rejections.append(_rejected("apply", guilty, reason))
+        left = [chunk_plan for chunk_plan in left if chunk_plan is not guilty]
+
+
+# ---- split -------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The forward and the backward graph, and what crosses between them.
+
+    Attributes:
+        notes: why the saved values are not those of the plan, if they are not.
+        by_torch: torch's own partitioner split the graph.
+    """
+
+    modules: Modules
+    save_plan: SavePlan
+    notes: tuple[str, ...] = ()
+    by_torch: bool = False
+
+
+def split(
+    rewritten: JointGraph,
+    applied: Applied,
+    solved: Plan,
+    joint: JointGraph,
+    options: Options,
+    torch_kwargs: dict[str, Any],
+) -> Split:
+    """Split the graph that has the loops by the plan for ``joint``, the graph before them."""
+    reason = needs_torch(rewritten)
+    if reason:
+        modules, save_plan = split_by_torch(rewritten, **torch_kwargs)
+        note = f"torch's partitioner split it: {reason}"
+        return Split(modules, _named(save_plan, applied, joint), (note,), by_torch=True)
+    name = _solver_name(options)
+    saved = frozenset(applied.names.get(value, "") for value in solved.saved)
+    nested = frozenset(applied.names[v] for v in solved.nested if v in applied.names)
+    problem = cut_problem(rewritten, rows_first=options.frees_memory_for_time)
+    notes: tuple[str, ...] = ()
+    try:
+        verify(problem.allowing(True), saved)
+        saved = read(problem, saved)
+    except InvalidPlan as error:  # a region was left out after the plan was made
+        name, saved, nested = "min_cut", min_cut(problem), frozenset()
+        notes = (f"the saved values are min_cut's: {error}",)
+    reduced, saved, reconstructed = _reconstruct(rewritten, problem, saved, nested, options)
+    modules, save_plan = split_graph(reduced, saved, name, nested, **torch_kwargs)
+    save_plan = dataclasses.replace(save_plan, reconstructed=reconstructed)
+    return Split(modules, _named(save_plan, applied, joint), notes)
+
+
+def _named(save_plan: SavePlan, applied: Applied, joint: JointGraph) -> SavePlan:
+    """The same plan, each saved value with the node that it is in the graph before loops."""
+    names = applied.old_names()
+    saved = []
+    for value in save_plan.saved:
+        node = joint.by_name.get(names.get(value.node, ""))
+        if node is not None:
+            source = value.source or source_of(node)
+            value = dataclasses.replace(value, value=node.name, source=source)
+        saved.append(value)
+    return dataclasses.replace(save_plan, saved=tuple(saved))
+
+
+def _reconstruct(
+    joint: JointGraph,
+    problem: CutProblem,
+    saved: frozenset[str],
+    nested: frozenset[str],
+    options: Options,
+) -> tuple[JointGraph, frozenset[str], tuple[Reconstructed, ...]]:
+    """Save fewer values by reconstructing some in backward, unless that raises the peak."""
+    pack_masks = options.frees_memory_for_time
+    allowed = problem.allowing(True)
+    reduced, kept, done = reconstruct(joint, allowed, saved, options.reconstruct, pack_masks)
+    if not done:
+        return joint, saved, ()
+    other = cut_problem(reduced, rows_first=options.frees_memory_for_time)
+    verify(other.allowing(True), kept)
+    peak_bytes = step_memory(problem, saved, nested).peak_bytes
+    if step_memory(other, kept, nested).peak_bytes > peak_bytes:
+        return joint, saved, ()
+    return reduced, kept, done
+
+
+def scheduled(
+    crossing: Split, options: Options, limit_bytes: int | None
+) -> tuple[Modules, StepMemory]:
+    """The graphs with their simulated memory, cheap values recomputed once more where that helps.
+
+    That second rematerialization is for the least memory, and for a peak above ``limit_bytes``.
+    """
+    rows_first = options.frees_memory_for_time
+    modules = crossing.modules
+    memory = simulate_step(modules[0].graph, modules[1].graph, rows_first)
+    wanted = options.memory_budget == 0.0 or (
+        limit_bytes is not None and memory.peak_bytes > limit_bytes
+    )
+    if wanted and not crossing.by_torch:
+        return recompute_again(modules, memory, rows_first)
+    return modules, memory
+
+
+def compared(problem: CutProblem, solved: Plan) -> tuple[StepMemory, float]:
+    """The memory of the step without loops, and the plan's extra time as a fraction of its time.
+
+    Without loops the values are saved that take the fewest bytes without repeating a heavy op.
+    """
+    whole = dataclasses.replace(problem, regions=())
+    saved = min_cut(whole)
+    before_us = step_us(whole, saved)
+    after_us = simulated(problem, solved).us
+    extra_time = after_us / before_us - 1 if before_us else 0.0  # a step of views takes no time
+    return step_memory(whole, saved), extra_time
