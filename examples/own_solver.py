@@ -13,8 +13,8 @@ from torch import Tensor
 import mstpass
 from mstpass.bench import problems, solvers
 from mstpass.bench.solver_rows import Row
-from mstpass.partition.solvers.plan_sequences import first_modes, saved_where
-from mstpass.problem.modes import with_modes
+from mstpass.partition.solvers.plan_sequence import first_modes, saved_where
+from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
 
 

@@ -24,19 +24,19 @@ from mstpass.memory.timeline import StepMemory
 from mstpass.normalize import normalized
 from mstpass.options import Options
 from mstpass.partition.budget import solve_within
+from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.reconstruct import reconstruct
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
-from mstpass.partition.split import (
+from mstpass.partition.split import split as split_graph
+from mstpass.partition.torch_fallback import (
     TORCH_BUDGET,
-    cut_problem,
     has_region_budget,
     needs_torch,
     split_by_torch,
 )
-from mstpass.partition.split import split as split_graph
 from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
-from mstpass.problem.modes import Cycle, broken_policies, with_modes
+from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.verify import InvalidPlan, read, verify
 from mstpass.schedule.second_rematerialization import recompute_again

@@ -23,7 +23,7 @@ from mstpass.options import Options
 from mstpass.partition.budget import SPARE, memory_of
 from mstpass.partition.solvers import SOLVERS
 from mstpass.partition.solvers.peak_search import peak_search
-from mstpass.problem.modes import Cycle, with_modes
+from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Loop, Mode, Plan, RegionModes, Result, Value
 from tests.checks import check_against_float64, compiled, joint_graph
 

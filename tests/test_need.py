@@ -12,7 +12,7 @@ from mstpass.bench.models import LlamaSize, llama
 from mstpass.memory.simulate import step_memory
 from mstpass.options import Options
 from mstpass.partition.solvers.min_cut import min_cut
-from mstpass.problem.modes import with_modes
+from mstpass.problem.apply_modes import with_modes
 from tests.checks import joint_graph
 
 HEAVY_HEAD = LlamaSize(256, 4, 4, 1024, 16_000, 2048)

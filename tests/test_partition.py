@@ -19,10 +19,10 @@ from mstpass import pipeline
 from mstpass.graph.recomputable import is_heavy
 from mstpass.memory.simulate import step_memory
 from mstpass.options import Options
-from mstpass.partition.solvers.budget_slack import relaxed
 from mstpass.partition.solvers.checkpoints import checkpoints
 from mstpass.partition.solvers.min_cut import cut, min_cut, network_of
 from mstpass.partition.solvers.peak_search import peak_search
+from mstpass.partition.solvers.spend_slack import relaxed
 from mstpass.problem.op import CALL, INPUT, ITEM, VIEW
 from mstpass.problem.problem import CutProblem, Value
 from mstpass.problem.verify import InvalidPlan, recomputed, verify

@@ -17,13 +17,13 @@ from torch import nn
 import mstpass
 from mstpass import pipeline
 from mstpass.options import Options
-from mstpass.partition.reconstruct.decide import Decision, decide
+from mstpass.partition.reconstruct.choose_drops import Decision, decide
 from mstpass.partition.reconstruct.rule import EXACT, TOLERANT, Inverse
 from mstpass.partition.solvers.checkpoints import _Line, _with_loops_once, complete
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.plans import SavePlan
 from mstpass.problem import solver_registry
-from mstpass.problem.modes import with_modes
+from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan, Value
 from mstpass.problem.verify import InvalidPlan, read, verify
 from mstpass.report.report import Report

@@ -12,9 +12,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mstpass.partition.reconstruct import EXACT, RULES, TOLERANT, Inverse, Refused, inverses_of
-from mstpass.partition.reconstruct.bounds import bounds, excludes_zero
-from mstpass.partition.reconstruct.encode import decode, encode, encoding_of, low_type
+from mstpass.partition.reconstruct.encodings import decode, encode, encoding_of, low_type
 from mstpass.partition.reconstruct.rule import Writer
+from mstpass.partition.reconstruct.rules.value_ranges import bounds, excludes_zero
 from mstpass.partition.reconstruct.table import BY_NAME
 
 Fn = Callable[..., torch.Tensor]

@@ -12,7 +12,7 @@ from mstpass.memory.simulate import simulated, step_memory
 from mstpass.partition.solvers import SOLVERS
 from mstpass.partition.solvers.memory_lower_bounds import bounds
 from mstpass.partition.solvers.milp import prove
-from mstpass.problem.modes import with_modes
+from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.verify import recomputed, verify
 from tests.problems import every_plan, steps

@@ -21,7 +21,7 @@ from mstpass.errors import require
 from mstpass.memory.simulate import simulated
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.milp import Proof, prove
-from mstpass.problem.modes import with_modes
+from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.verify import InvalidPlan, verify
 

@@ -13,7 +13,7 @@ from mstpass.options import Options
 from mstpass.partition.budget import solve_within
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
-from mstpass.problem.modes import Cycle
+from mstpass.problem.apply_modes import Cycle
 from mstpass.problem.verify import InvalidPlan
 from mstpass.report.details import ParetoPoint
 

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterable, Set
 
 from mstpass.memory.timeline import StepMemory, Timeline, held_outputs, simulate
-from mstpass.problem.modes import with_modes
+from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import CALL, INPUT, POINTWISE
 from mstpass.problem.problem import CutProblem, Plan, Value
 

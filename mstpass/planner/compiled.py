@@ -26,7 +26,7 @@ from mstpass.planner.accounting import Parts, Training
 from mstpass.planner.allocation_order import step_events
 from mstpass.planner.models import build, workspace_bytes
 from mstpass.planner.replay import Event
-from mstpass.problem.modes import with_modes
+from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import CALL, POINTWISE, VIEW
 from mstpass.problem.problem import CutProblem, Plan, Value, is_loop
 from mstpass.tracing.joint_graphs import at_joint

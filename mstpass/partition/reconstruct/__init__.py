@@ -16,9 +16,9 @@ from collections.abc import Set
 
 from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.graph.source import source_of
-from mstpass.partition.reconstruct.apply import CannotWrite, rewrite
-from mstpass.partition.reconstruct.decide import Decision, decide
-from mstpass.partition.reconstruct.encode import bytes_after, encoding_of
+from mstpass.partition.reconstruct.choose_drops import Decision, decide
+from mstpass.partition.reconstruct.encodings import bytes_after, encoding_of
+from mstpass.partition.reconstruct.rewrite_joint import CannotWrite, rewrite
 from mstpass.partition.reconstruct.rule import EXACT, TOLERANT, Inverse, Refused
 from mstpass.partition.reconstruct.table import RULES, inverses_of
 from mstpass.plans import Reconstructed

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import fx
 
-from mstpass.partition.reconstruct import arithmetic, functions, layout, rotary
 from mstpass.partition.reconstruct.rule import (
     CAST,
     EXACT,
@@ -17,6 +16,7 @@ from mstpass.partition.reconstruct.rule import (
     Rule,
     aten,
 )
+from mstpass.partition.reconstruct.rules import arithmetic, functions, layout, rotary
 
 RULES: tuple[Rule, ...] = (
     Rule(

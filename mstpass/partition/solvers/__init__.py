@@ -18,7 +18,7 @@ from mstpass.partition.solvers.milp import milp
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.partition.solvers.trivial import recompute_all, save_all
-from mstpass.problem.modes import with_modes
+from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.solver_registry import OWN_SOLVERS, Solver, registered
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from mstpass.partition.solvers.plan_sequences import (
+from mstpass.partition.solvers.plan_sequence import (
     Step,
     first_modes,
     first_within,
@@ -25,7 +25,7 @@ from mstpass.partition.solvers.plan_sequences import (
     saved_where,
     step_of,
 )
-from mstpass.problem.modes import with_modes
+from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan, Value
 
 _LEVELS = 1024

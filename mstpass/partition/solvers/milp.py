@@ -31,8 +31,8 @@ from mstpass.memory.simulate import step_memory, step_us
 from mstpass.partition.solvers.memory_lower_bounds import bounds
 from mstpass.partition.solvers.milp_model import Program, Row
 from mstpass.partition.solvers.peak_search import peak_search
-from mstpass.partition.solvers.plan_sequences import FREE_OVERHEAD
-from mstpass.problem.modes import Cycle, with_modes
+from mstpass.partition.solvers.plan_sequence import FREE_OVERHEAD
+from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.verify import InvalidPlan, recomputed, verify
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from mstpass.problem.modes import loop_values
+from mstpass.problem.apply_modes import loop_values
 from mstpass.problem.op import INPUT
 from mstpass.problem.problem import CutProblem, Plan, Value
 

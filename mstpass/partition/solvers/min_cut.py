@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import networkx as nx
 from networkx.algorithms import flow
 
-from mstpass.partition.solvers.contract_network import Network, Vertex
+from mstpass.partition.solvers.reduce_network import Network, Vertex
 from mstpass.problem.problem import CutProblem, Value
 
 _STEPS = 1024

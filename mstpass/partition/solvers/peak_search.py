@@ -26,7 +26,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from mstpass.memory.simulate import Simulation
-from mstpass.partition.solvers.budget_slack import relaxed
 from mstpass.partition.solvers.checkpoints import (
     Checkpoints,
     Places,
@@ -36,8 +35,9 @@ from mstpass.partition.solvers.checkpoints import (
     nested_checkpoints,
 )
 from mstpass.partition.solvers.min_cut import min_cut
-from mstpass.partition.solvers.recompute_cost import repeated
-from mstpass.problem.modes import with_modes
+from mstpass.partition.solvers.recomputed_heavy_ops import repeated
+from mstpass.partition.solvers.spend_slack import relaxed
+from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Mode, Plan, RegionModes
 from mstpass.problem.verify import InvalidPlan, read, verify
 

@@ -8,8 +8,8 @@ its peak can be above that of plans which save more.
 
 from __future__ import annotations
 
-from mstpass.partition.solvers.plan_sequences import lean_modes, saved_where, whole_modes
-from mstpass.problem.modes import with_modes
+from mstpass.partition.solvers.plan_sequence import lean_modes, saved_where, whole_modes
+from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
 
 

@@ -18,9 +18,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from mstpass.memory.simulate import simulated
-from mstpass.partition.solvers.plan_sequences import saved_where
-from mstpass.partition.solvers.recompute_cost import repeated
-from mstpass.problem.modes import Cycle, with_modes
+from mstpass.partition.solvers.plan_sequence import saved_where
+from mstpass.partition.solvers.recomputed_heavy_ops import repeated
+from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Mode, Plan, RegionModes
 
 _OPS = 40_000  # that are simulated, at the most, over all tries

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
 from mstpass.memory.simulate import Simulation
-from mstpass.problem.modes import with_modes
+from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Mode, Plan, RegionModes, Value
 
 FREE_OVERHEAD = 0.02  # extra time, as a fraction, that no budget at all may cost

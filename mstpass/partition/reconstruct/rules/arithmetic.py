@@ -19,7 +19,6 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import numel
-from mstpass.partition.reconstruct.bounds import bounds, excludes_zero
 from mstpass.partition.reconstruct.rule import (
     CAST,
     EXACT,
@@ -38,6 +37,7 @@ from mstpass.partition.reconstruct.rule import (
     operands,
     unit_roundoff,
 )
+from mstpass.partition.reconstruct.rules.value_ranges import bounds, excludes_zero
 
 _LOW = (torch.bfloat16, torch.float16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

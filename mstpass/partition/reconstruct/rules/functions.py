@@ -17,7 +17,6 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from mstpass.partition.reconstruct.bounds import bounds
 from mstpass.partition.reconstruct.rule import (
     EXACT,
     TOLERANT,
@@ -30,6 +29,7 @@ from mstpass.partition.reconstruct.rule import (
     dtype_of,
     names,
 )
+from mstpass.partition.reconstruct.rules.value_ranges import bounds
 
 
 @dataclasses.dataclass(frozen=True)

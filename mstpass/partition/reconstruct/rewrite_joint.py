@@ -15,8 +15,8 @@ from torch import fx
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import same_shape
-from mstpass.partition.reconstruct import encode
-from mstpass.partition.reconstruct.decide import Decision, Step
+from mstpass.partition.reconstruct import encodings
+from mstpass.partition.reconstruct.choose_drops import Decision, Step
 from mstpass.partition.reconstruct.rule import Inverse, Writer, aten
 from mstpass.partition.reconstruct.table import BY_NAME
 
@@ -115,11 +115,11 @@ class _Rewriting:
         return self.new[node]
 
     def _decoded(self, node: fx.Node) -> fx.Node:
-        return encode.decode(self.writer, node, self.packed[node], self.encodings[node.name])
+        return encodings.decode(self.writer, node, self.packed[node], self.encodings[node.name])
 
     def _encode(self, node: fx.Node) -> None:
         encoding = self.encodings[node.name]
-        self.packed[node] = encode.encode(self.writer, node, self.env[node], encoding)
+        self.packed[node] = encodings.encode(self.writer, node, self.env[node], encoding)
 
     def _written(self, node: fx.Node, step: Step) -> fx.Node:
         if isinstance(step, Inverse):

@@ -1,0 +1,77 @@
+"""Describe the partition of a joint graph as a ``CutProblem``: plain data that solvers read.
+
+Each placeholder and each call of the joint graph becomes a ``Value``. The nodes that depend on a
+tangent are the problem's backward, all others its forward values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from torch import fx
+
+from mstpass.graph.checkpoint_tags import Tags, tags_of
+from mstpass.graph.cost import time_us
+from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.recomputable import is_heavy, is_pinned, shares_storage
+from mstpass.graph.sizes import is_size
+from mstpass.memory.kernels import op_of
+from mstpass.problem.problem import (
+    MUST_SAVE,
+    RECOMPUTED,
+    CutProblem,
+    RegionModes,
+    Value,
+    with_needs,
+)
+
+
+def cut_problem(
+    joint: JointGraph, regions: tuple[RegionModes, ...] = (), rows_first: bool = False
+) -> CutProblem:
+    """The partition problem of one joint graph.
+
+    Args:
+        regions: the modes in which each region can run.
+        rows_first: as in ``memory.kernels.simulate_step``.
+    """
+    nodes = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
+    names, tags = {n.name for n in nodes}, tags_of(joint)
+    forward, backward = (
+        tuple(
+            _value(joint, n, names, tags, rows_first)
+            for n in nodes
+            if (n in joint.backward) == in_backward
+        )
+        for in_backward in (False, True)
+    )
+    gradients = tuple(n.name for n in joint.backward_outputs)
+    return CutProblem(
+        with_needs(forward, backward, gradients),
+        backward=backward,
+        outputs=tuple(n.name for n in joint.forward_outputs),
+        gradients=gradients,
+        regions=regions,
+    )
+
+
+def _value(
+    joint: JointGraph, node: fx.Node, names: Set[str], tags: Tags, rows_first: bool
+) -> Value:
+    op = op_of(node, rows_first=rows_first)
+    tag = tags.of.get(node, "")
+    return Value(
+        name=node.name,
+        bytes=op.bytes if value_of(node) is not None else 0,
+        inputs=tuple(name for name in op.inputs if name in names),
+        kind=op.kind,
+        inner_bytes=op.inner_bytes,
+        dear=op.dear,
+        us=time_us(node),
+        free=(node.op == "placeholder" and node not in joint.backward) or is_size(node),
+        heavy=is_heavy(node) or node in tags.boundary,
+        pinned=tag == MUST_SAVE or (is_pinned(node) and tag not in RECOMPUTED),
+        savable=tag not in RECOMPUTED and value_of(node) is not None and not shares_storage(node),
+        forward=node in joint.forward,
+        tag=tag,
+    )

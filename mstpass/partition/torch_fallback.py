@@ -1,0 +1,78 @@
+"""The graphs that torch's own partitioner splits, because our partition problem lacks what they do.
+
+Such graphs have side effects, sizes that depend on data, collectives, subgraphs, or a memory budget
+that the user set for a part of the model.
+
+Private APIs, checked with torch 2.13: ``min_cut_rematerialization_partition`` of
+torch/_functorch/partitioners.py, ``_get_memory_budget_annotation`` of torch/fx/traceback.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import partitioners
+
+from mstpass.graph import op_table
+from mstpass.graph.checkpoint_tags import tags_of
+from mstpass.graph.joint import JointGraph, Modules, tensors_of
+from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.recomputable import draws
+from mstpass.graph.sizes import depends_on_data, is_size
+from mstpass.partition.split import saved_values
+from mstpass.plans import SavePlan
+from mstpass.problem.problem import RECOMPUTED
+
+TORCH_BUDGET = "a part of the model has torch's own budget, which only torch's partitioner obeys"
+
+
+def split_by_torch(joint: JointGraph, **torch_kwargs: Any) -> tuple[Modules, SavePlan]:
+    """Forward and backward modules by torch's partitioner, and the values that cross."""
+    modules = partitioners.min_cut_rematerialization_partition(
+        joint.module, None, num_fwd_outputs=joint.num_fwd_outputs, **torch_kwargs
+    )
+    return modules, SavePlan(saved_values(modules, joint), "torch")
+
+
+def needs_torch(joint: JointGraph) -> str:
+    """The reason to leave the graph to torch's partitioner; empty where we split it."""
+    if joint.has_side_effects:
+        return "an op writes to its operands"
+    for node, tag in tags_of(joint).of.items():
+        if tag in RECOMPUTED and draws(node):
+            return f"{node.name} draws random numbers inside a checkpoint, which repeats the draw"
+    reasons = filter(None, map(_unsupported, joint.nodes))
+    return next(reasons, TORCH_BUDGET if has_region_budget(joint.nodes) else "")
+
+
+def has_region_budget(nodes: Iterable[fx.Node]) -> bool:
+    """Whether a node is under ``torch.autograd.graph.region_activation_memory_budget``.
+
+    torch has that context manager from 2.13 on.
+    """
+    budget_of = getattr(fx.traceback, "_get_memory_budget_annotation", lambda _: None)
+    return any(budget_of(node) is not None for node in nodes)
+
+
+def _unsupported(node: fx.Node) -> str:
+    """What our partition problem cannot describe about a node; empty for most nodes."""
+    value = node.meta.get("val")
+    tensors = list(tensors_of(value))
+    if value is not None and not tensors and not is_size(node):
+        return f"{node.name} is neither a tensor nor a size"
+    if any(map(depends_on_data, tensors)):
+        return f"the size of {node.name} depends on data"
+    if node.op == "get_attr" and not _is_loop_body(node):
+        return f"{node.name} is a subgraph or a constant"
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not mst_loop:
+        return f"the higher-order op {node.target}"
+    if node.meta.get("memory_budget") is not None:
+        return TORCH_BUDGET
+    return "collectives" if "c10d" in op_table.name_of(node) else ""
+
+
+def _is_loop_body(node: fx.Node) -> bool:
+    return all(user.target is mst_loop for user in node.users)
