@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mstpass
-from mstpass import pipeline
+from mstpass import pipeline, stages
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
@@ -30,7 +30,7 @@ def _step(size: LlamaSize, **options: object) -> tuple[pipeline.Result, int]:
 
 def test_a_norm_is_computed_again_behind_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     result, peak = _step(SIZE, memory_budget=0.0)
-    monkeypatch.setattr(pipeline, "recompute_again", lambda modules, memory, _: (modules, memory))
+    monkeypatch.setattr(stages, "recompute_again", lambda modules, memory, _: (modules, memory))
     once, higher = _step(SIZE, memory_budget=0.0)
     value = SIZE.length * SIZE.width * 4
     assert peak <= higher - value
@@ -48,7 +48,7 @@ def test_only_the_least_memory_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> N
     def never(*_: object) -> None:
         raise AssertionError("a budget that is met needs no copies")
 
-    monkeypatch.setattr(pipeline, "recompute_again", never)
+    monkeypatch.setattr(stages, "recompute_again", never)
     _step(SIZE)
     _step(SIZE, memory_budget=0.4)
 
@@ -58,7 +58,7 @@ def test_no_copy_that_lowers_nothing() -> None:
     size = LlamaSize(32, 1, 2, 64, 2048, 128)
     result, _ = _step(size, chunk="off")
     assert result.modules is not None
-    memory = pipeline.simulate_step(*(module.graph for module in result.modules))
+    memory = stages.simulate_step(*(module.graph for module in result.modules))
     modules, after = recompute_again(result.modules, memory, rows_first=False)
     assert modules is result.modules and after is memory
 

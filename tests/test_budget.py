@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import mstpass
-from mstpass import pipeline
+from mstpass import pipeline, stages
 from mstpass.backend import MstpassError
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
@@ -47,7 +47,7 @@ def test_plans_are_simulated_as_the_graphs_they_become(
     budget: str | float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for values that are recomputed once more, which are no part of a plan."""
-    monkeypatch.setattr(pipeline, "recompute_again", lambda modules, memory, _: (modules, memory))
+    monkeypatch.setattr(stages, "recompute_again", lambda modules, memory, _: (modules, memory))
     model, ids, target = llama(SIZE, torch.device("cpu"))
     model = model.to(dtype)
     joint, outputs = joint_graph(lambda ids, target: model(ids, target), ids, target)
@@ -55,7 +55,7 @@ def test_plans_are_simulated_as_the_graphs_they_become(
     result = pipeline.run(joint, options, num_fwd_outputs=outputs)
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
-    plan = pipeline._solve(result.problem, options, None)
+    plan = stages._solve(result.problem, options, None, "")
     planned = memory_of(result.problem, plan)
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
     assert planned.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.01)
@@ -75,7 +75,7 @@ def test_operands_that_no_view_shows_token_by_token_are_planned() -> None:
     result = pipeline.run(joint, options, num_fwd_outputs=outputs)
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
-    planned = memory_of(result.problem, pipeline._solve(result.problem, options, None))
+    planned = memory_of(result.problem, stages._solve(result.problem, options, None, ""))
     assert [region.mode for region in result.outcome.regions] == ["fused"]
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.001)
 
@@ -153,7 +153,7 @@ def test_a_plan_within_the_budget_stays(monkeypatch: pytest.MonkeyPatch) -> None
     free_bytes, free_time = peak_of("free")
     exactly = math.ceil(SPARE * free_bytes) + 1
     assert peak_of(exactly) == (free_bytes, free_time)
-    simulate = pipeline.simulate_step
+    simulate = stages.simulate_step
 
     def a_bit_more(*graphs: Any) -> StepMemory:
         memory = simulate(*graphs)
@@ -162,7 +162,7 @@ def test_a_plan_within_the_budget_stays(monkeypatch: pytest.MonkeyPatch) -> None
             memory, forward=dataclasses.replace(memory.forward, moments=moments)
         )
 
-    monkeypatch.setattr(pipeline, "simulate_step", a_bit_more)
+    monkeypatch.setattr(stages, "simulate_step", a_bit_more)
     assert peak_of(exactly) == (free_bytes + 4096, free_time)
 
 
