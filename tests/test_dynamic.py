@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import mstpass
@@ -19,6 +18,7 @@ from mstpass.bench.models import Layer, LlamaSize, RMSNorm
 from mstpass.graph import sizes
 from mstpass.graph.joint import tensors_of
 from mstpass.options import Options
+from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from tests.checks import STRICT, errors, gradients, in_float64, joint_graph, kinds
 from tests.models import MLPS, Block, TinyLM, next_token_loss
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mstpass
+from mstpass.torch_internals.fake_tensors import FakeTensor
 
 # Dynamo asks for the gradient of what crosses from one graph to the next
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -83,7 +84,7 @@ def test_one_graph_is_what_explain_says() -> None:
 def test_a_report_for_each_graph(fn: Callable[..., Any]) -> None:
     ran.clear()
     assert _kinds(fn, chunk_tokens=128) == [[], ["lm_head"]]
-    assert all(isinstance(h, torch._subclasses.FakeTensor) for h in ran)
+    assert all(isinstance(h, FakeTensor) for h in ran)
 
 
 def test_notes_say_where_a_graph_ends_and_whose_it_is() -> None:

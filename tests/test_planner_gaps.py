@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="mstpass[hf]")
 
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.planner import recipes
@@ -21,6 +20,7 @@ from mstpass.planner.eager import eager_step
 from mstpass.planner.models import build, config_of, sizes_of
 from mstpass.planner.plan import plan
 from mstpass.planner.replay import Event, Resident, Stepped, needed_bytes
+from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from tests.test_planner import tiny  # noqa: F401  (a fixture)
 
 MIB = 1 << 20

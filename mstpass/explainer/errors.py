@@ -8,9 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from mstpass.errors import UserError
+from mstpass.torch_internals.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from mstpass.tracing.joint_graphs import NoJointGraph, OptimizerSteps
 from mstpass.tracing.names import location
 

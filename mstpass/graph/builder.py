@@ -10,10 +10,10 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mstpass.graph.joint import JointGraph, tensors_of
 from mstpass.graph.sizes import Size, expression, is_size
+from mstpass.torch_internals.fake_tensors import FakeTensorMode
 
 
 class Builder:

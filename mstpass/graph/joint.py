@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.sizes import generic_numel, hint_numel
+from mstpass.torch_internals.op_types import OpOverload, schema_of
 
 T = TypeVar("T")
 Modules = tuple[fx.GraphModule, fx.GraphModule]  # forward and backward
@@ -75,7 +76,7 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 class JointGraph:

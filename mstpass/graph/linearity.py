@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.token_rules.basic import argument, factors
+from mstpass.torch_internals.op_types import OpOverload, schema_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -63,8 +64,8 @@ _FILLS: Mapping[Any, int] = {
 }
 
 
-def linear_in(target: torch._ops.OpOverload) -> Linear:
-    if target._schema.name == "prims::fma":  # Inductor's own; 2.11 has none
+def linear_in(target: OpOverload) -> Linear:
+    if schema_of(target).name == "prims::fma":  # Inductor's own; 2.11 has none
         return _product_and_term
     return _LINEAR_POINTWISE.get(target, never)
 

@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._higher_order_ops.utils import autograd_not_implemented
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mstpass.torch_internals.fake_tensors import FakeTensorMode
+from mstpass.torch_internals.higher_order_ops import implement
+from mstpass.torch_internals.op_types import HigherOrderOperator
 
 STACK, SUM = "stack", "sum"
 OutputSpec = tuple[str, tuple[Any, ...], torch.dtype]  # sizes: ints, or nodes of a graph
@@ -54,10 +55,8 @@ class MstLoop(HigherOrderOperator):
 
 
 mst_loop = MstLoop()
-mst_loop.py_autograd_impl(autograd_not_implemented(mst_loop, deferred_error=True))
 
 
-@mst_loop.py_impl(FakeTensorMode)
 def _fake(
     mode: FakeTensorMode,
     body: Any,
@@ -73,7 +72,6 @@ def _fake(
         return tuple(torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in specs)
 
 
-@mst_loop.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)
 def run_eagerly(
     body: Callable[..., Any],
     num_chunks: int | None,
@@ -96,6 +94,8 @@ def run_eagerly(
                 result.add_(part)
     return tuple(results)
 
+
+implement(mst_loop, eager=run_eagerly, fake=_fake)
 
 _Chunk = tuple[int, int, tuple[int, ...], tuple[torch.Tensor, ...]]
 

@@ -47,6 +47,7 @@ from mstpass.graph.token_rules.basic import (
     sum_operands,
 )
 from mstpass.graph.tokens import Refusal, Spec, Sum, without_ones
+from mstpass.torch_internals.op_types import OpOverload, schema_of
 
 __all__ = [
     "TABLE",
@@ -101,12 +102,12 @@ def row_of(target: Any) -> Op | Refusal:
     row = TABLE.get(target)
     if row is not None:
         return row
-    if isinstance(target, torch._ops.OpOverload):
-        if target._schema.name in MIXERS:
-            return Refusal(f"{target}: {MIXERS[target._schema.name]}")
+    if isinstance(target, OpOverload):
+        if schema_of(target).name in MIXERS:
+            return Refusal(f"{target}: {MIXERS[schema_of(target).name]}")
         if torch.Tag.nondeterministic_seeded in target.tags:
             return Refusal(f"{target} draws random numbers")
-        if target._schema.is_mutable:
+        if schema_of(target).is_mutable:
             return Refusal(f"{target} writes to its operands")
         if torch.Tag.pointwise in target.tags:
             return Op(

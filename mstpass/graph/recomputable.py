@@ -13,6 +13,7 @@ from mstpass.graph import op_table
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.token_rules import basic
 from mstpass.graph.tokens import Refusal
+from mstpass.torch_internals.op_types import OpOverload, schema_of
 
 # Inductor's random numbers: a seed is drawn, the numbers are a function of it and their position.
 _OF_A_SEED = frozenset({"prims::inductor_random", "prims::inductor_randint"})
@@ -49,17 +50,17 @@ def is_pinned(node: fx.Node) -> bool:
 
 @functools.cache
 def _never_again(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return True
     row = op_table.row_of(target)
-    if target._schema.name in _OF_A_SEED or (isinstance(row, op_table.Op) and row.kind in _TIES):
+    if schema_of(target).name in _OF_A_SEED or (isinstance(row, op_table.Op) and row.kind in _TIES):
         return True
     return target.namespace not in ("aten", "prims")
 
 
 @functools.cache
 def _is_seeded(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     return torch.Tag.nondeterministic_seeded in target.tags
 
@@ -69,7 +70,7 @@ def draws(node: fx.Node) -> bool:
     if not _is_seeded(node.target):
         return False
     target: Any = node.target
-    for position, argument in enumerate(target._schema.arguments):
+    for position, argument in enumerate(schema_of(target).arguments):
         if argument.name == "dropout_p":
             given = node.args[position] if position < len(node.args) else argument.default_value
             return bool(node.kwargs.get("dropout_p", given) != 0.0)

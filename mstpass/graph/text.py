@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import tensors_of
+from mstpass.torch_internals.op_types import OpOverload
 
 _SHORT = {
     torch.float32: "f32",
@@ -48,7 +49,7 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _target(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target).removesuffix(".default")
     return getattr(target, "__name__", str(target))
 

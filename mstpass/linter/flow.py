@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from mstpass.torch_internals.dispatch_modes import storage_key
+from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.pytrees import tree_leaves
 
 aten = torch.ops.aten
 # these read the shape of their operand, not its values
@@ -85,7 +88,7 @@ def only_views(func: Any, inputs: Any, outputs: Any) -> bool:
 
 
 def _writes(func: Any) -> bool:
-    return func._schema.is_mutable if hasattr(func, "_schema") else True
+    return schema_of(func).is_mutable if isinstance(func, OpOverload) else True
 
 
 def _shape_only(func: Any) -> bool:
@@ -99,6 +102,6 @@ def _storages(values: Any) -> set[int]:
 
 def _storage(tensor: torch.Tensor) -> int | None:
     try:
-        return tensor.untyped_storage()._cdata
+        return storage_key(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
         return None

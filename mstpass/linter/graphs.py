@@ -29,6 +29,7 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.sizes import hint
 from mstpass.graph.source import source_of
 from mstpass.linter.report import BOUNDARY, DEAD, DUPLICATE, SAVED, Finding, LintReport
+from mstpass.torch_internals.op_types import HigherOrderOperator, OpOverload, schema_of
 
 Number = int
 GraphLike = fx.Graph | fx.GraphModule
@@ -160,7 +161,7 @@ class _Reader:
         original = self._forward_of[self.number_of[node]]
         block = _block(original)
         # higher-order ops that torch inserts around random ones belong to no block
-        ops = (user for user in original.users if isinstance(user.target, torch._ops.OpOverload))
+        ops = (user for user in original.users if isinstance(user.target, OpOverload))
         return block is not None and any(_block(user) != block for user in ops)
 
     def _finding(self, kind: str, node: fx.Node, cause: str, fix: str) -> Finding:
@@ -190,9 +191,9 @@ def _block(node: fx.Node) -> Any:
 def _repeatable(node: fx.Node) -> bool:
     """Whether the op gives the same result twice: no random numbers, and nothing is written."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return not isinstance(target, torch._ops.HigherOrderOperator)
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    if not isinstance(target, OpOverload):
+        return not isinstance(target, HigherOrderOperator)
+    return not schema_of(target).is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _hashable(value: Any) -> Hashable:

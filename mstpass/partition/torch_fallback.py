@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import fx
 from torch._functorch import partitioners
 
@@ -25,6 +24,7 @@ from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.partition.split import saved_values
 from mstpass.plans import SavePlan
 from mstpass.problem.problem import RECOMPUTED
+from mstpass.torch_internals.op_types import HigherOrderOperator
 
 TORCH_BUDGET = "a part of the model has torch's own budget, which only torch's partitioner obeys"
 
@@ -67,7 +67,7 @@ def _unsupported(node: fx.Node) -> str:
         return f"the size of {node.name} depends on data"
     if node.op == "get_attr" and not _is_loop_body(node):
         return f"{node.name} is a subgraph or a constant"
-    if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not mst_loop:
+    if isinstance(node.target, HigherOrderOperator) and node.target is not mst_loop:
         return f"the higher-order op {node.target}"
     if node.meta.get("memory_budget") is not None:
         return TORCH_BUDGET

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
 
 from mstpass import pipeline
 from mstpass.graph.joint import value_of
@@ -29,6 +28,8 @@ from mstpass.planner.replay import Event
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import CALL, POINTWISE, VIEW
 from mstpass.problem.problem import CutProblem, Plan, Value, is_loop
+from mstpass.torch_internals.fake_tensors import FakeTensor
+from mstpass.torch_internals.pytrees import tree_map
 from mstpass.tracing.joint_graphs import at_joint
 
 _DEVICE = torch.device("cuda", 0)  # whose costs decide chunk lengths; nothing runs there
@@ -152,7 +153,7 @@ def _on_device(module: fx.GraphModule) -> None:
 
 
 def _moved(value: Any) -> Any:
-    if not isinstance(value, torch._subclasses.FakeTensor):
+    if not isinstance(value, FakeTensor):
         return value
     with value.fake_mode:
         return torch.empty_strided(

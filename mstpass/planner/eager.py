@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mstpass.planner.accounting import Parts, Training
 from mstpass.planner.models import build, workspace_bytes
 from mstpass.planner.replay import Event, Stepped
+from mstpass.torch_internals.dispatch_modes import TorchDispatchMode, storage_key
+from mstpass.torch_internals.fake_tensors import FakeTensorMode
+from mstpass.torch_internals.pytrees import tree_leaves
 
 Loss = Callable[[Tensor], Any]  # of token ids (B, S): a loss, or what has one in ``.loss``
 Recipe = Callable[[nn.Module], Loss]
@@ -81,7 +81,7 @@ class _Memory(TorchDispatchMode):
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._see_gradient)
         self.with_vocabulary = {tuple(p.shape) for p in parameters if vocabulary in p.shape}
-        before = (t.untyped_storage()._cdata for t in (*parameters, *model.buffers()))
+        before = (storage_key(t.untyped_storage()) for t in (*parameters, *model.buffers()))
         self.alive = {key: _Storage(0, _OTHER, -1) for key in before}
         self.now_bytes = self.peak_bytes = self.born = 0
         self.at_peak: list[_Storage] = []
@@ -124,7 +124,7 @@ class _Memory(TorchDispatchMode):
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self.alive:
             return
         self._add(key, storage.nbytes(), self._kind(tensor))
@@ -133,7 +133,7 @@ class _Memory(TorchDispatchMode):
     def _see_gradient(self, parameter: Tensor) -> None:
         """It is whole, which the shape does not tell: a tile can be as large as a weight."""
         assert parameter.grad is not None
-        key = parameter.grad.untyped_storage()._cdata
+        key = storage_key(parameter.grad.untyped_storage())
         self.alive[key] = dataclasses.replace(self.alive[key], kind=_GRADIENTS)
 
     def _kind(self, tensor: Tensor) -> str:

@@ -12,8 +12,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from mstpass.errors import UserError
 from mstpass.partition.budget import SPARE
 from mstpass.partition.solvers import AUTO, SOLVERS
@@ -41,6 +39,7 @@ from mstpass.planner.notes import held_gradients, notes, step_temporaries, too_l
 from mstpass.planner.replay import Resident, needed_bytes
 from mstpass.planner.search import GRAIN, longest
 from mstpass.problem.problem import CutProblem, Plan
+from mstpass.torch_internals.fake_tensors import FakeTensorMode
 
 _KEEPS = {
     EAGER: "keeps what autograd saves",

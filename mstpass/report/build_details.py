@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import fx
 
 from mstpass.graph import op_table
@@ -33,6 +32,7 @@ from mstpass.report.details import (
     Life,
     MemoryTimeline,
 )
+from mstpass.torch_internals.op_types import OpOverload
 
 
 def details_of(result: Result) -> Details | None:
@@ -98,8 +98,8 @@ def _op(node: fx.Node) -> str:
     if node.op == "placeholder":
         return "input"
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target._opname)
+    if isinstance(target, OpOverload):
+        return target.overloadpacket.__name__
     return str(target) if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 

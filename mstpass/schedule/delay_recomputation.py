@@ -30,6 +30,7 @@ from mstpass.graph import op_table
 from mstpass.graph.joint import is_tangent, nbytes, value_of
 from mstpass.graph.recomputable import is_heavy
 from mstpass.schedule.second_rematerialization import is_cheap
+from mstpass.torch_internals.op_types import OpOverload
 
 _LOOP = torch.ops.higher_order.while_loop
 
@@ -173,7 +174,7 @@ def _first_kernels(nodes: list[fx.Node], gradients: set[fx.Node]) -> list[fx.Nod
 
 
 def _is_heavy(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and is_heavy(node)
+    return isinstance(node.target, OpOverload) and is_heavy(node)
 
 
 def _kernel(node: fx.Node) -> fx.Node | None:

@@ -1,12 +1,12 @@
-"""Keep Inductor from donating buffers that a subgraph of the backward would take for its own.
+"""Keep Inductor from overwriting a loop's operands as if they were donated to the backward.
 
 A *donated* buffer is a saved value that backward may overwrite; torch lists them by the position
 of backward's inputs. Up to torch 2.14 Inductor applies the same positions to the inputs of every
 subgraph in the backward, a loop's body among them, and may overwrite a weight there
 (pytorch #153679, #192840; source: ``GraphLowering.placeholder`` in torch/_inductor/graph.py).
 
-Only positions beyond the inputs of the largest subgraph are safe. split.py puts the gradients that
-fused loops computed last, so these, the largest, stay donated and are scaled in place.
+Only positions beyond the inputs of the largest subgraph are safe. partition/split.py puts the
+gradients that fused loops computed last: these, the largest, stay donated and are scaled in place.
 """
 
 from __future__ import annotations
@@ -14,6 +14,16 @@ from __future__ import annotations
 import torch
 from torch import fx
 from torch._guards import TracingContext
+
+from mstpass.torch_internals.private_apis import PrivateApis
+
+APIS = PrivateApis(
+    names=(
+        "torch._guards.TracingContext.try_get",
+        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta.bw_donated_idxs",
+    ),
+    checked=("2.11", "2.13", "2.15"),
+)
 
 
 def keep_safe_donations(graph: fx.Graph) -> None:
@@ -42,3 +52,10 @@ def _nested(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 def _num_inputs(module: fx.GraphModule) -> int:
     return len(module.graph.find_nodes(op="placeholder"))
+
+
+def probe() -> None:
+    APIS.require()
+    APIS.expect(TracingContext.try_get() is None, "a TracingContext is there outside of tracing")
+    context = TracingContext(None)
+    APIS.expect(hasattr(context, "fw_metadata"), "TracingContext has no fw_metadata")

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from mstpass.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from mstpass.torch_internals.pytrees import tree_leaves, tree_map
 from mstpass.tracing.names import modules_near
 
 T = TypeVar("T")

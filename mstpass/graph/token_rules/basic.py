@@ -25,6 +25,7 @@ from mstpass.graph.tokens import (
     broadcast_source,
     through_view,
 )
+from mstpass.torch_internals.op_types import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -50,7 +51,8 @@ def ints(argument: Any) -> list[int]:
 
 def argument(node: fx.Node, name: str) -> Any:
     """An argument by its name in the op's schema, however it was passed; else its default."""
-    for position, known in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    assert isinstance(node.target, OpOverload)
+    for position, known in enumerate(schema_of(node.target).arguments):
         if known.name == name:
             given = node.args[position] if position < len(node.args) else known.default_value
             return node.kwargs.get(name, given)

@@ -20,6 +20,7 @@ from mstpass.graph.token_rules.basic import (
     tensor_inputs,
 )
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum
+from mstpass.torch_internals.op_types import OpOverload, schema_of
 
 Dims = Callable[[fx.Node, int], "list[int]"]
 
@@ -35,7 +36,8 @@ def _given(node: fx.Node, rank: int, name: str) -> list[int]:
 # ---- reductions: the dims go --------------------------------------------------------------------
 def reduced_dims(node: fx.Node, rank: int) -> list[int]:
     """The dims of its operand that a reduction takes together."""
-    takes_dims = any(a.name == "dim" for a in node.target._schema.arguments)  # type: ignore[union-attr]
+    assert isinstance(node.target, OpOverload)
+    takes_dims = any(a.name == "dim" for a in schema_of(node.target).arguments)
     return _given(node, rank, "dim") if takes_dims else list(range(rank))
 
 
