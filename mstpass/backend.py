@@ -45,8 +45,8 @@ from mstpass.report import store
 from mstpass.report.build_details import details_of
 from mstpass.report.details import Details
 from mstpass.report.report import Report
-from mstpass.schedule.delay_embedding_gradient import write_rows_first
-from mstpass.schedule.delay_recomputation import hold_recomputation, recomputation_waits
+from mstpass.schedule.delay_embedding_gradient import delay_scatters
+from mstpass.schedule.delay_recomputation import delay_recomputation, recomputation_waits
 from mstpass.torch_internals.donated_buffers import keep_safe_donations
 from mstpass.torch_internals.scheduler_dependencies import mutations_kept
 
@@ -288,9 +288,9 @@ class LowerLoops(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         lower_loops(graph)
         if self.hold:
-            write_rows_first(graph)
+            delay_scatters(graph)
         if self.hold or recomputation_waits(graph):
-            hold_recomputation(graph)
+            delay_recomputation(graph)
         keep_safe_donations(graph)
         if self.users_pass is not None:
             self.users_pass(graph)

@@ -3,7 +3,7 @@
     read    the joint graph: forward, backward, tangents       graph/joint.py
     detect  regions that can run in chunks, and rejections      normalize/, regions/, loops/
     plan    the partition problem, and a solver's plan for it    problem/, partition/solvers/
-    apply   the chosen regions as loops, in a new joint graph    loops/apply.py
+    apply   the chosen regions as loops, in a new joint graph    loops/apply_plans.py
     split   forward, backward, and what crosses between them     partition/, schedule/
 
 The first three stages change nothing. ``run`` can stop after any stage. One solver decides which
@@ -24,7 +24,7 @@ from torch import fx
 
 from mstpass import stages
 from mstpass.graph.joint import JointGraph, Modules
-from mstpass.loops.apply import Applied
+from mstpass.loops.apply_plans import Applied
 from mstpass.memory.timeline import StepMemory
 from mstpass.options import Options
 from mstpass.partition.budget import (

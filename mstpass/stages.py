@@ -15,11 +15,11 @@ import networkx as nx
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.source import source_of
 from mstpass.graph.tokens import CannotTake
-from mstpass.loops.apply import Applied, CycleError, apply_plans
-from mstpass.loops.candidates import Choices, choices
-from mstpass.loops.modes import WHOLE, region_modes
-from mstpass.memory.kernels import simulate_step
-from mstpass.memory.simulate import simulated, step_memory, step_us
+from mstpass.loops.apply_plans import Applied, CycleError, apply_plans
+from mstpass.loops.candidate_modes import RegionCandidates, find_candidates
+from mstpass.loops.mode_costs import WHOLE, region_modes
+from mstpass.memory.simulate_graph import simulate_step
+from mstpass.memory.simulate_plan import simulate_plan, step_memory, step_us
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize import normalized
 from mstpass.options import Options
@@ -39,7 +39,7 @@ from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.verify import InvalidPlan, read, verify
-from mstpass.schedule.second_rematerialization import recompute_again
+from mstpass.schedule.second_rematerialization import add_second_rematerialization
 
 
 # ---- detect ------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ class Detected:
     """The regions that can run in chunks, and the joint graph whose nodes they name."""
 
     joint: JointGraph
-    candidates: tuple[Choices, ...] = ()
+    candidates: tuple[RegionCandidates, ...] = ()
     rejections: tuple[Rejection, ...] = ()
 
 
@@ -63,13 +63,13 @@ def detect(joint: JointGraph, options: Options) -> Detected:
     if options.chunk != "auto":
         return Detected(joint)
     joint, prepared, changed = normalized(joint)
-    candidates, rejections = choices(prepared, options)
+    candidates, rejections = find_candidates(prepared, options)
     if prepared is not joint and not any(changed.intersection(_members(c)) for c in candidates):
-        prepared, (candidates, _) = joint, choices(joint, options)
+        prepared, (candidates, _) = joint, find_candidates(joint, options)
     return Detected(prepared, tuple(candidates), tuple(rejections))
 
 
-def _members(candidate: Choices) -> list[str]:
+def _members(candidate: RegionCandidates) -> list[str]:
     return [name for name, _ in candidate.plans[0][1].members]
 
 
@@ -86,7 +86,7 @@ class Planned:
 
 def plan(
     joint: JointGraph,
-    candidates: tuple[Choices, ...],
+    candidates: tuple[RegionCandidates, ...],
     options: Options,
     limit_bytes: int | None,
 ) -> Planned:
@@ -98,8 +98,8 @@ def plan(
 
 
 def _problem(
-    joint: JointGraph, candidates: list[Choices], options: Options
-) -> tuple[CutProblem, list[Choices], list[Rejection]]:
+    joint: JointGraph, candidates: list[RegionCandidates], options: Options
+) -> tuple[CutProblem, list[RegionCandidates], list[Rejection]]:
     """The partition problem, without the regions whose loops cannot be written."""
     rejections: list[Rejection] = []
     while True:
@@ -159,7 +159,9 @@ def _solver_name(options: Options) -> str:
     return AUTO if options.solver == "auto" else options.solver
 
 
-def _chosen(candidates: list[Choices], solved: Plan) -> tuple[list[ChunkPlan], list[Rejection]]:
+def _chosen(
+    candidates: list[RegionCandidates], solved: Plan
+) -> tuple[list[ChunkPlan], list[Rejection]]:
     """The loops that the plan chose, and a rejection for each region that stays whole."""
     chunk_plans: list[ChunkPlan] = []
     rejections: list[Rejection] = []
@@ -228,7 +230,7 @@ def split(
     name = _solver_name(options)
     saved = frozenset(applied.names.get(value, "") for value in solved.saved)
     nested = frozenset(applied.names[v] for v in solved.nested if v in applied.names)
-    problem = cut_problem(rewritten, rows_first=options.frees_memory_for_time)
+    problem = cut_problem(rewritten, scatters_delayed=options.frees_memory_for_time)
     notes: tuple[str, ...] = ()
     try:
         verify(problem.allowing(True), saved)
@@ -268,7 +270,7 @@ def _reconstruct(
     reduced, kept, done = reconstruct(joint, allowed, saved, options.reconstruct, pack_masks)
     if not done:
         return joint, saved, ()
-    other = cut_problem(reduced, rows_first=options.frees_memory_for_time)
+    other = cut_problem(reduced, scatters_delayed=options.frees_memory_for_time)
     verify(other.allowing(True), kept)
     peak_bytes = step_memory(problem, saved, nested).peak_bytes
     if step_memory(other, kept, nested).peak_bytes > peak_bytes:
@@ -283,14 +285,14 @@ def scheduled(
 
     That second rematerialization is for the least memory, and for a peak above ``limit_bytes``.
     """
-    rows_first = options.frees_memory_for_time
+    scatters_delayed = options.frees_memory_for_time
     modules = crossing.modules
-    memory = simulate_step(modules[0].graph, modules[1].graph, rows_first)
+    memory = simulate_step(modules[0].graph, modules[1].graph, scatters_delayed)
     wanted = options.memory_budget == 0.0 or (
         limit_bytes is not None and memory.peak_bytes > limit_bytes
     )
     if wanted and not crossing.by_torch:
-        return recompute_again(modules, memory, rows_first)
+        return add_second_rematerialization(modules, memory, scatters_delayed)
     return modules, memory
 
 
@@ -302,6 +304,6 @@ def compared(problem: CutProblem, solved: Plan) -> tuple[StepMemory, float]:
     whole = dataclasses.replace(problem, regions=())
     saved = min_cut(whole)
     before_us = step_us(whole, saved)
-    after_us = simulated(problem, solved).us
+    after_us = simulate_plan(problem, solved).us
     extra_time = after_us / before_us - 1 if before_us else 0.0  # a step of views takes no time
     return step_memory(whole, saved), extra_time

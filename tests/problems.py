@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from mstpass.memory.simulate import step_memory, step_us
+from mstpass.memory.simulate_plan import step_memory, step_us
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import CALL, INPUT, POINTWISE, REDUCTION, SCATTER, VIEW
 from mstpass.problem.problem import (

@@ -16,8 +16,8 @@ from mstpass.backend import MstpassError
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
 from mstpass.memory import device_budget
-from mstpass.memory.kernels import simulate_step
-from mstpass.memory.simulate import simulated, step_memory, step_us
+from mstpass.memory.simulate_graph import simulate_step
+from mstpass.memory.simulate_plan import simulate_plan, step_memory, step_us
 from mstpass.memory.timeline import Moment, StepMemory
 from mstpass.options import Options
 from mstpass.partition.budget import SPARE, memory_of
@@ -47,7 +47,9 @@ def test_plans_are_simulated_as_the_graphs_they_become(
     budget: str | float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for values that are recomputed once more, which are no part of a plan."""
-    monkeypatch.setattr(stages, "recompute_again", lambda modules, memory, _: (modules, memory))
+    monkeypatch.setattr(
+        stages, "add_second_rematerialization", lambda modules, memory, _: (modules, memory)
+    )
     model, ids, target = llama(SIZE, torch.device("cpu"))
     model = model.to(dtype)
     joint, outputs = joint_graph(lambda ids, target: model(ids, target), ids, target)
@@ -89,7 +91,7 @@ def test_less_budget_never_means_more_peak_nor_less_time(size: LlamaSize) -> Non
     peaks, times = [], []
     for budget in range(least, free, (free - least) // 9):
         plan = solve(problem, budget)
-        step = simulated(problem, plan)
+        step = simulate_plan(problem, plan)
         peaks.append(step.peak_bytes)
         times.append(step.us)
         assert peaks[-1] <= budget
@@ -199,7 +201,7 @@ def test_a_budget_between_costs_a_time_between() -> None:
 
 
 def _us(problem: CutProblem, plan: Plan) -> float:
-    return simulated(problem, plan).us
+    return simulate_plan(problem, plan).us
 
 
 # ---- loops in the place of their members -------------------------------------------------------

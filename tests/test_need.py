@@ -9,7 +9,7 @@ import torch
 
 from mstpass import pipeline
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.memory.simulate import step_memory
+from mstpass.memory.simulate_plan import step_memory
 from mstpass.options import Options
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.problem.apply_modes import with_modes

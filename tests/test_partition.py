@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from mstpass import pipeline
 from mstpass.graph.recomputable import is_heavy
-from mstpass.memory.simulate import step_memory
+from mstpass.memory.simulate_plan import step_memory
 from mstpass.options import Options
 from mstpass.partition.solvers.checkpoints import checkpoints
 from mstpass.partition.solvers.min_cut import cut, min_cut, network_of

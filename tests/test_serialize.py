@@ -76,7 +76,7 @@ def test_recorded_problems_load_and_are_planned_without_torch() -> None:
         "import sys, mstpass; from mstpass.bench import problems;"
         "from mstpass.partition.solvers import SOLVERS;"
         "from mstpass.problem import apply_modes, json_format, verify;"
-        "from mstpass.memory import simulate;"
+        "from mstpass.memory import simulate_plan;"
         "assert SOLVERS['peak_search'](problems.load('mlps-1'), 0).saved is not None;"
         "sys.exit(any(name.split('.')[0] == 'torch' for name in sys.modules))"
     )

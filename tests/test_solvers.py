@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from mstpass.memory.simulate import simulated, step_memory
+from mstpass.memory.simulate_plan import simulate_plan, step_memory
 from mstpass.partition.solvers import SOLVERS
 from mstpass.partition.solvers.memory_lower_bounds import bounds
 from mstpass.partition.solvers.milp import prove
@@ -30,7 +30,7 @@ def evaluated(problem: CutProblem, plan: Plan) -> tuple[int, float]:
     """Peak and time of a plan that must be valid."""
     closed = with_modes(problem, plan.modes).allowing(recompute_heavy=True)
     verify(closed, plan.saved, plan.nested)
-    step = simulated(problem, plan)
+    step = simulate_plan(problem, plan)
     return step.peak_bytes, step.us
 
 

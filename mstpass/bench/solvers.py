@@ -18,7 +18,7 @@ from mstpass.bench import common, problems
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
 from mstpass.bench.solver_rows import Row
 from mstpass.errors import require
-from mstpass.memory.simulate import simulated
+from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.milp import Proof, prove
 from mstpass.problem.apply_modes import with_modes
@@ -118,7 +118,7 @@ def _evaluated(problem: CutProblem, plan: Plan) -> _Evaluated:
         raise InvalidPlan(f"modes of regions that the problem does not have: {sorted(unknown)}")
     closed = with_modes(problem, plan.modes)
     verify(closed.allowing(recompute_heavy=True), plan.saved, plan.nested)
-    step = simulated(problem, plan)
+    step = simulate_plan(problem, plan)
     saved_bytes = sum(value.bytes for value in closed.values if value.name in plan.saved)
     return _Evaluated(saved_bytes, step.peak_bytes, step.us)
 

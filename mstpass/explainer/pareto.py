@@ -8,7 +8,7 @@ import networkx as nx
 from torch import fx
 
 from mstpass import pipeline
-from mstpass.memory.simulate import simulated, step_us
+from mstpass.memory.simulate_plan import simulate_plan, step_us
 from mstpass.options import Options
 from mstpass.partition.budget import solve_within
 from mstpass.partition.solvers import AUTO, SOLVERS
@@ -45,7 +45,7 @@ def pareto_points(
             continue
         try:
             plan = solve_within(problem, dataclasses.replace(options, memory_budget=budget), solve)
-            step = simulated(problem, plan)
+            step = simulate_plan(problem, plan)
             peak_bytes, extra = step.peak_bytes, step.us / before_us - 1
         except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded):  # a solver of the user's own
             continue

@@ -180,7 +180,7 @@ class Facts:
         return needs
 
 
-def mode_of(region: Region, options: Options) -> str:
+def preferred_mode(region: Region, options: Options) -> str:
     """The mode that costs no time, unless the budget asks for the least memory."""
     if region.fused:
         return FUSED

@@ -1,9 +1,9 @@
 """The memory of a step as Inductor has scheduled it: which kernels there are, fused and in order.
 
-Plans are simulated on graphs (memory/timeline.py), which do not say what Inductor will fuse. This
-file reads its scheduler after fusion. A buffer is allocated by its kernel and freed after the last
-one that reads it. C++ kernels that follow each other are one function, whose operands are freed
-after it. A pointwise kernel may write over an operand that it is the last to read.
+Plans are simulated on graphs (memory/simulate_ops.py), which do not say what Inductor will fuse.
+This file reads its scheduler after fusion. A buffer is allocated by its kernel and freed after the
+last one that reads it. C++ kernels that follow each other are one function, whose operands are
+freed after it. A pointwise kernel may write over an operand that it is the last to read.
 
 Private APIs, checked with torch 2.11 and 2.13: config ``_post_fusion_custom_pass``, the scheduler's
 nodes and buffers (torch/_inductor/scheduler.py: ``decide_inplace_update``, ``free_buffers``),
@@ -28,7 +28,7 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._ordered_set import OrderedSet
 
-from mstpass.memory.kernels import flash_bytes
+from mstpass.memory.simulate_graph import flash_bytes
 
 try:
     from torch._inductor.custom_graph_pass import CustomSchedulerPass as _Pass

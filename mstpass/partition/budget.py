@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from mstpass.memory.simulate import simulated
+from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.options import Options, parse_bytes
 from mstpass.plans import Outcome
@@ -95,7 +95,7 @@ def _is_over(outcome: Outcome, options: Options) -> bool:
 
 
 def memory_of(problem: CutProblem, plan: Plan) -> StepMemory:
-    return simulated(problem, plan).memory
+    return simulate_plan(problem, plan).memory
 
 
 def infeasible(budget: int, memory: StepMemory) -> str:

@@ -15,7 +15,7 @@ from mstpass.graph.cost import time_us
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.recomputable import is_heavy, is_pinned, shares_storage
 from mstpass.graph.sizes import is_size
-from mstpass.memory.kernels import op_of
+from mstpass.memory.simulate_graph import op_of
 from mstpass.problem.problem import (
     MUST_SAVE,
     RECOMPUTED,
@@ -27,19 +27,19 @@ from mstpass.problem.problem import (
 
 
 def cut_problem(
-    joint: JointGraph, regions: tuple[RegionModes, ...] = (), rows_first: bool = False
+    joint: JointGraph, regions: tuple[RegionModes, ...] = (), scatters_delayed: bool = False
 ) -> CutProblem:
     """The partition problem of one joint graph.
 
     Args:
         regions: the modes in which each region can run.
-        rows_first: as in ``memory.kernels.simulate_step``.
+        scatters_delayed: as in ``memory.simulate_graph.simulate_step``.
     """
     nodes = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
     names, tags = {n.name for n in nodes}, tags_of(joint)
     forward, backward = (
         tuple(
-            _value(joint, n, names, tags, rows_first)
+            _value(joint, n, names, tags, scatters_delayed)
             for n in nodes
             if (n in joint.backward) == in_backward
         )
@@ -56,9 +56,9 @@ def cut_problem(
 
 
 def _value(
-    joint: JointGraph, node: fx.Node, names: Set[str], tags: Tags, rows_first: bool
+    joint: JointGraph, node: fx.Node, names: Set[str], tags: Tags, scatters_delayed: bool
 ) -> Value:
-    op = op_of(node, rows_first=rows_first)
+    op = op_of(node, scatters_delayed=scatters_delayed)
     tag = tags.of.get(node, "")
     return Value(
         name=node.name,

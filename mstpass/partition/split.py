@@ -29,7 +29,7 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.sizes import is_size
 from mstpass.graph.source import source_of
 from mstpass.plans import SavedValue, SavePlan
-from mstpass.schedule.nested_recomputation import run_ahead
+from mstpass.schedule.nested_recomputation import recompute_nested_values
 
 
 def split(
@@ -49,7 +49,7 @@ def split(
     """
     nested = nested - saved
     forward, backward = _extract(joint, [joint.by_name[n] for n in saved], torch_kwargs)
-    run_ahead(backward.graph, nested)
+    recompute_nested_values(backward.graph, nested)
     backward = partitioners.reordering_to_mimic_autograd_engine(backward)
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     if hasattr(partitioners, "thread_graphsafe_rng_from_hops"):

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from mstpass import pipeline
 from mstpass.graph.joint import value_of
-from mstpass.memory.simulate import Simulation
+from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.options import Options
 from mstpass.planner.accounting import Parts, Training
 from mstpass.planner.allocation_order import step_events
@@ -111,7 +111,7 @@ class CompiledStep:
     def __init__(self, traced: Traced, problem: CutProblem, plan: Plan, length: int):
         self.traced, self.problem, self.plan = traced, problem, plan
         closed = _with_workspaces(with_modes(problem, plan.modes), traced, length)
-        self._simulation = Simulation(closed, plan.saved, plan.nested)
+        self._simulation = StepSimulation(closed, plan.saved, plan.nested)
 
     @functools.cached_property
     def us(self) -> float:

@@ -2,7 +2,7 @@
 
 The members of a loop vanish, but for those that something else reads as well; its results keep the
 names of the nodes they stand for. The order stays, each loop just before its first result is read
-(as loops/apply.py writes it).
+(as loops/apply_plans.py writes it).
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _Writer:
             regions=(),
         )
 
-    # ---- order, as in loops/apply.py -------------------------------------------------------------
+    # ---- order, as in loops/apply_plans.py -----------------------------------------------------
     def _deps(self, name: str) -> tuple[str, ...]:
         if name in self.producer:
             loop, result = self.producer[name]

@@ -1,7 +1,7 @@
 """``Op``: one node of a step as plain data, and the kinds of nodes there are.
 
-memory/timeline.py simulates the memory of a sequence of ops; memory/kernels.py makes ops from the
-nodes of a graph.
+memory/simulate_ops.py simulates the memory of a sequence of ops; memory/simulate_graph.py makes
+ops from the nodes of a graph.
 """
 
 from __future__ import annotations

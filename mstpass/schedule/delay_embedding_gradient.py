@@ -32,9 +32,9 @@ _SCATTERS = {
 }
 
 
-def write_rows_first(graph: fx.Graph) -> None:
+def delay_scatters(graph: fx.Graph) -> None:
     """Have the large scatters of a graph wait for their rows, in place."""
-    for scatter, rows in late_scatters(graph).items():
+    for scatter, rows in scatters_to_delay(graph).items():
         value = scatter.meta["val"]
         builder = Builder(graph, fake_mode_of(graph.nodes))
         with graph.inserting_before(scatter):
@@ -48,7 +48,7 @@ def write_rows_first(graph: fx.Graph) -> None:
         preserve_node_ordering(graph, {product: OrderedSet([rows])})
 
 
-def late_scatters(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def scatters_to_delay(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Scatters into zeros, with their rows, where these are smaller than what they come from."""
     return {
         node: rows

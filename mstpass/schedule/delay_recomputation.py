@@ -35,7 +35,7 @@ from mstpass.torch_internals.op_types import OpOverload
 _LOOP = torch.ops.higher_order.while_loop
 
 
-def hold_recomputation(graph: fx.Graph) -> None:
+def delay_recomputation(graph: fx.Graph) -> None:
     """Order a backward's recomputations behind the gradients before them, in place."""
     if not any(is_tangent(node) for node in graph.find_nodes(op="placeholder")):
         return

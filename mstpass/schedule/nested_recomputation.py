@@ -25,7 +25,7 @@ from mstpass.graph.materialization import realized
 from mstpass.graph.sizes import is_size
 
 
-def run_ahead(graph: fx.Graph, nested: Set[str]) -> None:
+def recompute_nested_values(graph: fx.Graph, nested: Set[str]) -> None:
     """Give each nested value that the backward recomputes copies of its own of what it comes from.
 
     Torch then moves every recomputed node to just before its first use

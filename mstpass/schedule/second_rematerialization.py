@@ -22,17 +22,17 @@ from mstpass.graph import op_table
 from mstpass.graph.copies import copied
 from mstpass.graph.joint import Modules
 from mstpass.graph.recomputable import is_heavy, is_pinned
-from mstpass.memory.kernels import simulate_step
+from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.timeline import StepMemory
 
 _TRIES = 16
 
 
-def recompute_again(
-    modules: Modules, memory: StepMemory, rows_first: bool
+def add_second_rematerialization(
+    modules: Modules, memory: StepMemory, scatters_delayed: bool
 ) -> tuple[Modules, StepMemory]:
     """The modules with such copies in the backward, and their memory; both as given where no copy
-    lowers it. ``rows_first`` as in ``simulate_step``."""
+    lowers it. ``scatters_delayed`` as in ``simulate_step``."""
     forward, backward = modules
     other = fx.GraphModule(backward, copy.deepcopy(backward.graph))
     other.meta = dict(backward.meta)
@@ -40,7 +40,7 @@ def recompute_again(
     for _ in range(_TRIES):
         if lower.peak is not lower.backward:
             break
-        found = next(_lowered(forward.graph, graph, lower, rows_first), None)
+        found = next(_lowered(forward.graph, graph, lower, scatters_delayed), None)
         if found is None:
             break
         lower = found
@@ -52,7 +52,7 @@ def recompute_again(
 
 
 def _lowered(
-    forward: fx.Graph, graph: fx.Graph, memory: StepMemory, rows_first: bool
+    forward: fx.Graph, graph: fx.Graph, memory: StepMemory, scatters_delayed: bool
 ) -> Iterator[StepMemory]:
     """The memory with each copy that lowers it; what does not is taken out again."""
     peak = memory.backward.peak
@@ -74,7 +74,7 @@ def _lowered(
         for reader in late:
             for old, new in copies.items():
                 reader.replace_input_with(old, new)
-        after = simulate_step(forward, graph, rows_first)
+        after = simulate_step(forward, graph, scatters_delayed)
         there = next(m.bytes for m in after.backward.moments if m.node == peak.node)
         if after.peak_bytes <= memory.peak_bytes and there < peak.bytes:
             yield after

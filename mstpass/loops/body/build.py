@@ -19,10 +19,13 @@ from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.rebuild_node import check_chunk, chunk_call
 from mstpass.graph.sizes import hint, is_size
 from mstpass.graph.tokens import CannotTake, Refusal, Spec, chunk_shape
-from mstpass.loops.body.cse import merge_twins
-from mstpass.loops.body.gather_one import pick, picks_one, put, puts_one
-from mstpass.loops.body.in_place import read_before_write
-from mstpass.loops.body.rematerialize import one_reader_each, rows_written_once
+from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
+from mstpass.loops.body.gather_one_per_row import is_gather_of_one, is_scatter_of_one, pick, put
+from mstpass.loops.body.gradient_in_place import write_gradients_in_place
+from mstpass.loops.body.rematerialize_pointwise import (
+    materialize_row_values,
+    rematerialize_at_readers,
+)
 from mstpass.loops.body.row_sums import row_sum
 from mstpass.plans import ChunkPlan, LoopPlan
 
@@ -69,10 +72,10 @@ class _Body:
             self.env[node, spec] = self._sum(node) if spec is None else self._copy(node, spec)
         results = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         output = self.builder.graph.output(tuple(results))
-        merge_twins(self.builder)
-        read_before_write(self.builder, self.symbolic)
-        rows_written_once(self.builder.graph)
-        one_reader_each(self.builder.graph)
+        eliminate_common_subexpressions(self.builder)
+        write_gradients_in_place(self.builder, self.symbolic)
+        materialize_row_values(self.builder.graph)
+        rematerialize_at_readers(self.builder.graph)
         return list(output.args[0])
 
     def _add_inputs(self) -> None:
@@ -146,9 +149,9 @@ class _Body:
         rows = self.rows if isinstance(self.rows, fx.Node) else None
         target, args, kwargs = chunk_call(node, spec, self.chunk, lambda n, s: self.env[n, s], rows)
         short = None
-        if picks_one(node):
+        if is_gather_of_one(node):
             short = pick(self.builder, args[0], args[1], args[2])
-        elif puts_one(node):
+        elif is_scatter_of_one(node):
             short = put(self.builder, args[0], args[1], args[2], args[3])
         else:
             short = row_sum(self.builder, target, args, kwargs)

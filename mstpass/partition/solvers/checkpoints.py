@@ -26,7 +26,7 @@ import itertools
 import math
 from collections.abc import Mapping
 
-from mstpass.memory.simulate import Simulation
+from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.problem.problem import CutProblem, is_loop
 from mstpass.problem.verify import read
@@ -53,7 +53,7 @@ class Checkpoints:
     places: Places
     inner: Places
     saved: frozenset[str]
-    simulation: Simulation
+    simulation: StepSimulation
 
     @property
     def nested(self) -> frozenset[str]:
@@ -126,7 +126,7 @@ def at_places(problem: CutProblem, places: Places, inner: Places | None = None) 
     """Save at these places, recompute what is alive at the inner ones in passes of their own."""
     saved = read(problem, complete(problem, frozenset[str]().union(*places.values())))
     nested = frozenset[str]().union(*(inner or {}).values()) - saved
-    return Checkpoints(places, inner or {}, saved, Simulation(problem, saved, nested))
+    return Checkpoints(places, inner or {}, saved, StepSimulation(problem, saved, nested))
 
 
 def complete(problem: CutProblem, kept: frozenset[str]) -> frozenset[str]:

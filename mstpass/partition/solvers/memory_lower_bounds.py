@@ -2,7 +2,7 @@
 
 For regions in given modes, the bytes alive while an op k runs are at least ``fixed + the sum of
 saved[v] where v crosses + the sum of again[v] where v is recomputed``, whatever crosses. Counted is
-only what must be there under every saved set, by the rules of memory/timeline.py:
+only what must be there under every saved set, by the rules of memory/simulate_ops.py:
 
 - a saved value that k or a later op of the backward reads, or that nothing before k can need;
 - a recomputed value that has a buffer for sure, and is read both by k or before it and by k or

@@ -27,7 +27,7 @@ import math
 import time
 from typing import Any
 
-from mstpass.memory.simulate import step_memory, step_us
+from mstpass.memory.simulate_plan import step_memory, step_us
 from mstpass.partition.solvers.memory_lower_bounds import bounds
 from mstpass.partition.solvers.milp_model import Program, Row
 from mstpass.partition.solvers.peak_search import peak_search

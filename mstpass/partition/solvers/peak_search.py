@@ -25,7 +25,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from mstpass.memory.simulate import Simulation
+from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.checkpoints import (
     Checkpoints,
     Places,
@@ -54,8 +54,8 @@ class _Step:
     plan: Plan
 
     @functools.cached_property
-    def simulation(self) -> Simulation:
-        return Simulation(self.problem, self.plan.saved, self.plan.nested)
+    def simulation(self) -> StepSimulation:
+        return StepSimulation(self.problem, self.plan.saved, self.plan.nested)
 
     @property
     def peak_bytes(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
-from mstpass.memory.simulate import Simulation
+from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Mode, Plan, RegionModes, Value
 
@@ -29,7 +29,7 @@ def step_of(problem: CutProblem, modes: Mapping[str, str], keep: Callable[[Value
     """The step in which backward's needs are saved where ``keep`` holds or nothing else helps."""
     closed = with_modes(problem, modes)
     saved = saved_where(closed, keep)
-    step = Simulation(closed, saved)
+    step = StepSimulation(closed, saved)
     return Step(Plan(saved, dict(modes)), step.peak_bytes, step.us)
 
 

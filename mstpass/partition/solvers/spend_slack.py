@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from mstpass.memory.simulate import simulated
+from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.partition.solvers.plan_sequence import saved_where
 from mstpass.partition.solvers.recomputed_heavy_ops import repeated
 from mstpass.problem.apply_modes import Cycle, with_modes
@@ -44,7 +44,7 @@ class _State:
 
 def relaxed(problem: CutProblem, plan: Plan, budget_bytes: int) -> Plan:
     """A plan within the budget that takes no more time; of the same peak where that is above."""
-    step = simulated(problem, plan)
+    step = simulate_plan(problem, plan)
     state = _State(plan, step.peak_bytes, step.us)
     size = len(problem.values) + len(problem.backward)
     limit = max(budget_bytes, step.peak_bytes)
@@ -108,7 +108,7 @@ class _Relax:
         kept = saved_where(closed, lambda value: value.name in saved)
         nested = self.state.plan.nested & {value.name for value in closed.values}
         plan = Plan(kept, modes, nested)
-        step = simulated(self.problem, plan)
+        step = simulate_plan(self.problem, plan)
         if step.us >= self.state.us or not step.within(self.limit_bytes):
             return False
         if step.peak_bytes < self.state.peak_bytes:

@@ -11,7 +11,8 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Set
 
-from mstpass.memory.timeline import StepMemory, Timeline, held_outputs, simulate
+from mstpass.memory.simulate_ops import held_outputs, simulate_ops
+from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import CALL, INPUT, POINTWISE
 from mstpass.problem.problem import CutProblem, Plan, Value
@@ -111,7 +112,7 @@ def _inputs(value: Value, alias: dict[str, str]) -> tuple[str, ...]:
     return tuple([alias.get(name, name) for name in value.inputs])
 
 
-class Simulation:
+class StepSimulation:
     """A step in which these values cross from forward to backward; its parts as they are asked for.
 
     For a problem without open regions and a saved set that ``verify`` accepts.
@@ -131,7 +132,7 @@ class Simulation:
 
     @functools.cached_property
     def forward(self) -> Timeline:
-        return simulate(self._ops, [*self.problem.outputs, *self.saved])
+        return simulate_ops(self._ops, [*self.problem.outputs, *self.saved])
 
     @functools.cached_property
     def backward(self) -> Timeline:
@@ -141,7 +142,7 @@ class Simulation:
         outputs = [name for name in self.problem.outputs if name not in free]
         held, kept = held_outputs(self.schedule.forward, outputs, self.saved, ops)
         freed = [*self.saved, *(t for t in tangents if t not in free), *(o.name for o in held)]
-        return simulate([*held, *ops], [*self.problem.gradients, *kept], freed)
+        return simulate_ops([*held, *ops], [*self.problem.gradients, *kept], freed)
 
     @property
     def memory(self) -> StepMemory:
@@ -168,19 +169,19 @@ class Simulation:
         return sum(value.us for value in (*self.schedule.forward, *self.schedule.backward))
 
 
-def simulated(problem: CutProblem, plan: Plan) -> Simulation:
+def simulate_plan(problem: CutProblem, plan: Plan) -> StepSimulation:
     """The step of a plan for a problem with regions."""
-    return Simulation(with_modes(problem, plan.modes), plan.saved, plan.nested)
+    return StepSimulation(with_modes(problem, plan.modes), plan.saved, plan.nested)
 
 
 def step_memory(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()) -> StepMemory:
     """The memory of a step in which these values cross from forward to backward."""
-    return Simulation(problem, saved, nested).memory
+    return StepSimulation(problem, saved, nested).memory
 
 
 def step_us(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()) -> float:
     """Time of a step by the cost model, what backward computes again included."""
-    return Simulation(problem, saved, nested).us
+    return StepSimulation(problem, saved, nested).us
 
 
 def _as_input(value: Value) -> Value:

@@ -9,7 +9,7 @@ import dataclasses
 
 from mstpass.graph.joint import JointGraph
 from mstpass.loops.free_overhead import spend
-from mstpass.loops.plan_region import Facts, mode_of, plan_region
+from mstpass.loops.plan_region import Facts, plan_region, preferred_mode
 from mstpass.options import Options
 from mstpass.plans import RECOMPUTE, ChunkPlan, Rejection
 from mstpass.regions.detect import detect
@@ -18,7 +18,7 @@ _SHORT = "{}, short chunks"
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
+class RegionCandidates:
     """Of one region: named plans, and whether it may stay whole, or does unless memory is asked."""
 
     region: str
@@ -30,15 +30,17 @@ class Choices:
         return dict(self.plans)[name]
 
 
-def choices(joint: JointGraph, options: Options) -> tuple[list[Choices], list[Rejection]]:
+def find_candidates(
+    joint: JointGraph, options: Options
+) -> tuple[list[RegionCandidates], list[Rejection]]:
     """Of every region of the graph, and what was large but refused. Changes nothing."""
     regions, rejections = detect(joint)
     least = options.memory_budget == 0.0
     first: list[ChunkPlan] = []
-    others: list[Choices] = []
+    others: list[RegionCandidates] = []
     facts_of = {region.members: Facts(joint, region) for region in regions}
     for facts in facts_of.values():
-        planned = plan_region(facts, options, mode_of(facts.region, options), short=least)
+        planned = plan_region(facts, options, preferred_mode(facts.region, options), short=least)
         if isinstance(planned, ChunkPlan):
             first.append(planned)
         elif found := _others(facts, options):
@@ -56,7 +58,7 @@ def choices(joint: JointGraph, options: Options) -> tuple[list[Choices], list[Re
     return [*taken, *others], rejections
 
 
-def _others(facts: Facts, options: Options) -> Choices | None:
+def _others(facts: Facts, options: Options) -> RegionCandidates | None:
     """A region for which only recomputing gains anything: what a budget may ask of it."""
     region = facts.region
     if not options.frees_memory_for_time or region.fused or region.returned:
@@ -68,7 +70,7 @@ def _others(facts: Facts, options: Options) -> Choices | None:
     return dataclasses.replace(found, whole_first=found.optional)
 
 
-def _choices(facts: Facts, first: ChunkPlan, options: Options) -> Choices:
+def _choices(facts: Facts, first: ChunkPlan, options: Options) -> RegionCandidates:
     """A batch of any size may come to a symbolic region: it keeps its loops, as forced ones do."""
     region = facts.region
     plans = {first.mode: first}
@@ -80,4 +82,4 @@ def _choices(facts: Facts, first: ChunkPlan, options: Options) -> Choices:
             plans.setdefault(name, planned)
     optional = options.chunk_tokens is None and not region.symbolic
     # Two heads may begin with the same view; what a region ends with is its own.
-    return Choices(region.members[-1][0], tuple(plans.items()), optional)
+    return RegionCandidates(region.members[-1][0], tuple(plans.items()), optional)

@@ -23,7 +23,7 @@ _RESHAPES = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim)
 _VIEWS = (*_RESHAPES, aten.expand.default)
 
 
-def merge_twins(builder: Builder) -> None:
+def eliminate_common_subexpressions(builder: Builder) -> None:
     """Leave the first of all twins, its shape changed where the others are read."""
     first: dict[Hashable, fx.Node] = {}
     twin: dict[fx.Node, fx.Node] = {}

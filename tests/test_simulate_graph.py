@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mstpass
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
-from mstpass.memory.kernels import simulate
+from mstpass.memory.simulate_graph import simulate_graph
 from tests.checks import compiled
 
 SIZE = 4 * 64 * 64  # bytes of every value below
@@ -24,7 +24,7 @@ X = torch.randn(64, 64)
 def _peak(fn: Callable[..., Any], *inputs: Tensor) -> float:
     """In values of the common size."""
     graph = make_fx(fn, tracing_mode="fake")(*inputs).graph
-    return simulate(graph).peak.bytes / SIZE
+    return simulate_graph(graph).peak.bytes / SIZE
 
 
 def test_a_pointwise_value_has_no_buffer_of_its_own() -> None:
@@ -59,7 +59,7 @@ def test_each_result_of_a_call_has_a_buffer_of_its_own() -> None:
     graph = make_fx(lambda q, w: F.scaled_dot_product_attention(q, q, q) @ w, tracing_mode="fake")(
         q, torch.eye(32)
     ).graph
-    attention, matmul = simulate(graph).moments
+    attention, matmul = simulate_graph(graph).moments
     value, sums = 4 * q.numel(), 4 * 2 * 64
     workspace = torch.get_num_threads() * 4 * 32 * (64 + 32 + 2)
     assert attention.bytes == value + sums + workspace
@@ -86,8 +86,8 @@ def test_a_scatter_has_a_buffer_though_it_is_read_at_once() -> None:
 def test_inputs_count_only_where_they_are_freed() -> None:
     graph = make_fx(lambda x, y: (x @ x) @ y, tracing_mode="fake")(X, X.clone()).graph
     x, _ = graph.find_nodes(op="placeholder")
-    assert simulate(graph).peak.bytes == 2 * SIZE
-    freed = simulate(graph, [x])
+    assert simulate_graph(graph).peak.bytes == 2 * SIZE
+    freed = simulate_graph(graph, [x])
     assert [m.bytes // SIZE for m in freed.moments] == [2, 2]
     assert freed.peak.node == "mm"
 
@@ -95,7 +95,7 @@ def test_inputs_count_only_where_they_are_freed() -> None:
 def test_an_empty_graph_needs_nothing() -> None:
     graph = fx.Graph()
     graph.output(())
-    assert simulate(graph).peak.bytes == 0
+    assert simulate_graph(graph).peak.bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ _WIDE = 0.25  # of the largest product
 _MOST_COPIES = 400  # a chain whose every value is read twice doubles with each
 
 
-def one_reader_each(graph: fx.Graph) -> None:
+def rematerialize_at_readers(graph: fx.Graph) -> None:
     """Give every reader of a wide pointwise value its own copy of what computes it, in place."""
     nodes = list(graph.nodes)
     widest = max((numel(n) for n in nodes if op_table.is_matmul(n)), default=0)
@@ -41,7 +41,7 @@ def one_reader_each(graph: fx.Graph) -> None:
                 user.replace_input_with(node, graph.node_copy(node))
 
 
-def rows_written_once(graph: fx.Graph) -> None:
+def materialize_row_values(graph: fx.Graph) -> None:
     """Write what wide pointwise values read of each row to memory, in place."""
     nodes = list(graph.nodes)
     widest = max((numel(n) for n in nodes if op_table.is_matmul(n)), default=0)

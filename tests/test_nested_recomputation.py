@@ -13,8 +13,8 @@ from mstpass import pipeline
 from mstpass.bench.models import Llama, LlamaSize
 from mstpass.graph.copies import copy_of, original_of
 from mstpass.measure import peak_bytes
-from mstpass.memory.kernels import simulate_step
-from mstpass.memory.simulate import Simulation, simulated
+from mstpass.memory.simulate_graph import simulate_step
+from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.options import Options
 from mstpass.partition.solvers.checkpoints import checkpoints, nested_checkpoints
 from mstpass.partition.solvers.peak_search import peak_search
@@ -38,7 +38,7 @@ def test_one_block_is_not_nested() -> None:
 
 def test_a_pass_keeps_the_nested_value_alone() -> None:
     problem = _chain(blocks=4, inner=3)
-    ops = Simulation(problem, frozenset({"x0"}), frozenset({"x2"})).schedule.backward
+    ops = StepSimulation(problem, frozenset({"x0"}), frozenset({"x2"})).schedule.backward
     names = [op.name for op in ops]
     assert len(set(names)) == len(names)
     known: set[str] = set()
@@ -63,20 +63,20 @@ def test_what_the_solver_simulates_is_what_the_graphs_do() -> None:
     assert plan.nested and result.outcome.save_plan is not None
     assert result.outcome.save_plan.nested == tuple(sorted(plan.nested))
     forward, backward = result.modules
-    peak = simulate_step(forward.graph, backward.graph, rows_first=True).peak_bytes
-    assert peak <= 1.01 * simulated(result.problem, plan).peak_bytes
+    peak = simulate_step(forward.graph, backward.graph, scatters_delayed=True).peak_bytes
+    assert peak <= 1.01 * simulate_plan(result.problem, plan).peak_bytes
     flat = checkpoints(result.problem.allowing(True))
-    assert peak < 0.9 * simulated(result.problem, Plan(flat.saved)).peak_bytes
+    assert peak < 0.9 * simulate_plan(result.problem, Plan(flat.saved)).peak_bytes
 
 
 def test_less_budget_is_never_a_higher_peak() -> None:
     problem = _chain(blocks=36, inner=4)
     problem = problem.allowing(False)
-    free, least = (simulated(problem, peak_search(problem, b)).peak_bytes for b in (None, 0))
+    free, least = (simulate_plan(problem, peak_search(problem, b)).peak_bytes for b in (None, 0))
     peaks = []
     for budget in range(least, free, max(1, (free - least) // 12)):
         plan = peak_search(problem, budget)
-        peaks.append(simulated(problem, plan).peak_bytes)
+        peaks.append(simulate_plan(problem, plan).peak_bytes)
         assert peaks[-1] <= budget
     assert peaks == sorted(peaks) and len(set(peaks)) > 6
 

@@ -14,7 +14,7 @@ from mstpass import backend, pipeline
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
-from mstpass.schedule.delay_recomputation import hold_recomputation, recomputation_waits
+from mstpass.schedule.delay_recomputation import delay_recomputation, recomputation_waits
 from tests.checks import compiled, joint_graph
 from tests.models import MLPS, Block
 
@@ -51,7 +51,7 @@ def test_a_forward_graph_has_nothing_to_wait_for() -> None:
     x = graph.placeholder("primals_1")
     graph.output(graph.call_function(aten.mm.default, (x, x)))
     before = str(graph)
-    hold_recomputation(graph)
+    delay_recomputation(graph)
     assert str(graph) == before
 
 
@@ -74,7 +74,7 @@ def _peak(size: LlamaSize, device: torch.device) -> tuple[int, list[torch.Tensor
 def test_waiting_lowers_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size = LlamaSize(64, 4, 2, 96, 64, 1024)
     held, gradients = _peak(size, torch.device(device))
-    monkeypatch.setattr(backend, "hold_recomputation", lambda graph: None)
+    monkeypatch.setattr(backend, "delay_recomputation", lambda graph: None)
     monkeypatch.setattr(backend.LowerLoops, "uuid", lambda self: "not held")
     free, same = _peak(size, torch.device(device))
     assert held < 0.95 * free, (held, free)

@@ -17,9 +17,9 @@ from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.loop_op import STACK, SUM
 from mstpass.graph.sizes import hint_shape
 from mstpass.loops.body.build import build_body
-from mstpass.loops.candidates import Choices
+from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.operand_layout import is_copied
-from mstpass.memory.kernels import body_bytes
+from mstpass.memory.simulate_graph import body_bytes
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import Loop, Mode, RegionModes, Result, loop_name
 
@@ -28,7 +28,7 @@ _ACCUMULATOR_BYTES = 4
 
 
 def region_modes(
-    joint: JointGraph, choices: Sequence[Choices], accumulate: str
+    joint: JointGraph, choices: Sequence[RegionCandidates], accumulate: str
 ) -> tuple[RegionModes, ...]:
     """The modes of regions: their chunk plans by name, and to stay whole where they may.
 

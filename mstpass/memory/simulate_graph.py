@@ -1,4 +1,4 @@
-"""A graph's nodes as the ops whose memory memory/timeline.py simulates."""
+"""A graph's nodes as the ops whose memory memory/simulate_ops.py simulates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mstpass.graph.joint import nbytes, tensors_of, value_of
 from mstpass.graph.loop_op import SUM, mst_loop
 from mstpass.graph.sizes import depends_on_data, hint_shape
 from mstpass.graph.tokens import Refusal
-from mstpass.memory import timeline
+from mstpass.memory.simulate_ops import held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, POINTWISE, REDUCTION, SCATTER, VIEW, Op
 
@@ -38,41 +38,44 @@ _FLASH_KEYS = 512  # FlashAttentionKernel.cpp: keys in a block; queries below
 _FLASH_QUERIES = ((768, 256), (192, 64), (0, 32))
 
 
-def simulate_step(forward: fx.Graph, backward: fx.Graph, rows_first: bool = False) -> StepMemory:
+def simulate_step(
+    forward: fx.Graph, backward: fx.Graph, scatters_delayed: bool = False
+) -> StepMemory:
     """The memory of a step.
 
     Its inputs exist before it and do not count; what crosses to the backward is freed there after
     its last use, unless it was also returned to the caller.
 
     Args:
-        rows_first: scatters read their rows from memory (schedule/delay_embedding_gradient.py).
+        scatters_delayed: scatters read their rows from memory
+            (schedule/delay_embedding_gradient.py).
     """
     inputs = backward.find_nodes(op="placeholder")
     crossing = {n.name for n in inputs if not str(n.target).startswith("primals")}
-    before, after = _ops(forward, rows_first), _ops(backward, rows_first)
+    before, after = _ops(forward, scatters_delayed), _ops(backward, scatters_delayed)
     returned = Counter(n.name for n in _leaving(forward))
     outputs = [name for name, times in returned.items() if times > (name in crossing)]
-    held, kept = timeline.held_outputs(before, outputs, crossing, after)
+    held, kept = held_outputs(before, outputs, crossing, after)
     freed = [*crossing, *(op.name for op in held)]
     values = (
         v for g in (forward, backward) for n in g.nodes for v in tensors_of(n.meta.get("val"))
     )
     return StepMemory(
-        timeline.simulate(before, returned),
-        timeline.simulate([*held, *after], [*(n.name for n in _leaving(backward)), *kept], freed),
+        simulate_ops(before, returned),
+        simulate_ops([*held, *after], [*(n.name for n in _leaving(backward)), *kept], freed),
         known=not any(map(depends_on_data, values)),
     )
 
 
-def simulate(graph: fx.Graph, freed_inputs: Iterable[fx.Node] = ()) -> Timeline:
-    """The memory of one graph over its nodes; ``freed_inputs`` as in ``timeline.simulate``."""
+def simulate_graph(graph: fx.Graph, freed_inputs: Iterable[fx.Node] = ()) -> Timeline:
+    """The memory of one graph over its nodes; ``freed_inputs`` as in ``simulate_ops``."""
     kept = [n.name for n in _leaving(graph)]
-    return timeline.simulate(_ops(graph), kept, [n.name for n in freed_inputs])
+    return simulate_ops(_ops(graph), kept, [n.name for n in freed_inputs])
 
 
-def _ops(graph: fx.Graph, rows_first: bool = False) -> list[Op]:
+def _ops(graph: fx.Graph, scatters_delayed: bool = False) -> list[Op]:
     return [
-        op_of(n, rows_first=rows_first)
+        op_of(n, scatters_delayed=scatters_delayed)
         for n in graph.nodes
         if n.op in ("placeholder", "call_function")
     ]
@@ -85,7 +88,7 @@ def _leaving(graph: fx.Graph) -> list[fx.Node]:
     return [result for result in results if isinstance(result, fx.Node)]
 
 
-def op_of(node: fx.Node, summed: Set[fx.Node] = frozenset(), rows_first: bool = False) -> Op:
+def op_of(node: fx.Node, summed: Set[fx.Node] = frozenset(), scatters_delayed: bool = False) -> Op:
     """One node as plain data.
 
     Args:
@@ -96,7 +99,7 @@ def op_of(node: fx.Node, summed: Set[fx.Node] = frozenset(), rows_first: bool = 
         name=node.name,
         bytes=0 if node in summed else nbytes(node),
         inputs=tuple(n.name for n in node.all_input_nodes),
-        kind=CALL if rows_first and kind == SCATTER else kind,
+        kind=CALL if scatters_delayed and kind == SCATTER else kind,
         inner_bytes=_inner_bytes(node),
         dear=_is_dear(node),
     )
@@ -150,7 +153,7 @@ def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node], kinds: Sequence[str]) 
         if kind == SUM and op_table.is_matmul(part)
     }
     inner = [op_of(n, summed) for n in graph.nodes if n.op in ("placeholder", "call_function")]
-    return timeline.simulate(inner, [n.name for n in parts], fuse=True).peak.bytes
+    return simulate_ops(inner, [n.name for n in parts], fuse=True).peak.bytes
 
 
 def _flash_bytes(node: fx.Node) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mstpass import backend
 from mstpass.measure import peak_bytes
-from mstpass.schedule.delay_embedding_gradient import late_scatters, write_rows_first
+from mstpass.schedule.delay_embedding_gradient import delay_scatters, scatters_to_delay
 from tests.checks import compiled, joint_graph
 
 aten = torch.ops.aten
@@ -34,9 +34,9 @@ def _inputs(count: int, device: str = "cpu") -> list[Tensor]:
 @pytest.mark.parametrize(("count", "waits"), [(4, True), (1, False)])
 def test_only_rows_that_free_more_than_they_are_wait(count: int, waits: bool) -> None:
     graph = joint_graph(_loss, *_inputs(count))[0].graph
-    assert bool(late_scatters(graph)) == waits
+    assert bool(scatters_to_delay(graph)) == waits
     before = str(graph)
-    write_rows_first(graph)
+    delay_scatters(graph)
     assert (str(graph) != before) == waits
 
 
@@ -54,7 +54,7 @@ def _peak(device: str) -> tuple[int, tuple[Tensor, ...]]:
 
 def test_waiting_lowers_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     held, gradients = _peak(device)
-    monkeypatch.setattr(backend, "write_rows_first", lambda graph: None)
+    monkeypatch.setattr(backend, "delay_scatters", lambda graph: None)
     monkeypatch.setattr(backend.LowerLoops, "uuid", lambda self: "not held")
     free, same = _peak(device)
     assert held < 0.85 * free, (held, free)

@@ -25,7 +25,7 @@ from mstpass.graph.tokens import Refusal
 aten = torch.ops.aten
 
 
-def read_before_write(builder: Builder, any_rows: bool = False) -> None:
+def write_gradients_in_place(builder: Builder, any_rows: bool = False) -> None:
     """Tie late side readers of a body's wide products to the wide values written after them.
 
     Args:

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-def picks_one(node: fx.Node) -> bool:
+def is_gather_of_one(node: fx.Node) -> bool:
     """A gather of one floating element a row."""
     if node.target is not aten.gather.default:
         return False
@@ -62,7 +62,7 @@ def _varying_operand(node: fx.Node, from_right: int) -> fx.Node | None:
     return varying[0]
 
 
-def puts_one(node: fx.Node) -> bool:
+def is_scatter_of_one(node: fx.Node) -> bool:
     """A scatter_add of one floating element a row into zeros: the gradient of such a gather."""
     if node.target is not aten.scatter_add.default:
         return False

@@ -11,7 +11,7 @@ from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
 from mstpass.schedule.delay_recomputation import copy_waits
-from mstpass.schedule.second_rematerialization import recompute_again
+from mstpass.schedule.second_rematerialization import add_second_rematerialization
 from tests.checks import compiled, joint_graph
 
 SIZE = LlamaSize(64, 2, 2, 96, 1024, 1024)  # attention is where the step peaks
@@ -30,7 +30,9 @@ def _step(size: LlamaSize, **options: object) -> tuple[pipeline.Result, int]:
 
 def test_a_norm_is_computed_again_behind_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     result, peak = _step(SIZE, memory_budget=0.0)
-    monkeypatch.setattr(stages, "recompute_again", lambda modules, memory, _: (modules, memory))
+    monkeypatch.setattr(
+        stages, "add_second_rematerialization", lambda modules, memory, _: (modules, memory)
+    )
     once, higher = _step(SIZE, memory_budget=0.0)
     value = SIZE.length * SIZE.width * 4
     assert peak <= higher - value
@@ -48,7 +50,7 @@ def test_only_the_least_memory_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> N
     def never(*_: object) -> None:
         raise AssertionError("a budget that is met needs no copies")
 
-    monkeypatch.setattr(stages, "recompute_again", never)
+    monkeypatch.setattr(stages, "add_second_rematerialization", never)
     _step(SIZE)
     _step(SIZE, memory_budget=0.4)
 
@@ -59,7 +61,7 @@ def test_no_copy_that_lowers_nothing() -> None:
     result, _ = _step(size, chunk="off")
     assert result.modules is not None
     memory = stages.simulate_step(*(module.graph for module in result.modules))
-    modules, after = recompute_again(result.modules, memory, rows_first=False)
+    modules, after = add_second_rematerialization(result.modules, memory, scatters_delayed=False)
     assert modules is result.modules and after is memory
 
 
