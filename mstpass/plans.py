@@ -1,4 +1,11 @@
-"""Every type that passes between stages: plain frozen data that names nodes by string."""
+"""The decisions that stages hand on: plain frozen data that names nodes by string.
+
+A ``Region`` is found, a ``ChunkPlan`` says how it runs, a ``SavePlan`` says what crosses from
+forward to backward, and an ``Outcome`` holds all of one joint graph. A ``Rejection`` says why a
+large part was left as it is.
+
+A ``Spec`` (graph/tokens.py) names the dims of a value that run over tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +18,15 @@ FUSED, RECOMPUTE, SAVE = "fused", "recompute", "save"
 
 @dataclasses.dataclass(frozen=True)
 class Rejection:
-    """A part that is large but was not taken: why, and what a user can change (``fix``).
+    """A large part of the graph that does not run in chunks.
 
-    ``fix`` is empty where nothing is known to help. ``node`` is the one that stood in the way,
-    ``source`` and ``bytes`` are those of the part.
+    Attributes:
+        stage: the stage of the pipeline that refused it.
+        node: the node that stood in the way.
+        reason: why it did.
+        source: where the part is in the user's model.
+        bytes: size of the part's large results.
+        fix: what the user can change; empty if nothing is known to help.
     """
 
     stage: str
@@ -31,19 +43,22 @@ class Rejection:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """A set of token-parallel nodes with large intermediates, before it is decided how to run it.
+    """A set of token-parallel nodes with large intermediates. How it runs is not decided yet.
 
     Attributes:
-        members: all nodes, in the graph's order, each with its token dims (None: summed over
-            tokens).
-        unit: fused regions only: the scalar that the backward part is linear in. The loop runs
-            with 1 in its place and the results are multiplied by it afterwards.
-        prelude: backward nodes between the unit and the region; they run before the loop, with 1
-            in the unit's place.
-        outputs: members that nodes outside use.
-        returned: large ones of them, which the step itself returns.
-        symbolic: the token count varies from batch to batch; ``num_tokens`` is that of the batch
-            the graph was traced with.
+        kind: ``"lm_head"``, ``"mlp"`` or ``"segment"``.
+        width: features per token of the region's widest result.
+        fused: forward and backward can run as one loop.
+        members: all nodes in the graph's order, each with its token dims (None: a sum over tokens).
+        outputs: the members that nodes outside the region read.
+        returned: the large outputs that the step itself returns.
+        backward: the members that belong to the backward.
+        unit: only of fused regions: the scalar that the backward is linear in. The loop runs with
+            1 in its place, and the loop's gradients are multiplied by it afterwards.
+        prelude: backward nodes between the unit and the region. They run before the loop, with 1
+            in place of the unit.
+        symbolic: the token count varies from batch to batch; ``num_tokens`` is then the count of
+            the batch that the graph was traced with.
     """
 
     kind: str
@@ -67,23 +82,29 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class LoopInput:
+    """An operand of a loop: sliced along its token dims, or whole."""
+
     node: str
-    spec: Spec  # empty: every chunk gets the whole value
+    spec: Spec  # empty: every chunk reads the whole value
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopOutput:
+    """A result of a loop: the rows of all chunks stacked, or the chunks' sum."""
+
     node: str
     spec: Spec | None  # None: summed over chunks
-    scaled: bool = False  # fused: multiplied by the unit scalar after the loop
+    scaled: bool = False  # only in a fused loop: multiplied by the unit after the loop
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopPlan:
-    """One loop over chunks: what it computes from what.
+    """One loop over chunks.
 
-    ``members`` are in the graph's order. ``unit`` names the scalar that is 1 inside the loop, and
-    in the nodes of ``prelude``, which are written again before the loop.
+    Attributes:
+        members: the nodes that it computes, in the graph's order.
+        unit: the scalar that is 1 inside the loop; None if the loop is not fused.
+        prelude: nodes that are computed before the loop, with 1 in place of the unit.
     """
 
     phase: str  # "forward" | "backward"
@@ -96,14 +117,20 @@ class LoopPlan:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPlan:
-    """A region, its mode and its loops. The public ``region`` of a report.
+    """A region, its mode and its loops: one entry of ``Report.regions``.
 
-    ``bytes_before`` counts the large results of the region's matrix products at full length;
-    ``bytes_after`` those of one chunk and what is kept of them for the backward.
-
-    Where the token count is ``symbolic``, ``num_tokens`` and ``num_chunks`` are those of the batch
-    that the graph was traced with, and ``chunk_tokens`` is the most that a chunk holds: the loop
-    makes its chunks equal for the batch at hand (loop.py).
+    Attributes:
+        kind: ``"lm_head"``, ``"mlp"`` or ``"segment"``.
+        mode: ``"fused"``, ``"recompute"`` or ``"save"``.
+        source: the region's place in the user's model: a module path or ``file:line``.
+        bytes_before: size of the large matrix products of the region over all tokens.
+        bytes_after: size of those of one chunk, and of what is saved of them for backward.
+        saved: the members that the forward loop stacks for the backward loop.
+        members: all nodes, each with its token dims (None: a sum over tokens).
+        symbolic: the token count varies from batch to batch. ``num_tokens`` and ``num_chunks`` are
+            then those of the batch that the graph was traced with, and ``chunk_tokens`` is the most
+            that a chunk holds: the loop divides each batch into chunks of equal length
+            (graph/loop_op.py).
     """
 
     kind: str
@@ -135,8 +162,11 @@ class ChunkPlan:
 class SavedValue:
     """A value that crosses from forward to backward.
 
-    ``node`` is its name in the final forward, ``value`` the joint graph's node that it is, such as
-    one that a loop returns; empty for what a plan adds, such as a mask packed into bits.
+    Attributes:
+        node: its name in the final forward graph.
+        source: the place in the user's model that computes it.
+        value: the node of the joint graph that it is the value of. Empty for values that the plan
+            adds, such as a mask packed into bits.
     """
 
     node: str
@@ -147,15 +177,15 @@ class SavedValue:
 
 @dataclasses.dataclass(frozen=True)
 class Reconstructed:
-    """A value that does not cross, or crosses in fewer bytes: backward has it by other means.
+    """A value that is not saved, or saved in fewer bytes, because backward reconstructs it.
 
     Attributes:
         node: the value.
-        sources: what it is had from.
-        rule: the rules' names, in the order in which they apply.
-        grade: ``"exact"`` or ``"tolerant"``.
-        bytes: saved bytes won, net of what is saved in its place.
-        bounds: the error that each tolerant step may add.
+        sources: the values that it is reconstructed from.
+        rule: the names of the rules, in the order in which they are applied.
+        grade: ``"exact"`` (the same bits) or ``"tolerant"`` (rounding within ``bounds``).
+        bytes: the saved bytes that this avoids, less those that are saved in its place.
+        bounds: the error that each tolerant rule may add.
     """
 
     node: str
@@ -173,10 +203,13 @@ class Reconstructed:
 
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
-    """What crosses from forward to backward, by name, and the bytes of it by storage.
+    """What crosses from forward to backward.
 
-    ``nested`` values do not cross: backward recomputes them in passes of their own, and once more
-    what they are computed from (schedule/nested_recomputation.py).
+    Attributes:
+        saved: the values that cross, one for each storage.
+        solver: the name of the solver that chose them; ``"torch"`` for torch's partitioner.
+        nested: values that backward recomputes in a pass of their own, between two saved values
+            (schedule/nested_recomputation.py). They do not cross.
     """
 
     saved: tuple[SavedValue, ...]
@@ -193,15 +226,17 @@ class SavePlan:
 class Outcome:
     """What one run of the pipeline decided for one joint graph.
 
-    ``peak_bytes`` is simulated, of forward and backward; symbolic sizes count as when traced. None
-    where a size depends on data. ``baseline_peak_bytes`` is that of the step without loops, as few
-    bytes saved as without repeating a heavy op; ``extra_time`` the time beyond that step's, a
-    fraction of it, by the cost model.
-
-    ``scheduled_peak_bytes`` is what Inductor's schedule of the compiled graphs needs
-    (memory/inductor_schedule.py); None before compilation, and where it could not be read.
-    ``limit_bytes``: the highest simulated peak that the plan might have; None without
-    a budget in bytes.
+    Attributes:
+        peak_bytes: simulated peak of forward and backward; None where a size depends on data.
+            Symbolic sizes count as in the batch that the graph was traced with.
+        baseline_peak_bytes: simulated peak of the step without loops, with the fewest bytes saved
+            that need no heavy op to be repeated.
+        extra_time: estimated time beyond that step's, as a fraction of it.
+        notes: what else the user should know of this graph.
+        scheduled_peak_bytes: peak of the compiled graphs by Inductor's schedule; None before
+            compilation and where the schedule could not be read.
+        limit_bytes: the highest simulated peak that the plan might have; None without a budget in
+            bytes.
     """
 
     regions: tuple[ChunkPlan, ...] = ()
