@@ -1,14 +1,15 @@
-"""The function that ``torch.compile(..., backend="mst")`` calls, and every hook into torch.
+"""The backend: the function that ``torch.compile(..., backend="mst")`` calls.
 
-Inductor stays in charge: ``compile_fx`` runs with some of its config hooks set,
+Inductor compiles the graph as usual, with three of its hooks set:
 
-- ``custom_partitioner_fn``: gets the joint graph and returns forward and backward;
-- ``post_grad_custom_post_pass``: lowers the loops, once both graphs are past every cache key;
-- ``_post_fusion_custom_pass``: reads the schedule. Where it needs more than a budget in bytes
-  allows, the graph is planned and compiled once more, for less;
-- ``joint_custom_*`` and the rest as the user has them.
+- ``custom_partitioner_fn`` receives the joint graph and returns forward and backward;
+- ``post_grad_custom_post_pass`` lowers the loops, after Inductor's cache keys are computed;
+- ``_post_fusion_custom_pass`` reads Inductor's schedule. If the schedule needs more memory than a
+  budget in bytes allows, the graph is planned and compiled again with a lower limit.
 
-A failure of ours never reaches the user: the untouched joint graph goes to torch's own
+All other hooks, and what the user put into these three, work as without this backend.
+
+An error of mstpass never stops the user's program: the unchanged joint graph goes to torch's own
 partitioner, with one warning (``strict=True`` raises instead).
 
 Private APIs, checked with torch 2.13: ``torch._inductor.compile_fx.compile_fx``,
@@ -52,8 +53,8 @@ from mstpass.torch_internals.scheduler_dependencies import mutations_kept
 
 log = logging.getLogger(__name__)
 
-# Inductor holds a freed buffer for a later one of its size wherever its own estimate of the peak
-# allows that; but it sees neither what a loop needs inside nor an attention's workspace.
+# Inductor keeps a freed buffer for a later one of equal size if its own estimate of the peak allows
+# it. That estimate leaves out what a loop needs inside and the workspace of attention.
 _OURS = {"allow_buffer_reuse": False}
 _MORE_ATTEMPTS = 3
 
@@ -63,15 +64,16 @@ class MstpassError(RuntimeError):
 
 
 def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-    """Compile a Dynamo graph with Inductor, the step's large parts in chunks.
+    """Compile a graph that Dynamo captured, with its large parts running in chunks of tokens.
 
     Args:
-        gm: the graph that Dynamo captured.
+        gm: the graph.
         example_inputs: its (fake) inputs.
-        kwargs: ``options`` (a mapping), ``mode`` (Inductor's, passed on) as torch.compile has them.
+        kwargs: ``options`` (a mapping) and ``mode`` (of Inductor), as given to ``torch.compile``.
 
     Raises:
-        OptionError: a wrong option.
+        OptionError: an option has an unknown name or a bad value.
+        MstpassError: an error of mstpass, under ``strict``.
     """
     watch_optimizers()
     options = with_device_budget(Options.parse(kwargs.get("options")), example_inputs)
@@ -112,7 +114,7 @@ def _compiled(
     users: dict[str, Any],
     partitioner: Partitioner,
 ) -> Any:
-    """The graph compiled; the partitioner then has the report, unless a cache had the graph."""
+    """Compile with our hooks. Then the partitioner has a report, unless a cache had the graph."""
     hold = partitioner.options.frees_memory_for_time
     reader = ReadSchedule(_users_hook("_post_fusion_custom_pass", users))
     hooks = {
@@ -122,7 +124,7 @@ def _compiled(
         ),
         "_post_fusion_custom_pass": reader,
     }
-    # Not only when it is first called: a backward that fails then could not be undone.
+    # Compile the backward now: if it failed at its first call, nothing could fall back any more.
     eager_backward = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
     with eager_backward, mutations_kept():
         compiled = compile_fx(gm, list(example_inputs), config_patches={**_OURS, **users, **hooks})
@@ -139,9 +141,10 @@ def _within_budget(
     compiled: Any,
     report: Report,
 ) -> tuple[Any, Report]:
-    """The same, or compiled again for less where its schedule needs more than the budget.
+    """Compile again with lower limits while Inductor's schedule needs more than the budget.
 
-    Of all attempts the lowest: a lower plan may need as much when it is scheduled.
+    Returns the attempt of the lowest peak: a plan of a lower simulated peak may need as much as
+    the one before once Inductor has scheduled it.
     """
     latest = report
     for attempt in range(_MORE_ATTEMPTS):
@@ -198,7 +201,7 @@ def _users_hook(name: str, patches: dict[str, Any]) -> Any:
 
 @functools.cache
 def _sources_hash() -> str:
-    """Of all our sources: a changed pass must not hit graphs that an older one compiled."""
+    """A hash of all our sources: a changed pass must not get graphs that an older one compiled."""
     digest = hashlib.sha256(torch.__version__.encode())
     for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -206,17 +209,18 @@ def _sources_hash() -> str:
 
 
 def uuid(options: Options) -> str:
-    """What decides the pass's results besides the graph: sources, torch version, options, costs."""
+    """A cache key of all that decides a plan besides the graph: sources, options, stored costs."""
     return f"mstpass-{_sources_hash()}-{options.fingerprint()}-{device_costs.fingerprint()}"
 
 
 class Partitioner(CustomPartitionerFn):
-    """Called by AOTAutograd with the joint graph; must return forward and backward modules.
+    """The partitioner that AOTAutograd calls with the joint graph.
 
     Attributes:
-        limit_bytes: as ``pipeline.run`` has it.
-        report: of the graph; None before the call, which a graph from a cache does without.
-        seconds: of each stage of planning.
+        limit_bytes: the highest simulated peak that the plan may have (``pipeline.run``).
+        report: the plan of the graph; None until the partitioner is called. It is not called for a
+            graph that comes from a compile cache.
+        seconds: the time that each stage of the pipeline took.
     """
 
     def __init__(self, options: Options, limit_bytes: int | None = None):
@@ -246,7 +250,7 @@ class Partitioner(CustomPartitionerFn):
         return result.modules
 
     def _details(self, result: pipeline.Result) -> Details | None:
-        """A picture that cannot be drawn must not stop a compilation."""
+        """What pictures are drawn from; None on an error, which must not stop a compilation."""
         try:
             return details_of(result)
         except Exception:
@@ -256,7 +260,7 @@ class Partitioner(CustomPartitionerFn):
             return None
 
     def uuid(self) -> str | None:
-        # None, not cacheable: a user's solver may change without its name
+        # None means not cacheable: a user's solver may change while its name stays
         if not is_own(self.options.solver):
             return None
         return f"{uuid(self.options)}-{self.limit_bytes}"
@@ -269,7 +273,7 @@ def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare(gm: fx.GraphModule) -> None:
-    """Dead code out, equal nodes merged, as torch's partitioner does first."""
+    """Remove dead code and common subexpressions, in place, as torch's partitioner does first."""
     import torch._functorch.config as functorch_config
     from torch._functorch.compile_utils import fx_graph_cse
 
@@ -280,7 +284,7 @@ def prepare(gm: fx.GraphModule) -> None:
 
 
 class LowerLoops(CustomGraphPass):
-    """Inductor's last pass over forward and backward: our lowering, then the user's own pass."""
+    """Inductor's last graph pass over forward and backward: our lowering, then the user's pass."""
 
     def __init__(self, users_pass: Any, hold: bool):
         self.users_pass, self.hold = users_pass, hold
@@ -298,7 +302,7 @@ class LowerLoops(CustomGraphPass):
     def uuid(self) -> Any:
         theirs = self.users_pass.uuid() if isinstance(self.users_pass, CustomGraphPass) else None
         if self.users_pass is not None and theirs is None:
-            return None  # an unknown pass: not cacheable, as without us
+            return None  # the user's pass has no key: not cacheable, as without mstpass
         return f"mstpass-{_sources_hash()}-{self.hold}-{theirs}"
 
 
