@@ -226,7 +226,7 @@ def _mean_of_each_sequence(model: LossModel, ids: Tensor) -> Tensor:
 
 
 # Tokens meet in a value as large as the logits: refused.
-TWINS: dict[str, Loss] = {
+REFUSED: dict[str, Loss] = {
     "softmax_over_sequence": _over_sequence,
     "batch_norm_over_tokens": _batch_norm,
     "running_sum_over_tokens": _running_sum,

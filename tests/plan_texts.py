@@ -29,7 +29,7 @@ from mstpass.graph.text import graph_text
 from mstpass.options import Options
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.checks import joint_graph
-from tests.losses import FUSED, OUTSIDE, RECOMPUTED, TWINS, VOCAB, Loss, LossModel
+from tests.losses import FUSED, OUTSIDE, RECOMPUTED, REFUSED, VOCAB, Loss, LossModel
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "free": {"chunk_tokens": 64},
@@ -48,7 +48,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Joint]]]:
     for name in DROPOUT:
         yield f"{name}-dropout", lambda arch=ARCHITECTURES[name]: _architecture(arch, 0.1)
     yield "llama-symbolic", lambda: _architecture(ARCHITECTURES["llama"], 0.0, dynamic=True)
-    for name, loss in {**FUSED, **RECOMPUTED, **OUTSIDE, **TWINS}.items():
+    for name, loss in {**FUSED, **RECOMPUTED, **OUTSIDE, **REFUSED}.items():
         yield f"loss-{name}", lambda loss=loss: _loss(loss)
 
 

@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 
 import mstpass
-from mstpass.bench import common, compile, dynamic, loops, peers, race, reconstruct, tiled
+from mstpass.bench import (
+    common,
+    comparison,
+    compile,
+    dynamic,
+    hand_tiled,
+    loops,
+    peers,
+    reconstruct,
+)
 from mstpass.bench.models import Head, LlamaSize, Step, llama
 from mstpass.cli.main import main
 from mstpass.graph import device_costs
@@ -30,17 +39,17 @@ def arguments(**changes):
 
 
 def row(name, *seconds, **rest):
-    return race.Row(name, seconds=list(seconds), **rest)
+    return comparison.Row(name, seconds=list(seconds), **rest)
 
 
 def test_ratios_are_taken_round_by_round():
-    assert race.ratios(row("a", 2.0, 6.0, 9.0), row("b", 1.0, 2.0, 10.0)) == (2.0, 0.9, 3.0)
+    assert comparison.ratios(row("a", 2.0, 6.0, 9.0), row("b", 1.0, 2.0, 10.0)) == (2.0, 0.9, 3.0)
 
 
 def test_no_ratio_without_both_or_after_an_error():
-    assert race.ratios(row("a"), row("b", 1.0)) is None
-    assert race.ratios(row("a", 1.0), row("b", 1.0, 1.0)) is None
-    assert race.ratios(row("a", 1.0, error="broke"), row("b", 1.0)) is None
+    assert comparison.ratios(row("a"), row("b", 1.0)) is None
+    assert comparison.ratios(row("a", 1.0), row("b", 1.0, 1.0)) is None
+    assert comparison.ratios(row("a", 1.0, error="broke"), row("b", 1.0)) is None
 
 
 @pytest.mark.parametrize(("value", "met"), [(1.0, True), (1.1, False), (None, False)])
@@ -58,8 +67,8 @@ def test_the_floor_of_a_head():
 def test_own_code_is_another_code_object_with_the_same_result():
     offset = 3
     fn = lambda: torch.tensor(1) + offset
-    assert race.own_code(fn)() == fn()
-    assert race.own_code(fn).__code__ is not fn.__code__
+    assert comparison.own_code(fn)() == fn()
+    assert comparison.own_code(fn).__code__ is not fn.__code__
 
 
 def test_hand_tiled_parts_equal_the_plain_model():
@@ -77,7 +86,7 @@ def test_hand_tiled_parts_equal_the_plain_model():
 def test_the_tiled_loss_scales_with_its_tangent():
     x, w = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     target = torch.randint(5, (6,))
-    found = torch.autograd.grad(3 * tiled.head_loss(x, w, target, 4), (x, w))
+    found = torch.autograd.grad(3 * hand_tiled.head_loss(x, w, target, 4), (x, w))
     right = torch.autograd.grad(3 * F.cross_entropy(x @ w.T, target), (x, w))
     torch.testing.assert_close(found, right)
 
@@ -89,15 +98,17 @@ def test_one_that_fails_and_one_that_is_wrong_do_not_end_the_race():
         raise ValueError("no such luck")
 
     contenders = [
-        race.eager(),
-        race.eager("broken", broken),
-        race.eager("wrong value", lambda: 2 * head.loss()),
-        race.eager(
+        comparison.eager(),
+        comparison.eager("broken", broken),
+        comparison.eager("wrong value", lambda: 2 * head.loss()),
+        comparison.eager(
             "wrong gradient", lambda: head.loss() + (head.weight - head.weight.detach()).sum()
         ),
     ]
     seen = []
-    rows = race.race(contenders, head.loss, head.step, repeats=2, device=CPU, advance=seen.append)
+    rows = comparison.race(
+        contenders, head.loss, head.step, repeats=2, device=CPU, advance=seen.append
+    )
     assert rows["eager"].error == ""
     assert len(rows["eager"].seconds) == 2
     assert rows["eager"].peak_bytes > 0
@@ -113,20 +124,20 @@ def test_a_gradient_that_is_no_number_is_wrong_and_one_of_noise_is_not():
     def loss(of_x, of_w):
         return lambda: (x * of_x).sum() + (w * of_w).sum() * 1e-30
 
-    run = race.Race(loss(1.0, 1.0), lambda fn: Step(fn, (x, w)), CPU)
-    run.enter([race.eager(), race.eager("noise", loss(1.0, -1.0))])
-    run.enter([race.eager("nan", lambda: loss(1.0, 1.0)() + 0 * (w.log() * 0).sqrt().sum())])
+    run = comparison.Race(loss(1.0, 1.0), lambda fn: Step(fn, (x, w)), CPU)
+    run.enter([comparison.eager(), comparison.eager("noise", loss(1.0, -1.0))])
+    run.enter([comparison.eager("nan", lambda: loss(1.0, 1.0)() + 0 * (w.log() * 0).sqrt().sum())])
     assert run.rows["eager"].error == run.rows["noise"].error == ""
     assert "a gradient differs from eager's by nan" in run.rows["nan"].error
 
 
 def test_those_that_enter_late_are_timed_in_the_same_rounds():
     head = Head.build(8, 4, 10, CPU)
-    run = race.Race(head.loss, head.step, CPU)
-    run.enter([race.eager()])
+    run = comparison.Race(head.loss, head.step, CPU)
+    run.enter([comparison.eager()])
     run.measure_peaks()
     peak = run.rows["eager"].peak_bytes
-    run.enter([race.eager("late"), race.eager("wrong", lambda: 2 * head.loss())])
+    run.enter([comparison.eager("late"), comparison.eager("wrong", lambda: 2 * head.loss())])
     run.time(2)
     run.measure_peaks()
     assert run.rows["eager"].peak_bytes == peak == run.rows["late"].peak_bytes
@@ -170,7 +181,11 @@ def test_peers_from_model_to_files(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(peers, "QUICK", LlamaSize(32, 1, 2, 64, 512, 64))
     monkeypatch.setattr(peers, "LIMITS", {"mst": (0.4, 1.02)})
     names = ["eager", "Inductor", "mst"]
-    stand_ins = [race.eager(), race.eager("Inductor"), race.mst()]  # one that compiles is enough
+    stand_ins = [
+        comparison.eager(),
+        comparison.eager("Inductor"),
+        comparison.mst(),
+    ]  # one that compiles is enough
     monkeypatch.setattr(peers, "_contenders", lambda *_: stand_ins)
     paths = [tmp_path / "peers.md", tmp_path / "peers.json"]
     argv = ["--quick", "--repeats", "1", "--device", "cpu"]
@@ -193,11 +208,11 @@ def test_peers_has_a_row_for_each_limit():
 def test_loops_of_one_head(monkeypatch, tmp_path):
     monkeypatch.setattr(loops, "QUICK", loops.Sizes(64, 512, (16,), 4, (), 64, 32, 1))
     monkeypatch.setattr(loops, "_linear_cross_entropy", lambda *_: [])
-    monkeypatch.setattr(loops, "inductor", lambda: race.eager("Inductor"))
-    monkeypatch.setattr(loops, "auto_chunker", lambda **_: race.eager("auto_chunker"))
-    monkeypatch.setattr(loops, "mst", lambda name="mst", **_: race.eager(name))
+    monkeypatch.setattr(loops, "inductor", lambda: comparison.eager("Inductor"))
+    monkeypatch.setattr(loops, "auto_chunker", lambda **_: comparison.eager("auto_chunker"))
+    monkeypatch.setattr(loops, "mst", lambda name="mst", **_: comparison.eager(name))
     known = ChunkCosts(((64, 1.5),), 1.0, 1.0)
-    monkeypatch.setattr(loops.calibrate, "measure", lambda device, quick: known)
+    monkeypatch.setattr(loops.measure_chunk_costs, "measure", lambda device, quick: known)
     monkeypatch.setenv("MSTPASS_COSTS", str(tmp_path / "costs.json"))
     result = loops.run(arguments(repeats=1, store=True))
     assert device_costs.costs_of(CPU) == known
@@ -227,8 +242,8 @@ def test_dynamic_runs_every_length(monkeypatch):
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch does not have it")
 def test_torchs_own_chunked_head_is_the_same_loss():
     head = Head.build(16, 8, 64, CPU)
-    rows = race.race(
-        [race.eager(), *loops._linear_cross_entropy(head, 4)],
+    rows = comparison.race(
+        [comparison.eager(), *loops._linear_cross_entropy(head, 4)],
         head.loss,
         head.step,
         repeats=1,

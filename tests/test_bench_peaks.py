@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mstpass.bench import budgets, pareto, peers, race
+from mstpass.bench import budgets, comparison, pareto, peers
 from mstpass.bench.models import Head, LlamaSize
 from mstpass.errors import UserError
 
@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
 QUICK = ["--quick", "--device", "cpu", "--repeats", "1"]
 
 
-def row(name: str, peak: int | None, *seconds: float, error: str = "") -> race.Row:
-    return race.Row(name, peak_bytes=peak, seconds=list(seconds), error=error)
+def row(name: str, peak: int | None, *seconds: float, error: str = "") -> comparison.Row:
+    return comparison.Row(name, peak_bytes=peak, seconds=list(seconds), error=error)
 
 
 # ---- pareto ------------------------------------------------------------------------------------
@@ -49,13 +49,13 @@ def test_pareto_from_model_to_files(
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(peers, "QUICK", LlamaSize(16, 2, 2, 64, 64, 32))
 
-    def inductor(name: str = "Inductor", loss_fn: Any = None, **_: Any) -> race.Contender:
-        return race.eager(name, loss_fn)
+    def inductor(name: str = "Inductor", loss_fn: Any = None, **_: Any) -> comparison.Contender:
+        return comparison.eager(name, loss_fn)
 
-    def mst(name: str = "mst", memory_budget: Any = None, **_: Any) -> race.Contender:
+    def mst(name: str = "mst", memory_budget: Any = None, **_: Any) -> comparison.Contender:
         again = lambda fn: lambda: checkpoint(fn, use_reentrant=False)
         build = again if memory_budget == 0.0 else lambda fn: fn
-        return race.Contender(name, build)
+        return comparison.Contender(name, build)
 
     monkeypatch.setattr(pareto, "inductor", inductor)
     monkeypatch.setattr(pareto, "mst", mst)

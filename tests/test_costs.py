@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstpass import backend, pipeline
-from mstpass.bench import calibrate
+from mstpass.bench import measure_chunk_costs
 from mstpass.graph import device_costs
 from mstpass.graph.device_costs import GOOD, TOLERABLE, ChunkCosts
 from mstpass.options import Options
@@ -88,7 +88,7 @@ def test_a_broken_file_is_ignored_with_a_warning(text: str) -> None:
 
 
 def test_the_sweep_measures_every_point() -> None:
-    measured = calibrate.measure(CPU, quick=True)
-    assert [rows for rows, _ in measured.slowdown] == list(calibrate.QUICK.rows)
+    measured = measure_chunk_costs.measure(CPU, quick=True)
+    assert [rows for rows, _ in measured.slowdown] == list(measure_chunk_costs.QUICK.rows)
     assert all(slow >= 1 for _, slow in measured.slowdown)
     assert measured.flops_per_us > 0

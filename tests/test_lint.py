@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 import mstpass
-from tests.linted import (
+from tests.lint_models import (
     MM,
     NON_REENTRANT,
     REENTRANT,
@@ -58,7 +58,7 @@ def test_two_checkpoints_around_each_layer(inner, outer, ups, downs, how):
         assert finding.wasted_flops == (ups - 1 + downs - 1) * MM
         assert finding.wasted_share == pytest.approx(finding.wasted_flops / report.step_flops)
         assert how in finding.cause
-        assert "linted.py" in finding.cause
+        assert "lint_models.py" in finding.cause
         assert "keep one of the two" in finding.fix
     dead = by_kind(report, "dead recompute")
     assert {name: f.wasted_flops for name, f in dead.items()} == {
@@ -82,7 +82,7 @@ def test_two_non_reentrant_ones_stop_early_and_are_only_noted():
     assert report.step_flops == 2 * 7 * MM
     assert runs(report)["layers.0.up"] == (1, 1)
     (note,) = report.notes
-    assert note.startswith("layers.* (2 of them): checkpoint() at linted.py:")
+    assert note.startswith("layers.* (2 of them): checkpoint() at lint_models.py:")
     assert "one is enough" in note
 
 
@@ -241,7 +241,7 @@ def test_the_last_product_of_a_reentrant_checkpoint_is_dead():
     finding = report.findings[0]
     assert finding.kind == "dead recompute"
     assert (finding.forward_runs, finding.recompute_runs) == (1, 1)
-    assert "use_reentrant=False in the checkpoint() call at linted.py" in finding.fix
+    assert "use_reentrant=False in the checkpoint() call at lint_models.py" in finding.fix
     assert report.step_flops == 2 * 8 * MM
 
 

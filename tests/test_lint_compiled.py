@@ -17,10 +17,10 @@ from torch.utils.checkpoint import (
 
 import mstpass
 from mstpass.linter import LintError
-from mstpass.linter.compiled import _merge
-from mstpass.linter.graphs import graph_flops
+from mstpass.linter.compiled_graphs import _merge
+from mstpass.linter.graph_findings import graph_flops
 from mstpass.linter.report import Finding, LintReport
-from tests.linted import INNER, MM, NON_REENTRANT, TOKENS, WIDTH, Model, tokens
+from tests.lint_models import INNER, MM, NON_REENTRANT, TOKENS, WIDTH, Model, tokens
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import mstpass
-from tests.linted import MM, NON_REENTRANT, REENTRANT, Model, by_kind, runs, tokens
+from tests.lint_models import MM, NON_REENTRANT, REENTRANT, Model, by_kind, runs, tokens
 
 HIDDEN, MLP, LAYERS, HEADS, LENGTH = 16, 32, 2, 2, 8
 ATTENTION = 2 * 2 * LENGTH * LENGTH * HIDDEN  # two products over all heads

@@ -8,7 +8,7 @@ from torch import nn
 
 import mstpass
 from mstpass.linter import LintError
-from tests.linted import MM, NON_REENTRANT, REENTRANT, WIDTH, Model, runs, tokens
+from tests.lint_models import MM, NON_REENTRANT, REENTRANT, WIDTH, Model, runs, tokens
 
 
 def test_the_text_sums_up_layers():

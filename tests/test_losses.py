@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import mstpass
 from tests.checks import check_against_float64, compiled, gradients, joint_graph, kinds
-from tests.losses import FUSED, OUTSIDE, RECOMPUTED, TWINS, VOCAB, Loss, LossModel
+from tests.losses import FUSED, OUTSIDE, RECOMPUTED, REFUSED, VOCAB, Loss, LossModel
 from tests.models import TinyLM
 
 CHUNK = 128
@@ -67,10 +67,10 @@ def test_loss_finished_outside(name: str, device: str) -> None:
     assert kinds(report) == [("lm_head", "recompute")], str(report)
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_tokens_is_refused(name: str, device: str) -> None:
     model = LossModel().to(device)
-    report = check_against_float64(model, _step(TWINS[name]), [_ids(device)], chunk_tokens=CHUNK)
+    report = check_against_float64(model, _step(REFUSED[name]), [_ids(device)], chunk_tokens=CHUNK)
     assert not report.regions
     assert report.rejections and report.rejections[0].reason
 

@@ -12,7 +12,7 @@ import torch
 from mstpass.cli.main import main
 from mstpass.measure import peak_bytes
 from mstpass.planner.accounting import Sizes, Training, fixed
-from mstpass.planner.search import GRAIN, longest
+from mstpass.planner.longest_sequence import GRAIN, longest
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
@@ -20,13 +20,13 @@ pytest.importorskip("rich")
 from rich.console import Console
 from transformers import LlamaForCausalLM
 
-from mstpass.planner import recipes
-from mstpass.planner.compiled import trace
+from mstpass.planner.compiled_step import trace
 from mstpass.planner.data import CHECKPOINT, EAGER, RECIPE, DoesNotFit, Request
-from mstpass.planner.eager import eager_step
+from mstpass.planner.eager_recipes import checkpointed, minisequence, plain
+from mstpass.planner.eager_step import eager_step
 from mstpass.planner.models import ModelError, config_of, known, most_positions
 from mstpass.planner.plan import plan
-from mstpass.planner.table import show
+from mstpass.planner.terminal_table import show
 
 MIB = 2**20
 TINY = {
@@ -149,7 +149,7 @@ def test_unreadable_and_missing_configs(tmp_path):
 
 
 # ---- what steps hold ---------------------------------------------------------------------------
-@pytest.mark.parametrize("recipe", [recipes.plain, recipes.checkpointed, recipes.minisequence])
+@pytest.mark.parametrize("recipe", [plain, checkpointed, minisequence])
 def test_eager_steps_hold_what_is_measured(tiny, recipe):
     """The peak of the step on fake tensors is that of the step, run and measured."""
     length = 1024
@@ -167,7 +167,7 @@ def test_eager_steps_hold_what_is_measured(tiny, recipe):
 
 
 def test_recipes_hold_less_one_after_the_other(tiny):
-    ways = (recipes.plain, recipes.checkpointed, recipes.minisequence)
+    ways = (plain, checkpointed, minisequence)
     found = [eager_step(config_of(tiny), Training(), way, 2048).parts for way in ways]
     assert found[0].total > found[1].total > found[2].total
     assert found[1].saved < 0.5 * found[0].saved
@@ -176,7 +176,7 @@ def test_recipes_hold_less_one_after_the_other(tiny):
 
 def test_dropped_gradients_do_not_add_up(tiny):
     def gradients(**rest):
-        step = eager_step(config_of(tiny), Training(**rest), recipes.checkpointed, 16)
+        step = eager_step(config_of(tiny), Training(**rest), checkpointed, 16)
         return step.parts.gradients
 
     whole = gradients()
@@ -213,7 +213,7 @@ def test_tied_weights_have_two_gradients_until_they_are_added(tiny, tmp_path):
 
 # ---- plans -------------------------------------------------------------------------------------
 def test_more_memory_is_never_a_shorter_sequence(tiny):
-    size = lambda n: eager_step(config_of(tiny), Training(), recipes.checkpointed, n).parts.total
+    size = lambda n: eager_step(config_of(tiny), Training(), checkpointed, n).parts.total
     found = [longest(size, mib * MIB, 1024) for mib in (20, 24, 64)]
     assert 0 < found[0] < found[1] < found[2]
 

@@ -14,14 +14,14 @@ from mstpass.bench import (
     losses,
     pareto,
     peers,
-    planning,
+    planning_time,
     reconstruct,
 )
 
 EXAMPLES = """  mstpass bench all --markdown docs/results/today.md
   mstpass bench all --quick
 """
-BENCHES = (peers, loops, losses, dynamic, reconstruct, compile, planning, pareto, budgets)
+BENCHES = (peers, loops, losses, dynamic, reconstruct, compile, planning_time, pareto, budgets)
 
 
 def main(argv: Sequence[str] = ()) -> int:

@@ -22,9 +22,7 @@ from torch import Tensor
 import mstpass
 from mstpass.bench import common, losses, peers
 from mstpass.bench.common import MIB, Arguments, Progress, Result, Table, Target
-from mstpass.bench.huggingface import Case, Size, bert, gpt2, loss_of, olmo2, workload
-from mstpass.bench.models import Head, LlamaSize, LossFn, MLPs, Step, llama
-from mstpass.bench.race import (
+from mstpass.bench.comparison import (
     GRADIENT_TOLERANCE,
     VALUE_TOLERANCE,
     Contender,
@@ -35,6 +33,8 @@ from mstpass.bench.race import (
     mst,
     own_code,
 )
+from mstpass.bench.huggingface_models import Case, Size, bert, gpt2, loss_of, olmo2, workload
+from mstpass.bench.models import Head, LlamaSize, LossFn, MLPs, Step, llama
 from mstpass.bench.record import problem_of
 from mstpass.errors import UserError, require
 from mstpass.partition.budget import SPARE, memory_of

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from mstpass.bench import common, planning
+from mstpass.bench import common, planning_time
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench.comparison import INDUCTOR, MST, Row, ratios
 from mstpass.bench.models import LlamaSize, Step, llama
-from mstpass.bench.race import INDUCTOR, MST, Row, ratios
 
 LIMIT = 1.15
 SAME = 1.10  # "the same" for any number of chunks, give or take noise
@@ -70,7 +70,7 @@ class Seconds(Row):
 def main(argv: Sequence[str] = ()) -> int:
     return common.main(
         "compile",
-        [run, planning.run],
+        [run, planning_time.run],
         argv,
         description="Compile time of a Llama-like step, cold and from the caches, by depth and "
         "by number of chunks, a fresh process for each measurement; and the CPU time of mst's own "

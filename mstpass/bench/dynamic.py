@@ -20,8 +20,8 @@ from torch._inductor.utils import fresh_cache
 
 from mstpass.bench import common
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench.comparison import INDUCTOR, MST, own_code
 from mstpass.bench.models import LlamaSize, Step, llama
-from mstpass.bench.race import INDUCTOR, MST, own_code
 from mstpass.measure import Timing, peak_bytes, timed
 
 TIME_LIMIT = 1.05

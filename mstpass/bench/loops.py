@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mstpass.bench import calibrate, common
+from mstpass.bench import common, measure_chunk_costs
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
-from mstpass.bench.models import Head, LossFn, MLPs
-from mstpass.bench.race import (
+from mstpass.bench.comparison import (
     INDUCTOR,
     MST,
     Contender,
@@ -32,6 +31,7 @@ from mstpass.bench.race import (
     ratios,
     records,
 )
+from mstpass.bench.models import Head, LossFn, MLPs
 from mstpass.graph import device_costs
 
 TIME_LIMIT, PEAK_LIMIT = 1.03, 1.10
@@ -156,7 +156,7 @@ def _mlps(sizes: Sizes, arguments: Arguments, result: Result) -> None:
 
 
 def _costs(arguments: Arguments, result: Result) -> None:
-    measured = calibrate.measure(arguments.device, arguments.quick)
+    measured = measure_chunk_costs.measure(arguments.device, arguments.quick)
     used = device_costs.costs_of(arguments.device)
     lines = tuple(
         (str(rows), f"{slow:.2f}x", f"{used.relative_time(rows, math.inf):.2f}x")

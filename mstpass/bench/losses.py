@@ -16,8 +16,8 @@ from torch import Tensor
 import mstpass
 from mstpass.bench import common
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench.comparison import INDUCTOR, MST, Row, inductor, mst, race, ratios, records
 from mstpass.bench.models import Head
-from mstpass.bench.race import INDUCTOR, MST, Row, inductor, mst, race, ratios, records
 
 PEAK_LIMIT, FUSED_TIME_LIMIT, RECOMPUTE_TIME_LIMIT = 1.15, 1.05, 1.40
 SEQUENCES = 4

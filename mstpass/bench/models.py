@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mstpass.bench import tiled
+from mstpass.bench import hand_tiled
 
 LossFn = Callable[[], Tensor]
 
@@ -160,7 +160,7 @@ class Layer(nn.Module):
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin)
         h_BSD = self.mlp_norm(x_BSD)
         if mlp_chunks > 1:
-            return x_BSD + tiled.mlp(self.mlp, h_BSD, mlp_chunks)
+            return x_BSD + hand_tiled.mlp(self.mlp, h_BSD, mlp_chunks)
         return x_BSD + self.mlp(h_BSD)
 
 
@@ -198,7 +198,7 @@ class Llama(nn.Module):
                 x_BSD = layer(*arguments)
         x_ND, target_N = self.norm(x_BSD).flatten(0, 1), target_BS.flatten()
         if chunks > 1:
-            return tiled.head_loss(x_ND, self.head.weight, target_N, chunks)
+            return hand_tiled.head_loss(x_ND, self.head.weight, target_N, chunks)
         return F.cross_entropy(self.head(x_ND), target_N)
 
 

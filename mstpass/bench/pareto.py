@@ -19,8 +19,18 @@ import torch._functorch.config as functorch_config
 
 from mstpass.bench import common, peers
 from mstpass.bench.common import MIB, Arguments, Progress, Result, Table, Target
+from mstpass.bench.comparison import (
+    INDUCTOR,
+    MST,
+    Contender,
+    Race,
+    Row,
+    eager,
+    inductor,
+    mst,
+    ratios,
+)
 from mstpass.bench.models import Llama, LlamaSize, Step, llama
-from mstpass.bench.race import INDUCTOR, MST, Contender, Race, Row, eager, inductor, mst, ratios
 from mstpass.errors import require
 
 TORCH_BUDGETS = (0.8, 0.5, 0.3, 0.1, 0.0)  # 1.0 is Inductor as it is

@@ -10,8 +10,7 @@ import torch._functorch.config as functorch_config
 
 from mstpass.bench import common
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
-from mstpass.bench.models import Llama, LlamaSize, LossFn, Step, llama
-from mstpass.bench.race import (
+from mstpass.bench.comparison import (
     INDUCTOR,
     MST,
     Contender,
@@ -24,6 +23,7 @@ from mstpass.bench.race import (
     ratios,
     records,
 )
+from mstpass.bench.models import Llama, LlamaSize, LossFn, Step, llama
 
 BUDGET_0 = "mst, memory_budget=0.0"
 CHUNKED = "mst, memory_budget=0.0, solver=min_cut"

@@ -22,9 +22,9 @@ from torch._inductor.utils import fresh_cache
 import mstpass
 from mstpass.bench import common
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
-from mstpass.bench.huggingface import Case, Size, bert, gemma3, loss_of, olmo2, workload
+from mstpass.bench.comparison import Row, own_code, ratios
+from mstpass.bench.huggingface_models import Case, Size, bert, gemma3, loss_of, olmo2, workload
 from mstpass.bench.models import Step
-from mstpass.bench.race import Row, own_code, ratios
 from mstpass.errors import require
 from mstpass.measure import peak_bytes, timed
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mstpass.cli.userfile import UserFileError, load_function, told
+from mstpass.linter.entry_points import lint, lint_compiled
 from mstpass.linter.errors import LintError
 from mstpass.linter.report import LintReport, module_lines
-from mstpass.linter.step import lint, lint_compiled
 
 CLEAN, FINDINGS, BAD_INPUT = 0, 1, 2
 

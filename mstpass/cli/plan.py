@@ -49,7 +49,7 @@ def main(argv: Sequence[str] = ()) -> int:
     from mstpass.planner.data import Request
     from mstpass.planner.models import ModelError
     from mstpass.planner.plan import plan
-    from mstpass.planner.table import show
+    from mstpass.planner.terminal_table import show
 
     training = Training(
         dtype=given.dtype,

@@ -4,9 +4,9 @@
 ``lint_graphs`` reads a pair of graphs that you have. See docs/lint.md.
 """
 
+from mstpass.linter.entry_points import lint, lint_compiled, lint_graphs
 from mstpass.linter.errors import LintError
 from mstpass.linter.report import Finding, LintReport, ModuleRuns
-from mstpass.linter.step import lint, lint_compiled, lint_graphs
 
 __all__ = [
     "Finding",

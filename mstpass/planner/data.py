@@ -12,7 +12,7 @@ RECIPE, MST = "MST recipe", "mst"
 FREE, LEAST = "free", 0.0  # of memory_budget
 EXPANDABLE, CACHING = "expandable", "caching"
 ALLOCATORS = (EXPANDABLE, CACHING)
-LOGITS, OUTPUTS = ("model", "fp32"), ("held", "dropped")  # recipes.plain says what they are
+LOGITS, OUTPUTS = ("model", "fp32"), ("held", "dropped")  # eager_recipes.plain says what they are
 
 
 class DoesNotFit(UserError):

@@ -1,7 +1,7 @@
 """What fits on a device: each way to train, by one accounting.
 
-The eager rows are steps run on fake tensors (eager.py), the compiled ones plans of the traced joint
-graph, simulated (compiled.py). All add the same fixed bytes (accounting.py).
+Eager rows are steps run on fake tensors (eager_step.py). Compiled rows are plans of the traced
+joint graph, simulated (compiled_step.py). All add the same fixed bytes (accounting.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mstpass.errors import UserError
 from mstpass.partition.budget import SPARE
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
-from mstpass.planner import recipes
 from mstpass.planner.accounting import Parts, Sizes, Training, fixed
-from mstpass.planner.compiled import CompiledStep, Traced, trace
+from mstpass.planner.allocator_replay import Resident, needed_bytes
+from mstpass.planner.compiled_step import CompiledStep, Traced, trace
 from mstpass.planner.data import (
     CACHING,
     CHECKPOINT,
@@ -33,19 +33,25 @@ from mstpass.planner.data import (
     Request,
     Row,
 )
-from mstpass.planner.eager import EagerStep, Recipe, eager_step
+from mstpass.planner.eager_recipes import (
+    HEAD_TILES,
+    TILE_TOKENS,
+    checkpointed,
+    minisequence,
+    plain,
+)
+from mstpass.planner.eager_step import EagerStep, Recipe, eager_step
+from mstpass.planner.longest_sequence import GRAIN, longest
 from mstpass.planner.models import build, config_of, sizes_of
 from mstpass.planner.notes import held_gradients, notes, step_temporaries, too_large
-from mstpass.planner.replay import Resident, needed_bytes
-from mstpass.planner.search import GRAIN, longest
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 
 _KEEPS = {
     EAGER: "keeps what autograd saves",
     CHECKPOINT: "keeps each layer's input; backward recomputes one layer at a time",
-    RECIPE: f"keeps each layer's input; MLPs in tiles of {recipes.TILE_TOKENS} tokens, head and "
-    f"loss in {recipes.HEAD_TILES} tiles",
+    RECIPE: f"keeps each layer's input; MLPs in tiles of {TILE_TOKENS} tokens, head and loss in "
+    f"{HEAD_TILES} tiles",
     INDUCTOR: "keeps the least bytes that need no matmul or attention again; fused",
 }
 _START = 4096  # tokens of a first guess
@@ -116,13 +122,11 @@ class _Planner:
 
     # ---- rows to compare with ------------------------------------------------------------------
     def rows_to_compare(self) -> tuple[Row, ...]:
-        logits, outputs = self.request.logits, self.request.outputs
-        plain = functools.partial(recipes.plain, logits=logits, outputs=outputs)
-        checkpointed = functools.partial(recipes.checkpointed, logits=logits, outputs=outputs)
+        loss: dict[str, Any] = {"logits": self.request.logits, "outputs": self.request.outputs}
         ways: tuple[tuple[str, Recipe], ...] = (
-            (EAGER, plain),
-            (CHECKPOINT, checkpointed),
-            (RECIPE, recipes.minisequence),
+            (EAGER, functools.partial(plain, **loss)),
+            (CHECKPOINT, functools.partial(checkpointed, **loss)),
+            (RECIPE, minisequence),
         )
         eager, checkpoint, recipe = (self._eager(name, way) for name, way in ways)
         inductor = self._inductor(recipe.length or _START, checkpoint.length or _START)

@@ -11,15 +11,15 @@ pytest.importorskip("transformers", reason="mstpass[hf]")
 
 
 from mstpass.partition.solvers import AUTO, SOLVERS
-from mstpass.planner import recipes
 from mstpass.planner.accounting import Training, fixed
-from mstpass.planner.allocator import CachingAllocator, OutOfMemory
-from mstpass.planner.compiled import CompiledStep, trace
+from mstpass.planner.allocator_replay import Event, Resident, Stepped, needed_bytes
+from mstpass.planner.caching_allocator import CachingAllocator, OutOfMemory
+from mstpass.planner.compiled_step import CompiledStep, trace
 from mstpass.planner.data import CACHING, CHECKPOINT, EAGER, MST, Request
-from mstpass.planner.eager import eager_step
+from mstpass.planner.eager_recipes import checkpointed, minisequence, plain
+from mstpass.planner.eager_step import eager_step
 from mstpass.planner.models import build, config_of, sizes_of
 from mstpass.planner.plan import plan
-from mstpass.planner.replay import Event, Resident, Stepped, needed_bytes
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from tests.test_planner import tiny  # noqa: F401  (a fixture)
 
@@ -138,7 +138,7 @@ def most_alive(events):
     return most
 
 
-@pytest.mark.parametrize("recipe", [recipes.plain, recipes.checkpointed, recipes.minisequence])
+@pytest.mark.parametrize("recipe", [plain, checkpointed, minisequence])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_an_eager_steps_order_has_its_peak(tiny, recipe, in_backward):  # noqa: F811
     training = Training(optimizer_in_backward=in_backward)
@@ -165,7 +165,7 @@ def test_the_peak_that_was_published_for_mini_sequences():
     training = Training(optimizer="adamw-bf16", optimizer_step="foreach")
     with FakeTensorMode():
         sizes = sizes_of(build(config, training))
-    step = eager_step(config, training, recipes.minisequence, 8192)
+    step = eager_step(config, training, minisequence, 8192)
     at_end = (2 + training.temporary_bytes) * sizes.parameters
     assert step.parts.total < at_end
     total = fixed(sizes, training).total + at_end
@@ -194,7 +194,7 @@ def test_an_optimizers_step_can_be_the_peak(tiny):  # noqa: F811
 
 def test_padding_is_skipped_by_attention(tiny):  # noqa: F811
     saved = [
-        eager_step(config_of(tiny), Training(document=n), recipes.plain, 2048).parts.saved
+        eager_step(config_of(tiny), Training(document=n), plain, 2048).parts.saved
         for n in (None, 2048, 64)
     ]
     assert saved[0] == saved[1] > 1.05 * saved[2]

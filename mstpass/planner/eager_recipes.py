@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from mstpass.planner.eager import Loss
+from mstpass.planner.eager_step import Loss
 from mstpass.planner.models import layers_of
 
 TILE_TOKENS, HEAD_TILES = 4096, 16  # what the authors' package takes by default

@@ -16,7 +16,7 @@ from mstpass.linter.errors import LintError
 from mstpass.linter.report import LintReport
 
 if TYPE_CHECKING:
-    from mstpass.linter.compiled import Record
+    from mstpass.linter.compiled_graphs import Record
 
 
 def lint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
@@ -30,8 +30,8 @@ def lint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
     Raises:
         LintError: there was no backward to look at. What ``fn`` raises is passed on.
     """
-    from mstpass.linter.causes import lint_trace
-    from mstpass.linter.trace import StepTrace
+    from mstpass.linter.eager_findings import lint_trace
+    from mstpass.linter.eager_trace import StepTrace
     from mstpass.tracing.names import modules_near
 
     # Dynamo, meeting a dispatch mode, would leave compiled functions uncompiled for good
@@ -51,7 +51,7 @@ def lint_compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintRepo
     Raises:
         LintError: nothing with a backward was compiled. What ``fn`` raises is passed on.
     """
-    from mstpass.linter.compiled import read_compiled
+    from mstpass.linter.compiled_graphs import read_compiled
 
     def step(record: Record) -> None:
         _run(fn, args, kwargs, lambda: record.has_backward)
@@ -69,7 +69,7 @@ def lint_graphs(
             here alone: nothing is recomputed in it yet, only duplicates and dead ops are found.
         backward: placeholders that no forward node has the name of are taken as new values.
     """
-    from mstpass.linter.graphs import read_graphs
+    from mstpass.linter.graph_findings import read_graphs
 
     return read_graphs(forward, backward)
 

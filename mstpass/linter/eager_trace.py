@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
-from mstpass.linter.flow import Flow, only_views
-from mstpass.linter.stack import Place, Region, caller_of, current_place
+from mstpass.linter.call_stack import Place, Region, caller_of, current_place
+from mstpass.linter.liveness import Flow, only_views
 from mstpass.torch_internals.dispatch_modes import TorchDispatchMode
 from mstpass.torch_internals.pytrees import tree_leaves
 from mstpass.tracing.names import forward_owner, location, module_of, unwrapped

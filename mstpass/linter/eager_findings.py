@@ -2,7 +2,7 @@
 
 An op of a checkpoint is needed once in forward and at most once again in backward. For ops of one
 `Key`, ``f`` runs in forward, ``r`` again in backward, ``d`` of these dead (nothing that computes a
-gradient reads them, flow.py)::
+gradient reads them, liveness.py)::
 
     repeated = max(0, r - f)           the forward ran again more often than it had run
     dead     = max(0, d - repeated)    what is left was recomputed for nothing
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from mstpass.linter.eager_trace import Key, OpRuns, Site, StepTrace, Target
 from mstpass.linter.report import (
     DEAD,
     NESTED,
@@ -26,7 +27,6 @@ from mstpass.linter.report import (
     ModuleRuns,
     summed_up,
 )
-from mstpass.linter.trace import Key, OpRuns, Site, StepTrace, Target
 from mstpass.tracing.names import function_name, module_names
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mstpass.bench.comparison import mst
 from mstpass.bench.models import Head, Step
-from mstpass.bench.race import mst
 from mstpass.graph.device_costs import ChunkCosts
 from mstpass.measure import timed
 

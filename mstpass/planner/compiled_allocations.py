@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 
 from mstpass.memory.timeline import HELD, StepMemory, Timeline
-from mstpass.planner.replay import Event
+from mstpass.planner.allocator_replay import Event
 from mstpass.problem.op import INPUT
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from mstpass.planner.accounting import Parts, Training
+from mstpass.planner.allocator_replay import Event, Stepped
 from mstpass.planner.models import build, workspace_bytes
-from mstpass.planner.replay import Event, Stepped
 from mstpass.torch_internals.dispatch_modes import TorchDispatchMode, storage_key
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from mstpass.torch_internals.pytrees import tree_leaves

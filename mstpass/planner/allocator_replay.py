@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from mstpass.planner.allocator import CachingAllocator, OutOfMemory
+from mstpass.planner.caching_allocator import CachingAllocator, OutOfMemory
 
 _STEPS = 3  # the first without states; then what one step leaves behind, the next one meets
 _TOLERANCE = 0.002  # of what is needed

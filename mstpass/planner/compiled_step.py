@@ -22,9 +22,9 @@ from mstpass.graph.joint import value_of
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.options import Options
 from mstpass.planner.accounting import Parts, Training
-from mstpass.planner.allocation_order import step_events
+from mstpass.planner.allocator_replay import Event
+from mstpass.planner.compiled_allocations import step_events
 from mstpass.planner.models import build, workspace_bytes
-from mstpass.planner.replay import Event
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import CALL, POINTWISE, VIEW
 from mstpass.problem.problem import CutProblem, Plan, Value, is_loop

@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from mstpass.graph.joint import is_tangent, value_of
 from mstpass.linter.errors import LintError
-from mstpass.linter.graphs import read_graphs
+from mstpass.linter.graph_findings import read_graphs
 from mstpass.linter.report import DUPLICATE, Finding, LintReport
 from mstpass.report.store import reports
 
