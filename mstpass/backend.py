@@ -43,7 +43,7 @@ from mstpass.plans import Outcome, Rejection
 from mstpass.problem.solver_registry import is_own
 from mstpass.regions.advice import with_fix
 from mstpass.report import store
-from mstpass.report.build_details import details_of
+from mstpass.report.collect_details import collect_details
 from mstpass.report.details import Details
 from mstpass.report.report import Report
 from mstpass.schedule.delay_embedding_gradient import delay_scatters
@@ -252,7 +252,7 @@ class Partitioner(CustomPartitionerFn):
     def _details(self, result: pipeline.Result) -> Details | None:
         """What pictures are drawn from; None on an error, which must not stop a compilation."""
         try:
-            return details_of(result)
+            return collect_details(result)
         except Exception:
             if self.options.strict:
                 raise

@@ -10,15 +10,13 @@ import difflib
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from mstpass.byte_sizes import parse_bytes
 from mstpass.problem.solver_registry import solver_names
 
 ENV_PREFIX = "MSTPASS_"
-_BYTE_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_BYTES = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(KiB|MiB|GiB|TiB)\s*")
 
 
 class OptionError(ValueError):
@@ -96,12 +94,6 @@ def from_text(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return {"True": True, "False": False, "None": None}.get(text, text)
-
-
-def parse_bytes(text: str) -> int | None:
-    """``"24GiB"`` as bytes; None where the text is not a size."""
-    match = _BYTES.fullmatch(text)
-    return int(float(match[1]) * _BYTE_UNITS[match[2]]) if match else None
 
 
 def _check(name: str, value: Any, where: str) -> Any:

@@ -31,7 +31,7 @@ def _same(fn: Callable[..., object], *inputs: object) -> mstpass.Report:
 
 def test_nothing_to_chunk() -> None:
     report = _same(lambda x: (x.sin() * 2).sum(), torch.randn(8, 8, requires_grad=True))
-    assert not report.regions and "nothing was chunked" in str(report)
+    assert not report.regions and "nothing runs in chunks" in str(report)
 
 
 def test_returned_logits_say_what_to_do() -> None:

@@ -29,11 +29,11 @@ def loss(x, y):
 dynamic = sys.argv[2] == "True"
 torch.compile(loss, backend="mst", dynamic=dynamic, options={"strict": True})(x, y).backward()
 report = mstpass.reports()[-1]
-from mstpass.report.details_json import to_columns
+from mstpass.report.json_format import details_to_json
 json.dump({
     "autograd": dict(counters["aot_autograd"]), "inductor": dict(counters["inductor"]),
     "cached": report.cached, "text": str(report).split("\\n")[1:],
-    "details": to_columns(report.details),
+    "details": details_to_json(report.details),
     "regions": [(r.kind, r.mode, r.num_chunks, r.symbolic) for r in report.regions],
     "gradient": head.weight.grad.double().sum().item(), "norm": gate.weight.grad.norm().item(),
 }, open(sys.argv[1], "w"))

@@ -19,7 +19,7 @@ import pytest
 
 from mstpass.plans import Outcome
 from mstpass.report.report import Report
-from tests.drawn import llama_report
+from tests.synthetic_reports import llama_report
 
 Open = Callable[[Report], Any]
 ROOT = Path(__file__).parents[1]

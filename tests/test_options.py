@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mstpass.options import NotAvailableYet, OptionError, Options, parse_bytes
+from mstpass.byte_sizes import parse_bytes
+from mstpass.options import NotAvailableYet, OptionError, Options
 
 
 def test_defaults() -> None:

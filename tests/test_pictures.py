@@ -22,7 +22,6 @@ from mstpass.bench.models import LlamaSize, llama
 from mstpass.cli.main import main
 from mstpass.errors import MissingPackageError
 from mstpass.plans import Outcome
-from mstpass.report import dot
 from mstpass.report.details import (
     BACKWARD,
     FORWARD,
@@ -33,7 +32,8 @@ from mstpass.report.details import (
     Life,
     MemoryTimeline,
 )
-from mstpass.report.drawing import FOLDS, Drawing, drawing
+from mstpass.report.drawing import dot
+from mstpass.report.drawing.boxes import FOLDS, Drawing, make_drawing
 from mstpass.report.report import NoDetails, Report
 
 SIZE = LlamaSize(width=32, heads=2, mlp_width=128, vocabulary=600, length=640, layers=2)
@@ -73,7 +73,7 @@ def layered(layers: int, odd: int = -1, name: str = "layers") -> Details:
 @pytest.mark.parametrize("fold", FOLDS)
 def test_every_node_is_in_one_box_and_boxes_have_no_cycles(report: Report, fold: str) -> None:
     assert report.details is not None
-    drawn = drawing(report.outcome, report.details, fold)
+    drawn = make_drawing(report.outcome, report.details, fold)
     names = [name for box in drawn.boxes for name in box.nodes if not name.endswith(":scaled")]
     nodes = {node.name: node for node in report.details.nodes if node.op != "input"}
     assert sorted(names) == sorted(nodes)
@@ -92,7 +92,7 @@ def _crossing(drawn: Drawing) -> set[tuple[str, str]]:
 
 def test_what_crosses_is_saved_and_reaches_backward(report: Report) -> None:
     assert report.details is not None
-    drawn = drawing(report.outcome, report.details)
+    drawn = make_drawing(report.outcome, report.details)
     boxes = {box.name: box for box in drawn.boxes}
     saving = {b.name for b in drawn.boxes if any(a.fate == SAVED for a in b.amounts)}
     crossing = _crossing(drawn)
@@ -105,17 +105,17 @@ def test_what_crosses_is_saved_and_reaches_backward(report: Report) -> None:
 
 
 def test_equal_layers_are_drawn_once() -> None:
-    few, many = (drawing(Outcome(), layered(n)) for n in (20, 64))
+    few, many = (make_drawing(Outcome(), layered(n)) for n in (20, 64))
     assert len(few.boxes) == len(many.boxes) == 5  # up, act, add | sum, up
     assert {box.copies for box in many.boxes if box.layers} == {64}
     assert {box.layers for box in many.boxes} == {"layers.{0-63}", ""}
     (saved,) = [a for box in many.boxes for a in box.amounts]
     assert saved.fate == SAVED and saved.bytes == (128,) * 64
-    assert len(drawing(Outcome(), layered(20), "module").boxes) == 20 * 4 + 1
+    assert len(make_drawing(Outcome(), layered(20), "module").boxes) == 20 * 4 + 1
 
 
 def test_a_layer_unlike_the_others_is_drawn_apart() -> None:
-    drawn = drawing(Outcome(), layered(64, odd=5))
+    drawn = make_drawing(Outcome(), layered(64, odd=5))
     kinds = {box.layers: box.copies for box in drawn.boxes if box.layers}
     assert kinds == {"layers.{0-4,6-63}": 63, "layers.5": 1}
 
@@ -127,7 +127,7 @@ def test_many_kinds_of_layers_are_drawn_as_one() -> None:
         DrawnNode(**{**vars(node), "shape": (widths.get(node.module, 1),)})
         for node in details.nodes
     )
-    boxes = drawing(Outcome(), Details(nodes)).boxes
+    boxes = make_drawing(Outcome(), Details(nodes)).boxes
     assert {box.layers for box in boxes} == {"layers.{0-11}", ""}
 
 
@@ -187,7 +187,7 @@ def test_without_the_package_the_extra_is_named(
 
 def test_a_report_without_details_says_so(tmp_path: Path) -> None:
     for draw in (Report.to_svg, Report.to_perfetto, Report.to_memory_viz):
-        with pytest.raises(NoDetails, match="no details to draw"):
+        with pytest.raises(NoDetails, match="cannot be drawn"):
             draw(Report(Outcome()), tmp_path / "file")
 
 

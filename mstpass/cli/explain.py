@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mstpass.cli.userfile import UserFileError, load_function, told
+from mstpass.cli.load_function import UserFileError, load_function, told
 from mstpass.errors import UserError
 from mstpass.explainer.errors import ExplainError
-from mstpass.explainer.step import explain_parts, explain_step
+from mstpass.explainer.plan_step import explain_parts, explain_step
 from mstpass.options import OptionError, from_text
 from mstpass.report.report import Report
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mstpass.cli.userfile import UserFileError, load_function, told
+from mstpass.cli.load_function import UserFileError, load_function, told
 from mstpass.linter.entry_points import lint, lint_compiled
 from mstpass.linter.errors import LintError
 from mstpass.linter.report import LintReport, module_lines

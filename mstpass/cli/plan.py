@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mstpass.byte_sizes import parse_bytes
 from mstpass.errors import require
-from mstpass.options import parse_bytes
 from mstpass.planner.accounting import (
     DTYPES,
     OPTIMIZER_STEPS,

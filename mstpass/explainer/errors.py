@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
 _RAISED = re.compile(r"got (\w+)\(['\"](.*)['\"]\)\.?$")  # an op, on fake tensors
 _NOT_USERS = re.compile(
-    r"[/\\]torch[/\\]|[/\\]mstpass[/\\](explainer[/\\]step|tracing[/\\]joint_graphs)\.py$|^<"
+    r"[/\\]torch[/\\]|[/\\]mstpass[/\\](explainer[/\\]plan_step|tracing[/\\]joint_graphs)\.py$|^<"
 )
 _ADVICE = {
     "Tensor.backward()": "give the function that returns the loss, and call backward outside of it",

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mstpass.options import Options, parse_bytes
+from mstpass.byte_sizes import parse_bytes
+from mstpass.options import Options
 
 _STATE_BYTES = 2 * 4  # of one parameter
 _GRAIN = 256 * 2**20  # budgets are multiples of it, so that compile caches are hit again

@@ -10,9 +10,10 @@
 
 from __future__ import annotations
 
+from mstpass.byte_sizes import parse_bytes
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.memory.timeline import StepMemory, Timeline
-from mstpass.options import Options, parse_bytes
+from mstpass.options import Options
 from mstpass.plans import Outcome
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.solver_registry import Solver

@@ -1,4 +1,4 @@
-"""``ReportData``: what a report knows of one compiled graph, as data."""
+"""``ReportData``: what a report knows of one compiled graph. ``Report`` adds files and pictures."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 from mstpass.plans import ChunkPlan, Outcome, Reconstructed, Rejection, SavedValue
 from mstpass.report.details import Details
-from mstpass.report.details_json import to_columns
+from mstpass.report.json_format import details_to_json
 
 SCHEMA = "mstpass-report/1"
 
 
 class ReportData:
-    """What mstpass decided for one graph, as data; ``Report`` adds files and pictures.
+    """What mstpass decided for one graph, as data.
 
     Attributes:
         outcome: the plans themselves.
-        cached: whether the graph came from a compile cache and the report from beside it.
-        details: the graph's nodes and its memory over time, which pictures are drawn from; None
-            where an error left the graph to Inductor.
+        cached: the graph came from a compile cache, and the report from a file beside it.
+        details: the graph's nodes and its memory over time, from which pictures are drawn. None
+            if an error made mstpass leave the graph to Inductor.
     """
 
     def __init__(self, outcome: Outcome, cached: bool = False, details: Details | None = None):
@@ -27,14 +27,17 @@ class ReportData:
 
     @property
     def regions(self) -> tuple[ChunkPlan, ...]:
+        """The parts of the graph that run in chunks."""
         return self.outcome.regions
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
+        """The large parts that do not run in chunks, each with the reason and what to change."""
         return self.outcome.rejections
 
     @property
     def saved(self) -> tuple[SavedValue, ...]:
+        """The values that forward keeps for backward."""
         return self.outcome.save_plan.saved if self.outcome.save_plan else ()
 
     @property
@@ -43,14 +46,15 @@ class ReportData:
 
     @property
     def reconstructed(self) -> tuple[Reconstructed, ...]:
-        """Values that do not cross, or in fewer bytes, since backward has them by other means."""
+        """Values that backward computes from other values instead of reading a saved copy."""
         return self.outcome.save_plan.reconstructed if self.outcome.save_plan else ()
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak of forward and backward, by Inductor's schedule; before compilation simulated.
+        """Peak memory of forward and backward: from Inductor's schedule after compilation, else
+        simulated.
 
-        None where a size depends on data, and where an error left the graph to Inductor.
+        None if a size depends on data, or if an error made mstpass leave the graph to Inductor.
         """
         if self.outcome.scheduled_peak_bytes is not None:
             return self.outcome.scheduled_peak_bytes
@@ -58,18 +62,18 @@ class ReportData:
 
     @property
     def baseline_peak_bytes(self) -> int | None:
-        """Simulated peak of the step without loops; None where no peak is simulated."""
+        """Simulated peak of the step without chunks; None if no peak is simulated."""
         return self.outcome.baseline_peak_bytes
 
     @property
     def extra_time(self) -> float | None:
-        """Time beyond the step without loops, a fraction of it, by the cost model."""
+        """Time beyond that of the step without chunks, as a fraction of it, by the cost model."""
         return self.outcome.extra_time
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; docs/explain.md has every field."""
+        """The report as plain data; docs/explain.md lists every field."""
         return {
             "schema": SCHEMA,
             **dataclasses.asdict(self.outcome),
-            "details": to_columns(self.details) if self.details is not None else None,
+            "details": details_to_json(self.details) if self.details is not None else None,
         }

@@ -1,12 +1,14 @@
-"""What a picture of a plan is drawn from: plain data, with no FX graph behind it.
+"""What pictures of a plan are drawn from: plain data about one compiled graph, without the graph.
 
-``Details`` belongs to one compiled graph. It names every node of the joint graph, as traced and
-before any loop, and gives the memory of the step over time, without loops and as planned.
+``Details`` has every node of the joint graph, as traced and before any loop, and the memory of the
+step over time, without chunks and as planned. JSON, HTML, drawings and traces are made from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+
+from mstpass.plans import FUSED, Outcome
 
 FORWARD, BACKWARD = "forward", "backward"
 SAVED, RECOMPUTED, RECONSTRUCTED = "saved", "recomputed", "reconstructed"
@@ -19,17 +21,18 @@ class DrawnNode:
 
     Attributes:
         op: short name, such as ``"mm"``; ``"input"`` for placeholders.
-        phase: ``"forward"``, or ``"backward"`` where it needs a tangent.
-        module: path of the module that it comes from, such as ``"model.layers.0.mlp"``; a backward
-            node has that of its forward node where the trace knows it. Empty where unknown.
-        source: ``"file.py:12"`` of the user's line; empty where unknown.
-        shape: of its largest tensor; symbolic sizes by their hint.
-        bytes: of all its tensors.
-        inputs: names of nodes.
-        fate: of a forward value that backward uses: ``"saved"``, ``"recomputed"`` or
-            ``"reconstructed"``; else empty, as it is for views, which hold no bytes. A gradient
-            that a fused loop computes in the forward is ``"saved"``.
-        region: index into the report's regions; -1 for none.
+        phase: ``"backward"`` for a node that needs a tangent, else ``"forward"``.
+        module: path of the module that the node comes from, such as ``"model.layers.0.mlp"``. A
+            backward node has the module of its forward node if the trace knows it. Empty if
+            unknown.
+        source: the user's line, such as ``"file.py:12"``; empty if unknown.
+        shape: of the node's largest tensor; a symbolic size is given by its hint.
+        bytes: of all the node's tensors.
+        inputs: names of the nodes that this node reads.
+        fate: how backward gets a forward value that it uses: ``"saved"``, ``"recomputed"`` or
+            ``"reconstructed"``. Empty for other values, and for views, which hold no bytes. A
+            gradient that a fused loop computes in the forward is ``"saved"``.
+        region: index into the report's regions; -1 for a node outside of all regions.
     """
 
     name: str
@@ -47,11 +50,13 @@ class DrawnNode:
 
 @dataclasses.dataclass(frozen=True)
 class Life:
-    """A buffer's time in memory: from moment ``start`` up to, not with, moment ``end``.
+    """A buffer's time in memory: from moment ``start`` up to, but not including, moment ``end``.
 
     Attributes:
-        node: the node whose value it holds, or the loop whose chunk it is (``transient``).
-        transient: memory of one moment, such as a loop's chunk or an attention's workspace.
+        node: the node whose value the buffer holds. For a transient buffer, the op or the loop
+            that uses it.
+        transient: the buffer exists at one moment only, such as the memory of one chunk inside a
+            loop, or the workspace of an attention kernel.
     """
 
     node: str
@@ -65,13 +70,15 @@ class Life:
 class MemoryTimeline:
     """Simulated memory of one step: forward, then backward.
 
-    Names are those of the joint graph's nodes, but for a loop's, ``"loop:"`` and the first node
-    that it returns, and for what a plan adds, such as a mask packed into bits.
+    Names are those of the joint graph's nodes, with two exceptions. A loop is named ``"loop:"``
+    and the first node that it returns. A value that the plan adds, such as a mask packed into
+    bits, has a name of its own.
 
     Attributes:
-        moments: the node that runs at each moment; views, and what is fused into others, have none.
-        bytes: in use at each moment, above what was allocated when forward began. At every moment
-            the sum over the lives that contain it.
+        moments: the node that runs at each moment. Views, and nodes that are fused into others,
+            have no moment.
+        bytes: in use at each moment, beyond what was allocated when forward began. They are the
+            sum over the lives that contain the moment.
         first_backward: index of backward's first moment.
     """
 
@@ -85,14 +92,14 @@ class MemoryTimeline:
         return max(self.bytes, default=0)
 
     def alive_at(self, moment: int) -> tuple[Life, ...]:
-        """Largest first."""
+        """The buffers in memory at a moment, the largest first."""
         alive = [life for life in self.lives if life.start <= moment < life.end]
         return tuple(sorted(alive, key=lambda life: -life.bytes))
 
 
 @dataclasses.dataclass(frozen=True)
 class ParetoPoint:
-    """One plan that the step could have: ``extra_time`` as ``Report.extra_time``."""
+    """Another plan that the step could have; ``extra_time`` is as in ``Report.extra_time``."""
 
     label: str  # such as "memory_budget=0.3"
     peak_bytes: int
@@ -102,16 +109,32 @@ class ParetoPoint:
 
 @dataclasses.dataclass(frozen=True)
 class Details:
-    """Everything that a picture shows beyond the plan itself.
+    """Everything that a picture shows besides the plan itself.
 
     Attributes:
-        before: the step without loops, as torch's partitioner would cut it; None where a size
-            depends on data, and where torch's partitioner cuts the step anyway.
-        after: the step as planned; None where a size depends on data.
-        pareto: plans of the same step at other budgets; empty unless asked for.
+        before: the step without chunks, as torch's partitioner would split it. None if a size
+            depends on data, or if torch's partitioner splits the planned step as well.
+        after: the step as planned; None if a size depends on data.
+        pareto: plans of the same step at other budgets; empty unless they were asked for.
     """
 
     nodes: tuple[DrawnNode, ...]
     before: MemoryTimeline | None = None
     after: MemoryTimeline | None = None
     pareto: tuple[ParetoPoint, ...] = ()
+
+    def timelines(self) -> list[tuple[str, MemoryTimeline]]:
+        """The timelines that are known, each with its title: as planned, then without chunks."""
+        titled = [("mst: the step as planned", self.after), ("without chunks", self.before)]
+        return [(title, timeline) for title, timeline in titled if timeline is not None]
+
+
+def fused_nodes(outcome: Outcome) -> frozenset[str]:
+    """Nodes that run in the forward as parts of fused loops, or before them in their preludes.
+
+    Nodes of the backward are among them: a fused loop computes gradients in the forward.
+    """
+    fused = [region for region in outcome.regions if region.mode == FUSED]
+    members = {name for region in fused for name, _ in region.members}
+    preludes = {name for region in fused for loop in region.loops for name in loop.prelude}
+    return frozenset(members | preludes)

@@ -1,10 +1,11 @@
-"""Where a compiled graph's report goes on its own, besides ``mstpass.reports()``.
+"""Send each new report to the places where PyTorch users look for information.
 
-- ``TORCH_LOGS="mstpass"``: a line for each graph; ``"+mstpass"``: its report and stage timings;
-- ``TORCH_TRACE=DIR``: artifacts ``mstpass_report`` and ``mstpass_report_json``, for tlparse;
-- ``TORCH_COMPILE_DEBUG=1``: files in a folder beside those of Inductor.
+- ``TORCH_LOGS="mstpass"`` logs one line for each graph, ``"+mstpass"`` its report as well;
+- ``TORCH_TRACE=DIR`` gets the artifacts ``mstpass_report`` and ``mstpass_report_json``, which
+  tlparse shows;
+- ``TORCH_COMPILE_DEBUG=1`` gets a folder with the report's files beside Inductor's own folders.
 
-Each costs next to nothing where it is not asked for, and none can stop a compilation.
+A report that nobody asked for costs next to nothing, and a failure here never stops a compilation.
 
 Private APIs, checked with torch 2.11 and 2.13: ``torch._logging._internal.trace_structured``,
 ``torch._inductor.config.trace``, ``torch._dynamo.utils.get_debug_dir``,
@@ -22,75 +23,75 @@ from pathlib import Path
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._logging._internal import trace_structured
 
+from mstpass.byte_sizes import bytes_text
 from mstpass.errors import MissingPackageError
-from mstpass.report.drawing import loop_label
+from mstpass.report.drawing.boxes import loop_label
 from mstpass.report.report import Report
-from mstpass.report.units import bytes_text
 
 log = logging.getLogger(__name__)
 
 
-def announce(report: Report, seconds: Mapping[str, float]) -> None:
-    """Tell of a new report wherever the user asked for it.
+def publish(report: Report, stage_seconds: Mapping[str, float]) -> None:
+    """Write a new report wherever the user asked for it.
 
     Args:
-        seconds: of each stage of planning; empty for a report from beside the compile cache.
+        stage_seconds: the time of each stage of planning; empty for a report that was read from
+            beside the compile cache.
     """
-    for tell in (_log, _trace, _write_debug_files):
+    for write in (_write_log, _write_trace, _write_debug_files):
         try:
-            tell(report, seconds)
+            write(report, stage_seconds)
         except Exception as error:
-            log.warning("mstpass could not tell of a report: %s: %s", type(error).__name__, error)
+            log.warning("mstpass could not publish a report: %s: %s", type(error).__name__, error)
 
 
-def summary(report: Report, seconds: Mapping[str, float]) -> str:
-    """A line: loops, peak without and with the plan, what crosses, planning time."""
+def summary(report: Report, stage_seconds: Mapping[str, float]) -> str:
+    """One line: the loops, the peak without and with chunks, the saved bytes, the planning time."""
     loops = Counter(map(loop_label, report.regions))
-    parts = [f"{label}" + (f" (x {n})" if n > 1 else "") for label, n in loops.items()]
-    facts = ["; ".join(parts) or "nothing chunked"]
+    labels = [label + (f" (x {count})" if count > 1 else "") for label, count in loops.items()]
+    facts = ["; ".join(labels) or "nothing runs in chunks"]
     if report.peak_bytes is not None:
-        before = report.baseline_peak_bytes
-        peaks = ([bytes_text(before)] if before is not None else []) + [
-            bytes_text(report.peak_bytes)
-        ]
-        facts.append(f"peak {' -> '.join(peaks)}")
+        peaks = (report.baseline_peak_bytes, report.peak_bytes)
+        facts.append(f"peak {' -> '.join(bytes_text(p) for p in peaks if p is not None)}")
     facts.append(f"saved for backward {bytes_text(report.saved_bytes)}")
-    facts.append(f"{len(report.rejections)} not taken")
-    facts.append("from the cache" if report.cached else f"planned in {sum(seconds.values()):.2f} s")
+    facts.append(f"{len(report.rejections)} not in chunks")
+    seconds = sum(stage_seconds.values())
+    facts.append("from the compile cache" if report.cached else f"planned in {seconds:.2f} s")
     return "mst: " + " | ".join(facts)
 
 
-def _text(report: Report, seconds: Mapping[str, float]) -> str:
-    return f"{summary(report, seconds)}\n\n{report}\n"
+def _full_text(report: Report, stage_seconds: Mapping[str, float]) -> str:
+    return f"{summary(report, stage_seconds)}\n\n{report}\n"
 
 
-def _log(report: Report, seconds: Mapping[str, float]) -> None:
+def _write_log(report: Report, stage_seconds: Mapping[str, float]) -> None:
     if log.isEnabledFor(logging.INFO):
-        log.info("%s", summary(report, seconds))
+        log.info("%s", summary(report, stage_seconds))
     if log.isEnabledFor(logging.DEBUG):
-        stages = ", ".join(f"{stage} {value:.3f} s" for stage, value in seconds.items())
-        text = f"{report}\n  stages: {stages}" if stages else str(report)
+        stages = ", ".join(f"{stage} {value:.3f} s" for stage, value in stage_seconds.items())
+        text = f"{report}\n  planning time: {stages}" if stages else str(report)
         log.debug("%s", text)
 
 
-def _trace(report: Report, seconds: Mapping[str, float]) -> None:
-    """Payloads are made only where a trace is written."""
+def _write_trace(report: Report, stage_seconds: Mapping[str, float]) -> None:
+    """The payloads are functions: torch calls them only if a trace is written."""
 
     def artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-        about = {"name": name, "encoding": encoding}
-        trace_structured("artifact", metadata_fn=lambda: about, payload_fn=payload)
+        metadata = {"name": name, "encoding": encoding}
+        trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=payload)
 
-    artifact("mstpass_report", "string", lambda: _text(report, seconds))
+    artifact("mstpass_report", "string", lambda: _full_text(report, stage_seconds))
     artifact("mstpass_report_json", "json", report.json_text)
 
 
-def _write_debug_files(report: Report, seconds: Mapping[str, float]) -> None:
+def _write_debug_files(report: Report, stage_seconds: Mapping[str, float]) -> None:
     import torch._inductor.config as inductor_config
 
     if not inductor_config.trace.enabled:
         return
     folder = _debug_folder(inductor_config.trace.debug_dir)
-    (folder / "mstpass_report.txt").write_text(_text(report, seconds), encoding="utf-8")
+    text = _full_text(report, stage_seconds)
+    (folder / "mstpass_report.txt").write_text(text, encoding="utf-8")
     report.to_json(folder / "mstpass_report.json")
     if report.details is not None:
         report.to_html(folder / "mstpass_report.html")
@@ -98,12 +99,12 @@ def _write_debug_files(report: Report, seconds: Mapping[str, float]) -> None:
         try:
             (folder / "mstpass_report.dot").write_text(report.to_dot(), encoding="utf-8")
         except MissingPackageError as error:
-            log.info("%s", error)
+            log.info("no mstpass_report.dot: %s", error)
     log.info("debug files: %s", folder)
 
 
 def _debug_folder(root: str | None) -> Path:
-    """A new folder beside Inductor's, whose names begin with the graph's."""
+    """A new folder beside Inductor's, with the graph's name in front as theirs have."""
     from torch._dynamo.utils import get_debug_dir
 
     parent = Path(root or get_debug_dir()) / "torchinductor"

@@ -1,4 +1,4 @@
-"""``Report``: one compiled graph's plan, as attributes, text and JSON."""
+"""``Report``: one compiled graph's plan as attributes, text, JSON, HTML and pictures."""
 
 from __future__ import annotations
 
@@ -9,64 +9,64 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from mstpass.byte_sizes import bytes_text
 from mstpass.errors import UserError
 from mstpass.report.data import ReportData
 from mstpass.report.details import Details
-from mstpass.report.details_json import from_columns
-from mstpass.report.dot import render, to_dot
+from mstpass.report.drawing.dot import render, to_dot
 from mstpass.report.html import page
-from mstpass.report.memory_timelines import PICKLE_PROTOCOL, memory_snapshot, perfetto_trace
-from mstpass.report.outcome_json import outcome_from
-from mstpass.report.text import lines
-from mstpass.report.units import bytes_text
+from mstpass.report.json_format import details_from_json, outcome_from_json
+from mstpass.report.memory_viz import PICKLE_PROTOCOL, memory_snapshot
+from mstpass.report.perfetto import perfetto_trace
+from mstpass.report.text import report_lines
 
 
 class NoDetails(UserError):
-    """A report that cannot be drawn: it knows what was decided, but not of which graph."""
+    """A report that cannot be drawn: it has the plan, but not the nodes of the graph."""
 
 
 class Report(ReportData):
     """What mstpass decided for one graph: its data, text, JSON, HTML and pictures."""
 
     def with_outcome(self, **changes: Any) -> Report:
-        """The same with other fields of its outcome."""
+        """A copy of the report with some fields of its outcome changed."""
         return Report(dataclasses.replace(self.outcome, **changes), self.cached, self.details)
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to ``path``, a line for each field; ``Report.from_json`` reads it."""
+        """Write the report to ``path``, one field a line; ``Report.from_json`` reads it."""
         Path(path).write_text(self.json_text(), encoding="utf-8")
 
     def json_text(self) -> str:
-        """What `to_json` writes."""
-        rows = (f"{json.dumps(key)}: {_dumped(value)}" for key, value in self.to_dict().items())
+        """The text that `to_json` writes."""
+        rows = (f"{json.dumps(key)}: {_json(value)}" for key, value in self.to_dict().items())
         return "{\n" + ",\n".join(rows) + "\n}\n"
 
     def to_html(self, path: str | os.PathLike[str], title: str = "mstpass report") -> None:
         """Write the report to ``path`` as one page that a browser opens from disk, offline.
 
-        The joint graph and the memory over time are on it where the report has ``details``.
+        The page shows the joint graph and the memory over time if the report has ``details``.
         """
         with open(path, "w", encoding="utf-8", errors="xmlcharrefreplace") as file:
             file.write(page(self, str(self), title))
 
     @staticmethod
     def from_json(path: str | os.PathLike[str], cached: bool = False) -> Report:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-        details = data.get("details")
-        return Report(outcome_from(data), cached, from_columns(details) if details else None)
+        """Read a report that `to_json` wrote, also by an older version of mstpass."""
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        details = details_from_json(data["details"]) if data.get("details") else None
+        return Report(outcome_from_json(data), cached, details)
 
     # ---- pictures ------------------------------------------------------------------------------
     def to_dot(self, fold: str = "auto") -> str:
-        """The plan as Graphviz's DOT text: forward, backward, and what crosses between them.
+        """The plan as Graphviz's DOT text: forward, backward, and the values that are saved.
 
         Args:
-            fold: ``"none"``: every node; ``"module"``: the nodes of a module as one; ``"auto"``: so
-                for large graphs, and equal layers drawn once.
+            fold: ``"none"`` draws every node; ``"module"`` draws the nodes of a module as one box;
+                ``"auto"`` does so for large graphs, and draws equal layers once.
 
         Raises:
             MissingPackageError: without the ``graphviz`` package.
-            NoDetails: the report is without ``details``.
+            NoDetails: the report has no ``details``.
             ValueError: an unknown ``fold``.
         """
         return to_dot(self, self._known_details(), fold)
@@ -80,21 +80,21 @@ class Report(ReportData):
         self._render("png", path, fold)
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> None:
-        """Write memory over time, with and without the plan, for https://ui.perfetto.dev.
+        """Write memory over time, as planned and without chunks, for https://ui.perfetto.dev.
 
         Raises:
-            NoDetails: the report is without ``details``.
+            NoDetails: the report has no ``details``.
         """
         trace = perfetto_trace(self.outcome, self._known_details())
-        Path(path).write_text(_dumped(trace), encoding="utf-8")
+        Path(path).write_text(_json(trace), encoding="utf-8")
 
     def to_memory_viz(self, path: str | os.PathLike[str]) -> None:
         """Write memory over time for https://pytorch.org/memory_viz: a pickle of plain data.
 
-        Device 0 is the step as planned, device 1 the step without loops.
+        Device 0 is the step as planned, device 1 the step without chunks.
 
         Raises:
-            NoDetails: the report is without ``details``.
+            NoDetails: the report has no ``details``.
         """
         snapshot = memory_snapshot(self._known_details())
         Path(path).write_bytes(pickle.dumps(snapshot, protocol=PICKLE_PROTOCOL))
@@ -105,13 +105,14 @@ class Report(ReportData):
     def _known_details(self) -> Details:
         if self.details is None:
             raise NoDetails(
-                "this report has no details to draw: an error left the graph to Inductor, or the "
-                "report was written by an older version; compile or explain the step again"
+                "this report cannot be drawn, because it has the plan but not the graph: an error "
+                "made mstpass leave the graph to Inductor, or an older version wrote the report. "
+                "Compile or explain the step again"
             )
         return self.details
 
     def __str__(self) -> str:
-        return "\n".join(lines(self))
+        return "\n".join(report_lines(self))
 
     def __repr__(self) -> str:
         return (
@@ -120,5 +121,5 @@ class Report(ReportData):
         )
 
 
-def _dumped(value: Any) -> str:
+def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), default=sorted)

@@ -1,7 +1,8 @@
 """The reports of this process, and of graphs that come from a compile cache.
 
-A cache hit does not run the partitioner, so a report is also written beside Inductor's cache, under
-a key made of what Dynamo captured; a hit reads it back. Clearing the cache clears both.
+A cache hit does not run the partitioner and so makes no report. Therefore each new report is also
+written beside Inductor's cache, under a key made from the graph that Dynamo captured, and a hit
+reads it back. Clearing the cache clears both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from mstpass.report.publish import announce
+from mstpass.report.publish import publish
 from mstpass.report.report import Report
 
 log = logging.getLogger(__name__)
@@ -32,18 +33,24 @@ def reports() -> list[Report]:
 
 
 def keep(report: Report, seconds: Mapping[str, float] | None = None) -> None:
-    """Keep a report in memory and announce it; ``seconds`` of each stage of planning."""
+    """Keep a report in memory and publish it (publish.py).
+
+    Args:
+        seconds: the time of each stage of planning.
+    """
     _REPORTS.append(report)
-    announce(report, seconds or {})
+    publish(report, seconds or {})
 
 
 def add(
     report: Report, key: str, path: str | None = None, seconds: Mapping[str, float] | None = None
 ) -> None:
-    """Keep a new report: in memory, beside the compile cache, and at the user's path; announce it.
+    """Keep and publish a new report; write it beside the compile cache and to the user's path.
 
     Args:
-        seconds: of each stage of planning.
+        key: from `graph_key`.
+        path: of the option ``report``; a number is added to it if the file exists.
+        seconds: the time of each stage of planning.
     """
     keep(report, seconds)
     _write(report, _file(key))
@@ -57,7 +64,7 @@ def add(
 
 
 def recall(key: str) -> Report | None:
-    """The report of a graph that the compile cache may have, where it lies beside it."""
+    """The report that an earlier process wrote beside the compile cache; None if there is none."""
     try:
         return Report.from_json(_file(key), cached=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -66,7 +73,13 @@ def recall(key: str) -> Report | None:
 
 
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], salt: str) -> str:
-    """Names a Dynamo graph across processes: its code, its inputs' metadata, the modes in force."""
+    """The same text for the same Dynamo graph in every process.
+
+    It is a hash of the graph's code, the metadata of its inputs, and the grad and autocast modes.
+
+    Args:
+        salt: further text that the report depends on, such as the options.
+    """
     digest = hashlib.sha256(salt.encode())
     digest.update(gm.code.encode())
     for value in inputs:
@@ -89,7 +102,7 @@ def _file(key: str) -> Path:
 
 
 def _write(report: Report, path: Path) -> None:
-    """Whole or not at all; a report that cannot be written must not stop a compilation."""
+    """Write the whole file or nothing. A failure is logged and does not stop a compilation."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")

@@ -1,4 +1,9 @@
-"""A report as text, within one screen however deep the model: equal layers are one line."""
+"""A report as text that fits one screen, however deep the model: equal layers share one line.
+
+The parts, from top to bottom: the peak memory, what runs in chunks, what does not and why, what
+forward saves for backward, what is in memory at the peak, and notes. Each part lists its largest
+items first; the report shows as many items of each part as keep it within ``_MOST_LINES``.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,9 @@ import dataclasses
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
+from mstpass.byte_sizes import bytes_text
 from mstpass.plans import ChunkPlan, Rejection
 from mstpass.problem.problem import LOOP, is_loop
 from mstpass.report.data import ReportData
@@ -20,218 +26,250 @@ from mstpass.report.details import (
     Life,
     MemoryTimeline,
 )
-from mstpass.report.fold_layers import folded, grouped, layers
-from mstpass.report.units import bytes_text
+from mstpass.report.layer_paths import fold_numbers, group_by, join_layers
 
-_LINES = 40  # of the whole report
-_SHOWN = (7, 6, 5, 4, 3, 2, 1)  # items of each kind: the first with which it fits
+_MOST_LINES = 40  # of the whole report
+_MOST_ITEMS = (7, 6, 5, 4, 3, 2, 1)  # of each part: the first number with which the report fits
+_MOST_REJECTIONS, _MOST_RULES = 4, 3
 _WIDTH = 110
-_DEPTH = 3  # parts of a module's path that are told apart
+_MODULE_DEPTH = 3  # parts of a module's path by which saved values are added up
+_LEAST_PEAK_SHARE = 0.01  # buffers below this share of the peak are added up as "others"
+
+Nodes = Mapping[str, DrawnNode]
 
 
-def lines(report: ReportData) -> list[str]:
+def report_lines(report: ReportData) -> list[str]:
+    """The lines of ``str(report)``."""
     nodes = {node.name: node for node in report.details.nodes} if report.details else {}
-    found: list[str] = []
-    for shown in _SHOWN:
-        found = [
-            "mstpass report" + (" (graph from the compile cache)" if report.cached else ""),
-            *_peak(report),
-            *_regions(report, nodes, shown),
-            *_rejections(report.rejections, nodes, min(shown, 4)),
-            *_crossing(report, nodes, shown),
-            *_reconstructed(report),
-            *_at_peak(report, nodes, shown),
-            *(line for note in report.outcome.notes[:shown] for line in _wrapped("  note: ", note)),
+    lines: list[str] = []
+    for most in _MOST_ITEMS:
+        lines = [
+            f"mstpass report{' (graph from the compile cache)' if report.cached else ''}",
+            *_peak_lines(report),
+            *_region_lines(report.regions, nodes, most),
+            *_rejection_lines(report.rejections, nodes, min(most, _MOST_REJECTIONS)),
+            *_saved_lines(report, nodes, most),
+            *_reconstructed_lines(report),
+            *_at_peak_lines(report, nodes, most),
+            *(line for note in report.outcome.notes[:most] for line in _wrap("  note: ", note)),
         ]
-        if len(found) <= _LINES:
+        if len(lines) <= _MOST_LINES:
             break
-    return found
+    return lines
 
 
-def _wrapped(label: str, text: str) -> list[str]:
-    """What stands in backquotes stays on one line."""
-    kept = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
-    rows = textwrap.wrap(kept, _WIDTH - len(label), break_long_words=False, break_on_hyphens=False)
-    rows = [row.replace("\0", " ") for row in rows]
-    return [(label if i == 0 else " " * len(label)) + row for i, row in enumerate(rows)]
-
-
-def _peak(report: ReportData) -> list[str]:
+def _peak_lines(report: ReportData) -> list[str]:
     if report.peak_bytes is None:
         return []
-    how = "simulated" if report.outcome.scheduled_peak_bytes is None else "scheduled"
-    line = f"  {how} peak of forward and backward: {bytes_text(report.peak_bytes)}"
+    is_simulated = report.outcome.scheduled_peak_bytes is None
+    how = "simulated" if is_simulated else "by Inductor's schedule"
+    line = f"  peak memory: {bytes_text(report.peak_bytes)} ({how})"
     if report.baseline_peak_bytes is not None and report.extra_time is not None:
         line += (
-            f"; without loops {bytes_text(report.baseline_peak_bytes)}; "
-            f"estimated extra time {100 * report.extra_time:.1f} %"
+            f", {bytes_text(report.baseline_peak_bytes)} without chunks; "
+            f"estimated extra time: {100 * report.extra_time:.1f} %"
         )
     return [line]
 
 
-# ---- regions and rejections --------------------------------------------------------------------
-def _regions(report: ReportData, nodes: dict[str, DrawnNode], shown: int) -> list[str]:
-    if not report.regions:
-        return ["  nothing was chunked: the graph compiles as Inductor would compile it"]
-    groups = grouped(report.regions, lambda r: (_run(r), folded(r.source), r.note))
-    lines = ["  in chunks:"]
-    for group in groups[:shown]:
+# ---- what runs in chunks -----------------------------------------------------------------------
+def _region_lines(regions: Sequence[ChunkPlan], nodes: Nodes, most: int) -> list[str]:
+    """Two lines for each group of equal regions: how it runs, and where it is in the model."""
+    if not regions:
+        return ["  nothing runs in chunks"]
+    groups = group_by(regions, lambda r: (_chunks_text(r), fold_numbers(r.source), r.note))
+    names = [_with_count(group[0].kind, group) for group in groups[:most]]
+    width = max(map(len, names))
+    lines = ["  runs in chunks:"]
+    for name, group in zip(names, groups[:most], strict=True):
         first = group[0]
-        lines.append(f"    {_times(first.kind, group)}  {_run(first)}")
-        lines.append(f"      {_where((r.source for r in group), _line_of(first, nodes))}")
+        lines.append(f"    {name:{width}}  {first.mode:<9}  {_chunks_text(first)}")
+        place = _place(join_layers(r.source for r in group), _source_line(first, nodes))
+        lines.append(f"      {place}".rstrip())
         if first.note:
-            lines += _wrapped("      note: ", first.note)
-    return lines + _more(groups, shown)
+            lines += _wrap("      note: ", first.note)
+    return lines + _more_line(groups, most)
 
 
-def _run(region: ChunkPlan) -> str:
-    chunks = f"{region.num_chunks} chunks of {region.chunk_tokens} of {region.num_tokens} tokens"
+def _chunks_text(region: ChunkPlan) -> str:
+    chunks = f"{region.num_tokens} tokens in {region.num_chunks} chunks of {region.chunk_tokens}"
     if region.symbolic:
-        chunks = f"chunks of up to {region.chunk_tokens} tokens ({region.num_tokens} when traced)"
-    return (
-        f"{region.mode:<9}  {chunks}, "
-        f"{bytes_text(region.bytes_before)} -> {bytes_text(region.bytes_after)}"
-    )
+        chunks = f"{region.num_tokens} tokens when traced, in chunks of up to {region.chunk_tokens}"
+    before, after = bytes_text(region.bytes_before), bytes_text(region.bytes_after)
+    return f"{chunks}; {before} of large values -> {after}"
 
 
-def _line_of(region: ChunkPlan, nodes: dict[str, DrawnNode]) -> str:
-    """Of its largest matrix product in the forward."""
+def _source_line(region: ChunkPlan, nodes: Nodes) -> str:
+    """The user's line with the region's largest matrix product of the forward."""
     members = [nodes[name] for name, _ in region.members if name in nodes]
     products = [n for n in members if n.phase != BACKWARD and n.op in ("mm", "addmm", "bmm")]
     return max(products, key=lambda node: node.bytes).source if products else ""
 
 
-def _rejections(
-    rejections: Sequence[Rejection], nodes: dict[str, DrawnNode], shown: int
-) -> list[str]:
+# ---- what does not run in chunks ---------------------------------------------------------------
+def _rejection_lines(rejections: Sequence[Rejection], nodes: Nodes, most: int) -> list[str]:
+    """For each group of equal rejections: the part, why it is whole, and what to change."""
     if not rejections:
         return []
-    groups = grouped(rejections, lambda r: (r.reason, r.fix, folded(r.source)))
+    groups = group_by(rejections, lambda r: (r.reason, r.fix, fold_numbers(r.source)))
     groups.sort(key=lambda group: -sum(r.bytes for r in group))
-    lines = ["  not in chunks:"]
-    for group in groups[:shown]:
+    lines = ["  does not run in chunks:"]
+    for group in groups[:most]:
         first = group[0]
         line = nodes[first.node].source if first.node in nodes else ""
-        name = _times(layers(r.source for r in group) or first.node, group)
+        name = _with_count(join_layers(r.source for r in group) or first.node, group)
         size = f", {bytes_text(first.bytes)}" if first.bytes else ""
         each = " each" if size and len(group) > 1 else ""
-        at = f", at {first.node}" + (f" in {line}" if line else "") if line else ""
+        at = f", at {first.node} in {line}" if line else ""
         lines.append(f"    {name}{size}{each}{at}")
-        lines += _wrapped("      why: ", first.reason)
+        lines += _wrap("      why: ", first.reason)
         if first.fix:
-            lines += _wrapped("      fix: ", first.fix)
-    return lines + _more(groups, shown)
+            lines += _wrap("      fix: ", first.fix)
+    return lines + _more_line(groups, most)
 
 
-def _times(name: str, group: Sequence[object]) -> str:
-    return f"{name} x {len(group)}" if len(group) > 1 else name
-
-
-def _where(sources: Iterable[str], line: str) -> str:
-    where = layers(sources)
-    return ", ".join(dict.fromkeys(filter(None, (where, line))))
-
-
-# ---- what crosses ------------------------------------------------------------------------------
+# ---- what forward saves for backward -----------------------------------------------------------
 @dataclasses.dataclass
-class _Crossing:
-    saved_bytes: int = 0
-    recomputed_bytes: int = 0
-    reconstructed_bytes: int = 0
+class _ModuleBytes:
+    """Of one module's forward values that backward uses: the bytes by fate."""
+
+    saved: int = 0
+    recomputed: int = 0
+    reconstructed: int = 0
 
 
-def _crossing(report: ReportData, nodes: dict[str, DrawnNode], shown: int) -> list[str]:
+def _saved_lines(report: ReportData, nodes: Nodes, most: int) -> list[str]:
+    """The saved bytes, and a table of what each module saves, recomputes and reconstructs."""
     plan = report.outcome.save_plan
     if plan is None:
         return []
     count = f"{len(plan.saved)} value{'s' if len(plan.saved) != 1 else ''}"
-    lines = [f"  saved for backward: {count}, {bytes_text(plan.saved_bytes)} ({plan.solver})"]
+    size = bytes_text(plan.saved_bytes)
+    lines = [f"  saved for backward: {count}, {size} (chosen by {plan.solver})"]
     if plan.nested:
-        lines += _wrapped(
-            "  nested: ",
-            f"{len(plan.nested)} values are recomputed from these in passes of their own; what "
-            "they come from runs three times",
+        lines += _wrap(
+            "  nested recomputation: ",
+            f"backward recomputes {len(plan.nested)} values first, each in a pass of its own; the "
+            "ops of these passes run three times in a step",
         )
-    rows: dict[str, _Crossing] = {}
-    for value in plan.saved:
-        node = nodes.get(value.value)
-        rows.setdefault(_module(node, value.source), _Crossing()).saved_bytes += value.bytes
-    for node in nodes.values():
-        if node.fate == RECOMPUTED:
-            rows.setdefault(_module(node), _Crossing()).recomputed_bytes += node.bytes
-        elif node.fate == RECONSTRUCTED:
-            rows.setdefault(_module(node), _Crossing()).reconstructed_bytes += node.bytes
-    ranked = sorted(rows.items(), key=lambda row: (-row[1].saved_bytes, -row[1].recomputed_bytes))
-    if ranked:
-        width = max(len(name) for name, _ in ranked[:shown])
+    rows = _bytes_by_module(report, nodes)
+    if rows:
+        width = max(len(name) for name, _ in rows[:most])
         lines.append(f"    {'':{width}} {SAVED:>12} {RECOMPUTED:>12} {RECONSTRUCTED:>13}")
-    for name, row in ranked[:shown]:
+    for name, row in rows[:most]:
         cells = [bytes_text(size) if size else "-" for size in dataclasses.astuple(row)]
         lines.append(f"    {name:{width}} {cells[0]:>12} {cells[1]:>12} {cells[2]:>13}")
-    return lines + _more(ranked, shown)
+    return lines + _more_line(rows, most)
 
 
-def _module(node: DrawnNode | None, otherwise: str = "") -> str:
-    path = folded(node.module, _DEPTH) if node is not None else folded(otherwise, _DEPTH)
+def _bytes_by_module(report: ReportData, nodes: Nodes) -> list[tuple[str, _ModuleBytes]]:
+    """By module, with equal layers added up; the module that saves most comes first."""
+    rows: dict[str, _ModuleBytes] = {}
+    for value in report.saved:
+        name = _module_name(nodes.get(value.value), value.source)
+        rows.setdefault(name, _ModuleBytes()).saved += value.bytes
+    for node in nodes.values():
+        if node.fate == RECOMPUTED:
+            rows.setdefault(_module_name(node), _ModuleBytes()).recomputed += node.bytes
+        elif node.fate == RECONSTRUCTED:
+            rows.setdefault(_module_name(node), _ModuleBytes()).reconstructed += node.bytes
+    return sorted(rows.items(), key=lambda row: (-row[1].saved, -row[1].recomputed))
+
+
+def _module_name(node: DrawnNode | None, source: str = "") -> str:
+    """The node's module, or else the value's ``source``; equal layers have the same name."""
+    path = fold_numbers(node.module if node is not None else source, _MODULE_DEPTH)
     return path or (node.source if node is not None else "") or "elsewhere"
 
 
-def _reconstructed(report: ReportData) -> list[str]:
-    """By rule, as layers repeat."""
+def _reconstructed_lines(report: ReportData) -> list[str]:
+    """What reconstruction gains, by rule."""
     if not report.reconstructed:
         return []
-    won = sum(item.bytes for item in report.reconstructed)
+    gained = sum(item.bytes for item in report.reconstructed)
     rules = Counter((item.rule, item.grade) for item in report.reconstructed)
-    told = "; ".join(f"{n} by {rule}, {grade}" for (rule, grade), n in rules.most_common(3))
-    first = max(report.reconstructed, key=lambda item: item.bytes)
-    where = f" ({first.source})" if first.source else ""
-    return _wrapped(
-        f"  reconstructed, {bytes_text(won)} less: ", f"{told}; largest: {first.node}{where}"
+    counts = "; ".join(
+        f"{count} by {rule} ({grade})" for (rule, grade), count in rules.most_common(_MOST_RULES)
+    )
+    largest = max(report.reconstructed, key=lambda item: item.bytes)
+    place = f" ({largest.source})" if largest.source else ""
+    return _wrap(
+        f"  reconstruction saves {bytes_text(gained)} less: ",
+        f"{counts}; the largest value is {largest.node}{place}",
     )
 
 
-# ---- the peak ----------------------------------------------------------------------------------
-def _at_peak(report: ReportData, nodes: dict[str, DrawnNode], shown: int) -> list[str]:
+# ---- what is in memory at the peak -------------------------------------------------------------
+def _at_peak_lines(report: ReportData, nodes: Nodes, most: int) -> list[str]:
     after = report.details.after if report.details else None
     if after is None or not after.bytes:
         return []
     moment = after.bytes.index(after.peak_bytes)
-    runs = nodes.get(after.moments[moment].removeprefix(LOOP))
+    running = nodes.get(after.moments[moment].removeprefix(LOOP))
     phase = "forward" if moment < after.first_backward else "backward"
-    where = _where([runs.module], runs.source) if runs else ""
-    lines = [f"  at the peak, in the {phase}" + (f", {where}" if where else "") + ":"]
-    groups = grouped(after.alive_at(moment), lambda life: _holds(life, after, nodes))
-    groups.sort(key=lambda group: -_total(group))
-    shown = min(shown, sum(100 * _total(group) >= after.peak_bytes for group in groups))
-    for group in groups[:shown]:
-        what, module, source = _holds(group[0], after, nodes)
-        number = f" x {len(group)}" if len(group) > 1 else ""
-        place = ", ".join(filter(None, (module, source)))
-        lines.append(f"    {bytes_text(_total(group)):>10}  {what}{number}  {place}".rstrip())
-    rest = groups[shown:]
+    place = _place(running.module, running.source) if running else ""
+    lines = [f"  in memory at the peak, in {phase}" + (f" at {place}" if place else "") + ":"]
+    groups = group_by(after.alive_at(moment), lambda life: _describe(life, after, nodes))
+    groups.sort(key=lambda group: -_sum_bytes(group))
+    least = _LEAST_PEAK_SHARE * after.peak_bytes
+    most = min(most, sum(_sum_bytes(group) >= least for group in groups))
+    kinds = [_with_count(_describe(group[0], after, nodes)[0], group) for group in groups[:most]]
+    width = max(map(len, kinds), default=0)
+    for kind, group in zip(kinds, groups[:most], strict=True):
+        _, module, source = _describe(group[0], after, nodes)
+        size = bytes_text(_sum_bytes(group))
+        lines.append(f"    {size:>10}  {kind:{width}}  {_place(module, source)}".rstrip())
+    rest = groups[most:]
     if rest:
-        left = sum(_total(group) for group in rest)
-        lines.append(f"    {bytes_text(left):>10}  in {sum(map(len, rest))} others")
+        size = bytes_text(sum(map(_sum_bytes, rest)))
+        lines.append(f"    {size:>10}  in {sum(map(len, rest))} others")
     return lines
 
 
-def _total(group: Sequence[Life]) -> int:
-    return sum(life.bytes for life in group)
+def _sum_bytes(lives: Sequence[Life]) -> int:
+    return sum(life.bytes for life in lives)
 
 
-def _holds(life: Life, timeline: MemoryTimeline, nodes: dict[str, DrawnNode]) -> tuple[str, ...]:
-    """What a buffer is, and where it comes from."""
+def _describe(life: Life, timeline: MemoryTimeline, nodes: Nodes) -> tuple[str, str, str]:
+    """What a buffer holds, and the module and the line that it comes from."""
     node = nodes.get(life.node.removeprefix(LOOP))
-    module = folded(node.module) if node else ""
+    module = fold_numbers(node.module) if node else ""
     source = node.source if node else life.node
-    if life.transient:
-        return "one chunk" if is_loop(life.node) else "workspace", module, source
-    if node is not None and node.phase == BACKWARD:
-        return "gradient", module, source
     crosses = life.start < timeline.first_backward < life.end
-    again = life.start >= timeline.first_backward
-    return "saved" if crosses else "computed again" if again else "value", module, source
+    if life.transient:
+        kind = "chunk of a loop" if is_loop(life.node) else "workspace"
+    elif node is not None and node.phase == BACKWARD:
+        kind = "gradient"
+    elif crosses:
+        kind = "saved value"
+    else:
+        kind = "recomputed value" if life.start >= timeline.first_backward else "temporary value"
+    return kind, module, source
 
 
-def _more(items: Sequence[object], shown: int) -> list[str]:
-    return [f"    ... and {len(items) - shown} more"] if len(items) > shown else []
+# ---- words -------------------------------------------------------------------------------------
+def _wrap(label: str, text: str) -> list[str]:
+    """Lines within the screen's width, indented below the label. Code in backquotes is not cut."""
+    unbroken = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    rows = textwrap.wrap(
+        unbroken,
+        _WIDTH,
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [row.replace("\0", " ") for row in rows]
+
+
+def _with_count(name: str, group: Sequence[object]) -> str:
+    return f"{name} x {len(group)}" if len(group) > 1 else name
+
+
+def _place(*parts: str) -> str:
+    """``head, models.py:202`` of a module and a line; an unknown part is left out."""
+    return ", ".join(dict.fromkeys(filter(None, parts)))
+
+
+def _more_line(items: Sequence[object], most: int) -> list[str]:
+    return [f"    ... and {len(items) - most} more"] if len(items) > most else []

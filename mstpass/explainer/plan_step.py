@@ -30,7 +30,7 @@ from mstpass.explainer.pareto import pareto_points
 from mstpass.memory.device_budget import with_device_budget
 from mstpass.options import OptionError, Options
 from mstpass.regions.advice import is_output
-from mstpass.report.build_details import details_of
+from mstpass.report.collect_details import collect_details
 from mstpass.report.report import Report
 from mstpass.tracing.joint_graphs import NoJointGraph, Take, cause_of, trace_each, trace_joint
 
@@ -173,7 +173,7 @@ def _planner(
 
     def take(module: fx.GraphModule, torch_kwargs: dict[str, Any]) -> Report:
         result = _planned(module, chosen[0], torch_kwargs)
-        details = details_of(result)
+        details = collect_details(result)
         if details is not None and pareto:
             points = pareto_points(result, module, chosen[0], torch_kwargs["num_fwd_outputs"])
             details = dataclasses.replace(details, pareto=points)

@@ -12,7 +12,7 @@ from torch import fx
 from mstpass import pipeline
 from mstpass.bench.models import Llama, LlamaSize
 from mstpass.options import Options
-from mstpass.report.build_details import details_of
+from mstpass.report.collect_details import collect_details
 from mstpass.report.details import BACKWARD, FATES, Details, MemoryTimeline
 from mstpass.tracing.joint_graphs import at_joint
 
@@ -44,7 +44,7 @@ def free() -> pipeline.Result:
 
 @pytest.fixture(scope="module")
 def details(free: pipeline.Result) -> Details:
-    found = details_of(free)
+    found = collect_details(free)
     assert found is not None
     return found
 
@@ -59,7 +59,7 @@ def test_timelines_are_the_reported_memory(free: pipeline.Result, details: Detai
 
 def test_a_budget_s_timeline(free: pipeline.Result) -> None:
     result = planned(memory_budget=0.0)
-    details = details_of(result)
+    details = collect_details(result)
     assert details is not None and details.after is not None
     check_bytes(details.after)
     assert details.after.peak_bytes == result.outcome.peak_bytes

@@ -1,8 +1,8 @@
-"""``Details`` of a planned graph: its nodes by name, place and fate, and its memory over time.
+"""The details of a planned graph: its nodes with their places and fates, and its memory over time.
 
-The memory timelines speak of more than the joint graph's nodes: a loop goes by ``"loop:"`` and the
-first node that it returns, as in the partition problem. What a plan adds, such as a mask packed
-into bits, has a name of its own.
+The final forward and backward have more names than the joint graph. A loop is named ``"loop:"``
+and the first node that it returns, as in the partition problem; a value that the plan adds, such
+as a mask packed into bits, has a name of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mstpass.graph.sizes import hint_numel, hint_shape, is_size
 from mstpass.graph.source import Place, Places
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.pipeline import Result
-from mstpass.plans import FUSED
+from mstpass.plans import Outcome
 from mstpass.report.details import (
     BACKWARD,
     FORWARD,
@@ -31,36 +31,41 @@ from mstpass.report.details import (
     DrawnNode,
     Life,
     MemoryTimeline,
+    fused_nodes,
 )
 from mstpass.torch_internals.op_types import OpOverload
 
 
-def details_of(result: Result) -> Details | None:
-    """Of a finished run of the pipeline; None of one that stopped before there were two graphs."""
+def collect_details(result: Result) -> Details | None:
+    """The details of a finished run of the pipeline; None if it stopped before the split."""
     if result.read is None or result.applied is None or result.modules is None:
         return None
-    names = result.applied.old_names()
+    joint_names = result.applied.old_names()
     for node in result.modules[1].graph.nodes:
         original = original_of(node.name)
         if original != node.name:
-            names[node.name] = names.get(original, original)
+            joint_names[node.name] = joint_names.get(original, original)
     return Details(
-        nodes=drawn_nodes(result, result.read, names, result.modules),
-        before=memory_timeline(result.before, {}) if result.before else None,
-        after=memory_timeline(result.after, names) if result.after else None,
+        nodes=_drawn_nodes(result.outcome, result.read, joint_names, result.modules),
+        before=_memory_timeline(result.before, {}) if result.before else None,
+        after=_memory_timeline(result.after, joint_names) if result.after else None,
     )
 
 
 # ---- nodes -------------------------------------------------------------------------------------
-def drawn_nodes(
-    result: Result, joint: JointGraph, names: Mapping[str, str], modules: Modules
+def _drawn_nodes(
+    outcome: Outcome, joint: JointGraph, joint_names: Mapping[str, str], modules: Modules
 ) -> tuple[DrawnNode, ...]:
-    """All nodes but the output, in the graph's order."""
+    """All nodes but the output, in the graph's order.
+
+    Args:
+        joint_names: nodes of the final graphs -> the nodes of the joint graph that they are.
+    """
     region_of: dict[str, int] = {}
-    for number, region in enumerate(result.outcome.regions):
+    for number, region in enumerate(outcome.regions):
         for name, _ in region.members:
             region_of.setdefault(name, number)
-    fates = _fates(result, joint, names, modules)
+    fates = _fates(outcome, joint, joint_names, modules)
     places = Places(joint)
     return tuple(
         _drawn(
@@ -80,7 +85,7 @@ def _drawn(node: fx.Node, phase: str, place: Place, fate: str, region: int) -> D
     largest = max(tensors, key=hint_numel, default=None)
     return DrawnNode(
         name=node.name,
-        op=_op(node),
+        op=_op_name(node),
         phase=phase,
         module=place.module,
         source=place.line,
@@ -93,8 +98,8 @@ def _drawn(node: fx.Node, phase: str, place: Place, fate: str, region: int) -> D
     )
 
 
-def _op(node: fx.Node) -> str:
-    """``mm`` of ``aten.mm.default``."""
+def _op_name(node: fx.Node) -> str:
+    """``mm`` for ``aten.mm.default``."""
     if node.op == "placeholder":
         return "input"
     target = node.target
@@ -104,48 +109,50 @@ def _op(node: fx.Node) -> str:
 
 
 def _fates(
-    result: Result, joint: JointGraph, names: Mapping[str, str], modules: Modules
+    outcome: Outcome, joint: JointGraph, joint_names: Mapping[str, str], modules: Modules
 ) -> dict[str, str]:
-    """How backward has what it uses of the forward. Views have none: they hold no bytes."""
-    plan = result.outcome.save_plan
+    """How backward gets each forward value that it uses. Views have no fate: they hold no bytes."""
+    plan = outcome.save_plan
     saved = {value.value for value in plan.saved} if plan else set()
-    other = {names.get(r.node, r.node) for r in plan.reconstructed} if plan else set()
-    fused = [region for region in result.outcome.regions if region.mode == FUSED]
-    early = {name for region in fused for name, _ in region.members}
-    early |= {name for region in fused for loop in region.loops for name in loop.prelude}
-    again = _run_in(modules[1], names)
-    for region in result.outcome.regions:
+    reconstructed = {joint_names.get(r.node, r.node) for r in plan.reconstructed} if plan else set()
+    in_forward = fused_nodes(outcome)
+    recomputed = _nodes_run_by(modules[1], joint_names)
+    for region in outcome.regions:
         for loop in region.loops:
             if loop.phase == BACKWARD:
-                again.update(loop.members)
+                recomputed.update(loop.members)
     fates: dict[str, str] = {}
     for node in reversed(joint.nodes):
-        inputs = {operand.name for operand in node.all_input_nodes}
-        if node in joint.backward and node.name not in early:
-            again |= inputs if other else set()
-        elif node.name in other:
+        # Values that depend on reconstructed ones have new names in backward. If the plan
+        # reconstructs, a value counts as recomputed if backward reads it without it being saved.
+        read = {operand.name for operand in node.all_input_nodes} if reconstructed else set()
+        if node in joint.backward and node.name not in in_forward:
+            recomputed |= read
+        elif node.name in reconstructed:
             fates[node.name] = RECONSTRUCTED
         elif node.name in saved:
             fates[node.name] = SAVED
-        elif node.name in again and node.op == "call_function" and node not in joint.backward:
-            # What follows from reconstructed values is written anew, under other names: of such a
-            # plan, backward computes all that it reads and does not get.
-            again |= inputs if other else set()
+        elif node.name in recomputed and node.op == "call_function" and node not in joint.backward:
+            recomputed |= read
             if not (shares_storage(node) or is_size(node) or op_table.is_constant(node)):
                 fates[node.name] = RECOMPUTED
     return fates
 
 
-def _run_in(module: fx.GraphModule, names: Mapping[str, str]) -> set[str]:
-    return {names.get(n.name, n.name) for n in module.graph.nodes if n.op == "call_function"}
+def _nodes_run_by(module: fx.GraphModule, joint_names: Mapping[str, str]) -> set[str]:
+    ops = (node for node in module.graph.nodes if node.op == "call_function")
+    return {joint_names.get(node.name, node.name) for node in ops}
 
 
 # ---- memory ------------------------------------------------------------------------------------
-def memory_timeline(memory: StepMemory, names: Mapping[str, str]) -> MemoryTimeline:
-    """Forward and backward as one; ``names``: by which nodes go instead of their own."""
+def _memory_timeline(memory: StepMemory, joint_names: Mapping[str, str]) -> MemoryTimeline:
+    """Forward and backward as one timeline.
+
+    A buffer that is alive at the end of forward and at the start of backward becomes one life.
+    """
     first = len(memory.forward.moments)
     moments = (*memory.forward.moments, *memory.backward.moments)
-    crossing: dict[tuple[str, int], int] = {}  # start of what lives to the forward's end
+    crossing: dict[tuple[str, int], int] = {}  # (node, bytes) at forward's end -> start of life
     lives: list[Life] = []
     for node, size, start, end in memory.forward.buffers():
         if end == first:
@@ -158,13 +165,13 @@ def memory_timeline(memory: StepMemory, names: Mapping[str, str]) -> MemoryTimel
             start = crossing.pop((node, size), start)
         lives.append(Life(node, size, start, first + end))
     lives += [Life(node, size, start, first) for (node, size), start in crossing.items()]
-    lives += _transients(memory.forward, 0)
-    lives += _transients(memory.backward, first)
+    lives += _transient_lives(memory.forward, 0)
+    lives += _transient_lives(memory.backward, first)
     return MemoryTimeline(
-        moments=tuple(names.get(moment.node, moment.node) for moment in moments),
+        moments=tuple(joint_names.get(moment.node, moment.node) for moment in moments),
         bytes=tuple(moment.bytes for moment in moments),
         lives=tuple(
-            dataclasses.replace(life, node=names.get(life.node, life.node))
+            dataclasses.replace(life, node=joint_names.get(life.node, life.node))
             for life in sorted(lives, key=lambda life: (life.start, life.end))
             if life.start < life.end
         ),
@@ -172,7 +179,8 @@ def memory_timeline(memory: StepMemory, names: Mapping[str, str]) -> MemoryTimel
     )
 
 
-def _transients(timeline: Timeline, offset: int) -> Iterable[Life]:
+def _transient_lives(timeline: Timeline, offset: int) -> Iterable[Life]:
+    """The memory that ops and loops need inside, each at its one moment."""
     for i, moment in enumerate(timeline.moments, offset):
         size = timeline.ops[moment.node].inner_bytes
         if size:

@@ -1,0 +1,266 @@
+"""A plan as boxes and arrows: the nodes of a module are one box, and equal layers are drawn once.
+
+Terms: a *column* is the phase in which a node runs, so the backward nodes of a fused loop stand in
+forward's column. A *stack* is a list of layers (``model.layers``); a *layer* is one of them. The
+nodes of a module become several boxes if a node between them depends on the first and is needed by
+the last: boxes have no cycles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import graphlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from mstpass.plans import ChunkPlan, Outcome
+from mstpass.report.details import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTED,
+    RECONSTRUCTED,
+    SAVED,
+    Details,
+    DrawnNode,
+    fused_nodes,
+)
+from mstpass.report.drawing.node_groups import (
+    VIEWS,
+    GroupKey,
+    NodeGroup,
+    equal_layers,
+    group_keys,
+    group_nodes,
+)
+from mstpass.report.layer_paths import join_layers
+
+AUTO, NONE, MODULE = "auto", "none", "module"
+FOLDS = (AUTO, NONE, MODULE)
+_FEW_NODES = 40  # under "auto", a graph of at most that many nodes is drawn node by node
+
+
+@dataclasses.dataclass(frozen=True)
+class Amount:
+    """Bytes of the values with one fate: an entry for each layer that has such values."""
+
+    fate: str
+    bytes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """Nodes that are drawn as one box.
+
+    Attributes:
+        name: unique in its drawing.
+        column: when the nodes run, ``"forward"`` or ``"backward"``.
+        layers: such as ``"layers.{0-3}"``; empty outside of a stack.
+        copies: how many equal layers the box stands for.
+        title: the module's path below the layer; for a single node, its op.
+        gradient: backward nodes that run in a loop of the forward.
+        loop: index of the box's loop among the drawing's loops; -1 for none.
+        ops: the ops of one copy with their counts, views left out.
+        shape, bytes: of the largest result.
+        nodes: names of the nodes, of all copies.
+    """
+
+    name: str
+    column: str
+    layers: str
+    copies: int
+    title: str
+    gradient: bool
+    source: str
+    loop: int
+    ops: tuple[tuple[str, int], ...]
+    shape: tuple[int, ...]
+    bytes: int
+    amounts: tuple[Amount, ...]
+    nodes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrow:
+    """From one box to another. An arrow from forward to backward stands for saved values.
+
+    ``bytes`` are those of the largest value that the arrow stands for.
+    """
+
+    source: str
+    target: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """Boxes in the order in which they run, forward's first, and the labels of the loops."""
+
+    boxes: tuple[Box, ...]
+    arrows: tuple[Arrow, ...]
+    loops: tuple[str, ...]
+
+
+def make_drawing(outcome: Outcome, details: Details, fold: str = AUTO) -> Drawing:
+    """The boxes and arrows of a plan.
+
+    Args:
+        fold: ``"none"`` makes every node a box; ``"module"`` makes one box of a module's nodes,
+            down to the modules of a layer; ``"auto"`` draws a small graph node by node, and others
+            by module with equal layers drawn once.
+
+    Raises:
+        ValueError: another ``fold``.
+    """
+    if fold not in FOLDS:
+        raise ValueError(f"fold must be one of {list(FOLDS)}, got {fold!r}")
+    nodes = [node for node in _with_gradient_scaling(outcome, details.nodes) if node.op != "input"]
+    labels = [loop_label(region) for region in outcome.regions]
+    loops = tuple(dict.fromkeys(labels))
+    loop_of = {number: loops.index(label) for number, label in enumerate(labels)}
+    in_forward = fused_nodes(outcome)
+    columns = {node.name: FORWARD if node.name in in_forward else node.phase for node in nodes}
+    if fold == AUTO and sum(node.op not in VIEWS for node in nodes) <= _FEW_NODES:
+        fold = NONE
+    groups: dict[str, list[NodeGroup]] = {}
+    for column in (FORWARD, BACKWARD):
+        own = [node for node in nodes if columns[node.name] == column]
+        groups[column] = group_nodes(own, group_keys(own, loop_of, by_module=fold != NONE))
+    equal = equal_layers([*groups[FORWARD], *groups[BACKWARD]], each_alone=fold != AUTO)
+    boxes = [box for column in groups for box in _column_boxes(column, groups[column], equal)]
+    return Drawing(tuple(boxes), _arrows(outcome, boxes, nodes, columns), loops)
+
+
+def loop_label(region: ChunkPlan) -> str:
+    """``mlp, recompute: 4 chunks of 512 tokens``."""
+    if region.symbolic:
+        return f"{region.kind}, {region.mode}: chunks of up to {region.chunk_tokens} tokens"
+    chunks = f"{region.num_chunks} chunks of {region.chunk_tokens} tokens"
+    return f"{region.kind}, {region.mode}: {chunks}"
+
+
+def _with_gradient_scaling(outcome: Outcome, nodes: Sequence[DrawnNode]) -> list[DrawnNode]:
+    """The nodes, and a product after each gradient that a fused loop returns.
+
+    A fused loop computes gradients for a loss gradient of 1; backward multiplies them by the real
+    one (``LoopPlan.unit``).
+    """
+    by_name = {node.name: node for node in nodes}
+    scaled: dict[str, DrawnNode] = {}
+    for region in outcome.regions:
+        for loop in region.loops:
+            for output in loop.outputs:
+                node = by_name.get(output.node)
+                if output.scaled and node is not None and node.phase == BACKWARD:
+                    inputs = (node.name, *([loop.unit] if loop.unit else []))
+                    name = f"{node.name}:scaled"
+                    scaled[node.name] = dataclasses.replace(
+                        node, name=name, op="mul", inputs=inputs, fate="", region=-1
+                    )
+    in_forward = fused_nodes(outcome)
+    result: list[DrawnNode] = []
+    for node in nodes:
+        if node.name not in in_forward:
+            inputs = tuple(scaled[name].name if name in scaled else name for name in node.inputs)
+            node = dataclasses.replace(node, inputs=inputs)
+        result.append(node)
+        if node.name in scaled:
+            result.append(scaled[node.name])
+    return result
+
+
+# ---- boxes -------------------------------------------------------------------------------------
+def _column_boxes(
+    column: str,
+    groups: Sequence[NodeGroup],
+    equal: Mapping[tuple[str, int], tuple[int, ...]],
+) -> list[Box]:
+    """One box for each group, and for the groups of equal layers together."""
+    together: dict[tuple[tuple[int, ...], GroupKey, int], list[NodeGroup]] = defaultdict(list)
+    for group in groups:
+        key = group.key
+        layers = equal.get((key.stack, key.layer), ())
+        together[layers, key._replace(layer=0), group.number].append(group)
+    return [
+        _box(f"{column}_{number}", column, layers, copies)
+        for number, ((layers, _, _), copies) in enumerate(together.items())
+    ]
+
+
+def _box(name: str, column: str, layers: Sequence[int], copies: Sequence[NodeGroup]) -> Box:
+    first = copies[0]
+    nodes = [node for group in copies for node in group.nodes]
+    is_single = len(nodes) == 1 and not layers
+    sources = Counter(n.source for n in nodes if n.source and n.op not in VIEWS).most_common(1)
+    largest = max(nodes, key=lambda node: node.bytes)
+    ops = Counter(node.op for node in first.nodes if node.op not in VIEWS)
+    return Box(
+        name=name,
+        column=column,
+        layers=join_layers(f"{first.key.stack}.{layer}".lstrip(".") for layer in layers),
+        copies=max(1, len(layers)),
+        title=nodes[0].op if is_single else first.key.module,
+        gradient=first.key.phase != column,
+        source=sources[0][0] if sources else "",
+        loop=first.key.loop,
+        ops=tuple(ops.most_common()),
+        shape=largest.shape,
+        bytes=largest.bytes,
+        amounts=tuple(_amounts(copies)),
+        nodes=tuple(node.name for node in nodes),
+    )
+
+
+def _amounts(copies: Sequence[NodeGroup]) -> Iterable[Amount]:
+    for fate in (SAVED, RECOMPUTED, RECONSTRUCTED):
+        sizes = [sum(n.bytes for n in group.nodes if n.fate == fate) for group in copies]
+        if any(sizes):
+            yield Amount(fate, tuple(size for size in sizes if size))
+
+
+# ---- arrows ------------------------------------------------------------------------------------
+def _arrows(
+    outcome: Outcome,
+    boxes: Sequence[Box],
+    nodes: Sequence[DrawnNode],
+    columns: Mapping[str, str],
+) -> tuple[Arrow, ...]:
+    """Within a column, from each box to its readers; across, from saved values to theirs."""
+    by_name = {node.name: node for node in nodes}
+    box_of = {name: box.name for box in boxes for name in box.nodes}
+    position = {box.name: number for number, box in enumerate(boxes)}
+    saved = _saved_sources(outcome, [n for n in nodes if columns[n.name] == FORWARD])
+    carried: dict[tuple[str, str], int] = {}
+    for node in nodes:
+        for name in node.inputs:
+            if name not in by_name:
+                continue
+            across = columns[node.name] == BACKWARD and columns[name] == FORWARD
+            for source in sorted(saved[name]) if across else [name]:
+                pair = box_of[source], box_of[node.name]
+                carried[pair] = max(carried.get(pair, 0), by_name[source].bytes)
+    # An arrow to an earlier box is one to the next layer of the same kind: it is not drawn.
+    return tuple(
+        Arrow(source, target, size)
+        for (source, target), size in carried.items()
+        if position[source] < position[target]
+    )
+
+
+def _saved_sources(outcome: Outcome, forward: Sequence[DrawnNode]) -> dict[str, frozenset[str]]:
+    """Forward value -> the saved values that backward computes it from; itself if it is saved."""
+    plan = outcome.save_plan
+    sources_of = {item.node: item.sources for item in plan.reconstructed} if plan else {}
+    computed_from: dict[str, tuple[str, ...]] = {}
+    for node in forward:
+        if node.fate == RECONSTRUCTED:
+            computed_from[node.name] = sources_of.get(node.name, ())
+        elif node.fate == RECOMPUTED or (node.op in VIEWS and not node.fate):
+            computed_from[node.name] = node.inputs
+        else:
+            computed_from[node.name] = ()
+    saved = {node.name: frozenset({node.name}) for node in forward if node.fate == SAVED}
+    result: dict[str, frozenset[str]] = {}
+    for name in graphlib.TopologicalSorter(computed_from).static_order():
+        sources = (result[source] for source in computed_from.get(name, ()))
+        result[name] = saved.get(name) or frozenset().union(*sources)
+    return result

@@ -1,0 +1,279 @@
+"""A plan as Graphviz's DOT text, and as SVG or PNG through the ``dot`` program.
+
+Forward stands on the left and runs down, backward stands on the right and runs up, so that the two
+halves of a module are side by side. Between them is the cut, a dashed line: a box on the line shows
+how many bytes the forward box beside it saves. Loops are frames around the nodes that they run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from mstpass.errors import MissingPackageError, require
+from mstpass.report.data import ReportData
+from mstpass.report.details import BACKWARD, FORWARD, RECOMPUTED, RECONSTRUCTED, SAVED, Details
+from mstpass.report.drawing.boxes import AUTO, Amount, Box, Drawing, make_drawing
+from mstpass.report.drawing.labels import (
+    COLORS,
+    FAINT,
+    FILLS,
+    GRID,
+    INK,
+    LOOP,
+    LOOP_FILL,
+    box_label,
+    node_label,
+    saved_label,
+    title_label,
+)
+from mstpass.report.drawing.node_groups import VIEWS
+
+_FONT = "Helvetica,Arial,sans-serif"
+_LEAST_ARROW = 1 / 256  # of the largest arrow: smaller ones within a column are left out
+_NODE_LOOKS = {
+    "": {"shape": "box", "color": GRID},
+    SAVED: {"shape": "box", "color": COLORS[SAVED], "penwidth": "2.6"},
+    RECOMPUTED: {"shape": "ellipse", "color": COLORS[RECOMPUTED], "style": "dashed,filled"},
+    RECONSTRUCTED: {"shape": "hexagon", "color": COLORS[RECONSTRUCTED], "style": "dotted,filled"},
+}
+_CUT_LINE = {
+    "style": "dashed",
+    "color": INK,
+    "arrowhead": "none",
+    "penwidth": "1.4",
+    "weight": "99",
+}
+_CROSSING_LINE = {"color": COLORS[SAVED], "penwidth": "2.2"}
+
+
+def to_dot(report: ReportData, details: Details, fold: str = AUTO) -> str:
+    """DOT text of the plan; ``fold`` is explained in `make_drawing`.
+
+    Raises:
+        MissingPackageError: without the ``graphviz`` package.
+        ValueError: an unknown ``fold``.
+    """
+    require(["graphviz"], "viz", "a drawing of the plan")
+    import graphviz  # optional
+
+    drawing = make_drawing(report.outcome, details, fold)
+    is_node_by_node = all(len(box.nodes) == 1 and not box.layers for box in drawing.boxes)
+    graph = graphviz.Digraph(
+        "mstpass",
+        graph_attr={
+            "label": title_label(report, drawing),
+            "labelloc": "t",
+            "fontname": _FONT,
+            "fontcolor": INK,
+            "newrank": "true",  # ranks across clusters
+            "nodesep": "0.35",
+            "ranksep": "0.28",
+            "pad": "0.25",
+            "bgcolor": "white",
+        },
+        node_attr={"fontname": _FONT, "fontsize": "11", "fontcolor": INK, "style": "filled"},
+        edge_attr={"color": GRID, "arrowsize": "0.6", "fontname": _FONT, "fontsize": "10"},
+    )
+    graph.attr("node", fillcolor="white")
+    rows = [] if is_node_by_node else _rows(drawing.boxes)
+    with graph.subgraph(name=f"cluster_{FORWARD}") as cluster:
+        _add_column(cluster, FORWARD, "forward ↓", drawing)
+    with graph.subgraph(name="cluster_cut") as cluster:
+        _add_cut(cluster, drawing, rows)
+    with graph.subgraph(name=f"cluster_{BACKWARD}") as cluster:
+        _add_column(cluster, BACKWARD, "backward ↑", drawing)
+    for row in rows or [(box, None) for box in drawing.boxes if _saved(box)]:
+        _place_side_by_side(graph, row)
+    if not is_node_by_node:
+        _place_below_each_other(graph, drawing.boxes)
+    _add_edges(graph, drawing, in_rows=not is_node_by_node)
+    return str(graph.source)
+
+
+def render(dot_text: str, kind: str) -> bytes:
+    """DOT text as a picture; ``kind`` is a format of the ``dot`` program, such as ``"svg"``.
+
+    Raises:
+        MissingPackageError: without the ``graphviz`` package or the ``dot`` program.
+    """
+    require(["graphviz"], "viz", "a picture of the plan")
+    import graphviz  # optional
+
+    try:
+        picture: bytes = graphviz.pipe("dot", kind, dot_text.encode(), quiet=True)
+    except graphviz.ExecutableNotFound as error:
+        raise MissingPackageError(
+            "a picture of the plan needs Graphviz's 'dot' program: apt install graphviz, "
+            "brew install graphviz, or https://graphviz.org/download. "
+            "Report.to_dot() gives the text without it"
+        ) from error
+    return picture
+
+
+# ---- columns -----------------------------------------------------------------------------------
+def _add_column(cluster: Any, column: str, title: str, drawing: Drawing) -> None:
+    """Clusters within clusters: the phase, its kinds of layers, their loops."""
+    boxes = [box for box in drawing.boxes if box.column == column]
+    cluster.attr(label=title, fontsize="14", color="white", fontcolor=INK)
+    for layers in dict.fromkeys(box.layers for box in boxes):
+        inside = [box for box in boxes if box.layers == layers]
+        if not layers:
+            _add_loops(cluster, column, "", inside, drawing)
+            continue
+        copies = max(box.copies for box in inside)
+        with cluster.subgraph(name=f"cluster_{column}_{layers}") as inner:
+            label = _escaped(layers) + (f"  (× {copies}, drawn once)" if copies > 1 else "")
+            inner.attr(label=label, fontsize="12", color=GRID, style="rounded", margin="10")
+            _add_loops(inner, column, layers, inside, drawing)
+
+
+def _add_loops(
+    graph: Any, column: str, layers: str, boxes: Sequence[Box], drawing: Drawing
+) -> None:
+    for loop in dict.fromkeys(box.loop for box in boxes):
+        inside = [box for box in boxes if box.loop == loop]
+        if loop < 0:
+            for box in inside:
+                _add_node(graph, box)
+            continue
+        with graph.subgraph(name=f"cluster_{column}_{layers}_loop_{loop}") as frame:
+            frame.attr(
+                label=f"▤ {drawing.loops[loop]}",
+                fontsize="10",
+                fontcolor=LOOP,
+                color=LOOP,
+                style="rounded,filled",
+                fillcolor=LOOP_FILL,
+                penwidth="1.6",
+                margin="8",
+            )
+            for box in inside:
+                _add_node(frame, box)
+
+
+def _add_node(graph: Any, box: Box) -> None:
+    if box.layers or len(box.nodes) > 1:
+        tooltip = _escaped(box.source)
+        graph.node(box.name, label=box_label(box), shape="box", color=GRID, tooltip=tooltip)
+        return
+    if box.title in VIEWS and not box.amounts:
+        graph.node(box.name, box.title, shape="plaintext", style="", fontcolor=FAINT, height="0.2")
+        return
+    fate = box.amounts[0].fate if box.amounts else ""
+    look = {
+        "fillcolor": FILLS.get(fate, "white"),
+        "tooltip": _escaped(f"{box.nodes[0]} {box.source}"),
+    }
+    graph.node(box.name, node_label(box), margin="0.06,0.03", **look, **_NODE_LOOKS[fate])
+
+
+def _escaped(text: str) -> str:
+    """Text as a plain label: DOT reads backslashes as escapes, and ``<...>`` as HTML."""
+    import graphviz  # optional
+
+    return str(graphviz.escape(text))
+
+
+# ---- rows and the cut --------------------------------------------------------------------------
+Row = tuple[Box | None, Box | None]  # the boxes of forward and of backward that are side by side
+
+
+def _rows(boxes: Sequence[Box]) -> list[Row]:
+    """Forward from its start and backward from its end, with matching modules side by side."""
+    forward = [box for box in boxes if box.column == FORWARD]
+    backward = [box for box in reversed(boxes) if box.column == BACKWARD]
+    keys = [[(box.layers, box.title) for box in column] for column in (forward, backward)]
+    rows: list[Row] = []
+    matcher = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False)
+    for kind, i, i_end, j, j_end in matcher.get_opcodes():
+        left, right = forward[i:i_end], backward[j:j_end]
+        if kind == "equal":
+            rows += zip(left, right, strict=True)
+        else:
+            rows += [(box, None) for box in left] + [(None, box) for box in right]
+    return rows
+
+
+def _add_cut(cluster: Any, drawing: Drawing, rows: Sequence[Row]) -> None:
+    """The dashed line, with a box for each forward box that saves values."""
+    cluster.attr(label="", color="white")
+    cluster.node("cut", "saved at\nthe cut", shape="plaintext", style="", fontsize="12")
+    saved_at = {_cut_name((box, None)): (box, _saved(box)) for box in drawing.boxes}
+    names = [_cut_name(row) for row in rows]
+    previous = "cut"
+    for name in names or [name for name, (_, saved) in saved_at.items() if saved is not None]:
+        box, saved = saved_at.get(name, (None, None))
+        if box is not None and saved is not None:
+            look = {"shape": "box", "color": COLORS[SAVED], "penwidth": "2", "fontsize": "10"}
+            cluster.node(name, saved_label(saved, box), height="0.3", **look)
+        else:
+            cluster.node(name, "", shape="point", width="0.02", color=INK)
+        cluster.edge(previous, name, **_CUT_LINE)
+        previous = name
+
+
+def _saved(box: Box) -> Amount | None:
+    """The bytes that a forward box saves."""
+    if box.column != FORWARD:
+        return None
+    return next((amount for amount in box.amounts if amount.fate == SAVED), None)
+
+
+def _cut_name(row: Row) -> str:
+    """The name of a row's place on the cut."""
+    box = row[0] or row[1]
+    assert box is not None
+    return f"cut_{box.name}"
+
+
+def _place_side_by_side(graph: Any, row: Row) -> None:
+    left, right = row
+    cut = _cut_name(row)
+    with graph.subgraph() as rank:
+        rank.attr(rank="same")
+        for name in (left and left.name, cut, right and right.name):
+            if name:
+                rank.node(name)
+    if left is not None and _saved(left) is None:
+        graph.edge(left.name, cut, style="invis")
+    if right is not None:
+        graph.edge(cut, right.name, style="invis")
+
+
+def _place_below_each_other(graph: Any, boxes: Sequence[Box]) -> None:
+    for first, second in itertools.pairwise(boxes):
+        if first.column == second.column:
+            upper, lower = (first, second) if first.column == FORWARD else (second, first)
+            graph.edge(upper.name, lower.name, style="invis", weight="20")
+
+
+# ---- edges -------------------------------------------------------------------------------------
+def _add_edges(graph: Any, drawing: Drawing, in_rows: bool) -> None:
+    """Arrows within the columns, and lines from saving boxes through the cut to their readers.
+
+    Args:
+        in_rows: boxes stand in rows, so arrows do not decide where they stand.
+    """
+    column = {box.name: box.column for box in drawing.boxes}
+    largest = max((arrow.bytes for arrow in drawing.arrows), default=0)
+    least = largest * _LEAST_ARROW if in_rows else 0
+    constraint = {"constraint": "false"} if in_rows else {}
+    for box in drawing.boxes:
+        if _saved(box) is not None:
+            cut = _cut_name((box, None))
+            graph.edge(f"{box.name}:e", f"{cut}:w", arrowhead="none", **_CROSSING_LINE)
+    for arrow in drawing.arrows:
+        if column[arrow.source] != column[arrow.target]:
+            cut = f"cut_{arrow.source}"
+            if not in_rows:
+                graph.edge(arrow.target, cut, style="invis")  # backward runs up
+            graph.edge(f"{cut}:e", arrow.target, constraint="false", **_CROSSING_LINE)
+        elif arrow.bytes < least:
+            continue
+        elif column[arrow.source] == FORWARD:
+            graph.edge(arrow.source, arrow.target, **constraint)
+        else:
+            graph.edge(arrow.target, arrow.source, dir="back", **constraint)
