@@ -3,13 +3,14 @@
 #   make gallery   pictures of the plans of reference models
 #   make test   the test suite
 #   make lint   ruff and mypy
-#   make bench  measured side by side; every table of the README
+#   make docs   the documentation as a site that works offline: site/index.html
+#   make bench  measured side by side; the tables of docs/results
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo gallery test lint format bench setup clean
+.PHONY: demo gallery test lint docs format bench setup clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -35,6 +36,11 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Broken links are errors; nothing is loaded from the network, while it is built or when it is read.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict $(ARGS)
+	@echo "make docs: open $(CURDIR)/site/index.html"
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -70,4 +76,4 @@ $(BIN)/python:
 	            "or name another Python: make PYTHON=/path/to/python3" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) demo-out .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) demo-out site .pytest_cache .mypy_cache .ruff_cache build *.egg-info

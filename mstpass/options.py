@@ -29,7 +29,7 @@ class NotAvailableYet(OptionError):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a user can ask for. See the README for each option's meaning."""
+    """What a user can ask for. See docs/options.md for each option's meaning."""
 
     memory_budget: str | float | int = "auto"
     reserve: str | int = "auto"

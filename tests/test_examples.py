@@ -1,6 +1,9 @@
 """Every example runs, stays short, and shows what it says it shows."""
 
 import importlib.util
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,18 @@ def test_own_solver():
     assert len({row.solver for row in rows}) > 7
     assert difference < 1e-5
     assert report.outcome.save_plan.solver == "largest_half"
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_fsdp2():
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, str(EXAMPLES / "fsdp2.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    peaks = re.search(r"peak: Inductor ([\d.]+) MiB, mst ([\d.]+) MiB", done.stdout)
+    error = re.search(r"difference of a gradient to eager's: (\S+)", done.stdout)
+    assert peaks and float(peaks[2]) < 0.6 * float(peaks[1])
+    assert error and float(error[1]) < 1e-5
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

@@ -214,7 +214,7 @@ def test_older_json_is_read(tmp_path: Path) -> None:
 
 
 def test_the_documented_schema_is_the_real_one() -> None:
-    """Each field of docs/explain.md's table is there, and nothing else is."""
+    """Each field of docs/report-json.md's table is there, and nothing else is."""
     report = explain_step(refused.fine, (refused.hidden, refused.labels), pareto=True)
     other = mstpass.explain(refused.few_tokens, refused.hidden, refused.labels)
     reconstructed = {"node", "sources", "rule", "grade", "bytes", "bounds", "source"}
@@ -228,7 +228,7 @@ def test_the_documented_schema_is_the_real_one() -> None:
     }
     for one in (report, other):
         _paths(json.loads(json.dumps(one.to_dict(), default=sorted)), "", found)
-    docs = (ROOT.parent / "docs" / "explain.md").read_text()
+    docs = (ROOT.parent / "docs" / "report-json.md").read_text()
     table = docs.partition("<!-- schema -->")[2].partition("<!-- /schema -->")[0]
     assert found == set(re.findall(r"^\| `([^`]+)` \|", table, re.M))
     assert f'"schema": "{report.to_dict()["schema"]}"' in docs

@@ -18,7 +18,7 @@ from mstpass.bench import (
     reconstruct,
 )
 
-EXAMPLES = """  mstpass bench all --markdown docs/results/today.md
+EXAMPLES = """  mstpass bench all --markdown today.md
   mstpass bench all --quick
 """
 BENCHES = (peers, loops, losses, dynamic, reconstruct, compile, planning_time, pareto, budgets)

@@ -163,8 +163,9 @@ def parse(
         "--markdown",
         type=Path,
         metavar="PATH",
-        help=f"put the tables there, between <!-- bench:{name} --> and <!-- /bench:{name} -->; "
-        "without these marks at the end",
+        help=f"write the tables into this file, between <!-- bench:{name} --> and "
+        f"<!-- /bench:{name} -->, or at its end where it has no such marks; the documentation's "
+        "pages are in docs/results/",
     )
     given = parser.parse_args(argv)
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -204,7 +205,7 @@ def show(result: Result, device: torch.device) -> None:
 def markdown(result: Result, arguments: Arguments) -> str:
     today = datetime.date.today().isoformat()
     lines = [f"**{result.title}.** {today}, {machine(arguments.device)}."]
-    lines += ["", *(f"{note}" for note in result.notes)] if result.notes else []
+    lines += ["", *(f"- {note}" for note in result.notes)] if result.notes else []
     for table in result.tables:
         lines += ["", f"{table.title}:", "", _cells(table.columns)]
         lines.append("|" + "|".join(["---", *["---:"] * (len(table.columns) - 1)]) + "|")
@@ -215,7 +216,7 @@ def markdown(result: Result, arguments: Arguments) -> str:
 
 
 def write_markdown(path: Path, result: Result, arguments: Arguments) -> None:
-    """Between the benchmark's marks, where the file has them; else at its end, with marks."""
+    """Replace what is between the benchmark's marks; without marks, append both to the file."""
     begin, end = f"<!-- bench:{result.name} -->", f"<!-- /bench:{result.name} -->"
     section = f"{begin}\n\n{markdown(result, arguments)}\n{end}"
     path.parent.mkdir(parents=True, exist_ok=True)

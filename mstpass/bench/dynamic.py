@@ -26,7 +26,7 @@ from mstpass.measure import Timing, peak_bytes, timed
 
 TIME_LIMIT = 1.05
 EXAMPLES = """  mstpass bench dynamic
-  mstpass bench dynamic --repeats 9 --markdown results.md
+  mstpass bench dynamic --repeats 9 --markdown docs/results/dynamic.md
 """
 _SIZE = LlamaSize(layers=2)
 _LENGTHS = (1500, 2048, 1111, 1999, 1024, 1733, 1280, 2011, 1361, 1920)

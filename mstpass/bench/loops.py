@@ -37,7 +37,7 @@ from mstpass.graph import device_costs
 TIME_LIMIT, PEAK_LIMIT = 1.03, 1.10
 BUDGET_0 = "mst, memory_budget=0.0"
 EXAMPLES = """  mstpass bench loops
-  mstpass bench loops --repeats 9 --markdown results.md
+  mstpass bench loops --repeats 9 --markdown docs/results/loops.md
   mstpass bench loops --quick --json /tmp/loops.json
   mstpass bench loops --store            measure what chunks cost here; keep it for later runs
 """
@@ -164,8 +164,9 @@ def _costs(arguments: Arguments, result: Result) -> None:
     )
     result.tables.append(Table("what chunks cost", ("rows", "measured", "in use"), lines))
     result.notes.append(
-        f"A chunk of nothing: {measured.chunk_us:.0f} us (in use: {used.chunk_us:.0f}); whole "
-        f"products: {measured.flops_per_us / 1e3:.1f} GFLOP/s ({used.flops_per_us / 1e3:.1f})."
+        f"Fixed cost of one chunk: {measured.chunk_us:.0f} us (in use: {used.chunk_us:.0f}). "
+        f"Speed of whole products: {measured.flops_per_us / 1e3:.1f} GFLOP/s "
+        f"(in use: {used.flops_per_us / 1e3:.1f})."
     )
     if arguments.store:
         path = device_costs.store(arguments.device, measured)

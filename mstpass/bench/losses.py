@@ -22,7 +22,7 @@ from mstpass.bench.models import Head
 PEAK_LIMIT, FUSED_TIME_LIMIT, RECOMPUTE_TIME_LIMIT = 1.15, 1.05, 1.40
 SEQUENCES = 4
 EXAMPLES = """  mstpass bench losses
-  mstpass bench losses --repeats 3 --markdown results.md
+  mstpass bench losses --repeats 3 --markdown docs/results/losses.md
 """
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits [B, S, V], next tokens [B, S]

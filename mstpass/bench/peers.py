@@ -35,7 +35,7 @@ QUICK = LlamaSize(64, 2, 2, 256, 4096, 512)
 LARGE = LlamaSize(width=512, layers=8, heads=8, mlp_width=1408, length=4096)
 EXAMPLES = """  mstpass bench peers
   mstpass bench peers --large --repeats 3
-  mstpass bench peers --markdown README.md
+  mstpass bench peers --markdown docs/results/peers.md
 """
 
 

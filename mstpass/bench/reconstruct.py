@@ -32,7 +32,7 @@ MODES = ("off", "exact", "tolerant")
 BUDGETS = (0.1, 0.0)  # which has something to win differs by model
 BYTES_LIMIT, TIME_LIMIT, ERROR_LIMIT = 0.999, 1.02, 1.1  # against "off"
 EXAMPLES = """  mstpass bench reconstruct
-  mstpass bench reconstruct --repeats 9 --markdown results.md
+  mstpass bench reconstruct --repeats 9 --markdown docs/results/reconstruct.md
 """
 
 

@@ -43,7 +43,7 @@ _EXAMPLES = """examples:
   mstpass explain train.py:loss_fn --device meta             of a model that does not fit here
   mstpass explain train.py:loss_fn --option memory_budget=0.0 --option chunk_tokens=4096
   mstpass explain train.py:loss_fn --html plan.html          as one page to look at
-  mstpass explain train.py:loss_fn --json plan.json          for a program (docs/explain.md)
+  mstpass explain train.py:loss_fn --json plan.json          for a program (docs/report-json.md)
   mstpass explain train.py:make_step --build                 where a function makes the model
 
 exit codes: 0 done, 1 the step cannot be explained, 2 called wrongly"""

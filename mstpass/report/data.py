@@ -71,7 +71,7 @@ class ReportData:
         return self.outcome.extra_time
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data; docs/explain.md lists every field."""
+        """The report as plain data; docs/report-json.md lists every field."""
         return {
             "schema": SCHEMA,
             **dataclasses.asdict(self.outcome),

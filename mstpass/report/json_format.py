@@ -1,4 +1,4 @@
-"""The parts of a report as JSON data and back. docs/explain.md lists every field.
+"""The parts of a report as JSON data and back. docs/report-json.md lists every field.
 
 The outcome is written by ``dataclasses.asdict`` and read by `outcome_from_json`. The details are
 written as one list for each field of a node (columns), which is shorter and quicker to read than
