@@ -20,7 +20,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.explainer.step import explain_step
+from mstpass.explainer.plan_step import explain_step
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
