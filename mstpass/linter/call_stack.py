@@ -1,15 +1,18 @@
 """Where an op runs, read off the Python stack: in which modules, which checkpoints, which phase.
 
-No hook is set and nothing is patched: ``Module._call_impl`` and the functions of
-``torch.utils.checkpoint`` have frames of their own, and these hold what we want to know. That works
-in autograd's threads as well, and where an exception ends a recomputation early.
+No hook is set and nothing is patched: ``Module._call_impl``, the functions of
+``torch.utils.checkpoint`` and the ``forward`` of an ``autograd.Function`` have frames of their own,
+and these hold what we want to know. That works in autograd's threads as well, and where an
+exception ends a recomputation early. (``Function.apply`` has no frame since torch 2.15: it is C++.)
 
 Terms: a *region* is one call of ``checkpoint``; an op is *recomputed* when it runs in backward
 inside a region or a module, and a *gradient op* when it runs in backward outside of both.
 
-Private names of torch, checked with torch 2.11 and 2.13: ``_call_impl``, ``_engine_run_backward``,
-``CheckpointFunction``, ``recompute_fn`` in ``_checkpoint_without_reentrant_generator``, the local
-names read below, and ``torch._C._current_graph_task_id``.
+Private names of torch, checked with torch 2.11, 2.13 and 2.15: ``_call_impl``,
+``_engine_run_backward``, ``CheckpointFunction``, ``checkpoint`` (from 2.15 on ``_checkpoint_impl``,
+which decorated functions call as well), ``recompute_fn`` in
+``_checkpoint_without_reentrant_generator`` (from 2.15 on ``..._impl``), the local names read below,
+and ``torch._C._current_graph_task_id``.
 """
 
 from __future__ import annotations
@@ -30,8 +33,14 @@ from torch.utils import checkpoint as torch_checkpoint
 _NO_BACKWARD = -1  # what _current_graph_task_id gives outside of every backward
 
 
+def _implementation(name: str, public: Any) -> types.CodeType:
+    """The code that does the work: since torch 2.15 a function of its own, called by the public."""
+    return inspect.unwrap(getattr(torch_checkpoint, name, public)).__code__
+
+
 def _recompute_code() -> types.CodeType:
-    outer = torch_checkpoint._checkpoint_without_reentrant_generator.__code__
+    generator = torch_checkpoint._checkpoint_without_reentrant_generator
+    outer = _implementation("_checkpoint_without_reentrant_generator_impl", generator)
     inner = (c for c in outer.co_consts if isinstance(c, types.CodeType))
     return next(code for code in inner if code.co_name == "recompute_fn")
 
@@ -39,11 +48,10 @@ def _recompute_code() -> types.CodeType:
 _MODULE = id(nn.Module._call_impl.__code__)
 _ENGINE = id(graph._engine_run_backward.__code__)
 _BACKWARD = id(torch.autograd.backward.__code__)
-_CHECKPOINT = id(inspect.unwrap(torch_checkpoint.checkpoint).__code__)
+_CHECKPOINT = id(_implementation("_checkpoint_impl", torch_checkpoint.checkpoint))
 _REENTRANT_FORWARD = id(torch_checkpoint.CheckpointFunction.forward.__code__)
 _REENTRANT_BACKWARD = id(torch_checkpoint.CheckpointFunction.backward.__code__)
 _RECOMPUTE = id(_recompute_code())
-_APPLY = id(inspect.getattr_static(torch.autograd.Function, "apply").__func__.__code__)
 _UPKEEP_FILES = {torch_checkpoint.__file__, torch.random.__file__, None}
 _OWN_FILES = {
     module.__file__
@@ -120,18 +128,19 @@ def current_place() -> Place:
         accumulates = accumulates or kind == _BACKWARD
         if kind == _MODULE:
             modules.append((frame.f_locals["self"], frame))
-        elif kind == _APPLY and inside is None:
-            hand_written.append(frame.f_locals["args"])
         elif kind == _REENTRANT_FORWARD:
             # filled in before forward runs, and empty where no gradient is recorded
             recordable = bool(frame.f_locals["ctx"].next_functions)
+        if inside is None and _is_hand_written(frame.f_code):
+            hand_written.append(_arguments(frame))
         region = _region(kind, frame, recordable is not False)
         if region is not None:
             regions.append(region)
             recordable = None
             if inside is None:
                 inside, upkeep = len(modules), callee in _UPKEEP_FILES
-        callee = frame.f_code.co_filename
+        if kind != _REENTRANT_FORWARD:  # it runs the function, as a non-reentrant one does itself
+            callee = frame.f_code.co_filename
     return Place(
         None if task == _NO_BACKWARD else task,
         tuple(regions),
@@ -152,6 +161,37 @@ def _region(kind: int, frame: types.FrameType, recordable: bool) -> Region | Non
     if kind == _REENTRANT_BACKWARD:
         return Region(frame, frame.f_locals["ctx"].run_function)
     return None
+
+
+_hand_written: dict[types.CodeType, bool] = {}
+
+
+def _is_hand_written(code: types.CodeType) -> bool:
+    """Whether it is what an ``autograd.Function`` runs in the forward."""
+    known = _hand_written.get(code)
+    if known is None:
+        functions = _subclasses(torch.autograd.Function)
+        known = any(code in (_code(f.forward), _code(f.setup_context)) for f in functions)
+        _hand_written[code] = known
+    return known
+
+
+def _subclasses(cls: type) -> Iterator[Any]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _code(function: Any) -> types.CodeType | None:
+    return getattr(inspect.unwrap(function), "__code__", None)
+
+
+def _arguments(frame: types.FrameType) -> tuple[Any, ...]:
+    """What the frame's function was called with."""
+    code, variables = frame.f_code, frame.f_locals
+    stars = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + stars]
+    return tuple(variables[name] for name in names if name in variables)
 
 
 def caller_of(frame: types.FrameType) -> types.FrameType:

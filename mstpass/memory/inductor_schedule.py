@@ -5,10 +5,11 @@ This file reads its scheduler after fusion. A buffer is allocated by its kernel 
 last one that reads it. C++ kernels that follow each other are one function, whose operands are
 freed after it. A pointwise kernel may write over an operand that it is the last to read.
 
-Private APIs, checked with torch 2.11 and 2.13: config ``_post_fusion_custom_pass``, the scheduler's
-nodes and buffers (torch/_inductor/scheduler.py: ``decide_inplace_update``, ``free_buffers``),
-``reorder_for_peak_memory`` (torch/_inductor/memory.py), which runs behind the hook and so runs in
-it as well.
+Private APIs, checked with torch 2.11, 2.13 and 2.15: config ``_post_fusion_custom_pass``, the
+scheduler's nodes and buffers (torch/_inductor/scheduler.py: ``decide_inplace_update``,
+``free_buffers``), ``reorder_for_peak_memory`` (torch/_inductor/memory.py), which runs behind the
+hook and so runs in it as well, and the nodes that run a graph of their own (torch/_inductor/ir.py:
+``WhileLoop``, ``InvokeSubgraph``, and ``Conditional``, which 2.15 calls ``Switch``).
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ except ImportError:  # torch 2.11
 
 log = logging.getLogger(__name__)
 
+# torch.cond: `Conditional` up to 2.14, `Switch` from 2.15 on
+_BRANCH = ir.Switch if hasattr(ir, "Switch") else ir.Conditional
 _NO_BUFFER = (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE)
 
 
@@ -189,7 +192,7 @@ class _Reader:
         body = ""
         inner = 0
         for node in running:
-            if isinstance(node.node, ir.Conditional | ir.InvokeSubgraph):
+            if isinstance(node.node, (_BRANCH, ir.InvokeSubgraph)):
                 raise ValueError(f"{node.get_name()} runs a subgraph, whose memory is not counted")
             if isinstance(node.node, ir.WhileLoop):
                 body = str(getattr(node.node.body_subgraph, "name", ""))
