@@ -16,7 +16,9 @@ of its result alone. torch saves what the next region reads, but for views, and 
 read outside of regions.
 
 Source: ``cleanup_recompute_tags`` and ``solve_min_cut`` in torch/_functorch/partitioners.py,
-checked with torch 2.11 and 2.13.
+checked with torch 2.11, 2.13 and 2.15. Inductor draws the seeds of a whole graph in one op, which no
+checkpoint contains; from 2.15 on (``replace_random.py``) that op has the meta of the first op that
+drew a seed, a checkpoint's policy included, which is not read here.
 """
 
 from __future__ import annotations
@@ -27,12 +29,17 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from torch import fx
+from torch._inductor import inductor_prims
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.recomputable import base_of, is_heavy, shares_storage
 from mstpass.problem.problem import MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE, RECOMPUTED
 
+_DRAWN_FOR_ALL = (
+    inductor_prims.seeds,
+    getattr(inductor_prims, "rand_eager_offsets", None),  # from torch 2.13 on
+)
 META = ("recompute", "ac_graph_id")  # what a node that stands for another one must have of it
 _TAGS = {
     CheckpointPolicy.MUST_SAVE: MUST_SAVE,
@@ -56,8 +63,10 @@ class Tags:
 
 def tag_of(node: fx.Node) -> str:
     """The op's own policy, wherever it stands; empty where none binds."""
+    if node.op != "call_function" or node.target in _DRAWN_FOR_ALL:
+        return ""
     policy: Any = node.meta.get("recompute")
-    return _TAGS.get(policy, "") if node.op == "call_function" else ""
+    return _TAGS.get(policy, "")
 
 
 def tags_of(joint: JointGraph) -> Tags:
