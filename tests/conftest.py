@@ -33,8 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Every run compiles afresh: a warm cache on disk skips the passes, and their warnings.
 
-    What was measured on this machine changes no test either.
+    What was measured on this machine changes no test either, nor does its number of cores: an
+    attention's workspace grows with the threads, and plans with it.
     """
+    torch.set_num_threads(2)
     config.stash[_CACHE] = tempfile.mkdtemp(prefix="mstpass-tests-")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.stash[_CACHE]
     os.environ["MSTPASS_COSTS"] = os.path.join(config.stash[_CACHE], "none.json")

@@ -16,9 +16,9 @@ of its result alone. torch saves what the next region reads, but for views, and 
 read outside of regions.
 
 Source: ``cleanup_recompute_tags`` and ``solve_min_cut`` in torch/_functorch/partitioners.py,
-checked with torch 2.11, 2.13 and 2.15. Inductor draws the seeds of a whole graph in one op, which no
-checkpoint contains; from 2.15 on (``replace_random.py``) that op has the meta of the first op that
-drew a seed, a checkpoint's policy included, which is not read here.
+checked with torch 2.11, 2.13 and 2.15. Inductor draws the seeds of a whole graph in one op, which
+belongs to no checkpoint. From 2.15 on (``replace_random.py``) that op has the metadata of the first
+op that drew a seed, a checkpoint's policy included; it is ignored here.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from torch import fx
-from torch._inductor import inductor_prims
 from torch.utils.checkpoint import CheckpointPolicy
 
+from mstpass.graph import op_table
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.recomputable import base_of, is_heavy, shares_storage
 from mstpass.problem.problem import MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE, RECOMPUTED
 
-_DRAWN_FOR_ALL = (
-    inductor_prims.seeds,
-    getattr(inductor_prims, "rand_eager_offsets", None),  # from torch 2.13 on
-)
+# the ops with which Inductor draws the seeds of all random ops of a graph
+_DRAWN_FOR_ALL = ("prims.inductor_seeds.default", "prims.inductor_rand_eager_offsets.default")
 META = ("recompute", "ac_graph_id")  # what a node that stands for another one must have of it
 _TAGS = {
     CheckpointPolicy.MUST_SAVE: MUST_SAVE,
@@ -63,7 +61,7 @@ class Tags:
 
 def tag_of(node: fx.Node) -> str:
     """The op's own policy, wherever it stands; empty where none binds."""
-    if node.op != "call_function" or node.target in _DRAWN_FOR_ALL:
+    if node.op != "call_function" or op_table.name_of(node) in _DRAWN_FOR_ALL:
         return ""
     policy: Any = node.meta.get("recompute")
     return _TAGS.get(policy, "")
