@@ -237,7 +237,8 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         prepare(gm)
         try:
-            result = pipeline.run(gm, self.options, limit_bytes=self.limit_bytes, **_known(kwargs))
+            known = pipeline_kwargs(kwargs)
+            result = pipeline.run(gm, self.options, limit_bytes=self.limit_bytes, **known)
             assert result.modules is not None
         except Exception as error:
             if self.options.strict:
@@ -266,10 +267,10 @@ class Partitioner(CustomPartitionerFn):
         return f"{uuid(self.options)}-{self.limit_bytes}"
 
 
-def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {
-        k: v for k, v in kwargs.items() if k in ("num_fwd_outputs", "static_lifetime_input_indices")
-    }
+def pipeline_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``pipeline.run`` takes of the arguments that AOTAutograd gives to a partitioner."""
+    names = ("num_fwd_outputs", "static_lifetime_input_indices")
+    return {name: kwargs[name] for name in names if name in kwargs}
 
 
 def prepare(gm: fx.GraphModule) -> None:

@@ -163,7 +163,7 @@ def test_each_graph_has_a_report_and_a_file(
     assert shown.out.count("mstpass report") == 2 and not shown.err
     first, second = shown.out.split("graph 2 of 2")
     assert "graph 1 of 2" in first and "lm_head  fused" in second
-    assert re.search(r"(?s)breaks the graph, at steps.py:43: .*print", first)
+    assert re.search(r"(?s)torch.compile breaks it, at steps.py:43: .*print", first)
     kinds = [
         [region["kind"] for region in json.loads(path.read_text())["regions"]]
         for path in (out, tmp_path / "plan-2.json")

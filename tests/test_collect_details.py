@@ -14,7 +14,7 @@ from mstpass.bench.models import Llama, LlamaSize
 from mstpass.options import Options
 from mstpass.report.collect_details import collect_details
 from mstpass.report.details import BACKWARD, FATES, Details, MemoryTimeline
-from mstpass.tracing.joint_graphs import at_joint
+from mstpass.tracing.joint_graphs import trace_joint
 
 SIZE = LlamaSize(width=64, layers=2, heads=2, mlp_width=256, vocabulary=2048, length=1024)
 
@@ -26,7 +26,7 @@ def planned(**options: Any) -> pipeline.Result:
     def take(module: fx.GraphModule, num_fwd_outputs: int) -> pipeline.Result:
         return pipeline.run(module, Options.parse(options), num_fwd_outputs=num_fwd_outputs)
 
-    return at_joint(model, (ids, target), take)
+    return trace_joint(model, (ids, target), take)
 
 
 def check_bytes(timeline: MemoryTimeline) -> None:

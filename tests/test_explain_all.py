@@ -92,7 +92,7 @@ def test_notes_say_where_a_graph_ends_and_whose_it_is() -> None:
     first, second = mstpass.explain_all(breaks, hidden, labels)
     assert f"test_explain_all.py:{line}: " in first.outcome.notes[0] and not second.outcome.notes
     first, second = mstpass.explain_all(two_models, hidden, labels)
-    assert "two_models is not compiled itself" in str(first) and not second.outcome.notes
+    assert "two_models is not compiled" in str(first) and not second.outcome.notes
     assert len(_kinds(torch.compile(two_models))) == 1  # as Dynamo has it
 
 
@@ -122,7 +122,9 @@ def test_what_cannot_be_explained_is_said(fn: Callable[..., Any], line: int, why
     report = mstpass.explain_all(fn, hidden, labels)[-1]
     note = report.outcome.notes[-1]
     line += fn.__code__.co_firstlineno
-    assert note.startswith(f"what follows is not explained: test_explain_all.py:{line}: ")
+    assert note.startswith(
+        f"the rest of the function is not explained: test_explain_all.py:{line}: "
+    )
     assert why in note and [region.kind for region in report.regions] == ["lm_head"]
 
 
@@ -131,9 +133,7 @@ def test_logits_that_a_break_makes_an_output() -> None:
     (rejection,) = report.rejections
     line = picks_tokens.__code__.co_firstlineno + 3
     assert "are an output" in rejection.reason
-    assert f"keep the graph whole: what is read behind its break at test_explain_all.py:{line}" in (
-        rejection.fix
-    )
+    assert f"remove the graph break at test_explain_all.py:{line}: " in rejection.fix
     assert all("ignore_index" in note for note in report.outcome.notes)
 
 

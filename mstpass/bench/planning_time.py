@@ -19,7 +19,7 @@ from mstpass.bench.common import Arguments, Progress, Result, Table, Target
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.graph.joint import JointGraph
 from mstpass.options import Options
-from mstpass.tracing.joint_graphs import at_joint
+from mstpass.tracing.joint_graphs import trace_joint
 
 LIMIT_S, LIMIT_DEPTH = 2.0, 64
 LINEAR = 1.3  # times the ratio of the depths: what may be added by what is not linear
@@ -71,7 +71,7 @@ def measured(size: LlamaSize, arguments: Arguments) -> Row:
         nodes = len(module.graph.nodes)
         return Row(size.layers, nodes, read_s, detected_s - read_s, planned_s - detected_s)
 
-    return at_joint(model, (ids_BS, target_BS), take)
+    return trace_joint(model, (ids_BS, target_BS), take)
 
 
 def _seconds(module: fx.GraphModule, num_fwd_outputs: int) -> tuple[float, float, float]:

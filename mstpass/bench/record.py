@@ -26,7 +26,7 @@ from mstpass.bench.models import Llama, LlamaSize, SwiGLU
 from mstpass.errors import UserError, require
 from mstpass.options import Options
 from mstpass.problem.problem import CutProblem
-from mstpass.tracing.joint_graphs import at_joint
+from mstpass.tracing.joint_graphs import trace_joint
 
 EXAMPLES = """examples:
   mstpass bench record                        every model, beside the recorded problems
@@ -90,7 +90,7 @@ def problem_of(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> CutPr
         assert result.problem is not None
         return result.problem
 
-    return at_joint(fn, inputs, take)
+    return trace_joint(fn, inputs, take)
 
 
 # ---- the models --------------------------------------------------------------------------------

@@ -1,19 +1,20 @@
-"""What keeps a step from being explained, and what breaks it into graphs, in the user's terms."""
+"""Messages for the user: why a step cannot be explained, and where torch.compile breaks a graph.
+
+Errors of Dynamo, of fake tensors and of the user's own function become one line: where it happened
+in the user's code, what happened, and what to change.
+"""
 
 from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from mstpass.errors import UserError
-from mstpass.torch_internals.fake_tensors import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
 from mstpass.tracing.joint_graphs import NoJointGraph, OptimizerSteps
 from mstpass.tracing.names import location
 
@@ -21,68 +22,84 @@ if TYPE_CHECKING:
     from torch._dynamo.output_graph import GraphCompileReason
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
-_RAISED = re.compile(r"got (\w+)\(['\"](.*)['\"]\)\.?$")  # an op, on fake tensors
-_NOT_USERS = re.compile(
+_RAISED_BY_OP = re.compile(r"got (\w+)\(['\"](.*)['\"]\)\.?$")  # by an op on fake tensors
+_FILES_OF_TORCH_OR_OURS = re.compile(
     r"[/\\]torch[/\\]|[/\\]mstpass[/\\](explainer[/\\]plan_step|tracing[/\\]joint_graphs)\.py$|^<"
 )
-_ADVICE = {
+_MOVE_LINE = "keep the value a tensor, or move that line out of the function"
+_NO_MASK_AS_INDEX = (
+    "to leave tokens out, use `ignore_index` or torch.where instead of indexing with a mask"
+)
+_ADVICE = {  # a part of an error's text -> what to change
     "Tensor.backward()": "give the function that returns the loss, and call backward outside of it",
     "autograd.grad": "give the function that returns the loss, and take its gradient outside of it",
     "optimizer": "give the function that returns the loss, and step the optimizer outside of it",
-    "Tensor.item()": "keep the value a tensor, or move that line out of the function",
-    " and meta": "a tensor on the meta device was not found: give it or its module as an argument",
-    "aten.nonzero": "leave tokens out by `ignore_index` or torch.where, not by a mask as index",
+    "Tensor.item()": _MOVE_LINE,
+    " and meta": "no fake tensor stands for a tensor on the meta device: give that tensor, or the "
+    "module that holds it, as an argument",
+    "aten.nonzero": _NO_MASK_AS_INDEX,
     "ata-dependent": "compute both branches with torch.where, or move that line out of the step",
 }
+_SIZE_NEEDS_VALUES = (
+    "the size of this result depends on the value of a tensor, and explain computes no values"
+)
+_BRANCH_NEEDS_VALUES = (
+    "what runs next depends on the value of a tensor, and explain computes no values"
+)
+_GRAPH_BREAK = (
+    "torch.compile breaks the graph here: remove that line, or explain each graph on its own, "
+    "with mstpass.explain_all or on the command line without --fullgraph"
+)
 
 
 class ExplainError(UserError):
     """The step cannot be explained; the message says where, why and what to change."""
 
 
-def advised(error: NoJointGraph) -> str:
+def no_backward_message(error: NoJointGraph) -> str:
     return (
-        f"{error}. Give the function that returns the loss, with parameters or inputs that require "
-        "a gradient, outside of torch.no_grad()"
+        f"{error}. Give the function that returns the loss; its parameters or inputs must require "
+        "a gradient, and torch.no_grad() must not be on"
     )
 
 
-def told(error: Exception) -> str:
-    """Where, what, and what to change: of an error of Dynamo's, or of the function's own."""
+def error_message(error: Exception) -> str:
+    """Where, what, and what to change, for an error of Dynamo or of the function itself."""
     text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
     frames = _FRAME.findall(text.partition("from user code")[2])
     frames = frames or [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    where = _place(frames)
-    where = f"{where}: " if where else ""
+    place = _user_place(frames)
+    what, advice = _what_and_advice(error, text)
+    return (f"{place}: " if place else "") + what + (f"; {advice}" if advice else "")
+
+
+def _what_and_advice(error: Exception, text: str) -> tuple[str, str]:
     if isinstance(error, DynamicOutputShapeException):
-        advice = _ADVICE["aten.nonzero"] if "aten.nonzero" in text else _ADVICE["Tensor.item()"]
-        return f"{where}{_SIZED_BY_DATA}; {advice}"
+        advice = _NO_MASK_AS_INDEX if "aten.nonzero" in text else _MOVE_LINE
+        return _SIZE_NEEDS_VALUES, advice
     if isinstance(error, DataDependentOutputException):
-        return f"{where}{_NEEDS_DATA}; {_ADVICE['Tensor.item()']}"
-    what = _what(lines) if lines else type(error).__name__
-    context = next((line for line in lines if "raised exception" in line), "")
-    if context and "Observed exception" in what:
-        what = context.partition("raised exception")[2].strip()
-    advice = next((a for key, a in _ADVICE.items() if key in text), "")
-    if isinstance(error, torch._dynamo.exc.Unsupported) and not (advice or context):
-        advice = (
-            "torch.compile breaks the graph here: leave that line out, or have each graph "
-            "explained, by mstpass.explain_all, or without --fullgraph"
-        )
-    plain = isinstance(error, torch._dynamo.exc.TorchDynamoException | OptimizerSteps)
-    kind = "" if plain else type(error).__name__
-    return f"{where}{kind + ': ' if kind else ''}{what}" + (f"; {advice}" if advice else "")
+        return _BRANCH_NEEDS_VALUES, _MOVE_LINE
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    what = _first_line(lines) if lines else type(error).__name__
+    raised = next((line for line in lines if "raised exception" in line), "")
+    if raised and "Observed exception" in what:
+        what = raised.partition("raised exception")[2].strip()
+    advice = _advice_for(text)
+    if isinstance(error, torch._dynamo.exc.Unsupported) and not (advice or raised):
+        advice = _GRAPH_BREAK
+    if not isinstance(error, torch._dynamo.exc.TorchDynamoException | OptimizerSteps):
+        what = f"{type(error).__name__}: {what}"
+    return what, advice
 
 
-_SIZED_BY_DATA = "the size of what is computed here depends on data, and nothing is computed"
-_NEEDS_DATA = "what runs next depends on the value of a tensor, and nothing is computed"
+def _advice_for(text: str) -> str:
+    return next((advice for part, advice in _ADVICE.items() if part in text), "")
 
 
-def _what(lines: list[str]) -> str:
-    """The first line, and Dynamo's explanation of it."""
+def _first_line(lines: list[str]) -> str:
+    """The first line of a message, with Dynamo's explanation of it."""
     explanation = next((line for line in lines if line.startswith("Explanation: ")), "")
-    raised = _RAISED.search(explanation)
+    raised = _RAISED_BY_OP.search(explanation)
     if raised:
         return f"{raised[1]}: {raised[2]}"
     if explanation:
@@ -90,40 +107,45 @@ def _what(lines: list[str]) -> str:
     return lines[0]
 
 
-def _place(frames: list[tuple[str, int | str | None]]) -> str:
-    """Of the last frame that is the user's."""
-    users = [frame for frame in frames if not _NOT_USERS.search(frame[0])]
-    return location(users[-1][0], int(users[-1][1] or 0)) if users else ""
+def _user_place(frames: Sequence[tuple[str, int | str | None]]) -> str:
+    """``file.py:12`` of the innermost frame in the user's code; "" if there is none."""
+    own = [frame for frame in frames if not _FILES_OF_TORCH_OR_OURS.search(frame[0])]
+    return location(own[-1][0], int(own[-1][1] or 0)) if own else ""
 
 
 # ---- notes of a report -------------------------------------------------------------------------
-def break_note(reason: GraphCompileReason) -> str:
-    """Where a graph ends that is not the function's last, why, and what to change."""
+def graph_break_note(reason: GraphCompileReason) -> str:
+    """Where and why torch.compile ends a graph before the function ends, and what to change."""
     lines = [line.strip() for line in reason.reason.splitlines() if line.strip()]
-    advice = next((a for key, a in _ADVICE.items() if key in reason.reason), "")
-    return f"ends where torch.compile breaks the graph, at {_break(reason)}: {_what(lines)}" + (
-        f"; {advice}" if advice else ""
+    advice = _advice_for(reason.reason)
+    return (
+        f"the graph ends where torch.compile breaks it, at {_break_place(reason)}: "
+        f"{_first_line(lines)}" + (f"; {advice}" if advice else "")
     )
 
 
-def unbroken(reason: GraphCompileReason) -> str:
-    """What helps where a break makes an inner value an output."""
-    return f"keep the graph whole: what is read behind its break at {_break(reason)} has to exist"
+def graph_break_fix(reason: GraphCompileReason) -> str:
+    """What to change about a large output that exists because of a graph break."""
+    return (
+        f"remove the graph break at {_break_place(reason)}: the code after it reads this value, "
+        "so the graph has to return it"
+    )
 
 
-def _break(reason: GraphCompileReason) -> str:
-    return _place([(frame.filename, frame.lineno) for frame in reason.user_stack]) or "a call"
+def _break_place(reason: GraphCompileReason) -> str:
+    frames = [(frame.filename, frame.lineno) for frame in reason.user_stack]
+    return _user_place(frames) or "a call"
 
 
-def parts_note(fn: Callable[..., Any]) -> str:
-    """Of a function that is not compiled itself."""
+def callees_note(fn: Callable[..., Any]) -> str:
+    """For a function that is not compiled but calls compiled functions."""
     name = getattr(fn, "__name__", type(fn).__name__)
     return (
-        f"{name} is not compiled itself: its graphs are those of the compiled functions that it "
-        f"calls; compile it, or explain it by mstpass.explain or --fullgraph, for one of all"
+        f"{name} is not compiled: these are the graphs of the compiled functions that it calls. "
+        f"To have one graph, compile {name}, or use mstpass.explain or --fullgraph"
     )
 
 
-def stop_note(error: Exception) -> str:
-    """What keeps a function from being explained to its end."""
-    return f"what follows is not explained: {told(error)}"
+def stopped_note(error: Exception) -> str:
+    """Why the rest of a function is not explained."""
+    return f"the rest of the function is not explained: {error_message(error)}"

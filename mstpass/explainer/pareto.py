@@ -1,4 +1,4 @@
-"""Peak against time: what other budgets would make of a step."""
+"""Peak against time: the plans that a step would have at other memory budgets."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.1, 0.0)
 def pareto_points(
     result: pipeline.Result, module: fx.GraphModule, options: Options, num_fwd_outputs: int
 ) -> tuple[ParetoPoint, ...]:
-    """The plan at hand and those at ``BUDGETS``, the highest peak first.
+    """The plan at hand and plans at ``BUDGETS``, the highest peak first.
 
-    The others are plans of one problem and not applied: their peaks are those that the solver sees,
-    which those of the final graphs may differ from by some percent.
+    The plan at hand has the simulated peak of its final graphs. The others are solved on one
+    partition problem and not applied; their peaks are the solver's, which may differ from those of
+    final graphs by some percent.
     """
     outcome = result.outcome
     if outcome.peak_bytes is None or outcome.extra_time is None:
         return ()
-    asked = options.memory_budget if options.frees_memory_for_time else 1.0
-    points = [ParetoPoint(_label(asked), outcome.peak_bytes, outcome.extra_time, chosen=True)]
+    at_hand = options.memory_budget if options.frees_memory_for_time else 1.0
+    points = [ParetoPoint(_label(at_hand), outcome.peak_bytes, outcome.extra_time, chosen=True)]
+    # The problem of any budget below 1.0 has all modes; solving it is quickest with min_cut.
     any_budget = dataclasses.replace(options, memory_budget=BUDGETS[2], solver="min_cut")
     planned = pipeline.run(module, any_budget, num_fwd_outputs=num_fwd_outputs, stop_after="plan")
     problem = planned.problem
@@ -41,14 +43,14 @@ def pareto_points(
     before_us = step_us(whole, min_cut(whole)) or 1.0
     solve = SOLVERS[AUTO if options.solver == "auto" else options.solver]
     for budget in BUDGETS:
-        if budget == asked:
+        if budget == at_hand:
             continue
         try:
             plan = solve_within(problem, dataclasses.replace(options, memory_budget=budget), solve)
             step = simulate_plan(problem, plan)
             peak_bytes, extra = step.peak_bytes, step.us / before_us - 1
-        except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded):  # a solver of the user's own
-            continue
+        except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded):
+            continue  # a user's own solver may fail at some budgets
         points.append(ParetoPoint(_label(budget), peak_bytes, extra))
     points.sort(key=lambda point: (-point.peak_bytes, point.extra_time))
     return tuple(points)

@@ -1,7 +1,7 @@
-"""The plan of a step, without running it: traced on fake tensors, planned, split, and reported.
+"""Plan a step without running it: trace it on fake tensors, plan and split its graphs, and report.
 
-What a compilation would decide is decided by the same code on the same graph, so the report is the
-one that ``torch.compile(fn, backend="mst")`` would leave, peaks of the final graphs included.
+The same code as in a compilation makes the same decisions on the same graph. So the report is the
+one that ``torch.compile(fn, backend="mst")`` would leave; only Inductor's schedule is not known.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch import fx
 from torch._dynamo.output_graph import GraphCompileReason
 
 from mstpass import pipeline
+from mstpass.backend import pipeline_kwargs
 from mstpass.errors import UserError
 from mstpass.explainer.errors import (
     ExplainError,
-    advised,
-    break_note,
-    parts_note,
-    stop_note,
-    told,
-    unbroken,
+    callees_note,
+    error_message,
+    graph_break_fix,
+    graph_break_note,
+    no_backward_message,
+    stopped_note,
 )
 from mstpass.explainer.pareto import pareto_points
 from mstpass.memory.device_budget import with_device_budget
@@ -32,7 +33,13 @@ from mstpass.options import OptionError, Options
 from mstpass.regions.advice import is_output
 from mstpass.report.collect_details import collect_details
 from mstpass.report.report import Report
-from mstpass.tracing.joint_graphs import NoJointGraph, Take, cause_of, trace_each, trace_joint
+from mstpass.tracing.joint_graphs import (
+    NoJointGraph,
+    UseJoint,
+    cause_of,
+    trace_each_graph,
+    trace_one_graph,
+)
 
 
 def explain(
@@ -40,18 +47,19 @@ def explain(
 ) -> Report:
     """What ``torch.compile(fn, backend="mst", options=options)`` would do with a step.
 
-    ``fn(*args, **kwargs)`` is traced on fake tensors and computes nothing; gradients, random state,
-    and what this process has compiled stay as they are. Sizes need not fit in memory: tensors on
-    the meta device, in the arguments and in the modules that ``fn`` is, holds or is given, stand
-    for ones of the default device (of CUDA where there is a GPU).
+    ``fn(*args, **kwargs)`` is traced on fake tensors and computes nothing. Gradients, random state,
+    and what this process has compiled stay as they are. Sizes need not fit in memory: a tensor on
+    the meta device stands for one on the default device (on CUDA if there is a GPU). Such tensors
+    may be arguments, or be held by modules that ``fn`` is, holds or is given.
 
     Args:
-        fn: returns the loss, as the function given to ``torch.compile`` would; a module, too.
+        fn: returns the loss, as the function given to ``torch.compile`` would; or a module that
+            does.
         options: as for ``torch.compile``. A ``report`` path is not written to.
 
     Raises:
-        ExplainError: ``fn`` does not trace as one graph, has no backward, or raises itself.
-        OptionError: a wrong option.
+        ExplainError: ``fn`` cannot be traced as one graph, has no backward, or raises an error.
+        OptionError: an unknown option or a wrong value.
     """
     return explain_step(fn, args, kwargs, options)
 
@@ -63,32 +71,33 @@ def explain_step(
     options: Mapping[str, Any] | None = None,
     pareto: bool = False,
 ) -> Report:
-    """`explain`, whose keyword arguments are all ``fn``'s.
+    """`explain` with ``fn``'s arguments in a sequence and a mapping.
 
     Args:
         pareto: plan at other budgets as well, for ``Report.details.pareto``.
     """
-    with _told():
-        planner = _planner(options, pareto)
-        return trace_joint(_checked(fn, args, kwargs or {}), args, kwargs or {}, *planner)
+    with _user_errors():
+        make_report, note_inputs = _report_maker(options, pareto)
+        _check_arguments(fn, args, kwargs or {})
+        return trace_one_graph(fn, args, kwargs or {}, make_report, note_inputs)
 
 
 def explain_all(
     fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> list[Report]:
-    """`explain` of a function that compiles to several graphs: a report of each, in their order.
+    """`explain` for a function that compiles to several graphs: one report for each, in order.
 
-    What ``torch.compile(fn, backend="mst", options=options)`` would do, where something breaks the
-    graph; and what the compiled functions do that a function calls which is not compiled itself,
-    whatever their backends. A note of each report says where its graph ends, if ``fn`` goes on; of
-    the last, what keeps the rest from being explained. Graphs without a backward have no report.
+    If ``fn`` is not compiled but calls compiled functions, the reports are those of their graphs,
+    whatever backends they have; else ``fn`` itself is compiled. Graphs without a backward have no
+    report. A note of each report says where its graph ends if ``fn`` goes on after it; a note of
+    the last report says what keeps the rest from being explained.
 
-    ``fn`` runs, on fake tensors, so that nothing is computed: what it prints is printed. It ends
-    where it needs the value of a tensor, or an optimizer steps.
+    ``fn`` runs on fake tensors: nothing is computed, but what ``fn`` prints is printed. It ends
+    where it needs the value of a tensor, or where an optimizer steps.
 
     Raises:
-        ExplainError: no graph has a backward, or ``fn`` raises before there is one.
-        OptionError: a wrong option.
+        ExplainError: no graph has a backward, or ``fn`` raises an error before there is one.
+        OptionError: an unknown option or a wrong value.
     """
     return explain_parts(fn, args, kwargs, options)
 
@@ -100,92 +109,88 @@ def explain_parts(
     options: Mapping[str, Any] | None = None,
     pareto: bool = False,
 ) -> list[Report]:
-    """`explain_all`, whose keyword arguments are all ``fn``'s; the rest as in `explain_step`."""
-    with _told():
-        planner = _planner(options, pareto)
-        traced = trace_each(_checked(fn, args, kwargs or {}), args, kwargs or {}, *planner)
+    """`explain_all` with the arguments of `explain_step`."""
+    with _user_errors():
+        make_report, note_inputs = _report_maker(options, pareto)
+        _check_arguments(fn, args, kwargs or {})
+        traced = trace_each_graph(fn, args, kwargs or {}, make_report, note_inputs)
     reports = [
-        _broken(report, reason) if reason is not None else report for report, reason in traced.parts
+        report if graph_break is None else _with_graph_break(report, graph_break)
+        for report, graph_break in traced.parts
     ]
     if traced.of_callees:
-        reports[0] = _noted(reports[0], parts_note(fn))
-    if traced.stopped is not None:
-        reports[-1] = _noted(reports[-1], stop_note(traced.stopped))
+        reports[0] = _with_note(reports[0], callees_note(fn))
+    if traced.stopped_by is not None:
+        reports[-1] = _with_note(reports[-1], stopped_note(traced.stopped_by))
     return reports
 
 
-def _broken(report: Report, reason: GraphCompileReason) -> Report:
-    """Of a graph that ends by a break: that is why it has the outputs that it has."""
+def _with_graph_break(report: Report, reason: GraphCompileReason) -> Report:
+    """The report of a graph that ends at a break: the break explains why it has large outputs."""
     rejections = tuple(
-        dataclasses.replace(r, fix=unbroken(reason)) if is_output(r.reason) else r
+        dataclasses.replace(r, fix=graph_break_fix(reason)) if is_output(r.reason) else r
         for r in report.rejections
     )
-    return _noted(report.with_outcome(rejections=rejections), break_note(reason))
+    return _with_note(report.with_outcome(rejections=rejections), graph_break_note(reason))
 
 
-def _noted(report: Report, note: str) -> Report:
+def _with_note(report: Report, note: str) -> Report:
     return report.with_outcome(notes=(*report.outcome.notes, note))
 
 
-def _checked(
+def _check_arguments(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Callable[..., Any]:
-    """``fn``, which these arguments fit."""
+) -> None:
+    """Raise `ExplainError` unless ``fn`` can be called with these arguments."""
     if not callable(fn):
         raise ExplainError(f"{fn!r} is not a function: give the one that returns the loss")
     try:
-        signature = inspect.signature(fn, follow_wrapped=False)  # a wrapper may give them
-    except (TypeError, ValueError):  # of what is not written in Python
-        return fn
+        # Not the signature of what a wrapper wraps: the wrapper may add arguments.
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # not written in Python
+        return
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(fn, "__name__", type(fn).__name__)
         known = {field.name for field in dataclasses.fields(Options)}
         given = [f"{key!r}: {kwargs[key]!r}" for key in kwargs if key in known]
-        hint = f"; options are given as options={{{', '.join(given)}}}" if given else ""
+        hint = f"; give options as options={{{', '.join(given)}}}" if given else ""
         raise ExplainError(f"{name}{signature}: {error}{hint}") from None
-    return fn
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Errors in the user's terms."""
+def _user_errors() -> Iterator[None]:
+    """Turn every error into one that says in the user's terms what to change."""
     try:
         yield
     except NoJointGraph as error:
-        raise ExplainError(advised(error)) from None
+        raise ExplainError(no_backward_message(error)) from None
     except (UserError, OptionError):
         raise
     except Exception as error:
-        raise ExplainError(told(cause_of(error))) from error
+        raise ExplainError(error_message(cause_of(error))) from error
 
 
-def _planner(
+def _report_maker(
     options: Mapping[str, Any] | None, pareto: bool
-) -> tuple[Take[Report], Callable[[Sequence[Any]], None]]:
-    """What makes a report of a joint graph; and what is to have the graph's inputs before."""
+) -> tuple[UseJoint[Report], Callable[[Sequence[Any]], None]]:
+    """Two callbacks for the tracer: one makes the report of a joint graph; the other one gets the
+    graph's inputs before, because the memory budget may depend on their device.
+    """
     given = Options.parse(options)
-    chosen = [given]
+    bound = given
 
-    def with_budget(inputs: Sequence[Any]) -> None:
-        chosen[0] = with_device_budget(given, inputs)
+    def note_inputs(inputs: Sequence[Any]) -> None:
+        nonlocal bound
+        bound = with_device_budget(given, inputs)
 
-    def take(module: fx.GraphModule, torch_kwargs: dict[str, Any]) -> Report:
-        result = _planned(module, chosen[0], torch_kwargs)
+    def make_report(module: fx.GraphModule, torch_kwargs: dict[str, Any]) -> Report:
+        result = pipeline.run(module, bound, **pipeline_kwargs(torch_kwargs))
         details = collect_details(result)
         if details is not None and pareto:
-            points = pareto_points(result, module, chosen[0], torch_kwargs["num_fwd_outputs"])
+            points = pareto_points(result, module, bound, torch_kwargs["num_fwd_outputs"])
             details = dataclasses.replace(details, pareto=points)
         return Report(result.outcome, details=details)
 
-    return take, with_budget
-
-
-def _planned(
-    module: fx.GraphModule, options: Options, torch_kwargs: dict[str, Any]
-) -> pipeline.Result:
-    known = ("num_fwd_outputs", "static_lifetime_input_indices")
-    return pipeline.run(
-        module, options, **{name: torch_kwargs[name] for name in known if name in torch_kwargs}
-    )
+    return make_report, note_inputs

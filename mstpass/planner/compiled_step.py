@@ -30,7 +30,7 @@ from mstpass.problem.op import CALL, POINTWISE, VIEW
 from mstpass.problem.problem import CutProblem, Plan, Value, is_loop
 from mstpass.torch_internals.fake_tensors import FakeTensor
 from mstpass.torch_internals.pytrees import tree_map
-from mstpass.tracing.joint_graphs import at_joint
+from mstpass.tracing.joint_graphs import trace_joint
 
 _DEVICE = torch.device("cuda", 0)  # whose costs decide chunk lengths; nothing runs there
 _GRAIN = 16
@@ -91,7 +91,7 @@ def trace(
             problems[budget] = _with_divided_gradients(result.problem, training)
         return Traced(training.batch, length, problems, logits, workspaces)
 
-    return at_joint(loss_of, (ids_BS,), take)
+    return trace_joint(loss_of, (ids_BS,), take)
 
 
 def distinct_length(model: nn.Module, length: int) -> int:

@@ -1,1 +1,1 @@
-"""A user's step traced on fake tensors into joint graphs, and names for its parts."""
+"""Trace a user's step on fake tensors into joint graphs, and name its parts."""

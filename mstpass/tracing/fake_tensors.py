@@ -1,4 +1,4 @@
-"""Fake tensors in the place of a step's tensors, while it is traced or run without computing.
+"""Put fake tensors in the place of a step's tensors while it is traced or run without computing.
 
 A step's tensors are in its arguments, in the modules that its functions are, hold or are given, and
 in the globals and closures of those functions.
@@ -21,69 +21,76 @@ from mstpass.torch_internals.pytrees import tree_leaves, tree_map
 from mstpass.tracing.names import modules_near
 
 T = TypeVar("T")
+Setter = Callable[[Any], None]
 
 
-class Fakes:
-    """The fake tensor that stands for each tensor.
+class FakeTensors:
+    """Stand-ins for tensors; the same tensor always gets the same one.
 
     Args:
-        every: for real tensors as well; else for meta ones only, which stand for tensors of the
-            default device.
+        also_real: real tensors get a stand-in as well. Otherwise only meta tensors do; they stand
+            for tensors of the default device.
     """
 
-    def __init__(self, every: bool = False):
+    def __init__(self, also_real: bool = False):
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._every = every
+        self._also_real = also_real
         self._device = _default_device()
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor, so that it lives
+        # id of a tensor -> the tensor, which so stays alive, and its stand-in
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def of(self, value: Any) -> Any:
-        """What stands for a tensor; anything else as it is."""
+    def fake_of(self, value: Any) -> Any:
+        """The stand-in of a tensor; any other value as it is."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         if value.device.type != "meta":
-            return self.mode.from_tensor(value) if self._every else value
+            return self.mode.from_tensor(value) if self._also_real else value
         if id(value) not in self._known:
             with self.mode, torch.device(self._device):
-                made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+                fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
             if isinstance(value, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=value.requires_grad)
+                fake = nn.Parameter(fake, requires_grad=value.requires_grad)
             else:
-                made.requires_grad_(value.requires_grad)
-            self._known[id(value)] = value, made
+                fake.requires_grad_(value.requires_grad)
+            self._known[id(value)] = value, fake
         return self._known[id(value)][1]
 
     @contextmanager
-    def within(self, step: T) -> Iterator[T]:
-        """A step, as a tree, with fake tensors; what it refers to has them meanwhile."""
+    def replacing(self, step: T) -> Iterator[T]:
+        """The step with stand-ins for its tensors. Everything is restored afterwards.
+
+        Args:
+            step: a tree of functions, modules and arguments.
+        """
         with contextlib.ExitStack() as restored:
-            for value, put in list(_places(tree_leaves(step))):
-                made = self.of(value)
-                if made is not value:
-                    if value.is_leaf:  # an optimizer that holds it may have it without a gradient
+            for value, put in list(_tensor_places(tree_leaves(step))):
+                fake = self.fake_of(value)
+                if fake is not value:
+                    if value.is_leaf:  # a step with zero_grad() may drop the gradient
                         restored.callback(setattr, value, "grad", value.grad)
                     restored.callback(put, value)
-                    put(made)
-            yield tree_map(self.of, step)
+                    put(fake)
+            yield tree_map(self.fake_of, step)
 
 
-def innermost(fn: Any) -> Any:
-    """What was given to ``torch.compile``, where that made the function."""
+# ---- what torch.compile made -------------------------------------------------------------------
+def uncompiled(fn: Any) -> Any:
+    """The function or module that was given to ``torch.compile``; others as they are."""
     while isinstance(fn, nn.Module) and (inner := fn._modules.get("_orig_mod")) is not None:
         fn = inner
     return getattr(fn, "_torchdynamo_orig_callable", fn)
 
 
-def runs_compiled(step: Any) -> bool:
-    """Whether something in a step, as a tree, or what it calls, is made by torch.compile."""
-    reached = list(_reached(tree_leaves(step)))
+def is_compiled(value: Any) -> bool:
+    """Whether torch.compile made the value, or ``nn.Module.compile`` was called on it."""
+    return uncompiled(value) is not value or getattr(value, "_compiled_call_impl", None) is not None
+
+
+def calls_compiled(step: Any) -> bool:
+    """Whether a function or module in a step (a tree) is compiled, or calls one that is."""
+    reached = list(_reachable(tree_leaves(step)))
     modules = {id(m): m for leaf in reached for root in modules_near(leaf) for m in root.modules()}
     return any(map(is_compiled, (*reached, *modules.values())))
-
-
-def is_compiled(value: Any) -> bool:
-    """Whether torch.compile made it, or ``nn.Module.compile`` compiles it."""
-    return innermost(value) is not value or getattr(value, "_compiled_call_impl", None) is not None
 
 
 def _default_device() -> torch.device:
@@ -93,30 +100,32 @@ def _default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-Put = Callable[[Any], None]
+# ---- where a step has tensors ------------------------------------------------------------------
+def _tensor_places(leaves: Sequence[Any]) -> Iterator[tuple[Any, Setter]]:
+    """Each place where the leaves, or functions that they call, may hold a tensor.
 
+    Such places are in all modules that they are, hold or contain, and in the globals and closures
+    of functions, also one level down in a list or dict.
 
-def _places(leaves: Sequence[Any]) -> Iterator[tuple[Any, Put]]:
-    """Where the leaves, and functions that they call, have tensors: each, and how to put another.
-
-    In all modules below those that they are or hold, and in what they refer to.
+    Yields:
+        The value in the place, and a function that puts another value there.
     """
     found: set[int] = set()
-    for leaf in map(innermost, _reached(leaves)):
+    for leaf in map(uncompiled, _reachable(leaves)):
         for root in modules_near(leaf):
             new = [module for module in root.modules() if id(module) not in found]
             found.update(map(id, new))
             for module in new:
                 yield from _items(module._parameters)
                 yield from _items(module._buffers)
-        if (fn := _of_user(leaf)) is not None:
-            for value, put in _referred(fn):
+        if (fn := _user_function(leaf)) is not None:
+            for value, put in _globals_and_cells(fn):
                 yield value, put
                 yield from _items(value)
 
 
-def _reached(leaves: Sequence[Any]) -> Iterator[Any]:
-    """The leaves, and the functions and modules that functions of the user's among them call."""
+def _reachable(leaves: Sequence[Any]) -> Iterator[Any]:
+    """The leaves, and all functions and modules that the user's functions among them call."""
     seen: set[int] = set()
     stack = list(leaves)
     while stack:
@@ -125,17 +134,19 @@ def _reached(leaves: Sequence[Any]) -> Iterator[Any]:
             continue
         seen.add(id(leaf))
         yield leaf
-        if (fn := _of_user(innermost(leaf))) is not None:
-            stack += _called(fn)
+        if (fn := _user_function(uncompiled(leaf))) is not None:
+            stack += _callees(fn)
 
 
-def _of_user(leaf: Any) -> types.FunctionType | None:
+def _user_function(leaf: Any) -> types.FunctionType | None:
+    """The function of a leaf, unless it is one of an installed package."""
     fn = getattr(leaf, "__func__", leaf)
-    users = isinstance(fn, types.FunctionType) and "-packages" not in fn.__code__.co_filename
-    return fn if users else None
+    is_users = isinstance(fn, types.FunctionType) and "-packages" not in fn.__code__.co_filename
+    return fn if is_users else None
 
 
-def _items(container: Any) -> Iterator[tuple[Any, Put]]:
+def _items(container: Any) -> Iterator[tuple[Any, Setter]]:
+    """The values of a dict or list, each with a function that replaces it."""
     keys: Iterable[Any] = ()
     if isinstance(container, dict):
         keys = list(container)
@@ -145,12 +156,12 @@ def _items(container: Any) -> Iterator[tuple[Any, Put]]:
         yield container[key], functools.partial(container.__setitem__, key)
 
 
-def _referred(fn: types.FunctionType) -> Iterator[tuple[Any, Put]]:
-    """A function's globals, and what it has from the functions around it."""
+def _globals_and_cells(fn: types.FunctionType) -> Iterator[tuple[Any, Setter]]:
+    """The globals that a function uses and the cells of its closure, with their setters."""
     for name in _names(fn) & fn.__globals__.keys():
         yield fn.__globals__[name], functools.partial(fn.__globals__.__setitem__, name)
     for cell in fn.__closure__ or ():
-        with contextlib.suppress(ValueError):  # nothing in it yet
+        with contextlib.suppress(ValueError):  # the cell is empty
             yield cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
 
 
@@ -159,12 +170,12 @@ def _names(fn: types.FunctionType) -> set[str]:
     return {name for code in codes for name in code.co_names}
 
 
-def _called(fn: types.FunctionType) -> Iterator[Any]:
-    """What a function of the user's refers to, but for data."""
+def _callees(fn: types.FunctionType) -> Iterator[Any]:
+    """The functions, methods and modules that a function refers to."""
     names = _names(fn)
-    for value, _ in _referred(fn):
-        if isinstance(value, types.ModuleType):  # its functions and models, by their names
-            values_there = (vars(value).get(name) for name in names)
-            yield from (v for v in values_there if isinstance(v, types.FunctionType | nn.Module))
+    for value, _ in _globals_and_cells(fn):
+        if isinstance(value, types.ModuleType):  # the functions and models that it uses of it
+            members = (vars(value).get(name) for name in names)
+            yield from (m for m in members if isinstance(m, types.FunctionType | nn.Module))
         elif isinstance(value, types.FunctionType | types.MethodType | nn.Module):
             yield value

@@ -1,10 +1,13 @@
-"""The joint graphs of a function, traced as for a compilation and not compiled.
+"""Trace the joint graphs of a function as a compilation would, without compiling them.
 
-Dynamo traces on fake tensors, and AOTAutograd's partitioner is where it ends. Of a function that is
-one graph nothing is run, and what this process has compiled stays: it is called from a function
-whose code is new each time, so that Dynamo neither finds nor keeps anything under its name
-(``CacheEntry``, and the code state that makes a size dynamic once it has had two values:
-torch/_dynamo/pgo.py). What breaks into several is run on fake tensors.
+Dynamo traces the function on fake tensors, AOTAutograd makes the joint graph, and the partitioner
+that it calls ends the trace.
+
+A function that is one graph is not run at all, and what this process has compiled stays as it is.
+For that, the function is called from a function whose code object is new each time, so Dynamo
+neither finds nor keeps anything under its name: no ``CacheEntry``, and no state that makes a size
+dynamic once it has had two values (torch/_dynamo/pgo.py). A function that breaks into several
+graphs runs on fake tensors.
 
 Private APIs, checked with torch 2.11 and 2.13: Dynamo's bytecode hook, its reason for the end of a
 graph, and its cache of compiled frames.
@@ -33,10 +36,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mstpass.backend import prepare
 from mstpass.errors import UserError
-from mstpass.tracing.fake_tensors import Fakes, innermost, is_compiled, runs_compiled
+from mstpass.tracing.fake_tensors import FakeTensors, calls_compiled, is_compiled, uncompiled
 
 T = TypeVar("T")
-Take = Callable[[fx.GraphModule, dict[str, Any]], T]
+UseJoint = Callable[[fx.GraphModule, dict[str, Any]], T]
+"""Gets a joint graph and the arguments that AOTAutograd gives to a partitioner with it."""
+
+UseInputs = Callable[[Sequence[Any]], None]
+"""Gets the inputs of a graph that Dynamo captured, before its joint graph is traced."""
+
 _numbers = itertools.count()
 
 
@@ -44,143 +52,144 @@ class NoJointGraph(UserError):
     """The function cannot be traced as one graph, or has no backward."""
 
 
-def at_joint(
-    fn: Callable[..., Any], inputs: Sequence[Tensor], take: Callable[[fx.GraphModule, int], T]
-) -> T:
-    """What ``take`` makes of a function's joint graph and its number of forward outputs.
-
-    The function is traced but not compiled.
-    """
-    return trace_joint(fn, inputs, {}, lambda gm, kwargs: take(gm, kwargs["num_fwd_outputs"]))
-
-
 def trace_joint(
+    fn: Callable[..., Any], inputs: Sequence[Tensor], use: Callable[[fx.GraphModule, int], T]
+) -> T:
+    """What ``use`` returns for a function's joint graph and its number of forward outputs."""
+    return trace_one_graph(
+        fn, inputs, {}, lambda joint, kwargs: use(joint, kwargs["num_fwd_outputs"])
+    )
+
+
+def trace_one_graph(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    take: Take[T],
-    before: Callable[[Sequence[Any]], None] = lambda inputs: None,
+    use_joint: UseJoint[T],
+    use_inputs: UseInputs = lambda inputs: None,
 ) -> T:
-    """What ``take`` makes of a function's joint graph and what AOTAutograd gives a partitioner.
+    """What ``use_joint`` returns for the joint graph of a function that is one graph.
 
-    Meta tensors among the arguments, and in the modules that the function is, holds or is given,
-    stand for tensors of the default device.
-
-    Args:
-        before: is given the graph's inputs, before it is traced further.
+    A meta tensor stands for a tensor of the default device. It may be an argument, or be held by a
+    module that the function is, holds or is given.
 
     Raises:
-        NoJointGraph: there is no backward. What the function, Dynamo or ``take`` raise comes as it
-            is.
+        NoJointGraph: there is no backward. Errors of the function, of Dynamo and of ``use_joint``
+            are raised as they are.
     """
     found: list[T] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        before(example_inputs)
-        found.append(_at_partitioner(gm, example_inputs, take))
-        raise _Taken
+        use_inputs(example_inputs)
+        found.append(_trace_captured(gm, example_inputs, use_joint))
+        raise _JointGraphUsed
 
-    inner = innermost(fn)
-    with Fakes().within((inner, args, kwargs)) as (_, given_args, given_kwargs), _undisturbed():
+    plain = uncompiled(fn)
+    fakes = FakeTensors()
+    with fakes.replacing((plain, args, kwargs)) as (_, given_args, given_kwargs), _undisturbed():
         try:
-            compiled = torch.compile(_caller_of(inner), backend=backend, fullgraph=True)
-            compiled(inner, given_args, given_kwargs)
+            compiled = torch.compile(_new_caller(plain), backend=backend, fullgraph=True)
+            compiled(plain, given_args, given_kwargs)
         except Exception as error:
             if not found:
                 raise cause_of(error) from None
     if not found:
-        raise NoJointGraph("no computation: nothing was traced")
+        raise NoJointGraph("no backward: the function has no tensor operations")
     return found[0]
 
 
 @dataclass(frozen=True)
-class Traced(Generic[T]):
-    """What was made of each graph of a function, in the order in which they are met.
+class TracedGraphs(Generic[T]):
+    """What was made of each graph of a function, in the order in which the graphs run.
 
     Attributes:
-        parts: with Dynamo's reason why the graph ends; None where the function returns.
-        of_callees: whether they are those of functions that it calls, and it is not compiled.
-        stopped: what kept the function from going on after the last of them.
+        parts: the result for a graph, and Dynamo's reason why the graph ends; None if it ends
+            because the function returns.
+        of_callees: the function is not compiled, and the graphs are those of functions it calls.
+        stopped_by: the error that ended the function after the last graph; None if it returned.
     """
 
     parts: tuple[tuple[T, GraphCompileReason | None], ...]
     of_callees: bool
-    stopped: Exception | None
+    stopped_by: Exception | None
 
 
-def trace_each(
+def trace_each_graph(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    take: Take[T],
-    before: Callable[[Sequence[Any]], None] = lambda inputs: None,
-) -> Traced[T]:
-    """`trace_joint` of every graph with a backward that a function compiles to.
+    use_joint: UseJoint[T],
+    use_inputs: UseInputs = lambda inputs: None,
+) -> TracedGraphs[T]:
+    """What ``use_joint`` returns for each graph with a backward that a function compiles to.
 
-    ``fn`` is compiled; where it is compiled already, or calls what is, it is called as it is. It
-    runs on fake tensors: a graph op by op once it is traced, what lies between graphs as it is. A
-    function that this process had compiled keeps that; of the entries that Dynamo allows it
-    (``recompile_limit``) this takes one.
+    ``fn`` is compiled, unless it is compiled already or calls compiled functions. It runs on fake
+    tensors: a graph runs op by op after it is traced, and the code between graphs runs as it is.
+    A function that this process had compiled stays compiled; the trace takes one of the entries
+    that Dynamo allows it (``recompile_limit``).
 
     Raises:
-        NoJointGraph: no graph has a backward. What the function raises before there is one, and
-            what Dynamo or ``take`` raise, comes as it is.
+        NoJointGraph: no graph has a backward. An error of the function before the first graph, and
+            errors of Dynamo and of ``use_joint``, are raised as they are.
     """
-    fakes = Fakes(every=True)
+    fakes = FakeTensors(also_real=True)
     parts: list[tuple[T, GraphCompileReason | None]] = []
     failed: list[Exception] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         reason = gm.compile_subgraph_reason
-        ends = reason if isinstance(reason, GraphCompileReason) and reason.graph_break else None
+        known = reason if isinstance(reason, GraphCompileReason) else None
+        graph_break = known if known is not None and known.graph_break else None
         try:
-            before(example_inputs)
-            parts.append((_at_partitioner(gm, example_inputs, take), ends))
-        except NoJointGraph:  # Inductor's alone
-            pass
-        except Exception as error:  # Dynamo would go on without it
+            use_inputs(example_inputs)
+            made = _trace_captured(gm, example_inputs, use_joint)
+            parts.append((made, graph_break))
+        except NoJointGraph:
+            pass  # a graph without a backward has no report
+        except Exception as error:  # if it were raised here, Dynamo would go on without it
             failed.append(error)
 
         def run(*inputs: Any) -> Any:
             with fakes.mode:
-                return gm(*map(fakes.of, inputs))
+                return gm(*map(fakes.fake_of, inputs))
 
         return run
 
-    stopped = None
-    with fakes.within((fn, args, kwargs)) as (step, given_args, given_kwargs), _undisturbed():
-        as_it_is = runs_compiled((fn, args, kwargs))
-        run = step if as_it_is else torch.compile(step, backend=backend)
-        with _forced(backend):
+    stopped_by = None
+    with fakes.replacing((fn, args, kwargs)) as (step, given_args, given_kwargs), _undisturbed():
+        has_compiled = calls_compiled((fn, args, kwargs))
+        run = step if has_compiled else torch.compile(step, backend=backend)
+        with _backend_everywhere(backend):
             try:
                 run(*given_args, **given_kwargs)
             except Exception as error:
-                stopped = cause_of(error)
+                stopped_by = cause_of(error)
     if failed:
         raise cause_of(failed[0])
     if not parts:
-        raise stopped or NoJointGraph("no backward: nothing that requires a gradient is compiled")
-    return Traced(tuple(parts), as_it_is and not is_compiled(fn), stopped)
+        raise stopped_by or NoJointGraph("no backward: no compiled function needs a gradient")
+    return TracedGraphs(tuple(parts), has_compiled and not is_compiled(fn), stopped_by)
 
 
 class OptimizerSteps(Exception):
-    """In a function that is run on fake tensors, where its optimizers hold real ones."""
+    """An optimizer steps in a function that runs on fake tensors, though its state is real."""
 
 
 @contextmanager
-def _forced(backend: Any) -> Iterator[None]:
-    """All that torch.compile made has this backend, and forgets what that gave it."""
+def _backend_everywhere(backend: Any) -> Iterator[None]:
+    """Compile every function with this backend; afterwards forget what that compiled."""
     codes: list[types.CodeType] = []
 
     def refuse(*_: Any) -> None:
-        raise OptimizerSteps("an optimizer steps, which is not done here")
+        raise OptimizerSteps("an optimizer steps, and explain changes no parameters")
 
     hooks = [
         register_bytecode_hook(lambda code, _: codes.append(code)),
         register_optimizer_step_pre_hook(refuse),
     ]
     try:
-        # otherwise sizes that it sees would be symbolic in a later compilation
+        # With automatic dynamic shapes, the sizes seen here would be symbolic in a later
+        # compilation of the same function.
         with (
             torch._dynamo.config.patch(automatic_dynamic_shapes=False),
             torch.compiler.set_stance("default", force_backend=backend),
@@ -195,8 +204,8 @@ def _forced(backend: Any) -> Iterator[None]:
                 reset_code(code)
 
 
-def _at_partitioner(gm: fx.GraphModule, inputs: Sequence[Any], take: Take[T]) -> T:
-    """What ``take`` makes of the joint graph of what Dynamo captured.
+def _trace_captured(gm: fx.GraphModule, inputs: Sequence[Any], use_joint: UseJoint[T]) -> T:
+    """What ``use_joint`` returns for the joint graph of a graph that Dynamo captured.
 
     Raises:
         NoJointGraph: there is no backward.
@@ -206,30 +215,31 @@ def _at_partitioner(gm: fx.GraphModule, inputs: Sequence[Any], take: Take[T]) ->
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **given: Any) -> Any:
             prepare(gm)
-            found.append(take(gm, given))
-            raise _Taken
+            found.append(use_joint(gm, given))
+            raise _JointGraphUsed
 
         def uuid(self) -> Any:
             return None
 
     patches = {"custom_partitioner_fn": Partitioner(), "fx_graph_cache": False}
     try:
-        compile_fx(gm, list(inputs), inner_compile=_not_joint, config_patches=patches)
-    except _Taken:
+        compile_fx(gm, list(inputs), inner_compile=_no_backward, config_patches=patches)
+    except _JointGraphUsed:
         return found[0]
     raise AssertionError("compile_fx asked neither the partitioner nor the compiler")
 
 
-def _not_joint(*_: Any, **__: Any) -> Any:
-    raise NoJointGraph("no backward: nothing that requires a gradient reaches its result")
+def _no_backward(*_: Any, **__: Any) -> Any:
+    """In place of Inductor's compiler, which is called first only if there is no backward."""
+    raise NoJointGraph("no backward: the result depends on nothing that requires a gradient")
 
 
-class _Taken(Exception):
-    """The partitioner has what it wanted."""
+class _JointGraphUsed(Exception):
+    """The joint graph was used as asked; the compilation can end."""
 
 
 def cause_of(error: Exception) -> Exception:
-    """What a backend raised, of Dynamo's error about it; others as they are."""
+    """The error that a backend raised, if Dynamo wrapped it in one of its own."""
     inner = getattr(error, "inner_exception", None)
     return cause_of(inner) if isinstance(inner, Exception) else error
 
@@ -238,11 +248,11 @@ def _call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     return fn(*args, **kwargs)
 
 
-def _caller_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls it, with code of its own and the same globals.
+def _new_caller(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``fn``, with a code object of its own and the globals of ``fn``.
 
-    Of a function with other globals Dynamo would import the module, and some have none that can be
-    imported, such as those of ``exec``.
+    With other globals Dynamo would import the module of ``fn``, but some functions have a module
+    that cannot be imported, such as those that ``exec`` defines.
     """
     code = _call.__code__.replace(co_name=f"traced_{next(_numbers)}")
     return types.FunctionType(code, _globals_of(fn))
@@ -258,7 +268,7 @@ def _globals_of(fn: Any) -> dict[str, Any]:
     return known if isinstance(known, dict) and "__builtins__" in known else fresh
 
 
-# What they would say is said by errors, or is no concern of who explains.
+# Loggers that repeat what an error says, or that warn of things that only matter in a real run.
 _SILENCED = (
     "torch._subclasses.fake_tensor",
     "torch._dynamo.variables.tensor",
@@ -268,7 +278,7 @@ _SILENCED = (
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """The random state stays as it is, and torch does not log what it comes across."""
+    """Restore the random state afterwards, and keep torch from logging while it traces."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     logs = {log: log.disabled for log in map(logging.getLogger, _SILENCED)}
     try:
