@@ -1,0 +1,135 @@
+"""What torch's partitioner does besides choosing what is saved, and the partitioner itself.
+
+mstpass chooses the saved values, and has torch build the forward and the backward graph around
+them. Graphs that it does not split go to torch's partitioner. Source:
+torch/_functorch/partitioners.py, compile_utils.py; torch/fx/traceback.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import partitioners
+from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._ordered_set import OrderedSet
+
+from mstpass.torch_internals.private_apis import PrivateApis
+from mstpass.torch_internals.settings import merges_equal_nodes
+
+__all__ = [
+    "extract_forward_and_backward",
+    "finish_forward_and_backward",
+    "has_torch_budget",
+    "merge_equal_nodes",
+    "min_cut_rematerialization_partition",
+]
+
+APIS = PrivateApis(
+    names=(
+        "torch._functorch.partitioners.min_cut_rematerialization_partition"
+        "(num_fwd_outputs, static_lifetime_input_indices)",
+        "torch._functorch.partitioners._extract_fwd_bwd_modules"
+        "(saved_sym_nodes, num_fwd_outputs, static_lifetime_input_nodes)",
+        "torch._functorch.partitioners.reordering_to_mimic_autograd_engine",
+        "torch._functorch.partitioners.thread_graphsafe_rng_from_hops(is_backward)",
+        "torch._functorch.compile_utils.fx_graph_cse",
+        "torch._functorch.compile_utils.raise_getitems",
+    ),
+    checked=("2.11", "2.13", "2.15"),
+)
+_TAKES_OPAQUE_NODES = (  # from 2.12 on
+    "saved_opaque_nodes" in inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
+)
+
+Modules = tuple[fx.GraphModule, fx.GraphModule]
+
+
+def merge_equal_nodes(gm: fx.GraphModule) -> None:
+    """Remove dead code and common subexpressions of a joint graph, as torch's partitioner does."""
+    gm.graph.eliminate_dead_code()
+    if merges_equal_nodes():
+        gm.graph = fx_graph_cse(gm.graph)
+    gm.recompile()
+
+
+def extract_forward_and_backward(
+    gm: fx.GraphModule,
+    saved: list[fx.Node],
+    saved_sizes: list[fx.Node],
+    num_fwd_outputs: int,
+    static_inputs: Iterable[fx.Node],
+) -> Modules:
+    """The two graphs of a joint graph.
+
+    Args:
+        saved: what forward returns for backward, in this order; inputs of the step among it.
+        static_inputs: inputs that stay at their addresses from step to step, as parameters do.
+    """
+    opaque: dict[str, Any] = {"saved_opaque_nodes": []} if _TAKES_OPAQUE_NODES else {}
+    return partitioners._extract_fwd_bwd_modules(
+        gm,
+        saved,
+        saved_sym_nodes=saved_sizes,
+        num_fwd_outputs=num_fwd_outputs,
+        static_lifetime_input_nodes=OrderedSet(static_inputs),
+        **opaque,
+    )
+
+
+def finish_forward_and_backward(forward: fx.GraphModule, backward: fx.GraphModule) -> Modules:
+    """Recompute each value just before its first use; take results of calls right after them."""
+    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
+    forward, backward = raise_getitems(forward), raise_getitems(backward)
+    forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
+    backward = partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
+    return forward, backward
+
+
+def has_torch_budget(nodes: Iterable[fx.Node]) -> bool:
+    """Whether a node is under ``torch.autograd.graph.region_activation_memory_budget``.
+
+    torch has that context manager from 2.13 on.
+    """
+    budget_of = getattr(fx.traceback, "_get_memory_budget_annotation", lambda _: None)
+    return any(budget_of(node) is not None for node in nodes)
+
+
+def probe() -> None:
+    APIS.require()
+    has_context = hasattr(torch.autograd.graph, "region_activation_memory_budget")
+    has_reader = hasattr(fx.traceback, "_get_memory_budget_annotation")
+    APIS.expect(
+        has_reader or not has_context, "torch.fx.traceback._get_memory_budget_annotation is missing"
+    )
+    gm = _joint_graph()
+    merge_equal_nodes(gm)
+    sines = [node for node in gm.graph.nodes if node.target is torch.ops.aten.sin.default]
+    APIS.expect(len(sines) == 1, "fx_graph_cse does not merge equal nodes")
+    modules = extract_forward_and_backward(gm, sines, [], 1, [])
+    forward, backward = finish_forward_and_backward(*modules)
+    returned: list[Any] = [node.target for node in forward.graph.output_node().all_input_nodes]
+    ops = [torch.ops.aten.exp.default, torch.ops.aten.sin.default]
+    APIS.expect(returned == ops, "_extract_fwd_bwd_modules: forward returns other values")
+    inputs = [node.name for node in backward.graph.find_nodes(op="placeholder")]
+    names = [sines[0].name, "tangents_1"]
+    APIS.expect(inputs == names, "_extract_fwd_bwd_modules: backward has other inputs")
+
+
+def _joint_graph() -> fx.GraphModule:
+    """Of ``exp(x)``, with a gradient that reads ``sin(x)`` twice."""
+    graph = fx.Graph()
+    aten = torch.ops.aten
+    x, tangent = (graph.placeholder(name) for name in ("primals_1", "tangents_1"))
+    result = graph.call_function(aten.exp.default, (x,))
+    for _ in range(2):
+        sine = graph.call_function(aten.sin.default, (x,))
+        tangent = graph.call_function(aten.mul.Tensor, (tangent, sine))
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(2, device="meta")
+    graph.output((result, tangent))
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -1,0 +1,110 @@
+"""Read and patch the settings of Inductor, AOTAutograd and Dynamo.
+
+A patch holds for the thread that makes it: torch keeps settings in context variables. Up to 2.12
+all threads share them; of threads that need the same patch at once, the first makes it and the last
+undoes it. Source: torch/_inductor/config.py, torch/_functorch/config.py, torch/_dynamo/config.py,
+torch/utils/_config_module.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Set
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+
+from mstpass.torch_internals.patches import SharedPatch
+from mstpass.torch_internals.private_apis import PrivateApis
+
+APIS = PrivateApis(
+    names=(
+        "torch._inductor.config.patch",
+        "torch._inductor.config.get_config_copy",
+        "torch._inductor.config.fx_graph_cache",
+        "torch._inductor.config.post_grad_custom_pre_pass",
+        "torch._functorch.config.patch",
+        "torch._functorch.config.activation_memory_budget",
+        "torch._functorch.config.cse",
+        "torch._functorch.config.enable_autograd_cache",
+        "torch._functorch.config.force_non_lazy_backward_lowering",
+        "torch._dynamo.config.patch",
+        "torch._dynamo.config.automatic_dynamic_shapes",
+        "torch._dynamo.config.error_on_recompile",
+    ),
+    checked=("2.11", "2.13", "2.15"),
+)
+_PER_THREAD = hasattr(inductor_config, "_hash_dirty_var")
+
+Patch = Callable[[], AbstractContextManager[Any]]
+
+
+def inductor_setting(name: str) -> Any:
+    """The value in force."""
+    return getattr(inductor_config, name)
+
+
+def inductor_settings() -> Set[str]:
+    """The names of all settings, without those that are aliases of others."""
+    return inductor_config.get_config_copy().keys()
+
+
+def is_inductor_setting(name: str) -> bool:
+    return hasattr(inductor_config, name)
+
+
+def merges_equal_nodes() -> bool:
+    """Whether torch's partitioner eliminates common subexpressions."""
+    return bool(functorch_config.cse)
+
+
+def _patch(config: Any, **values: Any) -> Patch:
+    def patch() -> AbstractContextManager[Any]:
+        return config.patch(**values)
+
+    return patch if _PER_THREAD else SharedPatch(patch)
+
+
+# Forward and backward are compiled together: a backward that fails can be undone with its forward.
+backward_compiled_at_once = _patch(functorch_config, force_non_lazy_backward_lowering=True)
+# A size that has had two values stays a number.
+static_sizes = _patch(dynamo_config, automatic_dynamic_shapes=False)
+recompilation_fails = _patch(dynamo_config, error_on_recompile=True)
+
+
+def torch_budget(fraction: float) -> AbstractContextManager[Any]:
+    """``activation_memory_budget``, which torch's own partitioner plans under."""
+    return functorch_config.patch(activation_memory_budget=fraction)
+
+
+@contextmanager
+def inductor_graphs_given_to(graph_pass: Callable[[Any], None]) -> Iterator[None]:
+    """Have a pass see all graphs that Inductor gets; none comes from a cache."""
+    with (
+        functorch_config.patch(enable_autograd_cache=False),
+        inductor_config.patch(fx_graph_cache=False, post_grad_custom_pre_pass=graph_pass),
+    ):
+        yield
+
+
+def probe() -> None:
+    APIS.require()
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(functorch_config.force_non_lazy_backward_lowering)
+
+    look()
+    with backward_compiled_at_once():
+        look()
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    look()
+    before, within, elsewhere, after = seen
+    APIS.expect(within, "torch._functorch.config.patch changes nothing")
+    APIS.expect(after == before, "torch._functorch.config.patch does not restore")
+    APIS.expect(elsewhere == (before if _PER_THREAD else True), "settings are shared otherwise")
