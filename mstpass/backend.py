@@ -11,9 +11,6 @@ All other hooks, and what the user put into these three, work as without this ba
 
 An error of mstpass never stops the user's program: the unchanged joint graph goes to torch's own
 partitioner, with one warning (``strict=True`` raises instead).
-
-Private APIs, checked with torch 2.13: ``torch._inductor.compile_fx.compile_fx``,
-``torch._inductor.custom_graph_pass``, ``torch._guards.TracingContext``.
 """
 
 from __future__ import annotations
@@ -28,9 +25,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from mstpass import pipeline
 from mstpass.graph import device_costs
@@ -48,8 +42,19 @@ from mstpass.report.details import Details
 from mstpass.report.report import Report
 from mstpass.schedule.delay_embedding_gradient import delay_scatters
 from mstpass.schedule.delay_recomputation import delay_recomputation, recomputation_waits
+from mstpass.torch_internals.compile_fx import (
+    CustomGraphPass,
+    CustomPartitionerFn,
+    compile_fx,
+    options_of_mode,
+)
 from mstpass.torch_internals.donated_buffers import keep_safe_donations
+from mstpass.torch_internals.partitioners import (
+    merge_equal_nodes,
+    min_cut_rematerialization_partition,
+)
 from mstpass.torch_internals.scheduler_dependencies import mutations_kept
+from mstpass.torch_internals.settings import backward_compiled_at_once, inductor_setting
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +82,7 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
     """
     watch_optimizers()
     options = with_device_budget(Options.parse(kwargs.get("options")), example_inputs)
-    users = {**_mode_patches(kwargs.get("mode")), **options.inductor_patches}
+    users = {**options_of_mode(kwargs.get("mode")), **options.inductor_patches}
     key = store.graph_key(gm, example_inputs, uuid(options))
     stored = store.recall(key)  # of a graph that comes from the compile cache
     partitioner = Partitioner(options, stored.outcome.limit_bytes if stored is not None else None)
@@ -125,8 +130,7 @@ def _compiled(
         "_post_fusion_custom_pass": reader,
     }
     # Compile the backward now: if it failed at its first call, nothing could fall back any more.
-    eager_backward = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-    with eager_backward, mutations_kept():
+    with backward_compiled_at_once(), mutations_kept():
         compiled = compile_fx(gm, list(example_inputs), config_patches={**_OURS, **users, **hooks})
     if partitioner.report is not None and reader.peak_bytes is not None:
         partitioner.report = partitioner.report.with_outcome(scheduled_peak_bytes=reader.peak_bytes)
@@ -187,16 +191,8 @@ def _failed(error: Exception) -> Outcome:
     return Outcome(rejections=(with_fix(Rejection("error", "graph", reason)),))
 
 
-def _mode_patches(mode: str | None) -> dict[str, Any]:
-    if mode is None or mode == "default":
-        return {}
-    return dict(torch._inductor.list_mode_options(mode))
-
-
 def _users_hook(name: str, patches: dict[str, Any]) -> Any:
-    import torch._inductor.config as inductor_config
-
-    return patches.get(name, getattr(inductor_config, name))
+    return patches.get(name, inductor_setting(name))
 
 
 @functools.cache
@@ -235,7 +231,7 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        prepare(gm)
+        merge_equal_nodes(gm)
         try:
             known = pipeline_kwargs(kwargs)
             result = pipeline.run(gm, self.options, limit_bytes=self.limit_bytes, **known)
@@ -271,17 +267,6 @@ def pipeline_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What ``pipeline.run`` takes of the arguments that AOTAutograd gives to a partitioner."""
     names = ("num_fwd_outputs", "static_lifetime_input_indices")
     return {name: kwargs[name] for name in names if name in kwargs}
-
-
-def prepare(gm: fx.GraphModule) -> None:
-    """Remove dead code and common subexpressions, in place, as torch's partitioner does first."""
-    import torch._functorch.config as functorch_config
-    from torch._functorch.compile_utils import fx_graph_cse
-
-    gm.graph.eliminate_dead_code()
-    if functorch_config.cse:
-        gm.graph = fx_graph_cse(gm.graph)
-    gm.recompile()
 
 
 class LowerLoops(CustomGraphPass):

@@ -170,11 +170,11 @@ def _strict(value: Any, where: str) -> bool:
 def _inductor(value: Any, where: str) -> tuple[tuple[str, Any], ...]:
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         raise OptionError(f"{where} must map Inductor config names to values, got {value!r}")
-    import torch._inductor.config as inductor_config
+    from mstpass.torch_internals.settings import inductor_settings, is_inductor_setting
 
-    known = set(inductor_config.get_config_copy())
+    known = inductor_settings()
     for key in value:
-        if key not in known and not hasattr(inductor_config, key):  # aliases are not copied
+        if key not in known and not is_inductor_setting(key):  # aliases are not copied
             near = difflib.get_close_matches(key, sorted(known), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise OptionError(f"{where}: Inductor has no config {key!r}{hint}")

@@ -31,7 +31,6 @@ from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.split import split as split_graph
 from mstpass.partition.torch_fallback import (
     TORCH_BUDGET,
-    has_region_budget,
     needs_torch,
     split_by_torch,
 )
@@ -40,6 +39,7 @@ from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.verify import InvalidPlan, read, verify
 from mstpass.schedule.second_rematerialization import add_second_rematerialization
+from mstpass.torch_internals.partitioners import has_torch_budget
 
 
 # ---- detect ------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def detect(joint: JointGraph, options: Options) -> Detected:
     The copy is used only if a region has a node that normalization changed. Otherwise the graph
     stays as it is, and the rejections are those of the copy, which name the remaining reasons.
     """
-    if has_region_budget(joint.nodes):  # torch wants it on every node, so on loops as well
+    if has_torch_budget(joint.nodes):  # torch wants it on every node, so on loops as well
         return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
     if options.chunk != "auto":
         return Detected(joint)

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass import backend, pipeline
+from mstpass import pipeline
 from mstpass.graph.text import graph_text
 from mstpass.options import Options
+from mstpass.torch_internals.partitioners import merge_equal_nodes
 from tests.architectures import ARCHITECTURES, Architecture
 from tests.checks import joint_graph
 from tests.losses import FUSED, OUTSIDE, RECOMPUTED, REFUSED, VOCAB, Loss, LossModel
@@ -114,7 +115,7 @@ def main() -> None:
         if not re.search(args.only, name):
             continue
         module, outputs = trace()
-        backend.prepare(module)
+        merge_equal_nodes(module)
         for label, given in OPTIONS.items():
             (args.out / f"{name}-{label}.txt").write_text(plan_text((module, outputs), given))
         print(name, flush=True)

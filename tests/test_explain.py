@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 import mstpass
 from mstpass import pipeline
-from mstpass.backend import prepare
 from mstpass.explainer import ExplainError, explain_step
 from mstpass.options import Options
 from mstpass.plans import ChunkPlan, Outcome, Rejection, SavedValue, SavePlan
 from mstpass.regions.advice import fix_of
 from mstpass.report.report import Report
+from mstpass.torch_internals.partitioners import merge_equal_nodes
 
 from . import refused
 from .checks import joint_graph
@@ -37,7 +37,7 @@ def test_it_says_what_a_compilation_does() -> None:
     step = lambda ids: next_token_loss(model, ids)
     explained = mstpass.explain(step, ids, options={"chunk_tokens": 256})
     graph, outputs = joint_graph(step, ids)
-    prepare(graph)
+    merge_equal_nodes(graph)
     options = Options.parse({"chunk_tokens": 256})
     done = pipeline.run(graph, options, num_fwd_outputs=outputs).outcome
     assert explained.regions and explained.peak_bytes == done.peak_bytes

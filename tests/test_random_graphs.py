@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 from torch import Tensor
 
-from mstpass import backend, pipeline
+from mstpass import pipeline
 from mstpass.options import Options
+from mstpass.torch_internals.partitioners import merge_equal_nodes
 from tests.checks import joint_graph
 
 D, WIDE = 8, 64
@@ -97,7 +98,7 @@ def _check(batch: int, length: int, chunk: int, names: list[str], end: str) -> i
         return ENDS[end](h, ids, down)
 
     graph, outputs = joint_graph(program, *inputs, ids)
-    backend.prepare(graph)
+    merge_equal_nodes(graph)
     options = Options.parse({"chunk_tokens": chunk, "strict": True}, environ={})
     result = pipeline.run(graph, options, num_fwd_outputs=outputs, stop_after="apply")
     assert result.joint is not None
@@ -163,7 +164,7 @@ def test_a_sum_of_the_region_is_not_read_inside_it() -> None:
         return rows.sum(), (weights * weights.sum()).sum()
 
     graph, outputs = joint_graph(program, leaf(64, 8), leaf(8, 64))
-    backend.prepare(graph)
+    merge_equal_nodes(graph)
     options = Options.parse({"chunk_tokens": 16}, environ={})
     result = pipeline.run(graph, options, num_fwd_outputs=outputs, stop_after="apply")
     assert result.joint is not None and len(result.outcome.regions) == 1

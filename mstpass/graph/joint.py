@@ -5,7 +5,7 @@ tangent; a *view* shares the storage of another value (``base_of``).
 
 AOTAutograd names the joint graph's placeholders ``primals_i`` and ``tangents_i`` and puts the
 forward outputs before the gradients in the output node (torch/_functorch/partitioners.py;
-checked with torch 2.13).
+probed in torch_internals/compile_fx.py).
 """
 
 from __future__ import annotations

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from mstpass.graph.joint import is_tangent, value_of
 from mstpass.linter.errors import LintError
 from mstpass.linter.graph_findings import read_graphs
 from mstpass.linter.report import DUPLICATE, Finding, LintReport
 from mstpass.report.store import reports
+from mstpass.torch_internals.compile_fx import CustomGraphPass
+from mstpass.torch_internals.settings import inductor_graphs_given_to, inductor_setting
 
 
 def read_compiled(step: Callable[[Record], None]) -> LintReport:
@@ -28,17 +29,11 @@ def read_compiled(step: Callable[[Record], None]) -> LintReport:
     Raises:
         LintError: nothing was compiled, or nothing with a backward.
     """
-    import torch._functorch.config as functorch_config
-    import torch._inductor.config as inductor_config
-
-    record = Record(inductor_config.post_grad_custom_pre_pass)
+    record = Record(inductor_setting("post_grad_custom_pre_pass"))
     known = set(map(id, reports()))
     torch.compiler.reset()
     try:
-        with (
-            functorch_config.patch(enable_autograd_cache=False),
-            inductor_config.patch(fx_graph_cache=False, post_grad_custom_pre_pass=record),
-        ):
+        with inductor_graphs_given_to(record):
             step(record)
     finally:
         torch.compiler.reset()  # what was compiled here holds the hook

@@ -32,15 +32,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import lowering as inductor_lowering
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.loop_op import STACK, OutputSpec, fitted_length, mst_loop
 from mstpass.graph.sizes import Size, expression, is_size, symbols_of
+from mstpass.torch_internals.lowerings import call_as_it_is, select_decomp_table
 
 aten = torch.ops.aten
+
+_CALLED_AS_THEY_ARE = (aten.addmm_.default, aten.abs_.default)
 
 
 def lower_loops(graph: fx.Graph) -> int:
@@ -48,24 +49,14 @@ def lower_loops(graph: fx.Graph) -> int:
     calls = graph.find_nodes(op="call_function", target=mst_loop)
     if not calls:
         return 0
-    _allow_in_place_ops()
+    for op in _CALLED_AS_THEY_ARE:
+        call_as_it_is(op)
     lowering = _Lowering(graph)
     for call in calls:
         lowering.lower(call)
     graph.eliminate_dead_code()
     graph.lint()
     return len(calls)
-
-
-def _allow_in_place_ops() -> None:
-    """Let Inductor call ``addmm_`` and ``abs_`` as they are.
-
-    It does so by itself for an op that it has no lowering for, except where the environment
-    variable CI is set: there it asserts that no decomposition exists (2.11 and 2.13).
-    """
-    for op in (aten.addmm_.default, aten.abs_.default):
-        if op not in inductor_lowering.lowerings:
-            inductor_lowering.make_fallback(op, warn=False)
 
 
 class _Lowering:

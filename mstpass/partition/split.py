@@ -6,23 +6,15 @@
     forward, backward = torch's extraction of the two graphs around them
     backward: give nested values a recomputation of their own   (schedule/nested_recomputation.py)
     backward: move each recomputation to just before its first use              (torch does)
-
-Private APIs of torch/_functorch/partitioners.py, checked with torch 2.13:
-``_extract_fwd_bwd_modules``, ``reordering_to_mimic_autograd_engine``, ``raise_getitems``,
-``thread_graphsafe_rng_from_hops``.
 """
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Set
 from typing import Any
 
 from torch import fx
-from torch._functorch import partitioners
-from torch._functorch.compile_utils import raise_getitems
-from torch.utils._ordered_set import OrderedSet
 
 from mstpass.graph.joint import JointGraph, Modules, is_tangent, nbytes
 from mstpass.graph.loop_op import mst_loop
@@ -30,6 +22,10 @@ from mstpass.graph.sizes import is_size
 from mstpass.graph.source import source_of
 from mstpass.plans import SavedValue, SavePlan
 from mstpass.schedule.nested_recomputation import recompute_nested_values
+from mstpass.torch_internals.partitioners import (
+    extract_forward_and_backward,
+    finish_forward_and_backward,
+)
 
 
 def split(
@@ -50,12 +46,7 @@ def split(
     nested = nested - saved
     forward, backward = _extract(joint, [joint.by_name[n] for n in saved], torch_kwargs)
     recompute_nested_values(backward.graph, nested)
-    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
-    forward, backward = raise_getitems(forward), raise_getitems(backward)
-    if hasattr(partitioners, "thread_graphsafe_rng_from_hops"):
-        forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
-        backward = partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
-    modules = forward, backward
+    modules = finish_forward_and_backward(forward, backward)
     return modules, SavePlan(saved_values(modules, joint), solver, nested=tuple(sorted(nested)))
 
 
@@ -86,20 +77,15 @@ def _extract(joint: JointGraph, saved: list[fx.Node], torch_kwargs: dict[str, An
     others = [n for n in saved if n not in loop_results]
     inputs_and_sizes = joint.sorted(_inputs_and_sizes_read(joint, saved))
     inputs = [n for n in inputs_and_sizes if not is_size(n)]
-    kwargs: dict[str, Any] = {
-        "saved_sym_nodes": [n for n in inputs_and_sizes if is_size(n)],
-        "num_fwd_outputs": joint.num_fwd_outputs,
-    }
-    parameters = inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
-    if "saved_opaque_nodes" in parameters:
-        kwargs["saved_opaque_nodes"] = []
-    if "static_lifetime_input_nodes" in parameters:
-        indices = torch_kwargs.get("static_lifetime_input_indices") or []
-        placeholders = [n for n in joint.nodes if n.op == "placeholder"]
-        kwargs["static_lifetime_input_nodes"] = OrderedSet(placeholders[i] for i in indices)
+    placeholders = [n for n in joint.nodes if n.op == "placeholder"]
+    static = torch_kwargs.get("static_lifetime_input_indices") or []
     # Gradients that a fused loop computed come last: see torch_internals/donated_buffers.py.
-    return partitioners._extract_fwd_bwd_modules(
-        joint.module, [*inputs, *others, *loop_results], **kwargs
+    return extract_forward_and_backward(
+        joint.module,
+        [*inputs, *others, *loop_results],
+        saved_sizes=[n for n in inputs_and_sizes if is_size(n)],
+        num_fwd_outputs=joint.num_fwd_outputs,
+        static_inputs=[placeholders[i] for i in static],
     )
 
 

@@ -2,18 +2,13 @@
 
 Such graphs have side effects, sizes that depend on data, collectives, subgraphs, or a memory budget
 that the user set for a part of the model.
-
-Private APIs, checked with torch 2.13: ``min_cut_rematerialization_partition`` of
-torch/_functorch/partitioners.py, ``_get_memory_budget_annotation`` of torch/fx/traceback.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
-from torch._functorch import partitioners
 
 from mstpass.graph import op_table
 from mstpass.graph.checkpoint_tags import tags_of
@@ -25,13 +20,17 @@ from mstpass.partition.split import saved_values
 from mstpass.plans import SavePlan
 from mstpass.problem.problem import RECOMPUTED
 from mstpass.torch_internals.op_types import HigherOrderOperator
+from mstpass.torch_internals.partitioners import (
+    has_torch_budget,
+    min_cut_rematerialization_partition,
+)
 
 TORCH_BUDGET = "a part of the model has torch's own budget, which only torch's partitioner obeys"
 
 
 def split_by_torch(joint: JointGraph, **torch_kwargs: Any) -> tuple[Modules, SavePlan]:
     """Forward and backward modules by torch's partitioner, and the values that cross."""
-    modules = partitioners.min_cut_rematerialization_partition(
+    modules = min_cut_rematerialization_partition(
         joint.module, None, num_fwd_outputs=joint.num_fwd_outputs, **torch_kwargs
     )
     return modules, SavePlan(saved_values(modules, joint), "torch")
@@ -45,16 +44,7 @@ def needs_torch(joint: JointGraph) -> str:
         if tag in RECOMPUTED and draws(node):
             return f"{node.name} draws random numbers inside a checkpoint, which repeats the draw"
     reasons = filter(None, map(_unsupported, joint.nodes))
-    return next(reasons, TORCH_BUDGET if has_region_budget(joint.nodes) else "")
-
-
-def has_region_budget(nodes: Iterable[fx.Node]) -> bool:
-    """Whether a node is under ``torch.autograd.graph.region_activation_memory_budget``.
-
-    torch has that context manager from 2.13 on.
-    """
-    budget_of = getattr(fx.traceback, "_get_memory_budget_annotation", lambda _: None)
-    return any(budget_of(node) is not None for node in nodes)
+    return next(reasons, TORCH_BUDGET if has_torch_budget(joint.nodes) else "")
 
 
 def _unsupported(node: fx.Node) -> str:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-from torch.utils._ordered_set import OrderedSet
 
 from mstpass.graph import op_table
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.joint import nbytes
 from mstpass.graph.sizes import is_static
+from mstpass.torch_internals.control_dependencies import make_wait
 
 aten = torch.ops.aten
 
@@ -45,7 +44,7 @@ def delay_scatters(graph: fx.Graph) -> None:
             flat = builder.call(aten.view.default, product, [1] * value.dim())
             zeros = builder.call(aten.expand.default, flat, list(value.shape))
         scatter.update_arg(0, zeros)
-        preserve_node_ordering(graph, {product: OrderedSet([rows])})
+        make_wait(graph, {product: [rows]})
 
 
 def scatters_to_delay(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -11,9 +11,6 @@ The cure is an order between what has no data in common::
 so that what the backward has done by then is done, and freed. Gradients that only leave the graph,
 and values that are recomputed once more (again.py), are held to their places likewise. (XLA's
 optimization barriers serve ``jax.checkpoint`` in the same way.)
-
-Private API, checked with torch 2.11 and 2.13: ``control_deps``, by which Inductor's own passes keep
-collectives in order (torch/_inductor/fx_passes/control_dependencies.py).
 """
 
 from __future__ import annotations
@@ -23,13 +20,12 @@ from collections.abc import Iterable
 
 import torch
 from torch import fx
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-from torch.utils._ordered_set import OrderedSet
 
 from mstpass.graph import op_table
 from mstpass.graph.joint import is_tangent, nbytes, value_of
 from mstpass.graph.recomputable import is_heavy
 from mstpass.schedule.second_rematerialization import is_cheap
+from mstpass.torch_internals.control_dependencies import make_wait
 from mstpass.torch_internals.op_types import OpOverload
 
 _LOOP = torch.ops.higher_order.while_loop
@@ -41,11 +37,11 @@ def delay_recomputation(graph: fx.Graph) -> None:
         return
     every = (recomputation_waits(graph), gradient_waits(graph), copy_waits(graph))
     waits = {
-        node: OrderedSet(other for waits in every for other in waits.get(node, ()))
+        node: tuple(other for waits in every for other in waits.get(node, ()))
         for node in graph.nodes
         if any(node in waits for waits in every)
     }
-    preserve_node_ordering(graph, waits)
+    make_wait(graph, waits)
 
 
 def recomputation_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:

@@ -30,12 +30,11 @@ from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.output_graph import GraphCompileReason
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mstpass.backend import prepare
 from mstpass.errors import UserError
+from mstpass.torch_internals.compile_fx import CustomPartitionerFn, compile_fx
+from mstpass.torch_internals.partitioners import merge_equal_nodes
 from mstpass.tracing.fake_tensors import FakeTensors, calls_compiled, is_compiled, uncompiled
 
 T = TypeVar("T")
@@ -214,7 +213,7 @@ def _trace_captured(gm: fx.GraphModule, inputs: Sequence[Any], use_joint: UseJoi
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **given: Any) -> Any:
-            prepare(gm)
+            merge_equal_nodes(gm)
             found.append(use_joint(gm, given))
             raise _JointGraphUsed
 
