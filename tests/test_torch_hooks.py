@@ -1,0 +1,121 @@
+"""The hooks into torch do what they are for: torch calls them, and they find what they read.
+
+A version of torch that renames what a hook reads may leave a compilation intact, and only the
+hook without effect. These tests fail then. ``test_torch_internals.py`` asks for the names alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import mstpass
+from mstpass import backend
+from mstpass.linter.call_stack import Place, current_place
+from mstpass.memory import inductor_schedule
+from tests.checks import compiled
+
+
+def _head() -> torch.Tensor:
+    """The loss of an LM head, which is computed in chunks."""
+    x_ND = torch.randn(512, 32, requires_grad=True)
+    weight_VD = torch.randn(2048, 32, requires_grad=True)
+    labels_N = torch.randint(2048, (512,))
+    loss = lambda x, weight: F.cross_entropy(x @ weight.t(), labels_N)
+    return compiled(loss, chunk_tokens=64)(x_ND, weight_VD)
+
+
+def test_inductor_calls_every_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for hook in (backend.Partitioner, backend.LowerLoops, inductor_schedule.ReadSchedule):
+        call: Any = hook.__call__
+
+        def counted(self: Any, *args: Any, _call: Any = call, **kwargs: Any) -> Any:
+            calls.append(type(self).__name__)
+            return _call(self, *args, **kwargs)
+
+        monkeypatch.setattr(hook, "__call__", counted)
+    _head().backward()
+    assert mstpass.reports()[-1].regions
+    assert calls.count("Partitioner") == 1
+    assert calls.count("LowerLoops") >= 2  # for forward and backward; bodies of loops may add some
+    assert calls.count("ReadSchedule") >= 3  # for forward, backward and the body of each loop
+
+
+def test_inductors_schedule_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    """In full: the backend itself goes on with its own estimate where that fails."""
+    with caplog.at_level(logging.DEBUG, logger=inductor_schedule.__name__):
+        _head()
+    assert [r.message for r in caplog.records if r.name == inductor_schedule.__name__] == []
+    assert mstpass.reports()[-1].outcome.scheduled_peak_bytes
+
+
+class _Places(TorchDispatchMode):
+    """Notes where each sine is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Place] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.sin.default:
+            self.found.append(current_place())
+        return func(*args, **(kwargs or {}))
+
+
+class _Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * x.cos()
+
+
+class _SineWithSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    backward = _Sine.backward
+
+
+class _Module(nn.Module):
+    def __init__(self, function: Any):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function.apply(x)
+
+
+@pytest.mark.parametrize("function", [_Sine, _SineWithSetup])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_frames_say_where_an_op_runs(function: Any, reentrant: bool) -> None:
+    module = _Module(function)
+    x = torch.randn(3, requires_grad=True)
+    with _Places() as places:
+        checkpoint(module, x, use_reentrant=reentrant).sum().backward()
+    forward, again = places.found
+    for place in (forward, again):
+        assert [region.function for region in place.regions] == [module]
+        assert [called for called, _ in place.modules] == [module]
+        assert (place.inside, place.upkeep) == (1, False)
+        assert any(isinstance(value, torch.Tensor) for value in place.hand_written[0])
+    assert (forward.backward_id, forward.regions[0].reentrant) == (None, reentrant)
+    assert forward.regions[0].recordable
+    assert again.backward_id is not None and again.recomputed
