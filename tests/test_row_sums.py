@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mstpass.graph.builder import Builder, fake_mode_of
-from mstpass.loops.body.row_sums import row_sum
+from mstpass.loops.body.row_sums import rewritten_row_sum
 
 aten = torch.ops.aten
 ROWS, WIDTH = 6, 40
@@ -80,7 +80,7 @@ def _rewritten(
     (node,) = output.args if isinstance(output.args[0], fx.Node) else output.args[0]
     builder = Builder(module.graph, fake_mode_of(module.graph.nodes))
     with module.graph.inserting_before(node):
-        short = row_sum(builder, node.target, node.args, node.kwargs)
+        short = rewritten_row_sum(builder, node.target, node.args, node.kwargs)
     if short is None:
         return None
     node.replace_all_uses_with(short)

@@ -1,6 +1,12 @@
-"""What each region could do: its chunk plans, the one first that the options ask for.
+"""The modes in which each region may run, one chunk plan for each; the preferred one comes first.
 
-Which of them runs, or none, is part of the partition problem (problem/modes.py).
+    fused      forward and backward in one loop                 heads whose loss is a scalar
+    save       the forward loop keeps what backward needs       MLPs, and values that are returned
+    recompute  the backward loop computes the forward again     other heads; all for least memory
+
+A region is offered its preferred mode, recompute in its place for less memory, and each of them in
+chunks as short as matrix products bear. Which of these runs, or whether the region stays whole, is
+part of the partition problem: a solver chooses it (loops/mode_costs.py, partition/solvers/).
 """
 
 from __future__ import annotations
@@ -8,10 +14,10 @@ from __future__ import annotations
 import dataclasses
 
 from mstpass.graph.joint import JointGraph
-from mstpass.loops.free_overhead import spend
-from mstpass.loops.plan_region import Facts, plan_region, preferred_mode
+from mstpass.loops.free_overhead import spend_free_overhead
+from mstpass.loops.plan_region import RegionPlanner
 from mstpass.options import Options
-from mstpass.plans import RECOMPUTE, ChunkPlan, Rejection
+from mstpass.plans import FUSED, RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
 from mstpass.regions.detect import detect
 
 _SHORT = "{}, short chunks"
@@ -19,7 +25,14 @@ _SHORT = "{}, short chunks"
 
 @dataclasses.dataclass(frozen=True)
 class RegionCandidates:
-    """Of one region: named plans, and whether it may stay whole, or does unless memory is asked."""
+    """The ways in which one region may run.
+
+    Attributes:
+        region: the name by which the partition problem knows the region.
+        plans: name and chunk plan of each mode, the preferred one first.
+        optional: the region may also stay whole.
+        whole_first: it stays whole unless a budget asks for less memory.
+    """
 
     region: str
     plans: tuple[tuple[str, ChunkPlan], ...]
@@ -33,53 +46,69 @@ class RegionCandidates:
 def find_candidates(
     joint: JointGraph, options: Options
 ) -> tuple[list[RegionCandidates], list[Rejection]]:
-    """Of every region of the graph, and what was large but refused. Changes nothing."""
+    """The candidates of every region, and the large parts of the graph that do not run in chunks.
+
+    Neither the graph nor the options change.
+    """
     regions, rejections = detect(joint)
-    least = options.memory_budget == 0.0
-    first: list[ChunkPlan] = []
-    others: list[RegionCandidates] = []
-    facts_of = {region.members: Facts(joint, region) for region in regions}
-    for facts in facts_of.values():
-        planned = plan_region(facts, options, preferred_mode(facts.region, options), short=least)
-        if isinstance(planned, ChunkPlan):
-            first.append(planned)
-        elif found := _others(facts, options):
-            others.append(found)
+    least_memory = options.memory_budget == 0.0
+    planners = {region.members: RegionPlanner(joint, region, options) for region in regions}
+    preferred: list[ChunkPlan] = []
+    only_recomputed: list[RegionCandidates] = []
+    for planner in planners.values():
+        plan = planner.plan(preferred_mode(planner.region, options), short=least_memory)
+        if isinstance(plan, ChunkPlan):
+            preferred.append(plan)
+        elif candidates := _recomputed_for_a_budget(planner):
+            only_recomputed.append(candidates)
         else:
-            rejections.append(planned)
+            rejections.append(plan)
 
-    def replan(plan: ChunkPlan, repeat: frozenset[str]) -> ChunkPlan:
-        facts = facts_of[plan.members]
-        planned = plan_region(facts, options, plan.mode, repeat, short=least)
-        return planned if isinstance(planned, ChunkPlan) else plan
+    def replan(plan: ChunkPlan, may_recompute: frozenset[str]) -> ChunkPlan:
+        other = planners[plan.members].plan(plan.mode, may_recompute, short=least_memory)
+        return other if isinstance(other, ChunkPlan) else plan
 
-    spent = spend(joint, first, options.free_overhead, replan)
-    taken = [_choices(facts_of[p.members], p, options) for p in spent]
-    return [*taken, *others], rejections
+    preferred = spend_free_overhead(joint, preferred, options.free_overhead, replan)
+    taken = [_candidates(planners[plan.members], plan) for plan in preferred]
+    return [*taken, *only_recomputed], rejections
 
 
-def _others(facts: Facts, options: Options) -> RegionCandidates | None:
-    """A region for which only recomputing gains anything: what a budget may ask of it."""
-    region = facts.region
-    if not options.frees_memory_for_time or region.fused or region.returned:
+def preferred_mode(region: Region, options: Options) -> str:
+    """The mode that takes no extra time; with ``memory_budget=0.0`` the one of least memory."""
+    if region.fused:
+        return FUSED
+    if region.returned:
+        return SAVE  # the step returns those values, so they exist in any case
+    if region.kind == "lm_head" or options.memory_budget == 0.0:
+        return RECOMPUTE
+    return SAVE
+
+
+def _recomputed_for_a_budget(planner: RegionPlanner) -> RegionCandidates | None:
+    """For a region that gains nothing in its preferred mode: recompute, if a budget asks for it."""
+    region = planner.region
+    if not planner.options.frees_memory_for_time or region.fused or region.returned:
         return None
-    planned = plan_region(facts, options, RECOMPUTE)
-    if not isinstance(planned, ChunkPlan):
+    plan = planner.plan(RECOMPUTE)
+    if not isinstance(plan, ChunkPlan):
         return None
-    found = _choices(facts, planned, options)
-    return dataclasses.replace(found, whole_first=found.optional)
+    candidates = _candidates(planner, plan)
+    return dataclasses.replace(candidates, whole_first=candidates.optional)
 
 
-def _choices(facts: Facts, first: ChunkPlan, options: Options) -> RegionCandidates:
-    """A batch of any size may come to a symbolic region: it keeps its loops, as forced ones do."""
-    region = facts.region
-    plans = {first.mode: first}
+def _candidates(planner: RegionPlanner, preferred: ChunkPlan) -> RegionCandidates:
+    """The preferred plan, and others that need less memory.
+
+    A region keeps its loops if ``chunk_tokens`` is given, or if its token count varies: later
+    batches may be longer than the one that the graph was traced with.
+    """
+    region = planner.region
+    plans = {preferred.mode: preferred}
     for short in (False, True):
-        mode = first.mode if region.fused or region.returned else RECOMPUTE
-        name = _SHORT.format(mode) if short else mode
-        planned = plan_region(facts, options, mode, short=short)
-        if isinstance(planned, ChunkPlan) and planned not in plans.values():
-            plans.setdefault(name, planned)
-    optional = options.chunk_tokens is None and not region.symbolic
-    # Two heads may begin with the same view; what a region ends with is its own.
+        mode = preferred.mode if region.fused or region.returned else RECOMPUTE
+        plan = planner.plan(mode, short=short)
+        if isinstance(plan, ChunkPlan) and plan not in plans.values():
+            plans.setdefault(_SHORT.format(mode) if short else mode, plan)
+    optional = planner.options.chunk_tokens is None and not region.symbolic
+    # The last member names the region: two heads may begin with the same view.
     return RegionCandidates(region.members[-1][0], tuple(plans.items()), optional)

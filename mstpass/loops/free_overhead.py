@@ -1,8 +1,10 @@
-"""Spend the free plan's extra time where it frees most: keep less of the MLPs.
+"""Spend the free plan's extra time where it frees the most memory: on matmul results of MLPs.
 
-A region that saves by choice can redo some of its matmuls in the backward loop instead of keeping
-their results. The extra time of one is estimated as its share of the step's floating point
-operations, times ``_SLOWDOWN`` for what it costs beyond them (memory traffic, short products).
+A region in save mode keeps the results of its forward matmuls for backward. Each of them that its
+backward loop computes again instead costs time, and saves the bytes of the result. The extra time
+of a matmul is estimated as its share of the step's floating point operations, times ``_SLOWDOWN``.
+Matmuls are taken by bytes saved for each operation, the best first, while the time allows it: all
+those of a region together or, if no region can be taken as a whole, single ones.
 """
 
 from __future__ import annotations
@@ -18,27 +20,28 @@ from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.plans import SAVE, ChunkPlan
 from mstpass.problem.problem import MUST_SAVE
 
-_SLOWDOWN = 1.25
+_SLOWDOWN = 1.25  # of a recomputed matmul: memory traffic, and products of few rows
 
 Replan = Callable[[ChunkPlan, frozenset[str]], ChunkPlan]
 
 
-def spend(
+def spend_free_overhead(
     joint: JointGraph, plans: Sequence[ChunkPlan], free_overhead: float, replan: Replan
 ) -> list[ChunkPlan]:
-    """Plans that keep fewer of their matmuls' results, the most bytes a flop dropped first.
+    """The plans, some of them replaced by plans that save fewer matmul results.
 
     Args:
-        free_overhead: extra time allowed, a fraction of the step.
-        replan: a region's plan anew, given the matmuls that its backward may redo.
+        free_overhead: the extra time allowed, as a fraction of the step's.
+        replan: makes a region's plan again, given the names of the matmuls that backward may
+            compute again.
     """
     left = free_overhead * total_flops(joint.nodes)
     chosen: dict[int, frozenset[str]] = {}
-    whole = [(plan, _matmuls(joint, plan)) for plan in plans if plan.mode == SAVE]
+    whole = [(plan, _saved_matmuls(joint, plan)) for plan in plans if plan.mode == SAVE]
     single = [(plan, [node]) for plan, nodes in whole for node in nodes]
     for candidates in (whole, single):
-        # Regions that keep nothing are alike and share their loops' code; a region that keeps a
-        # part has loops of its own to compile, so it only comes where no whole one fits.
+        # Regions that save nothing have the same loops, and share their code. A region that saves
+        # a part has loops of its own to compile, so it comes only if no region fits as a whole.
         if chosen:
             break
         for plan, nodes in sorted(candidates, key=lambda pair: -_bytes_per_flop(pair[1])):
@@ -49,7 +52,8 @@ def spend(
     return [replan(p, chosen[id(p)]) if id(p) in chosen else p for p in plans]
 
 
-def _matmuls(joint: JointGraph, plan: ChunkPlan) -> list[fx.Node]:
+def _saved_matmuls(joint: JointGraph, plan: ChunkPlan) -> list[fx.Node]:
+    """The saved matmul results, but for those that the user's checkpointing saves."""
     saved = map(joint.by_name.__getitem__, plan.saved)
     return [n for n in saved if op_table.is_matmul(n) and tag_of(n) != MUST_SAVE]
 

@@ -1,7 +1,12 @@
-"""The modes that each region could run in, as plain data for the partition problem.
+"""What each mode of a region costs, in bytes and microseconds, for the partition problem.
 
-A mode is a chunk plan whose loops are described by what they need and return. What one chunk needs
-is simulated over the loop's body.
+A mode is a chunk plan; each of its loops becomes a ``Loop`` of the problem:
+
+    needs        the nodes that it reads
+    results      the buffers that it returns: stacked outputs, and sums in the accumulator's dtype
+    inner_bytes  the peak of one chunk, simulated over the loop's body, and the copies of inputs
+                 that no view can slice
+    us           time of its nodes over all tokens, times the slowdown of chunks of this length
 """
 
 from __future__ import annotations
@@ -24,13 +29,16 @@ from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import Loop, Mode, RegionModes, Result, loop_name
 
 WHOLE = "whole"  # the mode without loops
-_ACCUMULATOR_BYTES = 4
+_ACCUMULATOR_BYTES = 4  # of one element in float32
 
 
 def region_modes(
-    joint: JointGraph, choices: Sequence[RegionCandidates], accumulate: str
+    joint: JointGraph, candidates: Sequence[RegionCandidates], accumulate: str
 ) -> tuple[RegionModes, ...]:
-    """The modes of regions: their chunk plans by name, and to stay whole where they may.
+    """The modes of each region, in the order of preference; ``WHOLE`` where it may stay whole.
+
+    Args:
+        accumulate: the dtype in which loops sum over chunks (the option of this name).
 
     Raises:
         CannotTake: a loop's body cannot be built.
@@ -38,45 +46,52 @@ def region_modes(
     loops = _Loops(joint, accumulate)
     return tuple(
         RegionModes(
-            choice.region,
+            region.region,
             (
-                *([Mode(WHOLE)] if choice.whole_first else []),
-                *(Mode(name, loops.of(plan)) for name, plan in choice.plans),
-                *([Mode(WHOLE)] if choice.optional and not choice.whole_first else []),
+                *([Mode(WHOLE)] if region.whole_first else []),
+                *(Mode(name, loops.of(plan)) for name, plan in region.plans),
+                *([Mode(WHOLE)] if region.optional and not region.whole_first else []),
             ),
         )
-        for choice in choices
+        for region in candidates
     )
 
 
 class _Loops:
-    """The loops of plans; what several of them have in common is found once."""
+    """Turns the loops of chunk plans into plain data; loops that are alike are simulated once."""
 
     def __init__(self, joint: JointGraph, accumulate: str):
         self.joint, self.accumulate = joint, accumulate
-        self.inner_bytes: dict[object, int] = {}  # by structure
-        self.work: dict[str, tuple[float, int]] = {}  # by node: microseconds, operations
+        self.chunk_bytes: dict[object, int] = {}  # by the loop's structure
+        self.work: dict[str, tuple[float, int]] = {}  # of a node: microseconds, operations
 
     def of(self, plan: ChunkPlan) -> tuple[Loop, ...]:
         return tuple(self._loop(plan, loop) for loop in plan.loops)
 
     def _loop(self, plan: ChunkPlan, loop: LoopPlan) -> Loop:
-        joint, prelude = self.joint, set(loop.prelude)
-        needs = [item.node for item in loop.inputs if item.node not in prelude]
-        for name in loop.prelude:
-            operands = joint.by_name[name].all_input_nodes
-            needs += [n.name for n in operands if n.name not in prelude and n.name != loop.unit]
         return Loop(
             name=loop_name(loop.outputs[0].node),
             members=loop.members,
-            needs=tuple(n for n in dict.fromkeys(needs) if joint.by_name[n].op != "get_attr"),
-            results=tuple(_result(joint, loop, item, self.accumulate) for item in loop.outputs),
-            inner_bytes=self._inner_bytes(plan, loop) + self._copied_bytes(loop),
+            needs=self._needs(loop),
+            results=tuple(_result(self.joint, loop, o, self.accumulate) for o in loop.outputs),
+            inner_bytes=self._chunk_bytes(plan, loop) + self._copied_bytes(loop),
             us=self._time_us(plan, loop),
         )
 
+    def _needs(self, loop: LoopPlan) -> tuple[str, ...]:
+        """The inputs; in place of nodes of the prelude, those that the prelude reads."""
+        prelude = set(loop.prelude)
+        needs = [item.node for item in loop.inputs if item.node not in prelude]
+        for name in loop.prelude:
+            operands = self.joint.by_name[name].all_input_nodes
+            needs += [n.name for n in operands if n.name not in prelude and n.name != loop.unit]
+        return tuple(n for n in dict.fromkeys(needs) if self.joint.by_name[n].op != "get_attr")
+
     def _copied_bytes(self, loop: LoopPlan) -> int:
-        """Of operands that no view shows token by token, such as ``x[:, 1:]``: in memory whole."""
+        """Size of the sliced inputs that are copied first, because no view of them is ``[N, ...]``.
+
+        ``x[:, 1:]`` of a ``[B, S, D]`` tensor is one.
+        """
         operands = ((self.joint.by_name[item.node], item.spec) for item in loop.inputs)
         return sum(
             nbytes(node)
@@ -84,22 +99,22 @@ class _Loops:
             if spec and (value := value_of(node)) is not None and is_copied(value, spec)
         )
 
-    def _inner_bytes(self, plan: ChunkPlan, loop: LoopPlan) -> int:
-        """Of one chunk, by its body; loops that do the same on the same shapes share the answer."""
+    def _chunk_bytes(self, plan: ChunkPlan, loop: LoopPlan) -> int:
+        """The peak of one chunk. Loops that do the same on the same shapes share the answer."""
         key = _structure(self.joint, plan, loop)
-        if key not in self.inner_bytes:
+        if key not in self.chunk_bytes:
             graph = fx.Graph()
             builder = Builder(graph, fake_mode_of(self.joint.nodes))
             parts = build_body(self.joint, plan, loop, builder, self.accumulate)
             kinds = [STACK if item.spec else SUM for item in loop.outputs]
-            self.inner_bytes[key] = body_bytes(graph, parts, kinds)
-        return self.inner_bytes[key]
+            self.chunk_bytes[key] = body_bytes(graph, parts, kinds)
+        return self.chunk_bytes[key]
 
     def _time_us(self, plan: ChunkPlan, loop: LoopPlan) -> float:
         work = [self._work(name) for name in loop.members]
         whole_us, flops = sum(us for us, _ in work), sum(flops for _, flops in work)
-        inside = (self.joint.by_name[name] for name in loop.members)
-        device = next(v.device for node in inside for v in tensors_of(node.meta["val"]))
+        members = (self.joint.by_name[name] for name in loop.members)
+        device = next(value.device for node in members for value in tensors_of(node.meta["val"]))
         costs = costs_of(device)
         if not flops:
             return whole_us + plan.num_chunks * costs.chunk_us
@@ -113,18 +128,20 @@ class _Loops:
 
 
 def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str) -> Result:
+    """An output as the loop returns it: a sum of a narrower dtype is kept in float32."""
     node = joint.by_name[item.node]
     size = nbytes(node)
     value = value_of(node)
     scale = loop.unit or "" if item.scaled else ""
     if item.spec is None and accumulate == "float32" and value is not None:
         cast = value.element_size() < _ACCUMULATOR_BYTES
-        wide = max(_ACCUMULATOR_BYTES, value.element_size())
-        return Result(item.node, size // value.element_size() * wide, scale, cast)
+        element_bytes = max(_ACCUMULATOR_BYTES, value.element_size())
+        return Result(item.node, size // value.element_size() * element_bytes, scale, cast)
     return Result(item.node, size, scale)
 
 
 def _structure(joint: JointGraph, plan: ChunkPlan, loop: LoopPlan) -> object:
+    """Equal for loops whose bodies have the same ops, on values of the same shapes and dtypes."""
     specs = dict(plan.members)
     number: dict[fx.Node, int] = {}
     rows: list[object] = [plan.chunk_tokens, plan.num_tokens, plan.symbolic]

@@ -1,4 +1,7 @@
-"""How a loop reads an operand: as ``[tokens, rest]``, a view where strides allow, else a copy."""
+"""The layout in which a loop reads an operand: ``[N, rest]``, tokens first.
+
+If the operand's strides allow it, this is a view; otherwise the operand is copied before the loop.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from mstpass.graph.sizes import Size, generic, generic_shape, generic_stride
 from mstpass.graph.tokens import Spec
 
 
-def rows_of(value: torch.Tensor, spec: Spec) -> tuple[list[int], list[Size]]:
-    """The order of dims with the tokens' first, and the shape ``[tokens, rest]``."""
+def tokens_first(value: torch.Tensor, spec: Spec) -> tuple[list[int], list[Size]]:
+    """The order of dims with the token dims first, and the shape ``[N, rest]``."""
     rest = [d for d in range(value.dim()) if d not in spec]
     tokens: Size = math.prod(value.shape[d] for d in spec)
     shape: list[Size] = [tokens, *(value.shape[d] for d in rest)]
@@ -21,15 +24,16 @@ def rows_of(value: torch.Tensor, spec: Spec) -> tuple[list[int], list[Size]]:
 
 
 def is_copied(value: torch.Tensor, spec: Spec) -> bool:
-    """Whether no view is ``[tokens, rest]``."""
-    order, shape = rows_of(value, spec)
+    """Whether no view of the value is ``[N, rest]``."""
+    order, shape = tokens_first(value, spec)
     return not is_viewable(value, shape, order)
 
 
 def is_viewable(value: torch.Tensor, shape: Sequence[Size], order: Sequence[int] = ()) -> bool:
-    """Whether the value, its dims in this order, can be shown in a shape.
+    """Whether the value, its dims in this order, can be viewed in a shape.
 
-    Asked of a stand-in without symbols: to ask a fake tensor could guard on its sizes.
+    A tensor with plain sizes stands in for the value: the question itself would put guards on the
+    symbolic sizes of a fake tensor.
     """
     dims = order or range(value.dim())
     sizes, strides = generic_shape(value), generic_stride(value)
@@ -37,10 +41,10 @@ def is_viewable(value: torch.Tensor, shape: Sequence[Size], order: Sequence[int]
     return _has_view(*layout, tuple(map(generic, shape)))
 
 
-@functools.lru_cache(maxsize=4096)  # the layers of a model are alike
+@functools.lru_cache(maxsize=4096)  # the layers of a model ask the same
 def _has_view(sizes: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     try:
         torch.empty_strided(sizes, strides, device="meta").view(shape)
-    except (RuntimeError, ValueError):  # a fake mode in force raises the latter
+    except (RuntimeError, ValueError):  # ValueError under an active fake tensor mode
         return False
     return True

@@ -29,7 +29,7 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._ordered_set import OrderedSet
 
-from mstpass.memory.simulate_graph import flash_bytes
+from mstpass.memory.attention_workspace import flash_attention_bytes
 
 try:
     from torch._inductor.custom_graph_pass import CustomSchedulerPass as _Pass
@@ -292,7 +292,7 @@ def _workspace_bytes(node: Any) -> int:
         return 0
     backward = "backward" in name
     query, key = node.inputs[backward : backward + 2]
-    return flash_bytes(_shape(query), _shape(key), query.get_dtype(), backward)
+    return flash_attention_bytes(_shape(query), _shape(key), query.get_dtype(), backward)
 
 
 def _shape(node: Any) -> tuple[int, ...]:

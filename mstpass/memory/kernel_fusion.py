@@ -1,8 +1,9 @@
-"""Which kernels of a small graph Inductor runs as one, and in what order.
+"""Which kernels of a loop's body Inductor fuses into one, and in which order these run.
 
-Kernels that are no calls and read the same buffer are fused, if their sizes agree and no call lies
-between them (torch/_inductor/scheduler.py: ``fuse_nodes``, ``will_fusion_create_cycle``). What they
-are made of is then computed before the first of them, and all their results are alive at once.
+Kernels that read the same buffer are fused if they are no calls, have the same size, and no call
+lies between them (torch/_inductor/scheduler.py: ``fuse_nodes``, ``will_fusion_create_cycle``). What
+the group reads is then computed before its first kernel, and the results of all its kernels are
+alive at once.
 """
 
 from __future__ import annotations
@@ -16,33 +17,32 @@ Buffer = str
 def fused_groups(
     reads: Mapping[Kernel, frozenset[Buffer]],
     writer: Mapping[Buffer, Kernel],
-    numel_like: Callable[[Kernel], int],
+    size_of: Callable[[Kernel], int],
     calls: Set[Kernel],
 ) -> list[tuple[Kernel, ...]]:
-    """The kernels in groups that run as one, in the order in which these run.
+    """The kernels in groups that run as one, in the order in which the groups run.
 
     Args:
-        reads: of each kernel, in the graph's order.
-        writer: the kernel that a buffer comes from; buffers that are given have none.
-        numel_like: equal for kernels that may run in one loop.
-        calls: kernels that run alone.
+        reads: the buffers that each kernel reads, in the graph's order.
+        writer: the kernel that writes a buffer; inputs of the graph have none.
+        size_of: the same number for kernels that may run in one loop nest.
+        calls: kernels that always run alone.
     """
-    behind = _behind(reads, writer)
+    dependencies = _dependencies(reads, writer)
     groups: list[list[Kernel]] = []
+
+    def joins(group: list[Kernel], kernel: Kernel, read: frozenset[Buffer]) -> bool:
+        return (
+            group[0] not in calls
+            and size_of(group[0]) == size_of(kernel)
+            and any(read & reads[other] or other in read for other in group)
+            and not _call_between(group, kernel, dependencies, calls)
+        )
+
     for kernel, read in reads.items():
         group = None
         if kernel not in calls:
-            group = next(
-                (
-                    g
-                    for g in groups
-                    if g[0] not in calls
-                    and numel_like(g[0]) == numel_like(kernel)
-                    and any(read & reads[other] or other in read for other in g)
-                    and not _call_between(g, kernel, behind, calls)
-                ),
-                None,
-            )
+            group = next((group for group in groups if joins(group, kernel, read)), None)
         if group is None:
             groups.append([kernel])
         else:
@@ -50,23 +50,23 @@ def fused_groups(
     return _in_order(groups, reads, writer)
 
 
-def _behind(
+def _dependencies(
     reads: Mapping[Kernel, frozenset[Buffer]], writer: Mapping[Buffer, Kernel]
 ) -> dict[Kernel, set[Kernel]]:
-    """Of each kernel, all those it depends on."""
-    behind: dict[Kernel, set[Kernel]] = {}
+    """Of each kernel, all kernels that it depends on, directly or not."""
+    found: dict[Kernel, set[Kernel]] = {}
     for kernel, read in reads.items():
-        behind[kernel] = set()
+        found[kernel] = set()
         for buffer in read & writer.keys():
-            behind[kernel] |= {writer[buffer], *behind[writer[buffer]]}
-    return behind
+            found[kernel] |= {writer[buffer], *found[writer[buffer]]}
+    return found
 
 
 def _call_between(
-    group: list[Kernel], kernel: Kernel, behind: dict[Kernel, set[Kernel]], calls: Set[Kernel]
+    group: list[Kernel], kernel: Kernel, dependencies: dict[Kernel, set[Kernel]], calls: Set[Kernel]
 ) -> bool:
-    """Whether the kernel depends on a call that depends on one of the group."""
-    return any(behind[call] & set(group) for call in behind[kernel] & calls)
+    """Whether the kernel depends on a call that depends on a kernel of the group."""
+    return any(dependencies[call] & set(group) for call in dependencies[kernel] & calls)
 
 
 def _in_order(
@@ -74,7 +74,7 @@ def _in_order(
     reads: Mapping[Kernel, frozenset[Buffer]],
     writer: Mapping[Buffer, Kernel],
 ) -> list[tuple[Kernel, ...]]:
-    """The groups by their first kernels, each behind all that it depends on."""
+    """The groups by their first kernels, each after all groups that it depends on."""
     number = {kernel: i for i, group in enumerate(groups) for kernel in group}
     order: list[int] = []
     seen: set[int] = set()

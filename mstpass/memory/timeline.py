@@ -1,6 +1,7 @@
 """What a memory simulation finds: the buffers that are alive while each kernel of a step runs.
 
-memory/simulate_ops.py makes a ``Timeline`` of each graph, and ``StepMemory`` joins both.
+A *moment* is the run of one kernel, or of several that Inductor fuses into one.
+memory/simulate_ops.py makes a ``Timeline`` of a graph; ``StepMemory`` joins forward and backward.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from typing import NamedTuple
 
 from mstpass.problem.op import Op
 
-HELD = " (output)"  # ends the name of what the caller holds, where backward makes the like again
+# Ends the name of a buffer that the caller holds, if backward computes a value of the same name.
+HELD = " (output)"
 
 
 class Moment(NamedTuple):
-    """While a kernel runs: ``bytes`` alive, its own included."""
+    """One kernel: the bytes that are alive while it runs, its results and workspace included."""
 
     node: str
     bytes: int
 
 
 class Buffer(NamedTuple):
-    """Alive from moment ``start`` up to, not with, moment ``end``."""
+    """A buffer that is alive from moment ``start`` up to, but not including, moment ``end``."""
 
     node: str
     bytes: int
@@ -33,13 +35,14 @@ class Buffer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """Of one graph.
+    """The memory of one graph over its kernels.
 
     Attributes:
-        alive: what is there at the peak, by name, the largest first.
-        lives: of each buffer the number of its first moment, and of the one after its last; a
-            moment is what runs as one (``fuse``).
-        ops: by name.
+        moments: one for each kernel, in the order in which they run.
+        alive: name and bytes of each buffer that is alive at the peak, the largest first.
+        lives: of each buffer the number of its first moment, and of the first one without it.
+            Kernels that are fused share one number.
+        ops: all ops by name.
     """
 
     moments: tuple[Moment, ...]
@@ -48,7 +51,7 @@ class Timeline:
     ops: Mapping[str, Op] = dataclasses.field(default_factory=dict, repr=False)
 
     def buffers(self) -> list[Buffer]:
-        """At every moment their bytes, and the kernel's own ``inner_bytes``, are what is there."""
+        """All buffers. A moment's bytes are those alive then, and the kernel's ``inner_bytes``."""
         return [Buffer(n, self.ops[n].bytes, *life) for n, life in self.lives.items()]
 
     @property
@@ -58,18 +61,22 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """Of a step's forward and backward, above what was allocated when the forward began."""
+    """The memory of a step, above what was allocated when its forward began.
+
+    Attributes:
+        known: False if a size depends on data; such a size counts as 1.
+    """
 
     forward: Timeline
     backward: Timeline
-    known: bool = True  # False where a size depends on data, which counts as 1
+    known: bool = True
 
     @property
     def peak_bytes(self) -> int:
-        """Gradients included."""
+        """The higher of both peaks. Gradients are part of the backward."""
         return max(self.forward.peak.bytes, self.backward.peak.bytes)
 
     @property
     def peak(self) -> Timeline:
-        """The graph of the two that peaks."""
+        """The timeline with the higher peak."""
         return max(self.forward, self.backward, key=lambda timeline: timeline.peak.bytes)

@@ -1,1 +1,1 @@
-"""The body of a loop: a region's nodes at chunk size, and the passes that make it lean."""
+"""The body of a loop: a region's nodes at chunk size, and rewrites that keep its buffers few."""

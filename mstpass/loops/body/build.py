@@ -1,11 +1,27 @@
-"""The body of a loop: a region's nodes redone at chunk size, as a pure graph.
+"""The body of a loop: a region's nodes on one chunk of tokens, as a pure graph.
 
-Every node keeps its op (replay.py), but for a few that read a chunk's logits in a way that costs a
-second buffer of them or one more pass over them (pick.py, rowsums.py, inplace.py).
+    body([rows,] *chunks, *whole[, valid]) -> results
 
-Where the token count is symbolic, a chunk's length is known at run time only: it is the body's
-first input, an int, and stands wherever an argument holds it. The body is still built, and
-checked, at the length that the plan chose.
+    rows      the chunk's length, only if the token count is symbolic
+    chunks    the rows of each sliced input, [c, ...]
+    whole     the inputs that every chunk reads in full, such as weights
+    valid     bool [c], only if the last chunk overlaps the one before it: the rows that no earlier
+              chunk has summed
+    results   one for each output: [c, ...] if it is stacked, a partial sum if it is summed
+
+Pseudo-code::
+
+    for node in members, in the graph's order:
+        if it sums over tokens: sum over the chunk, in the accumulator's dtype, rows masked by valid
+        else:                   the same op on the operands' chunks     (graph/rebuild_node.py)
+
+Some nodes get another form, as they would cost a second buffer of the chunk's logits or one more
+pass over them: gathers and scatters of one element per row (gather_one_per_row.py) and row sums
+(row_sums.py). Rewrites of the finished body follow: common_subexpressions.py,
+gradient_in_place.py, rematerialize_pointwise.py.
+
+If the token count is symbolic, a chunk's length is known only at run time, so ``rows`` stands
+wherever an argument holds it. The body is built and checked at the length that the plan chose.
 """
 
 from __future__ import annotations
@@ -20,13 +36,18 @@ from mstpass.graph.rebuild_node import check_chunk, chunk_call
 from mstpass.graph.sizes import hint, is_size
 from mstpass.graph.tokens import CannotTake, Refusal, Spec, chunk_shape
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
-from mstpass.loops.body.gather_one_per_row import is_gather_of_one, is_scatter_of_one, pick, put
+from mstpass.loops.body.gather_one_per_row import (
+    gather_one,
+    is_gather_of_one,
+    is_scatter_of_one,
+    scatter_one,
+)
 from mstpass.loops.body.gradient_in_place import write_gradients_in_place
 from mstpass.loops.body.rematerialize_pointwise import (
     materialize_row_values,
     rematerialize_at_readers,
 )
-from mstpass.loops.body.row_sums import row_sum
+from mstpass.loops.body.row_sums import rewritten_row_sum
 from mstpass.plans import ChunkPlan, LoopPlan
 
 aten = torch.ops.aten
@@ -36,11 +57,10 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 def build_body(
     joint: JointGraph, plan: ChunkPlan, loop: LoopPlan, builder: Builder, accumulate: str
 ) -> list[fx.Node]:
-    """Add the body's nodes to the builder's empty graph, output node included.
+    """Write the body into the builder's empty graph, its output node included.
 
-    Placeholders: the chunk's length where it is not fixed, sliced inputs as ``[c, ...]``, whole
-    inputs, and ``valid`` where chunks overlap.
-    Returns the nodes of the outputs, in the order of ``loop.outputs``.
+    Returns:
+        The nodes of the results, in the order of ``loop.outputs``.
 
     Raises:
         CannotTake: a node's chunk does not have the shape that the plan expects.
@@ -53,11 +73,11 @@ class _Body:
         self, joint: JointGraph, plan: ChunkPlan, loop: LoopPlan, builder: Builder, accumulate: str
     ):
         self.joint, self.loop, self.builder = joint, loop, builder
-        self.chunk, self.accumulate = plan.chunk_tokens, accumulate
+        self.chunk_tokens, self.accumulate = plan.chunk_tokens, accumulate
         covered = plan.num_chunks * plan.chunk_tokens
-        self.ragged = not plan.symbolic and covered != plan.num_tokens
         self.symbolic = plan.symbolic
-        self.rows: int | fx.Node = self.chunk  # the chunk's length as an argument
+        self.overlaps = not plan.symbolic and covered != plan.num_tokens
+        self.rows: int | fx.Node = self.chunk_tokens  # the chunk's length as an argument
         self.specs: dict[fx.Node, Spec | None] = {
             joint.by_name[name]: spec for name, spec in plan.members
         }
@@ -69,7 +89,8 @@ class _Body:
         for name in self.loop.members:
             node = self.joint.by_name[name]
             spec = self.specs[node]
-            self.env[node, spec] = self._sum(node) if spec is None else self._copy(node, spec)
+            built = self._partial_sum(node) if spec is None else self._chunk_of(node, spec)
+            self.env[node, spec] = built
         results = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         output = self.builder.graph.output(tuple(results))
         eliminate_common_subexpressions(self.builder)
@@ -78,39 +99,44 @@ class _Body:
         rematerialize_at_readers(self.builder.graph)
         return list(output.args[0])
 
+    # ---- inputs and results --------------------------------------------------------------------
     def _add_inputs(self) -> None:
-        sliced = [i for i in self.loop.inputs if i.spec]
-        device = torch.device("cpu")
-        holders = []
+        sliced = [item for item in self.loop.inputs if item.spec]
         if self.symbolic:
-            self.rows = self.builder.placeholder("rows", self.chunk)
+            self.rows = self.builder.placeholder("rows", self.chunk_tokens)
+        chunks = []
         for position, item in enumerate(sliced):
             value = self._value(item.node)
-            rest = [s for d, s in enumerate(value.shape) if d not in item.spec]
-            fake = self.builder.empty([self.chunk, *rest], value)
-            holders.append(self.builder.placeholder(f"chunk_{position}", fake))
-            device = value.device
-        for position, item in enumerate(i for i in self.loop.inputs if not i.spec):
-            node, name = self.joint.by_name[item.node], f"whole_{position}"
-            if is_size(node):
-                self.env[node, ()] = self.builder.placeholder(name, hint(node.meta["val"]))
-                continue
-            value = self._value(item.node)
-            self.env[node, ()] = self.builder.placeholder(name, value)
-            device = value.device
-        if self.ragged:
-            with self.builder.mode:
-                mask = torch.empty([self.chunk], dtype=torch.bool, device=device)
-            self.valid = self.builder.placeholder("valid", mask)
-        for item, holder in zip(sliced, holders, strict=True):
+            rest = [size for d, size in enumerate(value.shape) if d not in item.spec]
+            fake = self.builder.empty([self.chunk_tokens, *rest], value)
+            chunks.append(self.builder.placeholder(f"chunk_{position}", fake))
+        self._add_whole_inputs()
+        for item, chunk in zip(sliced, chunks, strict=True):
             node = self.joint.by_name[item.node]
-            self.env[node, item.spec] = self._from_rows(holder, self._value(item.node), item.spec)
+            self.env[node, item.spec] = self._from_rows(chunk, self._value(item.node), item.spec)
         if self.loop.unit is not None:
             value = self._value(self.loop.unit)
             unit = self.builder.call(
                 aten.full.default, list(value.shape), 1, dtype=value.dtype, device=value.device
             )
             self.env[self.joint.by_name[self.loop.unit], ()] = unit
+
+    def _add_whole_inputs(self) -> None:
+        whole = [item for item in self.loop.inputs if not item.spec]
+        for position, item in enumerate(whole):
+            node = self.joint.by_name[item.node]
+            value = hint(node.meta["val"]) if is_size(node) else self._value(item.node)
+            self.env[node, ()] = self.builder.placeholder(f"whole_{position}", value)
+        if self.overlaps:
+            with self.builder.mode:
+                mask = torch.empty([self.chunk_tokens], dtype=torch.bool, device=self._device())
+            self.valid = self.builder.placeholder("valid", mask)
+
+    def _device(self) -> torch.device:
+        """The device of the last whole tensor; of the last sliced one if there is no whole one."""
+        inputs = sorted(self.loop.inputs, key=lambda item: not item.spec)
+        names = [i.node for i in inputs if not is_size(self.joint.by_name[i.node])]
+        return self._value(names[-1]).device
 
     def _value(self, name: str) -> torch.Tensor:
         value = value_of(self.joint.by_name[name])
@@ -119,20 +145,20 @@ class _Body:
         return value
 
     def _from_rows(self, rows: fx.Node, value: torch.Tensor, spec: Spec) -> fx.Node:
-        """``[c, rest]`` to the chunk form: token dims 1, ..., 1, c at their places."""
+        """``[c, rest]`` in chunk form: the token dims, in their places, have sizes 1, ..., 1, c."""
         rest = [d for d in range(value.dim()) if d not in spec]
         order = [*spec, *rest]
-        ordered = [1] * (len(spec) - 1) + [self.rows] + [value.shape[d] for d in rest]
         node = rows
         if len(spec) > 1:
-            node = self.builder.call(aten.reshape.default, node, ordered)
+            shape = [1] * (len(spec) - 1) + [self.rows] + [value.shape[d] for d in rest]
+            node = self.builder.call(aten.reshape.default, node, shape)
         if order != sorted(order):
-            node = self.builder.call(
-                aten.permute.default, node, [order.index(d) for d in range(len(order))]
-            )
+            inverse = [order.index(d) for d in range(len(order))]
+            node = self.builder.call(aten.permute.default, node, inverse)
         return node
 
     def _result(self, node: fx.Node, spec: Spec | None) -> fx.Node:
+        """What the body returns for a node: ``[c, rest]``, or the partial sum as it is."""
         built = self.env[node, spec]
         if spec is None:
             return built
@@ -144,23 +170,26 @@ class _Body:
             built = self.builder.call(aten.reshape.default, built, [self.rows, *rest])
         return built
 
-    # ---- nodes --------------------------------------------------------------------------------
-    def _copy(self, node: fx.Node, spec: Spec) -> fx.Node:
+    # ---- nodes ---------------------------------------------------------------------------------
+    def _chunk_of(self, node: fx.Node, spec: Spec) -> fx.Node:
         rows = self.rows if isinstance(self.rows, fx.Node) else None
-        target, args, kwargs = chunk_call(node, spec, self.chunk, lambda n, s: self.env[n, s], rows)
-        short = None
+        target, args, kwargs = chunk_call(
+            node, spec, self.chunk_tokens, lambda n, s: self.env[n, s], rows
+        )
+        built: fx.Node | None
         if is_gather_of_one(node):
-            short = pick(self.builder, args[0], args[1], args[2])
+            built = gather_one(self.builder, *args[:3])
         elif is_scatter_of_one(node):
-            short = put(self.builder, args[0], args[1], args[2], args[3])
+            built = scatter_one(self.builder, *args[:4])
         else:
-            short = row_sum(self.builder, target, args, kwargs)
-        built = self.builder.call(target, *args, **kwargs) if short is None else short
-        check_chunk(node, spec, self.chunk, built)
+            built = rewritten_row_sum(self.builder, target, args, kwargs)
+        if built is None:
+            built = self.builder.call(target, *args, **kwargs)
+        check_chunk(node, spec, self.chunk_tokens, built)
         return built
 
-    def _sum(self, node: fx.Node) -> fx.Node:
-        """A partial sum over the chunk's tokens, in the accumulator's dtype."""
+    def _partial_sum(self, node: fx.Node) -> fx.Node:
+        """The sum over the chunk's tokens, in the accumulator's dtype."""
         source = next(n for n in node.all_input_nodes if self.specs.get(n))
         needs = op_table.sum_operands(node, source, self.specs[source] or ())
         if isinstance(needs, Refusal):
@@ -168,19 +197,19 @@ class _Body:
         value = value_of(node)
         assert value is not None
         widen = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
+        matmul_widens = op_table.is_matmul(node) and value.device.type == "cuda"
         parts = {n: self.env[n, spec] for n, spec in needs.items()}
-        widens_itself = op_table.is_matmul(node) and value.device.type == "cuda"
-        if widen and not widens_itself:
-            # The chunk's operands in float32: cheaper than a product of the weight's size.
+        if widen and not matmul_widens:
+            # Casting the chunk's operands is cheaper than casting a product of the weight's size.
             parts = {n: self._cast(part, torch.float32) for n, part in parts.items()}
-        if _sums_rows(node, parts[source], needs[source]):
+        if _sums_features(node, parts[source], needs[source]):
             parts[source] = self.builder.call(
                 aten.sum.dim_IntList, parts[source], [-1], True, **node.kwargs
             )
         if self.valid is not None:
             smallest = min(parts, key=lambda n: parts[n].meta["val"].numel())
-            parts[smallest] = self._mask(parts[smallest], needs[smallest])
-        if widen and widens_itself:
+            parts[smallest] = self._masked(parts[smallest], needs[smallest])
+        if widen and matmul_widens:
             left, right = (parts[n] for n in op_table.matmul_factors(node))
             product = aten.mm.dtype if value.dim() == 2 else aten.bmm.dtype
             return self.builder.call(product, left, right, torch.float32)
@@ -193,19 +222,20 @@ class _Body:
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return self.builder.call(torch.ops.prims.convert_element_type.default, node, dtype)
 
-    def _mask(self, node: fx.Node, spec: Spec) -> fx.Node:
-        """Zero in rows that an earlier chunk has summed already."""
+    def _masked(self, node: fx.Node, spec: Spec) -> fx.Node:
+        """The node with zeros in the rows that an earlier chunk has summed."""
         value = node.meta["val"]
-        shape = chunk_shape([1] * value.dim(), spec, self.chunk)
+        shape = chunk_shape([1] * value.dim(), spec, self.chunk_tokens)
         valid = self.builder.call(aten.reshape.default, self.valid, shape)
         zero = self.builder.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
         return self.builder.call(aten.where.self, valid, node, zero)
 
 
-def _sums_rows(node: fx.Node, operand: fx.Node, spec: Spec) -> bool:
-    """Whether it sums features too: those first, in the kernels that go row by row anyway.
+def _sums_features(node: fx.Node, operand: fx.Node, spec: Spec) -> bool:
+    """Whether the node sums over tokens and over the last dim, so that the latter can go first.
 
-    In one step it would be one more reader of the chunk's logits, which Inductor would then keep.
+    A row sum runs in the kernels that read the chunk's logits row by row in any case. A single sum
+    over both would be one more kernel that reads them, so that Inductor would write them to memory.
     """
     value = operand.meta["val"]
     if node.target not in (aten.sum.default, aten.sum.dim_IntList) or value.dim() < 2:

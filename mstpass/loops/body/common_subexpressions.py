@@ -1,9 +1,10 @@
-"""Merge what a body computes twice, once as ``[c, V]`` and once as ``[1, c, V]``.
+"""Common-subexpression elimination that sees through leading dims of size 1.
 
-A loss flattens its logits for one term and not for the next, so that each has a softmax of its own.
-CSE cannot see that they are one, as their shapes differ. Here two nodes are *twins* if they are the
-same op on twins: leading dims of size 1 change neither how operands broadcast nor, counted from
-the right, the dims of a reduction.
+A loss flattens its logits for one term and not for another, so that a body has two softmaxes, one
+of ``[c, V]`` and one of ``[1, c, V]``. Ordinary CSE keeps both, as their shapes differ. Here two
+nodes are *equal* if they are the same op on equal operands, leading dims of size 1 left out: these
+change neither how operands broadcast nor, counted from the right, the dims of a reduction. Only the
+first of equal nodes stays; where the others were read, it is reshaped.
 """
 
 from __future__ import annotations
@@ -24,41 +25,42 @@ _VIEWS = (*_RESHAPES, aten.expand.default)
 
 
 def eliminate_common_subexpressions(builder: Builder) -> None:
-    """Leave the first of all twins, its shape changed where the others are read."""
-    first: dict[Hashable, fx.Node] = {}
-    twin: dict[fx.Node, fx.Node] = {}
+    """Keep the first of all equal nodes of the graph, in place."""
+    first_of: dict[Hashable, fx.Node] = {}  # by key
+    kept: dict[fx.Node, fx.Node] = {}  # for each node the one that stays
     for node in list(builder.graph.nodes):
-        if _is_same(node):
-            twin[node] = twin[node.all_input_nodes[0]]
+        if _only_adds_or_drops_ones(node):
+            kept[node] = kept[node.all_input_nodes[0]]
             continue
-        key = _key(node, twin)
-        twin[node] = node if key is None else first.setdefault(key, node)
-        if twin[node] is not node:
+        key = _key(node, kept)
+        kept[node] = node if key is None else first_of.setdefault(key, node)
+        if kept[node] is not node:
             with builder.graph.inserting_before(node):
-                shaped = _as_shaped(builder, twin[node], node)
-            twin[shaped] = twin[node]
-            node.replace_all_uses_with(shaped)
+                reshaped = _with_rank_of(builder, kept[node], node)
+            kept[reshaped] = kept[node]
+            node.replace_all_uses_with(reshaped)
             builder.graph.erase_node(node)
 
 
-def _is_same(node: fx.Node) -> bool:
-    """A view that only adds or drops leading dims of size 1."""
+def _only_adds_or_drops_ones(node: fx.Node) -> bool:
+    """A view that differs from its operand only in leading dims of size 1."""
     if node.target not in _VIEWS:
         return False
     source = node.all_input_nodes[0]
-    return _core(node.meta["val"].shape) == _core(source.meta["val"].shape)
+    return _without_ones(node.meta["val"].shape) == _without_ones(source.meta["val"].shape)
 
 
-def _key(node: fx.Node, twin: dict[fx.Node, fx.Node]) -> Hashable | None:
-    """Equal for twins; None for what has none."""
+def _key(node: fx.Node, kept: dict[fx.Node, fx.Node]) -> Hashable | None:
+    """The same for equal nodes; None for a node that stays in any case."""
     value = value_of(node)
     if node.op != "call_function" or value is None:
         return None
     args: Any = node.args
     if node.target in _RESHAPES:
-        return "reshape", twin[args[0]], _core(value.shape)
+        return "reshape", kept[args[0]], _without_ones(value.shape)
     if node.target is aten.expand.default:
-        return "expand", twin[args[0]], _core(args[1])  # by its sizes: c is no V that is as long
+        # By the sizes in the arguments: a chunk's length may happen to equal the vocabulary's.
+        return "expand", kept[args[0]], _without_ones(args[1])
     if op_table.is_reduction(node) and len(args) > 1:
         rank = args[0].meta["val"].dim()
         dims = args[1] if isinstance(args[1], list | tuple) else [args[1]]
@@ -67,18 +69,18 @@ def _key(node: fx.Node, twin: dict[fx.Node, fx.Node]) -> Hashable | None:
         op_table.is_pointwise(node) or op_table.is_reduction(node) or op_table.is_constant(node)
     ):
         return None
-    args, kwargs = fx.map_arg((args, node.kwargs), twin.__getitem__)
-    return node.target, str(args), str(kwargs), value.dtype, _core(value.shape)
+    args, kwargs = fx.map_arg((args, node.kwargs), kept.__getitem__)
+    return node.target, str(args), str(kwargs), value.dtype, _without_ones(value.shape)
 
 
-def _core(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """Without leading dims of size 1, but for the last dim."""
+def _without_ones(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The shape without leading dims of size 1; the last dim always stays."""
     first = next((i for i, size in enumerate(shape[:-1]) if size != 1), max(0, len(shape) - 1))
     return tuple(shape[first:])
 
 
-def _as_shaped(builder: Builder, node: fx.Node, other: fx.Node) -> fx.Node:
-    """The node with as many leading dims of size 1 as the other has."""
+def _with_rank_of(builder: Builder, node: fx.Node, other: fx.Node) -> fx.Node:
+    """The node with as many leading dims of size 1 as the other node has."""
     rank = other.meta["val"].dim()
     while node.meta["val"].dim() > rank:
         node = builder.call(aten.squeeze.dim, node, 0)

@@ -1,13 +1,19 @@
-"""``gather`` of one element a row, and its gradient, in forms that a chunk's kernels can absorb.
+"""``gather`` of one element per row, and its gradient, in forms that other kernels can absorb.
 
-A gather's scattered reads, fused with the gradient's kernel, keep Inductor from writing the
-gradient over the logits: a second buffer of chunk x vocabulary. Here the element is read in order,
+Such a gather reads the label's logit. Its scattered reads, fused with the gradient's kernel, keep
+Inductor from writing the gradient into the logits' buffer: a second buffer of chunk x vocabulary.
+The same element as a sum over the row is read in order,
 
     x[row, index[row]] = sum over v of where(v == index[row], x[row, v], 0)
 
-which is equal: all other terms are zero. Picking commutes with pointwise ops whose other operands
-are the same for the whole row, ``pick(x - r) = pick(x) - r``, with the same rounding; so the sum is
-taken of the product itself and shares the pass that looks for the row's maximum.
+and is equal, because all other terms are zero. A pointwise op whose other operands do not vary
+along the row can be applied after the gather, ``gather(x - r) = gather(x) - r``, with the same
+rounding. So the sum is taken over the matmul's result itself, in the kernel that also finds the
+row's maximum.
+
+The gradient, a ``scatter_add`` of one element per row into zeros, becomes
+
+    where(v == index[row], gradient[row], 0)
 """
 
 from __future__ import annotations
@@ -24,31 +30,31 @@ prims = torch.ops.prims
 
 
 def is_gather_of_one(node: fx.Node) -> bool:
-    """A gather of one floating element a row."""
+    """Whether the node gathers one floating-point element per row."""
     if node.target is not aten.gather.default:
         return False
     source, dim, index = node.args[:3]
     assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
-    value, places = value_of(source), value_of(index)
-    assert value is not None and places is not None
-    return places.dim() > 1 and places.shape[dim] == 1 and value.is_floating_point()
+    value, indices = value_of(source), value_of(index)
+    assert value is not None and indices is not None
+    return indices.dim() > 1 and indices.shape[dim] == 1 and value.is_floating_point()
 
 
-def pick(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
-    """``gather(source, dim, index)`` with an index of size 1 along ``dim``."""
+def gather_one(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
+    """``gather(source, dim, index)`` for an index of size 1 along ``dim``."""
     rank = source.meta["val"].dim()
     inner = _varying_operand(source, rank - dim % rank)
     if inner is None:
         return _masked_sum(builder, source, dim % rank, index)
-    picked = pick(builder, inner, dim % rank, index)
+    gathered = gather_one(builder, inner, dim % rank, index)
     args, kwargs = fx.map_arg(
-        (source.args, source.kwargs), lambda node: picked if node is inner else node
+        (source.args, source.kwargs), lambda node: gathered if node is inner else node
     )
     return builder.call(source.target, *args, **kwargs)
 
 
 def _varying_operand(node: fx.Node, from_right: int) -> fx.Node | None:
-    """The one operand of a pointwise op that varies along the dim, if no other does."""
+    """The operand of a pointwise op that varies along a dim, if there is exactly one."""
     if node.op != "call_function" or not op_table.is_pointwise(node):
         return None
     varying = [
@@ -63,35 +69,37 @@ def _varying_operand(node: fx.Node, from_right: int) -> fx.Node | None:
 
 
 def is_scatter_of_one(node: fx.Node) -> bool:
-    """A scatter_add of one floating element a row into zeros: the gradient of such a gather."""
+    """Whether the node adds one floating-point element per row into zeros."""
     if node.target is not aten.scatter_add.default:
         return False
     base, dim, index, source = node.args
     assert isinstance(index, fx.Node) and isinstance(source, fx.Node) and isinstance(dim, int)
-    places, values = value_of(index), value_of(source)
-    assert places is not None and values is not None
-    one = places.dim() > 1 and places.shape[dim] == 1 and places.shape == values.shape
+    indices, values = value_of(index), value_of(source)
+    assert indices is not None and values is not None
+    one = indices.dim() > 1 and indices.shape[dim] == 1 and indices.shape == values.shape
     return one and op_table.is_zero(base)
 
 
-def put(builder: Builder, zeros: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> fx.Node:
-    """``zeros.scatter_add(dim, index, source)``, written in order: no second pass, no atomics."""
+def scatter_one(
+    builder: Builder, zeros: fx.Node, dim: int, index: fx.Node, source: fx.Node
+) -> fx.Node:
+    """``zeros.scatter_add(dim, index, source)``, written in order: one pass and no atomic adds."""
     value = zeros.meta["val"]
-    hit = _hits(builder, value, dim % value.dim(), index)
+    hit = _index_mask(builder, value, dim % value.dim(), index)
     zero = builder.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
     return builder.call(aten.where.self, hit, source, zero)
 
 
 def _masked_sum(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
     value, call = source.meta["val"], builder.call
-    _check(builder, index, value.shape[dim])
-    hit = _hits(builder, value, dim, index)
+    _assert_in_bounds(builder, index, value.shape[dim])
+    hit = _index_mask(builder, value, dim, index)
     zero = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
     return call(aten.sum.dim_IntList, call(aten.where.self, hit, source, zero), [dim], True)
 
 
-def _check(builder: Builder, index: fx.Node, size: int) -> None:
-    """An index out of bounds is an error, as it is for the gather."""
+def _assert_in_bounds(builder: Builder, index: fx.Node, size: int) -> None:
+    """Make an index out of bounds an error, as the gather does."""
     call = builder.call
     within = call(
         aten.bitwise_and.Tensor, call(aten.ge.Scalar, index, 0), call(aten.lt.Scalar, index, size)
@@ -100,8 +108,8 @@ def _check(builder: Builder, index: fx.Node, size: int) -> None:
     call(aten._assert_async.msg, call(aten.all.default, within), message)
 
 
-def _hits(builder: Builder, value: torch.Tensor, dim: int, index: fx.Node) -> fx.Node:
-    """Where a row's index points: ``iota == index``, broadcast to the value's shape."""
+def _index_mask(builder: Builder, value: torch.Tensor, dim: int, index: fx.Node) -> fx.Node:
+    """A bool tensor of the value's shape, true where ``index`` points: ``iota == index``."""
     shape = [1] * value.dim()
     shape[dim] = value.shape[dim]
     places = builder.call(
@@ -109,7 +117,7 @@ def _hits(builder: Builder, value: torch.Tensor, dim: int, index: fx.Node) -> fx
         value.shape[dim],
         start=0,
         step=1,
-        dtype=torch.int32,  # compared in vectors as wide as the values'
+        dtype=torch.int32,  # so that vectors of indices are as wide as vectors of float32
         device=value.device,
         requires_grad=False,
     )

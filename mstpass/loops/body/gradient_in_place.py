@@ -1,13 +1,14 @@
-"""Let Inductor write a chunk's gradient over its logits.
+"""Let Inductor write a chunk's gradient into the buffer of the chunk's logits.
 
-Inductor reuses a buffer in place only when every other reader of it is an ancestor of the writer
-(``SchedulerNode.decide_inplace_update`` in torch/_inductor/scheduler.py, torch 2.13). A value that
-is read off the logits on the side, such as the label's log-probability or an accuracy, is no
-ancestor of the gradient, and costs a second buffer of chunk x vocabulary. This pass makes it one:
+Inductor reuses a buffer in place only if every other reader of it is an ancestor of the writer
+(``SchedulerNode.decide_inplace_update`` in torch/_inductor/scheduler.py, torch 2.13). A *side
+reader* is a narrow value that is read off the logits and that the gradient does not depend on, such
+as the label's log-probability or an accuracy. It costs a second buffer of chunk x vocabulary. This
+rewrite makes the gradient depend on it:
 
     gradient' = where(side == side, gradient, gradient)
 
-which is ``gradient``, whatever ``side`` holds.
+which equals ``gradient``, whatever ``side`` holds.
 """
 
 from __future__ import annotations
@@ -25,42 +26,40 @@ from mstpass.graph.tokens import Refusal
 aten = torch.ops.aten
 
 
-def write_gradients_in_place(builder: Builder, any_rows: bool = False) -> None:
-    """Tie late side readers of a body's wide products to the wide values written after them.
+def write_gradients_in_place(builder: Builder, any_length: bool = False) -> None:
+    """Make each gradient of a matmul's result depend on the side readers of that result.
 
     Args:
-        any_rows: the body must fit chunks of any length.
+        any_length: the chunk's length is not fixed.
     """
-    graph = builder.graph
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    products = [n for n in order if op_table.is_matmul(n)]
-    for product in products:
-        for written in _written_like(product, order):
-            position, needed = order[written], ancestors([written])
+    order = {node: i for i, node in enumerate(builder.graph.nodes)}
+    for product in [node for node in order if op_table.is_matmul(node)]:
+        for gradient in _gradients(product, order):
+            position, needed = order[gradient], ancestors([gradient])
             for side in _side_readers(product, order):
                 if order[side] < position and side not in needed:
-                    written = _tie(builder, written, side, any_rows)
+                    gradient = _depending_on(builder, gradient, side, any_length)
 
 
-def _written_like(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """Pointwise values of the product's shape that come from it and that a matmul reads."""
+def _gradients(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """Pointwise values computed from the product, of its size, that another matmul reads."""
     like = value_of(product)
     assert like is not None
     return [
-        n
-        for n in order
-        if order[n] > order[product]
-        and op_table.is_pointwise(n)
-        and (value := value_of(n)) is not None
+        node
+        for node in order
+        if order[node] > order[product]
+        and op_table.is_pointwise(node)
+        and (value := value_of(node)) is not None
         and value.numel() == like.numel()
         and value.element_size() == like.element_size()
-        and any(map(op_table.is_matmul, op_table.readers(n)))
-        and product in ancestors([n])
+        and any(map(op_table.is_matmul, op_table.readers(node)))
+        and product in ancestors([node])
     ]
 
 
 def _side_readers(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """Row-wise results read off the product that are narrow."""
+    """Narrow results of reductions and gathers over the product's rows."""
     found = []
     for node in order:
         row = op_table.lookup(node) if node.op == "call_function" else None
@@ -74,30 +73,31 @@ def _side_readers(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     return found
 
 
-def _tie(builder: Builder, written: fx.Node, side: fx.Node, any_rows: bool) -> fx.Node:
-    value, narrow = written.meta["val"], side.meta["val"]
+def _depending_on(builder: Builder, gradient: fx.Node, side: fx.Node, any_length: bool) -> fx.Node:
+    """The gradient, read through a ``where`` on the side value; as it is if shapes do not allow."""
+    value, narrow = gradient.meta["val"], side.meta["val"]
     shape = _broadcast_shape(list(narrow.shape), list(value.shape))
-    if shape is not None and any_rows:
+    if shape is not None and any_length:
         shape = _of_any_length(shape)
     if shape is None:
-        return written
-    users = list(written.users)
+        return gradient
+    users = list(gradient.users)
     with builder.graph.inserting_before(users[0]):
         rows = builder.call(aten.reshape.default, side, shape)
         same = builder.call(aten.eq.Tensor, rows, rows)
-        tied = builder.call(aten.where.self, same, written, written)
+        dependent = builder.call(aten.where.self, same, gradient, gradient)
     for user in users:
-        user.replace_input_with(written, tied)
-    return tied
+        user.replace_input_with(gradient, dependent)
+    return dependent
 
 
 def _broadcast_shape(narrow: list[int], wide: list[int]) -> list[int] | None:
-    """A shape of the narrow value, one element a row, that broadcasts to the wide one's."""
+    """The shape in which a value of one element per row broadcasts to the wide shape."""
     return [*wide[:-1], 1] if math.prod(narrow) == math.prod(wide[:-1]) else None
 
 
 def _of_any_length(shape: list[int]) -> list[int] | None:
-    """The same sizes with the rows left open: ``[c, 1]`` -> ``[-1, 1]``."""
+    """The shape with the number of rows left open: ``[c, 1]`` -> ``[-1, 1]``."""
     if sum(size != 1 for size in shape) != 1:
         return None
     return [size if size == 1 else -1 for size in shape]

@@ -1,16 +1,16 @@
-"""Compute a chunk's wide pointwise values where they are read, instead of keeping them; write what
-they read of each row.
+"""Compute a chunk's wide pointwise values again at each of their readers instead of keeping them.
 
-Inductor keeps a pointwise value that several kernels read if it is dear: an exp, log or sigmoid on
-the CPU, many reads or many operations (``StorageBox.should_realize_on_reuse`` in
-torch/_inductor/ir.py, 2.11 and 2.13). A softmax that its entropy, its row sums and the gradient
-read is one more buffer of chunk x vocabulary. Read once each, its copies go into the kernels that
-read them, and those into one that computes it once a pass over the row.
+Inductor writes a pointwise value that several kernels read to memory if it is slow to compute: an
+exp, log or sigmoid on the CPU, or an expression of many reads or many ops
+(``StorageBox.should_realize_on_reuse`` in torch/_inductor/ir.py, 2.11 and 2.13). A softmax that its
+entropy, its row sums and the gradient read is then one more buffer of chunk x vocabulary. Given a
+copy of its own, each reader absorbs it, and the readers become one kernel that computes it once in
+each pass over the row. Values that a matmul reads or that leave the chunk need a buffer in any
+case, so they are not copied.
 
-What a matmul reads, or what leaves the chunk, has to exist and is not repeated.
-
-Many reads or operations are those of a whole expression, of what it reads of each row as well, such
-as the logarithm of a sum. Written once, c values, that is one read and no operation.
+The number of reads and ops is that of the whole expression, with what it reads of each row, such as
+the logarithm of a sum. Those narrow values (``c`` elements) are materialized, so that each of them
+counts as one read and no op.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from mstpass.graph import op_table
 from mstpass.graph.joint import numel
 from mstpass.graph.materialization import realized
 
-_WIDE = 0.25  # of the largest product
-_MOST_COPIES = 400  # a chain whose every value is read twice doubles with each
+_WIDE = 0.25  # of the elements of the body's largest matmul result
+_MOST_COPIES = 400  # a chain of values that are each read twice doubles with each of them
 
 
 def rematerialize_at_readers(graph: fx.Graph) -> None:
-    """Give every reader of a wide pointwise value its own copy of what computes it, in place."""
+    """Give every reader of a wide pointwise value its own copy of that value, in place."""
     nodes = list(graph.nodes)
-    widest = max((numel(n) for n in nodes if op_table.is_matmul(n)), default=0)
+    wide = _WIDE * _largest_product(nodes)
     copies = 0
-    for node in reversed(nodes):  # readers first: their copies want copies as well
-        if numel(node) < _WIDE * widest or not _is_free(node):
+    for node in reversed(nodes):  # readers first: their copies need copies as well
+        if numel(node) < wide or not _can_be_absorbed(node):
             continue
         for user in list(node.users)[1:]:
             if copies == _MOST_COPIES:
@@ -42,9 +42,9 @@ def rematerialize_at_readers(graph: fx.Graph) -> None:
 
 
 def materialize_row_values(graph: fx.Graph) -> None:
-    """Write what wide pointwise values read of each row to memory, in place."""
+    """Materialize the narrow pointwise values that wide ones read, in place."""
     nodes = list(graph.nodes)
-    widest = max((numel(n) for n in nodes if op_table.is_matmul(n)), default=0)
+    wide = _WIDE * _largest_product(nodes)
     for node in nodes:
         if (
             node.op != "call_function"
@@ -52,16 +52,20 @@ def materialize_row_values(graph: fx.Graph) -> None:
             or op_table.is_cheap_view(node)
         ):
             continue
-        if 1 < numel(node) < _WIDE * widest and any(
-            numel(reader) >= _WIDE * widest and op_table.is_pointwise(reader)
+        if 1 < numel(node) < wide and any(
+            numel(reader) >= wide and op_table.is_pointwise(reader)
             for reader in op_table.readers(node)
         ):
             written = realized(node)
             node.replace_all_uses_with(written, lambda user, own=written: user is not own)
 
 
-def _is_free(node: fx.Node) -> bool:
-    """A pointwise value that no kernel has to write."""
+def _largest_product(nodes: list[fx.Node]) -> int:
+    return max((numel(node) for node in nodes if op_table.is_matmul(node)), default=0)
+
+
+def _can_be_absorbed(node: fx.Node) -> bool:
+    """Whether the node is a pointwise value, or a view of one, that needs no buffer of its own."""
     while op_table.is_cheap_view(node):
         node = node.all_input_nodes[0]
     return op_table.is_pointwise(node) and not any(

@@ -1,18 +1,19 @@
-"""Row sums without a pass over the row of their own, or with one that another sum makes anyway.
+"""Sums over a row of the vocabulary that need no pass over the row of their own.
 
-With V elements in a row, r and a the same for the whole row:
+A *row* is the V elements of the last dim that belong to one token. With r and a constant along the
+row and m = max(x), a sum (or mean) over the last dim is replaced if it has one of these forms:
 
-    sum(r)                             =  V r
-    sum(where(index == v, a, 0) r)     =  a r where 0 <= index < V, else 0
-    sum(x +- y), sum(-x)               =  sum(x) +- sum(y), -sum(x)      where both are known
-    sum(log_softmax(x))                =  sum(x - m) - V log(sum(exp(x - m)))         m = max(x)
+    sum(r)                                =  V r
+    sum(where(index == v, a, 0) r)        =  a r  where 0 <= index < V, else 0
+    sum(x + y), sum(x - y), sum(-x)       =  the sum of the parts, if each part has such a form
+    sum(log_softmax(x))                   =  sum(x - m) - V log(sum(exp(x - m)))
     sum(exp(x - where(|m| = inf, 0, m)))  =  where(|m| = inf, exp(m), sum(exp(x - m)))
 
 The first three give the row sum of the gradient that enters a log-softmax, under cross-entropy with
-and without label smoothing; the fourth is what label smoothing adds up, with no cancellation (no
-x - m is positive, the logarithm never negative), in the pass that adds up the exponentials; the
-last lets ``logsumexp`` share that pass too. It is exact: with m = inf both sums are inf, with
-m = -inf both are 0, and where m is NaN both are.
+and without label smoothing. The fourth is the term of label smoothing; it shares the pass that sums
+the exponentials, and nothing cancels, as no x - m is positive and the logarithm is never negative.
+The last lets ``logsumexp`` share that pass as well. It is exact: for m = inf both sides are inf,
+for m = -inf both are 0, and where m is NaN both are NaN.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ prims = torch.ops.prims
 _FULL_PRECISION = (torch.float32, torch.float64)
 
 
-def row_sum(
+def rewritten_row_sum(
     builder: Builder, target: object, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> fx.Node | None:
-    """The call, a sum or mean over the last dim, in such a form; None where there is none."""
+    """The result of a call, rewritten by the rules above.
+
+    None if the call is no sum or mean over the last dim, or if no rule applies.
+    """
     if target not in (aten.sum.dim_IntList, aten.mean.dim) or not isinstance(args[0], fx.Node):
         return None
     value, dims = args[0].meta["val"], args[1]
@@ -54,33 +58,38 @@ def row_sum(
 
 
 class _RowSums:
+    """The rules, for values of one dtype, device and row shape ``[..., 1]``."""
+
     def __init__(self, builder: Builder, value: torch.Tensor):
         self.call, self.dtype, self.device = builder.call, value.dtype, value.device
         self.width = value.shape[-1]
         self.row = (*value.shape[:-1], 1)
 
     def of(self, source: object) -> fx.Node | None:
-        """The row sum, of shape ``[..., 1]`` or one for all rows."""
+        """The sum over the last dim: shape ``[..., 1]``, or one element if all rows agree."""
         if not isinstance(source, fx.Node) or source.meta["val"].dtype != self.dtype:
             return None
-        picked = self._of_one_hot(source)
-        if picked is not None or self.dtype not in _FULL_PRECISION:
-            return picked  # V r would be rounded to a narrow type where a sum is not
+        one_element = self._of_one_hot(source)
+        if one_element is not None or self.dtype not in _FULL_PRECISION:
+            # The other rules multiply by V, which rounds in a narrow dtype; a sum does not.
+            return one_element
         rules = (self._of_constant, self._of_log_softmax, self._of_exponentials, self._of_parts)
         return next((found for rule in rules if (found := rule(source)) is not None), None)
 
     def _of_constant(self, source: fx.Node) -> fx.Node | None:
-        behind = _unexpanded(source)
-        if behind is None or not self._is_row(behind):
+        """``V r``."""
+        constant = _without_expand(source)
+        if constant is None or not self._is_constant_along_row(constant):
             return None
-        return self.call(aten.mul.Scalar, behind, self.width)
+        return self.call(aten.mul.Scalar, constant, self.width)
 
-    def _is_row(self, node: fx.Node) -> bool:
-        """The same along the row: one value a row, or one for all."""
+    def _is_constant_along_row(self, node: fx.Node) -> bool:
+        """Whether the node has one element per row, or one element in all."""
         shape = tuple(node.meta["val"].shape)
         return shape == self.row or math.prod(shape) == 1
 
     def _of_parts(self, source: fx.Node) -> fx.Node | None:
+        """The sum of a sum, difference or negation, from the sums of its operands."""
         if source.target not in (aten.add.Tensor, aten.sub.Tensor, aten.neg.default):
             return None
         if source.kwargs:
@@ -95,9 +104,9 @@ class _RowSums:
 
     # ---- one-hot values -----------------------------------------------------------------------
     def _of_one_hot(self, source: fx.Node) -> fx.Node | None:
-        """Of ``where(index == v, a, 0)``, or of that times a row's factor.
+        """``a``, or ``a r`` if the one-hot value is multiplied by a factor r.
 
-        All terms but one are ``0 * factor``, which is added for a factor that is not finite.
+        All other terms are ``0 * r``, which is added because it is NaN for an r that is not finite.
         """
         for one_hot, factor in _products(source):
             match = self._one_hot(one_hot)
@@ -106,30 +115,30 @@ class _RowSums:
             if factor is not None and tuple(factor.meta["val"].shape) != self.row:
                 continue
             index, hit = match
-            inside = self.call(
+            in_bounds = self.call(
                 aten.bitwise_and.Tensor,
                 self.call(aten.ge.Scalar, index, 0),
                 self.call(aten.lt.Scalar, index, self.width),
             )
             zero = self.call(aten.full.default, [], 0, dtype=self.dtype, device=self.device)
             if factor is None:
-                return self.call(aten.where.self, inside, hit, zero)
-            picked = self.call(aten.mul.Tensor, hit, factor)
-            picked = self.call(aten.where.self, inside, picked, zero)
-            return self.call(aten.add.Tensor, picked, self.call(aten.mul.Tensor, factor, zero))
+                return self.call(aten.where.self, in_bounds, hit, zero)
+            product = self.call(aten.mul.Tensor, hit, factor)
+            product = self.call(aten.where.self, in_bounds, product, zero)
+            return self.call(aten.add.Tensor, product, self.call(aten.mul.Tensor, factor, zero))
         return None
 
     def _one_hot(self, node: object) -> tuple[fx.Node, fx.Node] | None:
-        """``where(index == iota(width), a, 0)``: its ``index`` of a row's shape, and ``a``."""
+        """``index`` (one per row) and ``a``, if the node is ``where(index == iota(V), a, 0)``."""
         if not _is_call(node, aten.where.self):
             return None
         equal, hit, miss = node.args
         if not _is_call(equal, aten.eq.Tensor) or not op_table.is_zero(miss):
             return None
-        if not isinstance(hit, fx.Node) or not self._is_row(hit):
+        if not isinstance(hit, fx.Node) or not self._is_constant_along_row(hit):
             return None
         for index, places in (equal.args, reversed(equal.args)):
-            index, places = _unexpanded(index), _unexpanded(places)
+            index, places = _without_expand(index), _without_expand(places)
             if index is None or places is None or places.target is not prims.iota.default:
                 continue
             counts = places.args == (self.width,) and places.kwargs["start"] == 0
@@ -139,13 +148,14 @@ class _RowSums:
 
     # ---- softmax ------------------------------------------------------------------------------
     def _of_log_softmax(self, source: fx.Node) -> fx.Node | None:
+        """``sum(x - m) - V log(sum(exp(x - m)))``, for ``(x - m) - log(sum(exp(x - m)))``."""
         if not _is_call(source, aten.sub.Tensor) or source.kwargs:
             return None
         shifted, log = source.args
         if not (_is_call(log, aten.log.default) and self._is_shifted(shifted)):
             return None
         total = log.args[0]
-        if not (_is_call(total, aten.sum.dim_IntList) and self._is_over_the_row(total)):
+        if not (_is_call(total, aten.sum.dim_IntList) and self._is_row_reduction(total)):
             return None
         if not (_is_call(total.args[0], aten.exp.default) and total.args[0].args[0] is shifted):
             return None
@@ -153,6 +163,7 @@ class _RowSums:
         return self.call(aten.sub.Tensor, self._sum(shifted), constant)
 
     def _of_exponentials(self, source: fx.Node) -> fx.Node | None:
+        """``where(|m| = inf, exp(m), sum(exp(x - m)))``, for the exponentials of ``logsumexp``."""
         if not _is_call(source, aten.exp.default) or not _is_call(source.args[0], aten.sub.Tensor):
             return None
         x, guarded = source.args[0].args
@@ -174,17 +185,17 @@ class _RowSums:
         return self.call(aten.sum.dim_IntList, wide, [len(self.row) - 1], True)
 
     def _is_shifted(self, node: object) -> TypeGuard[fx.Node]:
-        """``x - max(x)``."""
+        """Whether the node is ``x - max(x)``."""
         if not _is_call(node, aten.sub.Tensor) or node.kwargs:
             return False
         x, m = node.args
         return self._is_maximum(m, x)
 
     def _is_maximum(self, m: object, x: object) -> bool:
-        return _is_call(m, aten.amax.default) and m.args[0] is x and self._is_over_the_row(m)
+        return _is_call(m, aten.amax.default) and m.args[0] is x and self._is_row_reduction(m)
 
-    def _is_over_the_row(self, reduction: fx.Node) -> bool:
-        """A reduction over the last dim that stays as one of size 1."""
+    def _is_row_reduction(self, reduction: fx.Node) -> bool:
+        """Whether it reduces the last dim alone, with ``keepdim``."""
         dims = reduction.args[1] if len(reduction.args) > 1 else None
         keeps = tuple(reduction.meta["val"].shape) == self.row
         return (
@@ -197,7 +208,7 @@ def _is_call(node: object, target: object) -> TypeGuard[fx.Node]:
 
 
 def _products(source: fx.Node) -> list[tuple[object, fx.Node | None]]:
-    """The source as one-hot value and factor, in every way that it may be one."""
+    """All ways to read the source as a value times a factor; None stands for no factor."""
     found: list[tuple[object, fx.Node | None]] = [(source, None)]
     if source.target is aten.mul.Tensor:
         a, b = source.args
@@ -205,13 +216,12 @@ def _products(source: fx.Node) -> list[tuple[object, fx.Node | None]]:
     return found
 
 
-def _unexpanded(node: object) -> fx.Node | None:
-    """The value behind expands, and behind the reshape of an iota to a row."""
+def _without_expand(node: object) -> fx.Node | None:
+    """The operand of expands, or of the reshape that makes an iota a row; otherwise the node."""
     while isinstance(node, fx.Node):
-        behind = node.args[0] if node.args else None
-        expands = node.target is aten.expand.default
-        row = node.target is aten.reshape.default and isinstance(behind, fx.Node)
-        if not (expands or (row and behind.target is prims.iota.default)):  # type: ignore[union-attr]
+        source = node.args[0] if node.args else None
+        is_iota_row = node.target is aten.reshape.default and _is_call(source, prims.iota.default)
+        if node.target is not aten.expand.default and not is_iota_row:
             return node
-        node = behind
+        node = source
     return None

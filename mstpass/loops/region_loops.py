@@ -1,0 +1,139 @@
+"""The loops of a region in one mode: what each computes, reads and returns, for any chunk length.
+
+    fused:      one loop computes all outputs, gradients included
+    recompute:  a forward loop, and a backward loop that computes the forward again from its inputs
+    save:       the same, but the forward loop also returns the values of loops/values_to_save.py,
+                stacked over chunks, and the backward loop reads them
+
+A loop's members are found from its outputs backwards: an operand in the same token dims is computed
+in the loop as well, every other operand is an input of the loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+
+from torch import fx
+
+from mstpass.graph import op_table
+from mstpass.graph.joint import nbytes
+from mstpass.graph.tokens import WHOLE, Spec
+from mstpass.loops.region_facts import RegionFacts
+from mstpass.loops.values_to_save import values_to_save
+from mstpass.plans import FUSED, RECOMPUTE, SAVE, LoopInput, LoopOutput, LoopPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionLoops:
+    """The loops of a region in one mode.
+
+    Attributes:
+        saved: the values that the forward loop stacks for the backward loop.
+        buffered_bytes: size of a loop's buffered values at full length (loops/region_facts.py), of
+            the loop with the most.
+        stacked_bytes: size of a loop's sliced inputs and its outputs, of the loop with the most.
+            They exist at full length whatever the chunk length.
+    """
+
+    mode: str
+    saved: tuple[fx.Node, ...]
+    loops: tuple[LoopPlan, ...]
+    buffered_bytes: int
+    stacked_bytes: int
+
+
+def region_loops(facts: RegionFacts, mode: str, may_recompute: frozenset[str]) -> RegionLoops:
+    """The loops of a region in a mode.
+
+    Args:
+        may_recompute: names of matmuls that backward may compute again in save mode. If no value
+            is left to save, the mode becomes recompute. In recompute mode backward may compute all
+            of them again; if the user's checkpointing saves one, the mode becomes save.
+    """
+    saved: list[fx.Node] = []
+    if mode == FUSED:
+        loops = [_fused_loop(facts)]
+    else:
+        every = frozenset(node.name for node in facts.specs)
+        saved = values_to_save(facts, may_recompute if mode == SAVE else every)
+        mode = SAVE if saved else RECOMPUTE
+        loops = _forward_and_backward_loop(facts, saved)
+    buffered_bytes = max(
+        sum(nbytes(node) for node in facts.buffered if node.name in loop.members) for loop in loops
+    )
+    stacked_bytes = max(_stacked_bytes(facts, loop) for loop in loops)
+    return RegionLoops(mode, tuple(saved), tuple(loops), buffered_bytes, stacked_bytes)
+
+
+def _stacked_bytes(facts: RegionFacts, loop: LoopPlan) -> int:
+    names = [item.node for item in loop.outputs]
+    names += [item.node for item in loop.inputs if item.spec]
+    nodes = map(facts.joint.by_name.__getitem__, names)
+    # Wide values that the step itself returns are no measure for what a chunk may hold.
+    returns_wide = bool(facts.region.returned)
+    return sum(0 if returns_wide and facts.is_wide(node) else nbytes(node) for node in nodes)
+
+
+def _fused_loop(facts: RegionFacts) -> LoopPlan:
+    region = facts.region
+    return _loop(facts, "forward", facts.outputs, set(), region.unit, region.prelude)
+
+
+def _forward_and_backward_loop(facts: RegionFacts, saved: list[fx.Node]) -> list[LoopPlan]:
+    forward = [node for node in facts.outputs if node not in facts.backward]
+    backward = [node for node in facts.outputs if node in facts.backward]
+    more = [node for node in saved if node not in forward]
+    loops = [_loop(facts, "forward", [*forward, *more], set())]
+    if backward:
+        loops.append(_loop(facts, "backward", backward, set(saved)))
+    return loops
+
+
+def _loop(
+    facts: RegionFacts,
+    phase: str,
+    outputs: list[fx.Node],
+    saved: Set[fx.Node],
+    unit: str | None = None,
+    prelude: tuple[str, ...] = (),
+) -> LoopPlan:
+    """The loop that computes these outputs; it reads saved values instead of computing them."""
+    joint, specs = facts.joint, facts.specs
+    members, inputs = _members_and_inputs(facts, outputs, saved, unit)
+    ordered = sorted(inputs, key=lambda pair: (joint.index[pair[0]], pair[1]))
+    return LoopPlan(
+        phase=phase,
+        members=tuple(node.name for node in joint.sorted(members)),
+        inputs=tuple(LoopInput(node.name, spec) for node, spec in ordered),
+        outputs=tuple(
+            LoopOutput(node.name, specs[node], scaled=unit is not None and node in facts.backward)
+            for node in joint.sorted(outputs)
+        ),
+        unit=unit,
+        prelude=prelude,
+    )
+
+
+def _members_and_inputs(
+    facts: RegionFacts, outputs: list[fx.Node], saved: Set[fx.Node], unit: str | None
+) -> tuple[set[fx.Node], set[tuple[fx.Node, Spec]]]:
+    members: set[fx.Node] = set()
+    inputs: set[tuple[fx.Node, Spec]] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node in members:
+            continue
+        members.add(node)
+        for operand, spec in facts.operand_specs(node).items():
+            if operand.name == unit:
+                continue
+            # Other token dims than the operand has as a member: a constant that is read both whole
+            # and in slices.
+            if facts.specs.get(operand) == spec and operand not in saved:
+                stack.append(operand)
+            else:
+                inputs.add((operand, spec))
+        inputs.update((size, WHOLE) for size in op_table.size_operands(node))
+    return members, inputs

@@ -1,0 +1,180 @@
+"""Write one loop into a joint graph: the ``mst_loop`` node, its operands, and its results.
+
+prelude    written again with 1 in place of the unit        (fused loops)
+operands   sliced inputs as [N, rest], tokens first; whole inputs as they are
+mst_loop   one node; loops whose bodies are the same share one body module
+results    getitem; then times the unit, cast to the node's dtype, dims in the node's order
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph.builder import Builder, SizeNodes, map_values
+from mstpass.graph.checkpoint_tags import META, tags_of
+from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.loop_op import STACK, SUM, OutputSpec, mst_loop
+from mstpass.graph.recomputable import base_of
+from mstpass.graph.sizes import Size, same_shape
+from mstpass.graph.tokens import CannotTake, Spec
+from mstpass.loops.body.build import build_body
+from mstpass.loops.operand_layout import is_viewable, tokens_first
+from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
+from mstpass.problem.problem import RECOMPUTED
+
+aten = torch.ops.aten
+_KEPT_META = ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack", *META)
+
+Env = Mapping[fx.Node, fx.Node]  # new nodes by the old ones that they stand for
+
+
+class LoopWriter:
+    """Writes the loops of one joint graph at the end of the builder's graph."""
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        builder: Builder,
+        sizes: SizeNodes,
+        root: torch.nn.Module,
+        accumulate: str,
+    ):
+        self.joint, self.builder, self.sizes = joint, builder, sizes
+        self.root, self.accumulate = root, accumulate
+        self.tags = tags_of(joint).of
+        self.bodies: dict[str, str] = {}  # names of body modules, by what they compute
+
+    def write(self, plan: ChunkPlan, loop: LoopPlan, env: Env) -> dict[fx.Node, fx.Node]:
+        """The loop's results, unfinished, by the old nodes that they stand for."""
+        env = self._with_prelude(loop, env)
+        inputs = [(self.joint.by_name[item.node], item.spec) for item in loop.inputs]
+        sliced = [self._tokens_first(env[node], spec) for node, spec in inputs if spec]
+        whole = [env[node] for node, spec in inputs if not spec]
+        body_name, parts = self._body(plan, loop)
+        specs = tuple(
+            self._output_spec(item, part) for item, part in zip(loop.outputs, parts, strict=True)
+        )
+        (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
+        sizes = (None if plan.symbolic else plan.num_chunks, plan.chunk_tokens, num_tokens)
+        body = self.builder.graph.get_attr(body_name)
+        args = (body, *sizes, specs, tuple(sliced), tuple(whole))
+        call = self.builder.graph.call_function(mst_loop, args)
+        call.meta["val"] = self._fake_results(specs, (*sliced, *whole)[0].meta["val"].device)
+        tags = self._checkpoint_meta(loop)
+        call.meta.update(tags)
+        results: dict[fx.Node, fx.Node] = {}
+        for position, item in enumerate(loop.outputs):
+            result = self.builder.call(operator.getitem, call, position)
+            result.meta.update(tags)
+            results[self.joint.by_name[item.node]] = result
+        return results
+
+    def _with_prelude(self, loop: LoopPlan, env: Env) -> Env:
+        """The new nodes, with those of the prelude computed from a unit of 1."""
+        if not loop.prelude or loop.unit is None:
+            return env
+        unit = self.joint.by_name[loop.unit]
+        value = unit.meta["val"]
+        one = self.builder.call(
+            aten.full.default, list(value.shape), 1, dtype=value.dtype, device=value.device
+        )
+        extended = {**env, unit: one}
+        for name in loop.prelude:
+            node = self.joint.by_name[name]
+            copy = self.builder.graph.node_copy(node, extended.__getitem__)
+            extended[node] = copy
+        return extended
+
+    def _body(self, plan: ChunkPlan, loop: LoopPlan) -> tuple[str, list[torch.Tensor]]:
+        """The name of the body's module, and its results. Equal bodies are compiled once."""
+        graph = fx.Graph()
+        builder = Builder(graph, self.builder.mode)
+        parts = build_body(self.joint, plan, loop, builder, self.accumulate)
+        inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
+        key = f"{graph} {[_layout(value) for value in inputs]}"
+        if key not in self.bodies:
+            name = f"mst_body_{len(self.bodies)}"
+            setattr(self.root, name, fx.GraphModule(torch.nn.Module(), graph))
+            self.bodies[key] = name
+        return self.bodies[key], [part.meta["val"] for part in parts]
+
+    def _output_spec(self, item: LoopOutput, part: torch.Tensor) -> OutputSpec:
+        if item.spec is None:
+            return SUM, tuple(part.shape), part.dtype
+        value = value_of(self.joint.by_name[item.node])
+        assert value is not None
+        tokens = self.sizes.arguments([math.prod(value.shape[d] for d in item.spec)])
+        return STACK, (*tokens, *part.shape[1:]), part.dtype
+
+    def _fake_results(
+        self, specs: tuple[OutputSpec, ...], device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        shapes: Any = map_values([shape for _, shape, _ in specs])
+        with self.builder.mode:
+            return tuple(
+                torch.empty(shape, dtype=dtype, device=device)
+                for shape, (_, _, dtype) in zip(shapes, specs, strict=True)
+            )
+
+    def _checkpoint_meta(self, loop: LoopPlan) -> dict[str, Any]:
+        """The checkpointing metadata of the results, if it asks to recompute all of them."""
+        nodes = [self.joint.by_name[item.node] for item in loop.outputs]
+        if any(self.tags.get(base_of(node), "") not in RECOMPUTED for node in nodes):
+            return {}
+        return {key: nodes[0].meta[key] for key in META if key in nodes[0].meta}
+
+    # ---- layouts -------------------------------------------------------------------------------
+    def _tokens_first(self, built: fx.Node, spec: Spec) -> fx.Node:
+        """The value as ``[N, rest]``."""
+        order, shape = tokens_first(built.meta["val"], spec)
+        if order != sorted(order):
+            built = self.builder.call(aten.permute.default, built, order)
+        return self._reshaped(built, shape)
+
+    def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:
+        """The value in a shape: a view if its strides allow one, else a copy."""
+        value = node.meta["val"]
+        if same_shape(value.shape, shape):
+            return node
+        if not is_viewable(value, shape):
+            node = self.builder.call(
+                aten.clone.default, node, memory_format=torch.contiguous_format
+            )
+        return self.builder.call(aten.view.default, node, self.sizes.arguments(shape))
+
+    # ---- results -------------------------------------------------------------------------------
+    def finish(self, result: fx.Node, loop: LoopPlan, item: LoopOutput, env: Env) -> fx.Node:
+        """A result as the node that it stands for: scaled, cast, its dims in their places."""
+        node = self.joint.by_name[item.node]
+        value = value_of(node)
+        assert value is not None
+        if item.scaled and loop.unit:
+            unit = self._reshaped(env[self.joint.by_name[loop.unit]], [])
+            result = self.builder.call(aten.mul.Tensor, result, unit)
+        if result.meta["val"].dtype != value.dtype:
+            cast = torch.ops.prims.convert_element_type.default
+            result = self.builder.call(cast, result, value.dtype)
+        if item.spec is not None:
+            order = [*item.spec, *(d for d in range(value.dim()) if d not in item.spec)]
+            result = self._reshaped(result, [value.shape[d] for d in order])
+            if order != sorted(order):
+                inverse = [order.index(d) for d in range(len(order))]
+                result = self.builder.call(aten.permute.default, result, inverse)
+        if not same_shape(result.meta["val"].shape, value.shape):
+            raise CannotTake(node, f"the loop returns {tuple(result.meta['val'].shape)}")
+        for key in _KEPT_META:
+            if key in node.meta:
+                result.meta[key] = node.meta[key]
+        return result
+
+
+def _layout(value: torch.Tensor | int) -> object:
+    if isinstance(value, int):
+        return int
+    return value.dtype, tuple(value.shape), value.stride(), value.device
