@@ -1,4 +1,4 @@
-"""Optional packages, and the errors that a user of the command line can mend."""
+"""Errors that a user can solve, and the check for optional packages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from importlib.util import find_spec
 
 
 class UserError(Exception):
-    """Something the user can mend; the command line shows the message without a traceback."""
+    """An error that the user can solve; the command line prints its message, and no traceback."""
 
 
 class MissingPackageError(UserError):
-    """An optional package is missing; the message names the extra that brings it."""
+    """An optional package is not installed; the message says how to install it."""
 
 
 def require(packages: Sequence[str], extra: str, purpose: str) -> None:
-    """Raise `MissingPackageError` unless all of `packages` can be imported."""
+    """Raise `MissingPackageError` unless all packages can be imported.
+
+    Args:
+        extra: the extra of mstpass that installs them.
+        purpose: what needs them, for the message.
+    """
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise MissingPackageError(

@@ -1,6 +1,8 @@
-"""Options of one ``torch.compile(..., backend="mst", options={...})``: parsed once, frozen.
+"""The options of one ``torch.compile(..., backend="mst", options={...})``.
 
-Precedence: ``options`` > ``MSTPASS_<OPTION>`` environment variable > default.
+They are parsed and checked once and then frozen. A value in ``options`` overrides the environment
+variable ``MSTPASS_<OPTION>``, which overrides the default. Each option has one function below that
+checks its value; ``_CHECKS`` lists them.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mstpass.byte_sizes import parse_bytes
@@ -24,12 +26,15 @@ class OptionError(ValueError):
 
 
 class NotAvailableYet(OptionError):
-    """A valid option whose machinery this version does not have."""
+    """The option's value is valid, but this version does not have what it asks for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a user can ask for. See docs/options.md for each option's meaning."""
+    """What a user can ask for; docs/options.md explains each option.
+
+    ``inductor`` holds the user's Inductor config as sorted pairs, so that options can be hashed.
+    """
 
     memory_budget: str | float | int = "auto"
     reserve: str | int = "auto"
@@ -48,65 +53,74 @@ class Options:
     def parse(
         given: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ
     ) -> Options:
-        """Options from a user's mapping over the environment over the defaults.
+        """The options that a user gave, else those of the environment, else the defaults.
 
         Raises:
-            OptionError: unknown name or bad value (a ``ValueError``).
+            OptionError: an unknown name or a wrong value (a ``ValueError``).
         """
         if given is not None and not isinstance(given, Mapping):
             raise OptionError(f"options must be a mapping, got {type(given).__name__}")
-        names = [f.name for f in dataclasses.fields(Options)]
+        names = [field.name for field in dataclasses.fields(Options)]
         values: dict[str, Any] = {}
         for name in names:
-            text = environ.get(ENV_PREFIX + name.upper())
-            if text is not None:
-                values[name] = _check(name, from_text(text), f"{ENV_PREFIX}{name.upper()}")
+            variable = ENV_PREFIX + name.upper()
+            if variable in environ:
+                values[name] = _CHECKS[name](parse_value(environ[variable]), variable)
         for name, value in (given or {}).items():
             if name not in names:
-                raise OptionError(_unknown(str(name), names))
-            values[name] = _check(name, value, f"option {name!r}")
+                hint = _did_you_mean(str(name), names)
+                known = ", ".join(names)
+                raise OptionError(f"unknown mst option {name!r}.{hint} Known options: {known}.")
+            values[name] = _CHECKS[name](value, f"option {name!r}")
         return Options(**values)
 
     @property
     def frees_memory_for_time(self) -> bool:
-        """Whether plans may do work twice: under any budget but the free plan's."""
+        """Whether plans may repeat matrix products: under any budget but the free plan's."""
         return self.memory_budget not in ("auto", "free", 1.0)
 
     @property
     def inductor_patches(self) -> dict[str, Any]:
+        """The user's Inductor config as a dict."""
         return dict(self.inductor)
 
     def fingerprint(self) -> str:
-        """A stable hash of everything that can change what the pass does."""
+        """A hash that is the same for equal options in every process."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True, default=repr)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _unknown(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown mst option {name!r}{hint} Known options: {', '.join(names)}."
+def parse_value(text: str) -> Any:
+    """The value of text from the environment or the command line.
 
-
-def from_text(text: str) -> Any:
-    """Text of the environment or the command line as JSON where it is JSON, as itself otherwise."""
+    JSON text is read as JSON, ``True``, ``False`` and ``None`` as in Python; other text stays as it
+    is.
+    """
     try:
         return json.loads(text)
     except json.JSONDecodeError:
         return {"True": True, "False": False, "None": None}.get(text, text)
 
 
-def _check(name: str, value: Any, where: str) -> Any:
-    return _CHECKS[name](value, where)
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'chunk'?`` if a known name is close, else ``""``."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def _one_of(*choices: str, later: tuple[str, ...] = ()) -> Any:
+# ---- checks ------------------------------------------------------------------------------------
+# Each gets a value and the words for where it was given, and returns the value or raises.
+Check = Callable[[Any, str], Any]
+
+
+def _one_of(*choices: str, not_yet: tuple[str, ...] = ()) -> Check:
+    """A check for one of some words; ``not_yet`` are words that a later version will accept."""
+
     def check(value: Any, where: str) -> str:
-        if value in later and isinstance(value, str):
+        if isinstance(value, str) and value in not_yet:
             raise NotAvailableYet(f"{where}: {value!r} is not available yet in this version")
         if not isinstance(value, str) or value not in choices:
-            near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = _did_you_mean(str(value), choices)
             raise OptionError(f"{where} must be one of {list(choices)}, got {value!r}.{hint}")
         return value
 
@@ -114,28 +128,19 @@ def _one_of(*choices: str, later: tuple[str, ...] = ()) -> Any:
 
 
 def _memory_budget(value: Any, where: str) -> str | float | int:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise OptionError(
-            f"{where} must be 'auto', 'free', a float in [0, 1], bytes or a size like '24GiB', "
-            f"got {value!r}"
-        )
-    if isinstance(value, str):
-        if value in ("auto", "free"):
+    accepted = "'auto', 'free', a float from 0.0 to 1.0, a number of bytes, or a size like '24GiB'"
+    if isinstance(value, str) and (value in ("auto", "free") or parse_bytes(value) is not None):
+        return value
+    if isinstance(value, float) and 0.0 <= value <= 1.0:
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value >= 1:
             return value
-        if parse_bytes(value) is None:
-            raise OptionError(
-                f"{where}: {value!r} is neither 'auto', 'free' nor a size like '24GiB'"
-            )
-        return value
-    if isinstance(value, float):
-        if not 0.0 <= value <= 1.0:
-            raise OptionError(f"{where}: a float budget lies in [0, 1], got {value!r}")
-        return value
-    if value < 1:
         raise OptionError(
-            f"{where}: bytes must be at least 1, got {value}; the least memory is 0.0, a float"
+            f"{where}: a number of bytes must be at least 1, got {value}; "
+            "for the least memory give 0.0, a float"
         )
-    return value
+    raise OptionError(f"{where} must be {accepted}, got {value!r}")
 
 
 def _reserve(value: Any, where: str) -> str | int:
@@ -143,13 +148,17 @@ def _reserve(value: Any, where: str) -> str | int:
         return "auto"
     size = parse_bytes(value) if isinstance(value, str) else value
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise OptionError(f"{where} must be bytes or a size like '4GiB', got {value!r}")
+        raise OptionError(
+            f"{where} must be 'auto', a number of bytes, or a size like '4GiB', got {value!r}"
+        )
     return size
 
 
 def _free_overhead(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 10:
-        raise OptionError(f"{where} must be a fraction of at least 0, got {value!r}")
+        raise OptionError(
+            f"{where} must be a fraction of the step's time, at least 0 and below 10, got {value!r}"
+        )
     return float(value)
 
 
@@ -157,8 +166,12 @@ def _chunk_tokens(value: Any, where: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{where} must be an int of at least 1 or None, got {value!r}")
+        raise OptionError(f"{where} must be None or an int of at least 1, got {value!r}")
     return value
+
+
+def _solver(value: Any, where: str) -> Any:
+    return _one_of(*solver_names())(value, where)  # users may have registered more
 
 
 def _strict(value: Any, where: str) -> bool:
@@ -169,30 +182,28 @@ def _strict(value: Any, where: str) -> bool:
 
 def _inductor(value: Any, where: str) -> tuple[tuple[str, Any], ...]:
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
-        raise OptionError(f"{where} must map Inductor config names to values, got {value!r}")
+        raise OptionError(
+            f"{where} must be a dict from names of Inductor's config to values, got {value!r}"
+        )
+    # Importing Inductor takes seconds, and the solvers' options need no torch.
     from mstpass.torch_internals.settings import inductor_settings, is_inductor_setting
 
     known = inductor_settings()
     for key in value:
-        if key not in known and not is_inductor_setting(key):  # aliases are not copied
+        if key not in known and not is_inductor_setting(key):  # the settings lack aliases
             near = difflib.get_close_matches(key, sorted(known), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise OptionError(f"{where}: Inductor has no config {key!r}{hint}")
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise OptionError(f"{where}: Inductor's config has no {key!r}.{hint}")
     return tuple(sorted(value.items()))
-
-
-def _solver(value: Any, where: str) -> str:
-    result: str = _one_of(*solver_names())(value, where)
-    return result
 
 
 def _report(value: Any, where: str) -> str | None:
     if value is not None and not isinstance(value, str | os.PathLike):
-        raise OptionError(f"{where} must be a path or None, got {value!r}")
+        raise OptionError(f"{where} must be None or a path, got {value!r}")
     return None if value is None else os.fspath(value)
 
 
-_CHECKS: dict[str, Any] = {
+_CHECKS: dict[str, Check] = {
     "memory_budget": _memory_budget,
     "reserve": _reserve,
     "free_overhead": _free_overhead,
@@ -201,7 +212,7 @@ _CHECKS: dict[str, Any] = {
     "solver": _solver,
     "reconstruct": _one_of("exact", "tolerant", "off"),
     "accumulate": _one_of("float32", "input"),
-    "logits": _one_of("keep", later=("drop",)),
+    "logits": _one_of("keep", not_yet=("drop",)),
     "strict": _strict,
     "inductor": _inductor,
     "report": _report,

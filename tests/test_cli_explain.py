@@ -121,10 +121,10 @@ def test_files_and_points(
     ("argv", "code", "message"),
     [
         (["nothing.py:loss"], 2, "there is no file"),
-        (["steps.py"], 2, "is not FILE.py:FUNCTION"),
+        (["steps.py"], 2, "is not of the form FILE.py:FUNCTION"),
         (["steps.py:lost"], 2, "has no function lost; it has inputs, named_inputs, loss"),
         (["broken.py:loss"], 2, "importing.*ModuleNotFoundError at broken.py:1: No module"),
-        (["steps.py:loss", "--option", "chunk_token=3"], 2, "did you mean 'chunk_tokens'"),
+        (["steps.py:loss", "--option", "chunk_token=3"], 2, "Did you mean 'chunk_tokens'"),
         (["steps.py:loss", "--option", "strict"], 2, "write NAME=VALUE"),
         (["steps.py:loss", "--inputs", "given"], 2, "has no function given that makes them"),
         (["steps.py:make_nothing", "--build"], 2, "returned int"),

@@ -85,8 +85,8 @@ def test_min_share(step, share, code, capsys):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("steps.py", "is not FILE.py:FUNCTION"),
-        ("steps.py:", "is not FILE.py:FUNCTION"),
+        ("steps.py", "is not of the form FILE.py:FUNCTION"),
+        ("steps.py:", "is not of the form FILE.py:FUNCTION"),
         ("nowhere.py:step", "there is no file"),
         ("steps.py:nowhere", "has no function nowhere; it has "),
         ("steps.py:x", "has no function x; it has "),

@@ -21,7 +21,7 @@ def test_defaults() -> None:
         ({"chunk_tokens": 0}, ["chunk_tokens", "at least 1"]),
         ({"chunk_tokens": True}, ["chunk_tokens"]),
         ({"chunk_tokens": 2.5}, ["chunk_tokens"]),
-        ({"memory_budget": 1.5}, ["memory_budget", "[0, 1]"]),
+        ({"memory_budget": 1.5}, ["memory_budget", "0.0 to 1.0"]),
         ({"memory_budget": "24 GB"}, ["memory_budget", "24GiB"]),
         ({"memory_budget": None}, ["memory_budget"]),
         ({"solver": "mincut"}, ["solver", "min_cut"]),

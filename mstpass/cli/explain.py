@@ -1,4 +1,4 @@
-"""``mstpass explain FILE.py:FUNCTION``: the plan of a user's step on the command line."""
+"""``mstpass explain FILE.py:FUNCTION``: print and write the plan of a user's step."""
 
 from __future__ import annotations
 
@@ -13,59 +13,67 @@ from typing import Any
 import torch
 from torch import nn
 
-from mstpass.cli.load_function import UserFileError, load_function, told
+from mstpass.byte_sizes import bytes_text
+from mstpass.cli.load_function import UserFileError, error_text, load_function
+from mstpass.cli.parsers import command_parser
 from mstpass.errors import UserError
 from mstpass.explainer.errors import ExplainError
 from mstpass.explainer.plan_step import explain_parts, explain_step
-from mstpass.options import OptionError, from_text
+from mstpass.options import OptionError, parse_value
 from mstpass.report.report import Report
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 Step = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
-_DESCRIPTION = """Say what torch.compile(FUNCTION, backend="mst") would do, and why, without running
-it: what is cut into chunks, what is refused and what to change, what crosses from forward to
-backward, and the peak memory before and after, with what is alive there.
+_DESCRIPTION = """\
+Show what torch.compile(FUNCTION, backend="mst") would do, without running the
+step: which parts run in chunks, which parts do not, why, and what to change;
+what forward saves for backward; and the peak memory with and without chunks.
 
-FUNCTION returns the loss, as what you would give to torch.compile does. FILE.py is imported, not
-run as a script, and FUNCTION is traced on fake tensors. Its arguments come from the function
-inputs() of the same file: a tensor, a tuple of arguments, or a dict of keyword arguments. With
---build, FUNCTION is called and returns the step instead: (function, *arguments).
+FUNCTION returns the loss, like the function that you give to torch.compile.
+FILE.py is imported, not run as a script, and FUNCTION is traced on fake
+tensors. The function inputs() of the same file makes the arguments: a tensor,
+a tuple of arguments, or a dict of keyword arguments. With --build, FUNCTION
+takes no arguments and returns the step instead: (function, *arguments).
 
-What breaks into several graphs has a report for each, and a file: plan.json, plan-2.json. If
-FUNCTION is not compiled but calls what is, those are the graphs of what it calls.
+A step that breaks into several graphs has one report for each graph, and one
+file for each: plan.json, plan-2.json. If FUNCTION is not compiled but calls
+compiled functions, the reports are those of their graphs.
 
-With --device meta the file makes its model and data without memory, so that any size can be
-explained on any machine."""
+With --device meta, the file makes its model and its data without memory. So
+you can explain a step of any size on any machine."""
 
-_EXAMPLES = """examples:
-  mstpass explain train.py:loss_fn                           the plan, as text
-  mstpass explain train.py:loss_fn --device meta             of a model that does not fit here
-  mstpass explain train.py:loss_fn --option memory_budget=0.0 --option chunk_tokens=4096
-  mstpass explain train.py:loss_fn --html plan.html          as one page to look at
-  mstpass explain train.py:loss_fn --json plan.json          for a program (docs/report-json.md)
-  mstpass explain train.py:make_step --build                 where a function makes the model
+_EXAMPLES = """\
+examples:
+  mstpass explain train.py:loss_fn                     print the plan
+  mstpass explain train.py:loss_fn --device meta       a model of any size
+  mstpass explain train.py:loss_fn --html plan.html    a page for the browser
+  mstpass explain train.py:loss_fn --json plan.json    for programs
+  mstpass explain train.py:make_step --build           make_step() makes the step
+  mstpass explain train.py:loss_fn --option memory_budget=0.0
 
-exit codes: 0 done, 1 the step cannot be explained, 2 called wrongly"""
+exit codes: 0 done, 1 the step cannot be explained, 2 wrong arguments"""
+
+_FILES = {  # option -> what it writes
+    "json": "the report as JSON, for programs",
+    "html": "the report as one HTML page that works offline",
+    "dot": "the graph as text for Graphviz",
+    "svg": "a picture of the graph",
+    "perfetto": "memory over time, for ui.perfetto.dev",
+    "memory-viz": "memory over time, for pytorch.org/memory_viz",
+}
 
 
 class _Usage(UserError):
-    """Called wrongly."""
+    """The command's arguments are wrong."""
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     try:
-        options = dict(map(_option, arguments.option))
-        with torch.device(arguments.device) if arguments.device else contextlib.nullcontext():
-            fn, args, kwargs = _step(arguments)
-        pareto = arguments.pareto or arguments.html is not None
-        if arguments.fullgraph:
-            reports = [explain_step(fn, args, kwargs, options, pareto=pareto)]
-        else:
-            reports = explain_parts(fn, args, kwargs, options, pareto=pareto)
+        reports = _reports(arguments)
         for number, report in enumerate(reports, 1):
-            _write(report, number, arguments)
+            _write_files(report, number, arguments)
     except (_Usage, UserFileError, OptionError) as error:
         print(f"mstpass explain: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -76,68 +84,87 @@ def main(argv: Sequence[str]) -> int:
         if len(reports) > 1:
             print(f"graph {number} of {len(reports)}")
         print(report)
-        for point in report.details.pareto if report.details and arguments.pareto else ():
-            chosen = "  <- this plan" if point.chosen else ""
-            print(
-                f"  {point.label:22} peak {point.peak_bytes / 2**20:12.1f} MiB, "
-                f"extra time {100 * point.extra_time:5.1f} %{chosen}"
-            )
+        if arguments.pareto:
+            _print_pareto(report)
     return DONE
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mstpass explain",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("step", metavar="FILE.py:FUNCTION", help="returns the loss")
+    parser = command_parser("mstpass explain", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("step", metavar="FILE.py:FUNCTION", help="the function returns the loss")
     parser.add_argument(
         "--inputs",
         default="inputs",
         metavar="NAME",
-        help="the function of the file that makes FUNCTION's arguments (default: inputs)",
+        help="the function of the file that makes the arguments (default: inputs)",
     )
     parser.add_argument(
-        "--build", action="store_true", help="call FUNCTION: it returns (function, *arguments)"
+        "--build",
+        action="store_true",
+        help="call FUNCTION, and explain the (function, *arguments) that it returns",
     )
     parser.add_argument(
-        "--device", type=_device, help="where the file makes its tensors: meta takes no memory"
+        "--device",
+        type=_device,
+        help="the default device while the file makes its tensors; meta takes no memory",
     )
     parser.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an option of the backend, as in torch.compile(..., options={NAME: VALUE})",
+        help="an option of the backend, as in torch.compile(..., options={NAME: VALUE}); "
+        "may be given several times",
     )
     parser.add_argument(
         "--fullgraph",
         action="store_true",
-        help="one graph, as of torch.compile(..., fullgraph=True), or an error: why there is none",
+        help="explain the step as one graph, as torch.compile(..., fullgraph=True) compiles it, "
+        "or say why it is not one graph",
     )
     parser.add_argument(
-        "--pareto", action="store_true", help="also plan at other budgets: peak against time"
+        "--pareto",
+        action="store_true",
+        help="also plan at other memory budgets, and print their peaks and times",
     )
-    for name, what in (
-        ("json", "the report, for programs"),
-        ("html", "one page, offline, with pictures"),
-        ("dot", "the graph, for Graphviz"),
-        ("svg", "the graph, drawn"),
-        ("perfetto", "memory over time, for ui.perfetto.dev"),
-        ("memory-viz", "memory over time, for pytorch.org/memory_viz"),
-    ):
-        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"write {what}")
+    for name, content in _FILES.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"write {content}")
     return parser
 
 
-def _step(arguments: argparse.Namespace) -> Step:
+def _device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a device such as meta, cpu or cuda"
+        ) from None
+
+
+# ---- the step ----------------------------------------------------------------------------------
+def _reports(arguments: argparse.Namespace) -> list[Report]:
+    options = dict(map(_option, arguments.option))
+    with torch.device(arguments.device) if arguments.device else contextlib.nullcontext():
+        fn, args, kwargs = _load_step(arguments)
+    pareto = arguments.pareto or arguments.html is not None
+    if arguments.fullgraph:
+        return [explain_step(fn, args, kwargs, options, pareto=pareto)]
+    return explain_parts(fn, args, kwargs, options, pareto=pareto)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise _Usage(f"--option {text}: write NAME=VALUE, such as memory_budget=0.5")
+    return name, parse_value(value)
+
+
+def _load_step(arguments: argparse.Namespace) -> Step:
+    """The function to explain, its arguments, and its keyword arguments."""
     name: str = arguments.step
     file, fn = load_function(name)
     if arguments.build:
-        built = _called(fn, name)
+        built = _call(fn, name)
         step = built if isinstance(built, tuple) else (built,)
         if not callable(step[0]):
             raise _Usage(f"{name} returned {type(step[0]).__name__}, not (function, *arguments)")
@@ -151,7 +178,7 @@ def _step(arguments: argparse.Namespace) -> Step:
             f"{name} takes arguments, and {file.name} has no function {arguments.inputs} that "
             "makes them; add one that returns a tuple of arguments or a dict of keyword arguments"
         ) from None
-    made = _called(inputs, f"{file.name}:{arguments.inputs}")
+    made = _call(inputs, f"{file.name}:{arguments.inputs}")
     if isinstance(made, Mapping):
         return fn, (), dict(made)
     return fn, tuple(made) if isinstance(made, tuple | list) else (made,), {}
@@ -162,34 +189,32 @@ def _needs_arguments(fn: Callable[..., Any]) -> bool:
         parameters = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters
     except (TypeError, ValueError):
         return False
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(p.default is p.empty and p.kind not in kinds for p in parameters.values())
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is p.empty and p.kind not in variadic for p in parameters.values())
 
 
-def _called(fn: Callable[..., Any], name: str) -> Any:
+def _call(fn: Callable[..., Any], name: str) -> Any:
     try:
         return fn()
     except (Exception, SystemExit) as error:
-        raise ExplainError(f"{name} raised {told(error)}") from error
+        raise ExplainError(f"{name} raised {error_text(error)}") from error
 
 
-def _option(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise _Usage(f"--option {text}: write NAME=VALUE, such as memory_budget=0.5")
-    return name, from_text(value)
+# ---- output ------------------------------------------------------------------------------------
+def _print_pareto(report: Report) -> None:
+    """The plans at other budgets, one line each."""
+    for point in report.details.pareto if report.details else ():
+        chosen = "  <- this plan" if point.chosen else ""
+        print(
+            f"  {point.label:22} peak {bytes_text(point.peak_bytes):>10}, "
+            f"extra time {100 * point.extra_time:5.1f} %{chosen}"
+        )
 
 
-def _device(text: str) -> torch.device:
-    try:
-        return torch.device(text)
-    except RuntimeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no device, such as meta or cpu") from None
-
-
-def _write(report: Report, number: int, arguments: argparse.Namespace) -> None:
-    """The files asked for; those of later graphs than the first have a number in their names."""
-    for name in ("json", "html", "dot", "svg", "perfetto", "memory_viz"):
+def _write_files(report: Report, number: int, arguments: argparse.Namespace) -> None:
+    """The files asked for; the second graph's are numbered 2, and so on."""
+    for option in _FILES:
+        name = option.replace("-", "_")
         path = getattr(arguments, name)
         if path is None:
             continue

@@ -1,4 +1,4 @@
-"""``mstpass lint FILE.py:FUNCTION``: the linter on the command line."""
+"""``mstpass lint FILE.py:FUNCTION``: find what a training step computes more often than needed."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mstpass.cli.load_function import UserFileError, load_function, told
+from mstpass.cli.load_function import UserFileError, error_text, load_function
+from mstpass.cli.parsers import command_parser, share
 from mstpass.linter.entry_points import lint, lint_compiled
 from mstpass.linter.errors import LintError
 from mstpass.linter.report import LintReport, module_lines
 
-CLEAN, FINDINGS, BAD_INPUT = 0, 1, 2
+NO_FINDINGS, FINDINGS, BAD_INPUT = 0, 1, 2
 
-_DESCRIPTION = """Run one training step and report which forwards ran more often than needed: nested
-activation checkpoints, reentrant ones, results that nothing reads. Says what to remove.
+_DESCRIPTION = """\
+Run one training step, report which forwards ran more often than needed, and
+say what to remove. Causes are nested activation checkpoints, reentrant
+checkpoints, and recomputed results that nothing reads.
 
-FUNCTION takes no arguments. It runs one step, forward and backward, or returns the loss, whose
-backward is run then. FILE.py is imported, not run as a script."""
+FUNCTION takes no arguments. It runs forward and backward of one step, or it
+returns the loss; then the linter runs the backward. FILE.py is imported, not
+run as a script."""
 
-_EXAMPLES = """examples:
-  mstpass lint train.py:step                 one eager step
-  mstpass lint train.py:step --modules       and how often each module's forward ran
-  mstpass lint train.py:step --compiled      the graphs of a step that calls torch.compile'd code
+_EXAMPLES = """\
+examples:
+  mstpass lint train.py:step               one eager step
+  mstpass lint train.py:step --modules     also list how often each module ran
+  mstpass lint train.py:step --compiled    a step that calls compiled functions
   mstpass lint train.py:step --json out.json --min-share 0.01
 
-exit codes: 0 clean, 1 findings, 2 the step cannot be linted"""
+exit codes: 0 no findings, 1 findings, 2 the step cannot be linted"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,29 +46,27 @@ def main(argv: Sequence[str]) -> int:
     print(report)
     if arguments.modules and report.modules:
         print("\n" + "\n".join(module_lines(report)))
-    return FINDINGS if report.findings else CLEAN
+    return FINDINGS if report.findings else NO_FINDINGS
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mstpass lint",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("step", metavar="FILE.py:FUNCTION", help="the training step")
+    parser = command_parser("mstpass lint", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("step", metavar="FILE.py:FUNCTION", help="runs the training step")
     parser.add_argument(
-        "--compiled", action="store_true", help="read the graphs that Inductor gets, not eager ops"
+        "--compiled",
+        action="store_true",
+        help="check the graphs that Inductor gets instead of the eager ops",
     )
-    parser.add_argument("--modules", action="store_true", help="list how often each module ran")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the report there as well")
+    parser.add_argument(
+        "--modules", action="store_true", help="also list how often each module's forward ran"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the report as JSON")
     parser.add_argument(
         "--min-share",
-        type=_share,
+        type=share,
         default=0.0,
         metavar="X",
-        help="leave out findings below this share of the step's flops (default 0)",
+        help="leave out findings below this share of the step's flops, 0 to 1 (default: 0)",
     )
     return parser
 
@@ -76,7 +79,7 @@ def _report(arguments: argparse.Namespace) -> LintReport:
     except LintError:
         raise
     except (Exception, SystemExit) as error:
-        raise LintError(f"{arguments.step} raised {told(error)}") from error
+        raise LintError(f"{arguments.step} raised {error_text(error)}") from error
     return report.above(arguments.min_share)
 
 
@@ -85,10 +88,3 @@ def _write(report: LintReport, path: Path) -> None:
         report.to_json(path)
     except OSError as error:
         raise LintError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError("between 0 and 1")
-    return value

@@ -1,4 +1,4 @@
-"""A function of a user's file, by the name ``FILE.py:FUNCTION`` that commands are given."""
+"""Load a function of a user's file by the name ``FILE.py:FUNCTION``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mstpass.tracing.names import location
 
 
 class UserFileError(UserError):
-    """No such file or function, or the file cannot be imported; the message says what to do."""
+    """There is no such file or function, or the file cannot be imported."""
 
 
 class UserFile:
-    """An imported file.
+    """An imported Python file.
 
     Raises:
         UserFileError: there is no such file, or it cannot be imported.
@@ -29,38 +29,43 @@ class UserFile:
         if not path.is_file():
             raise UserFileError(f"there is no file {file}")
         self.name = file
-        self._module = _imported(path)
+        self._module = _import_file(path)
 
     def function(self, name: str) -> Callable[..., Any]:
-        """One of its functions.
+        """One of the file's functions.
 
         Raises:
-            UserFileError: there is none of that name; the message names those that there are.
+            UserFileError: there is no function of that name; the message lists the others.
         """
         found = getattr(self._module, name, None)
         if callable(found):
             return found
-        module = self._module
-        known = [n for n, v in vars(module).items() if _defined_in(v, module) and callable(v)]
-        there = ", ".join(known) or "none"
-        raise UserFileError(f"{self.name} has no function {name}; it has {there}")
+        own = self._module.__name__
+        known = [
+            other
+            for other, value in vars(self._module).items()
+            if getattr(value, "__module__", None) == own and callable(value)
+        ]
+        raise UserFileError(
+            f"{self.name} has no function {name}; it has {', '.join(known) or 'none'}"
+        )
 
 
 def load_function(name: str) -> tuple[UserFile, Callable[..., Any]]:
-    """``FILE.py:FUNCTION`` as the file and the function.
+    """The file and the function that ``FILE.py:FUNCTION`` names.
 
     Raises:
-        UserFileError: no such file or function, or the file cannot be imported.
+        UserFileError: there is no such file or function, or the file cannot be imported.
     """
     file, separator, function = name.rpartition(":")
     if not separator or not function.isidentifier():
-        raise UserFileError(f"{name!r} is not FILE.py:FUNCTION, such as train.py:step")
+        raise UserFileError(f"{name!r} is not of the form FILE.py:FUNCTION, such as train.py:step")
     loaded = UserFile(file)
     return loaded, loaded.function(function)
 
 
-def _imported(path: Path) -> Any:
-    """The file as a module; it finds its neighbours as it would when run."""
+def _import_file(path: Path) -> Any:
+    """The file as a module. It can import the files beside it, as it can when it is run."""
     spec = importlib.util.spec_from_file_location(f"_mstpass_user_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserFileError(f"{path} is not a Python file")
@@ -70,20 +75,18 @@ def _imported(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise UserFileError(f"importing {path} raised {told(error)}") from error
+        raise UserFileError(f"importing {path} raised {error_text(error)}") from error
     return module
 
 
-def _defined_in(value: Any, module: Any) -> bool:
-    return getattr(value, "__module__", None) == module.__name__
-
-
-def told(error: BaseException) -> str:
-    """The error, and the deepest place outside of installed packages that it came through."""
+def error_text(error: BaseException) -> str:
+    """The error, and the deepest line of the user's own code that it came through."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = str(Path(__file__).parent.parent)
+    ours = str(Path(__file__).parent.parent)
     users = [
-        f for f in frames if "-packages" not in f.filename and not f.filename.startswith((own, "<"))
+        f
+        for f in frames
+        if "-packages" not in f.filename and not f.filename.startswith((ours, "<"))
     ]
-    where = f" at {location(users[-1].filename, users[-1].lineno or 0)}" if users else ""
-    return f"{type(error).__name__}{where}: {error}"
+    place = f" at {location(users[-1].filename, users[-1].lineno or 0)}" if users else ""
+    return f"{type(error).__name__}{place}: {error}"

@@ -1,4 +1,7 @@
-"""The `mstpass` command: a thin front to demo, benchmarks and linter, which it imports lazily."""
+"""The ``mstpass`` command. It finds the command's module and hands the other arguments to it.
+
+The module is imported only then, so that ``mstpass --help`` is quick.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +11,48 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from mstpass.cli.parsers import command_parser
 from mstpass.errors import UserError
 
 BENCHES = {
-    "loops": "LM heads and MLPs as loops: time and peak against Inductor and the floor",
-    "peers": "a Llama-like training step: eager, Inductor, its own options, and mst",
-    "losses": "one LM head under each loss: time against Inductor, peak against the floor",
-    "dynamic": "many sequence lengths in turn: compilations, and time against a graph for each",
-    "reconstruct": "post-norm models: saved bytes, peak, gradient error with reconstruction",
-    "compile": "compile time, cold and from the caches, by depth and number of chunks",
-    "solvers": "every partition solver on recorded problems of real models: peak, time, proofs",
-    "pareto": "measured peak against time: torch's partitioner at its budgets, and mst",
+    "loops": "LM heads and MLPs as loops: time and peak, against Inductor and lower bounds",
+    "peers": "a Llama-like training step with eager, Inductor, its own options, and mst",
+    "losses": "one LM head under each loss: time and peak, against Inductor and lower bounds",
+    "dynamic": "many sequence lengths in turn: number of compilations, and time",
+    "reconstruct": "post-norm models with reconstruction: saved bytes, peak, gradient error",
+    "compile": "compile time without and with caches, by depth and number of chunks",
+    "solvers": "every partition solver on recorded problems of real models",
+    "pareto": "measured peak against time, at many budgets: torch's partitioner and mst",
     "budgets": "memory budgets in bytes: simulated and measured peaks of many models",
-    "record": "write the partition problems of real models, traced without their memory",
-    "all": "all of these that measure steps, one after the other",
+    "record": "write the partition problems of real models, traced without memory",
+    "all": "all benchmarks that measure steps, one after the other",
 }
-COMMANDS = {
-    "demo": "mstpass.demo",
-    "explain": "mstpass.cli.explain",
-    "lint": "mstpass.cli.lint",
-    "plan": "mstpass.cli.plan",
+COMMANDS = {  # name -> module, help
+    "explain": ("mstpass.cli.explain", "show the plan of a training step, without running it"),
+    "lint": ("mstpass.cli.lint", "find forwards that a step runs more often than needed"),
+    "plan": ("mstpass.cli.plan", "find the longest sequence that fits on a device, without it"),
+    "demo": ("mstpass.demo", "train a small Llama with eager, Inductor and mst"),
 }
 INTERRUPTED = 130  # what a shell reports for SIGINT
 
-EXAMPLES = """examples:
-  mstpass demo                          a small Llama, trained three ways; some minutes on two cores
-  mstpass demo --quick                  the same, too short to learn much
-  mstpass demo --steps 200 --out /tmp/demo
-  mstpass bench peers                   peak and time of each contender, side by side
-  mstpass bench loops --help            a benchmark's own options
-  mstpass explain train.py:loss_fn      what would be chunked, what not and why; runs nothing
-  mstpass lint train.py:step            what a training step computes more often than it needs to
-  mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit
-"""
+EXAMPLES = """\
+examples:
+  mstpass explain train.py:loss_fn    what runs in chunks, what not, and why
+  mstpass lint train.py:step          what a step computes too often
+  mstpass plan --model llama3-8b --device-memory 80GiB
+                                      the longest sequence that fits
+  mstpass demo                        train a small Llama in three ways; this
+                                      takes some minutes on two cores
+  mstpass demo --quick                a smaller model and fewer steps
+  mstpass bench peers                 peak and time of mst and others
+  mstpass bench loops --help          the options of a benchmark"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command: 0 done, 1 failed, 2 called wrongly, 130 interrupted."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    module = (
-        f"mstpass.bench.{arguments.bench}"
-        if arguments.command == "bench"
-        else COMMANDS[arguments.command]
-    )
+    """Run one command. Exit codes: 0 done, 1 failed, 2 wrong arguments, 130 interrupted."""
+    arguments, rest = _parser().parse_known_args(argv)
+    is_bench = arguments.command == "bench"
+    module = f"mstpass.bench.{arguments.bench}" if is_bench else COMMANDS[arguments.command][0]
     try:
         return _entry(module)(rest)
     except KeyboardInterrupt:
@@ -63,29 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mstpass",
-        description="A torch.compile backend that chunks LM heads and MLPs over the sequence.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    description = "A torch.compile backend that runs LM heads and MLPs in chunks of tokens."
+    parser = command_parser("mstpass", description, EXAMPLES)
     parser.add_argument("--version", action="version", version=f"mstpass {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # no help of their own: each command's module parses what follows its name
-    commands.add_parser(
-        "demo", help="train a small Llama with eager, Inductor and mst", add_help=False
-    )
-    commands.add_parser(
-        "explain", help="the plan of a training step, without running it", add_help=False
-    )
-    commands.add_parser(
-        "lint", help="find forwards that a training step runs twice", add_help=False
-    )
-    commands.add_parser(
-        "plan", help="the longest sequence on a device, without the device", add_help=False
-    )
-    bench = commands.add_parser("bench", help="measure contenders side by side", allow_abbrev=False)
+    for name, (_, text) in COMMANDS.items():
+        # Without help here: the command's module parses all that follows, --help included.
+        commands.add_parser(name, help=text, add_help=False)
+    bench = commands.add_parser("bench", help="measure mst and others", allow_abbrev=False)
     which = bench.add_subparsers(dest="bench", required=True, metavar="BENCH")
     for name, text in BENCHES.items():
         which.add_parser(name, help=text, add_help=False)
@@ -99,7 +85,7 @@ def _entry(module: str) -> Callable[[Sequence[str]], int]:
 def _version() -> str:
     try:
         return version("mstpass")
-    except PackageNotFoundError:  # run from a source tree that is not installed
+    except PackageNotFoundError:  # a source tree that is not installed
         return "(not installed)"
 
 

@@ -1,4 +1,4 @@
-"""`mstpass plan`: the longest sequence, or the cheapest plan of a given one, on a device."""
+"""``mstpass plan``: the longest sequence that fits on a device, or the cheapest plan of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mstpass.byte_sizes import parse_bytes
+from mstpass.cli.parsers import byte_size, command_parser, count
 from mstpass.errors import require
 from mstpass.planner.accounting import (
     DTYPES,
@@ -18,51 +18,182 @@ from mstpass.planner.accounting import (
     SHARDINGS,
     Training,
 )
-from mstpass.planner.data import ALLOCATORS, EXPANDABLE, LOGITS, OUTPUTS
+from mstpass.planner.data import ALLOCATORS, EXPANDABLE, LOGITS, OUTPUTS, Planned, Request
 
-OVERHEAD = "1.25GiB"  # CUDA's context, and what an "80 GiB" card lacks of them
-EXAMPLES = """examples:
-  mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit
-  mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit --sequence 65536
-  mstpass plan --model llama3-70b --device-memory 80GiB --sharding zero3 --ranks 16 --alone
-  mstpass plan --model path/to/config.json --device-memory 24GiB --json > plan.json
-
-exit codes: 0 it fits, 1 it does not or its step cannot be traced, 2 called wrongly
-"""
 FITS, FAILED, BAD_INPUT = 0, 1, 2
+_OVERHEAD = "1.25GiB"  # CUDA's context, and what an "80 GiB" card lacks of 80 GiB
+
+_DESCRIPTION = """\
+Find the longest sequence that a training step can have on a device, or with
+--sequence the cheapest plan that fits. The step is traced on fake tensors, so
+neither a GPU nor weights are needed. The table also shows what eager mode,
+checkpointing, Inductor and the MST recipe need."""
+
+_EXAMPLES = """\
+examples:
+  mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit
+  mstpass plan --model llama3-8b --device-memory 80GiB --sequence 65536
+  mstpass plan --model llama3-70b --device-memory 80GiB \\
+               --sharding zero3 --ranks 16 --alone
+  mstpass plan --model path/to/config.json --device-memory 24GiB --json
+
+exit codes: 0 it fits, 1 it does not fit or its step cannot be traced,
+2 wrong arguments"""
 
 
 def main(argv: Sequence[str] = ()) -> int:
     parser = _parser()
     given = parser.parse_args(argv)
-    sharding = "zero3" if given.sharding == "fsdp" else given.sharding
-    if sharding != "none" and given.ranks < 2:
-        parser.error(f"--sharding {given.sharding} needs --ranks of at least 2")
-    if given.optimizer_in_backward and sharding != "none":
-        parser.error("--optimizer-in-backward goes with --sharding none only")
-    if given.master_weights and given.dtype != "bf16":
-        parser.error("--master-weights are for --dtype bf16: other weights are fp32 already")
-    if given.optimizer_step == "foreach" and not OPTIMIZERS[given.optimizer].temporaries:
-        parser.error(f"--optimizer-step foreach is known for AdamW's, not for {given.optimizer}")
+    _check_combinations(parser, given)
     require(("transformers",), "hf", "mstpass plan")
     require(("rich",), "viz", "mstpass plan")
-    from mstpass.planner.data import Request
+    # These import transformers and rich, which are optional.
     from mstpass.planner.models import ModelError
     from mstpass.planner.plan import plan
     from mstpass.planner.terminal_table import show
 
+    try:
+        with _Progress() as advance:
+            planned = plan(_request(given), advance)
+    except ModelError as error:
+        print(f"mstpass plan: {error}", file=sys.stderr)
+        return BAD_INPUT
+    if given.json:
+        print(_json_text(planned))
+    else:
+        show(planned)
+    return FITS if planned.own.fits else FAILED
+
+
+def _json_text(planned: Planned) -> str:
+    data = {**dataclasses.asdict(planned), "fits": planned.own.fits}
+    del data["sizes"]["each"]  # a number for each tensor of the model
+    return json.dumps(data, indent=1)
+
+
+# ---- arguments ---------------------------------------------------------------------------------
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("mstpass plan", _DESCRIPTION, _EXAMPLES)
+    _add_step(parser.add_argument_group("model, device and step"))
+    _add_training(parser.add_argument_group("training"))
+    _add_comparison(parser.add_argument_group("allocator, and the rows to compare with"))
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def _add_step(group: Any) -> None:
+    add = group.add_argument
+    add("--model", required=True, help="a name such as llama3-8b, or the path of a config.json")
+    add("--device-memory", required=True, type=byte_size, metavar="SIZE", help="such as 80GiB")
+    add(
+        "--overhead",
+        type=byte_size,
+        default=_OVERHEAD,
+        metavar="SIZE",
+        help="device memory that tensors cannot use, such as CUDA's context (default: %(default)s)",
+    )
+    add("--sequence", type=count, metavar="TOKENS", help="plan this sequence length")
+    add("--batch", type=count, default=1, help="sequences on one device (default: %(default)s)")
+    add(
+        "--document",
+        type=count,
+        metavar="TOKENS",
+        help="tokens of a sequence that are not padding, which attention skips (default: all)",
+    )
+
+
+def _add_training(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="bf16",
+        help="of weights and activations; autocast has fp32 weights and bf16 matrix products "
+        "(default: %(default)s)",
+    )
+    states = "; ".join(f"{name}: {optimizer.text}" for name, optimizer in OPTIMIZERS.items())
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"{states} (default: %(default)s)")
+    add("--master-weights", action="store_true", help="keep an fp32 copy of bf16 weights")
+    add(
+        "--optimizer-in-backward",
+        action="store_true",
+        help="use each gradient as soon as it is complete, and free it",
+    )
+    add(
+        "--optimizer-step",
+        choices=OPTIMIZER_STEPS,
+        default="fused",
+        help="foreach, the default of torch.optim, needs temporary values for all parameters at "
+        "once (default: %(default)s)",
+    )
+    add(
+        "--sharding",
+        choices=(*SHARDINGS, "fsdp"),
+        default="none",
+        help="fsdp is zero3 (default: %(default)s)",
+    )
+    add(
+        "--ranks",
+        type=count,
+        default=1,
+        help="devices that share the sharded parts (default: %(default)s)",
+    )
+
+
+def _add_comparison(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--allocator",
+        choices=ALLOCATORS,
+        default=EXPANDABLE,
+        help="expandable: PyTorch's allocator with expandable_segments:True, which leaves no gaps; "
+        "caching: its default, with simulated gaps (default: %(default)s)",
+    )
+    add(
+        "--logits",
+        choices=LOGITS,
+        default="model",
+        help="of the eager rows; fp32: cast to float32, as transformers did before 4.45 "
+        "(default: %(default)s)",
+    )
+    add(
+        "--outputs",
+        choices=OUTPUTS,
+        default="held",
+        help="of the eager rows; held: the loop keeps the model's outputs until backward is over, "
+        "as `outputs = model(...)` does (default: %(default)s)",
+    )
+    add("--alone", action="store_true", help="plan mst's row only, which is faster")
+
+
+def _check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """End the program with a message if arguments contradict each other."""
+    if given.sharding != "none" and given.ranks < 2:
+        parser.error(f"--sharding {given.sharding} needs --ranks of at least 2")
+    if given.optimizer_in_backward and given.sharding != "none":
+        parser.error("--optimizer-in-backward works only with --sharding none")
+    if given.master_weights and given.dtype != "bf16":
+        parser.error("--master-weights needs --dtype bf16: other weights are fp32 already")
+    if given.optimizer_step == "foreach" and not OPTIMIZERS[given.optimizer].temporaries:
+        parser.error(
+            "--optimizer-step foreach works only with AdamW optimizers, not with "
+            f"--optimizer {given.optimizer}"
+        )
+
+
+def _request(given: argparse.Namespace) -> Request:
     training = Training(
         dtype=given.dtype,
         optimizer=given.optimizer,
         master_weights=given.master_weights,
         optimizer_in_backward=given.optimizer_in_backward,
         optimizer_step=given.optimizer_step,
-        sharding=sharding,
+        sharding="zero3" if given.sharding == "fsdp" else given.sharding,
         ranks=given.ranks,
         batch=given.batch,
         document=given.document,
     )
-    request = Request(
+    return Request(
         model=given.model,
         training=training,
         device_bytes=given.device_memory,
@@ -73,77 +204,13 @@ def main(argv: Sequence[str] = ()) -> int:
         allocator=given.allocator,
         alone=given.alone,
     )
-    try:
-        with _Progress() as advance:
-            planned = plan(request, advance)
-    except ModelError as error:
-        print(f"mstpass plan: {error}", file=sys.stderr)
-        return BAD_INPUT
-    if given.json:
-        data = {**dataclasses.asdict(planned), "fits": planned.own.fits}
-        del data["sizes"]["each"]
-        print(json.dumps(data, indent=1))
-    else:
-        show(planned)
-    return FITS if planned.own.fits else FAILED
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mstpass plan",
-        description="The longest sequence that a training step can have on a device, or with "
-        "--sequence the cheapest plan that fits, from fake tensors alone: no GPU, no weights. "
-        "Beside it what eager, checkpointing, Inductor and MST's recipe need.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--model", required=True, help="a shipped name such as llama3-8b, or a config.json")
-    add("--device-memory", required=True, type=_size, metavar="SIZE", help="such as 80GiB")
-    add("--sequence", type=_count, metavar="TOKENS", help="plan this length")
-    add("--batch", type=_count, default=1, help="sequences on one device (1)")
-    add("--document", type=_count, metavar="TOKENS", help="of a sequence; the rest is padding, "
-        "which attention skips (none)")  # fmt: skip
-    add("--dtype", choices=DTYPES, default="bf16", help="autocast: fp32 weights, bf16 products")
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="; ".join(
-        f"{name}: {optimizer.text}" for name, optimizer in OPTIMIZERS.items()))  # fmt: skip
-    add("--master-weights", action="store_true", help="an fp32 copy of bf16 weights")
-    add("--optimizer-in-backward", action="store_true", help="each gradient is used and dropped")
-    add("--optimizer-step", choices=OPTIMIZER_STEPS, default="fused", help="foreach: torch.optim's "
-        "default, which needs temporary values for all parameters at once")  # fmt: skip
-    add("--sharding", choices=(*SHARDINGS, "fsdp"), default="none", help="fsdp is zero3")
-    add("--ranks", type=_count, default=1, help="devices that share what is sharded (1)")
-    add("--overhead", type=_size, default=OVERHEAD, metavar="SIZE", help="of the device, not for "
-        f"tensors: CUDA's context ({OVERHEAD})")  # fmt: skip
-    add("--allocator", choices=ALLOCATORS, default=EXPANDABLE, help="caching: PyTorch's default, "
-        "simulated, with its gaps; expandable: expandable_segments:True, without")  # fmt: skip
-    add("--logits", choices=LOGITS, default="model", help="of the eager rows; fp32: upcast, as "
-        "transformers had it before 4.45")  # fmt: skip
-    add("--outputs", choices=OUTPUTS, default="held", help="of the eager rows; held: until "
-        "backward is over, as by `outputs = model(...)`")  # fmt: skip
-    add("--alone", action="store_true", help="mst's plan only: faster")
-    add("--json", action="store_true", help="print JSON instead of a table")
-    return parser
-
-
-def _size(text: str) -> int:
-    size = int(text) if text.isdigit() else parse_bytes(text)
-    if size is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 80GiB or 512MiB")
-    return size
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 class _Progress:
-    """On standard error, where that is a terminal; gone when done or interrupted."""
+    """A progress bar on standard error, if that is a terminal; it vanishes at the end."""
 
     def __init__(self) -> None:
+        # rich is optional
         from rich.console import Console
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -165,7 +232,3 @@ class _Progress:
     def __exit__(self, *exception: object) -> None:
         if self._bar.console.is_terminal:
             self._bar.stop()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,44 @@
+"""Parsers for the commands: one layout of their help, and the types of their arguments."""
+
+from __future__ import annotations
+
+import argparse
+
+from mstpass.byte_sizes import parse_bytes
+
+
+def command_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """A parser that prints its description and its epilog as they are written."""
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def byte_size(text: str) -> int:
+    """``80GiB`` or a number of bytes."""
+    size = int(text) if text.isdigit() else parse_bytes(text)
+    if size is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GiB or 512MiB")
+    return size
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """A number between 0 and 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return value
