@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import torch._dynamo
 from torch import Tensor
-from torch._inductor import metrics
-from torch._inductor.utils import fresh_cache
 
 import mstpass
 from mstpass.bench.models import LossFn, Step
 from mstpass.measure import Timing, peak_bytes, timed
+from mstpass.torch_internals.caches import fresh_cache, num_auto_chunked
+from mstpass.torch_internals.settings import recompilation_fails
 
 INDUCTOR, MST = "Inductor", "mst"
 VALUE_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4  # relative; fp32
@@ -131,7 +130,7 @@ class Race:
         gradient_tolerance: float = GRADIENT_TOLERANCE,
         value_tolerance: float = VALUE_TOLERANCE,
     ):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         self.rows: dict[str, Row] = {}
         self.steps: dict[str, Step] = {}
         self.advance = advance
@@ -172,7 +171,7 @@ class Race:
             start = number % max(1, len(running))
             for name in running[start:] + running[:start]:
                 # a recompile in mid-race would be timed as a step
-                with _errors_to(self.rows[name]), _no_recompile():
+                with _errors_to(self.rows[name]), recompilation_fails():
                     step = {name: self.steps[name]}
                     timing = timed(step, 1, warmup=0, device=self._device)[name]
                     self.rows[name].seconds += timing.seconds
@@ -227,7 +226,7 @@ def records(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
 
 
 def _first_call(contender: Contender, step: Step, row: Row) -> Outcome:
-    reports, chunked = len(mstpass.reports()), metrics.num_auto_chunking
+    reports, chunked = len(mstpass.reports()), num_auto_chunked()
     with contender.under():
         start = time.perf_counter()
         result = step.with_gradients()
@@ -236,7 +235,7 @@ def _first_call(contender: Contender, step: Step, row: Row) -> Outcome:
     made = mstpass.reports()[reports:]
     row.plan = ", ".join(f"{r.kind} {r.mode} in {r.num_chunks}" for m in made for r in m.regions)
     row.simulated_bytes = made[0].peak_bytes if len(made) == 1 else None
-    if contender.auto_chunker and metrics.num_auto_chunking == chunked:
+    if contender.auto_chunker and num_auto_chunked() == chunked:
         raise RuntimeError("it did not chunk anything")
     return result
 
@@ -247,11 +246,6 @@ def _relative_error(a: Tensor, b: Tensor) -> float:
 
 def _rms(tensor: Tensor) -> float:
     return float(tensor.norm()) / max(1, tensor.numel()) ** 0.5
-
-
-def _no_recompile() -> AbstractContextManager[Any]:
-    patch: AbstractContextManager[Any] = torch._dynamo.config.patch(error_on_recompile=True)
-    return patch
 
 
 @contextlib.contextmanager

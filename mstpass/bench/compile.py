@@ -177,9 +177,8 @@ def _process(case: Case, device: torch.device, folder: str) -> dict[str, Any]:
 def _work(device: torch.device, case: Case) -> dict[str, Any]:
     """What a measurement's process does."""
     _warm_up(device)
-    from torch._dynamo.utils import counters
-
     import mstpass
+    from mstpass.torch_internals.caches import counters
 
     model, ids_BS, target_BS = llama(case.size, device)
     step = Step(case.compile(lambda: model(ids_BS, target_BS)), list(model.parameters()))

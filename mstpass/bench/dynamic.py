@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_cache
 
 from mstpass.bench import common
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
 from mstpass.bench.comparison import INDUCTOR, MST, own_code
 from mstpass.bench.models import LlamaSize, Step, llama
 from mstpass.measure import Timing, peak_bytes, timed
+from mstpass.torch_internals.caches import counters, fresh_cache
+from mstpass.torch_internals.settings import recompilation_fails
 
 TIME_LIMIT = 1.05
 EXAMPLES = """  mstpass bench dynamic
@@ -78,7 +78,7 @@ def run(arguments: Arguments) -> Result:
     total = sum(len(_lengths_of(name, lengths)) for name in runners)
     total += arguments.repeats * len(runners) * len(timed_at)
     peaks: dict[str, int] = {}
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with fresh_cache(), Progress("dynamic", total) as advance:
         for name, runner in runners.items():
             fn = runner.compile(own_code(loss))
@@ -89,7 +89,7 @@ def run(arguments: Arguments) -> Result:
             for length in timed_at:
                 for name, runner in runners.items():
                     one = {name: steps[name][length]}
-                    with torch._dynamo.config.patch(error_on_recompile=True):
+                    with recompilation_fails():
                         timing = timed(one, 1, warmup=0, device=arguments.device)[name]
                     runner.seconds.setdefault(length, []).extend(timing.seconds)
                     advance(name)

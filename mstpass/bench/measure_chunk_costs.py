@@ -64,7 +64,7 @@ def _products(x_ND: Tensor, w_VD: Tensor, rows: int) -> Callable[[], Tensor]:
 
 def _chunk_us(device: torch.device, repeats: int, tokens: int = 4096) -> float:
     """What one more chunk of a compiled loop costs: two loops over a head of next to nothing."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     head = Head.build(tokens, 16, 64, device)
     counts = (2, 66)
     steps: dict[int, Step] = {

@@ -15,8 +15,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch._functorch.config as functorch_config
-
 from mstpass.bench import common, peers
 from mstpass.bench.common import MIB, Arguments, Progress, Result, Table, Target
 from mstpass.bench.comparison import (
@@ -32,6 +30,7 @@ from mstpass.bench.comparison import (
 )
 from mstpass.bench.models import Llama, LlamaSize, Step, llama
 from mstpass.errors import require
+from mstpass.torch_internals.settings import torch_budget
 
 TORCH_BUDGETS = (0.8, 0.5, 0.3, 0.1, 0.0)  # 1.0 is Inductor as it is
 BUDGETS = (0.8, 0.6, 0.4, 0.2, 0.1, 0.0)  # 1.0 is mst as it is
@@ -116,7 +115,7 @@ def _race(size: LlamaSize, arguments: Arguments) -> tuple[Row, Rows, Rows]:
 def _torch_points(model: Llama, ids: Any, target: Any, quick: bool) -> list[Contender]:
     def at(budget: float) -> Contender:
         name = f"{INDUCTOR}, activation_memory_budget={budget:g}"
-        under = functools.partial(functorch_config.patch, activation_memory_budget=budget)
+        under = functools.partial(torch_budget, budget)
         return inductor(name, under=under)
 
     checkpointed = lambda: model(ids, target, checkpointed=True)

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 import torch
-import torch._functorch.config as functorch_config
 
 from mstpass.bench import common
 from mstpass.bench.common import Arguments, Progress, Result, Table, Target
@@ -24,6 +23,7 @@ from mstpass.bench.comparison import (
     records,
 )
 from mstpass.bench.models import Llama, LlamaSize, LossFn, Step, llama
+from mstpass.torch_internals.settings import torch_budget
 
 BUDGET_0 = "mst, memory_budget=0.0"
 CHUNKED = "mst, memory_budget=0.0, solver=min_cut"
@@ -83,7 +83,7 @@ def _contenders(model: Llama, ids: torch.Tensor, target: torch.Tensor) -> list[C
     def variant(checkpointed: bool = False, chunks: int = 1) -> LossFn:
         return lambda: model(ids, target, checkpointed=checkpointed, chunks=chunks)
 
-    half = lambda: functorch_config.patch(activation_memory_budget=0.5)
+    half = lambda: torch_budget(0.5)
     return [
         eager(),
         eager("eager, checkpoint per layer", variant(checkpointed=True)),

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.utils import fresh_cache
 
 import mstpass
 from mstpass.bench import common
@@ -27,6 +26,7 @@ from mstpass.bench.huggingface_models import Case, Size, bert, gemma3, loss_of, 
 from mstpass.bench.models import Step
 from mstpass.errors import require
 from mstpass.measure import peak_bytes, timed
+from mstpass.torch_internals.caches import fresh_cache
 
 MODES = ("off", "exact", "tolerant")
 BUDGETS = (0.1, 0.0)  # which has something to win differs by model

@@ -9,17 +9,16 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from typing import Any
 
 from mstpass.errors import UserError
+from mstpass.torch_internals.dynamo import GraphCompileReason, TorchDynamoException, Unsupported
+from mstpass.torch_internals.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from mstpass.tracing.joint_graphs import NoJointGraph, OptimizerSteps
 from mstpass.tracing.names import location
-
-if TYPE_CHECKING:
-    from torch._dynamo.output_graph import GraphCompileReason
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
 _RAISED_BY_OP = re.compile(r"got (\w+)\(['\"](.*)['\"]\)\.?$")  # by an op on fake tensors
@@ -85,9 +84,9 @@ def _what_and_advice(error: Exception, text: str) -> tuple[str, str]:
     if raised and "Observed exception" in what:
         what = raised.partition("raised exception")[2].strip()
     advice = _advice_for(text)
-    if isinstance(error, torch._dynamo.exc.Unsupported) and not (advice or raised):
+    if isinstance(error, Unsupported) and not (advice or raised):
         advice = _GRAPH_BREAK
-    if not isinstance(error, torch._dynamo.exc.TorchDynamoException | OptimizerSteps):
+    if not isinstance(error, TorchDynamoException | OptimizerSteps):
         what = f"{type(error).__name__}: {what}"
     return what, advice
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
-from torch._dynamo.output_graph import GraphCompileReason
 
 from mstpass import pipeline
 from mstpass.backend import pipeline_kwargs
@@ -33,6 +32,7 @@ from mstpass.options import OptionError, Options
 from mstpass.regions.advice import is_output
 from mstpass.report.collect_details import collect_details
 from mstpass.report.report import Report
+from mstpass.torch_internals.dynamo import GraphCompileReason
 from mstpass.tracing.joint_graphs import (
     NoJointGraph,
     UseJoint,

@@ -6,27 +6,26 @@
 - ``TORCH_COMPILE_DEBUG=1`` gets a folder with the report's files beside Inductor's own folders.
 
 A report that nobody asked for costs next to nothing, and a failure here never stops a compilation.
-
-Private APIs, checked with torch 2.11 and 2.13: ``torch._logging._internal.trace_structured``,
-``torch._inductor.config.trace``, ``torch._dynamo.utils.get_debug_dir``,
-``torch._functorch._aot_autograd.logging_utils.get_aot_graph_name``.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-
-from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
-from torch._logging._internal import trace_structured
 
 from mstpass.byte_sizes import bytes_text
 from mstpass.errors import MissingPackageError
 from mstpass.report.drawing.boxes import loop_label
 from mstpass.report.report import Report
+from mstpass.torch_internals.compile_artifacts import (
+    debug_folder,
+    get_aot_graph_name,
+    trace_structured_artifact,
+)
 
 log = logging.getLogger(__name__)
 
@@ -75,21 +74,16 @@ def _write_log(report: Report, stage_seconds: Mapping[str, float]) -> None:
 
 def _write_trace(report: Report, stage_seconds: Mapping[str, float]) -> None:
     """The payloads are functions: torch calls them only if a trace is written."""
-
-    def artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-        metadata = {"name": name, "encoding": encoding}
-        trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=payload)
-
-    artifact("mstpass_report", "string", lambda: _full_text(report, stage_seconds))
-    artifact("mstpass_report_json", "json", report.json_text)
+    text = functools.partial(_full_text, report, stage_seconds)
+    trace_structured_artifact("mstpass_report", "string", text)
+    trace_structured_artifact("mstpass_report_json", "json", report.json_text)
 
 
 def _write_debug_files(report: Report, stage_seconds: Mapping[str, float]) -> None:
-    import torch._inductor.config as inductor_config
-
-    if not inductor_config.trace.enabled:
+    parent = debug_folder()
+    if parent is None:
         return
-    folder = _debug_folder(inductor_config.trace.debug_dir)
+    folder = _folder_of_graph(parent)
     text = _full_text(report, stage_seconds)
     (folder / "mstpass_report.txt").write_text(text, encoding="utf-8")
     report.to_json(folder / "mstpass_report.json")
@@ -103,11 +97,8 @@ def _write_debug_files(report: Report, stage_seconds: Mapping[str, float]) -> No
     log.info("debug files: %s", folder)
 
 
-def _debug_folder(root: str | None) -> Path:
+def _folder_of_graph(parent: Path) -> Path:
     """A new folder beside Inductor's, with the graph's name in front as theirs have."""
-    from torch._dynamo.utils import get_debug_dir
-
-    parent = Path(root or get_debug_dir()) / "torchinductor"
     for number in itertools.count():
         folder = parent / f"{get_aot_graph_name()}_mstpass.{number}"
         try:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from mstpass.report.publish import publish
 from mstpass.report.report import Report
+from mstpass.torch_internals.compile_artifacts import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], salt: str) -> str:
 
 
 def _file(key: str) -> Path:
-    return Path(cache_dir()) / "mstpass" / f"{key}.json"
+    return cache_folder() / "mstpass" / f"{key}.json"
 
 
 def _write(report: Report, path: Path) -> None:

@@ -45,7 +45,7 @@ APIS = PrivateApis(
     checked=("2.11", "2.13", "2.15"),
 )
 
-# They warn about what a step does while it is traced.
+# They repeat what an error says, or warn of what only matters in a real run.
 TRACING_LOGGERS = (
     "torch._subclasses.fake_tensor",
     "torch._dynamo.variables.tensor",

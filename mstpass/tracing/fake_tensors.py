@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mstpass.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from mstpass.torch_internals.modules import is_compiled, own_tensors, uncompiled
 from mstpass.torch_internals.pytrees import tree_leaves, tree_map
 from mstpass.tracing.names import modules_near
 
@@ -74,18 +75,6 @@ class FakeTensors:
 
 
 # ---- what torch.compile made -------------------------------------------------------------------
-def uncompiled(fn: Any) -> Any:
-    """The function or module that was given to ``torch.compile``; others as they are."""
-    while isinstance(fn, nn.Module) and (inner := fn._modules.get("_orig_mod")) is not None:
-        fn = inner
-    return getattr(fn, "_torchdynamo_orig_callable", fn)
-
-
-def is_compiled(value: Any) -> bool:
-    """Whether torch.compile made the value, or ``nn.Module.compile`` was called on it."""
-    return uncompiled(value) is not value or getattr(value, "_compiled_call_impl", None) is not None
-
-
 def calls_compiled(step: Any) -> bool:
     """Whether a function or module in a step (a tree) is compiled, or calls one that is."""
     reached = list(_reachable(tree_leaves(step)))
@@ -116,8 +105,8 @@ def _tensor_places(leaves: Sequence[Any]) -> Iterator[tuple[Any, Setter]]:
             new = [module for module in root.modules() if id(module) not in found]
             found.update(map(id, new))
             for module in new:
-                yield from _items(module._parameters)
-                yield from _items(module._buffers)
+                for tensors in own_tensors(module):
+                    yield from _items(tensors)
         if (fn := _user_function(leaf)) is not None:
             for value, put in _globals_and_cells(fn):
                 yield value, put

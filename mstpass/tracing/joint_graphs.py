@@ -8,9 +8,6 @@ For that, the function is called from a function whose code object is new each t
 neither finds nor keeps anything under its name: no ``CacheEntry``, and no state that makes a size
 dynamic once it has had two values (torch/_dynamo/pgo.py). A function that breaks into several
 graphs runs on fake tensors.
-
-Private APIs, checked with torch 2.11 and 2.13: Dynamo's bytecode hook, its reason for the end of a
-graph, and its cache of compiled frames.
 """
 
 from __future__ import annotations
@@ -27,15 +24,21 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
-from torch._dynamo.convert_frame import register_bytecode_hook
-from torch._dynamo.output_graph import GraphCompileReason
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mstpass.errors import UserError
 from mstpass.torch_internals.compile_fx import CustomPartitionerFn, compile_fx
+from mstpass.torch_internals.dynamo import (
+    TRACING_LOGGERS,
+    GraphCompileReason,
+    forget_backend,
+    graph_break_after,
+    register_bytecode_hook,
+)
+from mstpass.torch_internals.modules import is_compiled, uncompiled
 from mstpass.torch_internals.partitioners import merge_equal_nodes
-from mstpass.tracing.fake_tensors import FakeTensors, calls_compiled, is_compiled, uncompiled
+from mstpass.torch_internals.settings import static_sizes
+from mstpass.tracing.fake_tensors import FakeTensors, calls_compiled
 
 T = TypeVar("T")
 UseJoint = Callable[[fx.GraphModule, dict[str, Any]], T]
@@ -136,9 +139,7 @@ def trace_each_graph(
     failed: list[Exception] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        reason = gm.compile_subgraph_reason
-        known = reason if isinstance(reason, GraphCompileReason) else None
-        graph_break = known if known is not None and known.graph_break else None
+        graph_break = graph_break_after(gm)
         try:
             use_inputs(example_inputs)
             made = _trace_captured(gm, example_inputs, use_joint)
@@ -190,7 +191,7 @@ def _backend_everywhere(backend: Any) -> Iterator[None]:
         # With automatic dynamic shapes, the sizes seen here would be symbolic in a later
         # compilation of the same function.
         with (
-            torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+            static_sizes(),
             torch.compiler.set_stance("default", force_backend=backend),
         ):
             yield
@@ -198,9 +199,7 @@ def _backend_everywhere(backend: Any) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         for code in codes:
-            entries = _debug_get_cache_entry_list(code)
-            if all(entry.backend is backend for entry in entries):
-                reset_code(code)
+            forget_backend(code, backend)
 
 
 def _trace_captured(gm: fx.GraphModule, inputs: Sequence[Any], use_joint: UseJoint[T]) -> T:
@@ -267,19 +266,11 @@ def _globals_of(fn: Any) -> dict[str, Any]:
     return known if isinstance(known, dict) and "__builtins__" in known else fresh
 
 
-# Loggers that repeat what an error says, or that warn of things that only matter in a real run.
-_SILENCED = (
-    "torch._subclasses.fake_tensor",
-    "torch._dynamo.variables.tensor",
-    "torch._dynamo.variables.ctx_manager",
-)
-
-
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Restore the random state afterwards, and keep torch from logging while it traces."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    logs = {log: log.disabled for log in map(logging.getLogger, _SILENCED)}
+    logs = {log: log.disabled for log in map(logging.getLogger, TRACING_LOGGERS)}
     try:
         for log in logs:
             log.disabled = True

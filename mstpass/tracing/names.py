@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import nn
 
-_WRAPPERS = re.compile(r"(?:^|\.)(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\b")
+from mstpass.torch_internals.modules import WRAPPED, wrapped_in
+
+_WRAPPERS = re.compile(rf"(?:^|\.)(?:{'|'.join(WRAPPED)})\b")
 
 
 def module_names(roots: Iterable[nn.Module]) -> dict[int, str]:
@@ -52,11 +54,8 @@ def modules_near(fn: Any, args: Iterable[Any] = ()) -> list[nn.Module]:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """What checkpoint and FSDP wrappers and compiled modules hold."""
-    for name in ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"):
-        inner = module._modules.get(name)
-        if inner is not None:
-            return unwrapped(inner)
-    return module
+    inner = wrapped_in(module)
+    return module if inner is None else unwrapped(inner)
 
 
 def module_of(function: Any) -> nn.Module | None:
