@@ -13,7 +13,7 @@ from typing import Any
 import networkx as nx
 
 from mstpass.graph.joint import JointGraph, Modules
-from mstpass.graph.source import source_of
+from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake
 from mstpass.loops.apply_plans import Applied, CycleError, apply_plans
 from mstpass.loops.candidate_modes import RegionCandidates, find_candidates

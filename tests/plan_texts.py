@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from mstpass import pipeline
-from mstpass.graph.text import graph_text
+from mstpass.graph.graph_text import graph_text
 from mstpass.options import Options
 from mstpass.torch_internals.partitioners import merge_equal_nodes
 from tests.architectures import ARCHITECTURES, Architecture

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 import mstpass
 from mstpass import pipeline
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.graph.checkpoint_tags import tags_of
+from mstpass.graph.checkpoint_policies import policies_of
 from mstpass.graph.joint import JointGraph
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
@@ -190,9 +190,9 @@ def _saved(result: pipeline.Result) -> set[str]:
 def test_a_checkpoint_saves_its_inputs_alone() -> None:
     """And what the step goes on with, as eager does; the first one's are the step's."""
     joint, result = _planned({}, chunk="off")
-    tags = tags_of(joint)
-    assert set(tags.of.values()) == {PREFER_RECOMPUTE}
-    inner, last = joint.sorted(tags.boundary)
+    policies = policies_of(joint)
+    assert set(policies.tags.values()) == {PREFER_RECOMPUTE}
+    inner, last = joint.sorted(policies.boundary)
     saved = _saved(result)
     assert inner.name in saved and len(saved) == 2
     (other,) = saved - {inner.name}
@@ -201,8 +201,8 @@ def test_a_checkpoint_saves_its_inputs_alone() -> None:
 
 def test_attention_that_must_be_saved_is() -> None:
     joint, result = _planned(POLICIES["save attention"], chunk="off")
-    tags = tags_of(joint)
-    must = {node.name for node, tag in tags.of.items() if tag == MUST_SAVE}
+    policies = policies_of(joint)
+    must = {node.name for node, tag in policies.tags.items() if tag == MUST_SAVE}
     items = {n.name for n in joint.nodes if any(i.name in must for i in n.all_input_nodes)} & must
     assert len(items) == 4 and items <= _saved(result)
     assert len(_saved(result)) == 2 + len(items)
@@ -213,12 +213,12 @@ def test_attention_that_must_be_saved_is() -> None:
 @pytest.mark.parametrize("budget", [0.0, 0.4])
 def test_no_budget_breaks_a_policy(budget: float) -> None:
     joint, result = _planned(POLICIES["must recompute"], chunk="off", memory_budget=budget)
-    tags = tags_of(joint)
+    policies = policies_of(joint)
     saved = _saved(result)
-    assert not saved & {n.name for n, tag in tags.of.items() if tag == MUST_RECOMPUTE}
+    assert not saved & {n.name for n, tag in policies.tags.items() if tag == MUST_RECOMPUTE}
     assert result.problem is not None
     again = recomputed(result.problem, frozenset(saved))
-    assert not set(again) & {n.name for n, tag in tags.of.items() if tag == MUST_SAVE}
+    assert not set(again) & {n.name for n, tag in policies.tags.items() if tag == MUST_SAVE}
 
 
 def test_a_region_that_ends_in_a_view() -> None:
@@ -233,8 +233,8 @@ def test_a_region_that_ends_in_a_view() -> None:
 
     inputs = torch.randn(20, 15, 32), torch.randn(32, 32, requires_grad=True)
     joint, outputs = joint_graph(fn, *inputs)
-    tags = tags_of(JointGraph(joint, outputs))
-    assert [node.target for node in tags.boundary] == [aten.mm.default] * 2
+    policies = policies_of(JointGraph(joint, outputs))
+    assert [node.target for node in policies.boundary] == [aten.mm.default] * 2
 
 
 # ---- dropout -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from mstpass import pipeline
-from mstpass.graph.text import graph_text
+from mstpass.graph.graph_text import graph_text
 from mstpass.options import Options
 from tests.checks import joint_graph
 

@@ -151,14 +151,14 @@ def test_float16_gradients_wait_for_the_loss_scale() -> None:
 
 
 def test_a_moved_slice_leaves_the_old_graph_alone() -> None:
+    from mstpass.graph.graph_text import graph_text
     from mstpass.graph.joint import JointGraph
-    from mstpass.graph.text import graph_text
-    from mstpass.normalize.hoist_token_slices import hoist_slices
+    from mstpass.normalize.move_token_slices import move_slices
 
     model = LossModel()
     graph, outputs = joint_graph(lambda ids: FUSED["sliced"](model, ids), _ids("cpu"))
     before = graph_text(graph)
-    hoisted = hoist_slices(JointGraph(graph, outputs))
+    hoisted = move_slices(JointGraph(graph, outputs))
     assert hoisted is not None and graph_text(graph) == before
     (name,) = hoisted.moved
     assert tuple(hoisted.joint.by_name[name].meta["val"].shape) == (400, VOCAB)
@@ -166,7 +166,7 @@ def test_a_moved_slice_leaves_the_old_graph_alone() -> None:
 
 def test_a_slice_stays_where_the_whole_logits_are_needed() -> None:
     from mstpass.graph.joint import JointGraph
-    from mstpass.normalize.hoist_token_slices import hoist_slices
+    from mstpass.normalize.move_token_slices import move_slices
 
     model = LossModel()
 
@@ -175,7 +175,7 @@ def test_a_slice_stays_where_the_whole_logits_are_needed() -> None:
         whole = torch.logsumexp(logits, -1).square().mean()
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) + whole
 
-    assert hoist_slices(JointGraph(*joint_graph(step, _ids("cpu")))) is None
+    assert move_slices(JointGraph(*joint_graph(step, _ids("cpu")))) is None
 
 
 @pytest.mark.parametrize(

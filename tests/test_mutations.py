@@ -10,7 +10,7 @@ from torch._inductor.dependencies import ReadWrites, StarDep
 from torch._inductor.scheduler import SchedulerNode
 from torch.utils._ordered_set import OrderedSet
 
-from mstpass.graph.materialization import realized
+from mstpass.graph.materialization import materialize
 from mstpass.torch_internals.scheduler_dependencies import mutations_kept
 from tests.checks import joint_graph
 
@@ -49,7 +49,7 @@ def test_a_kernel_that_is_read_again_keeps_the_new_names(monkeypatch: pytest.Mon
 def test_a_realized_value_is_the_value() -> None:
     graph, _ = joint_graph(lambda x: x.sin().exp().sum(), torch.randn(4, 8, requires_grad=True))
     (sine,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
-    node = realized(sine)
+    node = materialize(sine)
     assert node.meta["val"] is not sine.meta["val"]
     assert node.meta["val"].shape == (4, 8)
     x = torch.randn(2, 2)

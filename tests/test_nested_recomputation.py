@@ -11,7 +11,7 @@ from torch import fx, nn
 import mstpass
 from mstpass import pipeline
 from mstpass.bench.models import Llama, LlamaSize
-from mstpass.graph.copies import copy_of, original_of
+from mstpass.graph.node_copies import copy_name, original_name
 from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
@@ -94,11 +94,11 @@ def test_reports_know_what_a_pass_copies() -> None:
 
 @pytest.mark.parametrize("name", ["mm_37", "_to_copy_1", "copy_", "add__copy_2_3"])
 def test_a_copy_s_name_says_of_what(name: str) -> None:
-    node = fx.Graph().create_node("call_function", torch.sin, name=copy_of(name))
+    node = fx.Graph().create_node("call_function", torch.sin, name=copy_name(name))
     for number in ("", "_1", "_12"):
-        assert original_of(f"{node.name}{number}") == name
-    assert original_of(copy_of(copy_of(name))) == original_of(name) == name
-    assert copy_of(copy_of(name)) == copy_of(name)
+        assert original_name(f"{node.name}{number}") == name
+    assert original_name(copy_name(copy_name(name))) == original_name(name) == name
+    assert copy_name(copy_name(name)) == copy_name(name)
 
 
 class _Dropping(nn.Module):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from mstpass import pipeline
-from mstpass.graph.recomputable import is_heavy
+from mstpass.graph.recompute_rules import is_heavy
 from mstpass.memory.simulate_plan import step_memory
 from mstpass.options import Options
 from mstpass.partition.solvers.checkpoints import checkpoints

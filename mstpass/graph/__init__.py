@@ -1,1 +1,12 @@
-"""Reading the joint graph: what its values are, where tokens run, what ops cost."""
+"""The joint graph as the passes read it: values, token dims, ops and their costs. Changes nothing.
+
+joint.py, builder.py          a graph read, and a graph built node by node
+op_table.py, ops.py           what is known about each op; token_rules/, linearity.py: its rules
+tokens.py, chunk_form.py      token dims, and a node for one chunk of tokens
+token_dataflow.py             the token dims of all values of a graph
+sizes.py                      symbolic sizes
+node_cost.py, device_costs.py    operations and time of a node; time of loops by chunk length
+recompute_rules.py, checkpoint_policies.py    what backward may recompute: by op, by the user
+loop_op.py, materialization.py   the two ops that the passes add to a graph
+source_location.py, node_copies.py, node_meta.py, graph_text.py    names and metadata
+"""

@@ -1,8 +1,7 @@
-"""Build FX graphs node by node with fake values, so that every node knows its shape at once."""
+"""Build FX graphs node by node: every new node gets its fake value, so its shape, at once."""
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -11,13 +10,13 @@ import sympy
 import torch
 from torch import fx
 
-from mstpass.graph.joint import JointGraph, tensors_of
+from mstpass.graph.joint import tensors_of
 from mstpass.graph.sizes import Size, expression, is_size
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 
 
 class Builder:
-    """Adds ``call_function`` nodes to a graph and computes their fake values under ``mode``."""
+    """Adds nodes to a graph, where the graph inserts, and computes their fake values."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
         self.graph, self.mode = graph, mode
@@ -28,34 +27,51 @@ class Builder:
         return node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node that calls ``target``; nodes may stand anywhere in the arguments."""
         node = self.graph.call_function(target, args, kwargs)
         with self.mode:
-            node.meta["val"] = target(*map_values(args), **map_values(kwargs))
+            node.meta["val"] = target(*fake_values(args), **fake_values(kwargs))
         return node
 
     def empty(self, shape: list[int], like: torch.Tensor) -> torch.Tensor:
-        """A contiguous fake tensor of the same dtype and device."""
+        """A contiguous fake tensor of this shape, with the dtype and device of ``like``."""
         with self.mode:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 class UnknownSize(Exception):
-    """No node of the graph holds a symbol, or the arithmetic on it is of an unusual kind."""
+    """A symbolic size cannot be written as an argument.
+
+    No node of the graph holds its symbols, or it is made by other arithmetic than sums and
+    products.
+    """
 
 
 class SizeNodes:
-    """The nodes of a graph under construction that hold sizes, so that shapes can be written."""
+    """Which node of a graph under construction holds which symbolic size.
+
+    An op's argument cannot hold a ``SymInt`` of its own: it must refer to a node with that value.
+    """
 
     def __init__(self, builder: Builder):
         self.builder = builder
         self.known: dict[sympy.Expr, fx.Node] = {}
 
+    @staticmethod
+    def of_inputs(builder: Builder) -> SizeNodes:
+        """The sizes that the placeholders of the builder's graph hold."""
+        sizes = SizeNodes(builder)
+        for node in builder.graph.find_nodes(op="placeholder"):
+            sizes.learn(node)
+        return sizes
+
     def learn(self, node: fx.Node) -> None:
+        """Note the node if it holds a size."""
         if is_size(node):
             self.known.setdefault(expression(node.meta["val"]), node)
 
     def arguments(self, shape: Iterable[Size]) -> list[int | fx.Node]:
-        """A shape as an op's argument.
+        """A shape as an op's argument: ints and nodes. Adds nodes for sums and products of sizes.
 
         Raises:
             UnknownSize: a size cannot be written.
@@ -79,13 +95,13 @@ class SizeNodes:
 _ARITHMETIC = {sympy.Mul: operator.mul, sympy.Add: operator.add}
 
 
-def map_values(args: Any) -> Any:
-    """Nodes replaced by their fake values."""
+def fake_values(args: Any) -> Any:
+    """The arguments with every node replaced by its fake value."""
     return fx.map_arg(args, lambda node: node.meta["val"])
 
 
 def fake_mode_of(nodes: Any) -> FakeTensorMode:
-    """The fake mode that the nodes' values belong to.
+    """The fake mode to which the values of the nodes belong.
 
     Raises:
         ValueError: no node has a fake tensor.
@@ -97,40 +113,3 @@ def fake_mode_of(nodes: Any) -> FakeTensorMode:
                 assert isinstance(mode, FakeTensorMode)
                 return mode
     raise ValueError("no node of the graph has a fake tensor as its value")
-
-
-def copied(joint: JointGraph) -> JointGraph:
-    """The same graph on nodes of its own, with the same names and values."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in joint.nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
-    module = fx.GraphModule(joint.module, graph)
-    module.meta = dict(joint.module.meta)
-    return JointGraph(module, joint.num_fwd_outputs)
-
-
-def sizes_from_inputs(joint: JointGraph) -> JointGraph:
-    """A graph whose size nodes come from the step's inputs; the same one where they do already.
-
-    A ``sym_size`` of a large value, as in the backward of a slice, would keep the value alive, or
-    keep it from becoming a loop's.
-    """
-    asked = [n.name for n in joint.nodes if n.target is torch.ops.aten.sym_size.int]
-    if not asked:
-        return joint
-    new = copied(joint)
-    sizes = SizeNodes(Builder(new.module.graph, fake_mode_of(new.nodes)))
-    for node in new.nodes:
-        if node.op == "placeholder":
-            sizes.learn(node)
-    first = next(node for node in new.nodes if node.op != "placeholder")
-    for name in asked:
-        node = new.by_name[name]
-        with contextlib.suppress(UnknownSize), new.module.graph.inserting_before(first):
-            (size,) = sizes.arguments([node.meta["val"]])
-            fx.map_arg(size, node.replace_all_uses_with)
-    new.module.graph.eliminate_dead_code()
-    new.module.graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs)

@@ -1,15 +1,19 @@
-"""How long a chunk must be so that a loop costs little: per device, measured.
+"""How the time of a loop depends on the length of its chunks: measured, for each device.
 
-Three things make a loop slower than the whole:
+Three things make a loop slower than the same computation in one piece:
 
-- efficiency: a product of few rows leaves a part of the device idle;
-- accumulators: every chunk reads and writes the weight gradient, which is traffic of
-  ``4 / rows`` bytes a flop, whatever the weight's shape;
+- efficiency: a matmul with few rows leaves a part of the device idle;
+- accumulators: every chunk reads and writes the gradient of the weight, which is a traffic of
+  ``4 / rows`` bytes per floating point operation, whatever the shape of the weight;
 - the loop itself: a constant time for each chunk.
 
-The first two depend on the rows alone and are measured together, as a table of rows and slowdowns;
-the third weighs more the less a chunk computes. ``mstpass bench loops --store`` measures all of
-them on the machine at hand, for every later compilation on it.
+The first two depend on the rows of a chunk alone. They are measured together, as a table of rows
+and slowdowns. The third weighs more the less a chunk computes:
+
+    relative time of a loop  =  slowdown(rows)  +  chunk_us / (rows * flops_per_row / flops_per_us)
+
+``mstpass bench loops --store`` measures all three on the present device and stores them for every
+later compilation on it.
 """
 
 from __future__ import annotations
@@ -26,20 +30,21 @@ from pathlib import Path
 
 import torch
 
-GOOD = 1.05  # times the whole: what a loop may cost where there is a choice
-TOLERABLE = 1.10  # what its products may cost at the most
+# Limits of a loop's time relative to the computation in one piece:
+GOOD = 1.05  # if there is a choice
+TOLERABLE = 1.10  # at most, for the matmuls alone
 _PATH_VARIABLE = "MSTPASS_COSTS"
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkCosts:
-    """Of one device.
+    """The measurements of one device.
 
     Attributes:
-        slowdown: pairs of rows and time relative to the whole product, by ascending rows; beyond
-            the last, 1.
-        chunk_us: time of a chunk of nothing.
-        flops_per_us: of whole products.
+        slowdown: pairs (rows of a chunk, time of the matmuls relative to one piece), by ascending
+            rows. From twice the last rows on, the relative time is 1.
+        chunk_us: the time in microseconds that the loop itself adds for each chunk.
+        flops_per_us: the rate of matmuls in one piece.
     """
 
     slowdown: tuple[tuple[int, float], ...]
@@ -54,15 +59,15 @@ class ChunkCosts:
             raise ValueError(f"chunk_us={self.chunk_us}, flops_per_us={self.flops_per_us}")
 
     def relative_time(self, rows: int, flops_per_row: float) -> float:
-        """Of a loop over chunks of so many rows; 1 is the time of the whole.
+        """The time of a loop over chunks of ``rows`` rows, relative to the time in one piece.
 
-        With ``flops_per_row`` infinite the loop's own time does not count.
+        Pass an infinite ``flops_per_row`` to leave out the time of the loop itself.
         """
-        own_us = rows * flops_per_row / self.flops_per_us
-        return self._slowdown(rows) + self.chunk_us / own_us
+        matmul_us = rows * flops_per_row / self.flops_per_us
+        return self._slowdown(rows) + self.chunk_us / matmul_us
 
     def _slowdown(self, rows: int) -> float:
-        """Between two measured points linear in 1 / rows, as the accumulators' traffic is."""
+        """Interpolated linearly in 1 / rows, for so the traffic of the accumulators grows."""
         points = [*self.slowdown, (2 * self.slowdown[-1][0], 1.0)]
         if rows <= points[0][0]:
             return 1 + (points[0][1] - 1) * points[0][0] / rows
@@ -73,7 +78,7 @@ class ChunkCosts:
         return 1.0
 
     def least_rows(self, flops_per_row: float, limit: float) -> int:
-        """The fewest rows, in steps of 16, with which a loop takes at most ``limit``."""
+        """The smallest multiple of 16 rows for which the relative time is at most ``limit``."""
         low, high = 1, 2**16
         while low < high:
             middle = (low + high) // 2
@@ -90,7 +95,7 @@ _CPU = ChunkCosts(
     chunk_us=600.0,
     flops_per_us=160_000.0,
 )
-# Not measured: what is cautious for a large GPU.
+# Not measured: a cautious guess for a large GPU.
 _ELSEWHERE = ChunkCosts(
     slowdown=((256, 1.4), (512, 1.2), (832, 1.08), (1024, 1.04), (2048, 1.01)),
     chunk_us=50.0,
@@ -99,32 +104,33 @@ _ELSEWHERE = ChunkCosts(
 
 
 def costs_of(device: torch.device) -> ChunkCosts:
-    """What was stored for this very device, else what is known of its kind."""
+    """The stored measurements of this device, or else the defaults for its type."""
     stored = _stored(costs_path())
     return stored.get(device_name(device)) or (_CPU if device.type == "cpu" else _ELSEWHERE)
 
 
 def device_name(device: torch.device) -> str:
+    """The name under which the costs of a device are stored; of a CPU it tells the threads."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name(device)
     return f"{device.type} {platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def costs_path() -> Path:
-    """``$MSTPASS_COSTS``, else ``mstpass/chunk-costs.json`` in the user's cache folder."""
+    """The file of stored costs: ``$MSTPASS_COSTS``, or one in the user's cache folder."""
     given = os.environ.get(_PATH_VARIABLE)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return _expanded(given or f"{cache}/mstpass/chunk-costs.json", os.environ.get("HOME"))
 
 
-@functools.cache
-def _expanded(path: str, home: str | None) -> Path:
-    """Asked for every product of a graph; ``home`` decides what ``~`` is."""
+@functools.cache  # the costs are looked up for every matmul of a graph
+def _expanded(path: str, _home: str | None) -> Path:
+    """The path with ``~`` expanded; ``_home`` is a part of the cache's key."""
     return Path(path).expanduser()
 
 
 def store(device: torch.device, costs: ChunkCosts) -> Path:
-    """Add a device's costs to the file, or replace them. Returns the file's path."""
+    """Write the costs of a device to the file, in place of older ones. Returns the file's path."""
     path = costs_path()
     known = {**_stored(path), device_name(device): costs}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +141,7 @@ def store(device: torch.device, costs: ChunkCosts) -> Path:
 
 
 def fingerprint() -> str:
-    """Of the stored costs: they decide chunk lengths, so no cache may outlive them."""
+    """A hash of the stored costs. They decide chunk lengths, so caches of graphs depend on it."""
     stored = sorted((name, repr(costs)) for name, costs in _stored(costs_path()).items())
     return hashlib.sha256(repr(stored).encode()).hexdigest()[:16] if stored else ""
 
@@ -158,7 +164,7 @@ def _stored(path: Path) -> dict[str, ChunkCosts]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(
             f"mstpass ignores {path}: {type(error).__name__}: {error}. "
-            "`mstpass bench loops --store` writes it anew.",
+            "Run `mstpass bench loops --store` to write it anew.",
             stacklevel=2,
         )
         return {}

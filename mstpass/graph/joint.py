@@ -1,11 +1,13 @@
-"""The joint forward-backward graph as the passes read it: order, phases, users, bytes, storages.
+"""The joint graph: one FX graph with the forward and the backward of a training step.
 
-Terms: a *tangent* is a gradient that enters backward; a node is *backward* when it needs a
-tangent; a *view* shares the storage of another value (``base_of``).
+Terms:
+    *tangent*: the gradient of a forward output, an input of the backward.
+    *backward node*: a node that depends on a tangent. All others are forward nodes, though not all
+        of them are needed by a forward output.
 
-AOTAutograd names the joint graph's placeholders ``primals_i`` and ``tangents_i`` and puts the
-forward outputs before the gradients in the output node (torch/_functorch/partitioners.py;
-probed in torch_internals/compile_fx.py).
+Source: AOTAutograd names the placeholders ``primals_i`` and ``tangents_i`` and puts the forward
+outputs before the gradients in the output node (torch/_functorch/partitioners.py; probed in
+torch_internals/compile_fx.py).
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from mstpass.graph.sizes import generic_numel, hint_numel
 from mstpass.torch_internals.op_types import OpOverload, schema_of
 
 T = TypeVar("T")
-Modules = tuple[fx.GraphModule, fx.GraphModule]  # forward and backward
+Modules = tuple[fx.GraphModule, fx.GraphModule]  # (forward, backward)
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a node's ``meta["val"]``: one, several (tuple outputs), or none."""
+    """The tensors in a node's ``meta["val"]``: one, several if the op returns a tuple, or none."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -34,13 +36,16 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
 
 
 def value_of(node: fx.Node) -> torch.Tensor | None:
-    """The fake tensor of a node with one tensor output, else None."""
+    """The fake tensor of the node; None if its op does not return exactly one tensor."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
 
 
 def numel(node: fx.Node) -> int:
-    """Elements of the node's largest tensor, at the generic point of sizes.py; 0 without one."""
+    """The number of elements of the node's largest tensor; 0 if it has none.
+
+    Symbolic sizes count with their value at the generic point (sizes.py).
+    """
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return generic_numel(value)
@@ -48,7 +53,7 @@ def numel(node: fx.Node) -> int:
 
 
 def nbytes(node: fx.Node) -> int:
-    """Bytes of all tensors of the node; symbolic sizes count with their hint."""
+    """The bytes of all tensors of the node; symbolic sizes count with their hint (sizes.py)."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return _tensor_bytes(value)
@@ -60,7 +65,7 @@ def _tensor_bytes(value: torch.Tensor) -> int:
 
 
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The roots and all they need."""
+    """The roots and all nodes that they depend on."""
     found: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -75,12 +80,19 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
-def _writes(node: fx.Node) -> bool:
+def _mutates(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 class JointGraph:
-    """Read-only facts about one joint graph. Changes nothing in it."""
+    """One joint graph, read only: its nodes in order, their phases, users and outputs.
+
+    Attributes:
+        index: the position of each node in ``nodes``.
+        output: the output node.
+        forward_outputs: the results of the forward.
+        backward_outputs: the gradients of the step's inputs.
+    """
 
     def __init__(self, module: fx.GraphModule, num_fwd_outputs: int):
         self.module = module
@@ -93,21 +105,28 @@ class JointGraph:
         assert isinstance(outputs, tuple | list)
         self.forward_outputs = [n for n in outputs[:num_fwd_outputs] if isinstance(n, fx.Node)]
         self.backward_outputs = [n for n in outputs[num_fwd_outputs:] if isinstance(n, fx.Node)]
+        self._results: dict[object, Any] = {}
 
-    def once(self, analysis: Callable[[JointGraph], T]) -> T:
-        """``analysis`` of this graph, made at the first call: the graph does not change."""
-        if analysis not in self._known:
-            self._known[analysis] = analysis(self)
-        found: T = self._known[analysis]
-        return found
+    def cached(self, analysis: Callable[[JointGraph], T]) -> T:
+        """The result of ``analysis(self)``, computed at the first call: the graph never changes."""
+        if analysis not in self._results:
+            self._results[analysis] = analysis(self)
+        result: T = self._results[analysis]
+        return result
 
-    @cached_property
-    def _known(self) -> dict[object, Any]:
-        return {}
+    def copy(self) -> JointGraph:
+        """The same graph on nodes of its own, with the same names and values."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        module = fx.GraphModule(self.module, graph)
+        module.meta = dict(self.module.meta)
+        return JointGraph(module, self.num_fwd_outputs)
 
     @cached_property
     def backward(self) -> set[fx.Node]:
-        """Nodes that need a tangent (the tangents included)."""
+        """The backward nodes: the tangents and all nodes that depend on one."""
         found: set[fx.Node] = set()
         for node in self.nodes[:-1]:
             if is_tangent(node) or any(i in found for i in node.all_input_nodes):
@@ -116,22 +135,18 @@ class JointGraph:
 
     @cached_property
     def forward(self) -> set[fx.Node]:
-        """Nodes that the forward outputs need."""
+        """The nodes that a forward output depends on."""
         return ancestors(self.forward_outputs)
 
     @cached_property
-    def output_nodes(self) -> set[fx.Node]:
-        return set(self.forward_outputs) | set(self.backward_outputs)
-
-    @cached_property
     def has_side_effects(self) -> bool:
-        """Whether an op writes to its inputs (a mutated buffer or parameter)."""
-        return any(_writes(n) for n in self.nodes)
+        """Whether an op writes to its operands, as the update of a buffer does."""
+        return any(map(_mutates, self.nodes))
 
     def sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """In the graph's order."""
+        """The nodes in the graph's order."""
         return sorted(nodes, key=self.index.__getitem__)
 
     def users(self, node: fx.Node) -> list[fx.Node]:
-        """Users in the graph's order (``node.users`` keeps insertion order)."""
+        """The users of a node in the graph's order (``node.users`` has the order of creation)."""
         return self.sorted(node.users)

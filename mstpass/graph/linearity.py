@@ -1,51 +1,35 @@
-"""Which ops are linear, and in which operands: what lets a fused loop run with a tangent of 1.
+"""Which ops are linear in which operands.
 
-A rule answers: is the result linear (and homogeneous) in these operands, the others held fixed?
+A fused loop computes the backward of a loss in the forward, with a tangent of 1, and scales the
+gradients when the true tangent s is known. That is correct if every op on the way is linear:
+
+    backward(s) = s * backward(1)
+
+A *linear rule* takes a node and a set of its operands and says whether the result is linear and
+homogeneous in them together, with the other operands held fixed: f(s * x) = s * f(x).
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from mstpass.graph.token_rules.basic import argument, factors
+from mstpass.graph.token_rules.arguments import argument
+from mstpass.graph.token_rules.matmul import bias_and_factors
+from mstpass.graph.token_rules.views import VIEWS
 from mstpass.torch_internals.op_types import OpOverload, schema_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-Linear = Callable[[fx.Node, "set[fx.Node]"], bool]
-
-# Ops whose elements are their operand's, in other places.
-VIEWS = frozenset(
-    {
-        operator.getitem,
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.squeeze.default,
-        aten.permute.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.expand.default,
-        aten.select.int,
-        aten.unbind.int,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-    }
-)
+LinearRule = Callable[[fx.Node, "set[fx.Node]"], bool]
 
 
 def is_zero(node: object) -> bool:
-    """A constant that is 0 everywhere."""
+    """Whether an argument is the number 0 or a tensor that is known to be 0 everywhere."""
     if isinstance(node, int | float):
         return node == 0
     if not isinstance(node, fx.Node) or node.op != "call_function":
@@ -57,15 +41,16 @@ def is_zero(node: object) -> bool:
     return node.target in VIEWS and is_zero(node.args[0])
 
 
-_FILLS: Mapping[Any, int] = {
+_FILLS: Mapping[Any, int] = {  # ops that fill a tensor -> position of the number
     aten.full.default: 1,
     aten.full_like.default: 1,
     aten.scalar_tensor.default: 0,
 }
 
 
-def linear_in(target: OpOverload) -> Linear:
-    if schema_of(target).name == "prims::fma":  # Inductor's own; 2.11 has none
+def linear_in(target: OpOverload) -> LinearRule:
+    """The rule of a pointwise op; ``never`` if none is known."""
+    if schema_of(target).name == "prims::fma":  # an op of Inductor; torch 2.11 has no such op
         return _product_and_term
     return _LINEAR_POINTWISE.get(target, never)
 
@@ -75,41 +60,45 @@ def never(node: fx.Node, operands: set[fx.Node]) -> bool:
 
 
 def first_only(node: fx.Node, operands: set[fx.Node]) -> bool:
+    """Linear in the first argument, if no other argument depends on the operands."""
     return operands == {node.args[0]} and not any(a in operands for a in _flat(node)[1:])
 
 
 def _product(node: fx.Node, operands: set[fx.Node]) -> bool:
-    """Linear when exactly one factor depends on the operands."""
+    """``a * b``: linear if exactly one factor depends on the operands."""
     return sum(a in operands for a in node.args if isinstance(a, fx.Node)) == 1
 
 
 def _product_and_term(node: fx.Node, operands: set[fx.Node]) -> bool:
-    """``a * b + c``: linear when one factor depends on the operands, and so does the term."""
+    """``a * b + c``: linear if exactly one factor and the term depend on the operands."""
     a, b, c = node.args
     return (a in operands) != (b in operands) and (c in operands or is_zero(c))
 
 
 def linear_cat(node: fx.Node, operands: set[fx.Node]) -> bool:
-    """cat, stack: every part depends on the operands or is zero."""
+    """``cat`` and ``stack``: linear if every part depends on the operands or is zero."""
     parts = node.args[0]
     assert isinstance(parts, tuple | list)
     return all(part in operands or is_zero(part) for part in parts)
 
 
 def _sum_of_two(node: fx.Node, operands: set[fx.Node]) -> bool:
+    """``a + b``: linear if each term depends on the operands or is zero."""
     return all(a in operands or is_zero(a) for a in node.args[:2])
 
 
 def _branches(node: fx.Node, operands: set[fx.Node]) -> bool:
+    """``where(c, a, b)``: linear if c does not depend on the operands, and a and b do or are 0."""
     return node.args[0] not in operands and all(a in operands or is_zero(a) for a in node.args[1:3])
 
 
 def _flat(node: fx.Node) -> list[Any]:
+    """The arguments, with a list in the first place replaced by its elements."""
     first = node.args[0]
     return [*(first if isinstance(first, tuple | list) else [first]), *node.args[1:]]
 
 
-_LINEAR_POINTWISE: Mapping[Any, Linear] = {
+_LINEAR_POINTWISE: Mapping[Any, LinearRule] = {
     aten.mul.Tensor: _product,
     aten.mul.Scalar: first_only,
     aten.div.Tensor: first_only,
@@ -139,7 +128,7 @@ def linear_view(node: fx.Node, operands: set[fx.Node]) -> bool:
 
 
 def linear_scatter(node: fx.Node, operands: set[fx.Node]) -> bool:
-    """scatter and its like, of a linear source into zeros or of zeros into a linear base."""
+    """Scatters: linear if base and source each depend on the operands or are zero."""
     base, *rest = node.args
     source = rest[0] if node.target in _SOURCE_SECOND else rest[-1]
     return all(a in operands or is_zero(a) for a in (base, source))
@@ -149,7 +138,7 @@ _SOURCE_SECOND = frozenset({aten.slice_scatter.default, aten.select_scatter.defa
 
 
 def linear_put(node: fx.Node, operands: set[fx.Node]) -> bool:
-    """index_put of a linear source into zeros, or of zeros into a linear base."""
+    """``index_put``: linear as a scatter is, if no index depends on the operands."""
     indices = argument(node, "indices")
     if any(i in operands for i in indices if isinstance(i, fx.Node)):
         return False
@@ -157,9 +146,11 @@ def linear_put(node: fx.Node, operands: set[fx.Node]) -> bool:
 
 
 def linear_pad(node: fx.Node, operands: set[fx.Node]) -> bool:
+    """``constant_pad_nd``: linear if it pads with zeros."""
     return operands == {node.args[0]} and argument(node, "value") == 0
 
 
 def linear_matmul(node: fx.Node, operands: set[fx.Node]) -> bool:
-    bias, a, b = factors(node)
-    return (a in operands) != (b in operands) and (bias is None or bias in operands)
+    """``a @ b + bias``: linear if exactly one matrix depends on the operands, and the bias does."""
+    bias, left, right = bias_and_factors(node)
+    return (left in operands) != (right in operands) and (bias is None or bias in operands)

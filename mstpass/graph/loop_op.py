@@ -1,22 +1,24 @@
-"""``mst_loop``: a pure loop over chunks of tokens, as one op in the graph.
+"""``mst_loop``: an op that runs a loop over chunks of tokens. The loop has no side effects.
 
     outputs = mst_loop(body, num_chunks, chunk_tokens, num_tokens, specs, sliced, whole)
 
-``sliced`` tensors have tokens first, ``[N, ...]``; chunk i holds the rows from
-``min(i * c, N - c)``, so the last chunk overlaps the one before it where c does not divide N.
+Let N be ``num_tokens`` and c be ``chunk_tokens``. The tensors in ``sliced`` have the tokens first:
+``[N, ...]``. Chunk i holds the c rows from ``min(i * c, N - c)`` on, so the last chunk overlaps the
+one before it if c does not divide N. The values in ``whole`` are passed to every chunk.
 ``body(*chunks, *whole[, valid])`` returns one tensor for each of ``specs``:
 
-    ("stack", shape, dtype): rows of an output ``[N, ...]``; repeated rows are written twice, alike.
-    ("sum", shape, dtype):   a partial sum. ``valid``, a bool ``[c]`` that is passed where c does
-                             not divide N, tells the rows that no earlier chunk has summed.
+    ("stack", shape, dtype)  the rows of an output ``[N, ...]``; rows in the overlap are written
+                             twice, with the same values
+    ("sum", shape, dtype)    a summand of the output. ``valid``, a bool ``[c]`` that is passed only
+                             if c does not divide N, is False for rows that an earlier chunk summed
 
-Where N is symbolic, ``num_chunks`` is None and chunks fit the batch at hand instead: as few as may
-hold at most c rows each, all of the same length but for the last, which ends with the tokens (one
-chunk of N rows where N < c). None overlap, so there is no ``valid``; the body's first argument is
-the chunk's length: ``body(rows, *chunks, *whole)``.
+If N is symbolic, ``num_chunks`` is None, and the chunks fit the batch at hand: as few chunks of at
+most c rows as hold N tokens, all of equal length except for the last, which ends with the tokens
+(one chunk of N rows if N < c). No chunks overlap, so there is no ``valid``. The first argument of
+the body is the length of the chunk: ``body(rows, *chunks, *whole)``.
 
-The op is cacheable, unlike ``while_loop``: FxGraphCache and AOTAutogradCache take graphs that hold
-it (checked with torch 2.13). lower.py turns it into an in-place ``while_loop`` after both.
+Unlike ``while_loop`` the op is cacheable: FxGraphCache and AOTAutogradCache accept graphs that hold
+it (checked with torch 2.13). loops/lowering.py turns it into an in-place ``while_loop`` later.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from mstpass.torch_internals.higher_order_ops import implement
 from mstpass.torch_internals.op_types import HigherOrderOperator
 
 STACK, SUM = "stack", "sum"
-OutputSpec = tuple[str, tuple[Any, ...], torch.dtype]  # sizes: ints, or nodes of a graph
+OutputSpec = tuple[str, tuple[Any, ...], torch.dtype]  # a size is an int, or a node of a graph
 
 
 class MstLoop(HigherOrderOperator):
@@ -81,7 +83,7 @@ def run_eagerly(
     sliced: tuple[torch.Tensor, ...],
     whole: tuple[torch.Tensor | int, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """The loop as its definition says; what backends without Inductor's lowering run."""
+    """Run the loop as its definition says. Backends other than Inductor use this."""
     device = sliced[0].device
     results = [torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype in specs]
     for start, rows, sizes, valid in _chunks(num_chunks, chunk_tokens, num_tokens, device):
@@ -103,7 +105,7 @@ _Chunk = tuple[int, int, tuple[int, ...], tuple[torch.Tensor, ...]]
 def _chunks(
     num_chunks: int | None, chunk_tokens: int, num_tokens: int, device: torch.device
 ) -> Iterator[_Chunk]:
-    """First row, length, and what the body gets before and after its tensors."""
+    """Of each chunk: first row, length, and the body's arguments before and after its tensors."""
     if num_chunks is None:
         length = fitted_length(chunk_tokens, num_tokens)
         for start in range(0, num_tokens, length):
@@ -113,12 +115,12 @@ def _chunks(
     ragged = num_chunks * chunk_tokens != num_tokens
     for i in range(num_chunks):
         start = min(i * chunk_tokens, num_tokens - chunk_tokens)
-        numbers = torch.arange(start, start + chunk_tokens, device=device)
-        valid = (numbers >= i * chunk_tokens,) if ragged else ()
+        rows_of_chunk = torch.arange(start, start + chunk_tokens, device=device)
+        valid = (rows_of_chunk >= i * chunk_tokens,) if ragged else ()
         yield start, chunk_tokens, (), valid
 
 
 def fitted_length(chunk_tokens: int, num_tokens: int) -> int:
-    """The length of equal chunks of at most ``chunk_tokens`` rows; symbols may stand for both."""
+    """The length of equal chunks of at most ``chunk_tokens`` rows; both may be symbolic."""
     num_chunks = (num_tokens + chunk_tokens - 1) // chunk_tokens
     return (num_tokens + num_chunks - 1) // num_chunks

@@ -1,7 +1,9 @@
-"""``mstpass::realize``: a value that Inductor is to write to memory where it stands in the graph.
+"""``mstpass::realize``: an op that makes Inductor write a value to a buffer at once.
 
-Inductor computes a pointwise value where it is read, and keeps alive what it is computed from:
-three values of a residual stream in the place of their sum. This op is that value, written once.
+Inductor computes a pointwise value where it is read and until then keeps its operands alive, say
+three summands of a residual stream instead of their sum. This op returns its operand unchanged, but
+Inductor *materializes* it: it writes the value to a buffer at this place in the graph ("realize" in
+Inductor's words).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import torch
 from torch import fx, library
 
 from mstpass.graph.builder import fake_mode_of
-from mstpass.graph.copies import copy_of
+from mstpass.graph.node_copies import copy_name
 from mstpass.torch_internals.lowerings import write_to_memory
 
 _LIBRARY = library.Library("mstpass", "DEF")
@@ -18,13 +20,13 @@ _LIBRARY.define("realize(Tensor x) -> Tensor")
 _LIBRARY.impl("realize", lambda x: x.clone(), "CompositeExplicitAutograd")
 
 
-def realized(value: fx.Node) -> fx.Node:
-    """The value written to memory, behind it in its graph."""
+def materialize(value: fx.Node) -> fx.Node:
+    """Add the op directly after ``value`` and return its node. The users stay as they are."""
     op = torch.ops.mstpass.realize.default
     write_to_memory(op)
     graph = value.graph
     with graph.inserting_after(value):
-        node = graph.create_node("call_function", op, (value,), name=copy_of(value.name))
+        node = graph.create_node("call_function", op, (value,), name=copy_name(value.name))
     with fake_mode_of([value]):
         node.meta = {**value.meta, "val": op(value.meta["val"])}
     return node

@@ -1,16 +1,19 @@
-"""Sizes that hold symbols: compared and counted without a guard, and written into new graphs.
+"""Symbolic sizes: how to compare and count them without a guard.
 
-Under ``dynamic=True``, or from a second sequence length on, sizes are ``SymInt``: expressions such
-as ``s77*s27`` of the inputs' symbols. To ask ``a == b`` of two of them may install a guard, that
-is, compile the graph again for inputs where the answer differs. So they are never asked:
+Under ``dynamic=True``, or from a second sequence length on, a size is a ``SymInt``: an expression
+such as ``s77*s27`` of the symbols of the inputs' sizes. The comparison ``a == b`` of two of them
+may install a guard: torch then compiles the graph again for inputs for which the answer differs. So
+the passes never compare symbolic sizes themselves, but two kinds of plain ints:
 
-    generic: a size at one fixed point, where each symbol is a large number of its own and the
-             equalities hold that are guarded on anyway, such as ``s0*s1 == s2*s3`` of inputs and
-             labels. Two expressions that are equal there are equal for every batch, but for an
-             accident, which the shape checks of body.py would refuse. Structure is decided by it.
-    hint:    a size in the batch that the graph was traced with. Costs are estimated by it.
+    generic  the value of the size at one fixed point, the *generic point*. There each symbol is a
+             large number of its own, except that equalities hold on which the graph is guarded
+             anyway, such as ``s0*s1 == s2*s3`` of inputs and labels. Two sizes that are equal there
+             are equal for every batch, barring a coincidence, which the checks of a chunk's shapes
+             would find. Decisions about structure use this value.
+    hint     the value of the size in the batch with which the graph was traced. Estimates of bytes
+             and time use this value.
 
-A *size node* is a node whose value is a ``SymInt``: a placeholder, or arithmetic on such.
+A *size node* is a node whose value is a ``SymInt``: a placeholder, or arithmetic on placeholders.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ _INTS = frozenset({int})
 
 
 def is_size(node: fx.Node) -> bool:
+    """Whether the node's value is a symbolic size."""
     return isinstance(node.meta.get("val"), torch.SymInt)
 
 
@@ -44,25 +48,27 @@ def _all_ints(sizes: Iterable[Size]) -> bool:
 
 
 def expression(size: Size) -> sympy.Expr:
+    """The size as a sympy expression of the symbols."""
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
 def generic(size: Size) -> int:
+    """The value of the size at the generic point."""
     if isinstance(size, int):
         return size
     environment = size.node.shape_env
-    return _point(environment, len(environment.guards)).at(expression(size))
+    return _generic_point(environment, len(environment.guards)).value(expression(size))
 
 
-class _Point:
-    """Values for symbols that satisfy equalities between products of them."""
+class _GenericPoint:
+    """A value for each symbol, such that given equalities between products of symbols hold."""
 
     def __init__(self, equalities: Iterable[sympy.Eq]):
         self.known: dict[sympy.Expr, int] = {}
         self.solved: dict[sympy.Symbol, sympy.Expr] = {}
         for equality in equalities:
             self._solve((equality.lhs / equality.rhs).subs(self.solved))
-        # A solution such as s0*s1/s3 is an integer if s0 is a multiple of s3.
+        # A solution such as s2 = s0*s1/s3 is an integer if the value of s0 is a multiple of s3's.
         self.factors: dict[sympy.Symbol, int] = {}
         for numerator, denominator in map(sympy.fraction, self.solved.values()):
             if denominator != 1:
@@ -72,13 +78,13 @@ class _Point:
         if not all(self._evaluate(solution).is_Integer for solution in self.solved.values()):
             self.solved, self.factors = {}, {}
 
-    def at(self, expr: sympy.Expr) -> int:
+    def value(self, expr: sympy.Expr) -> int:
         if expr not in self.known:
             self.known[expr] = int(self._evaluate(expr.subs(self.solved)))
         return self.known[expr]
 
     def _solve(self, ratio: sympy.Expr) -> None:
-        """Note the symbol that makes a product of powers equal to one, if there is one."""
+        """Solve "this product of powers is 1" for one of its symbols, if that is possible."""
         powers = ratio.as_powers_dict()
         if not all(base.is_Symbol or base.is_number for base in powers):
             return
@@ -90,18 +96,18 @@ class _Point:
                 return
 
     def _evaluate(self, expr: sympy.Expr) -> sympy.Expr:
-        return expr.xreplace({s: sympy.Integer(self._value(s)) for s in expr.free_symbols})
+        return expr.xreplace({s: sympy.Integer(self._symbol_value(s)) for s in expr.free_symbols})
 
-    def _value(self, symbol: sympy.Symbol) -> int:
+    def _symbol_value(self, symbol: sympy.Symbol) -> int:
         odd = _LEAST_GENERIC + zlib.crc32(symbol.name.encode()) % _LEAST_GENERIC | 1
         return odd * self.factors.get(symbol, 1)
 
 
 @functools.lru_cache(maxsize=1)
-def _point(environment: ShapeEnv, num_guards: int) -> _Point:
-    """The point of a graph's symbols; ``num_guards`` tells whether it is out of date."""
+def _generic_point(environment: ShapeEnv, num_guards: int) -> _GenericPoint:
+    """The generic point of a graph's symbols. A new guard makes a new one, hence ``num_guards``."""
     expressions = [guard.expr for guard in environment.guards[:num_guards]]
-    return _Point(e for e in expressions if isinstance(e, sympy.Eq))
+    return _GenericPoint(e for e in expressions if isinstance(e, sympy.Eq))
 
 
 def generic_shape(value: torch.Tensor) -> torch.Size:
@@ -119,7 +125,7 @@ def generic_stride(value: torch.Tensor) -> list[int]:
 
 
 def hint(size: Size) -> int:
-    """The traced size; 1 where there is none (a size that depends on data)."""
+    """The value of the size when it was traced; 1 if it depends on data and has none."""
     return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
@@ -133,6 +139,7 @@ def hint_numel(value: torch.Tensor) -> int:
 
 
 def depends_on_data(value: torch.Tensor) -> bool:
+    """Whether a size of the tensor depends on data, as that of ``nonzero`` does: it has no hint."""
     shape = value.shape
     return not _all_ints(shape) and not all(map(_has_hint, shape))
 
@@ -142,7 +149,7 @@ def _has_hint(size: Size) -> bool:
 
 
 def symbols_of(value: object) -> set[sympy.Symbol]:
-    """The symbols in a size, or in a tensor's sizes, strides and offset."""
+    """The symbols in a size, or in the sizes, the strides and the offset of a tensor."""
     if not isinstance(value, torch.Tensor):
         return set(expression(value).free_symbols) if isinstance(value, torch.SymInt) else set()
     layout = (*value.shape, *value.stride(), value.storage_offset())
@@ -150,4 +157,5 @@ def symbols_of(value: object) -> set[sympy.Symbol]:
 
 
 def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
+    """Whether two shapes are equal for every batch."""
     return list(map(generic, a)) == list(map(generic, b))

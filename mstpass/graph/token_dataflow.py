@@ -1,25 +1,29 @@
-"""Token dims of every value of a joint graph: where they run, and at which ops that ends.
+"""The token dims of every value of a joint graph, and the ops at which they end.
 
 Terms:
     *cut*: the spec along which a value can be cut into chunks of tokens (tokens.py).
-    *barrier*: an op whose result is not computed token by token: attention, a sort over tokens, an
-        op without a rule. What comes after it may be cut again where the ops there need it so.
+    *barrier*: an op whose result is not computed token by token, such as attention, a sort over
+        tokens, or an op without a rule. A value after a barrier may have a cut again if the ops
+        there need it so.
     *mixed*: a value that depends on tokens but has no cut.
 
-Tokens are the rows of linear layers (a product with a weight); of several row counts, the one with
-the most bytes. Names play no part::
+The tokens are the rows of linear layers (products with a weight). If layers have different numbers
+of rows, the number with the most bytes of results counts. The names of nodes play no part::
 
-    seed the results of linear layers with N rows
-    repeat until nothing is new:
-        in order:  a value gets the cut that all its operands with a cut give it
-        reversed:  a value gets the cut that all its users with a cut need of it
+    give the results of linear layers with N rows the cut along their rows
+    repeat until no value gets a new cut:
+        in order:     a value gets the cut that all its operands with a cut give it
+        in reverse:   a value gets the cut that all its users with a cut need of it
     a node whose operands do not have the cuts that its rule needs is a barrier
 
-The last step looks at every op again, so the order in which cuts are found cannot make a wrong one:
-``cuts`` without ``barriers`` is a set of local statements, each by one row of the op table.
+The last step looks at every op again, so no order of the steps can lead to a wrong cut: apart from
+barriers, each cut is confirmed by one row of the op table.
 
-Limits: one token count (an encoder and a decoder of different lengths are not told apart, the
-shorter is mixed); static sizes.
+The detection of regions does not use this analysis. It finds gaps of the op table (``missing_ops``)
+and checks the token rules on whole graphs.
+
+Limits: one number of tokens (of an encoder and a decoder with different lengths, the values of the
+shorter one are mixed); static sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.sizes import is_static
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, token_count
@@ -39,7 +43,7 @@ from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, token_count
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """A value without a cut: the op that ended it, and why."""
+    """Marks a value that depends on tokens but has no cut: the barrier before it and its reason."""
 
     op: str
     reason: str
@@ -50,7 +54,10 @@ Cut = Spec | Sum | Mixed
 
 @dataclasses.dataclass(frozen=True)
 class Dataflow:
-    """By node name: how each value is cut (``WHOLE``: not by tokens), and each barrier's reason."""
+    """The result: the cut of each value (``WHOLE``: it has no tokens), and why each barrier is one.
+
+    Both mappings are by node name.
+    """
 
     num_tokens: int
     cuts: Mapping[str, Cut]
@@ -63,10 +70,10 @@ class Dataflow:
 
 
 def token_dims(joint: JointGraph) -> Dataflow:
-    """Where tokens run in the graph. Changes nothing.
+    """Find the token dims of every value of the graph. Changes nothing.
 
     Raises:
-        ValueError: sizes are symbolic.
+        ValueError: a size is symbolic.
     """
     for node in joint.nodes:
         if not all(map(is_static, tensors_of(node.meta.get("val")))):
@@ -75,11 +82,11 @@ def token_dims(joint: JointGraph) -> Dataflow:
 
 
 def missing_ops(joint: JointGraph) -> Counter[str]:
-    """Ops on token-carrying values that the op table has no rule for, with their counts."""
+    """How often ops without a row in the op table read values that depend on tokens, by op."""
     flow = token_dims(joint)
     missing: Counter[str] = Counter()
     for node in joint.nodes:
-        if node.op == "call_function" and isinstance(op_table.lookup(node), op_table.NoRule):
+        if node.op == "call_function" and isinstance(ops.lookup(node), ops.NoRule):
             if any(map(flow.carries, node.all_input_nodes)):
                 missing[str(node.target)] += 1
     return missing
@@ -100,7 +107,7 @@ class _Analysis:
                 self.cuts[node] = spec
 
     def result(self) -> Dataflow:
-        while self._in_order() + self._reversed():
+        while self._propagate_forward() + self._propagate_backward():
             pass
         cuts: dict[str, Cut] = {}
         barriers: dict[str, str] = {}
@@ -112,38 +119,40 @@ class _Analysis:
         return Dataflow(self.num_tokens, cuts, barriers)
 
     # ---- finding cuts --------------------------------------------------------------------------
-    def _in_order(self) -> int:
-        return sum(self._settle(n, self._given(n)) for n in self.nodes if n not in self.cuts)
+    def _propagate_forward(self) -> int:
+        return sum(
+            self._accept(n, self._cuts_from_operands(n)) for n in self.nodes if n not in self.cuts
+        )
 
-    def _reversed(self) -> int:
+    def _propagate_backward(self) -> int:
         unknown = [n for n in reversed(self.nodes) if n not in self.cuts]
-        return sum(self._settle(n, self._needed(n)) for n in unknown)
+        return sum(self._accept(n, self._cuts_from_users(n)) for n in unknown)
 
-    def _settle(self, node: fx.Node, found: set[Spec | Sum]) -> bool:
-        """Accept a cut that nothing contradicts."""
-        if len(found) != 1:
+    def _accept(self, node: fx.Node, cuts: set[Spec | Sum]) -> bool:
+        """Give the node its cut if there is exactly one candidate. Returns whether it has one."""
+        if len(cuts) != 1:
             return False
-        (cut,) = found
+        (cut,) = cuts
         if not isinstance(cut, Sum) and _tokens(node, cut) != self.num_tokens:
             return False
         self.cuts[node] = cut
         return True
 
-    def _given(self, node: fx.Node) -> set[Spec | Sum]:
-        """What the operands that have a cut make of the result."""
+    def _cuts_from_operands(self, node: fx.Node) -> set[Spec | Sum]:
+        """The cuts of the result that follow from the operands with a cut."""
         found: set[Spec | Sum] = set()
         for operand in node.all_input_nodes:
             cut = self.cuts.get(operand)
             if isinstance(cut, tuple):
-                result = op_table.result_spec(node, operand, cut)
+                result = ops.result_spec(node, operand, cut)
                 if not isinstance(result, Refusal):
                     found.add(result)
         return found
 
-    def _needed(self, node: fx.Node) -> set[Spec | Sum]:
-        """How the users that have a cut need the value to be cut."""
-        if value_of(node) is None and isinstance(op_table.lookup(node), Refusal):
-            return set()  # several results of an op without a rule: each is cut as it needs
+    def _cuts_from_users(self, node: fx.Node) -> set[Spec | Sum]:
+        """The cuts of the value that the users with a cut need."""
+        if value_of(node) is None and isinstance(ops.lookup(node), Refusal):
+            return set()  # a barrier with several results, each of which has a cut of its own
         needs = (self._needs(user) for user in node.users if user in self.cuts)
         wanted = (n.get(node, WHOLE) for n in needs if not isinstance(n, Refusal))
         return {spec for spec in wanted if spec != WHOLE}
@@ -151,16 +160,16 @@ class _Analysis:
     def _needs(self, node: fx.Node) -> Mapping[fx.Node, Spec] | Refusal:
         cut = self.cuts[node]
         if isinstance(cut, tuple):
-            return op_table.operand_specs(node, cut)
+            return ops.operand_specs(node, cut)
         for operand in node.all_input_nodes:
             spec = self.cuts.get(operand)
-            if isinstance(spec, tuple) and op_table.result_spec(node, operand, spec) == SUM:
-                return op_table.sum_operands(node, operand, spec)
-        return Refusal("sums nothing that is cut")
+            if isinstance(spec, tuple) and ops.result_spec(node, operand, spec) == SUM:
+                return ops.sum_operands(node, operand, spec)
+        return Refusal("no operand of the sum is cut")
 
     # ---- checking them -------------------------------------------------------------------------
     def _why_barrier(self, node: fx.Node) -> str:
-        """Why a node is no token-parallel op of its operands' cuts; empty where it is one."""
+        """Why the node is a barrier; empty if its operands have the cuts that its rule needs."""
         if node.op != "call_function" or self._is_item_of_barrier(node):
             return ""
         if node not in self.cuts:
@@ -177,23 +186,23 @@ class _Analysis:
         return ""
 
     def _is_item_of_barrier(self, node: fx.Node) -> bool:
-        """The barrier is the op with several results, not the picking of one of them."""
+        """Whether the node is one of several results of a barrier; only the op itself counts."""
         return node.target is operator.getitem and isinstance(
-            op_table.lookup(node.all_input_nodes[0]), Refusal
+            ops.lookup(node.all_input_nodes[0]), Refusal
         )
 
     def _why_uncut(self, node: fx.Node) -> str:
         for operand in node.all_input_nodes:
             cut = self.cuts.get(operand)
             if isinstance(cut, tuple):
-                result = op_table.result_spec(node, operand, cut)
+                result = ops.result_spec(node, operand, cut)
                 if isinstance(result, Refusal):
                     return result.reason
-        found = self._given(node)
-        return f"its operands give it different token dims: {found}" if len(found) > 1 else ""
+        cuts = self._cuts_from_operands(node)
+        return f"its operands give it different token dims: {cuts}" if len(cuts) > 1 else ""
 
     def _uncut(self, node: fx.Node, reason: str, known: Mapping[str, Cut]) -> Cut:
-        """A value without a cut of its own: mixed where tokens reach it, whole elsewhere."""
+        """What to note for a value without a cut: mixed if it depends on tokens, else whole."""
         if reason:
             return Mixed(node.name, reason)
         causes = (known[i.name] for i in node.all_input_nodes if i.name in known)
@@ -205,13 +214,13 @@ def _tokens(node: fx.Node, spec: Spec) -> int:
 
 
 def _linear_layers(nodes: list[fx.Node]) -> Iterator[tuple[fx.Node, Spec]]:
-    """Products of one matrix of rows with a weight, and the dim along which their rows run."""
+    """The products of one matrix of tokens with a weight, each with its token dim."""
     for node in nodes:
         out = value_of(node)
-        if not op_table.is_matmul(node) or out is None or (out.dim() == 3 and out.shape[0] != 1):
+        if not ops.is_matmul(node) or out is None or (out.dim() == 3 and out.shape[0] != 1):
             continue
-        left, right = op_table.matmul_factors(node)
-        if op_table.is_weight(right):
+        left, right = ops.matmul_factors(node)
+        if ops.is_weight(right):
             yield node, (out.dim() - 2,)
-        elif op_table.is_weight(left):
+        elif ops.is_weight(left):
             yield node, (out.dim() - 1,)

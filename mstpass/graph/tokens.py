@@ -1,19 +1,24 @@
-"""Token dims: which dimensions of a value run over tokens, and how they pass through ops.
+"""Token dims: the dimensions of a value that run over tokens.
 
 Terms:
-    *spec*: the token dims of a value, outermost first; their sizes multiply to the token count N.
+    *token-parallel*: an op is token-parallel if each token of its result depends on the same token
+        of its operands, and on no other token.
+    *spec*: the token dims of a value, outermost first. Their sizes multiply to the token count N:
         ``(0, 1)`` for ``[B, S, D]``, ``(0,)`` for ``[N, D]``, ``(1,)`` for a transposed ``[D, N]``.
-        Dims of size 1 are left out. ``WHOLE``, the empty spec, marks a value that every chunk
-        needs in full, such as a weight.
-    *SUM*: a value that sums over all tokens; each chunk gives a partial sum of it.
-    *chunk form*: a value with its token dims replaced by ``1, ..., 1, chunk``. Because an op that
-        is token-parallel in (B, S) does not care how tokens are laid out over these dims, a
-        chunk of the flattened tokens is a batch of one sequence of ``chunk`` tokens.
+        Dims of size 1 are left out. ``WHOLE``, the empty spec, marks a value without tokens, such
+        as a weight: every chunk reads it in full.
+    *SUM*: marks a value that is summed over all tokens; every chunk gives a summand.
+    *chunk form*: a value for one chunk of c tokens, with its token dims replaced by
+        ``1, ..., 1, c``: ``[B, S, D]`` becomes ``[1, c, D]``. A token-parallel op treats the chunk
+        as a batch of one sequence with c tokens, however B and S divide the tokens.
+
+The token rules (token_rules/) say how specs pass through each op.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +32,7 @@ WHOLE: Spec = ()
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """Marker for a value summed over tokens."""
+    """The type of ``SUM``, which marks a value that is summed over all tokens."""
 
 
 SUM = Sum()
@@ -35,16 +40,14 @@ SUM = Sum()
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why an op, or a use of it, is not token-parallel."""
+    """The reason why an op is not token-parallel, or not in the given dims."""
 
     reason: str
 
 
 def token_count(shape: Sequence[int], spec: Spec) -> int:
-    count = 1
-    for dim in spec:
-        count *= shape[dim]
-    return count
+    """The number of tokens in a value of this shape."""
+    return math.prod(shape[dim] for dim in spec)
 
 
 def chunk_shape(shape: Sequence[int], spec: Spec, chunk_tokens: Size) -> list[Any]:
@@ -58,28 +61,34 @@ def chunk_shape(shape: Sequence[int], spec: Spec, chunk_tokens: Size) -> list[An
 
 
 def align(spec: Spec, from_rank: int, to_rank: int) -> Spec:
-    """Dims as broadcasting sees them: counted from the right."""
+    """The dims of a value after broadcasting to ``to_rank`` dims, which counts from the right.
+
+    A dim that the smaller rank does not have comes out negative.
+    """
     return tuple(dim + to_rank - from_rank for dim in spec)
 
 
 def broadcast_source(
     in_shape: Sequence[int], out_shape: Sequence[int], spec: Spec
 ) -> Spec | Refusal:
-    """The spec an operand must have so that the broadcast result has ``spec``."""
+    """The spec that an operand must have for a pointwise result of ``out_shape`` to have ``spec``.
+
+    ``WHOLE`` if the operand is broadcast over all token dims, as a bias is.
+    """
     dims = align(spec, len(out_shape), len(in_shape))
     present = [d for d in dims if d >= 0 and in_shape[d] != 1]
     if not present:
         return WHOLE
     if len(present) < len(dims):
-        return Refusal("an operand broadcasts over a part of the token dims")
+        return Refusal("an operand is broadcast over some of the token dims only")
     return dims
 
 
 def through_view(in_shape: Sequence[int], out_shape: Sequence[int], spec: Spec) -> Spec | Refusal:
-    """Token dims after a view, by matching groups of dims with equal products.
+    """The token dims after a view, found by matching groups of dims with equal products.
 
-    ``[B, S, D] -> [B*S, D]`` maps ``(0, 1)`` to ``(0,)`` and back; a view that mixes token dims
-    with others (``[N, D] -> [N*D]``) is refused.
+    ``[B, S, D] -> [B*S, D]`` maps ``(0, 1)`` to ``(0,)`` and back. A view that mixes token dims
+    with others, such as ``[N, D] -> [N*D]``, is refused.
     """
     if not spec:
         return WHOLE
@@ -101,7 +110,10 @@ def through_view(in_shape: Sequence[int], out_shape: Sequence[int], spec: Spec) 
 def _group_of(
     in_shape: Sequence[int], out_shape: Sequence[int], dim: int
 ) -> tuple[list[int], list[int]]:
-    """The smallest matching groups (sizes > 1) of in and out dims that hold input dim ``dim``."""
+    """The smallest groups of input and output dims with equal products, the one that holds ``dim``.
+
+    Dims of size 1 belong to no group. Both groups are empty if the shapes do not match.
+    """
     ins = [d for d, size in enumerate(in_shape) if size != 1]
     outs = [d for d, size in enumerate(out_shape) if size != 1]
     i = o = 0
@@ -128,11 +140,12 @@ def _group_of(
 
 
 def without_ones(shape: Sequence[int], spec: Spec) -> Spec:
+    """The spec without dims of size 1."""
     return tuple(dim for dim in spec if shape[dim] != 1)
 
 
 class CannotTake(Exception):
-    """The region is refused; carries the node and the reason."""
+    """A region is refused: the node that stands in the way, and the reason."""
 
     def __init__(self, node: fx.Node, reason: str):
         super().__init__(reason)

@@ -23,11 +23,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from mstpass.graph.cost import flops, total_flops
 from mstpass.graph.joint import ancestors
 from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.node_cost import flops, total_flops
 from mstpass.graph.sizes import hint
-from mstpass.graph.source import source_of
+from mstpass.graph.source_location import source_of
 from mstpass.linter.report import BOUNDARY, DEAD, DUPLICATE, SAVED, Finding, LintReport
 from mstpass.torch_internals.op_types import HigherOrderOperator, OpOverload, schema_of
 

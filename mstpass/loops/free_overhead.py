@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from mstpass.graph import op_table
-from mstpass.graph.checkpoint_tags import tag_of
-from mstpass.graph.cost import total_flops
+from mstpass.graph import ops
+from mstpass.graph.checkpoint_policies import tag_of
 from mstpass.graph.joint import JointGraph, nbytes
+from mstpass.graph.node_cost import total_flops
 from mstpass.plans import SAVE, ChunkPlan
 from mstpass.problem.problem import MUST_SAVE
 
@@ -55,7 +55,7 @@ def spend_free_overhead(
 def _saved_matmuls(joint: JointGraph, plan: ChunkPlan) -> list[fx.Node]:
     """The saved matmul results, but for those that the user's checkpointing saves."""
     saved = map(joint.by_name.__getitem__, plan.saved)
-    return [n for n in saved if op_table.is_matmul(n) and tag_of(n) != MUST_SAVE]
+    return [n for n in saved if ops.is_matmul(n) and tag_of(n) != MUST_SAVE]
 
 
 def _bytes_per_flop(nodes: Sequence[fx.Node]) -> float:

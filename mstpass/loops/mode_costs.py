@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from torch import fx
 
 from mstpass.graph.builder import Builder, fake_mode_of
-from mstpass.graph.cost import flops, time_us
 from mstpass.graph.device_costs import costs_of
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.loop_op import STACK, SUM
+from mstpass.graph.node_cost import flops, time_us
 from mstpass.graph.sizes import hint_shape
 from mstpass.loops.body.build import build_body
 from mstpass.loops.candidate_modes import RegionCandidates

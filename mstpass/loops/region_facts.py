@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from mstpass.graph import op_table
-from mstpass.graph.cost import total_flops
+from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of
+from mstpass.graph.node_cost import total_flops
 from mstpass.graph.sizes import generic_shape
-from mstpass.graph.tokens import WHOLE, Refusal, Spec, Sum, token_count
+from mstpass.graph.tokens import WHOLE, Refusal, Spec, token_count
 from mstpass.plans import Region
 
 
@@ -48,15 +48,15 @@ class RegionFacts:
             for value in tensors_of(node.meta["val"])
         )
         self.buffered = [node for node in self.specs if self._is_buffered(node)]
-        products = [node for node in self.buffered if op_table.is_matmul(node)]
+        products = [node for node in self.buffered if ops.is_matmul(node)]
         self.bytes_before = sum(map(nbytes, self.buffered if region.returned else products))
         self.flops_per_token = total_flops(self.specs) / region.num_tokens
         self._operand_specs: dict[fx.Node, dict[fx.Node, Spec]] = {}
 
     def _is_buffered(self, node: fx.Node) -> bool:
-        if not self.specs[node] or op_table.is_view(node) or not self.is_wide(node):
+        if not self.specs[node] or ops.is_view(node) or not self.is_wide(node):
             return False
-        return op_table.is_matmul(node) or any(map(op_table.is_matmul, op_table.readers(node)))
+        return ops.is_matmul(node) or any(map(ops.is_matmul, ops.readers_through_views(node)))
 
     def is_wide(self, node: fx.Node) -> bool:
         return numel(node) * 4 >= self.region.width * self._generic_tokens
@@ -69,10 +69,11 @@ class RegionFacts:
 
     def _find_operand_specs(self, node: fx.Node) -> dict[fx.Node, Spec]:
         spec = self.specs[node]
+        found: dict[fx.Node, Spec] | Refusal
         if spec is None:
             operand = next(n for n in node.all_input_nodes if self.specs.get(n))
-            found = op_table.sum_operands(node, operand, self.specs[operand] or WHOLE)
+            found = ops.sum_operands(node, operand, self.specs[operand] or WHOLE)
         else:
-            found = op_table.operand_specs(node, spec)
-        assert not isinstance(found, Refusal | Sum), (node, found)
+            found = ops.operand_specs(node, spec)
+        assert not isinstance(found, Refusal), (node, found)
         return found

@@ -16,7 +16,7 @@ from collections.abc import Set
 
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.joint import nbytes
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.region_facts import RegionFacts
@@ -135,5 +135,5 @@ def _members_and_inputs(
                 stack.append(operand)
             else:
                 inputs.add((operand, spec))
-        inputs.update((size, WHOLE) for size in op_table.size_operands(node))
+        inputs.update((size, WHOLE) for size in ops.size_operands(node))
     return members, inputs

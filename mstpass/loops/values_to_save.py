@@ -10,8 +10,8 @@ from collections.abc import Set
 
 from torch import fx
 
-from mstpass.graph import op_table
-from mstpass.graph.checkpoint_tags import tag_of
+from mstpass.graph import ops
+from mstpass.graph.checkpoint_policies import tag_of
 from mstpass.graph.joint import nbytes, value_of
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.partition.solvers.min_cut import min_cut
@@ -35,13 +35,13 @@ def values_to_save(facts: RegionFacts, may_recompute: Set[str]) -> list[fx.Node]
 
 def _value(facts: RegionFacts, node: fx.Node, names: Set[str], may_recompute: Set[str]) -> Value:
     tag = tag_of(node)
-    has_storage = not op_table.is_view(node) and value_of(node) is not None
+    has_storage = not ops.is_view(node) and value_of(node) is not None
     is_sliced = bool(facts.specs[node]) and has_storage
     return Value(
         name=node.name,
         bytes=0 if node.name in facts.region.returned else nbytes(node),
         inputs=tuple(i.name for i in node.all_input_nodes if i.name in names),
-        heavy=op_table.is_matmul(node) and node.name not in may_recompute,
+        heavy=ops.is_matmul(node) and node.name not in may_recompute,
         pinned=is_sliced and tag == MUST_SAVE,
         savable=is_sliced and tag not in RECOMPUTED,
         needed=any(user in facts.backward for user in node.users),

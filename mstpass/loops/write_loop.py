@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph.builder import Builder, SizeNodes, map_values
-from mstpass.graph.checkpoint_tags import META, tags_of
+from mstpass.graph import ops
+from mstpass.graph.builder import Builder, SizeNodes, fake_values
+from mstpass.graph.checkpoint_policies import policies_of
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import STACK, SUM, OutputSpec, mst_loop
-from mstpass.graph.recomputable import base_of
+from mstpass.graph.node_meta import policy_meta, replacement_meta
 from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.build import build_body
@@ -29,7 +30,6 @@ from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import RECOMPUTED
 
 aten = torch.ops.aten
-_KEPT_META = ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack", *META)
 
 Env = Mapping[fx.Node, fx.Node]  # new nodes by the old ones that they stand for
 
@@ -47,7 +47,7 @@ class LoopWriter:
     ):
         self.joint, self.builder, self.sizes = joint, builder, sizes
         self.root, self.accumulate = root, accumulate
-        self.tags = tags_of(joint).of
+        self.tags = policies_of(joint).tags
         self.bodies: dict[str, str] = {}  # names of body modules, by what they compute
 
     def write(self, plan: ChunkPlan, loop: LoopPlan, env: Env) -> dict[fx.Node, fx.Node]:
@@ -115,7 +115,7 @@ class LoopWriter:
     def _fake_results(
         self, specs: tuple[OutputSpec, ...], device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        shapes: Any = map_values([shape for _, shape, _ in specs])
+        shapes: Any = fake_values([shape for _, shape, _ in specs])
         with self.builder.mode:
             return tuple(
                 torch.empty(shape, dtype=dtype, device=device)
@@ -125,9 +125,9 @@ class LoopWriter:
     def _checkpoint_meta(self, loop: LoopPlan) -> dict[str, Any]:
         """The checkpointing metadata of the results, if it asks to recompute all of them."""
         nodes = [self.joint.by_name[item.node] for item in loop.outputs]
-        if any(self.tags.get(base_of(node), "") not in RECOMPUTED for node in nodes):
+        if any(self.tags.get(ops.base_of(node), "") not in RECOMPUTED for node in nodes):
             return {}
-        return {key: nodes[0].meta[key] for key in META if key in nodes[0].meta}
+        return policy_meta(nodes[0])
 
     # ---- layouts -------------------------------------------------------------------------------
     def _tokens_first(self, built: fx.Node, spec: Spec) -> fx.Node:
@@ -168,9 +168,7 @@ class LoopWriter:
                 result = self.builder.call(aten.permute.default, result, inverse)
         if not same_shape(result.meta["val"].shape, value.shape):
             raise CannotTake(node, f"the loop returns {tuple(result.meta['val'].shape)}")
-        for key in _KEPT_META:
-            if key in node.meta:
-                result.meta[key] = node.meta[key]
+        result.meta.update(replacement_meta(node))
         return result
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.joint import nbytes, tensors_of, value_of
 from mstpass.graph.loop_op import SUM, mst_loop
 from mstpass.graph.sizes import depends_on_data, hint_shape
+from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal
 from mstpass.memory.attention_workspace import flash_attention_bytes
 from mstpass.memory.simulate_ops import held_outputs, simulate_ops
@@ -120,17 +121,17 @@ def _kind(node: fx.Node) -> str:
     if node.op == "placeholder":
         return INPUT
     kind = _kind_of(node.target)
-    return CONSTANT if kind == POINTWISE and op_table.is_constant(node) else kind
+    return CONSTANT if kind == POINTWISE and ops.is_constant(node) else kind
 
 
 @functools.cache
 def _kind_of(target: Any) -> str:
     """The kind of op that a call of the target is. Ops that create tensors count as pointwise."""
-    if target in op_table.VIEWS:
+    if target in VIEWS:
         return ITEM if target is operator.getitem else VIEW
     if target in _SCATTERS:
         return SCATTER
-    row = op_table.row_of(target)
+    row = ops.row_of(target)
     if isinstance(row, Refusal) or row.kind in _CALLED_KINDS or target in _CALLED:
         return CALL
     return REDUCTION if row.kind == "reduce" else POINTWISE
@@ -143,7 +144,7 @@ def _is_dear(node: fx.Node) -> bool:
 
 def _inner_bytes(node: fx.Node) -> int:
     """The workspace of a call: for a loop, the peak of one chunk."""
-    if "flash_attention_for_cpu" in op_table.name_of(node):
+    if "flash_attention_for_cpu" in ops.op_name(node):
         return _attention_bytes(node)
     if node.target is not mst_loop:
         return 0
@@ -164,16 +165,16 @@ def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node], kinds: Sequence[str]) 
         kinds: ``STACK`` or ``SUM`` for each of them.
     """
     summed = {
-        part
-        for part, kind in zip(parts, kinds, strict=True)
-        if kind == SUM and op_table.is_matmul(part)
+        part for part, kind in zip(parts, kinds, strict=True) if kind == SUM and ops.is_matmul(part)
     }
-    ops = [op_of(n, summed) for n in graph.nodes if n.op in ("placeholder", "call_function")]
-    return simulate_ops(ops, [n.name for n in parts], fuse=True).peak.bytes
+    timeline_ops = [
+        op_of(n, summed) for n in graph.nodes if n.op in ("placeholder", "call_function")
+    ]
+    return simulate_ops(timeline_ops, [n.name for n in parts], fuse=True).peak.bytes
 
 
 def _attention_bytes(node: fx.Node) -> int:
-    backward = "backward" in op_table.name_of(node)
+    backward = "backward" in ops.op_name(node)
     operands = [value_of(n) for n in node.args if isinstance(n, fx.Node)]
     query, key = operands[backward : backward + 2]  # the backward's first operand is the gradient
     if query is None or key is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mstpass.graph.builder import sizes_from_inputs
 from mstpass.graph.joint import JointGraph
-from mstpass.normalize.expand_to_tokens import spread_operands
-from mstpass.normalize.hoist_token_slices import hoist_slices
-from mstpass.normalize.means_as_sums import sum_means
+from mstpass.normalize.expand_to_tokens import expand_to_tokens
+from mstpass.normalize.means_as_sums import means_as_sums
+from mstpass.normalize.move_token_slices import move_slices
+from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
 
 
 def normalized(joint: JointGraph) -> tuple[JointGraph, JointGraph, frozenset[str]]:
@@ -17,8 +17,8 @@ def normalized(joint: JointGraph) -> tuple[JointGraph, JointGraph, frozenset[str
         nodes that the rewrites changed or made.
     """
     joint = sizes_from_inputs(joint)
-    prepared, sums = sum_means(joint)
-    hoisted = hoist_slices(prepared)
+    prepared, sums = means_as_sums(joint)
+    hoisted = move_slices(prepared)
     prepared = hoisted.joint if hoisted is not None else prepared
-    prepared, spread = spread_operands(prepared)
+    prepared, spread = expand_to_tokens(prepared)
     return joint, prepared, sums | spread | (hoisted.moved if hoisted is not None else frozenset())

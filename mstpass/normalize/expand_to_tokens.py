@@ -11,17 +11,18 @@ import contextlib
 import torch
 from torch import fx
 
-from mstpass.graph import checkpoint_tags, op_table
-from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, copied, fake_mode_of
+from mstpass.graph import ops
+from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
 from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.sizes import Size, generic_shape
 from mstpass.graph.tokens import Refusal, Spec, broadcast_source
-from mstpass.regions.downstream import downstream
+from mstpass.normalize.downstream import downstream
 
 aten = torch.ops.aten
 
 
-def spread_operands(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def expand_to_tokens(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     """A new joint graph with such operands expanded, and the names of their users.
 
     The same graph where there are none.
@@ -29,7 +30,7 @@ def spread_operands(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     found = _partly_broadcast(joint)
     if not found:
         return joint, frozenset()
-    new = copied(joint)
+    new = joint.copy()
     builder = Builder(new.module.graph, fake_mode_of(new.nodes))
     sizes = SizeNodes(builder)
     for node in new.module.graph.find_nodes(op="placeholder"):
@@ -41,9 +42,7 @@ def spread_operands(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
             with contextlib.suppress(UnknownSize):
                 arguments = sizes.arguments(shape)
                 spread = builder.call(aten.expand.default, operand, arguments)
-                spread.meta.update(
-                    {k: user.meta[k] for k in checkpoint_tags.META if k in user.meta}
-                )
+                spread.meta.update(policy_meta(user))
                 user.replace_input_with(operand, spread)
     new.module.graph.lint()
     new.module.recompile()
@@ -54,8 +53,8 @@ def _partly_broadcast(joint: JointGraph) -> list[tuple[str, str, Spec]]:
     """Pointwise users downstream of wide matmuls, such operands of theirs, the users' specs."""
     return [
         (node.name, operand.name, spec)
-        for node, (spec, _) in joint.once(downstream).items()
-        if op_table.is_pointwise(node)
+        for node, (spec, _) in joint.cached(downstream).items()
+        if ops.is_pointwise(node)
         for operand in _partial_operands(node, spec)
     ]
 

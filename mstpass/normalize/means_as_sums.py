@@ -14,11 +14,11 @@ import math
 import torch
 from torch import fx
 
-from mstpass.graph import checkpoint_tags
-from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, copied, fake_mode_of
+from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
 from mstpass.graph.joint import JointGraph, numel
-from mstpass.graph.token_rules.reductions import reduced_dims
-from mstpass.regions.downstream import downstream
+from mstpass.graph.node_meta import policy_meta
+from mstpass.graph.token_rules.along_dims import reduced_dims
+from mstpass.normalize.downstream import downstream
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -28,7 +28,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _WIDE_OF_ANCHOR = 0.4
 
 
-def sum_means(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def means_as_sums(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     """A new joint graph with such means of wide values as sums, and the names of the sums.
 
     The same graph where there are none.
@@ -36,7 +36,7 @@ def sum_means(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     found = _means_over_tokens(joint)
     if not found:
         return joint, frozenset()
-    new = copied(joint)
+    new = joint.copy()
     builder = Builder(new.module.graph, fake_mode_of(new.nodes))
     sizes = SizeNodes(builder)
     for node in new.module.graph.find_nodes(op="placeholder"):
@@ -53,7 +53,7 @@ def sum_means(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
 
 def _means_over_tokens(joint: JointGraph) -> list[str]:
     """Means, over all tokens and maybe more dims, of wide values downstream of wide matmuls."""
-    known = joint.once(downstream)
+    known = joint.cached(downstream)
     found = []
     for node in joint.nodes:
         if node.target not in _MEANS or node in known:
@@ -81,6 +81,6 @@ def _write(builder: Builder, sizes: SizeNodes, mean: fx.Node) -> fx.Node:
         if dtype != value.dtype:
             quotient = builder.call(prims.convert_element_type.default, quotient, value.dtype)
     for node in (total, quotient):
-        node.meta.update({key: mean.meta[key] for key in checkpoint_tags.META if key in mean.meta})
+        node.meta.update(policy_meta(mean))
     mean.replace_all_uses_with(quotient)
     return total

@@ -10,10 +10,11 @@ from collections.abc import Set
 
 from torch import fx
 
-from mstpass.graph.checkpoint_tags import Tags, tags_of
-from mstpass.graph.cost import time_us
+from mstpass.graph import ops
+from mstpass.graph.checkpoint_policies import Policies, policies_of
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.recomputable import is_heavy, is_pinned, shares_storage
+from mstpass.graph.node_cost import time_us
+from mstpass.graph.recompute_rules import is_heavy, is_pinned
 from mstpass.graph.sizes import is_size
 from mstpass.memory.simulate_graph import op_of
 from mstpass.problem.problem import (
@@ -36,10 +37,10 @@ def cut_problem(
         scatters_delayed: as in ``memory.simulate_graph.simulate_step``.
     """
     nodes = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
-    names, tags = {n.name for n in nodes}, tags_of(joint)
+    names, policies = {n.name for n in nodes}, policies_of(joint)
     forward, backward = (
         tuple(
-            _value(joint, n, names, tags, scatters_delayed)
+            _value(joint, n, names, policies, scatters_delayed)
             for n in nodes
             if (n in joint.backward) == in_backward
         )
@@ -56,10 +57,10 @@ def cut_problem(
 
 
 def _value(
-    joint: JointGraph, node: fx.Node, names: Set[str], tags: Tags, scatters_delayed: bool
+    joint: JointGraph, node: fx.Node, names: Set[str], policies: Policies, scatters_delayed: bool
 ) -> Value:
     op = op_of(node, scatters_delayed=scatters_delayed)
-    tag = tags.of.get(node, "")
+    tag = policies.tags.get(node, "")
     return Value(
         name=node.name,
         bytes=op.bytes if value_of(node) is not None else 0,
@@ -69,9 +70,11 @@ def _value(
         dear=op.dear,
         us=time_us(node),
         free=(node.op == "placeholder" and node not in joint.backward) or is_size(node),
-        heavy=is_heavy(node) or node in tags.boundary,
+        heavy=is_heavy(node) or node in policies.boundary,
         pinned=tag == MUST_SAVE or (is_pinned(node) and tag not in RECOMPUTED),
-        savable=tag not in RECOMPUTED and value_of(node) is not None and not shares_storage(node),
+        savable=tag not in RECOMPUTED
+        and value_of(node) is not None
+        and not ops.shares_storage(node),
         forward=node in joint.forward,
         tag=tag,
     )

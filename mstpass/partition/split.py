@@ -19,7 +19,7 @@ from torch import fx
 from mstpass.graph.joint import JointGraph, Modules, is_tangent, nbytes
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.sizes import is_size
-from mstpass.graph.source import source_of
+from mstpass.graph.source_location import source_of
 from mstpass.plans import SavedValue, SavePlan
 from mstpass.schedule.nested_recomputation import recompute_nested_values
 from mstpass.torch_internals.partitioners import (

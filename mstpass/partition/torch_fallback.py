@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import fx
 
-from mstpass.graph import op_table
-from mstpass.graph.checkpoint_tags import tags_of
+from mstpass.graph import ops
+from mstpass.graph.checkpoint_policies import policies_of
 from mstpass.graph.joint import JointGraph, Modules, tensors_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.recomputable import draws
+from mstpass.graph.recompute_rules import draws_random_numbers
 from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.partition.split import saved_values
 from mstpass.plans import SavePlan
@@ -40,8 +40,8 @@ def needs_torch(joint: JointGraph) -> str:
     """The reason to leave the graph to torch's partitioner; empty where we split it."""
     if joint.has_side_effects:
         return "an op writes to its operands"
-    for node, tag in tags_of(joint).of.items():
-        if tag in RECOMPUTED and draws(node):
+    for node, tag in policies_of(joint).tags.items():
+        if tag in RECOMPUTED and draws_random_numbers(node):
             return f"{node.name} draws random numbers inside a checkpoint, which repeats the draw"
     reasons = filter(None, map(_unsupported, joint.nodes))
     return next(reasons, TORCH_BUDGET if has_torch_budget(joint.nodes) else "")
@@ -61,7 +61,7 @@ def _unsupported(node: fx.Node) -> str:
         return f"the higher-order op {node.target}"
     if node.meta.get("memory_budget") is not None:
         return TORCH_BUDGET
-    return "collectives" if "c10d" in op_table.name_of(node) else ""
+    return "collectives" if "c10d" in ops.op_name(node) else ""
 
 
 def _is_loop_body(node: fx.Node) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Set
 
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.sizes import is_size
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal
@@ -37,7 +37,7 @@ def absorb_sums(joint: JointGraph, growth: Growth) -> None:
     queue = [n for n in joint.sorted(growth.specs) if growth.specs[n] not in (WHOLE, SUM)]
     for node in queue:
         for user in joint.users(node):
-            if user in trial.specs or op_table.is_matmul(user) or growth.wide(user):
+            if user in trial.specs or ops.is_matmul(user) or growth.wide(user):
                 continue
             result = trial.try_user(user, node)
             if isinstance(result, Refusal) or result == WHOLE:
@@ -90,7 +90,7 @@ def _replaces(growth: Growth, user: fx.Node) -> bool:
 def check_linear(nodes: Iterable[fx.Node], backward: Set[fx.Node]) -> None:
     """Raise ``CannotTake`` unless each node is linear in its operands that need a tangent."""
     for node in nodes:
-        row = op_table.lookup(node)
+        row = ops.lookup(node)
         if isinstance(row, Refusal):
             raise CannotTake(node, row.reason)
         if not row.linear(node, {n for n in node.all_input_nodes if n in backward}):

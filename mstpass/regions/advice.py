@@ -72,7 +72,7 @@ _ADVICE = (
         "are narrow: before the widening product or after the loss",
     ),
     (
-        r"draws random numbers|makes a seed",
+        r"draws (random numbers|a random seed)",
         "a chunk cannot draw its part of them: move dropout to where values are narrow, or set p=0",
     ),
     (
@@ -84,22 +84,22 @@ _ADVICE = (
         r"attention|neighbouring positions",
         "nothing to change: what attention or a convolution reads is needed whole",
     ),
-    (r"the expert that they were sent to", "nothing to change: only dense MLPs are taken so far"),
-    (r"size depends on data|as it has ones", _PICK),
+    (r"grouped by expert", "nothing to change: only dense MLPs are taken so far"),
+    (r"size (of .*)?depends on data", _PICK),
     (
-        r"of single tokens|picks tokens|writes single tokens|places (along|that)|indexed and other"
-        r"|by tokens|tokens that a slice drops",
+        r"picks (single )?tokens|writes single tokens|writes at indices|adds rows at indices"
+        r"|indexed dims|embedding table|tokens that a slice drops",
         _PICK,
     ),
     (
-        r"reduces over|along (a|the) token dim|normalizes over tokens|over all its elements"
+        r"reduces over|along (a|the) token dim|normalizes over tokens|over all elements"
         r"|whole tensors|sum over tokens is used|without dims|sums nothing|contracts tokens"
-        r"|itself|twice|bias and factor|tokens in its weights|embedding's features",
+        r"|itself|two roles|bias and factor|depend on tokens|features of an embedding",
         _ROWWISE,
     ),
     (
-        r"token dims|tokens over several dims|not dims|operand without a tensor|several results"
-        r"|not one tensor",
+        r"token dims|tokens over several dims|not by dims|an operand of .* is not a tensor"
+        r"|several results|not one tensor",
         _LAYOUT,
     ),
     (

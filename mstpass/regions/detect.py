@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
 from mstpass.graph.sizes import (
     Size,
@@ -23,12 +23,12 @@ from mstpass.graph.sizes import (
     hint_shape,
     is_static,
 )
-from mstpass.graph.source import source_of
+from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec, Sum, token_count
 from mstpass.plans import Region, Rejection
 from mstpass.regions.absorb import absorb
 from mstpass.regions.advice import fix_of
-from mstpass.regions.fused import Unit, try_fused
+from mstpass.regions.close_fused import Unit, try_fused
 from mstpass.regions.grow import Growth, Needs, products_behind
 
 WIDEN = 1.5
@@ -52,7 +52,7 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
     taken: set[fx.Node] = set()
     refused: set[fx.Node] = set()
     behind, needs = products_behind(joint), Needs()
-    for anchor, spec in joint.once(anchors):
+    for anchor, spec in joint.cached(anchors):
         if anchor in taken or anchor in refused:
             continue
         growth = Growth(joint, _wide_numel(anchor, spec), taken, behind, needs)
@@ -66,7 +66,7 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
             taken |= {
                 n
                 for n, s in growth.specs.items()
-                if s != WHOLE and not op_table.is_cheap_view(n) and growth.matters(n)
+                if s != WHOLE and not ops.is_cheap_view(n) and growth.matters(n)
             }
     return regions, [*rejections, *_experts(joint), *_of_symbolic_width(joint)]
 
@@ -76,8 +76,8 @@ def _experts(joint: JointGraph) -> list[Rejection]:
     return [
         Rejection("detect", node.name, reason.reason, source_of(node), nbytes(node))
         for node in joint.nodes
-        if node not in joint.backward and op_table.is_experts(node) and _widens(node)
-        if isinstance(reason := op_table.lookup(node), Refusal)
+        if node not in joint.backward and ops.is_grouped_matmul(node) and _widens(node)
+        if isinstance(reason := ops.lookup(node), Refusal)
     ]
 
 
@@ -86,7 +86,7 @@ def _of_symbolic_width(joint: JointGraph) -> list[Rejection]:
     return [
         Rejection("detect", node.name, _SYMBOLIC, source_of(node), nbytes(node))
         for node in joint.nodes
-        if op_table.is_matmul(node) and node not in joint.backward and _anchor_spec(node) is None
+        if ops.is_matmul(node) and node not in joint.backward and _anchor_spec(node) is None
         if (widths := _widths(node)) is not None and not isinstance(widths[0], int)
         if hint(widths[1]) >= WIDEN * hint(widths[0]) and nbytes(node) >= _SMALL_BYTES
     ]
@@ -103,7 +103,7 @@ def anchors(joint: JointGraph) -> list[tuple[fx.Node, Spec]]:
     """Forward matmuls that widen, largest output first, with their token dims."""
     found = []
     for node in joint.nodes:
-        if not op_table.is_matmul(node) or node in joint.backward:
+        if not ops.is_matmul(node) or node in joint.backward:
             continue
         spec = _anchor_spec(node)
         if spec is not None and not _is_small(node):
@@ -130,7 +130,7 @@ def _widths(node: fx.Node) -> tuple[Size, Size] | None:
 
     Such a batch is attention or experts, not a token-parallel layer.
     """
-    a, b = (value_of(n) for n in op_table.matmul_factors(node))
+    a, b = (value_of(n) for n in ops.matmul_factors(node))
     out = value_of(node)
     if a is None or b is None or out is None or not out.is_floating_point():
         return None
@@ -141,13 +141,13 @@ def _widths(node: fx.Node) -> tuple[Size, Size] | None:
 
 def _is_transposed(node: fx.Node) -> bool:
     """A weight times tokens in columns."""
-    left, right = op_table.matmul_factors(node)
-    return op_table.is_weight(left) and not op_table.is_weight(right)
+    left, right = ops.matmul_factors(node)
+    return ops.is_weight(left) and not ops.is_weight(right)
 
 
 def _wide_numel(anchor: fx.Node, spec: Spec) -> int:
     out = value_of(anchor)
-    left, _ = op_table.matmul_factors(anchor)
+    left, _ = ops.matmul_factors(anchor)
     source = value_of(left)
     assert out is not None and source is not None
     tokens = token_count(generic_shape(out), spec)
@@ -190,7 +190,7 @@ def _check_row(joint: JointGraph, growth: Growth) -> None:
     for node in joint.sorted(growth.specs):
         if node in joint.backward:
             continue
-        widens = op_table.is_matmul(node) and _anchor_spec(node) is not None
+        widens = ops.is_matmul(node) and _anchor_spec(node) is not None
         row[node] = widens + max((row.get(n, 0) for n in node.all_input_nodes), default=0)
         if row[node] > _MOST_IN_A_ROW:
             raise CannotTake(node, f"more than {_MOST_IN_A_ROW} widening products in a row")
@@ -227,8 +227,8 @@ def _kind(joint: JointGraph, growth: Growth, anchor: fx.Node) -> str:
     for node, spec in growth.specs.items():
         if node is anchor or node in joint.backward or isinstance(spec, Sum) or spec == WHOLE:
             continue
-        if op_table.is_matmul(node) and not growth.wide(node):
-            if any(growth.wide(n) and growth.specs.get(n) for n in op_table.matmul_factors(node)):
+        if ops.is_matmul(node) and not growth.wide(node):
+            if any(growth.wide(n) and growth.specs.get(n) for n in ops.matmul_factors(node)):
                 return "mlp"
     return "lm_head"
 
@@ -294,14 +294,14 @@ def _spec(spec: Spec | Sum) -> Spec | None:
 
 def _base(growth: Growth, node: fx.Node) -> fx.Node:
     """What a view among the members is a view of."""
-    while op_table.is_cheap_view(node) and node.all_input_nodes[0] in growth.specs:
+    while ops.is_cheap_view(node) and node.all_input_nodes[0] in growth.specs:
         node = node.all_input_nodes[0]
     return node
 
 
 def _behind_views(growth: Growth, node: fx.Node) -> fx.Node:
     """The value that the node shows all of: other regions may redo the view, and need the value."""
-    while op_table.is_cheap_view(node) and growth.specs[node] != SUM:
+    while ops.is_cheap_view(node) and growth.specs[node] != SUM:
         source = node.all_input_nodes[0]
         if source not in growth.specs or numel(source) != numel(node):
             break
@@ -312,14 +312,9 @@ def _behind_views(growth: Growth, node: fx.Node) -> fx.Node:
 def _check_returned(growth: Growth, kind: str, returned: set[fx.Node]) -> None:
     """Raise ``CannotTake`` unless there is a large value besides those that the graph returns."""
     for node, spec in growth.specs.items():
-        if (
-            spec in (SUM, WHOLE)
-            or op_table.is_view(node)
-            or node in returned
-            or not growth.wide(node)
-        ):
+        if spec in (SUM, WHOLE) or ops.is_view(node) or node in returned or not growth.wide(node):
             continue
-        if op_table.is_matmul(node) or any(map(op_table.is_matmul, op_table.readers(node))):
+        if ops.is_matmul(node) or any(map(ops.is_matmul, ops.readers_through_views(node))):
             return
     raise CannotTake(next(iter(returned)), _RETURNED[kind])
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Set
 
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec, Sum
 
@@ -27,7 +27,7 @@ def products_behind(joint: JointGraph) -> dict[fx.Node, int]:
     """Of every node the products that it depends on or is: bit ``i`` for the graph's node ``i``."""
     behind: dict[fx.Node, int] = {}
     for i, node in enumerate(joint.nodes):
-        bits = 1 << i if op_table.is_matmul(node) else 0
+        bits = 1 << i if ops.is_matmul(node) else 0
         for operand in node.all_input_nodes:
             bits |= behind[operand]
         behind[node] = bits
@@ -42,7 +42,7 @@ class Needs:
 
     def of(self, node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
         if (node, spec) not in self._known:
-            self._known[node, spec] = op_table.operand_specs(node, spec)
+            self._known[node, spec] = ops.operand_specs(node, spec)
         return self._known[node, spec]
 
 
@@ -97,7 +97,7 @@ class Growth:
         return sum(1 << self.joint.index[node] for node in self.specs if self._is_product(node))
 
     def _is_product(self, node: fx.Node) -> bool:
-        return op_table.is_matmul(node) and self.wide(node)
+        return ops.is_matmul(node) and self.wide(node)
 
     def feeds(self, products: int, node: fx.Node) -> bool:
         """Whether a node outside needs one of these products."""
@@ -140,7 +140,7 @@ class Growth:
         for operand in member.all_input_nodes:
             spec = self.specs.get(operand)
             if isinstance(spec, tuple) and spec != WHOLE:
-                return op_table.sum_operands(member, operand, spec)
+                return ops.sum_operands(member, operand, spec)
         return Refusal(f"{member.name} sums nothing of the region")
 
     def try_user(self, user: fx.Node, operand: fx.Node) -> Spec | Sum | Refusal:
@@ -150,7 +150,7 @@ class Growth:
             return Refusal("a sum over tokens is used token by token")
         if user.op == "output":
             return Refusal("is an output of the graph")
-        result = op_table.result_spec(user, operand, spec)
+        result = ops.result_spec(user, operand, spec)
         if isinstance(result, tuple):
             needs = self.known.of(user, result)
             if isinstance(needs, Refusal):
@@ -196,7 +196,7 @@ class Growth:
     def _worth_pulling(self, operand: fx.Node, spec: Spec) -> bool:
         if operand.op != "call_function":
             return False
-        if op_table.is_cheap_view(operand) or op_table.is_constant(operand):
+        if ops.is_cheap_view(operand) or ops.is_constant(operand):
             return True
         if spec == WHOLE:
             return False
@@ -204,7 +204,7 @@ class Growth:
         if value is None:
             return True  # a tuple cannot enter a loop: its producer comes along with its items
         # Masks and indices made from labels are cheaper to redo than to read.
-        labels = not value.is_floating_point() and op_table.is_pointwise(operand)
+        labels = not value.is_floating_point() and ops.is_pointwise(operand)
         return self.wide(operand) or labels
 
     def _can_pull(self, operand: fx.Node, spec: Spec) -> bool:

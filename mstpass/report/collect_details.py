@@ -12,12 +12,11 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
-from mstpass.graph import op_table
-from mstpass.graph.copies import original_of
+from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, Modules, nbytes, tensors_of
-from mstpass.graph.recomputable import shares_storage
+from mstpass.graph.node_copies import original_name
 from mstpass.graph.sizes import hint_numel, hint_shape, is_size
-from mstpass.graph.source import Place, Places
+from mstpass.graph.source_location import Place, Places
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.pipeline import Result
 from mstpass.plans import Outcome
@@ -42,7 +41,7 @@ def collect_details(result: Result) -> Details | None:
         return None
     joint_names = result.applied.old_names()
     for node in result.modules[1].graph.nodes:
-        original = original_of(node.name)
+        original = original_name(node.name)
         if original != node.name:
             joint_names[node.name] = joint_names.get(original, original)
     return Details(
@@ -134,14 +133,14 @@ def _fates(
             fates[node.name] = SAVED
         elif node.name in recomputed and node.op == "call_function" and node not in joint.backward:
             recomputed |= read
-            if not (shares_storage(node) or is_size(node) or op_table.is_constant(node)):
+            if not (ops.shares_storage(node) or is_size(node) or ops.is_constant(node)):
                 fates[node.name] = RECOMPUTED
     return fates
 
 
 def _nodes_run_by(module: fx.GraphModule, joint_names: Mapping[str, str]) -> set[str]:
-    ops = (node for node in module.graph.nodes if node.op == "call_function")
-    return {joint_names.get(node.name, node.name) for node in ops}
+    calls = (node for node in module.graph.nodes if node.op == "call_function")
+    return {joint_names.get(node.name, node.name) for node in calls}
 
 
 # ---- memory ------------------------------------------------------------------------------------

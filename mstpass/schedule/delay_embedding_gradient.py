@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import linearity, ops
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.joint import nbytes
 from mstpass.graph.sizes import is_static
@@ -53,7 +53,7 @@ def scatters_to_delay(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         node: rows
         for target, position in _SCATTERS.items()
         for node in graph.find_nodes(op="call_function", target=target)
-        if op_table.is_zero(node.args[0]) and is_static(node.meta["val"])
+        if linearity.is_zero(node.args[0]) and is_static(node.meta["val"])
         if isinstance(rows := node.args[position], fx.Node)
         if nbytes(rows) < min(nbytes(node), _freed_bytes(rows))
     }
@@ -68,9 +68,9 @@ def _freed_bytes(value: fx.Node) -> int:
         node = stack.pop()
         if node in inlined or node in read:
             continue
-        if op_table.is_pointwise(node) or op_table.is_cheap_view(node):
+        if ops.is_pointwise(node) or ops.is_cheap_view(node):
             inlined.add(node)
             stack.extend(node.all_input_nodes)
         elif node.op == "call_function":
             read.add(node)
-    return sum(nbytes(node) for node in read if inlined.issuperset(op_table.readers(node)))
+    return sum(nbytes(node) for node in read if inlined.issuperset(ops.readers_through_views(node)))

@@ -21,9 +21,9 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.joint import is_tangent, nbytes, value_of
-from mstpass.graph.recomputable import is_heavy
+from mstpass.graph.recompute_rules import is_heavy
 from mstpass.schedule.second_rematerialization import is_cheap
 from mstpass.torch_internals.control_dependencies import make_wait
 from mstpass.torch_internals.op_types import OpOverload
@@ -77,7 +77,7 @@ def gradient_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     pending: list[fx.Node] = []
     for node in graph.nodes:
         heavy = node.op == "call_function" and _is_heavy(node)
-        if (heavy or op_table.is_reduction(node)) and _leaves(node, kept):
+        if (heavy or ops.is_reduction(node)) and _leaves(node, kept):
             pending.append(node)
         elif heavy and pending:
             waits[node] = tuple(pending)
@@ -95,10 +95,10 @@ def copy_waits(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     copies = _copies(graph)
     waits: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in copies:
-        readers = [r for r in op_table.readers(node) if r not in copies]
+        readers = [r for r in ops.readers_through_views(node) if r not in copies]
         value = value_of(node)
         floating = value is not None and value.is_floating_point()
-        if op_table.is_cheap_view(node) or not readers or not floating:
+        if ops.is_cheap_view(node) or not readers or not floating:
             continue
         chain = _within(node, copies)
         first = min(order[n] for n in chain)
@@ -116,7 +116,7 @@ def _copies(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     originals: dict[object, fx.Node] = {}
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if is_cheap(node) and not op_table.is_constant(node):
+        if is_cheap(node) and not ops.is_constant(node):
             args = fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
             original = originals.setdefault((node.target, repr(args)), node)
             if original is not node:
@@ -133,11 +133,11 @@ def _within(last: fx.Node, copies: dict[fx.Node, fx.Node]) -> set[fx.Node]:
         if node in copies and node not in found:
             found.add(node)
             stack.extend(node.all_input_nodes)
-    return {node for node in found if not op_table.is_cheap_view(node)}
+    return {node for node in found if not ops.is_cheap_view(node)}
 
 
 def _leaves(node: fx.Node, kept: set[fx.Node]) -> bool:
-    return node in kept or any(op_table.is_cheap_view(u) and _leaves(u, kept) for u in node.users)
+    return node in kept or any(ops.is_cheap_view(u) and _leaves(u, kept) for u in node.users)
 
 
 def _descendants(sources: Iterable[fx.Node]) -> set[fx.Node]:
@@ -163,7 +163,7 @@ def _first_kernels(nodes: list[fx.Node], gradients: set[fx.Node]) -> list[fx.Nod
     for node in recomputed:
         if any(operand in behind for operand in node.all_input_nodes):
             behind.add(node)
-        elif node in leads and (_is_heavy(node) or op_table.is_reduction(node)):
+        elif node in leads and (_is_heavy(node) or ops.is_reduction(node)):
             first.append(node)
             behind.add(node)
     return first
@@ -178,7 +178,7 @@ def _kernel(node: fx.Node) -> fx.Node | None:
 
     A loop's results are none: Inductor names them by the buffers that were there before it.
     """
-    while op_table.is_cheap_view(node):
+    while ops.is_cheap_view(node):
         node = node.all_input_nodes[0]
     value = value_of(node)
     if node.op != "call_function" or value is None or not value.is_floating_point():

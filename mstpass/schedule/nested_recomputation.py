@@ -19,9 +19,9 @@ from collections.abc import Set
 
 from torch import fx
 
-from mstpass.graph import op_table
-from mstpass.graph.copies import copied
-from mstpass.graph.materialization import realized
+from mstpass.graph import ops
+from mstpass.graph.materialization import materialize
+from mstpass.graph.node_copies import copy_nodes
 from mstpass.graph.sizes import is_size
 
 
@@ -36,9 +36,9 @@ def recompute_nested_values(graph: fx.Graph, nested: Set[str]) -> None:
     for node in list(graph.nodes):
         if node.name not in nested or node.op != "call_function":
             continue
-        ahead = copied(_pass(node, there), node)[node]
-        if op_table.is_pointwise(ahead):  # otherwise its operands would be kept, not the value
-            ahead = realized(ahead)
+        ahead = copy_nodes(_pass(node, there), node)[node]
+        if ops.is_pointwise(ahead):  # otherwise its operands would be kept, not the value
+            ahead = materialize(ahead)
         node.replace_all_uses_with(ahead)
         there.add(ahead)
         graph.erase_node(node)

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from mstpass.graph import op_table
-from mstpass.graph.copies import copied
+from mstpass.graph import ops
 from mstpass.graph.joint import Modules
-from mstpass.graph.recomputable import is_heavy, is_pinned
+from mstpass.graph.node_copies import copy_nodes
+from mstpass.graph.recompute_rules import is_heavy, is_pinned
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.timeline import StepMemory
 
@@ -63,14 +63,14 @@ def _lowered(
         if moment.node not in by_name:  # the caller holds it
             continue
         value = by_name[moment.node]
-        readers = op_table.readers(value)
+        readers = ops.readers_through_views(value)
         late = sorted({r for r in readers if order[r] > here}, key=order.__getitem__)
         if not late or len(late) == len(set(readers)):
             continue
         chain = _chain(value, late, order)
         if not chain:
             continue
-        copies = copied(chain, late[0])
+        copies = copy_nodes(chain, late[0])
         for reader in late:
             for old, new in copies.items():
                 reader.replace_input_with(old, new)
@@ -106,7 +106,7 @@ def _chain(value: fx.Node, late: list[fx.Node], order: dict[fx.Node, int]) -> li
 
 def base_of(node: fx.Node) -> fx.Node:
     """For a view, what it is a view of."""
-    while op_table.is_cheap_view(node):
+    while ops.is_cheap_view(node):
         node = node.all_input_nodes[0]
     return node
 
@@ -114,13 +114,13 @@ def base_of(node: fx.Node) -> fx.Node:
 def _kept_until(node: fx.Node, place: int, order: dict[fx.Node, int]) -> bool:
     """Whether others keep a value alive up to a place of the order."""
     base = base_of(node)
-    return base.op != "call_function" or any(order[r] >= place for r in op_table.readers(base))
+    return base.op != "call_function" or any(
+        order[r] >= place for r in ops.readers_through_views(base)
+    )
 
 
 def is_cheap(node: fx.Node) -> bool:
     """Pointwise ops, reductions and views that may be repeated."""
     if node.op != "call_function" or is_heavy(node) or is_pinned(node):
         return False
-    return (
-        op_table.is_pointwise(node) or op_table.is_reduction(node) or op_table.is_cheap_view(node)
-    )
+    return ops.is_pointwise(node) or ops.is_reduction(node) or ops.is_cheap_view(node)

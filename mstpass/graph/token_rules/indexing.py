@@ -1,12 +1,17 @@
-"""Rules of ops that read or write places given by index tensors, for the op table.
+"""Token rules of ops that read or write at index tensors: index, index_put, embedding.
 
-``x[:, i, j]`` with tensors i and j (``aten.index.Tensor(x, [None, i, j])``): the result has x's
-dims that are not indexed and, as one *block*, the dims of the broadcast index tensors: in the place
-of the indexed dims where those are neighbours, in front otherwise.
+Take ``x[:, i, j]`` with index tensors i and j, in the graph ``aten.index.Tensor(x, [None, i, j])``.
+The dims of the result are those of x that are not indexed and, as one *block*, the dims of i and j
+broadcast together. The block stands in the place of the indexed dims if those are adjacent,
+otherwise in front.
 
-It is token-parallel in two ways: tokens run over dims that are not indexed and every token uses the
-same indices; or tokens run over the block, each with its indices, and x is a table that all tokens
-share (an embedding). Indices along a token dim pick or move tokens: refused.
+Indexing is token-parallel in two cases:
+
+- The tokens run over dims of x that are not indexed. All tokens use the same indices.
+- The tokens run over the block, so each token has indices of its own, and x is a table that all
+  tokens share, as in an embedding.
+
+Indices along a token dim of x would pick or move tokens, so they are refused.
 """
 
 from __future__ import annotations
@@ -17,18 +22,26 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from mstpass.graph.token_rules.basic import argument, shape_of
+from mstpass.graph.token_rules import OperandSpecs
+from mstpass.graph.token_rules.arguments import argument, shape_of
 from mstpass.graph.tokens import WHOLE, Refusal, Spec, align, broadcast_source
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Where an indexed result's dims come from."""
+    """Which dim of an indexed result comes from where.
 
-    indexed: tuple[int, ...]  # dims of the source that index tensors replace
-    start: int  # where the block begins in the result
-    block: tuple[int, ...]  # its shape
-    kept: tuple[int, ...]  # for each other dim of the result, in order, the source's dim
+    Attributes:
+        indexed: the dims of the source that the index tensors replace.
+        start: the first dim of the block in the result.
+        block: the shape of the block.
+        kept: for each dim of the result outside the block, in order, the dim of the source.
+    """
+
+    indexed: tuple[int, ...]
+    start: int
+    block: tuple[int, ...]
+    kept: tuple[int, ...]
 
     def result_dim(self, source_dim: int) -> int:
         place = self.kept.index(source_dim)
@@ -40,7 +53,7 @@ class _Layout:
     def source_dim(self, result_dim: int) -> int:
         return self.kept[result_dim if result_dim < self.start else result_dim - len(self.block)]
 
-    def shape(self, source: Sequence[int]) -> list[int]:
+    def result_shape(self, source: Sequence[int]) -> list[int]:
         kept = [source[d] for d in self.kept]
         return [*kept[: self.start], *self.block, *kept[self.start :]]
 
@@ -53,16 +66,16 @@ def _layout(node: fx.Node) -> _Layout | Refusal:
     source, indices = node.args[0], argument(node, "indices")
     assert isinstance(source, fx.Node)
     if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in _indices(node)):
-        return Refusal(f"{node.target}: a mask picks as many places as it has ones")
+        return Refusal(f"{node.target} selects by a mask: the size of its result depends on data")
     indexed = tuple(d for d, i in enumerate(indices) if isinstance(i, fx.Node))
     block = torch.broadcast_shapes(*(shape_of(i) for i in _indices(node)))
     kept = tuple(d for d in range(len(shape_of(source))) if d not in indexed)
-    neighbours = indexed == tuple(range(indexed[0], indexed[-1] + 1))
-    return _Layout(indexed, indexed[0] if neighbours else 0, tuple(block), kept)
+    adjacent = indexed == tuple(range(indexed[0], indexed[-1] + 1))
+    return _Layout(indexed, indexed[0] if adjacent else 0, tuple(block), kept)
 
 
-def _only(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether the operand has one role in the op."""
+def _has_one_role(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether the operand is only one of source, index and written values."""
     roles = [*node.args[:1], *_indices(node), *node.args[2:3]]
     return sum(role is operand for role in roles) == 1
 
@@ -72,7 +85,7 @@ def index_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal
     layout = _layout(node)
     if isinstance(layout, Refusal):
         return layout
-    if not _only(node, operand):
+    if not _has_one_role(node, operand):
         return Refusal(f"{node.target} indexes a value with itself")
     if operand is node.args[0]:
         if set(spec) & set(layout.indexed):
@@ -85,26 +98,26 @@ def index_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal
     return tuple(layout.start + d for d in dims)
 
 
-def index_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
+def index_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     layout, source = _layout(node), node.args[0]
     assert isinstance(source, fx.Node)
     if isinstance(layout, Refusal):
         return layout
-    if not all(_only(node, n) for n in node.all_input_nodes):
+    if not all(_has_one_role(node, n) for n in node.all_input_nodes):
         return Refusal(f"{node.target} indexes a value with itself")
     inside = [layout.in_block(d) for d in spec]
     if not any(inside):
         whole = dict.fromkeys(_indices(node), WHOLE)
         return {**whole, source: tuple(layout.source_dim(d) for d in spec)}
     if not all(inside):
-        return Refusal(f"{node.target}: tokens over indexed and other dims")
-    return _block_needs(node, layout, tuple(d - layout.start for d in spec), source)
+        return Refusal(f"{node.target} has tokens both in indexed dims and in others")
+    return _specs_for_block(node, layout, tuple(d - layout.start for d in spec), source)
 
 
-def _block_needs(
+def _specs_for_block(
     node: fx.Node, layout: _Layout, spec: Spec, source: fx.Node
-) -> dict[fx.Node, Spec] | Refusal:
-    needs: dict[fx.Node, Spec] = {source: WHOLE}
+) -> OperandSpecs | Refusal:
+    needs: OperandSpecs = {source: WHOLE}
     for index in _indices(node):
         need = broadcast_source(shape_of(index), layout.block, spec)
         if isinstance(need, Refusal):
@@ -115,51 +128,51 @@ def _block_needs(
 
 # ---- writing ------------------------------------------------------------------------------------
 def put_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    """index_put: token by token only where no token dim is indexed."""
+    """``index_put``: token-parallel only if no token dim is indexed."""
     layout = _layout(node)
     if isinstance(layout, Refusal):
         return layout
     base, values = node.args[0], node.args[2]
     assert isinstance(base, fx.Node) and isinstance(values, fx.Node)
-    if not _only(node, operand) or operand in _indices(node):
-        return Refusal(f"{node.target} writes to places that tokens choose")
+    if not _has_one_role(node, operand) or operand in _indices(node):
+        return Refusal(f"{node.target} writes at indices that depend on the token")
     if operand is base:
         if set(spec) & set(layout.indexed):
-            return Refusal(f"{node.target} writes to places along a token dim")
+            return Refusal(f"{node.target} writes at indices along a token dim")
         return spec
-    shape, target = shape_of(values), layout.shape(shape_of(base))
+    shape, target = shape_of(values), layout.result_shape(shape_of(base))
     dims = align(spec, len(shape), len(target))
     if any(layout.in_block(d) or target[d] != shape[s] for d, s in zip(dims, spec, strict=True)):
-        return Refusal(f"{node.target} writes to places that tokens choose")
+        return Refusal(f"{node.target} writes at indices that depend on the token")
     return tuple(layout.source_dim(d) for d in dims)
 
 
-def put_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
+def put_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     layout, base, values = _layout(node), node.args[0], node.args[2]
     assert isinstance(base, fx.Node) and isinstance(values, fx.Node)
     result = put_forward(node, base, spec)
     if isinstance(layout, Refusal) or isinstance(result, Refusal):
         return result  # type: ignore[return-value]
-    target = layout.shape(shape_of(base))
-    places = tuple(layout.result_dim(d) for d in spec)
-    need = broadcast_source(shape_of(values), target, places)
+    target = layout.result_shape(shape_of(base))
+    result_spec = tuple(layout.result_dim(d) for d in spec)
+    need = broadcast_source(shape_of(values), target, result_spec)
     if isinstance(need, Refusal):
         return need
-    if not all(_only(node, n) for n in node.all_input_nodes):
-        return Refusal(f"{node.target} uses a value twice")
+    if not all(_has_one_role(node, n) for n in node.all_input_nodes):
+        return Refusal(f"{node.target} uses one value in two roles")
     return {**dict.fromkeys(_indices(node), WHOLE), base: spec, values: need}
 
 
 # ---- embedding ----------------------------------------------------------------------------------
 def embedding_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    return (
-        spec if operand is node.args[1] else Refusal("the embedding table is looked up by tokens")
-    )
+    if operand is node.args[1]:
+        return spec
+    return Refusal("the embedding table itself depends on tokens")
 
 
-def embedding_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
+def embedding_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     weight, ids = node.args[:2]
     assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node)
     if len(shape_of(node)) - 1 in spec:
-        return Refusal("tokens along the embedding's features")
+        return Refusal("tokens run along the features of an embedding")
     return {weight: WHOLE, ids: spec}

@@ -29,10 +29,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.builder import Builder
+from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.rebuild_node import check_chunk, chunk_call
 from mstpass.graph.sizes import hint, is_size
 from mstpass.graph.tokens import CannotTake, Refusal, Spec, chunk_shape
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
@@ -191,13 +191,13 @@ class _Body:
     def _partial_sum(self, node: fx.Node) -> fx.Node:
         """The sum over the chunk's tokens, in the accumulator's dtype."""
         source = next(n for n in node.all_input_nodes if self.specs.get(n))
-        needs = op_table.sum_operands(node, source, self.specs[source] or ())
+        needs = ops.sum_operands(node, source, self.specs[source] or ())
         if isinstance(needs, Refusal):
             raise CannotTake(node, needs.reason)
         value = value_of(node)
         assert value is not None
         widen = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
-        matmul_widens = op_table.is_matmul(node) and value.device.type == "cuda"
+        matmul_widens = ops.is_matmul(node) and value.device.type == "cuda"
         parts = {n: self.env[n, spec] for n, spec in needs.items()}
         if widen and not matmul_widens:
             # Casting the chunk's operands is cheaper than casting a product of the weight's size.
@@ -210,7 +210,7 @@ class _Body:
             smallest = min(parts, key=lambda n: parts[n].meta["val"].numel())
             parts[smallest] = self._masked(parts[smallest], needs[smallest])
         if widen and matmul_widens:
-            left, right = (parts[n] for n in op_table.matmul_factors(node))
+            left, right = (parts[n] for n in ops.matmul_factors(node))
             product = aten.mm.dtype if value.dim() == 2 else aten.bmm.dtype
             return self.builder.call(product, left, right, torch.float32)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: parts[n])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import value_of
 
@@ -61,13 +61,11 @@ def _key(node: fx.Node, kept: dict[fx.Node, fx.Node]) -> Hashable | None:
     if node.target is aten.expand.default:
         # By the sizes in the arguments: a chunk's length may happen to equal the vocabulary's.
         return "expand", kept[args[0]], _without_ones(args[1])
-    if op_table.is_reduction(node) and len(args) > 1:
+    if ops.is_reduction(node) and len(args) > 1:
         rank = args[0].meta["val"].dim()
         dims = args[1] if isinstance(args[1], list | tuple) else [args[1]]
         args = (args[0], tuple(dim % rank - rank for dim in dims), *args[2:])
-    elif not (
-        op_table.is_pointwise(node) or op_table.is_reduction(node) or op_table.is_constant(node)
-    ):
+    elif not (ops.is_pointwise(node) or ops.is_reduction(node) or ops.is_constant(node)):
         return None
     args, kwargs = fx.map_arg((args, node.kwargs), kept.__getitem__)
     return node.target, str(args), str(kwargs), value.dtype, _without_ones(value.shape)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import linearity, ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import tensors_of, value_of
 
@@ -55,7 +55,7 @@ def gather_one(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> f
 
 def _varying_operand(node: fx.Node, from_right: int) -> fx.Node | None:
     """The operand of a pointwise op that varies along a dim, if there is exactly one."""
-    if node.op != "call_function" or not op_table.is_pointwise(node):
+    if node.op != "call_function" or not ops.is_pointwise(node):
         return None
     varying = [
         operand
@@ -77,7 +77,7 @@ def is_scatter_of_one(node: fx.Node) -> bool:
     indices, values = value_of(index), value_of(source)
     assert indices is not None and values is not None
     one = indices.dim() > 1 and indices.shape[dim] == 1 and indices.shape == values.shape
-    return one and op_table.is_zero(base)
+    return one and linearity.is_zero(base)
 
 
 def scatter_one(

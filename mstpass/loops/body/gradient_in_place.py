@@ -18,7 +18,7 @@ import math
 import torch
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import ancestors, numel, value_of
 from mstpass.graph.tokens import Refusal
@@ -33,7 +33,7 @@ def write_gradients_in_place(builder: Builder, any_length: bool = False) -> None
         any_length: the chunk's length is not fixed.
     """
     order = {node: i for i, node in enumerate(builder.graph.nodes)}
-    for product in [node for node in order if op_table.is_matmul(node)]:
+    for product in [node for node in order if ops.is_matmul(node)]:
         for gradient in _gradients(product, order):
             position, needed = order[gradient], ancestors([gradient])
             for side in _side_readers(product, order):
@@ -49,11 +49,11 @@ def _gradients(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
         node
         for node in order
         if order[node] > order[product]
-        and op_table.is_pointwise(node)
+        and ops.is_pointwise(node)
         and (value := value_of(node)) is not None
         and value.numel() == like.numel()
         and value.element_size() == like.element_size()
-        and any(map(op_table.is_matmul, op_table.readers(node)))
+        and any(map(ops.is_matmul, ops.readers_through_views(node)))
         and product in ancestors([node])
     ]
 
@@ -62,7 +62,7 @@ def _side_readers(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     """Narrow results of reductions and gathers over the product's rows."""
     found = []
     for node in order:
-        row = op_table.lookup(node) if node.op == "call_function" else None
+        row = ops.lookup(node) if node.op == "call_function" else None
         if row is None or isinstance(row, Refusal) or row.kind not in ("reduce", "index"):
             continue
         value = value_of(node)

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.joint import numel
-from mstpass.graph.materialization import realized
+from mstpass.graph.materialization import materialize
 
 _WIDE = 0.25  # of the elements of the body's largest matmul result
 _MOST_COPIES = 400  # a chain of values that are each read twice doubles with each of them
@@ -46,28 +46,24 @@ def materialize_row_values(graph: fx.Graph) -> None:
     nodes = list(graph.nodes)
     wide = _WIDE * _largest_product(nodes)
     for node in nodes:
-        if (
-            node.op != "call_function"
-            or not op_table.is_pointwise(node)
-            or op_table.is_cheap_view(node)
-        ):
+        if node.op != "call_function" or not ops.is_pointwise(node) or ops.is_cheap_view(node):
             continue
         if 1 < numel(node) < wide and any(
-            numel(reader) >= wide and op_table.is_pointwise(reader)
-            for reader in op_table.readers(node)
+            numel(reader) >= wide and ops.is_pointwise(reader)
+            for reader in ops.readers_through_views(node)
         ):
-            written = realized(node)
+            written = materialize(node)
             node.replace_all_uses_with(written, lambda user, own=written: user is not own)
 
 
 def _largest_product(nodes: list[fx.Node]) -> int:
-    return max((numel(node) for node in nodes if op_table.is_matmul(node)), default=0)
+    return max((numel(node) for node in nodes if ops.is_matmul(node)), default=0)
 
 
 def _can_be_absorbed(node: fx.Node) -> bool:
     """Whether the node is a pointwise value, or a view of one, that needs no buffer of its own."""
-    while op_table.is_cheap_view(node):
+    while ops.is_cheap_view(node):
         node = node.all_input_nodes[0]
-    return op_table.is_pointwise(node) and not any(
-        reader.op == "output" or op_table.is_matmul(reader) for reader in op_table.readers(node)
+    return ops.is_pointwise(node) and not any(
+        reader.op == "output" or ops.is_matmul(reader) for reader in ops.readers_through_views(node)
     )

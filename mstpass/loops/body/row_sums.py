@@ -25,7 +25,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import linearity
 from mstpass.graph.builder import Builder
 
 aten = torch.ops.aten
@@ -133,7 +133,7 @@ class _RowSums:
         if not _is_call(node, aten.where.self):
             return None
         equal, hit, miss = node.args
-        if not _is_call(equal, aten.eq.Tensor) or not op_table.is_zero(miss):
+        if not _is_call(equal, aten.eq.Tensor) or not linearity.is_zero(miss):
             return None
         if not isinstance(hit, fx.Node) or not self._is_constant_along_row(hit):
             return None
@@ -170,7 +170,7 @@ class _RowSums:
         if not _is_call(guarded, aten.where.self) or source.args[0].kwargs:
             return None
         infinite, zero, m = guarded.args
-        if not (op_table.is_zero(zero) and _is_call(infinite, aten.eq.Scalar)):
+        if not (linearity.is_zero(zero) and _is_call(infinite, aten.eq.Scalar)):
             return None
         magnitude, bound = infinite.args
         if not (_is_call(magnitude, aten.abs.default) and magnitude.args[0] is m):

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Set
 
 from mstpass.graph.joint import JointGraph, nbytes
-from mstpass.graph.source import source_of
+from mstpass.graph.source_location import source_of
 from mstpass.partition.reconstruct.choose_drops import Decision, decide
 from mstpass.partition.reconstruct.encodings import bytes_after, encoding_of
 from mstpass.partition.reconstruct.rewrite_joint import CannotWrite, rewrite

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.joint import value_of
 from mstpass.graph.loop_op import STACK, mst_loop
 from mstpass.partition.reconstruct.rule import CAST, Writer, aten, dtype_of, prims, rank
@@ -45,7 +45,7 @@ def bytes_after(node: fx.Node, encoding: str, size: int) -> int:
 
 def low_type(node: fx.Node) -> torch.dtype | None:
     """The 16-bit type that all elements of a float32 value are numbers of, if that is certain."""
-    while op_table.is_cheap_view(node) or node.target is aten.clone.default:
+    while ops.is_cheap_view(node) or node.target is aten.clone.default:
         node = node.all_input_nodes[0]
     if node.target is CAST:
         before = dtype_of(node.all_input_nodes[0])

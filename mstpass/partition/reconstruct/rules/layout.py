@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mstpass.graph.token_rules.basic import ints
+from mstpass.graph.token_rules.arguments import ints
 from mstpass.partition.reconstruct.rule import (
     CAST,
     EXACT,

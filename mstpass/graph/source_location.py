@@ -1,4 +1,4 @@
-"""Where a node comes from, for people: module path or file:line of the user's code."""
+"""The place in the user's code that a node comes from: the path of the module, and file:line."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from torch import fx
 from mstpass.graph.joint import JointGraph
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-_OF_TORCH = re.compile(r"[/\\]torch[/\\](?:_\w+|nn|autograd|utils|optim)[/\\]")
+_IN_TORCH = re.compile(r"[/\\]torch[/\\](?:_\w+|nn|autograd|utils|optim)[/\\]")
 
 
 def source_of(node: fx.Node) -> str:
-    """``layers.0.mlp.gate_proj`` where the module is known, ``file.py:12`` otherwise, or ``""``."""
+    """The module, such as ``layers.0.mlp.gate_proj``, else ``file.py:12``, else ``""``.
+
+    If the node itself has neither, its operands are asked, then its users.
+    """
     near = (node, *node.all_input_nodes, *node.users)
     return next(filter(None, map(_module, near)), "") or next(filter(None, map(_line, near)), "")
 
 
-def line_of(node: fx.Node) -> str:
-    """``file.py:12`` of the user's code, of the node itself or one next to it, or ``""``."""
-    return next(filter(None, map(_line, (node, *node.all_input_nodes, *node.users))), "")
-
-
 class Place(NamedTuple):
-    """``model.layers.0.mlp`` and ``file.py:12``; each empty where it is not known."""
+    """A place such as ``model.layers.0.mlp`` and ``file.py:12``; each is empty if unknown."""
 
     module: str
     line: str
@@ -35,10 +33,10 @@ class Place(NamedTuple):
 class Places:
     """The place of every node of a joint graph.
 
-    A backward node has that of the forward node whose gradient it is part of
-    (``fwd_nn_module_stack``, and its stack trace). A node that says nothing of itself (gradients
-    that are added up, what a pass has written) has that of its last operand that has one, and an
-    input of the step, such as a parameter, that of its first reader.
+    A backward node has the place of the forward node to whose gradient it belongs. A node without a
+    place of its own, such as a sum of gradients or a node that a pass has made, has the place of
+    its last operand that has one. An input of the step, such as a parameter, has the place of its
+    first reader.
     """
 
     def __init__(self, joint: JointGraph):
@@ -55,9 +53,10 @@ class Places:
     def _place(self, node: fx.Node) -> Place:
         if node.op == "placeholder":
             return Place("", "")
-        summed = node.meta.get("is_gradient_acc", False)  # its stack trace is that of the compiler
-        own = Place("", "") if summed else Place(_module(node), _line(node))
-        if own.module or own.line:  # a line without a module is outside of all modules
+        # The stack trace of a sum of gradients shows the compiler, not the user's code.
+        is_gradient_sum = node.meta.get("is_gradient_acc", False)
+        own = Place("", "") if is_gradient_sum else Place(_module(node), _line(node))
+        if own.module or own.line:  # a line without a module: outside of all modules
             return own
         places = (self._of[operand] for operand in reversed(node.all_input_nodes))
         return next((place for place in places if place.module or place.line), own)
@@ -74,9 +73,9 @@ def _line(node: fx.Node) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _innermost(stack_trace: str) -> str:
-    """The innermost frame that is not torch's."""
+    """The innermost frame outside of torch, as ``file.py:12``; empty if there is none."""
     frames = _FRAME.findall(stack_trace)
-    own = [frame for frame in frames if not _OF_TORCH.search(frame[0])]
+    own = [frame for frame in frames if not _IN_TORCH.search(frame[0])]
     if not own:
         return ""
     file, line, _ = own[-1]
@@ -85,10 +84,11 @@ def _innermost(stack_trace: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _clean(path: str) -> str:
-    """Dynamo's ``L['self']._modules['mlp']`` as ``mlp``, a closure's or a global model likewise.
+    """The path of a module as a user writes it: ``mlp`` for Dynamo's ``L['self']._modules['mlp']``.
 
-    The variable's name stays where a number would be left alone, as in an ``nn.Sequential``, or,
-    of a global model, nothing.
+    The name of the variable that holds the model is dropped, whether it is a local, a global or
+    belongs to a closure. It is kept if only a number would be left, as in an ``nn.Sequential``, and
+    for a global also if nothing would be left.
     """
     path = re.sub(r"^G\['__import_[^']*'\]\.(\w+)", r"G['\1']", path)  # a global of another file
     root = re.match(r"[LG]\['(\w+)'\]", path)

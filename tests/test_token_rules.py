@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import op_table, ops
 from mstpass.graph.joint import tensors_of
-from mstpass.graph.linearity import VIEWS
+from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import SUM, Refusal, Spec, chunk_shape, token_count
 
 aten = torch.ops.aten
@@ -300,15 +300,15 @@ def _all_specs(rank: int) -> list[Spec]:
 
 
 def _run_chunks(node: fx.Node, values: dict[fx.Node, Any], spec: Spec) -> None:
-    needs = op_table.operand_specs(node, spec)
+    needs = ops.operand_specs(node, spec)
     assert not isinstance(needs, Refusal), needs
-    row = op_table.lookup(node)
+    row = ops.lookup(node)
     assert isinstance(row, op_table.Op)
     shape = _shapes(node.meta["val"])[0]
     count = token_count(shape, spec)
     for operand, need in needs.items():
         if need:
-            assert op_table.result_spec(node, operand, need) == spec, (operand, need)
+            assert ops.result_spec(node, operand, need) == spec, (operand, need)
     for first in range(count - CHUNK + 1):
         cut = {n: _chunk(values[n], needs[n], first, CHUNK) for n in values}
         replaced = (
@@ -335,7 +335,7 @@ def test_any_other_cut_is_refused(given: Case) -> None:
     node, _ = _node(given)
     shape = _shapes(node.meta["val"])[0]
     without_ones = [s for s in _all_specs(len(shape)) if all(shape[d] != 1 for d in s)]
-    taken = [s for s in without_ones if not isinstance(op_table.operand_specs(node, s), Refusal)]
+    taken = [s for s in without_ones if not isinstance(ops.operand_specs(node, s), Refusal)]
     assert set(taken) <= set(given.specs), "taken without a numerical check"
 
 
@@ -349,18 +349,18 @@ def test_what_operands_give_is_what_the_result_needs(given: Case) -> None:
         for spec in _all_specs(len(shape)):
             if any(shape[d] == 1 for d in spec):
                 continue
-            result = op_table.result_spec(node, operand, spec)
+            result = ops.result_spec(node, operand, spec)
             if result == SUM:
                 _check_sum(node, values, operand, spec)
             elif isinstance(result, tuple) and result:
-                needs = op_table.operand_specs(node, result)
+                needs = ops.operand_specs(node, result)
                 assert isinstance(needs, Refusal) or needs[operand] == spec, (spec, result, needs)
     for position, spec in given.sums:
-        assert op_table.result_spec(node, tensors[position], spec) == SUM
+        assert ops.result_spec(node, tensors[position], spec) == SUM
 
 
 def _check_sum(node: fx.Node, values: dict[fx.Node, Any], operand: fx.Node, spec: Spec) -> None:
-    needs = op_table.sum_operands(node, operand, spec)
+    needs = ops.sum_operands(node, operand, spec)
     assert not isinstance(needs, Refusal)
     count = token_count(values[operand].shape, spec)
     total = torch.zeros_like(node.meta["val"])
@@ -380,28 +380,26 @@ def test_views_are_the_rows_of_that_kind() -> None:
 @pytest.mark.parametrize(
     ("target", "args", "reason"),
     [
-        (aten.mul.Tensor, lambda: (x(), x(S, 1)), "part of the token dims"),
+        (aten.mul.Tensor, lambda: (x(), x(S, 1)), "some of the token dims"),
         (aten.index.Tensor, lambda: (x(), [ids(E, below=B)]), "picks tokens"),
-        (aten.index.Tensor, lambda: (x(S, D), [x(S, D) > 0]), "a mask picks"),
+        (aten.index.Tensor, lambda: (x(S, D), [x(S, D) > 0]), "by a mask"),
         (aten.index_put.default, lambda: (x(), [ids(B, below=B)], x()), "along a token dim"),
         (aten.histc.default, lambda: (x(),), "counts over all"),
         (aten.bernoulli.p, lambda: (x(), 0.5), "random"),
         (aten.add_.Tensor, lambda: (x(), 1), "writes to its operands"),
-        (aten.as_strided.default, lambda: (x(), [B], [1]), "addresses storage"),
+        (aten.as_strided.default, lambda: (x(), [B], [1]), "addresses memory"),
         (aten.unfold.default, lambda: (x(), 1, 2, 1), "no token rule"),
     ],
 )
 def test_refusals_say_why(target: Any, args: Any, reason: str) -> None:
     node, values = _node(Case(target, args))
     operand = next(iter(values))
-    found = [op_table.result_spec(node, operand, (0,)), op_table.operand_specs(node, (0, 1))]
+    found = [ops.result_spec(node, operand, (0,)), ops.operand_specs(node, (0, 1))]
     assert any(isinstance(r, Refusal) and reason in r.reason for r in found), found
 
 
 def test_unknown_ops_are_told_from_known_refusals() -> None:
     node, _ = _node(Case(aten.unfold.default, lambda: (x(), 1, 2, 1)))
-    assert isinstance(op_table.lookup(node), op_table.NoRule)
+    assert isinstance(ops.lookup(node), ops.NoRule)
     node, _ = _node(Case(aten.histc.default, lambda: (x(),)))
-    assert isinstance(op_table.lookup(node), Refusal) and not isinstance(
-        op_table.lookup(node), op_table.NoRule
-    )
+    assert isinstance(ops.lookup(node), Refusal) and not isinstance(ops.lookup(node), ops.NoRule)

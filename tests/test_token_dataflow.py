@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.token_dataflow import Dataflow, Mixed, missing_ops, token_dims
 from mstpass.graph.tokens import SUM, WHOLE, Refusal
@@ -36,7 +36,7 @@ def _check_certificate(joint: JointGraph, flow: Dataflow) -> None:
         if isinstance(cut, tuple):
             if node.target is operator.getitem and node.args[0].name in flow.barriers:
                 continue  # one of a barrier's results, cut as its users need it
-            needs = op_table.operand_specs(node, cut)
+            needs = ops.operand_specs(node, cut)
             assert not isinstance(needs, Refusal), node
             for operand, need in needs.items():
                 known = flow.cuts[operand.name]
@@ -100,7 +100,7 @@ def test_attention_is_a_barrier_and_tokens_run_on_behind_it() -> None:
     x = torch.randn(B, S, D, requires_grad=True)
     joint, flow = flow_of(lambda x: mlp(x + attention(x)).square().sum(-1).sum(), x)
     assert all("attention" in t for t in targets(joint, flow))
-    assert all("a token reads the others" in r for r in flow.barriers.values())
+    assert all("every token reads other tokens" in r for r in flow.barriers.values())
     for node in joint.nodes:  # all but what it hands to its own backward is cut
         if "attention" not in str(node.target) and node.target is not operator.getitem:
             assert not isinstance(flow.cuts.get(node.name), Mixed), node

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph import checkpoint_tags, op_table
-from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, copied, fake_mode_of
+from mstpass.graph import linearity, ops
+from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
+from mstpass.graph.chunk_form import add_chunk
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.rebuild_node import replay
+from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.sizes import Size, generic, generic_shape, is_size, same_shape
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
 from mstpass.regions.detect import anchors
 
 aten = torch.ops.aten
 _WIDE_OF_ANCHOR = 0.4
-_META = ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack", *checkpoint_tags.META)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Hoisted:
     moved: frozenset[str]
 
 
-def hoist_slices(joint: JointGraph) -> Hoisted | None:
+def move_slices(joint: JointGraph) -> Hoisted | None:
     """A new joint graph without slices over the tokens of wide values; None where there are none.
 
     A slice that cannot be moved, say because the whole logits are used as well, stays.
@@ -83,7 +83,7 @@ Found = tuple[fx.Node, Spec, Window, list[fx.Node]]
 
 def _first_window(joint: JointGraph, given_up: set[str]) -> Found | None:
     """The largest matmul whose tokens are sliced, in one way, by those who read it."""
-    for anchor, spec in joint.once(anchors):
+    for anchor, spec in joint.cached(anchors):
         if anchor.name in given_up:
             continue
         slices = _slices(joint, anchor, spec)
@@ -106,9 +106,7 @@ def _slices(joint: JointGraph, anchor: fx.Node, spec: Spec) -> list[tuple[fx.Nod
             if node.target is aten.slice.Tensor and _dim(node) in specs[operand]:
                 found.append((node, specs[operand]))
                 break
-            result = (
-                op_table.result_spec(node, operand, specs[operand]) if node.op != "output" else SUM
-            )
+            result = ops.result_spec(node, operand, specs[operand]) if node.op != "output" else SUM
             if isinstance(result, tuple) and numel(node) >= _WIDE_OF_ANCHOR * numel(anchor):
                 specs[node] = result
     return found
@@ -173,7 +171,7 @@ class _Hoist:
     """One window moved, in a copy of the graph."""
 
     def __init__(self, joint: JointGraph, window: Window):
-        self.joint, self.window = copied(joint), window
+        self.joint, self.window = joint.copy(), window
         self.builder = Builder(self.joint.module.graph, fake_mode_of(self.joint.nodes))
         self.sizes = SizeNodes(self.builder)
         for node in self.joint.nodes:
@@ -247,8 +245,8 @@ class _Hoist:
             elif node in self.scattered or self._must_redo(node):
                 tokens = math.prod(self.inner)
                 (rows,) = self.sizes.arguments([tokens])
-                self.small[key] = replay(self.builder, node, spec, tokens, self._operand, rows)
-                _keep_meta(node, self.small[key])
+                self.small[key] = add_chunk(self.builder, node, spec, tokens, self._operand, rows)
+                _pass_on_meta(node, self.small[key])
             else:
                 self.small[key] = self._sliced(node, spec)
         return self.small[key]
@@ -258,7 +256,7 @@ class _Hoist:
 
     def _must_redo(self, node: fx.Node) -> bool:
         """Wide values, and what comes from the matmul: neither must be needed for all tokens."""
-        wide = numel(node) >= self.wide_numel and not isinstance(op_table.lookup(node), Refusal)
+        wide = numel(node) >= self.wide_numel and not isinstance(ops.lookup(node), Refusal)
         return wide or node in self.derived
 
     def _sliced(self, node: fx.Node, spec: Spec) -> fx.Node:
@@ -322,14 +320,14 @@ class _Hoist:
 
     def _zero_outside(self, node: fx.Node, found: dict[fx.Node, Spec]) -> Spec | None:
         operands = {i for i in node.all_input_nodes if i in found}
-        row = op_table.lookup(node)
+        row = ops.lookup(node)
         if not operands or isinstance(row, Refusal) or not row.linear(node, operands):
             return None
         operand = next(iter(operands))
-        result = op_table.result_spec(node, operand, found[operand])
+        result = ops.result_spec(node, operand, found[operand])
         if not isinstance(result, tuple):
             return None
-        needs = op_table.operand_specs(node, result)
+        needs = ops.operand_specs(node, result)
         if isinstance(needs, Refusal) or any(needs[i] != found[i] for i in operands):
             return None
         return result
@@ -342,7 +340,7 @@ class _Hoist:
         result = (
             Refusal("an output")
             if node.op == "output"
-            else op_table.result_spec(node, operands[0], self.scattered[operands[0]])
+            else ops.result_spec(node, operands[0], self.scattered[operands[0]])
         )
         if result == SUM:
             self._replace(node, self._sum(node, operands[0]))
@@ -354,7 +352,7 @@ class _Hoist:
             node.replace_input_with(operand, self._scatter(operand, self.scattered[operand]))
 
     def _scatter_spec(self, node: fx.Node) -> Spec | None:
-        if node.target is not aten.slice_scatter.default or not op_table.is_zero(node.args[0]):
+        if node.target is not aten.slice_scatter.default or not linearity.is_zero(node.args[0]):
             return None
         value = value_of(node)
         if value is None or numel(node) < self.wide_numel:
@@ -366,7 +364,7 @@ class _Hoist:
         return spec
 
     def _sum(self, node: fx.Node, operand: fx.Node) -> fx.Node:
-        needs = op_table.sum_operands(node, operand, self.scattered[operand])
+        needs = ops.sum_operands(node, operand, self.scattered[operand])
         if isinstance(needs, Refusal):
             raise CannotTake(node, needs.reason)
         small = {n: self._small(n, spec) for n, spec in needs.items()}
@@ -394,11 +392,9 @@ class _Hoist:
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
         if not same_shape(new.meta["val"].shape, node.meta["val"].shape):
             raise CannotTake(node, f"moved, it has shape {tuple(new.meta['val'].shape)}")
-        _keep_meta(node, new)
+        _pass_on_meta(node, new)
         node.replace_all_uses_with(new)
 
 
-def _keep_meta(old: fx.Node, new: fx.Node) -> None:
-    for key in _META:
-        if key in old.meta:
-            new.meta.setdefault(key, old.meta[key])
+def _pass_on_meta(old: fx.Node, new: fx.Node) -> None:
+    new.meta = {**replacement_meta(old), **new.meta}

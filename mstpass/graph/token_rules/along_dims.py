@@ -1,8 +1,7 @@
-"""Rules of ops that work along some dims and leave the others alone, for the op table.
+"""Token rules of ops that work along some dims and treat the others as a batch.
 
 Reductions, softmax, sorts, slices, concatenation, gather and scatter along a dim, norms: each is
-token-parallel where the dims that it works along are no token dims. (``Forward`` and ``Backward``
-rules: see rules.py.)
+token-parallel if no dim that it works along is a token dim. A sum over all token dims gives SUM.
 """
 
 from __future__ import annotations
@@ -11,37 +10,29 @@ from collections.abc import Callable
 
 from torch import fx
 
-from mstpass.graph.token_rules.basic import (
-    Backward,
-    Forward,
+from mstpass.graph.token_rules import BackwardRule, ForwardRule, OperandSpecs
+from mstpass.graph.token_rules.arguments import (
     argument,
+    dims_of,
+    has_argument,
     ints,
     shape_of,
     tensor_inputs,
 )
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum
-from mstpass.torch_internals.op_types import OpOverload, schema_of
 
-Dims = Callable[[fx.Node, int], "list[int]"]
-
-
-def _given(node: fx.Node, rank: int, name: str) -> list[int]:
-    """The dims of an argument, none given meaning all."""
-    dims = argument(node, name)
-    if dims is None or dims == []:
-        return list(range(rank))
-    return [d % max(1, rank) for d in ints([dims] if isinstance(dims, int) else dims)]
+WorkedDims = Callable[[fx.Node, int], "list[int]"]  # (node, its rank) -> dims that it works along
 
 
-# ---- reductions: the dims go --------------------------------------------------------------------
+# ---- reductions: the dims disappear or keep size 1 ----------------------------------------------
 def reduced_dims(node: fx.Node, rank: int) -> list[int]:
-    """The dims of its operand that a reduction takes together."""
-    assert isinstance(node.target, OpOverload)
-    takes_dims = any(a.name == "dim" for a in schema_of(node.target).arguments)
-    return _given(node, rank, "dim") if takes_dims else list(range(rank))
+    """The dims that a reduction of an operand with ``rank`` dims reduces over."""
+    return dims_of(node, rank, "dim") if has_argument(node, "dim") else list(range(rank))
 
 
-def reduce_forward(sums: bool) -> Forward:
+def reduce_forward(sums: bool) -> ForwardRule:
+    """The rule of a reduction; ``sums``: partial results of chunks can be added up."""
+
     def forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Refusal:
         source = shape_of(operand)
         dims = reduced_dims(node, len(source))
@@ -49,9 +40,8 @@ def reduce_forward(sums: bool) -> Forward:
             return _after_reduction(len(source), dims, len(shape_of(node)), spec)
         if sums and set(spec) <= set(dims):
             return SUM
-        return Refusal(
-            f"{node.target} reduces over {'all' if set(spec) <= set(dims) else 'some'} tokens"
-        )
+        which = "all tokens" if set(spec) <= set(dims) else "some of the token dims"
+        return Refusal(f"{node.target} reduces over {which}")
 
     return forward
 
@@ -63,7 +53,7 @@ def _after_reduction(in_rank: int, dims: list[int], out_rank: int, spec: Spec) -
     return tuple(kept.index(d) for d in spec)
 
 
-def reduce_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
+def reduce_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     operand = node.all_input_nodes[0]
     source = shape_of(operand)
     dims = reduced_dims(node, len(source))
@@ -78,23 +68,23 @@ def reduce_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
 
 
 # ---- the dims stay: softmax, sort, slice, cat, gather, flip, triu, padding ----------------------
-def along(dims_of: Dims) -> tuple[Forward, Backward]:
-    """Rules of an op whose operands and results have the same dims, worked along ``dims_of``."""
+def along(worked_dims: WorkedDims) -> tuple[ForwardRule, BackwardRule]:
+    """Both rules of an op that works along ``worked_dims``; operands and result have equal rank."""
 
     def forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-        if set(dims_of(node, len(shape_of(node)))) & set(spec):
+        if set(worked_dims(node, len(shape_of(node)))) & set(spec):
             return Refusal(f"{node.target} works along a token dim")
         return spec
 
-    def backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
+    def backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
         out = shape_of(node)
-        if set(dims_of(node, len(out))) & set(spec):
+        if set(worked_dims(node, len(out))) & set(spec):
             return Refusal(f"{node.target} works along a token dim")
-        needs: dict[fx.Node, Spec] = {}
+        needs: OperandSpecs = {}
         for operand in tensor_inputs(node):
             source = shape_of(operand)
             if len(source) != len(out) or any(source[d] != out[d] for d in spec):
-                return Refusal(f"{node.target}: operands differ in their token dims")
+                return Refusal(f"the operands of {node.target} differ in their token dims")
             needs[operand] = spec
         return needs
 
@@ -102,11 +92,11 @@ def along(dims_of: Dims) -> tuple[Forward, Backward]:
 
 
 def dim_argument(node: fx.Node, rank: int) -> list[int]:
-    return _given(node, rank, "dim")
+    return dims_of(node, rank, "dim")
 
 
 def dims_argument(node: fx.Node, rank: int) -> list[int]:
-    return _given(node, rank, "dims")
+    return dims_of(node, rank, "dims")
 
 
 def last_two(node: fx.Node, rank: int) -> list[int]:
@@ -114,21 +104,25 @@ def last_two(node: fx.Node, rank: int) -> list[int]:
 
 
 def padded(node: fx.Node, rank: int) -> list[int]:
-    """Dims that are padded or cut; by as much at both ends still shifts their elements."""
+    """The dims that are padded or cropped.
+
+    A dim that is padded at one end and cropped by as much at the other keeps its size, but its
+    elements move, so it counts as well.
+    """
     pads = ints(argument(node, "pad"))
     return [rank - 1 - i // 2 for i, size in enumerate(pads) if size != 0]
 
 
-# ---- one dim comes or goes ----------------------------------------------------------------------
+# ---- one dim is added or removed ----------------------------------------------------------------
 def select_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    """select, unbind: the dim goes."""
+    """``select`` and ``unbind``: the result lacks the dim."""
     (dim,) = dim_argument(node, len(shape_of(operand)))
     if dim in spec:
-        return Refusal(f"{node.target} of single tokens")
+        return Refusal(f"{node.target} picks single tokens")
     return tuple(d - (d > dim) for d in spec)
 
 
-def select_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec]:
+def select_backward(node: fx.Node, spec: Spec) -> OperandSpecs:
     operand = node.all_input_nodes[0]
     (dim,) = dim_argument(node, len(shape_of(operand)))
     return {operand: tuple(d + (d >= dim) for d in spec)}
@@ -139,7 +133,7 @@ def stack_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec:
     return tuple(d + (d >= dim) for d in spec)
 
 
-def stack_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
+def stack_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     (dim,) = dim_argument(node, len(shape_of(node)))
     if dim in spec:
         return Refusal(f"{node.target} works along a token dim")
@@ -153,7 +147,7 @@ def select_scatter_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec 
     return Refusal(f"{node.target} writes single tokens") if dim in spec else spec
 
 
-def select_scatter_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
+def select_scatter_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     base, source = node.args[:2]
     assert isinstance(base, fx.Node) and isinstance(source, fx.Node)
     (dim,) = dim_argument(node, len(shape_of(node)))
@@ -162,16 +156,16 @@ def select_scatter_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | 
     return {base: spec, source: tuple(d - (d > dim) for d in spec)}
 
 
-# ---- norms: several results, weights that all tokens share --------------------------------------
+# ---- norms: several results; all tokens share the weights ---------------------------------------
 def norm_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
     if operand is not node.args[0] or operand in node.args[1:]:
-        return Refusal(f"{node.target}: tokens in its weights")
-    if set(_normalized(node)) & set(spec):
+        return Refusal(f"the weights of {node.target} depend on tokens")
+    if set(_normalized_dims(node)) & set(spec):
         return Refusal(f"{node.target} normalizes over tokens")
     return spec
 
 
-def norm_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
+def norm_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     source = node.all_input_nodes[0]
     result = norm_forward(node, source, spec)
     if isinstance(result, Refusal):
@@ -179,6 +173,6 @@ def norm_backward(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
     return {**dict.fromkeys(tensor_inputs(node), WHOLE), source: spec}
 
 
-def _normalized(node: fx.Node) -> list[int]:
+def _normalized_dims(node: fx.Node) -> list[int]:
     rank = len(shape_of(node))
     return list(range(rank - len(ints(argument(node, "normalized_shape"))), rank))

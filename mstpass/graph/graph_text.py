@@ -1,4 +1,4 @@
-"""A joint graph as short, stable text: for golden files, for people, for bug reports."""
+"""A graph as short text that is the same in every run: for golden files and bug reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHORT = {
 
 
 def graph_text(module: fx.GraphModule) -> str:
-    """The graph, one line a node, followed by the bodies of its loops."""
+    """One line for each node, followed by the bodies of the graph's loops."""
     lines = [_line(node) for node in module.graph.nodes if node.op != "get_attr"]
     for name, child in module.named_children():
         if isinstance(child, fx.GraphModule):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from mstpass.graph import op_table
+from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.regions.detect import anchors
@@ -15,7 +15,7 @@ def downstream(joint: JointGraph) -> dict[fx.Node, tuple[Spec, fx.Node]]:
 
     A node takes them from the first of its operands that has some.
     """
-    found = {anchor: (spec, anchor) for anchor, spec in joint.once(anchors)}
+    found = {anchor: (spec, anchor) for anchor, spec in joint.cached(anchors)}
     for node in joint.nodes:
         if node.op != "call_function" or node in found:
             continue
@@ -23,7 +23,7 @@ def downstream(joint: JointGraph) -> dict[fx.Node, tuple[Spec, fx.Node]]:
         if source is None:
             continue
         spec, anchor = found[source]
-        result = op_table.result_spec(node, source, spec)
+        result = ops.result_spec(node, source, spec)
         if isinstance(result, tuple) and result != WHOLE:
             found[node] = result, anchor
     return found
