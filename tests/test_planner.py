@@ -11,8 +11,9 @@ import torch
 
 from mstpass.cli.main import main
 from mstpass.measure import peak_bytes
-from mstpass.planner.accounting import Sizes, Training, fixed
+from mstpass.planner.fixed_memory import Sizes, fixed
 from mstpass.planner.longest_sequence import GRAIN, longest
+from mstpass.planner.training import Training
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
@@ -20,13 +21,14 @@ pytest.importorskip("rich")
 from rich.console import Console
 from transformers import LlamaForCausalLM
 
-from mstpass.planner.compiled_step import trace
-from mstpass.planner.data import CHECKPOINT, EAGER, RECIPE, DoesNotFit, Request
 from mstpass.planner.eager_recipes import checkpointed, minisequence, plain
 from mstpass.planner.eager_step import eager_step
 from mstpass.planner.models import ModelError, config_of, known, most_positions
 from mstpass.planner.plan import plan
+from mstpass.planner.request import Request
+from mstpass.planner.result import CHECKPOINT, EAGER, RECIPE, DoesNotFit
 from mstpass.planner.terminal_table import show
+from mstpass.planner.traced_step import trace
 
 MIB = 2**20
 TINY = {
@@ -127,7 +129,7 @@ def plan_sizes(name):
         ({"model_type": "vit"}, "vit is not a causal language model"),
         ({**TINY, "architectures": ["LlamaForSequenceClassification"]}, "not a causal"),
         ({"hidden_size": 64}, "no model_type"),
-        ({"model_type": "nonsense"}, "transformers refuses it"),
+        ({"model_type": "nonsense"}, "transformers refuses this config"),
     ],
 )
 def test_configs_that_are_refused(tmp_path, values, message):
@@ -190,7 +192,7 @@ def test_a_scaled_problem_is_the_traced_one(tiny):
     long = trace(config, Training(), 8192, ("free",), exact=True)
     short = trace(config, Training(), 4100, ("free",))
     whole, scaled = (
-        dataclasses.replace(traced.at(8192, "free"), regions=()) for traced in (long, short)
+        dataclasses.replace(traced.problem_at(8192, "free"), regions=()) for traced in (long, short)
     )
     assert [v.name for v in scaled.values] == [v.name for v in whole.values]
     for one, other in zip(

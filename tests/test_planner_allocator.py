@@ -11,15 +11,18 @@ pytest.importorskip("transformers", reason="mstpass[hf]")
 
 
 from mstpass.partition.solvers import AUTO, SOLVERS
-from mstpass.planner.accounting import Training, fixed
-from mstpass.planner.allocator_replay import Event, Resident, Stepped, needed_bytes
+from mstpass.planner.allocator_replay import Event, OptimizerStep, Resident, needed_bytes
 from mstpass.planner.caching_allocator import CachingAllocator, OutOfMemory
-from mstpass.planner.compiled_step import CompiledStep, trace
-from mstpass.planner.data import CACHING, CHECKPOINT, EAGER, MST, Request
+from mstpass.planner.compiled_step import CompiledStep
 from mstpass.planner.eager_recipes import checkpointed, minisequence, plain
 from mstpass.planner.eager_step import eager_step
+from mstpass.planner.fixed_memory import fixed
 from mstpass.planner.models import build, config_of, sizes_of
 from mstpass.planner.plan import plan
+from mstpass.planner.request import CACHING, Request
+from mstpass.planner.result import CHECKPOINT, EAGER, MST
+from mstpass.planner.traced_step import trace
+from mstpass.planner.training import Training
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from tests.test_planner import tiny  # noqa: F401  (a fixture)
 
@@ -116,7 +119,7 @@ def test_states_settle_where_activations_were():
 
 
 def test_a_step_in_backward_makes_way_for_the_next():
-    gradients = [(Event(i, 20 * MIB), Stepped(i), Event(i, None)) for i in range(3)]
+    gradients = [(Event(i, 20 * MIB), OptimizerStep(i), Event(i, None)) for i in range(3)]
     resident = Resident((20 * MIB,) * 3, (0,) * 3, (20 * MIB,) * 3)
     in_backward = [event for events in gradients for event in events]
     at_the_end = [event for event in in_backward if isinstance(event, Event) and event.bytes]
@@ -144,14 +147,14 @@ def test_an_eager_steps_order_has_its_peak(tiny, recipe, in_backward):  # noqa: 
     training = Training(optimizer_in_backward=in_backward)
     step = eager_step(config_of(tiny), training, recipe, 2048)
     assert most_alive(step.events) == step.parts.total
-    steps = [event for event in step.events if isinstance(event, Stepped)]
+    steps = [event for event in step.events if isinstance(event, OptimizerStep)]
     assert len(steps) == (len(parameters(tiny)) if in_backward else 0)
 
 
 @pytest.mark.parametrize("budget", [pytest.param("free", marks=pytest.mark.full), 0.0])
 def test_a_compiled_steps_order_has_its_peak(tiny, budget):  # noqa: F811
     traced = trace(config_of(tiny), Training(), 4096, (budget,))
-    problem = traced.at(traced.length, budget)
+    problem = traced.problem_at(traced.length, budget)
     found = SOLVERS[AUTO](problem, 0 if budget == 0.0 else None)
     step = CompiledStep(traced, problem, found, traced.length)
     assert most_alive(step.events) == step.parts.total == step._simulation.peak_bytes

@@ -11,14 +11,15 @@ from typing import Any
 
 from mstpass.cli.parsers import byte_size, command_parser, count
 from mstpass.errors import require
-from mstpass.planner.accounting import (
+from mstpass.planner.request import ALLOCATORS, EXPANDABLE, LOGITS, OUTPUTS, Request
+from mstpass.planner.result import Planned
+from mstpass.planner.training import (
     DTYPES,
     OPTIMIZER_STEPS,
     OPTIMIZERS,
     SHARDINGS,
     Training,
 )
-from mstpass.planner.data import ALLOCATORS, EXPANDABLE, LOGITS, OUTPUTS, Planned, Request
 
 FITS, FAILED, BAD_INPUT = 0, 1, 2
 _OVERHEAD = "1.25GiB"  # CUDA's context, and what an "80 GiB" card lacks of 80 GiB

@@ -1,7 +1,8 @@
-"""What a training loop needs of a device whose allocator leaves gaps between tensors.
+"""The memory that a training loop needs under an allocator that leaves gaps between tensors.
 
-A step is the order in which it allocates and frees; it is played several times, with the weights
-there from the beginning and the optimizer's states from its first step on, through the allocator.
+A step is given as its allocations and frees, in order. Several steps are replayed through the
+caching allocator: the weights exist from the start, the optimizer's states from the first step of
+the optimizer.
 """
 
 from __future__ import annotations
@@ -12,34 +13,34 @@ from typing import NamedTuple
 
 from mstpass.planner.caching_allocator import CachingAllocator, OutOfMemory
 
-_STEPS = 3  # the first without states; then what one step leaves behind, the next one meets
-_TOLERANCE = 0.002  # of what is needed
+_STEPS = 3  # the first has no optimizer states yet; the others meet the gaps of the one before
+_TOLERANCE = 0.002  # of the needed bytes
 
 
 class Event(NamedTuple):
-    """A tensor gets room; with None for ``bytes`` it is freed."""
+    """A tensor of ``bytes`` is allocated; with None for ``bytes`` it is freed."""
 
     key: Hashable
     bytes: int | None
 
 
-class Stepped(NamedTuple):
-    """The optimizer's step of one parameter, in the backward."""
+class OptimizerStep(NamedTuple):
+    """The optimizer updates one parameter during the backward."""
 
     parameter: int
 
 
-Events = Sequence[Event | Stepped]
+Events = Sequence[Event | OptimizerStep]
 
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
-    """What a device holds besides a step's tensors, in bytes.
+    """Bytes that a device holds besides the tensors of a step.
 
     Attributes:
-        weights, states: for each parameter.
-        temporaries: what the optimizer's step of each parameter needs while it runs.
-        gathered: held all the time.
+        weights, states: those of each parameter.
+        temporaries: for each parameter, what the optimizer allocates while it updates it.
+        gathered: bytes that are held all the time.
     """
 
     weights: tuple[int, ...]
@@ -49,74 +50,75 @@ class Resident:
 
 
 def needed_bytes(events: Events, resident: Resident, room_bytes: int) -> int:
-    """The least capacity on which the loop runs, to within a fifth of a per cent.
+    """The smallest capacity on which the training loop runs, to within 0.2 per cent.
 
-    At most ``room_bytes`` if, and only if, it runs with these.
+    The result is at most ``room_bytes`` if and only if the loop runs with that capacity.
     """
-    least, most = 0.0, float(_reserved(events, resident, float("inf")) or 0)
-    if most <= room_bytes:
-        room_bytes = int(most)
+    too_small, enough = 0.0, float(_reserved(events, resident, float("inf")) or 0)
+    if enough <= room_bytes:
+        room_bytes = int(enough)
     elif _runs(events, resident, room_bytes):
-        most = room_bytes
+        enough = room_bytes
     else:
-        least = room_bytes
-    least = max(least, sum(resident.weights) + sum(resident.states))
-    while most - least > _TOLERANCE * most:
-        middle = (least + most) / 2
+        too_small = room_bytes
+    too_small = max(too_small, sum(resident.weights) + sum(resident.states))
+    while enough - too_small > _TOLERANCE * enough:
+        middle = (too_small + enough) / 2
         if _runs(events, resident, middle):
-            most = middle
+            enough = middle
         else:
-            least = middle
-    return int(most)
+            too_small = middle
+    return int(enough)
 
 
 def _runs(events: Events, resident: Resident, capacity: float) -> bool:
-    """Whether the loop runs on a device with that many bytes for tensors."""
+    """Whether the loop runs on a device with ``capacity`` bytes for tensors."""
     return _reserved(events, resident, capacity) is not None
 
 
 def _reserved(events: Events, resident: Resident, capacity: float) -> int | None:
-    """The most that the allocator holds of the device; None where it runs out of it."""
+    """Bytes that the allocator reserves at most; None where the device runs out of memory."""
     allocator = CachingAllocator(capacity)
     try:
         for i, size in enumerate(resident.weights):
-            _held(allocator, ("weight", i), size)
-        _held(allocator, "gathered", resident.gathered)
+            _allocate_once(allocator, ("weight", i), size)
+        _allocate_once(allocator, "gathered", resident.gathered)
         for _ in range(_STEPS):
-            _step(allocator, events, resident)
+            _replay_step(allocator, events, resident)
     except OutOfMemory:
         return None
     return allocator.peak_reserved_bytes
 
 
-def _step(allocator: CachingAllocator, events: Events, resident: Resident) -> None:
+def _replay_step(allocator: CachingAllocator, events: Events, resident: Resident) -> None:
     alive: dict[Hashable, None] = {}
-    used: set[int] = set()
+    updated: set[int] = set()
     for event in events:
-        if isinstance(event, Stepped):
-            used.add(event.parameter)
-            _optimize(allocator, resident, [event.parameter])
+        if isinstance(event, OptimizerStep):
+            updated.add(event.parameter)
+            _update(allocator, resident, [event.parameter])
         elif event.bytes is None:
             allocator.free(("step", event.key))
             del alive[event.key]
         else:
             allocator.allocate(("step", event.key), event.bytes)
             alive[event.key] = None
-    _optimize(allocator, resident, [i for i in range(len(resident.states)) if i not in used])
-    for key in alive:  # gradients, and what the loop holds until its next step
+    _update(allocator, resident, [i for i in range(len(resident.states)) if i not in updated])
+    for key in alive:  # gradients, and tensors that the loop holds until its next step
         allocator.free(("step", key))
 
 
-def _optimize(allocator: CachingAllocator, resident: Resident, which: Sequence[int]) -> None:
-    for i in which:
-        _held(allocator, ("state", i), resident.states[i])
-    there = [i for i in which if resident.temporaries[i]]
-    for i in there:
+def _update(allocator: CachingAllocator, resident: Resident, parameters: Sequence[int]) -> None:
+    """The optimizer updates some parameters, and makes their states where there are none yet."""
+    for i in parameters:
+        _allocate_once(allocator, ("state", i), resident.states[i])
+    with_temporaries = [i for i in parameters if resident.temporaries[i]]
+    for i in with_temporaries:
         allocator.allocate(("temporary", i), resident.temporaries[i])
-    for i in there:
+    for i in with_temporaries:
         allocator.free(("temporary", i))
 
 
-def _held(allocator: CachingAllocator, key: Hashable, size: int) -> None:
+def _allocate_once(allocator: CachingAllocator, key: Hashable, size: int) -> None:
     if size and not allocator.holds(key):
         allocator.allocate(key, size)

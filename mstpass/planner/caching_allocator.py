@@ -1,10 +1,10 @@
-"""CUDA's caching allocator as PyTorch has it by default, without a device.
+"""A model of PyTorch's default caching allocator for CUDA; needs no device.
 
-It takes segments from the device and never gives one back that is in use anywhere: a tensor gets
-the smallest free block that is large enough, what is left of the block stays free, and neighbours
-that are free become one. So room can be free and of no use, as no piece of it is large enough.
-Where the device has no room for another segment, all that are wholly free go back and it tries
-again. Numbers and rules are those of c10/cuda/CUDACachingAllocator.cpp, without
+The allocator takes segments of memory from the device and divides them into blocks. A tensor gets
+the smallest free block that is large enough; the rest of that block stays free, and free neighbours
+merge. Free memory can therefore be useless, because no block of it is large enough. When the device
+has no room for another segment, the allocator returns every segment that is entirely free and tries
+again. Sizes and rules are those of c10/cuda/CUDACachingAllocator.cpp, without
 ``expandable_segments`` and ``max_split_size_mb``.
 """
 
@@ -14,18 +14,18 @@ import bisect
 from collections.abc import Hashable
 
 _MIB = 1 << 20
-_ROUND = 512  # bytes of tensors are multiples of it
-_SMALL = 1 * _MIB  # up to it from small segments
+_ROUND = 512  # the bytes of a tensor are rounded up to a multiple of it
+_SMALL = 1 * _MIB  # tensors up to this size come from small segments
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * _MIB, 20 * _MIB
-_OWN_SEGMENT, _SEGMENT_ROUND = 10 * _MIB, 2 * _MIB  # from here on a segment of its own
+_OWN_SEGMENT, _SEGMENT_ROUND = 10 * _MIB, 2 * _MIB  # larger tensors get their own segment
 
 
 class OutOfMemory(Exception):
-    """The device has no room for a tensor, though there may be as many free bytes."""
+    """The device has no room for a tensor, though enough bytes may be free in pieces."""
 
 
 class _Block:
-    """A part of a segment; ``before`` and ``behind`` are its neighbours there."""
+    """A part of a segment; ``before`` and ``behind`` are its neighbours in the segment."""
 
     __slots__ = ("before", "behind", "free", "offset", "segment", "size", "small")
 
@@ -35,28 +35,29 @@ class _Block:
         self.before: _Block | None = None
         self.behind: _Block | None = None
 
-    def __lt__(self, other: _Block) -> bool:  # the best fit first: smallest, then oldest
+    def __lt__(self, other: _Block) -> bool:
+        """The best fit sorts first: the smallest block, then the oldest."""
         return (self.size, self.segment, self.offset) < (other.size, other.segment, other.offset)
 
 
 class CachingAllocator:
-    """Of a device with ``capacity`` bytes for tensors."""
+    """The allocator of a device with ``capacity`` bytes for tensors."""
 
     def __init__(self, capacity: float):
         self.capacity = capacity
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self._segments = 0
-        self._free: dict[bool, list[_Block]] = {True: [], False: []}  # by being small, sorted
+        self._free: dict[bool, list[_Block]] = {True: [], False: []}  # small ones, others; sorted
         self._blocks: dict[Hashable, _Block] = {}
 
     def allocate(self, key: Hashable, size: int) -> None:
-        """Room for a tensor of that name.
+        """Allocate a tensor of ``size`` bytes under the name ``key``.
 
         Raises:
-            OutOfMemory: there is none.
+            OutOfMemory: the device has no room for it.
         """
         size = max(_ROUND, -(-size // _ROUND) * _ROUND)
-        block = self._found(size) or self._new_segment(size)
+        block = self._take_fitting(size) or self._new_segment(size)
         left = block.size - size
         if left >= _ROUND if block.small else left > _SMALL:
             self._split(block, size)
@@ -68,14 +69,14 @@ class CachingAllocator:
         block.free = True
         for other in (block.before, block.behind):
             if other is not None and other.free:
-                self._take(other)
+                self._remove_free(other)
                 self._join(block, other)
         bisect.insort(self._free[block.small], block)
 
     def holds(self, key: Hashable) -> bool:
         return key in self._blocks
 
-    def _found(self, size: int) -> _Block | None:
+    def _take_fitting(self, size: int) -> _Block | None:
         small = size <= _SMALL
         blocks = self._free[small]
         i = bisect.bisect_left(blocks, _Block(-1, -1, size, small))
@@ -88,7 +89,7 @@ class CachingAllocator:
         else:
             whole = -(-size // _SEGMENT_ROUND) * _SEGMENT_ROUND
         if self.reserved_bytes + whole > self.capacity:
-            self._give_back()
+            self._return_free_segments()
         if self.reserved_bytes + whole > self.capacity:
             raise OutOfMemory(f"no segment of {whole} bytes")
         self.reserved_bytes += whole
@@ -96,7 +97,7 @@ class CachingAllocator:
         self._segments += 1
         return _Block(self._segments, 0, whole, small)
 
-    def _give_back(self) -> None:
+    def _return_free_segments(self) -> None:
         for small, blocks in self._free.items():
             parts = [b for b in blocks if b.before is not None or b.behind is not None]
             self.reserved_bytes -= sum(b.size for b in blocks) - sum(b.size for b in parts)
@@ -111,7 +112,7 @@ class CachingAllocator:
         bisect.insort(self._free[rest.small], rest)
 
     def _join(self, block: _Block, other: _Block) -> None:
-        """A free neighbour becomes part of the block."""
+        """Make a free neighbour part of the block."""
         if other is block.before:
             block.offset, block.before = other.offset, other.before
             if block.before is not None:
@@ -122,6 +123,6 @@ class CachingAllocator:
                 block.behind.before = block
         block.size += other.size
 
-    def _take(self, block: _Block) -> None:
+    def _remove_free(self, block: _Block) -> None:
         blocks = self._free[block.small]
         del blocks[bisect.bisect_left(blocks, block)]

@@ -1,6 +1,6 @@
-"""Ways to train in eager that `mstpass plan` puts beside its own: what each keeps.
+"""Ways to train in eager that `mstpass plan` compares with mst.
 
-Shapes: B sequences of S tokens, N = B * S, D width, V vocabulary.
+Shapes: B sequences of S tokens, N = B * S, T tokens of a tile, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,34 +18,36 @@ from torch.utils.checkpoint import checkpoint
 from mstpass.planner.eager_step import Loss
 from mstpass.planner.models import layers_of
 
-TILE_TOKENS, HEAD_TILES = 4096, 16  # what the authors' package takes by default
-_LEAST_ROWS = 1024  # of a sequence in a tile, however many sequences
+TILE_TOKENS, HEAD_TILES = 4096, 16  # the defaults of the MST authors' package
+_LEAST_ROWS = 1024  # tokens of each sequence that a tile has at least
 
 
 def plain(model: nn.Module, logits: str = "model", outputs: str = "held") -> Loss:
-    """The model as it is.
+    """Train the model as it is.
 
     Args:
-        logits: ``"model"``: as the installed transformers computes the loss; ``"fp32"``: as it did
-            before 4.45: from a shifted copy of logits cast to fp32, which are among the outputs.
-        outputs: ``"held"``: until backward is over; ``"dropped"``: the loop has the loss alone.
+        logits: ``"model"``: the loss as the installed transformers computes it. ``"fp32"``: as
+            transformers computed it before 4.45, from a shifted copy of the logits in fp32; the
+            fp32 logits are an output of the model.
+        outputs: ``"held"``: the training loop holds the model's outputs until the backward is over.
+            ``"dropped"``: it holds the loss alone.
     """
     outputs_of = functools.partial(_upcast_outputs if logits == "fp32" else _outputs, model)
     return outputs_of if outputs == "held" else lambda ids_BS: outputs_of(ids_BS).loss
 
 
 def checkpointed(model: nn.Module, logits: str = "model", outputs: str = "held") -> Loss:
-    """The same with ``torch.utils.checkpoint`` around each layer."""
+    """Train with ``torch.utils.checkpoint`` around each layer; arguments as in `plain`."""
     _checkpoint_layers(model)
     return plain(model, logits, outputs)
 
 
 def minisequence(model: nn.Module) -> Loss:
-    """MST (arXiv 2407.15892): layers checkpointed, MLPs and loss in mini-sequences.
+    """Train with MST (arXiv 2407.15892): checkpointed layers, MLPs and loss in mini-sequences.
 
-    As its authors' package does it: the layer that backward recomputes keeps what all tiles of its
-    MLP need; the head computes its logits again in the backward, and adds its weight's gradient to
-    ``weight.grad``.
+    This follows the authors' package. The layer that the backward recomputes keeps what the
+    gradients of all tiles of its MLP need. The head computes its logits once more in the backward,
+    and adds the gradient of its weight to ``weight.grad``.
     """
     for layer in layers_of(model):
         mlp = getattr(layer, "mlp", None)
@@ -77,7 +79,7 @@ def _tiled(forward: Callable[[Tensor], Tensor], x_BSD: Tensor) -> Tensor:
 
 
 class _HeadTile(Function):
-    """Cross-entropy of one tile's T tokens, their sum."""
+    """The sum of the cross-entropies of one tile's T tokens."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, target_T: Tensor, weight_VD: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ class _HeadTile(Function):
 
 
 class _Upcast(dict[str, Tensor]):
-    """Holds what a model's output holds."""
+    """The outputs of a model: its logits, and the loss as an attribute."""
 
     loss: Tensor
 

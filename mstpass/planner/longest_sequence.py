@@ -1,22 +1,25 @@
-"""The longest sequence whose step fits: a root of a function that is dear to evaluate."""
+"""Search for the longest sequence whose step fits, in few evaluations of its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 GRAIN = 16  # lengths are multiples of it
-TOLERANCE = 0.01  # of the length: how much longer might still fit
-MOST = 2**24  # tokens: nobody trains longer ones
+TOLERANCE = 0.01  # a sequence that is longer by this fraction might still fit
+MOST = 2**24  # tokens; no longer sequence is tried
 _EVALUATIONS = 24
-_LEAP = 8  # times the last length, at the most
-_PROBE = 0.5  # of the tolerance: how far beyond a fitting guess the next one lies
+_LEAP = 8  # a guess is at most this many times the last one
+_PROBE = 0.5  # to confirm a length, the next guess is longer by this part of the tolerance
 
 
 def longest(bytes_at: Callable[[int], int], limit_bytes: int, start: int) -> int:
     """The longest sequence with ``bytes_at(length) <= limit_bytes``, to within ``TOLERANCE``.
 
-    ``bytes_at`` must not fall with the length. It is affine in long stretches, so the next guess is
-    where a line through the last two points meets the limit. 0 where nothing fits.
+    ``bytes_at`` must not decrease as the length grows. It is affine over long stretches, so each
+    guess is where a line through two known points meets the limit.
+
+    Returns:
+        The length in tokens; 0 where no length fits.
     """
     fits, too_long = 0, MOST + GRAIN
     points: dict[int, int] = {}
@@ -29,8 +32,8 @@ def longest(bytes_at: Callable[[int], int], limit_bytes: int, start: int) -> int
             too_long = guess
         if too_long - fits <= max(GRAIN, TOLERANCE * fits):
             break
-        aim = _meets(points, limit_bytes, guess)
-        if aim - fits < TOLERANCE * fits:  # it fits about as far as it can: show that
+        aim = _crossing(points, limit_bytes, guess)
+        if aim - fits < TOLERANCE * fits:  # the longest so far is nearly the longest: confirm it
             aim = fits * (1 + TOLERANCE * _PROBE) + GRAIN
         aim = min(aim, guess * _LEAP)
         if too_long <= MOST and not fits < aim < too_long:
@@ -39,8 +42,11 @@ def longest(bytes_at: Callable[[int], int], limit_bytes: int, start: int) -> int
     return fits
 
 
-def _meets(points: dict[int, int], limit_bytes: int, last: int) -> float:
-    """Where the line through the last point and the one nearest to the limit meets the limit."""
+def _crossing(points: dict[int, int], limit_bytes: int, last: int) -> float:
+    """The length at which a line through two points meets the limit.
+
+    The points are the last one and, of the others, the one nearest to the limit.
+    """
     others = [length for length in points if length != last]
     if not others:
         return last * limit_bytes / max(1, points[last])

@@ -1,4 +1,4 @@
-"""Architectures by name or by ``config.json``, built without memory and without weights."""
+"""Models by name or by ``config.json``, built without memory and without weights."""
 
 from __future__ import annotations
 
@@ -15,28 +15,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mstpass.errors import UserError, require
-from mstpass.planner.accounting import Sizes, Training
+from mstpass.planner.fixed_memory import Sizes
+from mstpass.planner.training import Training
 
 _FILE = Path(__file__).with_name("models.json")
-_ATTENTION = "mstpass_planned"  # "flash" in a name makes transformers look for a package
+_ATTENTION = "mstpass_planned"  # a name with "flash" makes transformers look for a package
 
 
 class ModelError(UserError):
-    """No architecture can be had from what was given."""
+    """``--model`` names no causal language model that can be built."""
 
 
 @functools.cache
 def known() -> Mapping[str, Mapping[str, Any]]:
-    """The shipped architectures: what their ``config.json`` says of sizes."""
+    """The shipped models: for each name, the sizes in its ``config.json``."""
     found: Mapping[str, Mapping[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))
     return found
 
 
 def config_of(given: str) -> Any:
-    """The transformers config of a shipped name, or of a path to a ``config.json`` or its folder.
+    """The transformers config of a model.
+
+    Args:
+        given: a shipped name, the path of a ``config.json``, or the path of its folder.
 
     Raises:
-        ModelError: unknown name, no such file, a broken file, not a causal language model.
+        ModelError: the name is unknown, the file is missing or broken, or its model is not a causal
+            language model.
     """
     require(("transformers",), "hf", "mstpass plan")
     path = Path(given)
@@ -47,11 +52,12 @@ def config_of(given: str) -> Any:
     if path.is_file():
         return _config(_read(path), str(path))
     if path.suffix == ".json" or len(path.parts) > 1:
-        raise ModelError(f"--model {given}: there is no such file")
+        raise ModelError(f"--model {given}: this file does not exist")
     near = difflib.get_close_matches(given.lower(), known(), n=1, cutoff=0.3)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ModelError(
-        f"--model {given}: unknown model{hint} Known: {', '.join(known())}, or a config.json"
+        f"--model {given}: unknown model{hint} Give the path of a config.json, or one of: "
+        f"{', '.join(known())}"
     )
 
 
@@ -59,9 +65,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"--model {path}: not a readable config.json: {error}") from error
+        raise ModelError(f"--model {path}: cannot read this config.json: {error}") from error
     if not isinstance(found, dict):
-        raise ModelError(f"--model {path}: a config.json holds an object")
+        raise ModelError(f"--model {path}: a config.json must hold a JSON object")
     return found
 
 
@@ -72,13 +78,13 @@ def _config(values: Mapping[str, Any], name: str) -> Any:
     values = dict(values)
     kind = values.pop("model_type", None)
     if not isinstance(kind, str):
-        raise ModelError(f"--model {name}: has no model_type, so it is no transformers config")
+        raise ModelError(f"--model {name}: not a config of transformers: it has no model_type")
     try:
         config = AutoConfig.for_model(kind, **values)
-    except Exception as error:  # whatever a config class makes of values that it does not expect
-        raise ModelError(f"--model {name}: transformers refuses it: {error}") from error
+    except Exception as error:  # a config class may raise anything on unexpected values
+        raise ModelError(f"--model {name}: transformers refuses this config: {error}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        config = config.get_text_config()  # of a model that sees images as well
+        config = config.get_text_config()  # of a model that also takes images
     heads = [str(a) for a in getattr(config, "architectures", None) or ()]
     generates = [a for a in heads if "CausalLM" in a or "LMHead" in a or "Conditional" in a]
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (heads and not generates):
@@ -90,7 +96,7 @@ def _config(values: Mapping[str, Any], name: str) -> Any:
 
 
 def build(config: Any, training: Training) -> nn.Module:
-    """The model in training mode, on the device or fake mode in force."""
+    """The model in training mode, built on the current device or in the current fake mode."""
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
     attention = functools.partial(_attention, training.document)
@@ -98,14 +104,14 @@ def build(config: Any, training: Training) -> nn.Module:
     AttentionMaskInterface.register(_ATTENTION, _no_mask)
     dtype = torch.bfloat16 if training.dtype == "bf16" else torch.float32
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about generation, of which there is none here
+        warnings.simplefilter("ignore")  # warnings about generation, which does not happen here
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-    model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # GPT-2's name says nothing of it
+    model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # transformers cannot tell from GPT-2's name
     return model
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that checkpointing takes, in order."""
+    """The modules that Hugging Face checkpoints, in order."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -122,11 +128,11 @@ def most_positions(config: Any) -> int | None:
 
 
 def workspace_bytes(query: Tensor, key: Tensor) -> int:
-    """What FlashAttention-2's backward allocates besides its results.
+    """Bytes that the backward of FlashAttention-2 allocates besides its results.
 
-    An fp32 sum of the query's gradient and, where heads share keys, the gradients of keys and
-    values for each query head (ATen's cuda/flash_attn/flash_api.cpp: ``dq_accum``, ``dk_expanded``,
-    ``dv_expanded``). Shapes: query (B, H, S, D), key (B, K, S, D).
+    These are an fp32 accumulator of the query's gradient and, where several query heads share a
+    key, the gradients of keys and values for each query head (ATen's cuda/flash_attn/flash_api.cpp:
+    ``dq_accum``, ``dk_expanded``, ``dv_expanded``). Shapes: query (B, H, S, D), key (B, K, S, D).
     """
     batch, heads, _, features = query.shape
     shared = 2 * query.element_size() * batch * heads * key.shape[2] * features
@@ -144,8 +150,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """FlashAttention-2 as CUDA runs it; under fake tensors only its shapes are computed.
 
-    Shapes: query (B, H, S, D), key and value (B, K, S, D), the result (B, S, H, D). Of a document's
-    tokens alone: as transformers calls it for padded batches, with copies of what is no padding.
+    Shapes: query (B, H, S, D), key and value (B, K, S, D), the result (B, S, H, D). With
+    ``document``, only the first ``document`` tokens attend to each other: transformers copies the
+    tokens of a padded batch that are not padding before it calls the kernel.
     """
     padding = max(0, query.shape[2] - document) if document else 0
     if padding:
@@ -159,4 +166,4 @@ def _attention(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Causal masks and windows are applied inside the kernel."""
+    """No mask: the kernel applies causal masks and windows itself."""

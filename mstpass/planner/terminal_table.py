@@ -1,13 +1,14 @@
-"""A plan as tables on the terminal."""
+"""Prints a plan on the terminal: a table of all rows, and sentences below it."""
 
 from __future__ import annotations
 
 from rich.console import Console
 from rich.table import Table
 
-from mstpass.planner.accounting import OPTIMIZERS
-from mstpass.planner.data import CACHING, MST, Planned
 from mstpass.planner.notes import gib
+from mstpass.planner.request import CACHING
+from mstpass.planner.result import MST, Planned
+from mstpass.planner.training import OPTIMIZERS
 
 
 def show(planned: Planned, console: Console | None = None) -> None:
@@ -25,21 +26,21 @@ def _heading(planned: Planned) -> list[str]:
     lines = [
         f"{request.model}, {planned.sizes.parameters / 1e9:.2f} billion parameters, "
         f"{training.dtype}, {training.optimizer} ({states}), batch {training.batch}",
-        f"device {gib(request.device_bytes)}, of it {gib(request.overhead_bytes)} overhead",
+        f"device memory {gib(request.device_bytes)}, {gib(request.overhead_bytes)} of it overhead",
     ]
     extras = [
         *(["fp32 master weights"] if training.master_weights else []),
         *(["optimizer in backward"] if training.optimizer_in_backward else []),
         *([f"{training.optimizer_step} optimizer"] if training.optimizer_step != "fused" else []),
-        *(["the caching allocator's gaps"] if request.allocator == CACHING else []),
-        *([f"documents of {training.document} tokens, padded"] if training.document else []),
+        *(["gaps of the caching allocator"] if request.allocator == CACHING else []),
+        *([f"padded documents of {training.document} tokens"] if training.document else []),
         *([f"{training.sharding} over {training.ranks}"] if training.ranks > 1 else []),
     ]
     return [*lines, *([", ".join(extras)] if extras else [])]
 
 
 def _table(planned: Planned) -> Table:
-    """Ways to train side by side, what they hold below each other."""
+    """One column for each way to train; one line for each part of its memory."""
     given = planned.request.length is not None
     table = Table(title=f"GiB at the peak of a step, {'at' if given else 'each at its'} "
                   f"{'this length' if given else 'longest length'}")  # fmt: skip
@@ -58,7 +59,7 @@ def _table(planned: Planned) -> Table:
 
 
 def _lines(planned: Planned) -> list[tuple[str, list[int]]]:
-    """What is held, by row of the table."""
+    """The lines of the table: a part of the memory, and its bytes for each way to train."""
     rows, fixed = planned.rows, planned.fixed
     everywhere = (
         ("weights", fixed.weights),
@@ -87,7 +88,7 @@ def _below(planned: Planned) -> list[str]:
             f"compile with options={{'memory_budget': {_literal(own.memory_budget)}}}: {slower}"
         )
     else:
-        lines.append(f"no plan of mst fits at {own.length:,} tokens")
+        lines.append(f"no plan of mst fits at {own.length:,} tokens: use a shorter sequence")
     return lines + [f"note: {note}" for note in planned.notes]
 
 

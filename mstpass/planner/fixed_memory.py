@@ -1,0 +1,91 @@
+"""Bytes of a training step on one device that do not depend on the sequence length.
+
+With P parameters, of which the largest layer has P_layer and the modules outside of the layers
+(embeddings, last norm, head) have P_rest, w bytes per weight, s bytes of optimizer states per
+parameter, and R ranks::
+
+                weights          gradients        states     gathered
+    none        w P              w P              s P
+    zero1       w P              w P              s P / R
+    zero2       w P              w P / R          s P / R    w max(P_layer, P_rest)
+    zero3       w P / R          w P / R          s P / R    w max(P_layer, P_rest)
+                                                             + w (P_rest + 2 P_layer)
+
+The stages are those of ZeRO (arXiv 1910.02054, section 5). *Gathered* tensors exist in full for a
+while. Under zero2 and zero3 these are the gradients of one unit (a layer, or the modules outside of
+the layers) until they are reduced. Under zero3 they are also the weights of the layer that runs, of
+the next layer, which is prefetched, and of the modules outside of the layers, which stay gathered
+from forward to backward (as torch's FSDP2 does with its root module).
+
+Gradients do not count as fixed: the simulated step allocates them while it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mstpass.planner.training import Training
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Numbers of parameters of a model.
+
+    Attributes:
+        parameters: all of them.
+        layer: those of the largest layer.
+        rest: those outside of the layers.
+        each: those of each weight tensor.
+    """
+
+    parameters: int
+    layer: int
+    rest: int
+    each: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """Bytes that one device holds during the whole step; the formulas are above."""
+
+    weights: int
+    optimizer_states: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer_states + self.gathered
+
+
+def fixed(sizes: Sizes, training: Training) -> Fixed:
+    """Bytes that one device holds besides gradients and activations.
+
+    Master weights count as optimizer states.
+    """
+    w = training.weight_bytes
+    gathered = 0
+    if training.ranks > 1 and training.gradients_sharded:
+        gathered = w * max(sizes.layer, sizes.rest)
+        if training.sharding == "zero3":
+            gathered += w * (sizes.rest + 2 * sizes.layer)
+    return Fixed(
+        weights=-(-w * sizes.parameters // training.weight_shards),
+        optimizer_states=int(-(-training.state_bytes * sizes.parameters // training.state_shards)),
+        gathered=gathered,
+    )
+
+
+def gradient_bytes(sizes: Sizes, training: Training) -> int:
+    """Bytes of the gradients that one device holds when the backward ends."""
+    if training.optimizer_in_backward:
+        return 0
+    shards = training.ranks if training.gradients_sharded else 1
+    return training.weight_bytes * sizes.parameters // shards
+
+
+def optimizer_temporaries(sizes: Sizes, training: Training) -> int:
+    """Bytes that the optimizer's step allocates at once, and frees."""
+    parameters = sizes.parameters
+    if training.optimizer_in_backward:
+        parameters = max(sizes.each, default=0)
+    return int(training.temporary_bytes * parameters / training.state_shards)

@@ -1,0 +1,38 @@
+"""The input of `mstpass plan`: a model, how it is trained, and a device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mstpass.planner.training import Training
+
+EXPANDABLE, CACHING = "expandable", "caching"
+ALLOCATORS = (EXPANDABLE, CACHING)
+LOGITS, OUTPUTS = ("model", "fp32"), ("held", "dropped")  # explained in eager_recipes.plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A model, how it is trained, and the device.
+
+    Attributes:
+        model: a shipped name, or the path of a ``config.json``.
+        device_bytes: memory of the device.
+        overhead_bytes: part of the device's memory that tensors cannot use.
+        length: sequence length in tokens; None: find the longest that fits.
+        logits: one of ``LOGITS``: how the eager rows compute their loss.
+        outputs: one of ``OUTPUTS``: whether the training loop of the eager rows holds the model's
+            outputs until the backward is over.
+        allocator: one of ``ALLOCATORS``.
+        alone: plan mst's row only, without rows to compare with.
+    """
+
+    model: str
+    training: Training
+    device_bytes: int
+    overhead_bytes: int
+    length: int | None = None
+    logits: str = "model"
+    outputs: str = "held"
+    allocator: str = EXPANDABLE
+    alone: bool = False

@@ -1,0 +1,135 @@
+"""Counts the bytes of the storages that eager ops allocate.
+
+A storage counts from the op that allocates it until it is collected. The backward of attention adds
+its workspace while it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mstpass.planner.allocator_replay import Event, OptimizerStep
+from mstpass.planner.models import workspace_bytes
+from mstpass.planner.result import Parts
+from mstpass.torch_internals.dispatch_modes import TorchDispatchMode, storage_key
+from mstpass.torch_internals.pytrees import tree_leaves
+
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+_GRADIENTS, _LOGITS, _OTHER = "gradients", "logits", "other"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Storage:
+    """``number`` counts storages in the order in which they were allocated."""
+
+    bytes: int
+    kind: str
+    number: int
+
+
+class StorageCounter(TorchDispatchMode):
+    """Records each allocation and free of a step, and the storages that are alive at its peak.
+
+    Parameters and buffers exist before the step and do not count.
+    """
+
+    def __init__(self, model: nn.Module, vocabulary: int):
+        super().__init__()
+        self.events: list[Event | OptimizerStep] = []
+        self._vocabulary = vocabulary
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._see_gradient)
+        self._weight_shapes = {tuple(p.shape) for p in parameters if vocabulary in p.shape}
+        before = (storage_key(t.untyped_storage()) for t in (*parameters, *model.buffers()))
+        self._alive = {key: _Storage(0, _OTHER, -1) for key in before}
+        self._now_bytes = self._peak_bytes = self._allocated = 0
+        self._at_peak: list[_Storage] = []
+        self._workspace_bytes = 0  # of the op at the peak
+        self._saved: set[int] = set()  # numbers of the storages alive when the forward ends
+
+    def start_backward(self) -> None:
+        """Tell the counter that the forward is over: what is alive now is saved."""
+        self._saved = {storage.number for storage in self._alive.values()}
+
+    def free_gradients(self, model: nn.Module, share: float) -> None:
+        """Free each gradient when the backward has finished it, and keep ``share`` of its bytes."""
+
+        def free(number: int, parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            if share:
+                key = f"shard {self._allocated}"
+                self._add(key, int(share * parameter.grad.nbytes), _GRADIENTS)
+            else:
+                self.events.append(OptimizerStep(number))
+            parameter.grad = None
+
+        for number, parameter in enumerate(model.parameters()):
+            parameter.register_post_accumulate_grad_hook(functools.partial(free, number))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
+        workspace = workspace_bytes(args[1], args[2]) if func is _FLASH_BACKWARD else 0
+        if workspace:
+            name = f"workspace {len(self.events)}"
+            self.events += [Event(name, workspace), Event(name, None)]
+        if self._now_bytes + workspace > self._peak_bytes:
+            self._peak_bytes = self._now_bytes + workspace
+            self._at_peak, self._workspace_bytes = list(self._alive.values()), workspace
+        return out
+
+    @property
+    def parts(self) -> Parts:
+        """Bytes that the step holds at its peak."""
+
+        def total(kind: str, saved: bool) -> int:
+            storages = (s for s in self._at_peak if s.kind == kind)
+            return sum(s.bytes for s in storages if (s.number in self._saved) == saved)
+
+        return Parts(
+            gradients=total(_GRADIENTS, True) + total(_GRADIENTS, False),
+            saved=total(_OTHER, True),
+            logits=total(_LOGITS, True) + total(_LOGITS, False),
+            other=total(_OTHER, False) + self._workspace_bytes,
+        )
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        if key in self._alive:
+            return
+        self._add(key, storage.nbytes(), self._kind(tensor))
+        weakref.finalize(storage, self._free, key).atexit = False
+
+    def _see_gradient(self, parameter: Tensor) -> None:
+        """Count a finished gradient as one: a shape does not tell, a tile can be as large."""
+        assert parameter.grad is not None
+        key = storage_key(parameter.grad.untyped_storage())
+        self._alive[key] = dataclasses.replace(self._alive[key], kind=_GRADIENTS)
+
+    def _kind(self, tensor: Tensor) -> str:
+        shape = tuple(tensor.shape)
+        if shape in self._weight_shapes or shape[::-1] in self._weight_shapes:
+            return _GRADIENTS
+        is_logits = tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary
+        return _LOGITS if is_logits else _OTHER
+
+    def _add(self, key: Any, size: int, kind: str) -> None:
+        self._alive[key] = _Storage(size, kind, self._allocated)
+        self.events.append(Event(self._allocated, size))
+        self._allocated += 1
+        self._now_bytes += size
+
+    def _free(self, key: int) -> None:
+        storage = self._alive.pop(key)
+        self.events.append(Event(storage.number, None))
+        self._now_bytes -= storage.bytes

@@ -1,0 +1,168 @@
+"""The partition problems of a model's training step, traced on fake tensors for a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from mstpass import pipeline
+from mstpass.graph.joint import value_of
+from mstpass.options import Options
+from mstpass.planner.models import build, workspace_bytes
+from mstpass.planner.scale_to_length import scaled
+from mstpass.planner.training import Training
+from mstpass.problem.op import VIEW
+from mstpass.problem.problem import CutProblem, Value
+from mstpass.torch_internals.fake_tensors import FakeTensor
+from mstpass.torch_internals.pytrees import tree_map
+from mstpass.tracing.joint_graphs import trace_joint
+
+_DEVICE = torch.device("cuda", 0)  # its costs decide chunk lengths; nothing runs there
+_GRAIN = 16  # traced lengths are multiples of it
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """The partition problems of one joint graph.
+
+    Attributes:
+        batch: sequences of the traced step.
+        length: tokens of each.
+        problems: the problem under each ``memory_budget``.
+        logits: names of the values of tokens x vocabulary.
+        workspaces: by value name, the bytes that an attention's backward allocates on CUDA besides
+            its results. Solvers do not see them, neither here nor when a step is compiled.
+    """
+
+    batch: int
+    length: int
+    problems: Mapping[object, CutProblem]
+    logits: frozenset[str]
+    workspaces: Mapping[str, int]
+
+    def problem_at(self, length: int, memory_budget: object) -> CutProblem:
+        """The problem under a budget, for sequences of ``length`` tokens."""
+        problem = self.problems[memory_budget]
+        if length == self.length:
+            return problem
+        return scaled(problem, self.batch, self.length, length)
+
+    def workspaces_at(self, length: int) -> dict[str, int]:
+        return {name: size * length // self.length for name, size in self.workspaces.items()}
+
+
+def trace(
+    config: Any, training: Training, length: int, budgets: tuple[object, ...], exact: bool = False
+) -> TracedStep:
+    """Trace a training step and make its problem for each ``memory_budget``.
+
+    With ``exact``, the step has just ``length`` tokens. Otherwise it has a few more, so that the
+    result can be scaled to other lengths.
+    """
+    with torch.device("meta"):
+        model = build(config, training)
+    tied = config.get_text_config().tie_word_embeddings
+    model = model.to_empty(device="cpu")  # reserved, never written
+    if tied:
+        model.tie_weights()  # type: ignore[operator]
+    length = length if exact else distinct_length(model, length)
+    ids_BS = torch.zeros(training.batch, length, dtype=torch.long)
+
+    def loss_of(ids_BS: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=training.dtype == "autocast"):
+            return model(input_ids=ids_BS, labels=ids_BS).loss
+
+    def take(module: fx.GraphModule, num_fwd_outputs: int) -> TracedStep:
+        _move_to_gpu(module)
+        workspaces, logits = _workspaces(module), _logits(module, config.vocab_size)
+        problems = {}
+        for budget in budgets:
+            options = Options.parse({"memory_budget": budget, "solver": "min_cut"})
+            result = pipeline.run(
+                module, options, num_fwd_outputs=num_fwd_outputs, stop_after="plan"
+            )
+            assert result.problem is not None
+            problems[budget] = _with_sharded_gradients(result.problem, training)
+        return TracedStep(training.batch, length, problems, logits, workspaces)
+
+    return trace_joint(loss_of, (ids_BS,), take)
+
+
+def distinct_length(model: nn.Module, length: int) -> int:
+    """A length of at least ``length`` with a prime factor that no dim of a parameter has."""
+    prime = max(2, -(-length // _GRAIN))
+    sizes = {n for p in model.parameters() for n in p.shape}
+    while any(prime % d == 0 for d in range(2, math.isqrt(prime) + 1)) or any(
+        n % prime == 0 for n in sizes
+    ):
+        prime += 1
+    return prime * _GRAIN
+
+
+def _move_to_gpu(module: fx.GraphModule) -> None:
+    """Change the graph as if it had been traced on a GPU, so that a GPU's costs apply."""
+    for node in module.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(_on_gpu, node.meta["val"])
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": _DEVICE}
+
+
+def _on_gpu(value: Any) -> Any:
+    if not isinstance(value, FakeTensor):
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=_DEVICE
+        ).requires_grad_(value.requires_grad)
+
+
+def _workspaces(module: fx.GraphModule) -> dict[str, int]:
+    found = {}
+    for node in module.graph.nodes:
+        if "flash_attention_backward" in str(node.target):
+            query, key = (value_of(operand) for operand in node.args[1:3])
+            assert query is not None and key is not None
+            found[node.name] = workspace_bytes(query, key)
+    return found
+
+
+def _logits(module: fx.GraphModule, vocabulary: int) -> frozenset[str]:
+    """Values whose last dim is the vocabulary, but for weights and their gradients."""
+    inputs = {tuple(n.meta["val"].shape) for n in module.graph.find_nodes(op="placeholder")}
+    inputs |= {shape[::-1] for shape in inputs}
+    return frozenset(
+        node.name
+        for node in module.graph.nodes
+        if (value := value_of(node)) is not None
+        and value.dim() > 1
+        and value.shape[-1] == vocabulary
+        and tuple(value.shape) not in inputs
+    )
+
+
+def _with_sharded_gradients(problem: CutProblem, training: Training) -> CutProblem:
+    """Count only a rank's share of each gradient, from the op that computes it."""
+    if not training.gradients_sharded or training.ranks == 1:
+        return problem
+    by_name = {value.name: value for value in (*problem.values, *problem.backward)}
+    gradients = {_base(by_name, name) for name in problem.gradients}
+    backward = tuple(
+        dataclasses.replace(value, bytes=-(-value.bytes // training.ranks))
+        if value.name in gradients
+        else value
+        for value in problem.backward
+    )
+    return dataclasses.replace(problem, backward=backward)
+
+
+def _base(by_name: Mapping[str, Value], name: str) -> str:
+    """The value that owns the memory of a view."""
+    while by_name[name].kind == VIEW:
+        name = by_name[name].inputs[0]
+    return name
