@@ -13,9 +13,10 @@ from torch import Tensor
 import mstpass
 from mstpass.bench import problems, solvers
 from mstpass.bench.solver_rows import Row
-from mstpass.partition.solvers.plan_sequence import first_modes, saved_where
+from mstpass.partition.solvers.choose_modes import first_modes
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.saved_set import saved_where
 
 
 def largest_half(problem: CutProblem, budget_bytes: int | None) -> Plan:

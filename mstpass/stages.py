@@ -37,7 +37,8 @@ from mstpass.partition.torch_fallback import (
 from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Plan
-from mstpass.problem.verify import InvalidPlan, read, verify
+from mstpass.problem.saved_set import read_by_backward
+from mstpass.problem.verify import InvalidPlan, verify
 from mstpass.schedule.second_rematerialization import add_second_rematerialization
 from mstpass.torch_internals.partitioners import has_torch_budget
 
@@ -234,7 +235,7 @@ def split(
     notes: tuple[str, ...] = ()
     try:
         verify(problem.allowing(True), saved)
-        saved = read(problem, saved)
+        saved = read_by_backward(problem, saved)
     except InvalidPlan as error:  # a region was left out after the plan was made
         name, saved, nested = "min_cut", min_cut(problem), frozenset()
         notes = (f"the saved values are min_cut's: {error}",)

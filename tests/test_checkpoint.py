@@ -24,7 +24,7 @@ from mstpass.graph.joint import JointGraph
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
 from mstpass.problem.problem import MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE
-from mstpass.problem.verify import recomputed
+from mstpass.problem.saved_set import recomputed
 from tests.checks import check_against_float64, compiled, joint_graph, kinds
 from tests.models import MLPS
 

@@ -29,7 +29,7 @@ def test_the_peak_grows_with_the_root_of_the_blocks() -> None:
     flat, nested = checkpoints(problem), nested_checkpoints(problem)
     assert nested is not None
     assert nested.simulation.peak_bytes < 0.6 * flat.simulation.peak_bytes
-    assert len(nested.places) < 16 < len(nested.inner)
+    assert len(nested.places) < 16 < len(nested.nested_places)
 
 
 def test_one_block_is_not_nested() -> None:

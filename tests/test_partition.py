@@ -22,10 +22,11 @@ from mstpass.options import Options
 from mstpass.partition.solvers.checkpoints import checkpoints
 from mstpass.partition.solvers.min_cut import cut, min_cut, network_of
 from mstpass.partition.solvers.peak_search import peak_search
-from mstpass.partition.solvers.spend_slack import relaxed
+from mstpass.partition.solvers.spend_slack import with_slack_spent
 from mstpass.problem.op import CALL, INPUT, ITEM, VIEW
 from mstpass.problem.problem import CutProblem, Value
-from mstpass.problem.verify import InvalidPlan, recomputed, verify
+from mstpass.problem.saved_set import recomputed
+from mstpass.problem.verify import InvalidPlan, verify
 from tests.checks import joint_graph
 from tests.models import Block, GatedMLP
 
@@ -243,7 +244,7 @@ def test_room_under_the_budget_goes_to_what_takes_longest() -> None:
     problem = _attentions(blocks=12).allowing(True)
     least = peak_search(problem, 0)
     memory = step_memory(problem, least.saved, least.nested)
-    room = relaxed(problem, least, memory.peak_bytes + 2 * 11)
+    room = with_slack_spent(problem, least, memory.peak_bytes + 2 * 11)
     again = [name for name in recomputed(problem, room.saved) if name.startswith("a")]
     before = [name for name in recomputed(problem, least.saved) if name.startswith("a")]
     assert len(again) <= len(before) - 2

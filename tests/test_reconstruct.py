@@ -19,13 +19,15 @@ from mstpass import pipeline
 from mstpass.options import Options
 from mstpass.partition.reconstruct.choose_drops import Decision, decide
 from mstpass.partition.reconstruct.rule import EXACT, TOLERANT, Inverse
-from mstpass.partition.solvers.checkpoints import _Line, _with_loops_once, complete
-from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.partition.solvers.checkpoints import _with_loops_pinned
+from mstpass.partition.solvers.forward_places import ForwardPlaces
+from mstpass.partition.solvers.min_cut import complete, min_cut
 from mstpass.plans import SavePlan
 from mstpass.problem import solver_registry
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan, Value
-from mstpass.problem.verify import InvalidPlan, read, verify
+from mstpass.problem.saved_set import read_by_backward
+from mstpass.problem.verify import InvalidPlan, verify
 from mstpass.report.report import Report
 from tests.checks import check_against_float64, joint_graph
 from tests.models import GatedMLP, TwoLayerMLP
@@ -61,7 +63,7 @@ def _check(problem: CutProblem, saved: frozenset[str], decision: Decision) -> No
 @settings(max_examples=400, deadline=None)
 def test_decisions_on_random_problems(problem: CutProblem, data: st.DataObject) -> None:
     try:
-        saved = read(problem, min_cut(problem))
+        saved = read_by_backward(problem, min_cut(problem))
         verify(problem, saved)
     except (InvalidPlan, nx.NetworkXUnbounded):
         return  # a needed view of a heavy view: no plan exists
@@ -200,10 +202,10 @@ def _loss(model: nn.Module, autocast: bool = False) -> Callable[[torch.Tensor], 
 def _save_at_every_place(problem: CutProblem, _: int | None) -> Plan:
     """Both terms of every residual sum cross, which better plans recompute."""
     closed = with_modes(problem, {}).allowing(recompute_heavy=True)
-    line = _Line(closed)
+    line = ForwardPlaces(closed)
     places = max(line.choices(), key=len)
     kept = frozenset[str]().union(*(line.names_at(place) for place in places))
-    return Plan(complete(_with_loops_once(closed), kept), {})
+    return Plan(complete(_with_loops_pinned(closed), kept), {})
 
 
 @pytest.fixture(autouse=True)

@@ -49,8 +49,8 @@ def _record(**changes: object) -> bytes:
     [
         (b"\x00\x01", "not JSON"),
         (gzip.compress(_record(), mtime=0)[:-9], "not JSON"),
-        (b"[1, 2]", "no cut problem"),
-        (b"{}", "no cut problem"),
+        (b"[1, 2]", "not a cut problem"),
+        (b"{}", "not a cut problem"),
         (_record(version=2), "version 2; this mstpass reads 1"),
         (_record(values=[{"name": "x", "bytes": "four"}]), "expected int, got 'four'"),
         (_record(values=[{"name": "x", "bytes": True}]), "expected int, got True"),

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from mstpass.memory.simulate_plan import simulate_plan, step_memory
 from mstpass.partition.solvers import SOLVERS
-from mstpass.partition.solvers.memory_lower_bounds import bounds
+from mstpass.partition.solvers.memory_lower_bounds import lower_bounds
 from mstpass.partition.solvers.milp import prove
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
-from mstpass.problem.verify import recomputed, verify
+from mstpass.problem.saved_set import recomputed
+from mstpass.problem.verify import verify
 from tests.problems import every_plan, steps
 
 EXAMPLES = settings(
@@ -67,7 +68,7 @@ def test_milp_says_where_no_plan_is_within_the_budget(problem: CutProblem) -> No
 def test_memory_bounds_are_below_the_simulation(problem: CutProblem) -> None:
     for modes in ({}, {r.region: r.modes[-1].name for r in problem.regions}):
         closed = with_modes(problem, modes).allowing(recompute_heavy=True)
-        found = list(bounds(closed))
+        found = list(lower_bounds(closed))
         for name in ("save_all", "recompute_all", "min_cut", "greedy"):
             saved = SOLVERS[name](closed, 0).saved
             memory = step_memory(closed, saved)

@@ -1,14 +1,15 @@
-"""Put a region's loops in the place of its members: from a problem with choices to one without.
+"""Choose a mode for each region: turn a problem with open regions into one with loops in place.
 
-The members of a loop vanish, but for those that something else reads as well; its results keep the
-names of the nodes they stand for. The order stays, each loop just before its first result is read
-(as loops/apply_plans.py writes it).
+The loops of the chosen modes replace their members. A member disappears unless a value outside the
+loop reads it too; each result of a loop keeps the name of the node that it stands for. The values
+keep their order, and a loop comes just before the first value that reads one of its results, where
+loops/apply_plans.py writes it into the graph.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from mstpass.problem.op import CALL, ITEM, VIEW
 from mstpass.problem.problem import (
@@ -22,59 +23,66 @@ from mstpass.problem.problem import (
     with_needs,
 )
 
-_MOST_KNOWN = 8
+_CACHED = 8  # choices of modes whose problems are kept: solvers ask for the same ones repeatedly
 
 
 class Cycle(Exception):
     """Loops that need each other's results; ``loop`` names one of them."""
 
     def __init__(self, loop: str):
-        super().__init__(f"{loop} needs its own results")
+        super().__init__(f"{loop} needs its own results: choose another mode for its region")
         self.loop = loop
 
 
 def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
-    """The problem in which each region runs in a mode, its first one where none is given.
+    """The problem in which each region runs in a given mode.
+
+    Args:
+        modes: the name of a mode by region; a region that is not named runs in its first mode.
 
     Raises:
-        Cycle: the loops cannot be put in an order.
+        Cycle: loops need each other's results, so that no order of them exists.
+        KeyError: a region has no mode of that name.
     """
     chosen = tuple(
         region[modes[region.region]] if region.region in modes else region.modes[0]
         for region in problem.regions
     )
-    known = problem.once(_Closed).known
+    cache = problem.once(_Cache).by_modes
     names = tuple(mode.name for mode in chosen)
-    if names not in known:
+    if names not in cache:
         loops = [loop for mode in chosen for loop in mode.loops]
         closed = _Writer(problem, loops).write() if loops else _without_regions(problem)
-        if len(known) == _MOST_KNOWN:
-            del known[next(iter(known))]
-        known[names] = closed
-    return known[names]
+        if len(cache) == _CACHED:
+            del cache[next(iter(cache))]
+        cache[names] = closed
+    return cache[names]
 
 
-class _Closed:
-    """What a problem became last, by names of modes: several ask for the same."""
+class _Cache:
+    """The last few results of ``with_modes`` for one problem, by the names of the modes."""
 
     def __init__(self, problem: CutProblem):
-        self.known: dict[tuple[str, ...], CutProblem] = {}
+        self.by_modes: dict[tuple[str, ...], CutProblem] = {}
 
 
 def _without_regions(problem: CutProblem) -> CutProblem:
     return dataclasses.replace(problem, regions=())
 
 
-def loop_values(loop: Loop, old: Mapping[str, Value]) -> list[Value]:
-    """A loop, and the items that it returns.
+def loop_values(loop: Loop, nodes: Mapping[str, Value]) -> list[Value]:
+    """A loop as a value, and after it one item for each of its results.
 
-    Backward may run it once more, unless it computes gradients already or a policy saves its
-    results: then it is pinned. Where the user's checkpointing wants all of its results computed
-    again, none of them is saved.
+    Backward may run the loop again, unless the loop computes gradients or a checkpoint policy saves
+    one of its results: then the loop is pinned. If checkpoint policies recompute all of its
+    results, none of them is savable.
+
+    Args:
+        nodes: the values that the results stand for, by name.
     """
-    tags = [_tag(result.node, old) for result in loop.results]
-    again = all(tag in RECOMPUTED for tag in tags)
-    once = MUST_SAVE in tags or any(result.scale for result in loop.results)
+    tags = [_tag(result.node, nodes) for result in loop.results]
+    recompute = all(tag in RECOMPUTED for tag in tags)
+    pinned = MUST_SAVE in tags or any(result.scale for result in loop.results)
     whole = Value(
         loop.name,
         0,
@@ -83,43 +91,53 @@ def loop_values(loop: Loop, old: Mapping[str, Value]) -> list[Value]:
         loop.inner_bytes,
         us=loop.us,
         heavy=True,
-        pinned=once,
+        pinned=pinned,
         savable=False,
-        tag=tags[0] if again else "",
+        tag=tags[0] if recompute else "",
     )
     items = (
-        Value(r.name, r.bytes, (loop.name,), ITEM, savable=not again, tag=tag if again else "")
-        for r, tag in zip(loop.results, tags, strict=True)
+        Value(
+            result.name,
+            result.bytes,
+            (loop.name,),
+            ITEM,
+            savable=not recompute,
+            tag=tag if recompute else "",
+        )
+        for result, tag in zip(loop.results, tags, strict=True)
     )
     return [whole, *items]
 
 
 def broken_policies(problem: CutProblem) -> dict[str, str]:
-    """By region, a node that must be recomputed but that one of its loops would have to save.
+    """By region, a node that must be recomputed although one of the region's loops returns it.
 
-    Such a loop has other results, which must not be recomputed.
+    A loop is recomputed as a whole or not at all. If only some of its results must be recomputed,
+    its mode cannot obey the policy.
     """
-    old = {v.name: v for v in (*problem.values, *problem.backward)}
+    nodes = {v.name: v for v in (*problem.values, *problem.backward)}
     return {
         region.region: result.node
         for region in problem.regions
         for mode in region.modes
         for loop in mode.loops
-        if not loop_values(loop, old)[0].tag
+        if not loop_values(loop, nodes)[0].tag
         for result in loop.results
-        if _tag(result.node, old) == MUST_RECOMPUTE
+        if _tag(result.node, nodes) == MUST_RECOMPUTE
     }
 
 
-def _tag(name: str, old: Mapping[str, Value]) -> str:
-    """Of a view, its base's."""
-    value = old[name]
+def _tag(name: str, nodes: Mapping[str, Value]) -> str:
+    """The checkpoint policy of a value; that of its base where the value is a view."""
+    value = nodes[name]
     while value.kind in (VIEW, ITEM) and not (value.savable or value.tag):
-        value = old[value.inputs[0]]
+        value = nodes[value.inputs[0]]
     return value.tag
 
 
 class _Writer:
+    """Writes the values of a problem in a new order, with loops in the place of their members."""
+
     def __init__(self, problem: CutProblem, loops: list[Loop]):
         self.problem = problem
         self.old = {v.name: v for v in (*problem.values, *problem.backward)}
@@ -132,18 +150,18 @@ class _Writer:
         self.backward: set[str] = set()
 
     def write(self) -> CutProblem:
-        outputs = [*self.problem.outputs, *self.problem.gradients]
-        live = self._live(outputs)
+        live = _reached([*self.problem.outputs, *self.problem.gradients], self._inputs)
+        live.update(name for name, value in self.old.items() if not value.inputs)
         for name, value in self.old.items():
             if name in live and name not in self.new:
                 if name not in self.producer and all(map(self.new.__contains__, value.inputs)):
                     self._add(value)
                 else:
-                    self._require(name)
-        forward_needed = self._ancestors(self.problem.outputs)
+                    self._write_with_inputs(name)
+        serves_forward = _reached(self.problem.outputs, lambda name: self.new[name].inputs)
         values = [
             v
-            if v.forward == (v.name in forward_needed)
+            if v.forward == (v.name in serves_forward)
             else dataclasses.replace(v, forward=not v.forward)
             for v in self.new.values()
             if v.name not in self.backward
@@ -156,30 +174,21 @@ class _Writer:
             regions=(),
         )
 
-    # ---- order, as in loops/apply_plans.py -----------------------------------------------------
-    def _deps(self, name: str) -> tuple[str, ...]:
+    # ---- order, as in loops/apply_plans.py -------------------------------------------------------
+    def _inputs(self, name: str) -> tuple[str, ...]:
+        """What a node needs in the new problem."""
         if name in self.producer:
             loop, result = self.producer[name]
             return (*loop.needs, result.scale) if result.scale else loop.needs
         return self.old[name].inputs
 
-    def _live(self, names: list[str]) -> set[str]:
-        found: set[str] = set()
-        stack = list(names)
-        while stack:
-            name = stack.pop()
-            if name not in found:
-                found.add(name)
-                stack.extend(self._deps(name))
-        found.update(name for name, v in self.old.items() if not v.inputs)
-        return found
-
-    def _require(self, name: str) -> None:
+    def _write_with_inputs(self, name: str) -> None:
+        """Write a node after all that it needs and that is not written yet: a depth-first walk."""
         stack, path = [name], set[str]()
         while stack:
             top = stack[-1]
-            missing = [] if top in self.new else [d for d in self._deps(top) if d not in self.new]
-            if any(d in path or d == top for d in missing):
+            missing = [] if top in self.new else [n for n in self._inputs(top) if n not in self.new]
+            if any(n in path or n == top for n in missing):
                 loops = [self.producer[n][0].name for n in (top, *path) if n in self.producer]
                 raise Cycle(loops[0])
             if missing:
@@ -207,12 +216,14 @@ class _Writer:
         if value.name in self.tangents or not self.backward.isdisjoint(value.inputs):
             self.backward.add(value.name)
 
-    def _ancestors(self, names: tuple[str, ...]) -> set[str]:
-        found: set[str] = set()
-        stack = list(names)
-        while stack:
-            name = stack.pop()
-            if name not in found:
-                found.add(name)
-                stack.extend(self.new[name].inputs)
-        return found
+
+def _reached(names: Iterable[str], inputs: Callable[[str], Iterable[str]]) -> set[str]:
+    """The names, and all that they are computed from."""
+    found: set[str] = set()
+    stack = list(names)
+    while stack:
+        name = stack.pop()
+        if name not in found:
+            found.add(name)
+            stack.extend(inputs(name))
+    return found

@@ -1,7 +1,8 @@
-"""A ``CutProblem`` as JSON, and back: for fixtures, bug reports and solvers in other languages.
+"""Write a ``CutProblem`` as JSON and read it: for tests, bug reports, solvers in other languages.
 
-A dataclass becomes an object of its fields; fields that have their default are left out. A path
-that ends in ``.gz`` is compressed. Equal problems give equal bytes. PyTorch is not needed.
+A dataclass becomes an object with its fields; a field that has its default value is left out. A
+file whose path ends in ``.gz`` is compressed. Equal problems give equal bytes. Nothing here needs
+PyTorch.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ FORMAT, VERSION = "mstpass cut problem", 1
 
 
 class ProblemFileError(ValueError):
-    """A file that holds no cut problem; the message names the file and what is wrong with it."""
+    """A file does not hold a cut problem; the message names the file and says what is wrong."""
 
 
 def to_json(problem: object, path: str | os.PathLike[str]) -> None:
-    """Write a problem, compressed where the path ends in ``.gz``."""
+    """Write a problem; compressed if the path ends in ``.gz``."""
     record = {"format": FORMAT, "version": VERSION, **_encoded(problem)}
     data = (json.dumps(record, separators=(",", ":")) + "\n").encode()
     target = Path(path)
@@ -33,11 +34,11 @@ def to_json(problem: object, path: str | os.PathLike[str]) -> None:
 
 
 def from_json(kind: type[T], path: str | os.PathLike[str]) -> T:
-    """The problem, of the dataclass ``kind``, in a file that ``to_json`` wrote.
+    """Read a file that ``to_json`` wrote, as an instance of the dataclass ``kind``.
 
     Raises:
         ProblemFileError: the file holds something else, or another version of the format.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     data = Path(path).read_bytes()
     try:
@@ -45,7 +46,7 @@ def from_json(kind: type[T], path: str | os.PathLike[str]) -> T:
     except (ValueError, OSError, EOFError) as error:
         raise ProblemFileError(f"{path}: not JSON: {error}") from None
     if not isinstance(record, dict) or record.pop("format", None) != FORMAT:
-        raise ProblemFileError(f"{path}: no cut problem: its 'format' is not {FORMAT!r}")
+        raise ProblemFileError(f"{path}: not a cut problem: its 'format' is not {FORMAT!r}")
     version = record.pop("version", None)
     if version != VERSION:
         raise ProblemFileError(f"{path}: version {version!r}; this mstpass reads {VERSION}")
@@ -64,14 +65,14 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(kind: Any, value: Any) -> Any:
-    """A JSON value as the type that an annotation names."""
+    """A JSON value, converted to the type that an annotation names."""
     if dataclasses.is_dataclass(kind):
         return _decoded_fields(kind, value)
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise TypeError(f"expected a list, got {value!r}")
         item = typing.get_args(kind)[0]
-        return tuple(_decoded(item, one) for one in value)
+        return tuple(_decoded(item, element) for element in value)
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"expected {kind.__name__}, got {value!r}")
@@ -85,7 +86,7 @@ def _decoded_fields(kind: Any, value: Any) -> Any:
     unknown = [name for name in value if name not in types_of]
     if unknown:
         raise TypeError(f"{kind.__name__} has no field {unknown[0]!r}")
-    return kind(**{name: _decoded(types_of[name], one) for name, one in value.items()})
+    return kind(**{name: _decoded(types_of[name], field) for name, field in value.items()})
 
 
 @functools.cache

@@ -17,10 +17,12 @@ class Op:
     """One node.
 
     Attributes:
-        bytes: of the storage that keeping its result keeps alive.
-        inputs: the nodes it reads.
-        inner_bytes: what it needs besides results while it runs.
-        dear: a pointwise op that is not repeated for every reader.
+        bytes: size of the storage that stays in memory as long as the result does.
+        inputs: names of the nodes that it reads.
+        kind: one of the constants above.
+        inner_bytes: memory that it needs while it runs, besides operands and results.
+        dear: a pointwise op too slow to be computed once more in each kernel that reads it, so
+            that its result gets a buffer.
     """
 
     name: str

@@ -1,9 +1,15 @@
-"""The partition problem as plain data: solvers see no FX graph.
+"""The partition problem and its answer as plain data: ``CutProblem`` and ``Plan``.
 
-A value that backward needs is available there if it is free (an input of the step), saved, or if
-all its inputs are available and it may be recomputed. A plan picks a mode for each region, which
-decides its loops (modes.py), and the saved set; what it needs of memory is simulated
-(simulate.py), what it costs in time is the sum over what backward does again.
+The problem asks which values cross from forward to backward. A value is *available* in backward if
+it is free (an input of the step), if it is saved, or if it may be recomputed and all its inputs are
+available. A plan picks
+
+- a mode for each region, which decides the region's loops (apply_modes.py), and
+- the saved set, of values of the problem with these loops in place.
+
+A plan's peak memory is simulated (memory/simulate_plan.py). The extra time of a plan is the time of
+what backward recomputes. Solvers read nothing but this data, so that they need neither PyTorch nor
+a graph.
 """
 
 from __future__ import annotations
@@ -19,8 +25,8 @@ from mstpass.problem.op import POINTWISE, Op
 
 MUST_SAVE, MUST_RECOMPUTE = "must_save", "must_recompute"
 PREFER_RECOMPUTE = "prefer_recompute"
-LOOP = "loop:"  # before a name: see loop_name()
-UNFINISHED = ":unfinished"  # behind a name: see unfinished()
+LOOP = "loop:"  # prefix of a name: see loop_name()
+UNFINISHED = ":unfinished"  # suffix of a name: see unfinished()
 RECOMPUTED = (MUST_RECOMPUTE, PREFER_RECOMPUTE)
 
 T = TypeVar("T")
@@ -31,17 +37,18 @@ class Value(Op):
     """One forward value, or one op of the backward.
 
     Attributes:
-        us: time that computing it takes, in microseconds, by the cost model.
-        free: available in backward at no cost.
+        us: the time to compute it, in microseconds, by the cost model.
+        free: available in backward at no cost, as an input of the step is.
         heavy: slow to recompute (a matmul, attention, the result of a checkpointed region).
-        pinned: must not be recomputed at all (a loop that computes gradients, a random draw).
-        savable: may be saved; a view may not, its base is saved instead, so that no storage
+        pinned: must not be recomputed (a loop that computes gradients, a random draw).
+        savable: may be saved. A view may not: its base is saved instead, so that no storage
             crosses twice.
-        needed: backward uses it directly.
-        forward: an output of the forward comes from it; others only serve the backward.
-        tag: the user's checkpoint policy, where it binds (tags.py): ``MUST_SAVE`` is why a value is
-            pinned; ``MUST_RECOMPUTE`` and ``PREFER_RECOMPUTE`` are why it is not savable, and let
-            backward recompute it though it is heavy.
+        needed: an op of the backward reads it.
+        forward: an output of the forward is computed from it. Other forward values only serve the
+            backward.
+        tag: the user's checkpoint policy that binds the value (graph/checkpoint_tags.py), or "".
+            A value with ``MUST_SAVE`` is pinned. A value with ``MUST_RECOMPUTE`` or
+            ``PREFER_RECOMPUTE`` is not savable, and backward may recompute it even if it is heavy.
     """
 
     us: float = 0.0
@@ -57,19 +64,21 @@ class Value(Op):
         if self.tag not in ("", MUST_SAVE, *RECOMPUTED):
             raise ValueError(f"{self.name} has the unknown tag {self.tag!r}")
         if self.tag == MUST_SAVE and not self.pinned:
-            raise ValueError(f"{self.name} must be saved, but is not pinned")
+            raise ValueError(f"{self.name} has the tag {self.tag}, so it must be pinned")
         if self.tag in RECOMPUTED and (self.savable or self.pinned):
-            raise ValueError(f"{self.name} is to be recomputed, but is savable or pinned")
+            raise ValueError(
+                f"{self.name} has the tag {self.tag}, so it must be neither savable nor pinned"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a loop returns in a node's place.
+    """A buffer that a loop returns, in the place of a node.
 
     Attributes:
-        bytes: of the loop's own buffer, which may be wider than the node's.
-        scale: a node that the result is multiplied by after the loop; empty for none.
-        cast: to the node's dtype after the loop, from a wider one that the sum is kept in.
+        bytes: size of the loop's own buffer, whose dtype may be wider than the node's.
+        scale: the node that the buffer is multiplied by after the loop; empty for none.
+        cast: the loop sums in a wider dtype, and the buffer is cast to the node's after the loop.
     """
 
     node: str
@@ -79,23 +88,25 @@ class Result:
 
     @property
     def name(self) -> str:
-        """Of what the loop returns: the node's own, unless that comes from it after the loop."""
+        """The name of the buffer: the node's own, unless it is scaled or cast after the loop."""
         return unfinished(self.node) if self.scale or self.cast else self.node
 
     def finished(self, node: Value) -> Value:
-        """The node itself, where it comes from the result after the loop."""
+        """The node as a pointwise op that scales or casts the buffer after the loop."""
         inputs = (self.name, *([self.scale] if self.scale else []))
         return dataclasses.replace(node, inputs=inputs, kind=POINTWISE, heavy=False, us=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """One loop over chunks, in the place of its members.
+    """One loop over chunks of tokens, in the place of the nodes that it computes.
 
     Attributes:
-        needs: the nodes it reads whole or in slices.
-        inner_bytes: what one chunk needs besides the results.
-        us: time of all chunks.
+        members: the nodes that the loop computes chunk by chunk.
+        needs: the nodes that the loop reads, whole or in slices.
+        results: the buffers that the loop returns.
+        inner_bytes: memory that one chunk needs besides the results.
+        us: time of all chunks, in microseconds.
     """
 
     name: str
@@ -108,7 +119,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """A way to run a region; without loops it stays as it is."""
+    """One way to run a region. A mode without loops leaves the region as it was traced."""
 
     name: str
     loops: tuple[Loop, ...] = ()
@@ -116,7 +127,7 @@ class Mode:
 
 @dataclasses.dataclass(frozen=True)
 class RegionModes:
-    """The modes that a region has; the first is taken where a plan names none."""
+    """The modes that a region can run in; a plan that names none takes the first."""
 
     region: str
     modes: tuple[Mode, ...]
@@ -124,7 +135,9 @@ class RegionModes:
     def __post_init__(self) -> None:
         names = [mode.name for mode in self.modes]
         if not names or len(set(names)) != len(names):
-            raise ValueError(f"region {self.region} needs modes of different names, has {names}")
+            raise ValueError(
+                f"region {self.region} needs one or more modes of different names, has {names}"
+            )
 
     def __getitem__(self, name: str) -> Mode:
         for mode in self.modes:
@@ -136,15 +149,15 @@ class RegionModes:
 
 @dataclasses.dataclass(frozen=True)
 class CutProblem:
-    """All values of a step, forward and backward each in topological order.
+    """The partition problem of one step. Values and backward are each in topological order.
 
     Attributes:
-        values: the forward's, and what backward computes without a tangent.
-        backward: ops that need a tangent, the tangents themselves included.
-        outputs: values that the forward returns.
-        gradients: what the backward returns.
-        regions: the choices of loops; none once they are made.
-        recompute_heavy: allow heavy values to be recomputed, for less memory and more time.
+        values: the values that need no tangent: all of the forward, and what only backward reads.
+        backward: the ops that need a tangent, and the tangents themselves.
+        outputs: names of the values that the forward returns.
+        gradients: names of the values that the backward returns.
+        regions: the regions whose mode is still open; empty once ``with_modes`` has chosen them.
+        recompute_heavy: whether backward may recompute heavy values: less memory for more time.
     """
 
     values: tuple[Value, ...]
@@ -155,18 +168,19 @@ class CutProblem:
     regions: tuple[RegionModes, ...] = ()
 
     def keeps(self, value: Value) -> bool:
-        """Whether backward may not recompute the value."""
+        """Whether backward must not recompute the value."""
         if value.tag in RECOMPUTED:
             return False
         return value.pinned or (value.heavy and not self.recompute_heavy)
 
     def allowing(self, recompute_heavy: bool) -> CutProblem:
+        """The same problem with another ``recompute_heavy``."""
         if recompute_heavy == self.recompute_heavy:
             return self
         return dataclasses.replace(self, recompute_heavy=recompute_heavy)
 
     def once(self, analysis: Callable[[CutProblem], T]) -> T:
-        """``analysis`` of this problem, made at the first call: a problem never changes."""
+        """``analysis(self)``, computed at the first call and kept: a problem never changes."""
         if analysis not in self._known:
             self._known[analysis] = analysis(self)
         found: T = self._known[analysis]
@@ -177,12 +191,16 @@ class CutProblem:
         return {}
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, compressed where the path ends in ``.gz``."""
+        """Write the problem as JSON; compressed if the path ends in ``.gz``."""
         json_format.to_json(self, path)
 
     @staticmethod
     def from_json(path: str | os.PathLike[str]) -> CutProblem:
-        """Read what ``to_json`` wrote; ``json_format.ProblemFileError`` where that is not it."""
+        """Read a file that ``to_json`` wrote.
+
+        Raises:
+            json_format.ProblemFileError: the file holds no problem, or one of another version.
+        """
         return json_format.from_json(CutProblem, path)
 
     def __post_init__(self) -> None:
@@ -196,7 +214,7 @@ class CutProblem:
             known.add(value.name)
         unknown = [name for name in (*self.outputs, *self.gradients) if name not in known]
         if unknown:
-            raise ValueError(f"outputs or gradients that are no values: {unknown}")
+            raise ValueError(f"outputs or gradients that are not among the values: {unknown}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,10 +222,11 @@ class Plan:
     """A solver's answer.
 
     Attributes:
-        saved: the names of the values that cross from forward to backward.
-        modes: a mode for each region, its first one where none is given.
-        nested: values that backward, where it recomputes them, has in a pass of their own: what
-            they are computed from is dropped again, and recomputed once more where it is used.
+        saved: names of the values that cross from forward to backward.
+        modes: the name of a mode by region; a region that is not named runs in its first mode.
+        nested: names of values that backward recomputes ahead of time, for nested checkpoints. The
+            values on the way to a nested value are dropped after it is computed; backward
+            recomputes them a second time where it uses them.
     """
 
     saved: frozenset[str]
@@ -216,24 +235,24 @@ class Plan:
 
 
 def loop_name(first: str) -> str:
-    """Of the loop whose first result is this node."""
+    """The name of the loop whose first result stands for the node ``first``."""
     return f"{LOOP}{first}"
 
 
 def is_loop(name: str) -> bool:
-    """Whether a value is a loop, not one of the results that it returns."""
+    """Whether the name is that of a loop, not of one of the results that a loop returns."""
     return name.startswith(LOOP)
 
 
 def unfinished(name: str) -> str:
-    """What a loop returns for a node that is scaled or cast after the loop."""
+    """The name of the buffer that a loop returns for a node that is scaled or cast afterwards."""
     return f"{name}{UNFINISHED}"
 
 
 def with_needs(
     values: Iterable[Value], backward: Iterable[Value], gradients: Iterable[str]
 ) -> tuple[Value, ...]:
-    """The forward values, each marked as needed where a backward op that is used reads it."""
+    """The forward values, each marked as needed if an op that leads to a gradient reads it."""
     live = set(gradients)
     for op in reversed(list(backward)):
         if op.name in live:

@@ -1,4 +1,4 @@
-"""The names of solvers: those of mstpass, and those that users register.
+"""Names of solvers: mstpass's own, and those that users register.
 
 The solvers themselves are in partition/solvers/, one file each.
 """
@@ -31,7 +31,7 @@ def solver_names() -> tuple[str, ...]:
 
 
 def is_own(name: str) -> bool:
-    """Whether a solver is one of mstpass's own."""
+    """Whether the solver of that name is one of mstpass's own."""
     return name == "auto" or name in OWN_SOLVERS
 
 
@@ -39,20 +39,26 @@ def register_solver(name: str, solve: Solver) -> None:
     """Make a solver available as ``options={"solver": name}`` and to ``mstpass bench solvers``.
 
     Args:
-        solve: ``solve(problem, budget_bytes) -> Plan``. Every answer is verified; one that does not
-            give the backward what it needs is an error under ``strict``, else a warning. What it
-            compiles is not cached on disk: nothing says when the function has changed.
+        name: an identifier that none of mstpass's own solvers has.
+        solve: ``solve(problem, budget_bytes) -> Plan``. Each plan is verified: if backward cannot
+            get a value that it needs, that is an error under ``strict``, and otherwise a warning.
+            Graphs that the solver planned are not cached on disk, because nothing tells when the
+            function has changed.
 
     Raises:
-        ValueError: the name is taken by one of mstpass's own, or is no identifier.
+        ValueError: the name is not an identifier, or mstpass has a solver of that name.
         TypeError: ``solve`` cannot be called with a problem and a budget.
     """
     if not name.isidentifier() or name == "auto":
         raise ValueError(f"register_solver: {name!r} must be an identifier other than 'auto'")
     if is_own(name):
-        raise ValueError(f"register_solver: {name!r} is one of mstpass's own solvers")
+        raise ValueError(
+            f"register_solver: {name!r} is one of mstpass's own solvers; choose another name"
+        )
     try:
         inspect.signature(solve).bind(None, None)
     except TypeError as error:
-        raise TypeError(f"register_solver: {name}(problem, budget_bytes): {error}") from None
+        raise TypeError(
+            f"register_solver: {name} cannot be called as {name}(problem, budget_bytes): {error}"
+        ) from None
     registered[name] = solve

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 from mstpass.partition.reconstruct.rule import Inverse
 from mstpass.problem.problem import CutProblem, Value
-from mstpass.problem.verify import recomputed
+from mstpass.problem.saved_set import recomputed
 
 SMALL = 8  # an extra row statistic may weigh 1/8 of what it replaces
 _LEAST_SHARE = 1024  # of the saved bytes: what is worth a search

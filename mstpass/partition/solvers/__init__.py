@@ -1,9 +1,12 @@
-"""Solvers: ``solve(problem, budget_bytes) -> Plan``, by name.
+"""Solvers: which mode each region runs in, and which values cross from forward to backward.
 
-A problem may have regions, each with several modes; ``with_modes`` closes it for those that a
-solver chooses (the first of each where it says nothing), and the saved set speaks of the closed
-problem's values. ``budget_bytes`` is the most that the step's simulated peak may be; None asks for
-what costs next to no time, 0 for the least memory.
+A solver is a function ``solve(problem, budget_bytes) -> Plan``. ``budget_bytes`` is the most that
+the step's simulated peak may be; None asks for the plan that costs next to no time, 0 for the least
+memory. A problem may have regions with several modes. ``with_modes`` puts the loops of the chosen
+modes in place (the first mode of a region that the plan does not name), and the plan's saved set
+names values of the problem that results.
+
+``SOLVERS`` has all solvers by name, registered ones included.
 """
 
 from __future__ import annotations
@@ -22,23 +25,25 @@ from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.solver_registry import OWN_SOLVERS, Solver, registered
 
-Cut = Callable[[CutProblem], frozenset[str]]
-
-AUTO = "peak_search"
+AUTO = "peak_search"  # the solver that ``solver="auto"`` stands for
 
 
-def _of_first_modes(cut: Cut, recompute_heavy: bool) -> Solver:
+def _in_first_modes(
+    choose_saved: Callable[[CutProblem], frozenset[str]], recompute_heavy: bool
+) -> Solver:
+    """A solver that runs each region in its first mode and does not look at the budget."""
+
     def solve(problem: CutProblem, budget_bytes: int | None) -> Plan:
         closed = with_modes(problem, {}).allowing(recompute_heavy)
-        return Plan(cut(closed), {})
+        return Plan(choose_saved(closed), {})
 
     return solve
 
 
 _OWN: dict[str, Solver] = {
     "peak_search": peak_search,
-    "min_cut": _of_first_modes(min_cut, recompute_heavy=False),
-    "checkpoints": _of_first_modes(
+    "min_cut": _in_first_modes(min_cut, recompute_heavy=False),
+    "checkpoints": _in_first_modes(
         lambda problem: checkpoints(problem).saved, recompute_heavy=True
     ),
     "knapsack": knapsack,
@@ -47,5 +52,5 @@ _OWN: dict[str, Solver] = {
     "save_all": save_all,
     "recompute_all": recompute_all,
 }
-assert tuple(_OWN) == OWN_SOLVERS, "solver_registry.py lists the same names"
-SOLVERS: Mapping[str, Solver] = ChainMap(_OWN, registered)  # registered ones follow as they come
+assert tuple(_OWN) == OWN_SOLVERS, "problem/solver_registry.py lists the same names"
+SOLVERS: Mapping[str, Solver] = ChainMap(_OWN, registered)  # shows later registrations too

@@ -1,112 +1,123 @@
-"""Save what is alive at the narrow places of the forward; recompute all between two of them.
+"""Save what is alive at narrow places of the forward, and recompute all values between two of them.
 
-At each position of the forward some values are alive: computed before it, used after it. In a
-transformer that is the residual stream and little else at the places between blocks. Saving the
-alive values there cuts the forward in segments; the backward recomputes one segment at a time, just
-before it uses it, so that the values of only one are ever in memory::
+In a transformer the narrow places lie between blocks, where little more than the residual stream is
+alive. Saving the alive values there cuts the forward into segments. Backward recomputes a segment
+just before it needs it, so that the other values of only one segment are in memory at a time::
 
-    for each bound T on a segment's bytes:
-        shortest path over the narrow places, an edge where a segment holds at most T,
-        its length what is alive at its end and was not alive at its beginning
-    of all these, take the one whose simulated peak is lowest
-
-    once more with *nested* places: the finest of these, saved at the places of a coarser one only,
-    recomputed from there in a pass that keeps nothing else, each segment once more after it
+    for each bound T on a segment's bytes:                              (forward_places.py)
+        places = the cheapest set whose segments need at most T bytes
+    take the set of places whose simulated peak is lowest
 
 This is checkpointing at block boundaries (Chen et al., "Training Deep Nets with Sublinear Memory
-Cost", arXiv 1604.06174), with the boundaries found in the graph; nested places are two levels of it
-(section 4.3). Plans may recompute matmuls and attention: they exchange time for memory.
+Cost", arXiv 1604.06174), with boundaries found in the graph. *Nested* checkpoints are two levels of
+it (section 4.3 there)::
+
+    fine, coarse = the places of two bounds T
+    save at the coarse places
+    at the others of the fine places: recompute the alive values from the coarse place before them,
+        ahead of time, and keep nothing else of that pass
+    recompute each segment between two fine places when its gradients need it
+
+Such plans may repeat matmuls and attention: they pay time for memory.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
 
 from mstpass.memory.simulate_plan import StepSimulation
-from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.partition.solvers.forward_places import ForwardPlaces
+from mstpass.partition.solvers.min_cut import complete
 from mstpass.problem.problem import CutProblem, is_loop
-from mstpass.problem.verify import read
+from mstpass.problem.saved_set import read_by_backward
 
-_BOUNDS = 16  # values of T that are tried, in geometric steps
-_NEARBY = 4  # positions on either side, with no less alive than at a narrow place
-_RISING = 3  # flat plans beyond the lowest that are looked at, for nested ones
-_FINE = 3  # of these that nested places are taken from
-_SPREAD = 2.0  # times the root of their number: how many are saved
+_HIGHER = 3  # sets of places tried after the best one, for which the peak has risen
+_FINE = 3  # sets of places that fine places are taken from
+_SPREAD = 2.0  # the number of coarse places is the root of that of fine ones, up to this factor
 
-Places = Mapping[int, frozenset[str]]  # positions, in order, and what is alive behind each
+Places = Mapping[int, frozenset[str]]  # positions in the forward, each with the values alive there
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """A saved set, and the places it comes from.
+    """A saved set, and the places of the forward that it comes from.
 
     Attributes:
-        places: positions in ``problem.values``, in order, and what is alive behind each.
-        inner: places between them that are nested, likewise.
-        saved: all of ``places``, and what may not be recomputed.
+        places: where the alive values are saved, in order.
+        nested_places: places between them, whose alive values are recomputed ahead of time.
+        saved: names of the values alive at ``places``, and of those that must not be recomputed.
+        simulation: the step under this plan.
     """
 
     places: Places
-    inner: Places
+    nested_places: Places
     saved: frozenset[str]
     simulation: StepSimulation
 
     @property
     def nested(self) -> frozenset[str]:
+        """Names of the values that backward recomputes ahead of time."""
         return self.simulation.nested
 
 
 def checkpoints(problem: CutProblem) -> Checkpoints:
-    """The checkpoints of the lowest simulated peak without nested places; of equal ones, those
-    that recompute least."""
-    return min(itertools.chain(*problem.once(_flat)), key=_cost)
+    """The checkpoints of one level with the lowest simulated peak.
+
+    Of equal peaks, those that recompute least.
+    """
+    return min(itertools.chain(*problem.once(_candidates)), key=_peak_and_time)
 
 
 def nested_checkpoints(problem: CutProblem) -> Checkpoints | None:
-    """The same with nested places; None where there are none to try.
+    """The checkpoints of two levels with the lowest simulated peak; None if there are none to try.
 
-    The places of both levels are those of two bounds on a segment's bytes.
+    For n fine places about sqrt(n) coarse ones are tried.
     """
-    flat = [both[0] for both in problem.once(_flat)]
-    lowest = flat.index(min(flat, key=_cost))
+    flat = [with_loops for with_loops, _ in problem.once(_candidates)]
+    best = flat.index(min(flat, key=_peak_and_time))
     tried = [
-        at_places(problem, coarse.places, _between(fine.places, coarse.places))
-        for fine in flat[lowest:][:_FINE]
+        save_at(problem, coarse.places, _without(fine.places, coarse.places))
+        for fine in flat[best:][:_FINE]
         for coarse in flat
         if 1 / _SPREAD <= len(coarse.places) / math.sqrt(len(fine.places) or 1) <= _SPREAD
     ]
-    found = min(tried, key=_cost, default=None)
-    return min(found, _last_saved(problem, found), key=_cost) if found is not None else None
+    found = min(tried, key=_peak_and_time, default=None)
+    if found is None:
+        return None
+    return min(found, _with_last_segment_saved(problem, found), key=_peak_and_time)
 
 
-def _last_saved(problem: CutProblem, found: Checkpoints) -> Checkpoints:
-    """Without nested places behind the last other one: what backward has first it may as well
-    save, if it does not begin at the peak."""
-    last = max(found.places, default=-1)
-    inner = {place: names for place, names in found.inner.items() if place < last}
-    return at_places(problem, {**found.places, **_between(found.inner, inner)}, inner)
+def save_at(
+    problem: CutProblem, places: Places, nested_places: Places | None = None
+) -> Checkpoints:
+    """Checkpoints with given places; alive values at nested ones are recomputed ahead of time."""
+    alive = frozenset[str]().union(*places.values())
+    saved = read_by_backward(problem, complete(problem, alive))
+    nested = frozenset[str]().union(*(nested_places or {}).values()) - saved
+    return Checkpoints(places, nested_places or {}, saved, StepSimulation(problem, saved, nested))
 
 
-def _flat(problem: CutProblem) -> list[tuple[Checkpoints, Checkpoints]]:
-    """Checkpoints from none to many, until more of them only raise the peak: where loops run again,
-    and where none does."""
-    line = _Line(problem)
-    once = _with_loops_once(problem)
+def _candidates(problem: CutProblem) -> list[tuple[Checkpoints, Checkpoints]]:
+    """Checkpoints of one level, from none to many, until more places only raise the peak.
+
+    Each comes in two variants: backward repeats loops, or never does.
+    """
+    line = ForwardPlaces(problem)
+    loops_pinned = _with_loops_pinned(problem)
     found: list[tuple[Checkpoints, Checkpoints]] = []
-    for stops in line.choices():
-        places = {stop: line.names_at(stop) for stop in stops}
-        found.append((at_places(problem, places), at_places(once, places)))
-        lowest = min(range(len(found)), key=lambda i: _cost(found[i][0]))
-        if lowest < len(found) - _RISING:
+    for choice in line.choices():
+        places = {place: line.names_at(place) for place in choice}
+        found.append((save_at(problem, places), save_at(loops_pinned, places)))
+        best = min(range(len(found)), key=lambda i: _peak_and_time(found[i][0]))
+        if best < len(found) - _HIGHER:
             break
     return found
 
 
-def _with_loops_once(problem: CutProblem) -> CutProblem:
+def _with_loops_pinned(problem: CutProblem) -> CutProblem:
     values = (
         dataclasses.replace(value, pinned=True) if is_loop(value.name) and not value.tag else value
         for value in problem.values
@@ -114,157 +125,20 @@ def _with_loops_once(problem: CutProblem) -> CutProblem:
     return dataclasses.replace(problem, values=tuple(values))
 
 
-def _between(fine: Places, coarse: Places) -> Places:
-    return {place: names for place, names in fine.items() if place not in coarse}
+def _with_last_segment_saved(problem: CutProblem, found: Checkpoints) -> Checkpoints:
+    """Nested places after the last other place become places that are saved.
+
+    Backward reads their values first, when few gradients are in memory: unless that is where the
+    peak lies, nothing is won by recomputing them.
+    """
+    last = max(found.places, default=-1)
+    nested = {place: names for place, names in found.nested_places.items() if place < last}
+    return save_at(problem, {**found.places, **_without(found.nested_places, nested)}, nested)
 
 
-def _cost(found: Checkpoints) -> tuple[int, float]:
+def _without(places: Places, others: Places) -> Places:
+    return {place: names for place, names in places.items() if place not in others}
+
+
+def _peak_and_time(found: Checkpoints) -> tuple[int, float]:
     return found.simulation.peak_bytes, found.simulation.us
-
-
-def at_places(problem: CutProblem, places: Places, inner: Places | None = None) -> Checkpoints:
-    """Save at these places, recompute what is alive at the inner ones in passes of their own."""
-    saved = read(problem, complete(problem, frozenset[str]().union(*places.values())))
-    nested = frozenset[str]().union(*(inner or {}).values()) - saved
-    return Checkpoints(places, inner or {}, saved, StepSimulation(problem, saved, nested))
-
-
-def complete(problem: CutProblem, kept: frozenset[str]) -> frozenset[str]:
-    """A saved set with all of ``kept``: what that leaves open, such as a random draw's result,
-    comes the cheapest way."""
-    rest = tuple(
-        dataclasses.replace(value, free=True) if value.name in kept else value
-        for value in problem.values
-    )
-    return kept | min_cut(dataclasses.replace(problem, values=rest))
-
-
-class _Line:
-    """The forward as a line of positions; position t lies behind value t."""
-
-    def __init__(self, problem: CutProblem):
-        self.values = problem.values
-        self.index = {value.name: i for i, value in enumerate(self.values)}
-        self.base = self._bases()
-        self.last_use = self._last_uses()
-        self.alive = self._alive()
-        self.places = self._narrow_places()
-        self.alive_at = {t: sorted(self.alive[t] or ()) for t in self.places}
-        self.bytes_from = {t: self._suffix_sums(alive) for t, alive in self.alive_at.items()}
-        needed = self._needed()
-        self.needed_bytes = [0]
-        for i, value in enumerate(self.values):
-            size = value.bytes if i in needed and not value.free else 0
-            self.needed_bytes.append(self.needed_bytes[-1] + size)
-
-    def _needed(self) -> set[int]:
-        """Forward values that backward reads, or what is computed for it alone."""
-        read = [value.needed for value in self.values]
-        for i in reversed(range(len(self.values))):
-            if read[i] and not self.values[i].forward:
-                for name in self.values[i].inputs:
-                    read[self.index[name]] = True
-        return {self.base[i] for i, value in enumerate(self.values) if read[i] and value.forward}
-
-    def _bases(self) -> list[int]:
-        """For a view, the value whose storage it shows; sizes that it reads have no bytes."""
-        base: list[int] = []
-        for i, value in enumerate(self.values):
-            unsavable = not value.savable and not value.tag
-            inputs = [self.index[name] for name in value.inputs]
-            shown = [j for j in inputs if self.values[j].bytes] if len(inputs) > 1 else inputs
-            view = unsavable and len(shown) == 1 and value.bytes > 0
-            base.append(base[shown[0]] if view else i)
-        return base
-
-    def _last_uses(self) -> list[int]:
-        """Of each value in the forward, its views' uses included. Views are alive as their base."""
-        last = list(range(len(self.values)))
-        for i, value in enumerate(self.values):
-            if not value.forward:
-                continue
-            for name in value.inputs:
-                used = self.base[self.index[name]]
-                last[used] = max(last[used], i)
-        return last
-
-    def _alive(self) -> list[frozenset[int] | None]:
-        """What is alive behind each value; None where something is that cannot be saved."""
-        alive: list[frozenset[int] | None] = []
-        now: set[int] = set()
-        for i, value in enumerate(self.values):
-            now = {j for j in now if self.last_use[j] > i}
-            if not value.free and value.forward and self.last_use[i] > i:
-                now.add(i)
-            whole = all(self.values[j].savable for j in now)
-            alive.append(frozenset(now) if whole else None)
-        return alive
-
-    def _bytes(self, members: frozenset[int]) -> int:
-        return sum(self.values[j].bytes for j in members)
-
-    def _narrow_places(self) -> list[int]:
-        """Where no less is alive close by."""
-        sizes = [math.inf if m is None else self._bytes(m) for m in self.alive]
-        return [
-            t
-            for t, size in enumerate(sizes)
-            if 0 < size < math.inf
-            and size <= min(sizes[max(0, t - _NEARBY) : t + _NEARBY + 1])
-            and (t == 0 or self.alive[t] != self.alive[t - 1])
-        ]
-
-    def names_at(self, place: int) -> frozenset[str]:
-        return frozenset(self.values[j].name for j in self.alive_at[place])
-
-    def choices(self) -> list[list[int]]:
-        """Places to save at, from none to all that the bounds on a segment's bytes lead to."""
-        found: list[list[int]] = [[]]
-        bound = float(self.needed_bytes[-1])
-        for _ in range(_BOUNDS):
-            stops, widest = self._path(int(bound))
-            if stops not in found:
-                found.append(stops)
-            bound = min(bound, widest) * 0.75
-            if not widest:
-                break
-        return found
-
-    def _path(self, bound: int) -> tuple[list[int], int]:
-        """Where to save so that no segment holds more than ``bound`` bytes, but for those with no
-        place inside; the widest segment that has one."""
-        start, end = -1, len(self.values) - 1
-        stops = [start, *(place for place in self.places if place < end), end]
-        cost: dict[int, int] = {start: 0}
-        previous: dict[int, int] = {}
-        for at, stop in enumerate(stops[1:], 1):
-            for earlier in reversed(stops[:at]):
-                whole = earlier == stops[at - 1]
-                if not whole and self._segment(earlier, stop) > bound:
-                    break
-                price = cost[earlier] + (self._new_bytes(earlier, stop) if stop != end else 0)
-                if stop not in cost or price < cost[stop]:
-                    cost[stop], previous[stop] = price, earlier
-        chosen: list[int] = []
-        widest, stop = 0, end
-        at_stop = {stop: at for at, stop in enumerate(stops)}
-        while stop != start:
-            if at_stop[stop] - at_stop[previous[stop]] > 1:
-                widest = max(widest, self._segment(previous[stop], stop))
-            stop = previous[stop]
-            if stop != start:
-                chosen.append(stop)
-        return chosen[::-1], widest
-
-    def _segment(self, start: int, stop: int) -> int:
-        """Bytes of what backward needs of the values between two positions."""
-        return self.needed_bytes[stop + 1] - self.needed_bytes[start + 1]
-
-    def _new_bytes(self, start: int, stop: int) -> int:
-        """What saving at ``stop`` adds to what was saved at ``start``."""
-        return self.bytes_from[stop][bisect.bisect_right(self.alive_at[stop], start)]
-
-    def _suffix_sums(self, alive: list[int]) -> list[int]:
-        """Bytes of all values from each position of the list on."""
-        sizes = (self.values[j].bytes for j in reversed(alive))
-        return list(itertools.accumulate(sizes, initial=0))[::-1]

@@ -1,74 +1,76 @@
-"""Drop saved values in the order of the bytes that each frees a microsecond of recomputing it.
+"""Drop saved values one by one, the value that frees most bytes per microsecond first.
 
-Starts where everything is saved that backward reads, with regions in their first modes. A move
-drops one value, which backward then recomputes from what is still saved before it, or puts a region
-in the mode that keeps least. Moves are made in order, the best first, and the step is simulated
-again each time some have been made::
+The sequence begins with all that backward reads saved and every region in its first mode. A *move*
+drops one saved value, which backward then recomputes from the saved values before it, or puts one
+region in the mode that keeps the fewest bytes. Each plan of the sequence has made some more of the
+moves::
 
-    while the simulated peak is above the budget:
-        make the next moves
+    rank the moves by bytes freed / microseconds added
+    plan i = the first i/32 of the moves made, i = 0 ... 32
+    take the first plan whose simulated peak is within the budget
 
-Values are ranked by their own op alone, as in dynamic tensor rematerialization (Kirisame et al.,
-arXiv 2006.09616); what a chain of dropped values costs together is only seen when it is simulated.
+A value is ranked by the time of its own op alone, as in dynamic tensor rematerialization (Kirisame
+et al., arXiv 2006.09616). The cost of recomputing a chain of dropped values shows only in the
+simulation.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-from mstpass.partition.solvers.plan_sequence import (
-    Step,
-    first_modes,
-    first_within,
-    kept_bytes,
-    lean_mode,
-    step_of,
-)
+from mstpass.partition.solvers.choose_modes import first_modes, least_memory_mode, returned_bytes
+from mstpass.partition.solvers.plan_sequence import MeasuredPlan, first_within, measured
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan, Value
 
-_STEPS = 32  # simulations, at the most
+_PLANS = 32  # plans that are simulated after the first one, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class _Move:
+    """Drop the value ``name``, or put the region ``name`` in the mode ``mode``."""
+
+    name: str
+    bytes_per_us: float
+    mode: str = ""
 
 
 def greedy(problem: CutProblem, budget_bytes: int | None) -> Plan:
-    """The first plan of the sequence within the budget; the lowest one where none is."""
-    return first_within(_stair(problem), budget_bytes)
+    """The first plan of the sequence within the budget; the one of the lowest peak if none is."""
+    return first_within(_sequence(problem), budget_bytes)
 
 
-def _stair(problem: CutProblem) -> Iterator[Step]:
-    moves = _moves(problem)
-    steps = min(len(moves), _STEPS)
-    for made in [0, *(len(moves) * i // steps for i in range(1, steps + 1))]:
-        names = {name for kind, name in moves[:made] if kind == "drop"}
-        leaner = {name for kind, name in moves[:made] if kind == "lean"}
-        modes = first_modes(problem)
-        for region in problem.regions:
-            if region.region in leaner:
-                modes[region.region] = lean_mode(region).name
-        yield step_of(problem, modes, _all_but(names))
+def _sequence(problem: CutProblem) -> Iterator[MeasuredPlan]:
+    moves = _ranked_moves(problem)
+    plans = min(len(moves), _PLANS)
+    for count in [0, *(len(moves) * i // plans for i in range(1, plans + 1))]:
+        made = moves[:count]
+        dropped = {move.name for move in made if not move.mode}
+        modes = {**first_modes(problem), **{move.name: move.mode for move in made if move.mode}}
+        yield measured(problem, modes, _all_but(dropped))
 
 
-def _all_but(names: set[str]) -> Callable[[Value], bool]:
-    return lambda value: value.forward and value.name not in names
+def _all_but(dropped: set[str]) -> Callable[[Value], bool]:
+    return lambda value: value.forward and value.name not in dropped
 
 
-def _moves(problem: CutProblem) -> list[tuple[str, str]]:
-    """What could be dropped or made leaner, the most bytes a microsecond first."""
+def _ranked_moves(problem: CutProblem) -> list[_Move]:
     closed = with_modes(problem, first_modes(problem))
-    ranked = [
-        (_rate(value.bytes, value.us), "drop", value.name)
+    moves = [
+        _Move(value.name, _rate(value.bytes, value.us))
         for value in closed.values
         if value.savable and value.forward and not value.pinned and not value.free
     ]
     for region in problem.regions:
-        now, lean = region.modes[0], lean_mode(region)
-        if lean is not now:
-            freed = max(0, kept_bytes(now) - kept_bytes(lean))
-            extra_us = sum(x.us for x in lean.loops) - sum(x.us for x in now.loops)
-            ranked.append((_rate(freed, extra_us), "lean", region.region))
-    return [(kind, name) for _, kind, name in sorted(ranked, key=lambda row: -row[0])]
+        first, least = region.modes[0], least_memory_mode(region)
+        if least is not first:
+            freed_bytes = max(0, returned_bytes(first) - returned_bytes(least))
+            added_us = sum(x.us for x in least.loops) - sum(x.us for x in first.loops)
+            moves.append(_Move(region.region, _rate(freed_bytes, added_us), least.name))
+    return sorted(moves, key=lambda move: -move.bytes_per_us)
 
 
-def _rate(size: int, us: float) -> float:
-    return size / us if us > 0 else math.inf
+def _rate(freed_bytes: int, added_us: float) -> float:
+    return freed_bytes / added_us if added_us > 0 else math.inf

@@ -1,18 +1,22 @@
-"""Bounds from below on the memory of a step's moments, linear in what is saved and recomputed.
+"""Lower bounds on the memory of single kernels, linear in what is saved and recomputed.
 
-For regions in given modes, the bytes alive while an op k runs are at least ``fixed + the sum of
-saved[v] where v crosses + the sum of again[v] where v is recomputed``, whatever crosses. Counted is
-only what must be there under every saved set, by the rules of memory/simulate_ops.py:
+For a problem whose modes are chosen, the bytes alive while an op k runs are at least::
 
-- a saved value that k or a later op of the backward reads, or that nothing before k can need;
-- a recomputed value that has a buffer for sure, and is read both by k or before it and by k or
-  later;
-- buffers of the backward's own ops and of the forward's that have one for sure, from the op to its
-  last reader, or to the end where they leave the graph;
-- in forward, what is saved, from where it is computed.
+    fixed_k + sum over v of saved_k[v] S[v] + sum over v of recomputed_k[v] B[v]
 
-A buffer is for sure: an item of a call, a call's own result, what a call reads, what leaves the
-graph. What k itself writes counts where k cannot write over an operand.
+under every saved set, where S[v] is 1 if v crosses and B[v] is 1 if backward computes v. A bound
+counts only buffers that are certain, by the rules of memory/simulate_ops.py:
+
+- in backward, a saved value that k or a later op reads, or that nothing before k can read;
+- in backward, a recomputed value that is certain to have a buffer, if an op up to k and an op from
+  k on read it;
+- in forward, a saved value from the op that computes it on;
+- a buffer of the graph's own ops that is certain, from its op to its last reader, or to the end if
+  it leaves the graph.
+
+It is certain that a value has a buffer if it is the result of a call, an item of one, or an operand
+of one, or if it leaves the graph. What k itself writes counts only if k cannot write over one of
+its operands.
 """
 
 from __future__ import annotations
@@ -23,66 +27,78 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, REDUCTION, SCATTER, VIEW
 from mstpass.problem.problem import CutProblem, Value
 
-_RUNS = frozenset({CALL, REDUCTION, SCATTER})
-_NEVER = -1
+_KERNELS = frozenset({CALL, REDUCTION, SCATTER})  # ops that are certain to run as a kernel
+_BEFORE_ALL = -1  # a position before the first op
 
 
 @dataclasses.dataclass(frozen=True)
-class Bound:
-    """Bytes that are alive at least while ``node`` runs in one of the two graphs, by value."""
+class LowerBound:
+    """Bytes alive at least while one op runs.
+
+    Attributes:
+        node: the op that runs.
+        in_forward: whether it runs in the forward graph or in the backward graph.
+        fixed: bytes that are there under every saved set.
+        saved: bytes of each value that are there if it crosses.
+        recomputed: bytes of each value that are there if backward computes it.
+    """
 
     node: str
     in_forward: bool
     fixed: int
     saved: dict[str, int]
-    again: dict[str, int]
+    recomputed: dict[str, int]
 
-    def bytes_of(self, saved: Set[str], again: Set[str]) -> int:
-        """Under a plan that saves and recomputes these."""
-        crossing = sum(size for name, size in self.saved.items() if name in saved)
-        return self.fixed + crossing + sum(s for name, s in self.again.items() if name in again)
+    def bytes_of(self, saved: Set[str], recomputed: Set[str]) -> int:
+        """The bound under a plan that saves and recomputes these values."""
+        return (
+            self.fixed
+            + sum(size for name, size in self.saved.items() if name in saved)
+            + sum(size for name, size in self.recomputed.items() if name in recomputed)
+        )
 
 
-def bounds(problem: CutProblem) -> Iterator[Bound]:
-    """Of a problem without open regions: one for each op of backward and forward that surely runs
-    as a kernel."""
+def lower_bounds(problem: CutProblem) -> Iterator[LowerBound]:
+    """One bound for each op that is certain to run as a kernel, the backward's first.
+
+    The modes of the problem are chosen.
+    """
     yield from _Backward(problem).bounds()
     yield from _Forward(problem).bounds()
 
 
-class _Uses:
-    """Where the values of a sequence of ops are read, views' reads included, by position."""
+class _Reads:
+    """The first and the last position at which an op reads a value, itself or a view of it."""
 
     def __init__(self, ops: Sequence[Value], views: Iterable[Value] = ()):
+        """
+        Args:
+            ops: in the order in which they run.
+            views: further views, of values that are not among the ops.
+        """
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
         self.by_call: set[str] = set()
         for i, op in enumerate(ops):
             for name in op.inputs:
-                self._read(name, i, i, op.kind == CALL)
-        own = (op for op in ops if op.kind == VIEW)
-        for view in reversed([*views, *own]):
+                self._add(name, i, i, op.kind == CALL)
+        own_views = (op for op in ops if op.kind == VIEW)
+        for view in reversed([*views, *own_views]):
             if view.name in self.last:
                 for name in view.inputs:
-                    call = view.name in self.by_call
-                    self._read(name, self.first[view.name], self.last[view.name], call)
+                    by_call = view.name in self.by_call
+                    self._add(name, self.first[view.name], self.last[view.name], by_call)
 
-    def _read(self, name: str, first: int, last: int, by_call: bool) -> None:
+    def _add(self, name: str, first: int, last: int, by_call: bool) -> None:
         self.first[name] = min(first, self.first.get(name, first))
         self.last[name] = max(last, self.last.get(name, last))
         if by_call:
             self.by_call.add(name)
 
 
-def _base(by_name: dict[str, Value], name: str) -> str:
-    while by_name[name].kind == VIEW and by_name[name].inputs:
-        name = by_name[name].inputs[0]
-    return name
-
-
 @dataclasses.dataclass(frozen=True)
 class _Buffer:
-    """For sure in memory from one position to another."""
+    """A buffer that is certain to be in memory from one position to another."""
 
     name: str
     bytes: int
@@ -90,41 +106,53 @@ class _Buffer:
     last: int
 
 
-def _with_items(ops: Iterable[Value]) -> set[str]:
-    return {op.inputs[0] for op in ops if op.kind == ITEM and op.inputs}
-
-
-def _sure_buffers(
-    ops: Sequence[Value], uses: _Uses, kept: Set[str], with_items: Set[str]
+def _certain_buffers(
+    ops: Sequence[Value], reads: _Reads, leaving: Set[str], with_items: Set[str]
 ) -> list[_Buffer]:
+    """The certain buffers of the results of ops.
+
+    Args:
+        leaving: names of the values that leave the graph.
+        with_items: names of the calls whose results are items, which have the buffers.
+    """
     position = {op.name: i for i, op in enumerate(ops)}
     found = []
     for i, op in enumerate(ops):
         if op.kind in (VIEW, INPUT) or op.name in with_items:
             continue
-        own = op.kind in (CALL, ITEM) or (op.name in uses.by_call and op.kind != CONSTANT)
-        if not own and op.name not in kept:
+        certain = op.kind in (CALL, ITEM) or (op.name in reads.by_call and op.kind != CONSTANT)
+        if not certain and op.name not in leaving:
             continue
         first = position.get(op.inputs[0], i) if op.kind == ITEM else i
-        last = len(ops) if op.name in kept else uses.last.get(op.name, _NEVER)
+        last = len(ops) if op.name in leaving else reads.last.get(op.name, _BEFORE_ALL)
         found.append(_Buffer(op.name, op.bytes, first, last))
     return found
 
 
-def _fixed_at(buffers: list[_Buffer], ops: Sequence[Value], i: int) -> list[_Buffer]:
-    """What is alive at a position, but for what its op may write over an operand."""
-    return [
-        buffer
-        for buffer in buffers
-        if buffer.first <= i <= buffer.last and (buffer.first < i or ops[i].kind in (CALL, SCATTER))
-    ]
+def _alive(buffers: list[_Buffer], ops: Sequence[Value], i: int) -> list[_Buffer]:
+    """The buffers in memory while the i-th op runs; its own only if it reuses no operand's."""
+    own_buffer = ops[i].kind in (CALL, SCATTER)
+    return [b for b in buffers if b.first <= i <= b.last and (b.first < i or own_buffer)]
 
 
-def _bytes(buffers: list[_Buffer]) -> int:
+def _total(buffers: list[_Buffer]) -> int:
     return sum(buffer.bytes for buffer in buffers)
 
 
+def _names_with_items(ops: Iterable[Value]) -> set[str]:
+    return {op.inputs[0] for op in ops if op.kind == ITEM and op.inputs}
+
+
+def _base(by_name: dict[str, Value], name: str) -> str:
+    """The value that a view shows; any other value itself."""
+    while by_name[name].kind == VIEW and by_name[name].inputs:
+        name = by_name[name].inputs[0]
+    return name
+
+
 class _Backward:
+    """The bounds of the ops of the backward graph."""
+
     def __init__(self, problem: CutProblem):
         self.problem = problem
         by_name = {v.name: v for v in (*problem.values, *problem.backward)}
@@ -134,24 +162,25 @@ class _Backward:
                 used.update(op.inputs)
         self.ops = [op for op in problem.backward if op.name in used]
         views = [v for v in problem.values if v.kind == VIEW and not v.savable and not v.free]
-        self.uses = _Uses(self.ops, views)
-        kept = {_base(by_name, name) for name in problem.gradients}
-        self.buffers = _sure_buffers(self.ops, self.uses, kept, _with_items(self.ops))
+        self.reads = _Reads(self.ops, views)
+        leaving = {_base(by_name, name) for name in problem.gradients}
+        self.buffers = _certain_buffers(self.ops, self.reads, leaving, _names_with_items(self.ops))
         for op in self.ops:
-            if op.kind == INPUT:
-                last = len(self.ops) if op.name in kept else self.uses.last.get(op.name, _NEVER)
-                self.buffers.append(_Buffer(op.name, op.bytes, _NEVER, last))
-        self.earliest = self._earliest()
-        items = _with_items(problem.values)
-        self.calls = [
+            if op.kind == INPUT:  # a tangent is there from the beginning
+                last = self.reads.last.get(op.name, _BEFORE_ALL)
+                last = len(self.ops) if op.name in leaving else last
+                self.buffers.append(_Buffer(op.name, op.bytes, _BEFORE_ALL, last))
+        self.earliest_read = self._earliest_reads()
+        with_items = _names_with_items(problem.values)
+        self.certain = [
             v
             for v in problem.values
-            if v.kind not in (VIEW, CONSTANT, INPUT) and v.name not in items and not v.free
-            if v.kind in (CALL, ITEM) or v.name in self.uses.by_call
+            if v.kind not in (VIEW, CONSTANT, INPUT) and v.name not in with_items and not v.free
+            if v.kind in (CALL, ITEM) or v.name in self.reads.by_call
         ]
 
-    def _earliest(self) -> dict[str, int]:
-        """The first position at which anything may be read of a value, itself or recomputed."""
+    def _earliest_reads(self) -> dict[str, int]:
+        """The first position at which any plan reads a value, to use it or to recompute another."""
         earliest: dict[str, int] = {}
         for i, op in reversed(list(enumerate(self.ops))):
             for name in op.inputs:
@@ -162,56 +191,71 @@ class _Backward:
                 earliest[name] = min(at, earliest.get(name, at))
         return earliest
 
-    def bounds(self) -> Iterator[Bound]:
-        crossing = [v for v in self.problem.values if v.savable and not v.free and v.kind != INPUT]
+    def bounds(self) -> Iterator[LowerBound]:
+        savable = [v for v in self.problem.values if v.savable and not v.free and v.kind != INPUT]
         for i, op in enumerate(self.ops):
-            if op.kind not in _RUNS:
-                continue
-            fixed = _fixed_at(self.buffers, self.ops, i)
-            saved = {v.name: v.bytes for v in crossing if self._waits(v.name, i)}
-            again = {v.name: v.bytes for v in self.calls if self._held(v.name, i)}
-            yield Bound(op.name, False, _bytes(fixed) + op.inner_bytes, saved, again)
+            if op.kind in _KERNELS:
+                yield LowerBound(
+                    op.name,
+                    in_forward=False,
+                    fixed=_total(_alive(self.buffers, self.ops, i)) + op.inner_bytes,
+                    saved={v.name: v.bytes for v in savable if self._is_held_saved(v.name, i)},
+                    recomputed={
+                        v.name: v.bytes for v in self.certain if self._is_between_reads(v.name, i)
+                    },
+                )
 
-    def _waits(self, name: str, i: int) -> bool:
-        return self.uses.last.get(name, _NEVER) >= i or self.earliest.get(name, len(self.ops)) > i
+    def _is_held_saved(self, name: str, i: int) -> bool:
+        """Whether a saved value is in memory at a position: no plan can have freed it before."""
+        read_later = self.reads.last.get(name, _BEFORE_ALL) >= i
+        return read_later or self.earliest_read.get(name, len(self.ops)) > i
 
-    def _held(self, name: str, i: int) -> bool:
-        return self.uses.first.get(name, i + 1) <= i <= self.uses.last.get(name, _NEVER)
+    def _is_between_reads(self, name: str, i: int) -> bool:
+        return self.reads.first.get(name, i + 1) <= i <= self.reads.last.get(name, _BEFORE_ALL)
 
 
 class _Forward:
+    """The bounds of the ops of the forward graph that every plan runs."""
+
     def __init__(self, problem: CutProblem):
         self.problem = problem
         by_name = {v.name: v for v in problem.values}
-        runs = {name for name in problem.outputs if name in by_name}
+        outputs = {name for name in problem.outputs if name in by_name}
+        runs = set(outputs)
         for value in reversed(problem.values):
             if value.name in runs:
                 runs.update(value.inputs)
         self.ops = [v for v in problem.values if v.name in runs]
-        self.kept = {_base(by_name, name) for name in problem.outputs if name in by_name}
-        self.buffers = _sure_buffers(
-            self.ops, _Uses(self.ops), self.kept, _with_items(problem.values)
+        self.buffers = _certain_buffers(
+            self.ops,
+            _Reads(self.ops),
+            {_base(by_name, name) for name in outputs},
+            _names_with_items(problem.values),
         )
 
-    def bounds(self) -> Iterator[Bound]:
+    def bounds(self) -> Iterator[LowerBound]:
         position = {v.name: i for i, v in enumerate(self.problem.values)}
         for value in self.problem.values:
-            if value.kind == ITEM and value.inputs:  # written by the call
+            if value.kind == ITEM and value.inputs:  # the call writes it
                 position[value.name] = position[value.inputs[0]]
-        crossing = [
+        savable = [
             v
             for v in self.problem.values
             if v.savable and not v.free and v.kind not in (INPUT, VIEW)
         ]
         for i, op in enumerate(self.ops):
-            if op.kind not in _RUNS:
+            if op.kind not in _KERNELS:
                 continue
-            fixed = _fixed_at(self.buffers, self.ops, i)
-            counted = {buffer.name for buffer in fixed}
+            alive = _alive(self.buffers, self.ops, i)
+            counted = {buffer.name for buffer in alive}
             end = position[op.name] + (op.kind == CALL)
             saved = {
-                v.name: v.bytes
-                for v in crossing
-                if position[v.name] < end and v.name not in counted
+                v.name: v.bytes for v in savable if position[v.name] < end and v.name not in counted
             }
-            yield Bound(op.name, True, _bytes(fixed) + op.inner_bytes, saved, {})
+            yield LowerBound(
+                op.name,
+                in_forward=True,
+                fixed=_total(alive) + op.inner_bytes,
+                saved=saved,
+                recomputed={},
+            )

@@ -1,24 +1,31 @@
-"""The choice of modes and saved values as a mixed-integer program: its variables and its rows.
+"""The partition problem as a mixed-integer linear program (MILP): its variables and its rows.
 
-An op that a mode replaces by a loop has several *variants*: as traced, and one for each mode. Each
-variant v has three variables: ``f[v]``, computed in forward; ``b[v]``, computed in backward;
-``s[v]``, crosses from one to the other. ``y[r, m]`` says that region r runs in mode m. Over an op's
-name, F, B and S are the sums over its variants; a free value counts as there in backward::
+An op that modes replace by loops has several *variants*: the op as traced, and one per mode that
+writes it. Each variant v has three variables of value 0 or 1, and each region r and mode m one:
 
-    sum of y[r, m] over m     =  1                    for each region
-    f[v], b[v]  <=  whether v's mode is on            (as traced: that no mode replaces it)
-    f[v]        <=  F[i]                              for each input i of v
-    b[v]        <=  B[i] + S[i] + free[i]             for each input i of v
+    f[v]     the forward computes v
+    b[v]     the backward computes v
+    s[v]     v crosses from forward to backward
+    y[r, m]  region r runs in mode m
+
+F, B and S of a name are the sums over its variants. free[i] is 1 for a value that is available in
+backward at no cost. The rows::
+
+    sum of y[r, m] over m     =  1                  for each region
+    f[v], b[v]  <=  y of the mode of v              for a variant of a mode
+    f[v], b[v]  <=  1 - sum of y that replace v     for an op as traced
+    f[v]        <=  F[i]                            for each input i of v
+    b[v]        <=  B[i] + S[i] + free[i]           for each input i of v: recomputed, saved or free
     s[v]        <=  f[v]
-    F[o]        >=  1                                 for each output
-    B[g] + S[g] + free[g]  >=  1                      for each gradient
-    b[v]         =  0                                 where v is pinned and needs no tangent
-    s[v]         =  0                                 where v may not be saved
+    F[o]        >=  1                               for each output o
+    B[g] + S[g] + free[g]  >=  1                    for each gradient g
+    b[v]         =  0                               where v is pinned and needs no tangent
+    s[v]         =  0                               where v may not be saved
 
-    time = sum of us[v] (f[v] + b[v])
+The time of the step is the sum of us[v] (f[v] + b[v]).
 
-Only s and y are integers: given them, the least f and b are the ops that the schedule runs
-(simulate.py), whose time is ``step_us``.
+Only s and y are declared integers. For given s and y, the smallest f and b are the ops that the
+step runs (memory/simulate_plan.py), and their time is ``step_us``.
 """
 
 from __future__ import annotations
@@ -33,13 +40,21 @@ from mstpass.problem.apply_modes import loop_values
 from mstpass.problem.op import INPUT
 from mstpass.problem.problem import CutProblem, Plan, Value
 
-Row = dict[int, float]  # coefficients by variable
+Row = dict[int, float]  # the coefficient of each variable, by the variable's number
 _NO_LIMIT = float("inf")
+_RELATIVE_GAP = 1e-7  # at which HiGHS calls a solution optimal
 
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """What HiGHS found: the variables, or None; and what no solution is below."""
+    """What HiGHS found.
+
+    Attributes:
+        x: the value of each variable; None if no solution was found.
+        bound: no solution has a lower objective.
+        optimal: x is proven to be optimal.
+        infeasible: no solution exists.
+    """
 
     x: Any
     bound: float
@@ -49,7 +64,11 @@ class Solution:
 
 @dataclasses.dataclass(frozen=True)
 class _Variant:
-    """An op, the mode that it belongs to (none: as traced), and its variables."""
+    """One way to compute a value, with the numbers of its variables.
+
+    Attributes:
+        mode: the number of the variable of its mode; None for an op as traced.
+    """
 
     value: Value
     mode: int | None
@@ -58,13 +77,13 @@ class _Variant:
     s: int
 
 
-class Program:
-    """The program of one problem; rows can be added, and it can be solved again."""
+class Model:
+    """The program of one problem. Rows can be added, and it can be solved again."""
 
     def __init__(self, problem: CutProblem):
         self.problem = problem
-        self.costs: list[float] = []
-        self.upper: list[float] = []
+        self.us: list[float] = []  # by variable: its part of the step's time
+        self.upper: list[float] = []  # by variable: its upper bound, 0 or 1
         self.integral: list[bool] = []
         self.rows: list[tuple[Row, float, float]] = []  # least <= row <= most
         self.mode = {
@@ -78,59 +97,62 @@ class Program:
         self._make_rows()
 
     # ---- variables -------------------------------------------------------------------------------
-    def _variable(self, cost: float = 0.0, upper: bool = True, integral: bool = False) -> int:
-        self.costs.append(cost)
+    def _variable(self, us: float = 0.0, upper: bool = True, integral: bool = False) -> int:
+        self.us.append(us)
         self.upper.append(float(upper))
         self.integral.append(integral)
-        return len(self.costs) - 1
+        return len(self.us) - 1
 
     def _make_variants(self) -> None:
-        found = list(self._values())
-        late = _needing_tangents([value for value, _ in found], self.problem)
+        found = list(self._values_with_modes())
+        after_tangent = _depending_on_tangents([value for value, _ in found], self.problem)
         tangents = {value.name for value in self.problem.backward if not value.inputs}
         for value, mode in found:
             savable = value.savable and not value.free and value.kind != INPUT
-            again = not value.free and (value.name in late or not value.pinned)
+            in_backward = not value.free and (value.name in after_tangent or not value.pinned)
             variant = _Variant(
                 value,
                 mode,
                 f=self._variable(value.us, upper=value.name not in tangents),
-                b=self._variable(value.us, upper=again),
+                b=self._variable(value.us, upper=in_backward),
                 s=self._variable(upper=savable, integral=savable),
             )
             self.variants.setdefault(value.name, []).append(variant)
 
-    def _values(self) -> Iterator[tuple[Value, int | None]]:
-        old = {v.name: v for v in (*self.problem.values, *self.problem.backward)}
-        for value in old.values():
+    def _values_with_modes(self) -> Iterator[tuple[Value, int | None]]:
+        """The ops as traced, and the loops and results of each mode with the mode's variable."""
+        traced = {v.name: v for v in (*self.problem.values, *self.problem.backward)}
+        for value in traced.values():
             yield value, None
         for region in self.problem.regions:
             for mode in region.modes:
                 for loop in mode.loops:
-                    after = [r.finished(old[r.node]) for r in loop.results if r.name != r.node]
-                    for value in (*loop_values(loop, old), *after):
+                    finished = [
+                        r.finished(traced[r.node]) for r in loop.results if r.name != r.node
+                    ]
+                    for value in (*loop_values(loop, traced), *finished):
                         yield value, self.mode[region.region, mode.name]
 
     # ---- rows ------------------------------------------------------------------------------------
     def _make_rows(self) -> None:
-        replaced = self._replaced()
+        replaced = self._replacing_modes()
         for variants in self.variants.values():
             for variant in variants:
                 if variant.mode is not None:
                     self._add_limit(variant, {variant.mode: 1.0}, 0.0)
                 elif variant.value.name in replaced:
                     self._add_limit(variant, replaced[variant.value.name], 1.0)
-                self._add_needs(variant)
+                self._add_inputs(variant)
         for region in self.problem.regions:
             self.add({self.mode[region.region, m.name]: 1.0 for m in region.modes}, 1.0, 1.0)
         for name in self.problem.outputs:
-            self.add(self.computed(name), 1.0)
+            self.add(self.computed_in_forward(name), 1.0)
         for name in self.problem.gradients:
             if name not in self.free:
-                self.add(self.available(name), 1.0)
+                self.add(self._in_backward(name), 1.0)
 
-    def _replaced(self) -> dict[str, Row]:
-        """By node, minus the modes in which a loop has its result."""
+    def _replacing_modes(self) -> dict[str, Row]:
+        """For each node that a loop returns, minus the sum of the modes with such a loop."""
         rows: dict[str, Row] = {}
         for region in self.problem.regions:
             for mode in region.modes:
@@ -140,41 +162,46 @@ class Program:
                         row[self.mode[region.region, mode.name]] = -1.0
         return rows
 
-    def _add_limit(self, variant: _Variant, on: Row, constant: float) -> None:
+    def _add_limit(self, variant: _Variant, row: Row, constant: float) -> None:
+        """f[v], b[v] <= row + constant."""
         for variable in (variant.f, variant.b):
-            self.add({variable: -1.0, **on}, -constant)
+            self.add({variable: -1.0, **row}, -constant)
 
-    def _add_needs(self, variant: _Variant) -> None:
+    def _add_inputs(self, variant: _Variant) -> None:
+        """The rows that tie a variant to its own s, and to its inputs."""
         self.add({variant.f: 1.0, variant.s: -1.0}, 0.0)
         for name in dict.fromkeys(variant.value.inputs):
-            self.add({**self.computed(name), variant.f: -1.0}, 0.0)
+            self.add({**self.computed_in_forward(name), variant.f: -1.0}, 0.0)
             if name not in self.free:
-                self.add({**self.available(name), variant.b: -1.0}, 0.0)
+                self.add({**self._in_backward(name), variant.b: -1.0}, 0.0)
 
-    def computed(self, name: str) -> Row:
-        """F: in forward."""
+    def computed_in_forward(self, name: str) -> Row:
+        """F of a name."""
         return {variant.f: 1.0 for variant in self.variants[name]}
 
-    def again(self, name: str) -> Row:
-        """B: computed in backward."""
+    def computed_in_backward(self, name: str) -> Row:
+        """B of a name."""
         return {variant.b: 1.0 for variant in self.variants[name]}
 
     def saved(self, name: str) -> Row:
-        """S: crosses."""
+        """S of a name."""
         return {variant.s: 1.0 for variant in self.variants[name]}
 
-    def available(self, name: str) -> Row:
-        """B + S."""
-        return {**self.again(name), **self.saved(name)}
+    def _in_backward(self, name: str) -> Row:
+        """B + S of a name."""
+        return {**self.computed_in_backward(name), **self.saved(name)}
 
     def add(self, row: Row, least: float, most: float = _NO_LIMIT) -> None:
+        """Add the constraint ``least <= row <= most``."""
         self.rows.append((row, least, most))
 
     # ---- objectives and solutions ----------------------------------------------------------------
     def time(self) -> Row:
-        return {i: cost for i, cost in enumerate(self.costs) if cost}
+        """The time of the step, in microseconds."""
+        return {i: us for i, us in enumerate(self.us) if us}
 
     def saved_bytes(self) -> Row:
+        """The bytes that cross."""
         return {
             variant.s: float(variant.value.bytes)
             for variants in self.variants.values()
@@ -182,6 +209,7 @@ class Program:
         }
 
     def plan(self, x: Any) -> Plan:
+        """The plan that a solution stands for."""
         saved = {
             name
             for name, variants in self.variants.items()
@@ -191,40 +219,39 @@ class Program:
         return Plan(frozenset(saved), modes)
 
     def exclude(self, x: Any) -> None:
-        """Any choice but this one."""
+        """Add a row that excludes exactly this choice of the integer variables."""
         ones = [i for i, integral in enumerate(self.integral) if integral and x[i] > 0.5]
         row = {i: 1.0 for i, integral in enumerate(self.integral) if integral}
         row.update(dict.fromkeys(ones, -1.0))
         self.add(row, 1.0 - len(ones))
 
     def solve(self, objective: Row, time_limit_s: float) -> Solution:
-        """The least objective, by HiGHS (Huangfu and Hall, 2018) through scipy."""
+        """Minimize an objective by HiGHS (Huangfu and Hall, 2018), through scipy."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
-        cost = np.zeros(len(self.costs))
+        cost = np.zeros(len(self.us))
         cost[list(objective)] = list(objective.values())
         starts = np.cumsum([0, *(len(row) for row, _, _ in self.rows)])
         columns = np.array([i for row, _, _ in self.rows for i in row])
         entries = np.array([c for row, _, _ in self.rows for c in row.values()])
-        shape = (len(self.rows), len(cost))
-        rows = csr_array((entries, columns, starts), shape=shape)
+        matrix = csr_array((entries, columns, starts), shape=(len(self.rows), len(cost)))
         least, most = ([row[k] for row in self.rows] for k in (1, 2))
         found = milp(
             cost,
             integrality=np.array(self.integral, dtype=int),
             bounds=Bounds(0.0, np.array(self.upper)),
-            constraints=LinearConstraint(rows, least, most),
-            options={"time_limit": max(0.01, time_limit_s), "mip_rel_gap": 1e-7},
+            constraints=LinearConstraint(matrix, least, most),
+            options={"time_limit": max(0.01, time_limit_s), "mip_rel_gap": _RELATIVE_GAP},
         )
         bound = found.mip_dual_bound if found.mip_dual_bound is not None else 0.0
-        # every variable has bounds, so "infeasible or unbounded" (4) is the former
+        # Every variable has bounds, so "infeasible or unbounded" (status 4) means infeasible.
         infeasible = found.status == 2 or "nfeasible or unbounded" in found.message
         return Solution(found.x, float(bound), found.status == 0, infeasible)
 
 
-def _needing_tangents(values: list[Value], problem: CutProblem) -> set[str]:
-    """What may depend on a tangent, in some mode."""
+def _depending_on_tangents(values: list[Value], problem: CutProblem) -> set[str]:
+    """Names of the values that depend on a tangent, in one of their variants."""
     users: dict[str, list[str]] = {}
     for value in values:
         for name in value.inputs:

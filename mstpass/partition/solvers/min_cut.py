@@ -1,19 +1,25 @@
-"""The cheapest saved set as a minimum s-t cut: the least saved bytes.
+"""The saved set of the fewest bytes, as a minimum s-t cut.
 
-Each value v is an edge v_in -> v_out of capacity bytes(v); u_out -> v_in is uncuttable for every
-input u of v; the source feeds every value that must not be recomputed, the sink drinks from every
-needed one. A cut edge is a saved value. (Cohen et al., "Min-cut rematerialization";
-torch/_functorch/partitioners.py uses the same network with other costs.)
+Each value v becomes an edge v_in -> v_out whose capacity is bytes(v); a cut edge is a saved value.
+For every input u of v an edge u_out -> v_in of infinite capacity carries "v is recomputed from u".
+The source leads to v_in of every value that must not be recomputed, and v_out of every value that
+backward needs leads to the sink. A path from source to sink is then a needed value that would be
+recomputed from one that must not be, unless an edge on the path is cut. Views have infinite
+capacity: their base is saved instead.
 
-Between sets of equal bytes the cut takes the values closest to where backward uses them: fewer
-are recomputed.
+torch/_functorch/partitioners.py uses the same network with other capacities.
 
-The network of a deep model is made small first (contract.py); what is left falls apart, and equal
-parts have equal cuts.
+Of saved sets of equal bytes, the cut takes the values nearest to where backward uses them, so that
+fewer values are recomputed. For that each capacity is 4 * 1024 * bytes plus the distance to the
+nearest use (at most 1023).
+
+The network of a deep model is reduced first (reduce_network.py); networkx solves the parts that are
+left, equal ones once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -23,49 +29,66 @@ from networkx.algorithms import flow
 from mstpass.partition.solvers.reduce_network import Network, Vertex
 from mstpass.problem.problem import CutProblem, Value
 
-_STEPS = 1024
+_DISTANCES = 1024  # that are told apart
 
 
 def min_cut(problem: CutProblem) -> frozenset[str]:
-    """The names to save. The optimum in bytes; ties broken towards the backward."""
-    relevant, network = network_of(problem)
+    """Names of the values to save, of the fewest bytes in total.
+
+    Raises:
+        networkx.NetworkXUnbounded: no saved set gives backward what it needs.
+    """
+    values, network = network_of(problem)
     saved = network.contract()
-    known: dict[tuple[Vertex, ...], list[int]] = {}
+    cuts: dict[tuple[Vertex, ...], list[int]] = {}
     for part in network.parts():
         vertices = network.vertices(part)
-        if vertices not in known:
-            known[vertices] = cut(vertices)
-        saved.update(part[i] for i in known[vertices])
-    return frozenset(relevant[i].name for i in saved)
+        if vertices not in cuts:
+            cuts[vertices] = cut(vertices)
+        saved.update(part[i] for i in cuts[vertices])
+    return frozenset(values[i].name for i in saved)
+
+
+def complete(problem: CutProblem, kept: frozenset[str]) -> frozenset[str]:
+    """A valid saved set with all of ``kept``.
+
+    Where ``kept`` does not give backward all it needs, such as the result of a random draw, the
+    fewest bytes are added.
+    """
+    values = tuple(
+        dataclasses.replace(value, free=True) if value.name in kept else value
+        for value in problem.values
+    )
+    return kept | min_cut(dataclasses.replace(problem, values=values))
 
 
 def network_of(problem: CutProblem) -> tuple[list[Value], Network]:
-    """What backward can need, and its network, a vertex each."""
-    distance = _distances(problem)
-    relevant = [v for v in problem.values if v.name in distance and not v.free]
-    index = {value.name: i for i, value in enumerate(relevant)}
+    """The values that backward may need, and the network with one vertex for each of them."""
+    distance = _distances_to_use(problem)
+    values = [v for v in problem.values if v.name in distance and not v.free]
+    index = {value.name: i for i, value in enumerate(values)}
     network = Network(
-        [_capacity(value, distance[value.name]) for value in relevant],
-        kept=(i for i, value in enumerate(relevant) if problem.keeps(value)),
-        needed=(i for i, value in enumerate(relevant) if value.needed),
-        inputs=[{index[n] for n in value.inputs if n in index} for value in relevant],
+        [_capacity(value, distance[value.name]) for value in values],
+        kept=(i for i, value in enumerate(values) if problem.keeps(value)),
+        needed=(i for i, value in enumerate(values) if value.needed),
+        inputs=[{index[n] for n in value.inputs if n in index} for value in values],
     )
-    return relevant, network
+    return values, network
 
 
 def _capacity(value: Value, distance: int) -> float:
     if not value.savable:
         return math.inf
-    return max(1, value.bytes) * _STEPS * 4 + min(distance, _STEPS - 1)
+    return max(1, value.bytes) * _DISTANCES * 4 + min(distance, _DISTANCES - 1)
 
 
 def cut(vertices: Sequence[Vertex]) -> list[int]:
-    """The positions that a minimum cut saves."""
+    """The positions of the vertices that a minimum cut saves."""
     network = nx.DiGraph()
     network.add_nodes_from(("source", "sink"))
     for i, (capacity, kept, needed, inputs) in enumerate(vertices):
         if capacity == math.inf:
-            network.add_edge((i, "in"), (i, "out"))  # no capacity: cannot be cut
+            network.add_edge((i, "in"), (i, "out"))  # without a capacity it cannot be cut
         else:
             network.add_edge((i, "in"), (i, "out"), capacity=capacity)
         if kept:
@@ -75,12 +98,13 @@ def cut(vertices: Sequence[Vertex]) -> list[int]:
         for j in inputs:
             network.add_edge((j, "out"), (i, "in"))
     _, (reachable, _) = nx.minimum_cut(network, "source", "sink", flow_func=flow.boykov_kolmogorov)
-    every = range(len(vertices))
-    return [i for i in every if (i, "in") in reachable and (i, "out") not in reachable]
+    return [
+        i for i in range(len(vertices)) if (i, "in") in reachable and (i, "out") not in reachable
+    ]
 
 
-def _distances(problem: CutProblem) -> dict[str, int]:
-    """Steps from each value to the nearest needed one, for values that backward can need."""
+def _distances_to_use(problem: CutProblem) -> dict[str, int]:
+    """For each value that backward may need, the ops from it to the nearest needed value."""
     distance: dict[str, int] = {}
     for value in reversed(problem.values):
         if value.needed:

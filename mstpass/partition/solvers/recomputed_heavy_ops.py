@@ -1,4 +1,7 @@
-"""The heavy ops that a plan repeats, each with what saving its results would take."""
+"""What recomputation costs: the heavy ops that backward repeats under a plan.
+
+Each op comes with the time to repeat it and with the bytes that saving its results would take.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,18 @@ from collections.abc import Set
 
 from mstpass.problem.op import ITEM
 from mstpass.problem.problem import CutProblem, Value
-from mstpass.problem.verify import recomputed
+from mstpass.problem.saved_set import recomputed
 
 
 @dataclasses.dataclass(frozen=True)
-class Heavy:
+class HeavyOp:
     """A heavy op of the forward that backward repeats.
 
     Attributes:
-        results: what backward has of it: the op's value, or the items of a loop or an attention.
-        bytes: of all of these.
-        us: time that the op takes.
+        results: names of the values to save in order not to repeat it: the op's own value, or the
+            items of a loop or of an attention that backward reads.
+        bytes: size of all of these.
+        us: time of the op, in microseconds.
     """
 
     results: frozenset[str]
@@ -26,23 +30,27 @@ class Heavy:
 
     @property
     def us_per_byte(self) -> float:
+        """Time won by each byte that is saved."""
         return self.us / max(1, self.bytes)
 
 
-def repeated(problem: CutProblem, saved: Set[str]) -> list[Heavy]:
-    """Those whose results may be saved, what takes longest for its bytes first."""
-    again = set(recomputed(problem, saved))
+def recomputed_heavy_ops(problem: CutProblem, saved: Set[str]) -> list[HeavyOp]:
+    """The heavy ops that backward repeats and whose results may be saved.
+
+    The op that takes longest for its bytes comes first.
+    """
+    repeated = set(recomputed(problem, saved))
     ops: dict[str, tuple[Value, list[Value]]] = {}
     for value in problem.values:
-        if value.name not in again:
+        if value.name not in repeated:
             continue
         if value.heavy and value.forward:
             ops[value.name] = value, [value] if value.savable else []
         elif value.kind == ITEM and value.savable and value.inputs[0] in ops:
             ops[value.inputs[0]][1].append(value)
     found = [
-        Heavy(frozenset(v.name for v in results), sum(v.bytes for v in results), op.us)
+        HeavyOp(frozenset(v.name for v in results), sum(v.bytes for v in results), op.us)
         for op, results in ops.values()
         if results
     ]
-    return sorted(found, key=lambda heavy: -heavy.us_per_byte)
+    return sorted(found, key=lambda op: -op.us_per_byte)

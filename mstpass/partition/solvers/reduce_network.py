@@ -1,16 +1,22 @@
-"""Make the network of a minimum cut small before it is solved, with the same result.
+"""Reduce the flow network of a minimum cut before it is solved, without changing the cut.
 
-A *vertex* may be cut at its capacity. What is *kept* can be reached from the source, what is
-*needed* reaches the sink, and everything else flows along the inputs. Until no rule applies::
+The network has one *vertex* per value, which may be cut at its capacity. The source feeds the
+*kept* vertices (values that must not be recomputed), the *needed* ones (values that backward reads)
+lead to the sink, and flow follows the inputs. Four rules are applied until none fits::
 
-    kept and needed                          it is in every cut: cut it, take it out
-    nothing comes in, or nothing leaves      take it out
-    not needed, one user that costs no more  that one is cut instead: contract it into its user
-    not kept, one input that costs less      that one is cut instead: contract it into its input
+    kept and needed                             every cut has it: cut it and remove it
+    no flow comes in, or none leaves            remove it
+    not needed, one user of no more capacity    the cut takes that user: contract it into the user
+    not kept, one input of less capacity        the cut takes that input: contract it into the input
 
-What flows through the vertex of the third rule (of the fourth) flows through its one user (input)
-as well. In the third, where both cost the same, the user is closer to the sink, as is the cut that
-min_cut.py asks for.
+The last two hold because all flow through such a vertex also passes its one user (input). At equal
+capacity the third rule keeps the user, which is nearer to the sink, as min_cut.py prefers.
+
+What is left falls into connected parts, of which repeated layers of a model make equal ones.
+
+This is our own code for speed. The cut of a Llama-like step of 64 layers (5,076 values) takes
+0.02 s on one core; without the reduction networkx takes 0.5 s, and a search asks for many cuts.
+``scipy.sparse.csgraph.maximum_flow`` does not serve: its capacities have 32 bits.
 """
 
 from __future__ import annotations
@@ -18,12 +24,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-# Of one vertex: its capacity, whether it is kept and needed, and its inputs by position in a part.
+# A vertex as plain data: its capacity, whether it is kept, whether it is needed, and its inputs as
+# positions in its part.
 Vertex = tuple[float, bool, bool, tuple[int, ...]]
 
 
 class Network:
-    """Vertices by number, in topological order; ``left`` after ``contract``."""
+    """Vertices by number, in topological order. ``left`` are those not yet removed."""
 
     def __init__(
         self,
@@ -34,8 +41,10 @@ class Network:
     ):
         """
         Args:
-            capacity: of each vertex; infinite: it cannot be cut.
-            inputs: the vertices whose flow enters each.
+            capacity: of each vertex; an infinite one cannot be cut.
+            kept: the vertices that the source feeds.
+            needed: the vertices that lead to the sink.
+            inputs: for each vertex, the vertices from which flow enters it.
         """
         self.capacity, self.inputs = capacity, inputs
         self.kept, self.needed = set(kept), set(needed)
@@ -46,7 +55,7 @@ class Network:
         self.left = dict.fromkeys(range(len(inputs)))
 
     def contract(self) -> set[int]:
-        """Apply the rules. Returns what every cut holds of the vertices that are gone."""
+        """Apply the rules. Returns the removed vertices that every minimum cut has."""
         cut: set[int] = set()
         stack = list(self.left)
         while stack:
@@ -55,16 +64,16 @@ class Network:
                 continue
             inputs, users = self.inputs[vertex], self.users[vertex]
             kept, needed = vertex in self.kept, vertex in self.needed
-            price = self.capacity[vertex]
+            capacity = self.capacity[vertex]
             if not (kept or inputs) or not (needed or users):
                 self._remove(vertex)
-            elif kept and needed and price < math.inf:
+            elif kept and needed and capacity < math.inf:
                 cut.add(vertex)
                 self._remove(vertex)
-            elif not needed and len(users) == 1 and self.capacity[min(users)] <= price:
+            elif not needed and len(users) == 1 and self.capacity[min(users)] <= capacity:
                 self._remove(vertex)
                 self._join(inputs, users, kept=kept)
-            elif not kept and len(inputs) == 1 and self._costs_less(min(inputs), price):
+            elif not kept and len(inputs) == 1 and self._is_cheaper(min(inputs), capacity):
                 self._remove(vertex)
                 self._join(inputs, users, needed=needed)
             else:
@@ -73,7 +82,7 @@ class Network:
         return cut
 
     def parts(self) -> list[list[int]]:
-        """The vertices that are left, those together that hang together, each part in order."""
+        """The connected parts of what is left, each in topological order."""
         found: list[list[int]] = []
         seen: set[int] = set()
         for start in self.left:
@@ -89,7 +98,7 @@ class Network:
         return found
 
     def vertices(self, part: Sequence[int]) -> tuple[Vertex, ...]:
-        """A part as plain data, equal for parts that are alike."""
+        """A part as plain data; parts of the same form give equal data."""
         position = {vertex: i for i, vertex in enumerate(part)}
         return tuple(
             (
@@ -101,8 +110,8 @@ class Network:
             for vertex in part
         )
 
-    def _costs_less(self, vertex: int, price: float) -> bool:
-        return self.capacity[vertex] < price or self.capacity[vertex] == price == math.inf
+    def _is_cheaper(self, vertex: int, capacity: float) -> bool:
+        return self.capacity[vertex] < capacity or self.capacity[vertex] == capacity == math.inf
 
     def _remove(self, vertex: int) -> None:
         del self.left[vertex]
@@ -114,7 +123,7 @@ class Network:
     def _join(
         self, inputs: set[int], users: set[int], kept: bool = False, needed: bool = False
     ) -> None:
-        """Let what entered a removed vertex flow to its users."""
+        """Lead the flow from a removed vertex's inputs to its users."""
         for source in inputs:
             self.users[source] |= users
         for user in users:

@@ -1,15 +1,16 @@
-"""Give back time that a plan spends for nothing: where the budget leaves room.
+"""Spend the slack of a budget: make a plan faster while its peak stays within the budget.
 
-A plan that lowers the peak does so everywhere, but the peak is at one place. A move puts one region
-in a faster mode, or saves what one heavy op gives that backward would compute again; light ones
-gain little, and there are too many to try. Moves are tried together, and in halves where that
-exceeds the budget::
+A plan that lowers the peak saves memory all along the step, but the peak lies at one moment. Where
+the budget leaves room, the plan can take time back elsewhere. A *move* puts one region in a faster
+mode, or saves the results of one heavy op that backward would repeat. (Light ops win little, and
+are too many to try.) Moves are tried together, and by halves if that exceeds the budget::
 
-    accept(moves): all of them, if the peak is within the budget and time falls
-                   else accept(first half), then accept(second half)
+    accept(moves): make all of them, if the peak stays within the budget and the time falls;
+                   otherwise accept(first half), then accept(second half)
 
-No move that is accepted lowers the peak: where two budgets part, the plan of the larger one is
-above the smaller one from there on, so that less budget never means a higher peak.
+No move is accepted that lowers the peak. So the plan for a larger budget keeps a peak at least as
+high as that for a smaller one, from the first move on in which they differ: a smaller budget never
+gives a higher peak.
 """
 
 from __future__ import annotations
@@ -18,87 +19,92 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from mstpass.memory.simulate_plan import simulate_plan
-from mstpass.partition.solvers.plan_sequence import saved_where
-from mstpass.partition.solvers.recomputed_heavy_ops import repeated
+from mstpass.partition.solvers.plan_sequence import MeasuredPlan
+from mstpass.partition.solvers.recomputed_heavy_ops import recomputed_heavy_ops
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Mode, Plan, RegionModes
+from mstpass.problem.saved_set import saved_where
 
-_OPS = 40_000  # that are simulated, at the most, over all tries
-_TRIES = 64
+_OPS = 40_000  # ops that all simulations together may have, which bounds the planning time
+_TRIES = 64  # simulations, at most
 
 
 @dataclasses.dataclass(frozen=True)
-class Move:
-    """A region's mode, or values to save."""
+class _Move:
+    """Modes of regions to change, or values to save."""
 
     modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     saved: frozenset[str] = frozenset()
 
 
-@dataclasses.dataclass
-class _State:
-    plan: Plan
-    peak_bytes: int
-    us: float
+def with_slack_spent(problem: CutProblem, plan: Plan, budget_bytes: int) -> Plan:
+    """A plan within the budget that takes at most the time of the given one.
 
-
-def relaxed(problem: CutProblem, plan: Plan, budget_bytes: int) -> Plan:
-    """A plan within the budget that takes no more time; of the same peak where that is above."""
+    If the given plan exceeds the budget itself, its own peak is the limit.
+    """
     step = simulate_plan(problem, plan)
-    state = _State(plan, step.peak_bytes, step.us)
+    start = MeasuredPlan(plan, step.peak_bytes, step.us)
     size = len(problem.values) + len(problem.backward)
-    limit = max(budget_bytes, step.peak_bytes)
-    relax = _Relax(problem, state, limit, min(_TRIES, _OPS // max(1, size)))
+    limit_bytes = max(budget_bytes, step.peak_bytes)
+    search = _Search(problem, start, limit_bytes, min(_TRIES, _OPS // max(1, size)))
     for rank in range(max((len(r.modes) for r in problem.regions), default=0)):
-        relax.accept(relax.region_moves(rank))
-    relax.accept(relax.value_moves())
-    return relax.state.plan
+        search.accept(search.mode_moves(rank))
+    search.accept(search.save_moves())
+    return search.best.plan
 
 
-class _Relax:
-    def __init__(self, problem: CutProblem, state: _State, limit_bytes: int, tries: int):
+class _Search:
+    """The best plan so far, and the number of simulations that are left."""
+
+    def __init__(self, problem: CutProblem, best: MeasuredPlan, limit_bytes: int, tries: int):
         self.problem = problem
-        self.state = state
+        self.best = best
         self.limit_bytes = limit_bytes
         self.tries = tries
 
-    def region_moves(self, rank: int) -> list[Move]:
-        """To the mode of each region that is fastest but for ``rank``, what gains most first."""
-        gains: list[tuple[float, Move]] = []
+    def mode_moves(self, rank: int) -> list[_Move]:
+        """For each region the move to its ``rank``-th fastest mode, if that is faster than now.
+
+        The move that wins most time comes first.
+        """
+        gains: list[tuple[float, _Move]] = []
         for region in self.problem.regions:
-            now = self.state.plan.modes.get(region.region, region.modes[0].name)
-            # Inductor runs a whole region ahead of its turn, which the simulation does not see.
+            now = self.best.plan.modes.get(region.region, region.modes[0].name)
+            # No move takes a region's loops away: Inductor may run its ops ahead of their turn,
+            # which the simulation does not see.
             loops = [mode for mode in region.modes if mode.loops or mode.name == now]
             times = {mode.name: self._us(region, mode) for mode in loops}
             faster = sorted((n for n in times if times[n] < times[now]), key=lambda n: times[n])
             if rank < len(faster):
                 mode = faster[rank]
-                gains.append((times[now] - times[mode], Move({region.region: mode})))
+                gains.append((times[now] - times[mode], _Move({region.region: mode})))
         return [move for _, move in sorted(gains, key=lambda pair: -pair[0])]
 
     def _us(self, region: RegionModes, mode: Mode) -> float:
-        """Of the loops, and of members that only other modes' loops compute."""
+        """Time of a region: its loops, and the members that only loops of other modes compute."""
         by_name = {v.name: v for v in (*self.problem.values, *self.problem.backward)}
         inside = {name for loop in mode.loops for name in loop.members}
         every = {n for other in region.modes for loop in other.loops for n in loop.members}
         return sum(loop.us for loop in mode.loops) + sum(by_name[n].us for n in every - inside)
 
-    def value_moves(self) -> list[Move]:
-        """What heavy ops give, what takes longest to compute again for its bytes first."""
-        closed = with_modes(self.problem, self.state.plan.modes)
-        return [Move(saved=heavy.results) for heavy in repeated(closed, self.state.plan.saved)]
+    def save_moves(self) -> list[_Move]:
+        """Moves that each save one heavy op's results; the op slowest for its bytes comes first."""
+        closed = with_modes(self.problem, self.best.plan.modes)
+        ops = recomputed_heavy_ops(closed, self.best.plan.saved)
+        return [_Move(saved=op.results) for op in ops]
 
-    def accept(self, moves: Sequence[Move]) -> None:
+    def accept(self, moves: Sequence[_Move]) -> None:
         if not moves or not self.tries or self._try(moves) or len(moves) == 1:
             return
         half = len(moves) // 2
         self.accept(moves[:half])
         self.accept(moves[half:])
 
-    def _try(self, moves: Sequence[Move]) -> bool:
+    def _try(self, moves: Sequence[_Move]) -> bool:
+        """Make all the moves, if that wins time, stays within the limit and lowers no peak."""
         self.tries -= 1
-        saved = self.state.plan.saved.union(*(move.saved for move in moves))
-        modes = dict(self.state.plan.modes)
+        saved = self.best.plan.saved.union(*(move.saved for move in moves))
+        modes = dict(self.best.plan.modes)
         for move in moves:
             modes.update(move.modes)
         try:
@@ -106,12 +112,12 @@ class _Relax:
         except Cycle:
             return False
         kept = saved_where(closed, lambda value: value.name in saved)
-        nested = self.state.plan.nested & {value.name for value in closed.values}
+        nested = self.best.plan.nested & {value.name for value in closed.values}
         plan = Plan(kept, modes, nested)
         step = simulate_plan(self.problem, plan)
-        if step.us >= self.state.us or not step.within(self.limit_bytes):
+        if step.us >= self.best.us or not step.within(self.limit_bytes):
             return False
-        if step.peak_bytes < self.state.peak_bytes:
+        if step.peak_bytes < self.best.peak_bytes:
             return False
-        self.state = _State(plan, step.peak_bytes, step.us)
+        self.best = MeasuredPlan(plan, step.peak_bytes, step.us)
         return True

@@ -1,25 +1,28 @@
-"""The two ends: save everything that backward reads, or nothing but what it cannot have otherwise.
+"""The two extreme plans: save everything that backward reads, or recompute everything.
 
-Neither looks at the budget. ``save_all`` is what eager autograd keeps; nothing but views and what
-only backward uses is computed there. ``recompute_all`` keeps what must not be computed twice, in
-the modes that keep least; all else is recomputed from the step's inputs, early and at once, so that
-its peak can be above that of plans which save more.
+``save_all`` saves what eager autograd saves; backward computes only views, and values that the
+forward does not need. ``recompute_all`` saves only what must not be computed twice, and runs every
+region in the mode that keeps the fewest bytes. It recomputes everything else from the inputs of the
+step at once, so that its peak can be above that of plans which save more.
+
+Neither solver looks at the budget.
 """
 
 from __future__ import annotations
 
-from mstpass.partition.solvers.plan_sequence import lean_modes, saved_where, whole_modes
+from mstpass.partition.solvers.choose_modes import least_memory_modes, whole_modes
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.saved_set import saved_where
 
 
 def save_all(problem: CutProblem, budget_bytes: int | None) -> Plan:
-    """Every value that backward reads; no region in chunks that may do without."""
+    """Save every value that backward reads, without loops where a region can do without."""
     modes = whole_modes(problem)
     return Plan(saved_where(with_modes(problem, modes), lambda value: value.forward), modes)
 
 
 def recompute_all(problem: CutProblem, budget_bytes: int | None) -> Plan:
-    """Only what backward can have in no other way."""
-    modes = lean_modes(problem)
+    """Save only the values that backward cannot recompute."""
+    modes = least_memory_modes(problem)
     return Plan(saved_where(with_modes(problem, modes), lambda value: False), modes)

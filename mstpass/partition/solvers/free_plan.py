@@ -1,0 +1,87 @@
+"""The free plan: every saving that costs next to no time, and no loop that saves nothing.
+
+Regions run in their first modes, which are the ones that cost next to no time. A region that can do
+without loops loses them if the step's peak is no higher then: the peak lies elsewhere. The saved
+set is that of the fewest bytes which repeats no heavy op (min_cut.py).
+
+To ask for each region by itself would take a simulation per region. Two rules answer for many::
+
+    save mode (the loop keeps what the traced ops would keep, so it lowers the peak only while the
+    region runs): drop the loops of all such regions at which, without loops, no more is alive than
+    the peak allows
+    fused and recompute modes (the loop keeps less for backward, too): drop the loops of all such
+    regions whose largest value fits under the peak; if that raises the peak, try each half
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+
+from mstpass.partition.solvers.candidate import TIE, Candidate, fewest_saved_bytes
+from mstpass.partition.solvers.choose_modes import whole_modes
+from mstpass.problem.problem import CutProblem, RegionModes
+
+_SAVE = "save"
+
+
+def free_plan(problem: CutProblem) -> Candidate:
+    """The free plan: the answer where no budget is given."""
+    search = _Search(problem)
+    dropped = search.drop_save_loops()
+    return search.without(search.drop_other_loops(dropped))
+
+
+class _Search:
+    """Which regions can do without their loops. Regions are given by name."""
+
+    def __init__(self, problem: CutProblem):
+        self.problem = problem
+        self.optional = {
+            region.region: region
+            for region in problem.regions
+            if not all(mode.loops for mode in region.modes)
+        }
+        self.without = functools.cache(self._without)
+
+    def _without(self, dropped: frozenset[str]) -> Candidate:
+        """The plan in which these regions have no loops, and all others their first modes."""
+        whole = whole_modes(self.problem)
+        modes = {name: whole[name] for name in self.optional if name in dropped}
+        return fewest_saved_bytes(self.problem, modes)
+
+    def _drop_more(self, dropped: frozenset[str], more: Iterable[str]) -> frozenset[str]:
+        """Drop the loops of more regions, if the peak is no higher."""
+        both = dropped.union(more)
+        limit = TIE * self.without(dropped).peak_bytes
+        return both if self.without(both).simulation.within(limit) else dropped
+
+    def drop_save_loops(self) -> frozenset[str]:
+        nothing = frozenset[str]()
+        saving = frozenset(n for n, r in self.optional.items() if r.modes[0].name == _SAVE)
+        if not saving:
+            return nothing
+        limit = TIE * self.without(nothing).peak_bytes
+        alive = self.without(saving).simulation.bytes_at()
+        fits = (n for n in saving if _largest(alive, self.optional[n]) <= limit)
+        return self._drop_more(nothing, fits)
+
+    def drop_other_loops(self, dropped: frozenset[str]) -> frozenset[str]:
+        sizes = {v.name: v.bytes for v in (*self.problem.values, *self.problem.backward)}
+        highest = self.without(dropped).peak_bytes
+        fits = [
+            name
+            for name, region in self.optional.items()
+            if region.modes[0].name != _SAVE and _largest(sizes, region) <= highest
+        ]
+        half = len(fits) // 2
+        found = self._drop_more(dropped, fits)
+        if found == dropped and half:
+            return self._drop_more(self._drop_more(dropped, fits[:half]), fits[half:])
+        return found
+
+
+def _largest(sizes: Mapping[str, int], region: RegionModes) -> int:
+    """The largest of the bytes given for the members of a region."""
+    members = {name for loop in region.modes[0].loops for name in loop.members}
+    return max((sizes.get(name, 0) for name in members), default=0)
