@@ -2,7 +2,7 @@
 
 - CHANGELOG.md, CONTRIBUTING.md, viz/README.md with its pictures, and each example become pages.
 - A link to such a file, which is right where the sources are read, is led to its page.
-- ``report-example.html`` is the HTML report of a small model, planned on fake tensors.
+- ``assets/report.html`` is the HTML report of a small model, planned on fake tensors.
 - A page that would load anything from the network is an error: the site works offline.
 """
 
@@ -39,7 +39,7 @@ PAGES = {
     },
 }
 _SOURCES = {page: source for source, page in PAGES.items() if source != "README.md"}
-REPORT = "report-example.html"
+REPORT = "assets/report.html"
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 _LOADED = re.compile(r"<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
 _HARMLESS = re.compile(r"rel=[\"']?(?:canonical|prev|next)")
@@ -111,7 +111,11 @@ def _examples() -> str:
     return "\n".join(lines) + "\n"
 
 
-_REPORT_PAGE = f"""# A report to try
+_REPORT_PAGE = f"""---
+hide: [toc]
+---
+
+# A report to try
 
 The [HTML report](html-report.md) of a Llama-like model with four layers (d=256, MLP width 1024,
 vocabulary 32000, 2048 tokens), planned while this site was built. [Open it alone]({REPORT}).
@@ -125,6 +129,6 @@ def _report() -> str:
     model, ids_BS, target_BS = llama(LlamaSize(), torch.device("meta"))
     report = explain_step(model, (ids_BS, target_BS), pareto=True)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / REPORT
+        path = Path(folder) / "report.html"
         report.to_html(path, "A Llama-like step: 4 layers, 2048 tokens, vocabulary 32000")
         return path.read_text(encoding="utf-8")
