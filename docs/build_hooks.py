@@ -2,6 +2,7 @@
 
 - CHANGELOG.md, CONTRIBUTING.md, viz/README.md with its pictures, and each example become pages.
 - A link to such a file, which is right where the sources are read, is led to its page.
+- The table of private APIs on ``pytorch-internals.md`` comes from mstpass/torch_internals.
 - ``assets/report.html`` is the HTML report of a small model, planned on fake tensors.
 - A page that would load anything from the network is an error: the site works offline.
 """
@@ -9,6 +10,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import posixpath
 import re
 import tempfile
@@ -21,6 +23,7 @@ from mkdocs.structure.files import File, Files
 
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.explainer.plan_step import explain_step
+from mstpass.torch_internals import __main__ as torch_internals
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -40,6 +43,7 @@ PAGES = {
 }
 _SOURCES = {page: source for source, page in PAGES.items() if source != "README.md"}
 REPORT = "assets/report.html"
+_PRIVATE_APIS = re.compile(r"<!-- private-apis:.*?-->")
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 _LOADED = re.compile(r"<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
 _HARMLESS = re.compile(r"rel=[\"']?(?:canonical|prev|next)")
@@ -70,6 +74,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Lead links to files outside docs/ to their pages, and links of those files into docs/."""
     uri = page.file.src_uri
+    markdown = _PRIVATE_APIS.sub(lambda _: _private_apis(), markdown)
     at = _SOURCES.get(uri, f"docs/{uri}")
 
     def led(match: re.Match[str]) -> str:
@@ -109,6 +114,16 @@ def _examples() -> str:
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         lines.append(f"- [{path.name}]({path.stem}.md): {docstring.partition(chr(10))[0]}")
     return "\n".join(lines) + "\n"
+
+
+def _private_apis() -> str:
+    rows = ["| file | what for | private APIs | checked with torch |", "|---|---|---|---|"]
+    for name in torch_internals.names():
+        module = torch_internals.load(name)
+        purpose = (inspect.getdoc(module) or "").partition("\n")[0]
+        apis = "<br>".join(f"`{api}`".replace("|", "\\|") for api in module.APIS.names)
+        rows.append(f"| `{name}.py` | {purpose} | {apis} | {', '.join(module.APIS.checked)} |")
+    return "\n".join(rows)
 
 
 _REPORT_PAGE = f"""---
