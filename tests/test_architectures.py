@@ -244,14 +244,14 @@ _HEADING = """\
 Written by `pytest tests/test_architectures.py --all --write-docs`; do not edit by hand.
 2 CPU cores, {versions}; a row's date is that of its run.
 
-Each model is built from a tiny configuration (1 layer, or 2 where layers differ; d = 32, MLP 96 or
-128 wide, vocabulary of 600, 160 tokens, no dropout; the images of a ViT are 260 tokens) and trained
-for one step in chunks of {chunk} tokens. In every row, the loss and every gradient differ from float64
-by no more than eager's do, to within 1e-6 of their norm. *Peak* is that of forward and backward,
-relative to plain Inductor's. At these sizes attention and weights weigh more than in real models,
-so the peaks do not tell what a real model saves. Grouped products of experts are refused, because
-their rows are not consecutive tokens. torch has these products in float32 only, so models with them
-are compared with eager instead, to within 1e-5.
+Each model is built from a tiny configuration (1 layer, or 2 where layers differ; d = 32, MLP
+96 or 128 wide, vocabulary of 600, 160 tokens, no dropout; the images of a ViT are 260 tokens)
+and trained for one step in chunks of {chunk} tokens. In each row, the loss and every gradient
+differ from float64 by no more than eager's do, to within 1e-6 of their norm. *Peak* is that of
+forward and backward, relative to plain Inductor's. At these sizes attention and weights weigh
+more than in real models, so the peaks do not tell what a real model saves. Grouped products of
+experts are refused, because their rows are not consecutive tokens. torch has these products in
+float32 only, so models with them are compared with eager instead, to within 1e-5.
 
 | architecture | class | taken | refused | peak | run |
 |---|---|---|---|---:|---|
