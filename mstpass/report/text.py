@@ -96,7 +96,7 @@ def _chunks_text(region: ChunkPlan) -> str:
     if region.symbolic:
         chunks = f"{region.num_tokens} tokens when traced, in chunks of up to {region.chunk_tokens}"
     before, after = bytes_text(region.bytes_before), bytes_text(region.bytes_after)
-    return f"{chunks}; {before} of large values -> {after}"
+    return f"{chunks}; large values: {before} -> {after}"
 
 
 def _source_line(region: ChunkPlan, nodes: Nodes) -> str:

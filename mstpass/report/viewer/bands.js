@@ -1,7 +1,8 @@
-// What crosses from forward to backward, as bands between the two columns: as thick as its bytes,
-// added up by the rows on show. A band ends where backward first needs the value.
+// The values that backward gets from forward, as bands between the two columns. A band adds up the
+// values between two rows on show and is as thick as their bytes. It ends where backward first needs
+// a value.
 
-// Ops that hand on the bytes of their input: a value is also needed where its view is.
+// Ops whose result shares its input's memory: who reads the view needs the input.
 const VIEWS = new Set(
   (
     "view _unsafe_view reshape permute transpose t expand unsqueeze squeeze slice select split " +
@@ -9,7 +10,7 @@ const VIEWS = new Set(
   ).split(" "),
 );
 
-/** All crossings: {value, fate, user}, whatever is folded. */
+/** All values that backward gets, as {value, fate, user}, whether their rows are open or not. */
 function crossings(nodes) {
   const first = new Array(nodes.length).fill(Infinity);
   for (let i = nodes.length - 1; i >= 0; i--) {
@@ -72,15 +73,15 @@ function groupBy(items, keyOf) {
   return groups;
 }
 
-const THIN = 4; // pixels: what is thinner has no room for a pattern and is a dashed line
+const THIN = 4; // pixels: a thinner band has no room for a pattern and is drawn as a dashed line
 
-/** The middle of a band from the left edge to the right: a steep one keeps its thickness. */
+/** The middle line of a band from the left edge to the right, so that steep bands stay thick. */
 function bandPath(width, y0, y1, thickness) {
   const [from, to] = [y0 + thickness / 2, y1 + thickness / 2];
   return `M0 ${from}C${width / 2} ${from} ${width / 2} ${to} ${width} ${to}`;
 }
 
-/** Paints that tell the fates apart without colour: plain, hatched, dotted. */
+/** Patterns that show the fates without colour: plain, hatched, dotted. */
 function patterns() {
   return s(
     "defs",

@@ -68,7 +68,7 @@ function readTimeline(columns) {
   };
 }
 
-/** What the memory timelines name: {text, node}; a loop goes by "loop:" and what it returns. */
+/** A name of the memory timelines as {text, node}. A loop is "loop:" and the first node it returns. */
 function placeOf(data, name) {
   const node = data.byName.get(name.replace(/^loop:/, ""));
   if (!name.startsWith("loop:")) return { text: name, node };
@@ -76,7 +76,7 @@ function placeOf(data, name) {
   return { text: `loop of ${region ? region.kind : name.slice(5)}`, node, isLoop: true };
 }
 
-/** "2048×256 f32", as far as it is known. */
+/** "2048×256 f32"; unknown parts are left out. */
 function shapeText(node) {
   return [node.shape.join("×"), node.dtype].filter(Boolean).join(" ");
 }

@@ -49,7 +49,7 @@ function countText(count, one, many) {
   return `${count.toLocaleString("en")} ${count === 1 ? one : many ?? one + "s"}`;
 }
 
-// What tells the fates apart without colour: a shape of their own, and always the word beside it.
+// Fates differ without colour too: each has a shape of its own, and the word stands beside it.
 const GLYPHS = {
   saved: "M2 2h10v10H2z",
   recomputed: "M11.5 5.2A5 5 0 1 0 12 8M12 2v3.4H8.6",

@@ -1,5 +1,6 @@
-// The joint graph: rows of modules and nodes, forward left, backward right, bands between. Only the
-// rows in sight are in the document; the scroller has the focus and names its active row.
+// The joint graph: rows of modules and nodes with forward on the left, backward on the right, and
+// bands between them. Only the rows in sight are in the document. The scroller has the focus and
+// names its active row.
 
 function graphSection(data) {
   const tree = buildTree(data.nodes);
@@ -33,8 +34,8 @@ function graphSection(data) {
       searchBox(data, tree, (found) => (found.node ? reveal(found.node) : revealModule(found.module))),
       h(
         "div.buttons",
-        { role: "group", "aria-label": "Fold" },
-        button("Fold all", () => refold(() => setOpen(false))),
+        { role: "group", "aria-label": "Open and close modules" },
+        button("Close all", () => refold(() => setOpen(false))),
         button("Layers", () => refold(() => openToLayers(tree))),
         button("Open all", () => refold(() => setOpen(true))),
       ),
@@ -47,7 +48,7 @@ function graphSection(data) {
         "div.columns",
         null,
         h("div.heads", { "aria-hidden": "true" },
-          h("span", null, "Forward ↓", crumb), h("span", null, "crosses"), h("span", null, "Backward ↑")),
+          h("span", null, "Forward ↓", crumb), h("span", null, "to backward"), h("span", null, "Backward ↑")),
         scroller,
       ),
       panel.element,
@@ -55,22 +56,21 @@ function graphSection(data) {
   );
 
   function legendBox(fate) {
-    const words = { saved: "saved", recomputed: "recomputed", reconstructed: "reconstructed" };
     const change = (event) => {
       shown[fate] = event.target.checked;
       rebuild();
       draw();
     };
-    const box = h("input", { type: "checkbox", change, "aria-label": `Bands of ${fate} values` });
+    const box = h("input", { type: "checkbox", change, "aria-label": `Show bands of ${fate} values` });
     box.checked = shown[fate];
-    return h("label", null, box, tag(fate, words[fate]), h(`span.swatch.${fate}`, { "aria-hidden": "true" }));
+    return h("label", null, box, tag(fate, fate), h(`span.swatch.${fate}`, { "aria-hidden": "true" }));
   }
 
   function setOpen(open) {
     for (const module of everyModule(tree.root)) module.open = open;
   }
 
-  /** Runs a change of what is open; the active row stays what it was, or what holds it now. */
+  /** Opens or closes rows; the active row stays active, or else the row that now contains it. */
   function refold(change) {
     timed("fold", () => {
       const row = rows[active.row];
@@ -89,7 +89,7 @@ function graphSection(data) {
     rowHeight = parseFloat(getComputedStyle(section).getPropertyValue("--row")) || 28;
     drawn = bandsOf(all, shown, rowHeight);
     scaleNote.textContent = drawn.bands.length
-      ? `a band as high as its row: ${bytesText((rowHeight - 8) / drawn.scale)}`
+      ? `a band as high as a row is ${bytesText((rowHeight - 8) / drawn.scale)}`
       : "";
     sizer.style.height = `${rows.length * rowHeight}px`;
     scroller.setAttribute("aria-rowcount", rows.length);

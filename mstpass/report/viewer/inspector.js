@@ -1,4 +1,4 @@
-// What is known of one thing of the graph: a module, a node, a band or a region.
+// The panel beside the graph: facts about the selected module, node, band or region.
 
 const LISTED = 12; // links shown at once
 
@@ -10,7 +10,8 @@ function inspector(data, lives, go) {
       h("h3", null, "Nothing selected"),
       h("p", null, "Each row is a module, with its forward on the left and its backward on the right. " +
         "Forward runs down the page; backward runs from the last row up."),
-      h("p", null, "Between them is what crosses. Select a row, a node or a band to see what it is."),
+      h("p", null, "A band between them is a value that backward gets from forward. Select a row, a node or a band " +
+        "to see its facts."),
     ],
     module: (module) => describeModule(module, regionLinks, links),
     node: (node) => describeNode(node, data, lives, regionLinks, links),
@@ -67,7 +68,7 @@ function describeModule(module, regionLinks, links) {
     kicker(module.isGroup ? "Operations" : "Module"),
     h("h3", null, module.isGroup ? module.name : module.path),
     facts(
-      ["within", module.isGroup ? module.path : ""],
+      ["in module", module.isGroup ? module.path : ""],
       ["forward", countText(total.forward, "operation")],
       ["backward", countText(total.backward, "operation")],
       ["saved", fate("saved")],
@@ -92,9 +93,9 @@ function* valuesOf(module) {
 }
 
 const FATE_TEXTS = {
-  saved: "Kept from forward to backward.",
-  recomputed: "Dropped after its forward use, computed again in backward.",
-  reconstructed: "Dropped; backward has it from other values that are there anyway.",
+  saved: "Forward keeps it for backward.",
+  recomputed: "Forward frees it after its last use; backward recomputes it.",
+  reconstructed: "Forward frees it; backward computes it from later values that are saved anyway.",
 };
 
 function describeNode(node, data, lives, regionLinks, links) {
@@ -120,7 +121,7 @@ function describeNode(node, data, lives, regionLinks, links) {
 }
 
 const BAND_TITLES = {
-  saved: "Crosses to backward",
+  saved: "Saved for backward",
   recomputed: "Recomputed in backward",
   reconstructed: "Reconstructed in backward",
 };
@@ -144,14 +145,14 @@ function describeRegion(region, data, links) {
   const index = data.regions.indexOf(region);
   const members = data.nodes.filter((node) => node.region === index);
   return [
-    kicker("Region that runs in chunks"),
+    kicker("Region in chunks"),
     h("h3", null, `${region.kind}, ${region.mode}`),
     h("p", null, tag("chunked", chunksText(region)), " ", MODE_TEXTS[region.mode] ?? ""),
     facts(
       ["tokens", region.symbolic ? `${region.num_tokens} when traced` : region.num_tokens],
       ["chunk", `${region.chunk_tokens} tokens`],
-      ["before", bytesText(region.bytes_before)],
-      ["after", bytesText(region.bytes_after)],
+      ["large values", bytesText(region.bytes_before)],
+      ["in chunks", bytesText(region.bytes_after)],
       ["source", region.source],
       ["note", region.note],
     ),
@@ -160,7 +161,7 @@ function describeRegion(region, data, links) {
 }
 
 const MODE_TEXTS = {
-  fused: "Forward and backward in one loop, which runs in forward.",
-  recompute: "A forward loop that keeps nothing; a backward loop that computes each chunk again.",
-  save: "Chosen values are stacked by the forward loop and read by the backward loop.",
+  fused: "One loop in the forward computes the forward and the gradients.",
+  recompute: "The forward loop keeps nothing; the backward loop recomputes each chunk.",
+  save: "The forward loop keeps chosen values, and the backward loop reads them.",
 };

@@ -17,10 +17,10 @@ function summarySection(data) {
       card("Saved for backward", bytesText(savedBytes),
         countText(saved.length, "value") + (solver ? `, chosen by ${solver}` : "")),
       card("Extra time", extra === null ? "unknown" : percentText(extra),
-        extra === null ? "there is no step to compare with" : "of the step without loops, estimated"),
+        extra === null ? "there is no step to compare with" : "estimated, relative to the step without chunks"),
       card("Regions in chunks", String(regions.length),
         [...groupBy(regions, (region) => region.kind)].map(([kind, group]) => `${group.length} ${kind}`).join(", ") +
-          (regions.length ? "; " : "") + `${rejections.length} not taken`),
+          (regions.length ? "; " : "") + `${rejections.length} not in chunks`),
     ),
     report.notes.map((note) => h("p.note", { role: "note" }, note)),
   );
@@ -34,7 +34,7 @@ function headline(peak, before, extra) {
     extra === null || Math.abs(extra) < 0.0005
       ? "in the same time"
       : `for ${percentText(Math.abs(extra))} ${extra > 0 ? "more" : "less"} time`;
-  if (peak === before) return ["The step peaks at ", strong(peak), ", as without loops."];
+  if (peak === before) return ["The step peaks at ", strong(peak), ", the same as without chunks."];
   const change = `${percentText(Math.abs(1 - peak / before))} ${peak < before ? "less" : "more"}`;
   return ["The step peaks at ", strong(peak), " instead of ", strong(before), `: ${change}, ${time}.`];
 }
@@ -51,7 +51,7 @@ function peakBars(peak, before) {
     return h("div.compare", null, h("span.what", null, text), h("span.track", null, fillBar),
       h("span.amount", null, bytesText(bytes)));
   };
-  return [bar("before", before, "without loops"), bar("after", peak, "as planned")];
+  return [bar("before", before, "without chunks"), bar("after", peak, "as planned")];
 }
 
 function start() {
@@ -69,9 +69,10 @@ function start() {
   if (report.details) sections.push([paretoSection(data), "Peak against time"]);
   else {
     main.append(h("p.note", { role: "note" },
-      "This report holds the plan alone: no graph, no memory over time. A report of a step traced anew has both."));
+      "This report has the plan alone, without the graph and the memory over time. " +
+        "To see these, explain or compile the step again."));
   }
-  const names = ["Regions", "Not taken", "Saved", "Reconstructed"];
+  const names = ["In chunks", "Not in chunks", "Saved", "Reconstructed"];
   tableSections(data, graph).forEach((section, i) => sections.push([section, names[i]]));
   main.append(...sections.map(([section]) => section));
   document.getElementById("sections").append(

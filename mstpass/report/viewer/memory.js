@@ -1,12 +1,13 @@
-// Memory of the step over time, before and after. The two have different numbers of moments, so
-// each half is stretched: forward's moments share the left part of the axis, backward's the right.
+// Memory of the step over time, without chunks and as planned. The two have different numbers of
+// moments, so each half is stretched: forward's moments share the left part of the axis, backward's
+// the right part.
 
 const MEMORY = { width: 1000, height: 260, top: 22, bottom: 26, left: 64, right: 12 };
 const LIVE = 30; // tensors listed at once
 
 function memorySection(data, go) {
   const series = [];
-  if (data.before) series.push({ key: "before", label: "without loops", line: data.before });
+  if (data.before) series.push({ key: "before", label: "without chunks", line: data.before });
   if (data.after) series.push({ key: "after", label: "as planned", line: data.after });
   const highest = Math.max(...series.map(({ line }) => line.bytes[line.peak]));
   const size = { ...MEMORY };
@@ -37,14 +38,13 @@ function memorySection(data, go) {
       h("div.buttons", null, button("Go to the peak", () => move(read.line.peak)))),
     plot,
     h("p.caption", null,
-      "Simulated bytes above what was allocated when forward began. Both steps share the axis: forward's " +
-      "moments fill the left part and backward's the right, however many each has. " +
-      "Point at a moment, tap it or use the arrow keys; a click holds it."),
+      "Simulated bytes beyond what was allocated when forward began. Each moment is one op or one loop. " +
+      "Point at a moment, tap it, or use the arrow keys to see what is in memory; a click holds the moment."),
     heading,
     list,
   );
 
-  /** The boundary of forward and backward on the axis, a fraction: the mean of both steps'. */
+  /** Where backward begins on the axis, as a fraction: the mean over both steps. */
   const boundary = clamp(
     series.reduce((sum, { line }) => sum + line.firstBackward / line.moments.length, 0) / series.length,
     0.2, 0.8,
@@ -66,7 +66,7 @@ function memorySection(data, go) {
   const x = (fraction) => size.left + fraction * (size.width - size.left - size.right);
   const y = (bytes) => size.height - size.bottom - (bytes / highest) * (size.height - size.top - size.bottom);
 
-  /** Steps; of the moments that share half a pixel the highest counts, so peaks stay. */
+  /** A stepped line. Of moments that share half a pixel the highest is drawn, so peaks stay. */
   function outline(line) {
     const points = [];
     let column = -1;
@@ -196,7 +196,7 @@ function memorySection(data, go) {
   return section;
 }
 
-/** The largest first, with a bar for the share of the moment's bytes. */
+/** The tensors in memory, the largest first, each with a bar for its share of the bytes. */
 function liveTable(alive, total, data, go, count = LIVE) {
   const body = alive.slice(0, count).map((life) => {
     const { text, node, isLoop } = placeOf(data, life.node);
@@ -206,7 +206,7 @@ function liveTable(alive, total, data, go, count = LIVE) {
     return h("tr", null,
       h("td.number", null, bytesText(life.bytes)),
       h("td.bar-cell", { "aria-hidden": "true" }, share),
-      h("td.wide", null, name, life.transient ? h("span.quiet", null, " for this moment") : null,
+      h("td.wide", null, name, life.transient ? h("span.quiet", null, " at this moment only") : null,
         node?.fate && !isLoop ? [" ", tag(node.fate, node.fate)] : null),
       h("td", null, node?.module ?? ""),
       h("td", null, node?.source ?? ""));

@@ -9,7 +9,7 @@ function paretoSection(data) {
     h("h2", { id: "pareto-title" }, "Peak against time"),
   );
   if (!data.pareto.length) {
-    section.append(h("p.absent", null, "Plans at other budgets are not in this report; mstpass explain --html computes them."));
+    section.append(h("p.absent", null, "Plans at other budgets are not in this report; `mstpass explain --html` adds them."));
     return section;
   }
   const points = [...data.pareto].sort((a, b) => a.extra_time - b.extra_time || a.peak_bytes - b.peak_bytes);

@@ -40,7 +40,7 @@ function searchBox(data, tree, go) {
     status.textContent = wanted ? `${count.toLocaleString("en")} found` : "";
     results = results.slice(0, FOUND);
     list.replaceChildren(...results.map(option));
-    if (count > FOUND) list.append(h("li.more", { role: "presentation" }, `${count - FOUND} more: search for more letters`));
+    if (count > FOUND) list.append(h("li.more", { role: "presentation" }, `${count - FOUND} more: type more letters to see them`));
     show(wanted !== "" && count > 0);
     mark();
   }

@@ -6,7 +6,7 @@ function tableSections(data, graph) {
   const linked = (node, text) => (graph && node ? button(text, () => graph.reveal(node), { class: "link" }) : text);
   const bytes = { text: bytesText, number: true };
   return [
-    tableSection("regions", "Regions in chunks", data.regions, "Nothing runs in chunks.", [
+    tableSection("regions", "What runs in chunks", data.regions, "Nothing runs in chunks.", [
       {
         name: "kind",
         value: (region) => region.kind,
@@ -14,22 +14,22 @@ function tableSections(data, graph) {
       },
       { name: "mode", value: (region) => region.mode },
       { name: "chunks", value: (region) => region.num_chunks, number: true },
-      { name: "tokens a chunk", value: (region) => region.chunk_tokens, number: true },
+      { name: "tokens per chunk", value: (region) => region.chunk_tokens, number: true },
       { name: "tokens", value: (region) => region.num_tokens, number: true },
-      { name: "before", value: (region) => region.bytes_before, ...bytes },
-      { name: "after", value: (region) => region.bytes_after, ...bytes },
+      { name: "large values before", value: (region) => region.bytes_before, ...bytes },
+      { name: "in chunks", value: (region) => region.bytes_after, ...bytes },
       { name: "source", value: (region) => region.source },
       { name: "note", value: (region) => region.note },
     ]),
-    tableSection("rejections", "Not taken", data.rejections, "Every large part was taken.", [
-      { name: "source", value: (rejection) => rejection.source },
+    tableSection("rejections", "What does not run in chunks", data.rejections, "Every large part runs in chunks.", [
+      { name: "part", value: (rejection) => rejection.source },
       { name: "node", value: (rejection) => rejection.node, cell: (rejection) => linked(data.byName.get(rejection.node), rejection.node) },
       { name: "stage", value: (rejection) => rejection.stage },
       { name: "bytes", value: (rejection) => rejection.bytes, ...bytes },
       { name: "why", value: (rejection) => rejection.reason, wide: true },
       { name: "what to change", value: (rejection) => rejection.fix ?? "", wide: true },
     ]),
-    tableSection("saved", "Saved for backward", savedRows(data), "Nothing crosses to backward.", [
+    tableSection("saved", "Saved for backward", savedRows(data), "Nothing is saved for backward.", [
       { name: "value", value: (saved) => saved.name, cell: (saved) => linked(saved.node, saved.name) },
       { name: "bytes", value: (saved) => saved.bytes, ...bytes },
       { name: "shape", value: (saved) => saved.shape },
@@ -41,14 +41,14 @@ function tableSections(data, graph) {
       { name: "from", value: (item) => item.sources.join(", ") },
       { name: "rule", value: (item) => item.rule },
       { name: "grade", value: (item) => item.grade },
-      { name: "saved bytes won", value: (item) => item.bytes, ...bytes },
+      { name: "saved bytes avoided", value: (item) => item.bytes, ...bytes },
       { name: "error bound", value: (item) => item.bounds.join("; ") },
       { name: "source", value: (item) => item.source },
     ]),
   ];
 }
 
-/** The plan names values of the graph with its loops; the joint graph's own names where it is here. */
+/** The saved nodes of the joint graph; without details, the saved values by their names in the plan. */
 function savedRows(data) {
   const nodes = data.nodes.filter((node) => node.fate === "saved");
   const rows = nodes.length
@@ -72,7 +72,7 @@ function tableSection(id, title, rows, absent, columns) {
   );
 }
 
-/** Columns: {name, value(row), text(value), cell(row), number}. Columns that say nothing are left out. */
+/** Columns: {name, value(row), text(value), cell(row), number}. A column of empty texts is left out. */
 function sortableTable(label, rows, columns) {
   columns = columns.filter((column) => column.number || rows.some((row) => column.value(row) !== ""));
   let shown = rows;

@@ -1,8 +1,8 @@
-// The joint graph folded by module. A module's rows are in forward's order; its backward is put
-// beside it, so backward runs from the last row up. Slots: nodes of the module's own between two
-// children stand between these, on both sides.
+// The joint graph as a tree of modules. Rows are in forward's order. The backward of a module stands
+// beside its forward, so backward runs from the last row up. The module's own nodes between two
+// children (a slot) stand between these two, on both sides.
 
-const LONG_RUN = 6; // a module's own nodes beyond that fold into one row
+const LONG_RUN = 6; // if a module has more nodes of its own in a slot, they are one row
 
 function buildTree(nodes) {
   const root = newModule("", null);
@@ -180,7 +180,7 @@ function everyModule(module) {
   ));
 }
 
-/** Layers in sight, folded: what a reader wants first. Without layers, the outermost modules. */
+/** Show the layers, closed: what a reader wants first. Without layers, the outermost modules. */
 function openToLayers(tree) {
   for (const module of everyModule(tree.root)) module.open = false;
   for (const module of tree.byPath.values()) {
