@@ -1,8 +1,8 @@
 """A report as one HTML page that works offline, from disk: data, style and scripts in one file.
 
-The page's data are the report's JSON; its scripts and its style are the files of
-``mstpass/report/viewer``, put in as they are. Every string reaches the page through JSON and
-``textContent``: none is read as HTML.
+The page's data are the report's JSON. Its style and its scripts are the files of
+``mstpass/report/viewer``, unchanged. Every string reaches the page through JSON and
+``textContent``, so none is read as HTML.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
 from importlib.resources import files
 from string import Template
 from typing import Any
 
 from mstpass.report.data import ReportData
+from mstpass.report.json_format import compact_json
 
-# In the order in which they are read: a script uses names of those before it.
+# In the order in which the page reads them: a script uses names of the scripts before it.
 SCRIPTS = (
     "dom.js",
     "data.js",
@@ -27,6 +27,7 @@ SCRIPTS = (
     "rows.js",
     "graph.js",
     "search.js",
+    "axes.js",
     "memory.js",
     "pareto.js",
     "tables.js",
@@ -35,7 +36,11 @@ SCRIPTS = (
 
 
 def page(report: ReportData, text: str, title: str) -> str:
-    """The whole page. Of a report without details it has the summary and the tables only."""
+    """The whole page. For a report without details it has only the summary and the tables.
+
+    Args:
+        text: the report as text, for a browser without JavaScript.
+    """
     viewer = files("mstpass.report") / "viewer"
     style = (viewer / "style.css").read_text(encoding="utf-8")
     sources = [(viewer / name).read_text(encoding="utf-8") for name in SCRIPTS]
@@ -46,19 +51,19 @@ def page(report: ReportData, text: str, title: str) -> str:
         title=html.escape(title),
         style=style,
         script=script,
-        data=_json(data),
+        data=_script_json(data),
         text=html.escape(text),
     )
 
 
-def _json(data: dict[str, Any]) -> str:
-    """JSON that may stand inside a ``script`` element: no character of it ends or opens one."""
-    text = json.dumps(data, separators=(",", ":"), default=sorted)
+def _script_json(data: dict[str, Any]) -> str:
+    """JSON that can stand inside a ``script`` element: it contains no ``<``, ``>`` or ``&``."""
+    text = compact_json(data)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
 def _hash(source: str) -> str:
-    """Of a ``script`` or ``style`` element, for the content policy: nothing else runs or loads."""
+    """The hash of a ``script`` or ``style`` element. The page's policy allows only these to run."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"

@@ -10,6 +10,7 @@ one object for each node:
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from mstpass.plans import (
@@ -27,6 +28,11 @@ from mstpass.report.details import Details, DrawnNode, Life, MemoryTimeline, Par
 
 _NODE_FIELDS = ("name", "op", "phase", "dtype", "bytes", "fate", "region")  # written as they are
 _LIFE_FIELDS = ("node", "bytes", "start", "end", "transient")
+
+
+def compact_json(value: Any) -> str:
+    """JSON text without spaces; sets are written as sorted lists."""
+    return json.dumps(value, separators=(",", ":"), default=sorted)
 
 
 # ---- details -----------------------------------------------------------------------------------

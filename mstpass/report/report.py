@@ -15,7 +15,7 @@ from mstpass.report.data import ReportData
 from mstpass.report.details import Details
 from mstpass.report.drawing.dot import render, to_dot
 from mstpass.report.html import page
-from mstpass.report.json_format import details_from_json, outcome_from_json
+from mstpass.report.json_format import compact_json, details_from_json, outcome_from_json
 from mstpass.report.memory_viz import PICKLE_PROTOCOL, memory_snapshot
 from mstpass.report.perfetto import perfetto_trace
 from mstpass.report.text import report_lines
@@ -38,7 +38,9 @@ class Report(ReportData):
 
     def json_text(self) -> str:
         """The text that `to_json` writes."""
-        rows = (f"{json.dumps(key)}: {_json(value)}" for key, value in self.to_dict().items())
+        rows = (
+            f"{json.dumps(key)}: {compact_json(value)}" for key, value in self.to_dict().items()
+        )
         return "{\n" + ",\n".join(rows) + "\n}\n"
 
     def to_html(self, path: str | os.PathLike[str], title: str = "mstpass report") -> None:
@@ -86,7 +88,7 @@ class Report(ReportData):
             NoDetails: the report has no ``details``.
         """
         trace = perfetto_trace(self.outcome, self._known_details())
-        Path(path).write_text(_json(trace), encoding="utf-8")
+        Path(path).write_text(compact_json(trace), encoding="utf-8")
 
     def to_memory_viz(self, path: str | os.PathLike[str]) -> None:
         """Write memory over time for https://pytorch.org/memory_viz: a pickle of plain data.
@@ -119,7 +121,3 @@ class Report(ReportData):
             f"<mstpass.Report: {len(self.regions)} regions, {len(self.rejections)} rejections, "
             f"{bytes_text(self.saved_bytes)} saved for backward>"
         )
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), default=sorted)

@@ -40,11 +40,6 @@ function percentText(fraction) {
   return `${fraction < 0 && percent !== "0.0" ? "−" : ""}${percent}\u00a0%`;
 }
 
-/** Of a number on an axis, which is round: "100 MiB", not "100.0 MiB". */
-function tickText(text) {
-  return text.replace(/\.0(?=\s)/, "");
-}
-
 function countText(count, one, many) {
   return `${count.toLocaleString("en")} ${count === 1 ? one : many ?? one + "s"}`;
 }

@@ -2,148 +2,162 @@
 // bands between them. Only the rows in sight are in the document. The scroller has the focus and
 // names its active row.
 
-function graphSection(data) {
-  const tree = buildTree(data.nodes);
-  const all = crossings(data.nodes);
-  const shown = { saved: true, recomputed: false, reconstructed: true };
-  const lives = (name) => lifeText(data.after, name);
-  const panel = inspector(data, lives, (node) => reveal(node));
-  let rows = [];
-  let drawn = { bands: [], scale: 1 };
-  let active = { row: 0, side: "forward" };
-  let selected = null; // a module, node, band or region
-  let rowHeight = 28;
+const FATES = ["saved", "recomputed", "reconstructed"];
+const MARGIN_ROWS = 4; // drawn above and below those in sight
+const BAND_MARGIN = 2; // pixels left and right of the bands
 
-  const sizer = h("div.sizer", { role: "presentation" });
-  const svg = s("svg.bands", { "aria-hidden": "true" });
-  const scroller = h(
-    "div.rows",
-    { role: "treegrid", tabindex: 0, "aria-label": "Joint graph by module", "aria-colcount": 2 },
-    sizer,
-  );
-  const scaleNote = h("span.scale");
-  const crumb = h("span.crumb"); // where the first row on show is
-  const boxes = ["saved", "recomputed", "reconstructed"].map((fate) => legendBox(fate));
-  const section = h(
-    "section.graph",
-    { id: "graph", "aria-labelledby": "graph-title" },
-    h("h2", { id: "graph-title" }, "Joint graph"),
-    h(
-      "div.bar",
-      null,
-      searchBox(data, tree, (found) => (found.node ? reveal(found.node) : revealModule(found.module))),
-      h(
-        "div.buttons",
-        { role: "group", "aria-label": "Open and close modules" },
-        button("Close all", () => refold(() => setOpen(false))),
-        button("Layers", () => refold(() => openToLayers(tree))),
-        button("Open all", () => refold(() => setOpen(true))),
-      ),
-    ),
-    h("div.legend", { role: "group", "aria-label": "Legend" }, boxes, tag("chunked", "runs in chunks"), scaleNote),
-    h(
-      "div.split",
-      null,
-      h(
-        "div.columns",
-        null,
-        h("div.heads", { "aria-hidden": "true" },
-          h("span", null, "Forward ↓", crumb), h("span", null, "to backward"), h("span", null, "Backward ↑")),
-        scroller,
-      ),
-      panel.element,
-    ),
-  );
+class GraphView {
+  constructor(data) {
+    this.data = data;
+    this.tree = buildTree(data.nodes);
+    this.crossings = crossings(data.nodes);
+    this.shown = { saved: true, recomputed: false, reconstructed: true };
+    this.panel = inspector(data, (name) => lifeText(data.after, name), (node) => this.openNode(node));
+    this.rows = [];
+    this.drawn = { bands: [], scale: 1 };
+    this.active = { row: 0, side: "forward" };
+    this.selected = null; // a module, node, band or region
+    this.rowHeight = 28;
+    this.makeScroller();
+    this.section = this.makeSection();
+    openToLayers(this.tree);
+    this.rebuild();
+    new ResizeObserver(() => {
+      this.rebuild(); // rows are higher on a narrow screen
+      this.draw();
+    }).observe(this.section);
+  }
 
-  function legendBox(fate) {
+  // ---- elements --------------------------------------------------------------------------------
+  makeScroller() {
+    this.sizer = h("div.sizer", { role: "presentation" });
+    this.svg = s("svg.bands", { "aria-hidden": "true" });
+    this.scroller = h(
+      "div.rows",
+      { role: "treegrid", tabindex: 0, "aria-label": "Joint graph by module", "aria-colcount": 2 },
+      this.sizer,
+    );
+    this.scroller.addEventListener("scroll", () => requestAnimationFrame(() => this.draw()), { passive: true });
+    this.scroller.addEventListener("click", (event) => this.onClick(event));
+    this.scroller.addEventListener("keydown", (event) => this.onKey(event));
+  }
+
+  makeSection() {
+    this.scaleNote = h("span.scale");
+    this.crumb = h("span.crumb"); // the module that contains the first row in sight
+    const search = new SearchBox(this.data, this.tree, (found) =>
+      found.node ? this.openNode(found.node) : this.openModule(found.module));
+    const heads = h("div.heads", { "aria-hidden": "true" },
+      h("span", null, "Forward ↓", this.crumb), h("span", null, "to backward"), h("span", null, "Backward ↑"));
+    return h(
+      "section.graph",
+      { id: "graph", "aria-labelledby": "graph-title" },
+      h("h2", { id: "graph-title" }, "Joint graph"),
+      h("div.bar", null, search.element, this.makeButtons()),
+      h("div.legend", { role: "group", "aria-label": "Legend" },
+        FATES.map((fate) => this.legendBox(fate)), tag("chunked", "runs in chunks"), this.scaleNote),
+      h("div.split", null, h("div.columns", null, heads, this.scroller), this.panel.element),
+    );
+  }
+
+  makeButtons() {
+    const setOpen = (open) => {
+      for (const module of everyModule(this.tree.root)) module.open = open;
+    };
+    return h("div.buttons", { role: "group", "aria-label": "Open and close modules" },
+      button("Close all", () => this.refold(() => setOpen(false))),
+      button("Layers", () => this.refold(() => openToLayers(this.tree))),
+      button("Open all", () => this.refold(() => setOpen(true))));
+  }
+
+  legendBox(fate) {
     const change = (event) => {
-      shown[fate] = event.target.checked;
-      rebuild();
-      draw();
+      this.shown[fate] = event.target.checked;
+      this.rebuild();
+      this.draw();
     };
     const box = h("input", { type: "checkbox", change, "aria-label": `Show bands of ${fate} values` });
-    box.checked = shown[fate];
+    box.checked = this.shown[fate];
     return h("label", null, box, tag(fate, fate), h(`span.swatch.${fate}`, { "aria-hidden": "true" }));
   }
 
-  function setOpen(open) {
-    for (const module of everyModule(tree.root)) module.open = open;
-  }
-
+  // ---- rows and bands --------------------------------------------------------------------------
   /** Opens or closes rows; the active row stays active, or else the row that now contains it. */
-  function refold(change) {
+  refold(change) {
     timed("fold", () => {
-      const row = rows[active.row];
+      const row = this.rows[this.active.row];
       change();
-      rebuild();
+      this.rebuild();
       const module = row?.module;
-      const kept = module ? rows.find((other) => other.module === module) ?? module.row : null;
-      active.row = kept ? kept.index : Math.min(active.row, rows.length - 1);
-      scrollTo(active.row);
-      draw();
+      const kept = module ? this.rows.find((other) => other.module === module) ?? module.row : null;
+      this.active.row = kept ? kept.index : Math.min(this.active.row, this.rows.length - 1);
+      this.scrollTo(this.active.row);
+      this.draw();
     });
   }
 
-  function rebuild() {
-    rows = flatten(tree.root);
-    rowHeight = parseFloat(getComputedStyle(section).getPropertyValue("--row")) || 28;
-    drawn = bandsOf(all, shown, rowHeight);
-    scaleNote.textContent = drawn.bands.length
-      ? `a band as high as a row is ${bytesText((rowHeight - 8) / drawn.scale)}`
+  /** Finds the rows and bands anew, after something was opened, closed, shown or resized. */
+  rebuild() {
+    this.rows = flatten(this.tree.root);
+    this.rowHeight = parseFloat(getComputedStyle(this.section).getPropertyValue("--row")) || 28;
+    this.drawn = bandsOf(this.crossings, this.shown, this.rowHeight);
+    this.scaleNote.textContent = this.drawn.bands.length
+      ? `a band as high as a row is ${bytesText((this.rowHeight - 8) / this.drawn.scale)}`
       : "";
-    sizer.style.height = `${rows.length * rowHeight}px`;
-    scroller.setAttribute("aria-rowcount", rows.length);
+    this.sizer.style.height = `${this.rows.length * this.rowHeight}px`;
+    this.scroller.setAttribute("aria-rowcount", this.rows.length);
   }
 
   /** The rows in sight, and the bands that touch them. */
-  function draw() {
-    const top = scroller.scrollTop;
-    const height = scroller.clientHeight || 600;
-    const first = Math.max(0, Math.floor(top / rowHeight) - 4);
-    const last = Math.min(rows.length, Math.ceil((top + height) / rowHeight) + 4);
-    crumb.textContent = rows[Math.ceil(top / rowHeight)]?.parent.path ?? "";
-    const parts = rows.slice(first, last).map((row) => rowElement(row));
-    sizer.replaceChildren(svg, ...parts);
+  draw() {
+    const { rows, rowHeight, active } = this;
+    const top = this.scroller.scrollTop;
+    const height = this.scroller.clientHeight || 600;
+    const first = Math.max(0, Math.floor(top / rowHeight) - MARGIN_ROWS);
+    const last = Math.min(rows.length, Math.ceil((top + height) / rowHeight) + MARGIN_ROWS);
+    this.crumb.textContent = rows[Math.ceil(top / rowHeight)]?.parent.path ?? "";
+    this.sizer.replaceChildren(this.svg, ...rows.slice(first, last).map((row) => this.rowElement(row)));
     const id = `row-${active.row}`;
-    if (active.row >= first && active.row < last) scroller.setAttribute("aria-activedescendant", id);
-    else scroller.removeAttribute("aria-activedescendant");
-    drawBands(top, height);
+    if (active.row >= first && active.row < last) this.scroller.setAttribute("aria-activedescendant", id);
+    else this.scroller.removeAttribute("aria-activedescendant");
+    this.drawBands(top, height);
   }
 
-  function drawBands(top, height) {
+  drawBands(top, height) {
+    const { svg, rowHeight } = this;
     const width = svg.clientWidth || 1;
     svg.style.top = `${top}px`;
     svg.style.height = `${height}px`;
     svg.setAttribute("viewBox", `0 ${top} ${width} ${height}`);
-    const margin = 2;
-    const inSight = drawn.bands.filter((band) => {
+    const inSight = this.drawn.bands.filter((band) => {
       const low = Math.min(band.from.index, band.to.index) * rowHeight;
       const high = (Math.max(band.from.index, band.to.index) + 1) * rowHeight;
       return high >= top && low <= top + height;
     });
     inSight.sort((a, b) => b.bytes - a.bytes); // thin ones stay on top
-    svg.replaceChildren(
-      patterns(),
-      ...inSight.map((band) => {
-        const y0 = band.from.index * rowHeight + band.fromOffset;
-        const y1 = band.to.index * rowHeight + band.toOffset;
-        const path = s(
-          `path.band.${band.fate}${band.thickness < THIN ? ".thin" : ""}${band === selected ? ".selected" : ""}`,
-          {
-            d: bandPath(width - 2 * margin, y0, y1, band.thickness),
-            transform: `translate(${margin} 0)`,
-            "stroke-width": Math.max(band.thickness, 1.2),
-          },
-          s("title", null, `${BAND_TITLES[band.fate]}: ${bytesText(band.bytes)}, ${rowText(band.from)} to ${rowText(band.to)}`),
-        );
-        path.addEventListener("click", () => select("band", band));
-        return path;
-      }),
+    svg.replaceChildren(patterns(), ...inSight.map((band) => this.bandElement(band, width)));
+  }
+
+  bandElement(band, width) {
+    const y0 = band.from.index * this.rowHeight + band.fromOffset;
+    const y1 = band.to.index * this.rowHeight + band.toOffset;
+    const thin = band.thickness < THIN ? ".thin" : "";
+    const selected = band === this.selected ? ".selected" : "";
+    const title = `${BAND_TITLES[band.fate]}: ${bytesText(band.bytes)}, ${rowText(band.from)} to ${rowText(band.to)}`;
+    return s(
+      `path.band.${band.fate}${thin}${selected}`,
+      {
+        d: bandPath(width - 2 * BAND_MARGIN, y0, y1, band.thickness),
+        transform: `translate(${BAND_MARGIN} 0)`,
+        "stroke-width": Math.max(band.thickness, 1.2),
+        click: () => this.select("band", band),
+      },
+      s("title", null, title),
     );
   }
 
-  function rowElement(row) {
-    const isActive = row.index === active.row;
+  rowElement(row) {
+    const isActive = row.index === this.active.row;
     const element = h("div.row", {
       id: `row-${row.index}`,
       role: "row",
@@ -153,68 +167,80 @@ function graphSection(data) {
       "aria-selected": String(isActive),
       "data-index": row.index,
     });
-    element.style.top = `${row.index * rowHeight}px`;
+    element.style.top = `${row.index * this.rowHeight}px`;
     element.style.setProperty("--depth", row.depth);
-    if (isActive) element.classList.add("active");
+    element.classList.toggle("active", isActive);
     if (row.module) {
       element.classList.add("module");
-      if (row.module === selected) element.classList.add("selected");
-      element.append(...moduleCells(row.module, data));
+      element.classList.toggle("selected", row.module === this.selected);
+      element.append(...moduleCells(row.module, this.data));
     } else {
       element.append(...["forward", "backward"].map((side) => {
         const cell = nodeCell(row[side], side);
-        cell.classList.toggle("active", isActive && active.side === side);
-        cell.classList.toggle("selected", row[side] !== null && row[side] === selected);
+        cell.classList.toggle("active", isActive && this.active.side === side);
+        cell.classList.toggle("selected", row[side] !== null && row[side] === this.selected);
         return cell;
       }));
     }
     return element;
   }
 
-  function show(kind, subject) {
-    selected = subject;
-    panel.show(kind, subject);
+  // ---- selection -------------------------------------------------------------------------------
+  show(kind, subject) {
+    this.selected = subject;
+    this.panel.show(kind, subject);
   }
 
-  function select(kind, subject) {
-    show(kind, subject);
-    draw();
+  select(kind, subject) {
+    this.show(kind, subject);
+    this.draw();
   }
 
-  function toggle(module, open = !module.open) {
-    refold(() => (module.open = open));
+  toggle(module, open = !module.open) {
+    this.refold(() => (module.open = open));
   }
 
-  function openAbove(module) {
-    for (let parent = module; parent; parent = parent.parent) parent.open = true;
-  }
-
-  function reveal(node) {
+  openNode(node) {
     timed("reveal", () => {
-      openAbove(node.home);
-      rebuild();
-      show("node", node);
-      activate(node.row.index, node.backward ? "backward" : "forward", true);
+      openWithParents(node.home);
+      this.rebuild();
+      this.show("node", node);
+      this.activate(node.row.index, node.backward ? "backward" : "forward", true);
     });
   }
 
-  function revealModule(module) {
-    openAbove(module.parent);
-    rebuild();
-    show("module", module);
-    activate(rows.findIndex((row) => row.module === module), "forward", true);
+  openModule(module) {
+    openWithParents(module.parent);
+    this.rebuild();
+    this.show("module", module);
+    this.activate(this.rows.findIndex((row) => row.module === module), "forward", true);
   }
 
-  function activate(index, side = active.side, centred = false) {
-    const row = rows[index];
+  /** Opens and selects a node, and scrolls the page to the graph: for links from other sections. */
+  reveal(node) {
+    this.openNode(node);
+    this.section.scrollIntoView({ block: "start" });
+  }
+
+  revealRegion(region) {
+    const index = this.data.regions.indexOf(region);
+    const member = this.data.nodes.find((node) => node.region === index);
+    if (member) this.openNode(member);
+    this.select("region", region);
+    this.section.scrollIntoView({ block: "start" });
+  }
+
+  activate(index, side = this.active.side, centred = false) {
+    const row = this.rows[index];
     if (!row) return;
-    active = { row: index, side };
-    if (!row.module && !row[side]) active.side = side === "forward" ? "backward" : "forward";
-    scrollTo(index, centred);
-    draw();
+    this.active = { row: index, side };
+    if (!row.module && !row[side]) this.active.side = side === "forward" ? "backward" : "forward";
+    this.scrollTo(index, centred);
+    this.draw();
   }
 
-  function scrollTo(index, centred = false) {
+  scrollTo(index, centred = false) {
+    const { scroller, rowHeight } = this;
     const at = index * rowHeight;
     const height = scroller.clientHeight;
     if (centred) scroller.scrollTop = at - height / 2;
@@ -222,58 +248,47 @@ function graphSection(data) {
     else if (at + rowHeight > scroller.scrollTop + height) scroller.scrollTop = at + rowHeight - height;
   }
 
-  scroller.addEventListener("scroll", () => requestAnimationFrame(draw), { passive: true });
-  scroller.addEventListener("click", (event) => {
+  // ---- events ----------------------------------------------------------------------------------
+  onClick(event) {
     const element = event.target.closest(".row");
     if (!element) return;
-    const row = rows[Number(element.dataset.index)];
+    const row = this.rows[Number(element.dataset.index)];
     const cell = event.target.closest("[data-node]");
-    active = { row: row.index, side: cell?.classList.contains("backward") ? "backward" : "forward" };
-    if (cell) select("node", data.nodes[Number(cell.dataset.node)]);
+    const side = cell?.classList.contains("backward") ? "backward" : "forward";
+    this.active = { row: row.index, side };
+    if (cell) this.select("node", this.data.nodes[Number(cell.dataset.node)]);
     else if (row.module) {
-      show("module", row.module);
-      toggle(row.module);
+      this.show("module", row.module);
+      this.toggle(row.module);
     }
-  });
-  scroller.addEventListener("keydown", (event) => {
-    const row = rows[active.row];
+  }
+
+  onKey(event) {
+    const row = this.rows[this.active.row];
     if (!row || event.ctrlKey || event.metaKey || event.altKey) return;
-    const page = Math.max(1, Math.floor(scroller.clientHeight / rowHeight) - 1);
-    const jumps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -rows.length, End: rows.length };
+    const last = this.rows.length - 1;
+    const page = Math.max(1, Math.floor(this.scroller.clientHeight / this.rowHeight) - 1);
+    const jumps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -last, End: last };
     if (event.key in jumps) {
-      activate(Math.min(rows.length - 1, Math.max(0, active.row + jumps[event.key])));
-    } else if (event.key === "ArrowRight") {
-      if (!row.module) activate(active.row, "backward");
-      else if (!row.module.open) toggle(row.module, true);
-      else activate(active.row + 1);
-    } else if (event.key === "ArrowLeft") {
-      if (!row.module && active.side === "backward" && row.forward) activate(active.row, "forward");
-      else if (row.module?.open) toggle(row.module, false);
-      else activate(rows.findIndex((other) => other.module && other.module === row.parent));
-    } else if (event.key === "Enter" || event.key === " ") {
-      if (row.module) select("module", row.module);
-      else select("node", row[active.side]);
+      this.activate(Math.min(last, Math.max(0, this.active.row + jumps[event.key])));
+    } else if (event.key === "ArrowRight") this.goRight(row);
+    else if (event.key === "ArrowLeft") this.goLeft(row);
+    else if (event.key === "Enter" || event.key === " ") {
+      if (row.module) this.select("module", row.module);
+      else this.select("node", row[this.active.side]);
     } else return;
     event.preventDefault();
-  });
+  }
 
-  openToLayers(tree);
-  rebuild();
-  new ResizeObserver(() => {
-    rebuild(); // rows are higher on a narrow screen
-    draw();
-  }).observe(section);
-  return {
-    section,
-    reveal: (node) => {
-      reveal(node);
-      section.scrollIntoView({ block: "start" });
-    },
-    revealRegion: (region) => {
-      const member = data.nodes.find((node) => node.region === data.regions.indexOf(region));
-      if (member) reveal(member);
-      select("region", region);
-      section.scrollIntoView({ block: "start" });
-    },
-  };
+  goRight(row) {
+    if (!row.module) this.activate(this.active.row, "backward");
+    else if (!row.module.open) this.toggle(row.module, true);
+    else this.activate(this.active.row + 1);
+  }
+
+  goLeft(row) {
+    if (!row.module && this.active.side === "backward" && row.forward) this.activate(this.active.row, "forward");
+    else if (row.module?.open) this.toggle(row.module, false);
+    else this.activate(this.rows.findIndex((other) => other.module && other.module === row.parent));
+  }
 }

@@ -62,10 +62,10 @@ function start() {
   const sections = [];
   let graph = null;
   if (data.nodes.length) {
-    graph = graphSection(data);
+    graph = new GraphView(data);
     sections.push([graph.section, "Graph"]);
   }
-  if (data.before || data.after) sections.push([memorySection(data, (node) => graph?.reveal(node)), "Memory"]);
+  if (data.before || data.after) sections.push([new MemoryView(data, (node) => graph?.reveal(node)).section, "Memory"]);
   if (report.details) sections.push([paretoSection(data), "Peak against time"]);
   else {
     main.append(h("p.note", { role: "note" },

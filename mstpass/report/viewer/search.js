@@ -2,97 +2,103 @@
 
 const FOUND = 40; // results on show
 
-/** `go` is called with {module} or {node}. */
-function searchBox(data, tree, go) {
-  const modules = [...tree.byPath.values()].filter((module) => module.path);
-  const texts = data.nodes.map((node) =>
-    `${node.name}\n${node.op}\n${node.module}\n${node.source}`.toLowerCase(),
-  );
-  let results = [];
-  let active = -1;
+class SearchBox {
+  /** `go` is called with {module} or {node}. */
+  constructor(data, tree, go) {
+    this.nodes = data.nodes;
+    this.modules = [...tree.byPath.values()].filter((module) => module.path);
+    this.texts = data.nodes.map((node) =>
+      `${node.name}\n${node.op}\n${node.module}\n${node.source}`.toLowerCase());
+    this.go = go;
+    this.results = [];
+    this.active = -1;
+    this.list = h("ul", { id: "found", role: "listbox", "aria-label": "Found", hidden: true });
+    this.status = h("span.status", { role: "status" });
+    this.input = h("input", {
+      type: "search",
+      placeholder: "Search name, op, module, source",
+      role: "combobox",
+      "aria-label": "Search the graph",
+      "aria-expanded": "false",
+      "aria-controls": "found",
+      "aria-autocomplete": "list",
+      autocomplete: "off",
+      spellcheck: "false",
+      input: () => timed("search", () => this.search()),
+      focus: () => this.show(this.results.length > 0),
+      blur: () => this.show(false),
+      keydown: (event) => this.onKey(event),
+    });
+    this.element = h("div.search", { role: "search" }, this.input, this.status, this.list);
+  }
 
-  const list = h("ul", { id: "found", role: "listbox", "aria-label": "Found", hidden: true });
-  const status = h("span.status", { role: "status" });
-  const input = h("input", {
-    type: "search",
-    placeholder: "Search name, op, module, source",
-    role: "combobox",
-    "aria-label": "Search the graph",
-    "aria-expanded": "false",
-    "aria-controls": "found",
-    "aria-autocomplete": "list",
-    autocomplete: "off",
-    spellcheck: "false",
-  });
-
-  function search() {
-    const wanted = input.value.trim().toLowerCase();
-    results = [];
-    let count = 0;
+  search() {
+    const wanted = this.input.value.trim().toLowerCase();
+    const found = [];
     if (wanted) {
-      for (const module of modules) {
-        if (module.path.toLowerCase().includes(wanted)) results.push({ module });
+      for (const module of this.modules) {
+        if (module.path.toLowerCase().includes(wanted)) found.push({ module });
       }
-      for (const node of data.nodes) if (texts[node.index].includes(wanted)) results.push({ node });
-      count = results.length;
+      for (const node of this.nodes) if (this.texts[node.index].includes(wanted)) found.push({ node });
     }
-    active = count ? 0 : -1;
-    status.textContent = wanted ? `${count.toLocaleString("en")} found` : "";
-    results = results.slice(0, FOUND);
-    list.replaceChildren(...results.map(option));
-    if (count > FOUND) list.append(h("li.more", { role: "presentation" }, `${count - FOUND} more: type more letters to see them`));
-    show(wanted !== "" && count > 0);
-    mark();
+    const count = found.length;
+    this.active = count ? 0 : -1;
+    this.status.textContent = wanted ? `${count.toLocaleString("en")} found` : "";
+    this.results = found.slice(0, FOUND);
+    this.list.replaceChildren(...this.results.map((result, index) => this.option(result, index)));
+    if (count > FOUND) {
+      const text = `${count - FOUND} more: type more letters to see them`;
+      this.list.append(h("li.more", { role: "presentation" }, text));
+    }
+    this.show(wanted !== "" && count > 0);
+    this.mark();
   }
 
-  function option({ module, node }, index) {
-    const text = module
-      ? [h("span.title", null, module.path), h("span.quiet", null, "module")]
-      : [
-          h("span.title", null, node.name),
-          h("span.quiet", null, [node.op, node.backward ? "backward" : "forward", node.module, node.source]
-            .filter(Boolean).join(" · ")),
-        ];
-    return h("li", { id: `found-${index}`, role: "option", mousedown: (event) => {
+  option({ module, node }, index) {
+    const title = module ? module.path : node.name;
+    const facts = module
+      ? ["module"]
+      : [node.op, node.backward ? "backward" : "forward", node.module, node.source];
+    const mousedown = (event) => {
       event.preventDefault();
-      choose(index);
-    } }, text);
+      this.choose(index);
+    };
+    return h("li", { id: `found-${index}`, role: "option", mousedown },
+      h("span.title", null, title), h("span.quiet", null, facts.filter(Boolean).join(" · ")));
   }
 
-  function show(open) {
-    list.hidden = !open;
-    input.setAttribute("aria-expanded", String(open));
-    if (!open) input.removeAttribute("aria-activedescendant");
+  show(open) {
+    this.list.hidden = !open;
+    this.input.setAttribute("aria-expanded", String(open));
+    if (!open) this.input.removeAttribute("aria-activedescendant");
   }
 
-  function mark() {
-    [...list.querySelectorAll("[role=option]")].forEach((element, index) => {
-      element.setAttribute("aria-selected", String(index === active));
-      if (index !== active) return;
-      input.setAttribute("aria-activedescendant", element.id);
+  /** Marks the active result and scrolls to it. */
+  mark() {
+    [...this.list.querySelectorAll("[role=option]")].forEach((element, index) => {
+      element.setAttribute("aria-selected", String(index === this.active));
+      if (index !== this.active) return;
+      this.input.setAttribute("aria-activedescendant", element.id);
       element.scrollIntoView({ block: "nearest" });
     });
   }
 
-  function choose(index) {
-    if (!results[index]) return;
-    show(false);
-    go(results[index]);
+  choose(index) {
+    if (!this.results[index]) return;
+    this.show(false);
+    this.go(this.results[index]);
   }
 
-  input.addEventListener("input", () => timed("search", search));
-  input.addEventListener("focus", () => show(results.length > 0));
-  input.addEventListener("blur", () => show(false));
-  input.addEventListener("keydown", (event) => {
+  onKey(event) {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (step && results.length) {
-      active = (active + step + results.length) % results.length;
-      show(true);
-      mark();
-    } else if (event.key === "Enter") choose(active);
-    else if (event.key === "Escape") show(false);
+    const count = this.results.length;
+    if (step && count) {
+      this.active = (this.active + step + count) % count;
+      this.show(true);
+      this.mark();
+    } else if (event.key === "Enter") this.choose(this.active);
+    else if (event.key === "Escape") this.show(false);
     else return;
     event.preventDefault();
-  });
-  return h("div.search", { role: "search" }, input, status, list);
+  }
 }

@@ -193,3 +193,8 @@ function openToLayers(tree) {
   }
   tree.root.open = true;
 }
+
+/** Opens a module and all that contain it. */
+function openWithParents(module) {
+  for (let parent = module; parent; parent = parent.parent) parent.open = true;
+}
