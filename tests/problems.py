@@ -1,4 +1,8 @@
-"""Random partition problems of whole steps, small enough to try every plan."""
+"""Partition problems for tests.
+
+``forwards`` draws random forwards, and ``steps`` random whole steps with regions; both are small
+enough to try every plan. ``residual_stream`` is a deep step by hand.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +32,32 @@ KINDS = st.sampled_from([POINTWISE, POINTWISE, POINTWISE, REDUCTION, SCATTER, CA
 TAGS = st.sampled_from(["", "", "", "", MUST_SAVE, *RECOMPUTED])
 SIZES = st.integers(1, 20)
 TIMES = st.integers(0, 9).map(float)
+
+
+@st.composite
+def forwards(draw: st.DrawFn) -> CutProblem:
+    """Forward values that backward reads, without a backward."""
+    values: list[Value] = []
+    for i in range(draw(st.integers(2, 9))):
+        inputs = (
+            draw(st.lists(st.sampled_from([v.name for v in values]), max_size=3, unique=True))
+            if values
+            else []
+        )
+        values.append(
+            Value(
+                name=f"v{i}",
+                bytes=draw(st.integers(1, 20)),
+                inputs=tuple(inputs),
+                free=not inputs and draw(st.booleans()),
+                heavy=draw(st.booleans()),
+                pinned=draw(st.booleans()),
+                forward=draw(st.booleans()),
+                savable=draw(st.booleans()) or not inputs,
+                needed=draw(st.booleans()),
+            )
+        )
+    return CutProblem(tuple(values), recompute_heavy=draw(st.booleans()))
 
 
 @st.composite
@@ -155,3 +185,27 @@ def every_plan(problem: CutProblem) -> Iterator[tuple[Plan, int, float]]:
                     continue
                 peak_bytes = step_memory(closed, saved).peak_bytes
                 yield Plan(saved, dict(chosen)), peak_bytes, step_us(closed, saved)
+
+
+def residual_stream(blocks: int, inner: int) -> CutProblem:
+    """A residual stream x0, x1, ... through blocks of ``inner`` heavy values each, all of 10 bytes.
+
+    Backward reads each value once, from the last to the first.
+    """
+    values = [Value("x0", 10, (), CALL)]
+    gradients = [Value("g", 10, (), INPUT)]
+    for b in range(blocks):
+        name = f"x{b}"
+        for i in range(inner):
+            values.append(Value(f"h{b}_{i}", 10, (name,), CALL, heavy=True, needed=True))
+            name = f"h{b}_{i}"
+        values.append(Value(f"x{b + 1}", 10, (f"x{b}", name), CALL, needed=True))
+    for value in reversed(values[1:]):
+        gradients.append(Value(f"g_{value.name}", 10, (gradients[-1].name, value.name), CALL))
+    return CutProblem(
+        tuple(values),
+        recompute_heavy=True,
+        backward=tuple(gradients),
+        outputs=(values[-1].name,),
+        gradients=(gradients[-1].name,),
+    )

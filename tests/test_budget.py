@@ -20,7 +20,7 @@ from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import simulate_plan, step_memory, step_us
 from mstpass.memory.timeline import Moment, StepMemory
 from mstpass.options import Options
-from mstpass.partition.budget import SPARE, memory_of
+from mstpass.partition.budget import MEASURED_OVER_SIMULATED, memory_of
 from mstpass.partition.solvers import SOLVERS
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.apply_modes import Cycle, with_modes
@@ -153,7 +153,7 @@ def test_a_plan_within_the_budget_stays(monkeypatch: pytest.MonkeyPatch) -> None
         return outcome.peak_bytes, outcome.extra_time
 
     free_bytes, free_time = peak_of("free")
-    exactly = math.ceil(SPARE * free_bytes) + 1
+    exactly = math.ceil(MEASURED_OVER_SIMULATED * free_bytes) + 1
     assert peak_of(exactly) == (free_bytes, free_time)
     simulate = stages.simulate_step
 

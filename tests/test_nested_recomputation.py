@@ -20,12 +20,12 @@ from mstpass.partition.solvers.checkpoints import checkpoints, nested_checkpoint
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.problem import Plan
 from tests.checks import check_against_float64, compiled, joint_graph
-from tests.models import MLPS, Block
-from tests.test_partition import Attention, _chain
+from tests.models import MLPS, Attention, Block
+from tests.problems import residual_stream
 
 
 def test_the_peak_grows_with_the_root_of_the_blocks() -> None:
-    problem = _chain(blocks=64, inner=8)
+    problem = residual_stream(blocks=64, inner=8)
     flat, nested = checkpoints(problem), nested_checkpoints(problem)
     assert nested is not None
     assert nested.simulation.peak_bytes < 0.6 * flat.simulation.peak_bytes
@@ -33,11 +33,11 @@ def test_the_peak_grows_with_the_root_of_the_blocks() -> None:
 
 
 def test_one_block_is_not_nested() -> None:
-    assert not peak_search(_chain(blocks=1, inner=8), 0).nested
+    assert not peak_search(residual_stream(blocks=1, inner=8), 0).nested
 
 
 def test_a_pass_keeps_the_nested_value_alone() -> None:
-    problem = _chain(blocks=4, inner=3)
+    problem = residual_stream(blocks=4, inner=3)
     ops = StepSimulation(problem, frozenset({"x0"}), frozenset({"x2"})).schedule.backward
     names = [op.name for op in ops]
     assert len(set(names)) == len(names)
@@ -70,7 +70,7 @@ def test_what_the_solver_simulates_is_what_the_graphs_do() -> None:
 
 
 def test_less_budget_is_never_a_higher_peak() -> None:
-    problem = _chain(blocks=36, inner=4)
+    problem = residual_stream(blocks=36, inner=4)
     problem = problem.allowing(False)
     free, least = (simulate_plan(problem, peak_search(problem, b)).peak_bytes for b in (None, 0))
     peaks = []

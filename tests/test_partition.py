@@ -1,4 +1,4 @@
-"""The cut: brute force on random problems, and what must not cross on real ones."""
+"""Saved sets: minimum cuts and checkpoints against brute force, and what real models save."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import fx, nn
 
 from mstpass import pipeline
@@ -28,32 +27,8 @@ from mstpass.problem.problem import CutProblem, Value
 from mstpass.problem.saved_set import recomputed
 from mstpass.problem.verify import InvalidPlan, verify
 from tests.checks import joint_graph
-from tests.models import Block, GatedMLP
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> CutProblem:
-    values: list[Value] = []
-    for i in range(draw(st.integers(2, 9))):
-        inputs = (
-            draw(st.lists(st.sampled_from([v.name for v in values]), max_size=3, unique=True))
-            if values
-            else []
-        )
-        values.append(
-            Value(
-                name=f"v{i}",
-                bytes=draw(st.integers(1, 20)),
-                inputs=tuple(inputs),
-                free=not inputs and draw(st.booleans()),
-                heavy=draw(st.booleans()),
-                pinned=draw(st.booleans()),
-                forward=draw(st.booleans()),
-                savable=draw(st.booleans()) or not inputs,
-                needed=draw(st.booleans()),
-            )
-        )
-    return CutProblem(tuple(values), recompute_heavy=draw(st.booleans()))
+from tests.models import Attention, Block, GatedMLP
+from tests.problems import forwards, residual_stream
 
 
 def _cheapest(problem: CutProblem) -> int | None:
@@ -74,7 +49,7 @@ CUTS = {"min_cut": min_cut, "checkpoints": lambda problem: checkpoints(problem).
 
 
 @pytest.mark.parametrize("name", CUTS)
-@given(problem=problems())
+@given(problem=forwards())
 @settings(max_examples=400, deadline=None)
 def test_solvers_against_brute_force(name: str, problem: CutProblem) -> None:
     best = _cheapest(problem)
@@ -86,7 +61,7 @@ def test_solvers_against_brute_force(name: str, problem: CutProblem) -> None:
     assert saved_bytes == best if name == "min_cut" else saved_bytes >= best
 
 
-@given(problem=problems())
+@given(problem=forwards())
 @settings(max_examples=400, deadline=None)
 def test_a_contracted_network_has_the_same_cut(problem: CutProblem) -> None:
     values, network = network_of(problem)
@@ -120,19 +95,6 @@ def test_problems_are_checked() -> None:
         CutProblem((Value("b", 1, ("a",)),))
 
 
-class Attention(nn.Module):
-    def __init__(self, d: int, heads: int):
-        super().__init__()
-        self.qkv, self.out, self.heads = nn.Linear(d, 3 * d, False), nn.Linear(d, d, False), heads
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
 def test_a_layer_saves_less_than_torch_does() -> None:
     """Not gate and up and their product; no storage twice; norms' outputs not at all."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -155,30 +117,8 @@ def test_a_layer_saves_less_than_torch_does() -> None:
     assert len(wide) == 2, wide  # gate and up
 
 
-def _chain(blocks: int, inner: int) -> CutProblem:
-    """A residual stream of 10 bytes through blocks of heavy values of 10 bytes each; backward reads
-    each of them once, from the last to the first."""
-    values = [Value("x0", 10, (), CALL)]
-    gradients = [Value("g", 10, (), INPUT)]
-    for b in range(blocks):
-        name = f"x{b}"
-        for i in range(inner):
-            values.append(Value(f"h{b}_{i}", 10, (name,), CALL, heavy=True, needed=True))
-            name = f"h{b}_{i}"
-        values.append(Value(f"x{b + 1}", 10, (f"x{b}", name), CALL, needed=True))
-    for value in reversed(values[1:]):
-        gradients.append(Value(f"g_{value.name}", 10, (gradients[-1].name, value.name), CALL))
-    return CutProblem(
-        tuple(values),
-        recompute_heavy=True,
-        backward=tuple(gradients),
-        outputs=(values[-1].name,),
-        gradients=(gradients[-1].name,),
-    )
-
-
 def test_checkpoints_lie_between_blocks() -> None:
-    problem = _chain(blocks=9, inner=8)
+    problem = residual_stream(blocks=9, inner=8)
     saved = checkpoints(problem).saved
     between = {name for name in saved if name.startswith("x")}
     assert 8 <= len(between) <= 10
@@ -189,7 +129,7 @@ def test_checkpoints_lie_between_blocks() -> None:
 
 def test_a_view_of_symbolic_length_is_in_no_checkpoint_s_way() -> None:
     """All blocks read a table cut to the length, a size without bytes; views cannot be saved."""
-    plain = _chain(blocks=9, inner=8)
+    plain = residual_stream(blocks=9, inner=8)
     table = [
         Value("table", 10, (), INPUT, free=True),
         Value("length", 0, (), INPUT, free=True, savable=False),
@@ -252,7 +192,7 @@ def test_room_under_the_budget_goes_to_what_takes_longest() -> None:
 
 
 def test_a_plan_names_values_of_its_problem() -> None:
-    problem = _chain(blocks=2, inner=1).allowing(True)
+    problem = residual_stream(blocks=2, inner=1).allowing(True)
     saved = {value.name for value in problem.values}
     verify(problem, saved, {"x1"})
     with pytest.raises(InvalidPlan, match=r"nested values .* not have: \['no'\]"):
@@ -263,7 +203,7 @@ def test_a_plan_names_values_of_its_problem() -> None:
 
 def test_checkpoints_see_long_blocks_and_few() -> None:
     """With little inside the blocks, several of them share a checkpoint."""
-    saved = checkpoints(_chain(blocks=64, inner=1)).saved
+    saved = checkpoints(residual_stream(blocks=64, inner=1)).saved
     assert 4 <= len(saved) <= 32
 
 

@@ -12,10 +12,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mstpass.partition.reconstruct import EXACT, RULES, TOLERANT, Inverse, Refused, inverses_of
-from mstpass.partition.reconstruct.encodings import decode, encode, encoding_of, low_type
+from mstpass.partition.reconstruct.encodings import decode, encode, encoding_of, low_dtype
 from mstpass.partition.reconstruct.rule import Writer
-from mstpass.partition.reconstruct.rules.value_ranges import bounds, excludes_zero
-from mstpass.partition.reconstruct.table import BY_NAME
+from mstpass.partition.reconstruct.rules.value_ranges import excludes_zero, value_range
+from mstpass.partition.reconstruct.table import RULE_BY_NAME
 
 Fn = Callable[..., torch.Tensor]
 INF, NAN = float("inf"), float("nan")
@@ -47,7 +47,7 @@ def undone(
     output = graph.output_node()
     with graph.inserting_before(output):
         writer = Writer(graph, graph.nodes)
-        back = BY_NAME[rule].write(writer, by_name[inverse.op], wanted, lambda node: node)
+        back = RULE_BY_NAME[rule].write(writer, by_name[inverse.op], wanted, lambda node: node)
     assert set(back.all_input_nodes) <= set(graph.nodes)
     output.args = ((wanted, back),)
     module.recompile()
@@ -207,11 +207,11 @@ def test_the_weight_of_a_norm(gain: float) -> None:
 # ---- refused ----------------------------------------------------------------------------------
 BF16 = X.to(torch.bfloat16)
 REFUSED_CASES: dict[str, tuple[Fn, str, tuple[torch.Tensor, ...], str]] = {
-    "bf16 stream": (lambda a, b: a + b, "sum", (BF16, BF16.flip(0)), "keeps too little"),
+    "bf16 stream": (lambda a, b: a + b, "sum", (BF16, BF16.flip(0)), "keeps too few digits"),
     "broadcast term": (lambda a, b: b + a[:1], "sum", (X, X.flip(0)), "broadcast"),
-    "doubled": (lambda a: a + a, "sum", (X,), "one value"),
+    "doubled": (lambda a: a + a, "sum", (X,), "the same value"),
     "alpha": (lambda a, b: torch.add(a, b, alpha=2), "sum", (X, X.flip(0)), "alpha"),
-    "bool": (lambda a, b: a + b, "sum", (X, X > 0), "a float from floats"),
+    "bool": (lambda a, b: a + b, "sum", (X, X > 0), "nor of floats"),
     "factor": (lambda a, f: a * f, "product", (X, X.flip(0)), "may be zero"),
     "relu as factor": (lambda a, f: a * f.relu(), "product", (X, X.flip(0)), "may be zero"),
     "zero": (lambda a: a * 0.0, "product", (X,), "may be zero"),
@@ -293,12 +293,12 @@ def test_what_has_no_encoding() -> None:
     cast = torch.ops.prims.convert_element_type.default
     assert encoding_of(last(lambda a: a > 0, torch.randn(3, 7))) == ""
     assert encoding_of(last(lambda a: a * 2, X)) == ""
-    assert low_type(last(lambda a: cast(a, torch.float32) + 1, LOW)) is None
+    assert low_dtype(last(lambda a: cast(a, torch.float32) + 1, LOW)) is None
 
 
-def test_bounds_hold() -> None:
+def test_value_ranges_hold() -> None:
     def last(fn: Fn) -> Any:
-        return bounds(traced(fn, (X,)).graph.output_node().all_input_nodes[0])
+        return value_range(traced(fn, (X,)).graph.output_node().all_input_nodes[0])
 
     assert last(lambda a: 1 + torch.tanh(a)) == (0.0, 2.0)
     assert last(lambda a: (a.clamp(-2, 3) * -2).neg()) == (-4.0, 6.0)

@@ -37,7 +37,7 @@ from mstpass.bench.huggingface_models import Case, Size, bert, gpt2, loss_of, ol
 from mstpass.bench.models import Head, LlamaSize, LossFn, MLPs, Step, llama
 from mstpass.bench.record import problem_of
 from mstpass.errors import UserError, require
-from mstpass.partition.budget import SPARE, memory_of
+from mstpass.partition.budget import MEASURED_OVER_SIMULATED, memory_of
 from mstpass.partition.solvers import AUTO, SOLVERS
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -171,7 +171,7 @@ def budgets_of(model: Model, shares: Sequence[float]) -> dict[float, int]:
     lowest = min(_lowest_bytes(model), highest)
     budgets: dict[float, int] = {}
     for share in shares:
-        budget = math.ceil(SPARE * (lowest + share * (highest - lowest))) + 1
+        budget = math.ceil(MEASURED_OVER_SIMULATED * (lowest + share * (highest - lowest))) + 1
         if all(abs(budget - other) > _APART * other for other in budgets.values()):
             budgets[share] = budget
     return budgets

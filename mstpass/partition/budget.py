@@ -1,11 +1,15 @@
-"""What a memory budget means for one step, in bytes of its simulated peak.
+"""What a memory budget means for one step: a limit on the bytes of its simulated peak.
 
-| ``memory_budget`` | bytes |
+| ``memory_budget`` | limit on the simulated peak |
 |---|---|
 | ``"auto"``, ``"free"``, ``1.0`` | none: the plan that costs next to no time |
-| ``0.0`` | 0: the lowest peak reachable |
-| a float between | that far from the lowest peak to the free plan's |
-| an int, ``"24GiB"`` | itself, less what a measured peak may exceed a simulated one by |
+| ``0.0`` | 0: no plan meets it, so solvers return the lowest peak they find |
+| a float s between | lowest peak + s (free plan's peak - lowest peak) |
+| an int, ``"24GiB"`` | budget / ``MEASURED_OVER_SIMULATED`` |
+
+A budget in bytes is checked twice more. If the rewritten graphs, or Inductor's schedule of them,
+exceed the budget, the step is planned again with a lower limit. If no plan meets the budget, the
+user is told the lowest peak found.
 """
 
 from __future__ import annotations
@@ -18,18 +22,23 @@ from mstpass.plans import Outcome
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.solver_registry import Solver
 
-_SHOWN = 4
-SPARE = 1.03  # what a measured peak may exceed a simulated one by
+MEASURED_OVER_SIMULATED = 1.03  # the most that a measured peak exceeds the simulated one by
+_SHOWN = 4  # values that a message names
+_ADVICE = "Raise memory_budget to at least that much, or use a smaller batch or shorter sequences"
 
 
 class BudgetError(RuntimeError):
-    """No plan stays within the memory budget; the message names the lowest reachable peak."""
+    """No plan stays within the memory budget; the message names the lowest peak found."""
 
 
 def solve_within(
     problem: CutProblem, options: Options, solve: Solver, limit_bytes: int | None = None
 ) -> Plan:
-    """The solver's plan for the options' budget; ``limit_bytes`` is that of one in bytes."""
+    """The solver's plan for the budget of the options.
+
+    Args:
+        limit_bytes: the limit on the simulated peak, where the budget is in bytes.
+    """
     if not options.frees_memory_for_time:
         return solve(problem, None)
     if limit_bytes is not None:
@@ -44,13 +53,18 @@ def solve_within(
 
 
 def simulated_limit_bytes(options: Options) -> int | None:
-    """What the simulated peak must keep to under a budget in bytes; None under any other."""
+    """The limit on the simulated peak for a budget in bytes; None for any other budget."""
     budget = budget_bytes(options)
-    return None if budget is None else int(budget / SPARE)
+    return None if budget is None else simulated_limit(budget)
+
+
+def simulated_limit(measured_bytes: int) -> int:
+    """The limit on a simulated peak for the measured one to stay within ``measured_bytes``."""
+    return int(measured_bytes / MEASURED_OVER_SIMULATED)
 
 
 def budget_bytes(options: Options) -> int | None:
-    """The bytes that were asked for; None where the budget is relative or free."""
+    """The budget if it is in bytes; None if it is relative or free."""
     budget = options.memory_budget
     if isinstance(budget, str):
         return parse_bytes(budget)
@@ -58,13 +72,16 @@ def budget_bytes(options: Options) -> int | None:
 
 
 def tighter_limit_bytes(outcome: Outcome, options: Options, last: bool) -> int | None:
-    """What the simulated peak must keep to for Inductor's schedule to stay within the budget.
+    """A lower limit on the simulated peak, if Inductor's schedule exceeds the budget.
+
+    The limit is scaled by what the schedule exceeds the budget by.
 
     Args:
-        last: there is one attempt left, which is for the lowest peak, a limit of 0.
+        last: only one attempt is left; it asks for the lowest peak.
 
     Returns:
-        None where the schedule does, where it is not known, and where no plan needs less.
+        None if the schedule stays within the budget or is not known, and if the plan at hand has
+        the lowest peak already.
     """
     scheduled, limit = outcome.scheduled_peak_bytes, outcome.limit_bytes
     budget = budget_bytes(options)
@@ -73,20 +90,20 @@ def tighter_limit_bytes(outcome: Outcome, options: Options, last: bool) -> int |
     if not limit or outcome.peak_bytes is None or outcome.peak_bytes > budget:
         return None
     if last or outcome.peak_bytes > limit:
-        return 0  # that of ``memory_budget=0.0``
+        return 0  # the lowest peak, as for ``memory_budget=0.0``
     return int(outcome.peak_bytes * budget / scheduled)
 
 
 def over_budget(outcome: Outcome, options: Options) -> str:
-    """Why a plan within the budget is over it when Inductor has scheduled it; "" if it is not."""
+    """The message that Inductor's schedule of a plan exceeds the budget; "" if it does not."""
     scheduled, budget = outcome.scheduled_peak_bytes, budget_bytes(options)
     if budget is None or scheduled is None or not _is_over(outcome, options):
         return ""
     if outcome.peak_bytes is not None and outcome.peak_bytes > budget:
-        return ""  # the planner said so itself
+        return ""  # ``infeasible`` has said so
     return (
         f"memory_budget={_mib(budget)}: the lowest peak found is {_mib(scheduled)}, by Inductor's "
-        "schedule. Ask for at least that much, or shorten the batch"
+        f"schedule. {_ADVICE}"
     )
 
 
@@ -96,20 +113,21 @@ def _is_over(outcome: Outcome, options: Options) -> bool:
 
 
 def memory_of(problem: CutProblem, plan: Plan) -> StepMemory:
+    """The simulated memory of a step under a plan."""
     return simulate_plan(problem, plan).memory
 
 
 def infeasible(budget: int, memory: StepMemory) -> str:
-    """Why a budget cannot be met: the lowest peak found, and what holds it up."""
+    """The message that no plan meets a budget: the lowest peak found, and what is alive at it."""
     phase = "forward" if memory.peak is memory.forward else "backward"
     return (
         f"memory_budget={_mib(budget)}: the lowest peak found is {_mib(memory.peak_bytes)}, in the "
-        f"{phase} at {memory.peak.peak.node}; alive there: {_alive(memory.peak)}. Ask for at least "
-        "that much, or shorten the batch"
+        f"{phase} at {memory.peak.peak.node}; alive there: {_alive(memory.peak)}. {_ADVICE}"
     )
 
 
 def _alive(timeline: Timeline) -> str:
+    """The largest values alive at the peak, by name, and the others together."""
     largest = timeline.alive[:_SHOWN]
     shown = ", ".join(f"{m.node} {_mib(m.bytes)}" for m in largest)
     rest = sum(m.bytes for m in timeline.alive[_SHOWN:])

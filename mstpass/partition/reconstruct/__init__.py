@@ -1,12 +1,13 @@
-"""Reconstruction: what backward needs, had from later values that are saved anyway.
+"""Reconstruction: save fewer values, because backward can compute some of them from later ones.
 
-    inverses:  for every op a rule says how an operand is had back from the result   (table.py)
-    decide:    saved values that can be had otherwise are dropped, on plain data      (decide.py)
-    encode:    what is left crosses in fewer bytes where nothing is lost              (encode.py)
-    apply:     a joint graph in which backward reads the new values                   (apply.py)
+    inverses   rules say how an operand of an op follows from the op's result             (table.py)
+    drops      saved values that can be reconstructed are no longer saved         (choose_drops.py)
+    encodings  the others are saved in fewer bytes, where nothing is lost            (encodings.py)
+    rewrite    a joint graph in which backward reads reconstructed values        (rewrite_joint.py)
 
-Rules are *exact* (bit for bit), *tolerant* (bounded error; ``reconstruct="tolerant"`` only) or
-refuse, with a reason. docs/reconstruction.md has the table, the proofs and what was measured.
+A rule is *exact* (the same bits) or *tolerant* (a bounded error, used only with
+``reconstruct="tolerant"``), or it refuses with a reason. docs/reconstruction.md has the table of
+rules, the proofs and measurements.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Set
 
 from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.graph.source_location import source_of
-from mstpass.partition.reconstruct.choose_drops import Decision, decide
-from mstpass.partition.reconstruct.encodings import bytes_after, encoding_of
+from mstpass.partition.reconstruct.choose_drops import Decision, choose_drops
+from mstpass.partition.reconstruct.encodings import BITS, NARROW, encoded_bytes, encoding_of
 from mstpass.partition.reconstruct.rewrite_joint import CannotWrite, rewrite
 from mstpass.partition.reconstruct.rule import EXACT, TOLERANT, Inverse, Refused
 from mstpass.partition.reconstruct.table import RULES, inverses_of
@@ -29,30 +30,31 @@ __all__ = ["EXACT", "OFF", "RULES", "TOLERANT", "Inverse", "Refused", "inverses_
 log = logging.getLogger(__name__)
 
 OFF = "off"
-_LEAST_BYTES = 1024  # what an encoding is worth writing for
-
-Result = tuple[JointGraph, frozenset[str], tuple[Reconstructed, ...]]
+_LEAST_BYTES = 1024  # smaller values are not worth an encoding
 
 
 def reconstruct(
     joint: JointGraph, problem: CutProblem, saved: Set[str], mode: str, pack_masks: bool = True
-) -> Result:
-    """A joint graph that needs fewer saved bytes, what to save in it, and what was done.
+) -> tuple[JointGraph, frozenset[str], tuple[Reconstructed, ...]]:
+    """Rewrite a joint graph so that it needs fewer saved bytes.
 
     Args:
-        saved: a solver's answer for ``problem``.
+        problem: the partition problem of ``joint``.
+        saved: names of the values that a solver saves.
         mode: ``"exact"``, ``"tolerant"`` or ``"off"``.
-        pack_masks: masks cross as bits, which takes time on both sides.
+        pack_masks: whether masks may cross as bits, which takes time in forward and in backward.
+
+    Returns:
+        The new joint graph, the names of its nodes to save, and what was done to which value. The
+        graph and the names are the given ones if nothing was done.
     """
     unchanged = joint, frozenset(saved), ()
     if mode == OFF:
         return unchanged
     found = [i for node in joint.nodes if node not in joint.backward for i in inverses_of(node)]
     usable = [i for i in found if isinstance(i, Inverse) and i.grade in (EXACT, mode)]
-    decision = decide(problem, saved, usable)
-    encodings = _encodings(joint, decision.saved)
-    if not pack_masks:
-        encodings = {name: kind for name, kind in encodings.items() if kind != "bits"}
+    decision = choose_drops(problem, saved, usable)
+    encodings = _encodings(joint, decision.saved, (NARROW, BITS) if pack_masks else (NARROW,))
     if not decision.drops and not encodings:
         return unchanged
     try:
@@ -63,34 +65,34 @@ def reconstruct(
     return rewritten, kept, (*_reconstructed(joint, decision), *_encoded(joint, encodings))
 
 
-def _encodings(joint: JointGraph, saved: Set[str]) -> dict[str, str]:
+def _encodings(joint: JointGraph, saved: Set[str], allowed: tuple[str, ...]) -> dict[str, str]:
+    """The encoding of each saved value that has one, by name."""
     found = {}
     for name in sorted(saved):
         node = joint.by_name[name]
         encoding = encoding_of(node)
-        if encoding == "narrow" and node not in joint.forward:
-            continue  # a fused loop's gradient, which the backward scales in place as it is
-        if encoding and nbytes(node) >= _LEAST_BYTES:
+        if encoding == NARROW and node not in joint.forward:
+            continue  # a gradient that a fused loop computed: backward scales it in place
+        if encoding in allowed and nbytes(node) >= _LEAST_BYTES:
             found[name] = encoding
     return found
 
 
 def _reconstructed(joint: JointGraph, decision: Decision) -> list[Reconstructed]:
+    """The report's entries of the dropped values."""
     result = []
     for drop in decision.drops:
-        grade = TOLERANT if any(i.grade == TOLERANT for i in drop.inverses) else EXACT
-        made = {inverse.target for inverse in drop.inverses}
-        sources = dict.fromkeys(s for i in drop.inverses for s in i.sources if s not in made)
+        tolerant = [inverse for inverse in drop.inverses if inverse.grade == TOLERANT]
+        targets = {inverse.target for inverse in drop.inverses}
+        sources = dict.fromkeys(s for i in drop.inverses for s in i.sources if s not in targets)
         result.append(
             Reconstructed(
                 node=drop.target,
                 sources=tuple(sources),
                 rule=", ".join(dict.fromkeys(inverse.rule for inverse in drop.inverses)),
-                grade=grade,
+                grade=TOLERANT if tolerant else EXACT,
                 bytes=drop.bytes,
-                bounds=tuple(
-                    f"{i.target}: {i.bound}" for i in drop.inverses if i.grade == TOLERANT
-                ),
+                bounds=tuple(f"{inverse.target}: {inverse.bound}" for inverse in tolerant),
                 source=source_of(joint.by_name[drop.target]),
             )
         )
@@ -98,9 +100,10 @@ def _reconstructed(joint: JointGraph, decision: Decision) -> list[Reconstructed]
 
 
 def _encoded(joint: JointGraph, encodings: dict[str, str]) -> list[Reconstructed]:
+    """The report's entries of the encoded values."""
     result = []
     for name, encoding in encodings.items():
         node = joint.by_name[name]
-        won = nbytes(node) - bytes_after(node, encoding, nbytes(node))
+        won = nbytes(node) - encoded_bytes(encoding, nbytes(node))
         result.append(Reconstructed(name, (name,), encoding, EXACT, won, source=source_of(node)))
     return result

@@ -1,9 +1,10 @@
-"""Write a decision: a joint graph in which backward reads what it can have.
+"""Write reconstructions into a joint graph: backward reads new nodes in place of dropped values.
 
-Reconstructed values, and values recomputed from such, are new nodes; forward keeps reading the
-originals, backward and the new nodes read the new ones. Every new node reads nodes that were
-written before it, so the result is a DAG; the partition's own check (verify.py) then holds for it
-as for any graph, each new node being a forward value that may be recomputed.
+A reconstructed value is a new node, and so is each value that backward recomputes from one. The
+forward, and the originals, keep reading the original nodes; the backward and the new nodes read new
+ones where they exist. Each new node reads nodes written before it, so the graph has no cycle. The
+check of saved sets (problem/verify.py) then holds for the new graph as for any other: a new node is
+a forward value that may be recomputed.
 """
 
 from __future__ import annotations
@@ -15,26 +16,29 @@ from torch import fx
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import same_shape
-from mstpass.partition.reconstruct import encodings
 from mstpass.partition.reconstruct.choose_drops import Decision, Step
+from mstpass.partition.reconstruct.encodings import decode, encode
 from mstpass.partition.reconstruct.rule import Inverse, Writer, aten
-from mstpass.partition.reconstruct.table import BY_NAME
+from mstpass.partition.reconstruct.table import RULE_BY_NAME
 
-_KEPT_META = ("seq_nr", "stack_trace", "nn_module_stack")
+_COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack")
 
 
 class CannotWrite(Exception):
-    """The decision holds for the graph but cannot be written; the message says why."""
+    """A decision that cannot be written into the graph; the message says why."""
 
 
 def rewrite(
     joint: JointGraph, decision: Decision, encodings: Mapping[str, str]
 ) -> tuple[JointGraph, frozenset[str]]:
-    """The new joint graph and what to save in it, by name.
+    """The new joint graph, and the names of its nodes to save.
+
+    Args:
+        encodings: the encoding of each saved value that crosses in fewer bytes, by name.
 
     Raises:
-        CannotWrite: a symbolic size that no node of the graph holds, or a loop's operand in
-            another layout.
+        CannotWrite: a symbolic size that no node of the graph holds, or an operand that would have
+            another layout than a loop's body expects.
     """
     writing = _Rewriting(joint, dict(decision.steps), encodings)
     try:
@@ -44,107 +48,109 @@ def rewrite(
 
 
 class _Rewriting:
+    """One new graph. Nodes of the joint graph are keys; nodes of the new graph are values."""
+
     def __init__(self, joint: JointGraph, steps: Mapping[str, Step], encodings: Mapping[str, str]):
         self.joint, self.encodings = joint, encodings
         self.graph = fx.Graph()
         self.writer = Writer(self.graph, joint.nodes)
-        self.env: dict[fx.Node, fx.Node] = {}
-        self.packed: dict[fx.Node, fx.Node] = {}
-        self.new: dict[fx.Node, fx.Node] = {}
-        self.steps = self._changed(steps)
+        self.copied: dict[fx.Node, fx.Node] = {}
+        self.encoded: dict[fx.Node, fx.Node] = {}
+        self.in_backward: dict[fx.Node, fx.Node] = {}  # where backward reads a new node
+        self.steps = self._changed_steps(steps)
 
-    def _changed(self, steps: Mapping[str, Step]) -> dict[fx.Node, Step]:
-        """Values that backward does not have by copying the forward: inverses and what follows."""
+    def _changed_steps(self, steps: Mapping[str, Step]) -> dict[fx.Node, Step]:
+        """The steps that are inverses, or that read a reconstructed or encoded value."""
         changed: dict[fx.Node, Step] = {}
         for name, step in steps.items():
             node = self.joint.by_name[name]
-            follows = any(n in changed or n.name in self.encodings for n in node.all_input_nodes)
-            if step is not None or follows:
+            reads_new = any(n in changed or n.name in self.encodings for n in node.all_input_nodes)
+            if step is not None or reads_new:
                 changed[node] = step
         return changed
 
     def run(self, saved: frozenset[str]) -> tuple[JointGraph, frozenset[str]]:
-        # Forward values first, in their order: what is written later finds them all.
-        outputs = self.joint.output
-        late = [n for n in self.joint.nodes if n in self.joint.backward and n.op != "placeholder"]
-        for node in self.joint.nodes:
-            if node not in self.joint.backward or node.op == "placeholder":
-                if node is not outputs:
-                    self._copy(node, self.env)
-                    if node.name in self.encodings:  # at once: what it is made from may die
-                        self._encode(node)
-        for node in late:
-            if node is not outputs:
+        joint = self.joint
+        # All forward values first, in their order: new nodes may read any of them.
+        backward = [n for n in joint.nodes if n in joint.backward and n.op != "placeholder"]
+        for node in joint.nodes:
+            if node is joint.output or (node in joint.backward and node.op != "placeholder"):
+                continue
+            self._copy(node, self.copied)
+            if node.name in self.encodings:  # at once: the values it is made from may be freed
+                encoding = self.encodings[node.name]
+                self.encoded[node] = encode(self.writer, node, self.copied[node], encoding)
+        for node in backward:
+            if node is not joint.output:
                 self._copy(node, {n: self._read(n) for n in node.all_input_nodes})
-        self._output(outputs)
-        module = fx.GraphModule(self.joint.module, self.graph)
-        module.meta = dict(self.joint.module.meta)
+        self._write_output(joint.output)
+        module = fx.GraphModule(joint.module, self.graph)
+        module.meta = dict(joint.module.meta)
         module.graph.eliminate_dead_code()
         module.graph.lint()
-        names = {
-            (self.packed if node in self.packed and node in self.new else self.env)[node].name
-            for node in map(self.joint.by_name.__getitem__, saved)
-        }
-        return JointGraph(module, self.joint.num_fwd_outputs), frozenset(names)
+        names = {self._saved_node(joint.by_name[name]).name for name in saved}
+        return JointGraph(module, joint.num_fwd_outputs), frozenset(names)
 
-    def _copy(self, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> None:
-        built = self.graph.node_copy(node, env.__getitem__)
-        self.env[node] = built
+    def _saved_node(self, node: fx.Node) -> fx.Node:
+        """The new graph's node to save for a saved value: encoded, if backward decodes it."""
+        decoded = node in self.encoded and node in self.in_backward
+        return (self.encoded if decoded else self.copied)[node]
+
+    def _copy(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> None:
+        built = self.graph.node_copy(node, operands.__getitem__)
+        self.copied[node] = built
         self.writer.sizes.learn(built)
 
-    def _output(self, output: fx.Node) -> None:
+    def _write_output(self, output: fx.Node) -> None:
         results = output.args[0]
         assert isinstance(results, tuple | list)
         count = self.joint.num_fwd_outputs
-        forward = fx.map_arg(tuple(results[:count]), self.env.__getitem__)
+        forward = fx.map_arg(tuple(results[:count]), self.copied.__getitem__)
         backward = fx.map_arg(tuple(results[count:]), self._read)
         built = self.graph.output((*forward, *backward))
         built.meta = dict(output.meta)
 
     def _read(self, node: fx.Node) -> fx.Node:
-        """Backward's version of a node of the joint graph."""
-        if node in self.new:
-            return self.new[node]
+        """The node that backward reads for a node of the joint graph; written when first read."""
+        if node in self.in_backward:
+            return self.in_backward[node]
         if node.name in self.encodings and node not in self.joint.backward:
-            self.new[node] = self._decoded(node)
+            encoding = self.encodings[node.name]
+            self.in_backward[node] = decode(self.writer, node, self.encoded[node], encoding)
         elif node in self.steps:
-            self.new[node] = self._written(node, self.steps[node])
+            self.in_backward[node] = self._write(node, self.steps[node])
             self._check(node)
         else:
-            return self.env[node]
-        return self.new[node]
+            return self.copied[node]
+        return self.in_backward[node]
 
-    def _decoded(self, node: fx.Node) -> fx.Node:
-        return encodings.decode(self.writer, node, self.packed[node], self.encodings[node.name])
-
-    def _encode(self, node: fx.Node) -> None:
-        encoding = self.encodings[node.name]
-        self.packed[node] = encodings.encode(self.writer, node, self.env[node], encoding)
-
-    def _written(self, node: fx.Node, step: Step) -> fx.Node:
+    def _write(self, node: fx.Node, step: Step) -> fx.Node:
+        """Compute a value anew: by an inverse, or by its own op from what backward reads."""
         if isinstance(step, Inverse):
             op = self.joint.by_name[step.op]
-            return BY_NAME[step.rule].write(self.writer, op, node, self._read)
-        env = {n: self._read(n) for n in node.all_input_nodes}
-        if any(n.op == "get_attr" for n in env):
-            return self._once_more(node, env)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        # A new operand may be laid out in another way than the one that it stands for.
+            return RULE_BY_NAME[step.rule].write(self.writer, op, node, self._read)
+        operands = {n: self._read(n) for n in node.all_input_nodes}
+        if any(n.op == "get_attr" for n in operands):
+            return self._write_loop(node, operands)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
+        # A reconstructed operand may have another layout than the original: a view may need a copy.
         target = aten.reshape.default if node.target is aten.view.default else node.target
         built = self.writer.call(target, *args, **kwargs)
-        built.meta.update({key: node.meta[key] for key in _KEPT_META if key in node.meta})
+        built.meta.update({key: node.meta[key] for key in _COPIED_META if key in node.meta})
         return built
 
-    def _once_more(self, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """A loop, whose body was traced for operands of these strides."""
-        for old, new in env.items():
-            was, is_now = value_of(old), value_of(new)
-            if was is not None and is_now is not None and was.stride() != is_now.stride():
-                raise CannotWrite(f"{node.name} needs {old.name} laid out as it was")
-        return self.graph.node_copy(node, env.__getitem__)
+    def _write_loop(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """A loop once more; its body was traced for operands of the original strides."""
+        for old, new in operands.items():
+            before, after = value_of(old), value_of(new)
+            if before is not None and after is not None and before.stride() != after.stride():
+                raise CannotWrite(
+                    f"{node.name} reads {old.name}, whose reconstruction has other strides"
+                )
+        return self.graph.node_copy(node, operands.__getitem__)
 
     def _check(self, node: fx.Node) -> None:
-        old, new = value_of(node), value_of(self.new[node])
+        old, new = value_of(node), value_of(self.in_backward[node])
         if old is None or new is None:
             return
         assert old.dtype == new.dtype and same_shape(old.shape, new.shape), (

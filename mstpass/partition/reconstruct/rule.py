@@ -1,11 +1,11 @@
-"""What a rule is: from one op, how its operands are had back from its result.
+"""What a reconstruction rule is: how to compute an operand of an op from the op's result.
 
-    c = op(a, b)        the forward
-    a = inverse(c, b)   an ``Inverse``: target a, sources (c, b)
+    c = op(a, b)        in the forward
+    a = inverse(c, b)   an ``Inverse`` with the target a and the sources (c, b)
 
-A rule answers for each operand of an op: an ``Inverse``, or a ``Refused`` with the reason. It looks
-at the graph alone, so a condition that depends on data is refused, unless the rule's ``condition``
-names it as what is assumed.
+For each operand of an op a rule answers with an ``Inverse``, or with ``Refused`` and the reason. A
+rule reads only the graph. Where an inverse holds only for some data, the rule refuses, unless its
+``condition`` states what it assumes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ CAST = prims.convert_element_type.default
 
 @dataclasses.dataclass(frozen=True)
 class Inverse:
-    """``target`` is had from ``sources``, the first of which is the result of ``op``.
+    """One way to compute a forward value from later ones. Nodes are given by name.
 
     Attributes:
-        op: the forward node that is undone.
-        rule: the rule's name.
-        grade: ``"exact"``: equal bit for bit for every input; ``"tolerant"``: within ``bound``.
+        target: the value to compute.
+        sources: the values it is computed from; the first is the result of ``op``.
+        op: the forward node that is inverted.
+        rule: name of the rule.
+        grade: ``"exact"``: the same bits for every input; ``"tolerant"``: within ``bound``.
+        bound: the error of a tolerant inverse, as text.
     """
 
     target: str
@@ -47,6 +50,8 @@ class Inverse:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
+    """Why the operand ``target`` of the node ``op`` cannot be computed by a rule."""
+
     target: str
     op: str
     rule: str
@@ -54,7 +59,7 @@ class Refused:
 
 
 class Writer(Builder):
-    """A ``Builder`` that can write the shapes of values, symbolic ones too."""
+    """A ``Builder`` that can write shapes as arguments of ops, also symbolic ones."""
 
     def __init__(self, graph: fx.Graph, like: Iterable[fx.Node]):
         super().__init__(graph, fake_mode_of(like))
@@ -80,10 +85,17 @@ class Rule:
     """One row of the table in docs/reconstruction.md.
 
     Attributes:
-        ops: the overloads that it undoes.
-        find: the inverses of one such node, for each operand.
-        write: ``(writer, op, target, read)`` adds the nodes that compute the target;
-            ``read`` gives the backward's version of a forward node.
+        name: shown in reports.
+        ops: the overloads that it inverts.
+        algebra: the equations.
+        grade: the grade of its inverses, where they have only one.
+        condition: when the rule applies, and what it assumes.
+        bound: the error of its inverses.
+        source: a paper, or "-".
+        find: an inverse or a refusal for each operand of one such node.
+        write: ``write(writer, op, target, read)`` adds the nodes that compute the target, and
+            returns the last of them; ``read`` gives the node that backward reads for a forward
+            node.
     """
 
     name: str
@@ -98,13 +110,14 @@ class Rule:
 
 
 def operands(node: fx.Node) -> list[tuple[fx.Node, fx.Node | float]]:
-    """Of a binary op, each tensor operand with the other one, a node or a number."""
+    """The tensor operands of a binary op, each with the other operand, a node or a number."""
     a, b = node.args[:2]
     pairs = [(a, b), (b, a)]
     return [(x, other) for x, other in pairs if isinstance(x, fx.Node)]  # type: ignore[misc]
 
 
 def names(*nodes: object) -> tuple[str, ...]:
+    """Names of those arguments that are nodes, each once."""
     return tuple(dict.fromkeys(n.name for n in nodes if isinstance(n, fx.Node)))
 
 
@@ -136,7 +149,7 @@ def shape(node: fx.Node) -> torch.Size:
 
 
 def unit_roundoff(dtype: torch.dtype) -> str:
-    """Half the distance of 1 to the next number, as text: ``2^-24`` for float32."""
+    """Half the distance from 1 to the next larger number, as text: ``2^-24`` for float32."""
     return f"2^{round(torch.tensor(torch.finfo(dtype).eps, dtype=torch.float64).log2().item()) - 1}"
 
 

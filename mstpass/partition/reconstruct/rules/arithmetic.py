@@ -1,14 +1,16 @@
-"""Sums and products undone: residual streams, norms' factors, scalings.
+"""Inverses of sums, products, quotients, reciprocals and signs.
 
-``c = fl(a + b)`` gives ``b' = fl(c - a)`` with |b' - b| <= u (|c| + |b'|), u the unit roundoff of
-c's type: the sum's own rounding is never undone. In float32 that is 6e-8 of the *stream*, whatever
-the branch; in bfloat16 it is 4e-3 of it, which at |c| = 64 |b| is a relative error of 0.1 and more,
-and is refused. Where b is bfloat16 and c float32, casting b' to bfloat16 gives b itself as long as
-|c| < 2^14 |b|: the error is then below 2^-9 |b| / 2, half the least distance between b's
-neighbours.
+**Sums** (residual streams). Let ``c = fl(a + b)``, where fl rounds to c's dtype. Then
+``b' = fl(c - a)`` differs from b by at most u (|c| + |b'|), where u is the unit roundoff of c's
+dtype: what the forward's sum rounded off is lost. In float32 the error is 6e-8 of the stream c. In
+bfloat16 it is 4e-3 of c, which at |c| = 64 |b| is a relative error above 0.1 in b; such sums are
+refused. If b is bfloat16 and c is float32, casting b' to bfloat16 gives exactly b as long as
+|c| < 2^14 |b|: the error is then less than half the distance from b to the nearest other bfloat16
+number.
 
-A norm is a chain of these: ``y = w * (x - mean) * rstd``, with ``rstd`` (and ``mean``) saved, one
-number a row: Tempo (arXiv 2210.10246), InPlace-ABN (arXiv 1712.02616).
+**Products** (norms, scalings). A norm is a chain of inverses: ``y = w * (x - mean) * rstd``, where
+``rstd`` and ``mean`` are saved, one number a row. Sources: Tempo (arXiv 2210.10246), InPlace-ABN
+(arXiv 1712.02616).
 """
 
 from __future__ import annotations
@@ -37,18 +39,18 @@ from mstpass.partition.reconstruct.rule import (
     operands,
     unit_roundoff,
 )
-from mstpass.partition.reconstruct.rules.value_ranges import bounds, excludes_zero
+from mstpass.partition.reconstruct.rules.value_ranges import excludes_zero, value_range
 
-_LOW = (torch.bfloat16, torch.float16)
+_LOW_DTYPES = (torch.bfloat16, torch.float16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-Other = fx.Node | float
+Operand = fx.Node | float
 
 
 # ---- sums -----------------------------------------------------------------------------------
 def find_sum(node: fx.Node) -> Found:
-    """add.Tensor and sub.Tensor."""
+    """Inverses of add.Tensor and sub.Tensor."""
     for target, other in operands(node):
-        reason = _no_sum(node, target, other)
+        reason = _why_no_sum(node, target, other)
         if reason:
             yield Refused(target.name, node.name, "sum", reason)
             continue
@@ -63,21 +65,22 @@ def find_sum(node: fx.Node) -> Found:
         )
 
 
-def _no_sum(node: fx.Node, target: fx.Node, other: Other) -> str:
+def _why_no_sum(node: fx.Node, target: fx.Node, other: Operand) -> str:
+    """Why an operand does not follow from a sum; empty if it does."""
     dtypes = [dtype_of(n) for n in (node, target, other) if isinstance(n, fx.Node)]
     if node.kwargs.get("alpha", 1) != 1:
         return "alpha is not 1"
     if target is other:
-        return "both operands are one value"
+        return "both operands are the same value"
     if not has_shape_of(target, node):
-        return "the operand is broadcast: an element of it is in several sums"
+        return "the operand is broadcast: each of its elements is in several sums"
     if all(dtype in _INTEGERS for dtype in dtypes) and len(set(dtypes)) == 1:
         return ""
     if not is_float(node) or not is_float(target):
-        return "neither all integers nor a float from floats"
-    if dtype_of(node) in _LOW:
+        return "it is a sum neither of integers of one dtype nor of floats"
+    if dtype_of(node) in _LOW_DTYPES:
         name = str(dtype_of(node)).removeprefix("torch.")
-        return f"a sum in {name} keeps too little of its smaller operand"
+        return f"a sum in {name} keeps too few digits of its smaller operand"
     return ""
 
 
@@ -85,7 +88,7 @@ def _sum_bound(node: fx.Node, target: fx.Node) -> str:
     dtype = dtype_of(node)
     assert dtype is not None
     bound = f"{unit_roundoff(dtype)} (|{node.name}| + |{target.name}|), absolute"
-    if dtype_of(target) in _LOW and dtype == torch.float32:
+    if dtype_of(target) in _LOW_DTYPES and dtype == torch.float32:
         return f"none while |{node.name}| < 2^14 |{target.name}|, else {bound}"
     return bound
 
@@ -109,7 +112,7 @@ def _read(read: Read, operand: object) -> object:
 # ---- products -------------------------------------------------------------------------------
 def find_product(node: fx.Node) -> Found:
     for target, factor in operands(node):
-        reason = _no_product(node, target, factor)
+        reason = _why_no_product(node, target, factor)
         if reason:
             yield Refused(target.name, node.name, "product", reason)
         else:
@@ -123,21 +126,26 @@ def find_product(node: fx.Node) -> Found:
             )
 
 
-def _no_product(node: fx.Node, target: fx.Node, factor: Other) -> str:
+def _why_no_product(node: fx.Node, target: fx.Node, factor: Operand) -> str:
+    """Why an operand does not follow from a product; empty if it does."""
     if not is_float(node) or not is_float(target):
-        return "not a product of floats"
+        return "it is not a product of floats"
     if target is factor:
         return "a square loses the sign"
     if not has_shape_of(target, node):
-        return "the operand is broadcast: an element of it is in several products"
-    interval = bounds(factor)
+        return "the operand is broadcast: each of its elements is in several products"
+    interval = value_range(factor)
     if excludes_zero(interval) and not all(map(math.isinf, interval)):
         return ""
     return "" if is_norm_weight(factor, target) else "the factor may be zero"
 
 
-def is_norm_weight(factor: Other, normalized: fx.Node) -> bool:
-    """A parameter, or 1 + one, over the last dim, of a value that was multiplied by an rsqrt."""
+def is_norm_weight(factor: Operand, normalized: fx.Node) -> bool:
+    """Whether the factor is the weight of a norm whose result before the weight is ``normalized``.
+
+    Such a weight is an input of the step, or 1 + an input, much smaller than the value that it
+    scales; and that value is a product with an rsqrt.
+    """
     if not isinstance(factor, fx.Node) or numel(factor) * 8 > numel(normalized):
         return False
     inner = _through_casts(normalized)
@@ -178,7 +186,7 @@ def find_quotient(node: fx.Node) -> Found:
     if not isinstance(dividend, fx.Node):
         return
     if not is_float(node) or not is_float(dividend):
-        yield Refused(dividend.name, node.name, "quotient", "not a quotient of floats")
+        yield Refused(dividend.name, node.name, "quotient", "it is not a quotient of floats")
     elif dividend is divisor or not has_shape_of(dividend, node):
         yield Refused(dividend.name, node.name, "quotient", "the dividend is broadcast")
     else:
@@ -197,7 +205,7 @@ def write_quotient(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> 
 def find_reciprocal(node: fx.Node) -> Found:
     (operand,) = node.all_input_nodes
     if not is_float(operand):
-        yield Refused(operand.name, node.name, "reciprocal", "an integer's reciprocal is rounded")
+        yield Refused(operand.name, node.name, "reciprocal", "it is not a reciprocal of floats")
         return
     yield Inverse(operand.name, names(node), node.name, "reciprocal", TOLERANT, _relative(node, 2))
 

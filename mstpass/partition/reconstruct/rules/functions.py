@@ -1,12 +1,12 @@
-"""Functions of one value undone, where the graph proves that its argument keeps to a range.
+"""Inverses of functions of one value, where the graph proves that the argument is in a range.
 
-Outside it the inverse is lost: exp underflows, tanh and sigmoid saturate. What proves a range is in
-bounds.py. (aten's own backward of exp, sigmoid, tanh and relu reads their results, not their
-arguments; nothing is to be done for those.)
+Outside that range the result no longer determines the argument: exp underflows, tanh and sigmoid
+are flat. value_ranges.py proves ranges. (aten's own backward of exp, sigmoid, tanh and relu reads
+their results, not their arguments, so nothing needs to be reconstructed for them.)
 
-GELU and SiLU have no inverse: both fall and then rise. With a mask of the branch (one bit, Tempo,
-arXiv 2210.10246) they would have one, but keeping argument and mask in place of the argument alone
-saves nothing where the result is recomputed from the argument, which is what the cut does.
+GELU and SiLU have no inverse: both fall and then rise. A mask of the branch (one bit per element;
+Tempo, arXiv 2210.10246) would give them one. But that saves the result and the mask in place of the
+argument alone, and so saves nothing: the result can be recomputed from the argument.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from mstpass.partition.reconstruct.rule import (
     dtype_of,
     names,
 )
-from mstpass.partition.reconstruct.rules.value_ranges import bounds
+from mstpass.partition.reconstruct.rules.value_ranges import value_range
 
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """``inverse(writer, y)`` on arguments in ``[low, high]``, in float32, within ``bound``."""
+    """A function that has an inverse on arguments in [low, high], in float32.
+
+    ``inverse(writer, y)`` writes the argument of the result ``y``, within the error ``bound``.
+    """
 
     low: float
     high: float
@@ -79,11 +82,11 @@ FUNCTIONS: dict[object, Function] = {
 def find_function(node: fx.Node) -> Found:
     function = FUNCTIONS[node.target]
     (operand,) = node.all_input_nodes
-    low, high = bounds(operand)
+    low, high = value_range(operand)
     if dtype_of(node) != torch.float32 or dtype_of(operand) != torch.float32:
-        yield Refused(operand.name, node.name, "function", "not float32")
+        yield Refused(operand.name, node.name, "function", "it is not in float32")
     elif len(node.args) > 1 or node.kwargs:
-        yield Refused(operand.name, node.name, "function", "its parameters are not the usual ones")
+        yield Refused(operand.name, node.name, "function", "its parameters are not the default")
     elif low < function.low or high > function.high:
         reason = f"its argument may leave [{function.low:g}, {function.high:g}]"
         yield Refused(operand.name, node.name, "function", reason)
@@ -100,12 +103,12 @@ _SIGNS = (aten.gt.Scalar, aten.le.Scalar)
 
 
 def find_relu(node: fx.Node) -> Found:
-    """The masks ``x > 0`` and ``x <= 0`` from ``relu(x)``: equal for every x, zeros and NaN too."""
+    """The masks ``x > 0`` and ``x <= 0`` follow from ``relu(x)``, for zeros and NaN too."""
     (operand,) = node.all_input_nodes
     for mask in operand.users:
         if mask.target in _SIGNS and mask.args[1] == 0:
             yield Inverse(mask.name, names(node), node.name, "relu mask", EXACT)
-    yield Refused(operand.name, node.name, "relu mask", "what is below zero is lost")
+    yield Refused(operand.name, node.name, "relu mask", "relu loses numbers below zero")
 
 
 def write_relu(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:

@@ -1,6 +1,6 @@
-"""Views, copies and casts undone: links between what is kept and what is wanted.
+"""Inverses of views, copies and casts, which link other inverses to chains.
 
-All are exact but one: a float that was rounded to a narrower type comes back rounded.
+All are exact but one: a float that was rounded to a narrower dtype comes back rounded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mstpass.partition.reconstruct.rule import (
     unit_roundoff,
 )
 
-# Every value of the first is one of the second.
+# Every number of the first dtype is a number of the second.
 _LOSSLESS = frozenset(
     {
         (torch.bfloat16, torch.float32),
@@ -42,7 +42,7 @@ def _exact(rule: str, node: fx.Node) -> Inverse:
     return Inverse(node.all_input_nodes[0].name, names(node), node.name, rule, EXACT)
 
 
-# ---- views that only rename elements ------------------------------------------------------------
+# ---- views ---------------------------------------------------------------------------------------
 def find_view(node: fx.Node) -> Found:
     yield _exact("view", node)
 
@@ -61,6 +61,7 @@ def write_permute(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> f
 
 
 def _permutation(op: fx.Node) -> list[int]:
+    """For each dim of the result the dim of the operand."""
     dims = list(range(rank(op)))
     if op.target is aten.permute.default:
         return [d % len(dims) for d in ints(op.args[1])]
@@ -83,7 +84,7 @@ def find_expand(node: fx.Node) -> Found:
 
 
 def write_expand(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
-    """The first of the equal copies along each dim."""
+    """Write the first of the equal copies along each dim."""
     found = read(op)
     while rank(found) > rank(target):
         found = writer.call(aten.select.int, found, 0, 0)
@@ -105,7 +106,7 @@ def find_cast(node: fx.Node) -> Found:
         reason = f"{before} to {after} is neither lossless nor a rounding of floats"
         yield Refused(operand.name, node.name, "cast", reason)
     elif after == torch.float16:
-        yield Refused(operand.name, node.name, "cast", "float16 may overflow")
+        yield Refused(operand.name, node.name, "cast", "a cast to float16 may overflow")
     else:
         bound = f"{unit_roundoff(after)}, relative"
         yield Inverse(operand.name, names(node), node.name, "cast", TOLERANT, bound)

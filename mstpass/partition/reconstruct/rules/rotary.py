@@ -1,10 +1,10 @@
-"""Rotary embedding undone by the inverse rotation.
+"""The inverse of a rotary embedding is the inverse rotation (RoFormer, arXiv 2104.09864).
 
     y = x cos t + turn(x) sin t,   turn([a, b]) = [-b, a]
     x = y cos t - turn(y) sin t
 
-which holds because both halves of the last dim have the same angle and cos^2 + sin^2 = 1. Both must
-be seen in the graph: ``cos`` and ``sin`` of one value, whose halves are two copies of one.
+This holds because cos^2 + sin^2 = 1 and both halves of the last dim have the same angles. The graph
+must show both: a ``cos`` and a ``sin`` of one value t, and t as two equal halves.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def find_rotary(node: fx.Node) -> Found:
     x, cos, sin = match
     angle = _angle(cos, aten.cos.default)
     if angle is None or angle is not _angle(sin, aten.sin.default):
-        yield Refused(x.name, node.name, "rotary", "cos and sin of one angle are not in the graph")
+        yield Refused(x.name, node.name, "rotary", "its cos and sin are not of one angle")
     elif not _halves_equal(angle):
-        yield Refused(x.name, node.name, "rotary", "the halves may have angles of their own")
+        yield Refused(x.name, node.name, "rotary", "the halves may have different angles")
     elif dtype_of(node) is None or not is_float(x):
-        yield Refused(x.name, node.name, "rotary", "not a float")
+        yield Refused(x.name, node.name, "rotary", "it is not a float")
     else:
         bound = f"8 * {unit_roundoff(dtype_of(node))} of the pair"  # type: ignore[arg-type]
         yield Inverse(x.name, names(node, cos, sin), node.name, "rotary", TOLERANT, bound)
@@ -66,7 +66,7 @@ def write_rotary(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx
 
 
 def _match(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """(x, cos, sin) of ``x * cos + turn(x) * sin``."""
+    """(x, cos, sin) if the node is ``x * cos + turn(x) * sin``."""
     for straight, turned in (node.args[:2], node.args[1::-1]):
         for x, cos in _factors(straight):
             for turn, sin in _factors(turned):
@@ -117,13 +117,14 @@ def _is_slice(node: fx.Node, x: fx.Node, start: int, end: int) -> bool:
 
 
 def _angle(node: fx.Node, function: object) -> fx.Node | None:
-    """What ``node`` is the cosine (or sine) of, seen through views and a scaling by 1."""
+    """The operand of the cos (or sin) that ``node`` is, seen through views and a scaling by 1."""
     while node.target in _SEE_THROUGH or (node.target is aten.mul.Tensor and node.args[1] == 1.0):
         node = node.all_input_nodes[0]
     return node.all_input_nodes[0] if node.target is function else None
 
 
 def _halves_equal(angle: fx.Node) -> bool:
+    """Whether the graph shows that both halves of the last dim are equal."""
     if angle.target is aten.cat.default:
         parts = angle.args[0]
         last = rank(angle) - 1
@@ -133,7 +134,7 @@ def _halves_equal(angle: fx.Node) -> bool:
 
 
 def _is_doubled(view: fx.Node) -> bool:
-    """``view(expand(unsqueeze(f, -2)))``: two copies of f, one after the other."""
+    """Whether the view is ``view(expand(unsqueeze(f, -2)))``: two copies of f in a row."""
     inner = view.all_input_nodes[0]
     if inner.target is aten.clone.default:
         inner = inner.all_input_nodes[0]

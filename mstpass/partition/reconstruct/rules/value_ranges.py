@@ -1,7 +1,7 @@
-"""Between which numbers a value must lie, whatever the inputs: what proves a rule's condition.
+"""The range in which a value must lie whatever the inputs are: it proves a rule's condition.
 
-Known for constants, for functions of a bounded range, and for arithmetic on such. ``rsqrt`` of a
-finite number is no less than 5e-20 in float32; an infinite operand is not provided for.
+Ranges are known for constants, for functions of a bounded range, and for arithmetic on such values.
+``rsqrt`` of a finite float32 number is at least 5e-20; infinite operands are not considered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mstpass.partition.reconstruct.rule import CAST, aten
 
 Interval = tuple[float, float]
 ANY: Interval = (-math.inf, math.inf)
-_DEPTH = 8
+_DEPTH = 8  # ops that are followed from a value towards the inputs
 _RANGES: dict[object, Interval] = {
     aten.tanh.default: (-1.0, 1.0),
     aten.sigmoid.default: (0.0, 1.0),
@@ -28,7 +28,7 @@ _RANGES: dict[object, Interval] = {
     aten.sqrt.default: (0.0, math.inf),
     aten.rsqrt.default: (5e-20, math.inf),
 }
-_SAME = frozenset(
+_KEEP_ELEMENTS = frozenset(
     {
         CAST,
         aten.view.default,
@@ -41,21 +41,24 @@ _SAME = frozenset(
 )
 
 
-def bounds(node: object, depth: int = _DEPTH) -> Interval:
-    """The least and the greatest value that any element can have."""
+def value_range(node: object, depth: int = _DEPTH) -> Interval:
+    """The least and the greatest number that an element of the node can be.
+
+    The node may also be a number.
+    """
     if isinstance(node, bool | int | float):
         return float(node), float(node)
     if not isinstance(node, fx.Node) or node.op != "call_function" or depth == 0:
         return ANY
-    if node.target in _SAME:
-        return bounds(node.args[0], depth - 1)
+    if node.target in _KEEP_ELEMENTS:
+        return value_range(node.args[0], depth - 1)
     if node.target is aten.full.default:
-        return bounds(node.args[1])
+        return value_range(node.args[1])
     known = _RANGES.get(node.target, ANY)
     derive = _ARITHMETIC.get(node.target)
     if derive is None or node.kwargs.get("alpha", 1) != 1:
         return known
-    low, high = derive(*(bounds(a, depth - 1) for a in node.args))
+    low, high = derive(*(value_range(a, depth - 1) for a in node.args))
     return max(low, known[0]), min(high, known[1])
 
 

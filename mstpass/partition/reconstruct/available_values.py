@@ -1,0 +1,145 @@
+"""Which values backward can get from a saved set, and how: a least fixed point over ANDs and ORs.
+
+A value is *available* in backward if
+
+- it is free or saved, or
+- it may be recomputed, and all its inputs are available, or
+- one of its inverses has all its sources available.
+
+Values become available one after the other, each by a *derivation* whose sources became available
+before it. So no two values are ever derived from each other, as ``b = c - a`` and ``a = c - b``
+would be with neither of them saved.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+
+from mstpass.partition.reconstruct.rule import Inverse
+from mstpass.problem.problem import CutProblem
+
+FREE, SAVED, ALSO_SAVED, RECOMPUTED = "free", "saved", "also saved", "recomputed"
+
+# How each available value is derived, by its number, in the order in which they became available.
+Available = Mapping[int, Inverse | str]
+
+
+class Derivations:
+    """All derivations of a problem's values. Values are numbered as in ``problem.values``.
+
+    A heavy value is recomputed only if the plan recomputes it anyway: reconstruction never costs a
+    matmul.
+    """
+
+    def __init__(
+        self, problem: CutProblem, inverses: Sequence[Inverse], plan_recomputes: Collection[str]
+    ):
+        """
+        Args:
+            inverses: how values follow from later ones.
+            plan_recomputes: names of the values that backward recomputes without reconstruction.
+        """
+        self.values = problem.values
+        self.index = {value.name: i for i, value in enumerate(self.values)}
+        self.needed = [i for i, value in enumerate(self.values) if value.needed]
+        known = [
+            inverse
+            for inverse in inverses
+            if inverse.target in self.index and all(s in self.index for s in inverse.sources)
+        ]
+        self.derivations: list[tuple[int, Inverse | None]] = []  # target; None: by its own op
+        self.num_sources: list[int] = []
+        self.read_by: list[list[int]] = [[] for _ in self.values]  # derivations, by source
+        for i, value in enumerate(self.values):
+            cheap = not value.heavy or value.name in plan_recomputes
+            if cheap and not problem.keeps(value) and not value.free:
+                self._add(i, None, value.inputs)
+        for inverse in known:
+            self._add(self.index[inverse.target], inverse, inverse.sources)
+        sources = {source for inverse in known for source in inverse.sources}
+        self.savable_sources = sorted(self.index[n] for n in sources if self._is_savable(n))
+
+    def _add(self, target: int, inverse: Inverse | None, sources: Iterable[str]) -> None:
+        distinct = {self.index[name] for name in sources}
+        for source in distinct:
+            self.read_by[source].append(len(self.derivations))
+        self.derivations.append((target, inverse))
+        self.num_sources.append(len(distinct))
+
+    def _is_savable(self, name: str) -> bool:
+        value = self.values[self.index[name]]
+        return value.savable and value.bytes > 0 and not value.free
+
+    def available(self, saved: Set[str], last_resort: Iterable[int] = ()) -> Available | None:
+        """The values that backward can get; None if a needed value is not among them.
+
+        Args:
+            saved: names of the saved values.
+            last_resort: numbers of values to save as well, one by one, while a needed value is
+                missing.
+        """
+        point = _FixedPoint(self)
+        for i, value in enumerate(self.values):
+            if value.free or value.name in saved:
+                point.reach(i, FREE if value.free else SAVED)
+        point.settle()
+        rest = iter(last_resort)
+        while not all(i in point.available for i in self.needed):
+            extra = next((i for i in rest if i not in point.available), None)
+            if extra is None:
+                return None
+            point.reach(extra, ALSO_SAVED)
+            point.settle()
+        return point.available
+
+    def support(self, available: Available, roots: Iterable[int]) -> list[int]:
+        """The roots, and all values that their derivations read."""
+        found: dict[int, None] = {}
+        stack = list(roots)
+        while stack:
+            i = stack.pop()
+            if i in found:
+                continue
+            found[i] = None
+            how = available[i]
+            if isinstance(how, Inverse):
+                stack += [self.index[name] for name in how.sources]
+            elif how == RECOMPUTED:
+                stack += [self.index[name] for name in self.values[i].inputs]
+        return list(found)
+
+
+class _FixedPoint:
+    """A growing set of available values.
+
+    Of several derivations of a value, recomputation comes before an inverse, which may cost
+    accuracy.
+    """
+
+    def __init__(self, graph: Derivations):
+        self.graph = graph
+        self.available: dict[int, Inverse | str] = {}
+        self.missing = list(graph.num_sources)  # sources not available yet, by derivation
+        self.recomputations = collections.deque(
+            d for d, count in enumerate(graph.num_sources) if not count
+        )
+        self.inverses: collections.deque[int] = collections.deque()
+
+    def reach(self, i: int, how: Inverse | str) -> None:
+        """Make a value available, and queue the derivations of which it was the last source."""
+        if i in self.available:
+            return
+        self.available[i] = how
+        for derivation in self.graph.read_by[i]:
+            self.missing[derivation] -= 1
+            if self.missing[derivation] == 0:
+                _, inverse = self.graph.derivations[derivation]
+                (self.inverses if inverse else self.recomputations).append(derivation)
+
+    def settle(self) -> None:
+        """Make everything available that follows."""
+        while self.recomputations or self.inverses:
+            derivation = (self.recomputations or self.inverses).popleft()
+            target, inverse = self.graph.derivations[derivation]
+            self.reach(target, inverse or RECOMPUTED)
