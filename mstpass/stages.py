@@ -174,7 +174,7 @@ def _chosen(
             continue
         reason = "the step's peak lies elsewhere: chunks would not lower it"
         if candidate.whole_first:
-            reason = "to save in chunks gains nothing, and the plan needs no recomputation here"
+            reason = "chunks without recomputation save no memory, and the plan needs none here"
         rejections.append(_rejected("plan", candidate.plans[0][1], reason))
     return chunk_plans, rejections
 

@@ -155,7 +155,7 @@ def test_a_projection_for_attention_is_not_worth_it() -> None:
         return out(y.transpose(1, 2).flatten(2)).sin().sum()
 
     found = outcome(attention, _x())
-    assert not found.regions and "nothing to gain" in found.rejections[0].reason
+    assert not found.regions and "save no memory" in found.rejections[0].reason
 
 
 def test_short_inputs_are_left_whole_unless_forced() -> None:

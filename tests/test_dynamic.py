@@ -265,7 +265,7 @@ def test_a_symbolic_width_is_refused() -> None:
     options = Options.parse({"chunk_tokens": C}, environ={})
     outcome = pipeline.run(graph, options, num_fwd_outputs=outputs).outcome
     assert not outcome.regions
-    assert "a size other than the tokens' is symbolic" in outcome.rejections[0].reason
+    assert "a dim other than the token dims has a symbolic size" in outcome.rejections[0].reason
 
 
 @pytest.mark.parametrize("static", [(), ("hidden",), ("vocabulary",), ("hidden", "vocabulary")])

@@ -158,8 +158,6 @@ _INTERNAL = {
     "X",
     "X: X",
     "X is a X, not an op",
-    "X token",
-    "an output",
     "no operand of the sum is cut",
 }
 

@@ -1,4 +1,10 @@
-"""Rewrites of the joint graph that change its form, not its results, so that regions are found."""
+"""Rewrite the joint graph to a form in which more regions are found, with the same results.
+
+sizes_from_inputs.py   symbolic sizes come from the inputs of the step
+means_as_sums.py       a mean over tokens becomes a sum, divided by their number
+move_token_slices.py   a slice over tokens moves from the result of a matmul to its operand
+expand_to_tokens.py    an operand with one row per sequence gets one row per token
+"""
 
 from __future__ import annotations
 
@@ -10,15 +16,15 @@ from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
 
 
 def normalized(joint: JointGraph) -> tuple[JointGraph, JointGraph, frozenset[str]]:
-    """The graph with its sizes taken from its inputs, a normalized copy, and what differs in it.
+    """Apply the rewrites to copies; ``joint`` itself stays as it is.
 
     Returns:
-        The graph; the copy, which is the graph itself if no rewrite applies; the names of the
-        nodes that the rewrites changed or made.
+        The graph with its sizes taken from its inputs. The normalized graph, which is the first one
+        if no further rewrite applies. The names of the nodes in it that the rewrites changed or
+        made.
     """
     joint = sizes_from_inputs(joint)
     prepared, sums = means_as_sums(joint)
-    hoisted = move_slices(prepared)
-    prepared = hoisted.joint if hoisted is not None else prepared
-    prepared, spread = expand_to_tokens(prepared)
-    return joint, prepared, sums | spread | (hoisted.moved if hoisted is not None else frozenset())
+    prepared, moved = move_slices(prepared)
+    prepared, expanded = expand_to_tokens(prepared)
+    return joint, prepared, sums | moved | expanded

@@ -1,4 +1,4 @@
-"""What lies behind the widening products of a graph, where the op table follows their tokens."""
+"""The values that depend on a wide matmul, with their token dims."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import WHOLE, Spec
-from mstpass.regions.detect import anchors
+from mstpass.regions.anchors import anchors
 
 
 def downstream(joint: JointGraph) -> dict[fx.Node, tuple[Spec, fx.Node]]:
-    """Token dims, and the first product that they come from: of the products and of what is behind.
+    """Of the anchors and the values that depend on them: the token dims, and the anchor.
 
-    A node takes them from the first of its operands that has some.
+    A node gets both from its first operand that has them. Values whose token dims the op table
+    cannot follow are left out.
     """
     found = {anchor: (spec, anchor) for anchor, spec in joint.cached(anchors)}
     for node in joint.nodes:

@@ -1,7 +1,8 @@
-"""Give operands that stand for whole sequences a row for each token.
+"""Expand an operand that has one row per sequence to one row per token.
 
-An advantage ``[B, 1]`` times a ratio ``[B, S]`` broadcasts over a part of the token dims: a chunk
-of flattened tokens cannot index it. Expanded to ``[B, S]``, a view, it is sliced like the rest.
+An advantage ``[B, 1]`` times a ratio ``[B, S]`` is broadcast over some of the token dims only, so a
+chunk of the flattened tokens cannot slice it. Expanded to ``[B, S]``, which is a view and copies
+nothing, it can be sliced like the other operands.
 """
 
 from __future__ import annotations
@@ -23,43 +24,42 @@ aten = torch.ops.aten
 
 
 def expand_to_tokens(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
-    """A new joint graph with such operands expanded, and the names of their users.
+    """Expand such operands of pointwise ops downstream of an anchor, in a copy of the graph.
 
-    The same graph where there are none.
+    Returns:
+        The copy and the names of the ops that read the expanded operands; the graph itself if it
+        has no such operand.
     """
-    found = _partly_broadcast(joint)
-    if not found:
+    partly_broadcast = _partly_broadcast(joint)
+    if not partly_broadcast:
         return joint, frozenset()
     new = joint.copy()
     builder = Builder(new.module.graph, fake_mode_of(new.nodes))
-    sizes = SizeNodes(builder)
-    for node in new.module.graph.find_nodes(op="placeholder"):
-        sizes.learn(node)
-    for user_name, operand_name, spec in found:
+    sizes = SizeNodes.of_inputs(builder)
+    for user_name, operand_name, spec in partly_broadcast:
         user, operand = new.by_name[user_name], new.by_name[operand_name]
-        with new.module.graph.inserting_before(user):
-            shape = _spread_shape(user.meta["val"].shape, operand.meta["val"].shape, spec)
-            with contextlib.suppress(UnknownSize):
-                arguments = sizes.arguments(shape)
-                spread = builder.call(aten.expand.default, operand, arguments)
-                spread.meta.update(policy_meta(user))
-                user.replace_input_with(operand, spread)
+        shape = _expanded_shape(user.meta["val"].shape, operand.meta["val"].shape, spec)
+        with new.module.graph.inserting_before(user), contextlib.suppress(UnknownSize):
+            expanded = builder.call(aten.expand.default, operand, sizes.arguments(shape))
+            expanded.meta.update(policy_meta(user))
+            user.replace_input_with(operand, expanded)
     new.module.graph.lint()
     new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs), frozenset(name for name, _, _ in found)
+    users = frozenset(user for user, _, _ in partly_broadcast)
+    return JointGraph(new.module, new.num_fwd_outputs), users
 
 
 def _partly_broadcast(joint: JointGraph) -> list[tuple[str, str, Spec]]:
-    """Pointwise users downstream of wide matmuls, such operands of theirs, the users' specs."""
+    """The pointwise ops, such operands of theirs, and the specs of the ops' results."""
     return [
         (node.name, operand.name, spec)
         for node, (spec, _) in joint.cached(downstream).items()
         if ops.is_pointwise(node)
-        for operand in _partial_operands(node, spec)
+        for operand in _partly_broadcast_operands(node, spec)
     ]
 
 
-def _partial_operands(node: fx.Node, spec: Spec) -> list[fx.Node]:
+def _partly_broadcast_operands(node: fx.Node, spec: Spec) -> list[fx.Node]:
     shape = generic_shape(node.meta["val"])
     return [
         operand
@@ -69,6 +69,7 @@ def _partial_operands(node: fx.Node, spec: Spec) -> list[fx.Node]:
     ]
 
 
-def _spread_shape(out: torch.Size, operand: torch.Size, spec: Spec) -> list[Size]:
-    own = [1] * (len(out) - len(operand)) + list(operand)
-    return [out[dim] if dim in spec else size for dim, size in enumerate(own)]
+def _expanded_shape(result: torch.Size, operand: torch.Size, spec: Spec) -> list[Size]:
+    """The operand's shape with the token dims of the result."""
+    aligned = [1] * (len(result) - len(operand)) + list(operand)
+    return [result[dim] if dim in spec else size for dim, size in enumerate(aligned)]

@@ -1,9 +1,10 @@
-"""Write means over tokens as scaled sums, which chunks can add up.
+"""Write a mean over tokens as a sum divided by their number, because chunks can add up sums.
 
-    mean(x, dims)  =  sum(x, dims) / n      n: the product of the dims' sizes
+    mean(x, dims)  =  sum(x, dims) / n      n: the product of the sizes of the dims
 
-The sum is taken in float32 where x is of lower precision, and rounded once, as the mean's is. The
-backward of a mean divides a gradient that is expanded by n: nothing is to be changed there.
+If x has lower precision than float32, the sum is taken in float32 and rounded once after the
+division, as in the mean. The backward of a mean needs no rewrite: it divides an expanded gradient
+by n.
 """
 
 from __future__ import annotations
@@ -19,32 +20,31 @@ from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.normalize.downstream import downstream
+from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 _MEANS = (aten.mean.default, aten.mean.dim)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
-_WIDE_OF_ANCHOR = 0.4
 
 
 def means_as_sums(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
-    """A new joint graph with such means of wide values as sums, and the names of the sums.
+    """Rewrite the means of wide values over tokens, in a copy of the graph.
 
-    The same graph where there are none.
+    Returns:
+        The copy and the names of the sums in it; the graph itself if it has no such mean.
     """
-    found = _means_over_tokens(joint)
-    if not found:
+    means = _means_over_tokens(joint)
+    if not means:
         return joint, frozenset()
     new = joint.copy()
     builder = Builder(new.module.graph, fake_mode_of(new.nodes))
-    sizes = SizeNodes(builder)
-    for node in new.module.graph.find_nodes(op="placeholder"):
-        sizes.learn(node)
+    sizes = SizeNodes.of_inputs(builder)
     sums = set()
-    for name in found:
+    for name in means:
         with contextlib.suppress(UnknownSize):
-            sums.add(_write(builder, sizes, new.by_name[name]).name)
+            sums.add(_replace_by_sum(builder, sizes, new.by_name[name]).name)
     new.module.graph.eliminate_dead_code()
     new.module.graph.lint()
     new.module.recompile()
@@ -52,31 +52,35 @@ def means_as_sums(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
 
 
 def _means_over_tokens(joint: JointGraph) -> list[str]:
-    """Means, over all tokens and maybe more dims, of wide values downstream of wide matmuls."""
+    """The means of wide values downstream of an anchor over all tokens, perhaps also other dims."""
     known = joint.cached(downstream)
-    found = []
+    means = []
     for node in joint.nodes:
         if node.target not in _MEANS or node in known:
             continue
         (source,) = node.all_input_nodes
         if source in known:
             spec, anchor = known[source]
-            every = set(spec) <= set(reduced_dims(node, source.meta["val"].dim()))
-            if every and numel(source) >= int(_WIDE_OF_ANCHOR * numel(anchor)):
-                found.append(node.name)
-    return found
+            over_all_tokens = set(spec) <= set(reduced_dims(node, source.meta["val"].dim()))
+            if over_all_tokens and numel(source) >= int(WIDE_OF_ANCHOR * numel(anchor)):
+                means.append(node.name)
+    return means
 
 
-def _write(builder: Builder, sizes: SizeNodes, mean: fx.Node) -> fx.Node:
-    """The sum of a mean, before it; its quotient takes the mean's place."""
+def _replace_by_sum(builder: Builder, sizes: SizeNodes, mean: fx.Node) -> fx.Node:
+    """Add the sum and its quotient before the mean, and let the quotient replace the mean.
+
+    Returns:
+        The sum.
+    """
     (operand,) = mean.all_input_nodes
     value, shape = mean.meta["val"], operand.meta["val"].shape
     dims = reduced_dims(mean, len(shape))
-    keep = value.dim() == len(shape)
+    keepdim = value.dim() == len(shape)
     dtype = torch.float32 if value.dtype in _LOW_PRECISION else value.dtype
     with builder.graph.inserting_before(mean):
         (count,) = sizes.arguments([math.prod(shape[d] for d in dims)])
-        total = builder.call(aten.sum.dim_IntList, operand, dims, keep, dtype=dtype)
+        total = builder.call(aten.sum.dim_IntList, operand, dims, keepdim, dtype=dtype)
         quotient = builder.call(aten.div.Tensor, total, count)
         if dtype != value.dtype:
             quotient = builder.call(prims.convert_element_type.default, quotient, value.dtype)

@@ -1,4 +1,4 @@
-"""Take into a region what makes less leave it: gradients that add up, and sums over its tokens."""
+"""Add users to a region that reduce what leaves it: sums of gradients, and sums over its tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal
 from mstpass.regions.grow import Growth
 
 
-def absorb(joint: JointGraph, growth: Growth, part: set[fx.Node]) -> None:
-    """Take users that replace several of the part's outputs by one: ``dx = dx_gate + dx_up``."""
+def absorb_users(joint: JointGraph, growth: Growth, part: set[fx.Node]) -> None:
+    """Add users that replace several narrow outputs of the part by one: ``dx = dx_gate + dx_up``.
+
+    Such a user reads only members, and it is the only node outside that reads them.
+    """
     queue = joint.sorted(part)
     for node in queue:
         if growth.specs.get(node) == SUM or growth.wide(node):
@@ -23,41 +26,46 @@ def absorb(joint: JointGraph, growth: Growth, part: set[fx.Node]) -> None:
         if len(outside) != 1:
             continue
         user = outside[0]
-        if user.op == "output" or not _replaces(growth, user):
+        if user.op == "output" or not _replaces_outputs(growth, user):
             continue
-        result = growth.try_user(user, node)
+        result = growth.spec_of_user(user, node)
         if isinstance(result, tuple) and (user in joint.backward) == (node in joint.backward):
             growth.specs[user] = result
             queue.append(user)
 
 
 def absorb_sums(joint: JointGraph, growth: Growth) -> None:
-    """Take what ends in sums over tokens of the part's values alone: a loss, a norm's gradient."""
+    """Add narrow nodes that lead to sums over tokens, such as a loss or the gradient of a norm.
+
+    First all narrow token-parallel users of members and their users are added on trial. Then those
+    that would leave the loop token by token are removed again, until only nodes remain that end in
+    sums.
+    """
     trial = growth.copy()
     queue = [n for n in joint.sorted(growth.specs) if growth.specs[n] not in (WHOLE, SUM)]
     for node in queue:
         for user in joint.users(node):
             if user in trial.specs or ops.is_matmul(user) or growth.wide(user):
                 continue
-            result = trial.try_user(user, node)
+            result = trial.spec_of_user(user, node)
             if isinstance(result, Refusal) or result == WHOLE:
                 continue
             trial.specs[user] = result
-            if _fits(joint, trial, user):
+            if _operands_fit(joint, trial, user):
                 queue.append(user)
             else:
-                del trial.specs[user]  # seen again when its last operand has joined
-    found = [n for n in joint.sorted(trial.specs) if n not in growth.specs]
-    while leaving := [n for n in found if n in trial.specs and _leaves(trial, n)]:
+                del trial.specs[user]  # it is tried again when its last operand has joined
+    added = [n for n in joint.sorted(trial.specs) if n not in growth.specs]
+    while leaving := [n for n in added if n in trial.specs and _leaves(trial, n)]:
         for node in leaving:
             del trial.specs[node]
-    growth.take(trial)
+    growth.adopt(trial)
 
 
-def _fits(joint: JointGraph, growth: Growth, node: fx.Node) -> bool:
-    """Whether its operands are members cut as it needs, not sums of them, or inputs of the step."""
+def _operands_fit(joint: JointGraph, growth: Growth, node: fx.Node) -> bool:
+    """Whether every operand is a member with the spec that the node needs, or a forward input."""
     try:
-        needs = growth.needs(node)
+        required = growth.required_specs(node)
         check_linear([node] if node in joint.backward else [], joint.backward)
     except CannotTake:
         return False
@@ -65,19 +73,19 @@ def _fits(joint: JointGraph, growth: Growth, node: fx.Node) -> bool:
         growth.specs[operand] == spec
         if operand in growth.specs
         else operand.op == "placeholder" and operand not in joint.backward
-        for operand, spec in needs.items()
+        for operand, spec in required.items()
     )
 
 
 def _leaves(growth: Growth, node: fx.Node) -> bool:
-    """Whether it would have to leave the loop token by token, or what it needs does not enter."""
+    """Whether the loop would have to return the node's tokens, or an operand is not available."""
     if not all(n in growth.specs or n.op == "placeholder" for n in node.all_input_nodes):
         return True
     return growth.specs[node] != SUM and any(user not in growth.specs for user in node.users)
 
 
-def _replaces(growth: Growth, user: fx.Node) -> bool:
-    """All operands are members that nothing else outside uses."""
+def _replaces_outputs(growth: Growth, user: fx.Node) -> bool:
+    """Whether all operands are members with tokens, and no other node outside reads them."""
     return all(
         operand in growth.specs
         and growth.specs[operand] not in (WHOLE, SUM)
@@ -88,7 +96,11 @@ def _replaces(growth: Growth, user: fx.Node) -> bool:
 
 
 def check_linear(nodes: Iterable[fx.Node], backward: Set[fx.Node]) -> None:
-    """Raise ``CannotTake`` unless each node is linear in its operands that need a tangent."""
+    """Check that each node is linear in its backward operands.
+
+    Raises:
+        CannotTake: a node is not, or its op is unknown.
+    """
     for node in nodes:
         row = ops.lookup(node)
         if isinstance(row, Refusal):

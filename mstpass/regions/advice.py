@@ -1,7 +1,9 @@
-"""What a user can change about a refusal: one table from reasons to advice.
+"""What a user can do about a refusal: one table from reasons to advice.
 
-Reasons are made where something is refused, often deep in an op's token rule; what helps is the
-same for many of them, and is said in the user's terms.
+A reason is made where something is refused, often deep in the token rule of an op, and names what
+stands in the way there. The advice, in the user's terms, is the same for many reasons. The first
+pattern of the table that is found in a reason gives its advice. A test checks that every reason in
+the sources finds some.
 """
 
 from __future__ import annotations
@@ -12,114 +14,136 @@ import re
 from mstpass.plans import Rejection
 
 _ROWWISE = (
-    "on the wide value, work token by token: take statistics, softmax or sorting over tokens of "
-    "the narrow input, or of the losses of the tokens; of contrastive pairs take a product for "
-    "each side, `a @ b.t()` and `b @ a.t()`"
+    "work token by token on the wide value: compute statistics, softmax or sorting over tokens on "
+    "the narrow input, or on the losses of the tokens; for contrastive pairs compute one product "
+    "for each side, `a @ b.t()` and `b @ a.t()`"
 )
-_PICK = (
-    "pick tokens before the widening product, `head(h[:, -1])` instead of `head(h)[:, -1]`; leave "
-    "tokens out of a loss by `ignore_index` or torch.where, not by a mask as index"
+_SELECT_FIRST = (
+    "select tokens before the widening matmul: `head(h[:, -1])` instead of `head(h)[:, -1]`; to "
+    "leave tokens out of a loss, use `ignore_index` or torch.where, not a mask as an index"
 )
-_LAYOUT = (
-    "keep tokens and features in dims of their own: flatten batch and sequence together, and "
-    "nothing else with them"
+_SEPARATE_DIMS = (
+    "keep tokens and features in separate dims: flatten batch and sequence together, and nothing "
+    "else with them"
 )
-_REPORT = "a limit of mstpass, not of your code: please report it, with options={'strict': True}"
-_BUDGET = "nothing to change; a lower memory_budget may want it in chunks, chunk_tokens forces them"
+_REPORT = (
+    "this is a limit of mstpass, not of your code: please report it with the error that "
+    "options={'strict': True} raises"
+)
+_BUDGET = (
+    "change nothing; to get chunks here anyway, set a lower memory_budget, or force them with "
+    "chunk_tokens"
+)
 
 _OUTPUT = r"(are|is) an output( of the graph)?"
 
-# The first that is found in a reason.
 _ADVICE = (
+    # ---- the step returns a wide value
     (
         r"logits are an output of the graph",
-        "compile a function that returns only the loss, computed inside of it, such as "
+        "compile a function that computes the loss itself and returns only the loss, such as "
         "`lambda batch: model(**batch).loss`",
     ),
-    (r"large value is an output", "return what is computed from it, or leave it out"),
-    (_OUTPUT, "return its sum or mean over tokens instead, or leave it out"),
     (
-        r"other than the tokens' is symbolic",
-        "make it static: hold the weights in a module, or torch._dynamo.mark_static(tensor, dim)",
+        r"large value is an output",
+        "return what you compute from the value instead, or do not return it",
     ),
-    (r"fit in one chunk of chunk_tokens", "give a smaller chunk_tokens, or leave it out"),
+    (_OUTPUT, "return the sum or the mean over tokens instead, or do not return it"),
+    # ---- the batch
     (
-        r"fewer than two chunks|^\d+ token$",
-        "train on more tokens at once; chunk_tokens forces a length",
+        r"has a symbolic size",
+        "make that size static: hold the weights in a module, or call "
+        "torch._dynamo.mark_static(tensor, dim)",
     ),
-    (r"would hold as much memory", "nothing to change; memory_budget=0.0 recomputes where it can"),
-    (r"peak lies elsewhere|to save in chunks gains nothing", _BUDGET),
+    (r"fit in one chunk of chunk_tokens", "set a smaller chunk_tokens, or leave it out"),
     (
-        r"nothing to gain",
-        "nothing to change: a product that only widens, such as attention's fused QKV, has no "
-        "large values between its input and its result",
+        r"fewer than two chunks|too few for a loop",
+        "train on more tokens at once, or force a chunk length with chunk_tokens",
     ),
-    (r"products in a row", "nothing to change: they are loops of their own instead"),
-    (r"nothing outside uses", "return a loss that depends on it, or leave the computation out"),
+    # ---- chunks are possible but gain nothing
     (
-        r"outside the region, uses a large value",
-        "that line reads the wide value itself; give it what is reduced token by token, such as an "
-        "argmax or a log-probability, or leave it out of the step",
+        r"would hold as much memory",
+        "change nothing; memory_budget=0.0 recomputes values where that is possible",
+    ),
+    (r"peak lies elsewhere|gains nothing|chunks without recomputation", _BUDGET),
+    (
+        r"chunks would save no memory",
+        "change nothing: a matmul that only widens, such as the fused QKV projection of attention, "
+        "has no large values between its input and its result",
+    ),
+    (
+        r"nothing outside the region uses",
+        "return a loss that depends on the results, or leave the computation out",
+    ),
+    # ---- what happens to the wide values
+    (
+        r"outside the region, reads a wide value",
+        "that line reads the wide value itself: let it read a value that is reduced token by "
+        "token, such as an argmax or a log-probability, or move it out of the step",
     ),
     (
         r"token rule for (aten|prims)\.",
-        "mstpass does not know how this op treats tokens: apply it where values are narrow (before "
-        "the widening product or after the loss), or write it with other ops; please report it",
+        "mstpass does not know how this op treats tokens: apply it to narrow values (before the "
+        "widening matmul or after the loss), or write it with other ops; please report it",
     ),
     (
         r"token rule for",
-        "write it with ATen ops (plain torch, no custom or opaque op), or apply it where values "
-        "are narrow: before the widening product or after the loss",
+        "write the op with ATen ops (plain torch, no custom or opaque op), or apply it to narrow "
+        "values: before the widening matmul or after the loss",
     ),
     (
         r"draws (random numbers|a random seed)",
-        "a chunk cannot draw its part of them: move dropout to where values are narrow, or set p=0",
+        "move dropout to narrow values, or set p=0: a chunk cannot draw only its own part of the "
+        "random numbers",
     ),
     (
         r"writes to its operands",
-        "use the out-of-place form, `x = x.add(y)` for `x.add_(y)`; buffers that a step updates "
-        "belong outside of it",
+        "use the out-of-place form, `x = x.add(y)` instead of `x.add_(y)`; update buffers outside "
+        "of the compiled step",
     ),
     (
         r"attention|neighbouring positions",
-        "nothing to change: what attention or a convolution reads is needed whole",
+        "change nothing: attention and convolutions need all tokens of their input at once",
     ),
-    (r"grouped by expert", "nothing to change: only dense MLPs are taken so far"),
-    (r"size (of .*)?depends on data", _PICK),
+    (r"grouped by expert", "change nothing: of MLPs, only dense ones run in chunks so far"),
+    (r"size (of .*)?depends on data", _SELECT_FIRST),
     (
         r"picks (single )?tokens|writes single tokens|writes at indices|adds rows at indices"
         r"|indexed dims|embedding table|tokens that a slice drops",
-        _PICK,
+        _SELECT_FIRST,
     ),
     (
         r"reduces over|along (a|the) token dim|normalizes over tokens|over all elements"
-        r"|whole tensors|sum over tokens is used|without dims|sums nothing|contracts tokens"
-        r"|itself|two roles|bias and factor|depend on tokens|features of an embedding",
+        r"|whole tensors|sum over all tokens|without dims|no operand that it sums"
+        r"|sums over the tokens|itself|two roles|bias and as factor|depend on tokens"
+        r"|features of an embedding",
         _ROWWISE,
     ),
     (
-        r"token dims|tokens over several dims|not by dims|an operand of .* is not a tensor"
-        r"|several results|not one tensor",
-        _LAYOUT,
+        r"token dims|tokens in several dims|not by dims|an operand of .* is not a tensor"
+        r"|several tensors|not one tensor",
+        _SEPARATE_DIMS,
     ),
     (
-        r"belongs to another region",
-        "nothing to change: what reads it is in chunks already, with another part",
+        r"already belongs to another region",
+        "change nothing: its readers already run in chunks, with another region",
     ),
     (
-        r"lies between two parts",
-        "let each widening product have values of its own: two of them share what is computed here",
+        r"path that leaves the region",
+        "give each widening matmul values of its own: two of them share what is computed here",
     ),
+    # ---- checkpoints, gradients, budgets
     (
         r"must_recompute",
-        "let the checkpoint's policy save it (MUST_SAVE or PREFER_SAVE), or leave it out of the "
-        "checkpoint",
+        "let the checkpoint's policy save the value (MUST_SAVE or PREFER_SAVE), or move it out of "
+        "the checkpoint",
     ),
     (
-        r"not linear in|reads a large gradient",
-        "a gradient of the wide value is changed on its way; clip or scale the loss instead",
+        r"not linear in|reads a wide gradient",
+        "clip or scale the loss instead: here the gradient of a wide value is changed on its way",
     ),
-    (r"torch's own budget", "leave it out, and give mstpass the option memory_budget"),
+    (r"torch's own budget", "remove that budget, and set the option memory_budget of mstpass"),
+    # ---- what no user can change
     (
         r"has shape|the loop returns|need their own results|no node holds the size"
         r"|^\w*(Error|Exception)",
@@ -129,14 +153,15 @@ _ADVICE = (
 
 
 def is_output(reason: str) -> bool:
-    """Whether a part is refused as the graph returns something of it."""
+    """Whether something was refused because the graph returns a part of it."""
     return re.search(_OUTPUT, reason) is not None
 
 
 def fix_of(reason: str) -> str:
-    """What to change; empty where nothing is known to help."""
+    """What the user can do about a reason; empty if nothing is known to help."""
     return next((advice for pattern, advice in _ADVICE if re.search(pattern, reason)), "")
 
 
 def with_fix(rejection: Rejection) -> Rejection:
+    """The rejection with its advice; advice that it has already stays."""
     return dataclasses.replace(rejection, fix=rejection.fix or fix_of(rejection.reason))

@@ -1,20 +1,21 @@
-"""Grow a region from one wide matmul: all that touches its wide values, each with token dims.
+"""Grow a region from an anchor: to everything that touches its wide values, each with token dims.
+
+A value is *wide* if it has many more elements per token than the input of the anchor. No wide value
+may leave the region, so all users of a wide member join, and a user that is not token-parallel ends
+the growth with a refusal.
 
 Pseudo-code::
 
     add(anchor)
-    for a member with a wide value:  add all its users            # no wide value may escape
-    for a member's wide operand, or operand that is a mere view:   add its producer
-    until nothing changes
-
-A *wide* value has many more elements a token than the anchor's input. A user of a wide value that
-is not token-parallel ends the growth with a refusal.
+    until nothing changes:
+        of a member with a wide value, add all users
+        of every member, add the operands that are wide or mere views
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 from torch import fx
 
@@ -22,100 +23,102 @@ from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec, Sum
 
+OperandSpecs = Callable[[fx.Node, Spec], "dict[fx.Node, Spec] | Refusal"]
 
-def products_behind(joint: JointGraph) -> dict[fx.Node, int]:
-    """Of every node the products that it depends on or is: bit ``i`` for the graph's node ``i``."""
-    behind: dict[fx.Node, int] = {}
+
+def upstream_matmuls(joint: JointGraph) -> dict[fx.Node, int]:
+    """For every node, the matmuls that it depends on or is, as bits: bit i stands for node i."""
+    upstream: dict[fx.Node, int] = {}
     for i, node in enumerate(joint.nodes):
         bits = 1 << i if ops.is_matmul(node) else 0
         for operand in node.all_input_nodes:
-            bits |= behind[operand]
-        behind[node] = bits
-    return behind
-
-
-class Needs:
-    """The specs that nodes need of their operands: asked often, found once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[fx.Node, Spec], dict[fx.Node, Spec] | Refusal] = {}
-
-    def of(self, node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
-        if (node, spec) not in self._known:
-            self._known[node, spec] = ops.operand_specs(node, spec)
-        return self._known[node, spec]
+            bits |= upstream[operand]
+        upstream[node] = bits
+    return upstream
 
 
 class Growth:
-    """A region while it grows: its members and their specs."""
+    """A region while it grows: its members and their specs.
+
+    Args:
+        wide_numel: from how many elements on a value is wide.
+        taken: the members of other regions.
+        upstream: the result of ``upstream_matmuls``.
+        operand_specs: ``ops.operand_specs``, perhaps cached.
+    """
 
     def __init__(
         self,
         joint: JointGraph,
         wide_numel: int,
         taken: Set[fx.Node],
-        behind: Mapping[fx.Node, int],
-        known: Needs,
+        upstream: Mapping[fx.Node, int],
+        operand_specs: OperandSpecs,
     ):
         self.joint = joint
         self.wide_numel = wide_numel
-        self.taken = taken  # members of other regions
-        self.behind = behind
-        self.known = known
+        self.taken = taken
+        self.upstream = upstream
+        self.operand_specs = operand_specs
         self.specs: dict[fx.Node, Spec | Sum] = {}
         self.returned: set[fx.Node] = set()  # wide members that the step returns
         self._queue: deque[fx.Node] = deque()
 
     def copy(self) -> Growth:
-        other = Growth(self.joint, self.wide_numel, self.taken, self.behind, self.known)
+        other = Growth(self.joint, self.wide_numel, self.taken, self.upstream, self.operand_specs)
         other.specs, other.returned = dict(self.specs), set(self.returned)
         return other
 
-    def take(self, other: Growth) -> None:
+    def adopt(self, other: Growth) -> None:
+        """Replace the members by those of a copy that has grown further."""
         self.specs, self.returned = other.specs, other.returned
 
-    def could_add(self, node: fx.Node, spec: Spec) -> bool:
-        """Add the node where that is possible; leave everything as it was where it is not."""
+    def try_add(self, node: fx.Node, spec: Spec) -> bool:
+        """Add the node if that is possible, else change nothing. Returns whether it was added."""
         trial = self.copy()
         try:
             trial.add(node, spec)
         except CannotTake:
             return False
-        self.take(trial)
+        self.adopt(trial)
         return True
 
     def wide(self, node: fx.Node) -> bool:
         return numel(node) >= self.wide_numel
 
-    def matters(self, node: fx.Node) -> bool:
-        """Not mere label arithmetic, which several regions may repeat."""
+    def may_repeat(self, node: fx.Node) -> bool:
+        """Whether several regions may compute the node, such as narrow masks from labels."""
         value = value_of(node)
-        return value is None or value.is_floating_point() or self.wide(node)
+        return value is not None and not value.is_floating_point() and not self.wide(node)
 
-    def products(self) -> int:
-        """The region's wide products, a bit each."""
-        return sum(1 << self.joint.index[node] for node in self.specs if self._is_product(node))
+    def wide_matmuls(self) -> int:
+        """The members that are matmuls with a wide result, as bits as in ``upstream_matmuls``."""
+        return sum(1 << self.joint.index[node] for node in self.specs if self._is_wide_matmul(node))
 
-    def _is_product(self, node: fx.Node) -> bool:
+    def _is_wide_matmul(self, node: fx.Node) -> bool:
         return ops.is_matmul(node) and self.wide(node)
 
-    def feeds(self, products: int, node: fx.Node) -> bool:
-        """Whether a node outside needs one of these products."""
-        return node not in self.specs and bool(self.behind[node] & products)
+    def depends_on(self, node: fx.Node, matmuls: int) -> bool:
+        """Whether a node outside of the region depends on one of these matmuls."""
+        return node not in self.specs and bool(self.upstream[node] & matmuls)
 
     def computed(self) -> set[fx.Node]:
-        """Members that come from the region's wide products; others are redone where needed."""
+        """The members that are or depend on wide matmuls of the region.
+
+        Nodes outside that read another member compute it themselves.
+        """
         found: set[fx.Node] = set()
         for node in self.joint.sorted(self.specs):
-            if self._is_product(node) or any(i in found for i in node.all_input_nodes):
+            if self._is_wide_matmul(node) or any(i in found for i in node.all_input_nodes):
                 found.add(node)
         return found
 
     def add(self, node: fx.Node, spec: Spec | Sum) -> None:
-        """Make ``node`` a member and follow wide values and views from it until nothing is new.
+        """Make ``node`` a member, and all nodes that must or should join because of it.
 
         Raises:
-            CannotTake: two members disagree on token dims, or a wide value escapes.
+            CannotTake: two members need different token dims of a value, or a user of a wide value
+                cannot join.
         """
         self._put(node, spec)
         while self._queue:
@@ -125,47 +128,51 @@ class Growth:
             if carries and (self.wide(member) or value_of(member) is None):
                 self._push_users(member)
 
-    def needs(self, member: fx.Node) -> dict[fx.Node, Spec]:
-        """The spec that a member needs of each operand."""
+    def required_specs(self, member: fx.Node) -> dict[fx.Node, Spec]:
+        """The spec that a member requires of each operand.
+
+        Raises:
+            CannotTake: the op of the member has no rule for its spec.
+        """
         spec = self.specs[member]
         if isinstance(spec, Sum):
-            needs = self._sum_needs(member)
+            required = self._specs_for_sum(member)
         else:
-            needs = self.known.of(member, spec)
-        if isinstance(needs, Refusal):
-            raise CannotTake(member, needs.reason)
-        return needs
+            required = self.operand_specs(member, spec)
+        if isinstance(required, Refusal):
+            raise CannotTake(member, required.reason)
+        return required
 
-    def _sum_needs(self, member: fx.Node) -> dict[fx.Node, Spec] | Refusal:
+    def _specs_for_sum(self, member: fx.Node) -> dict[fx.Node, Spec] | Refusal:
         for operand in member.all_input_nodes:
             spec = self.specs.get(operand)
             if isinstance(spec, tuple) and spec != WHOLE:
                 return ops.sum_operands(member, operand, spec)
-        return Refusal(f"{member.name} sums nothing of the region")
+        return Refusal("no operand that it sums has tokens in the region")
 
-    def try_user(self, user: fx.Node, operand: fx.Node) -> Spec | Sum | Refusal:
-        """The spec ``user`` would have; a Refusal where it cannot join."""
+    def spec_of_user(self, user: fx.Node, operand: fx.Node) -> Spec | Sum | Refusal:
+        """The spec that a user of a member would have, or why the user cannot join."""
         spec = self.specs[operand]
         if isinstance(spec, Sum):
-            return Refusal("a sum over tokens is used token by token")
+            return Refusal("the sum over all tokens is complete only after the loop")
         if user.op == "output":
             return Refusal("is an output of the graph")
         result = ops.result_spec(user, operand, spec)
         if isinstance(result, tuple):
-            needs = self.known.of(user, result)
-            if isinstance(needs, Refusal):
-                return needs
+            required = self.operand_specs(user, result)
+            if isinstance(required, Refusal):
+                return required
         return result
 
     def _put(self, node: fx.Node, spec: Spec | Sum) -> None:
         known = self.specs.get(node)
         if known is None:
             if node in self.taken and spec != WHOLE:
-                raise CannotTake(node, "belongs to another region already")
+                raise CannotTake(node, "already belongs to another region")
             self.specs[node] = spec
             self._queue.append(node)
         elif known != spec:
-            raise CannotTake(node, f"token dims {known} and {spec} are both needed")
+            raise CannotTake(node, _conflict(known, spec))
 
     def _push_users(self, member: fx.Node) -> None:
         for user in self.joint.users(member):
@@ -176,22 +183,20 @@ class Growth:
                     raise CannotTake(member, "is an output of the graph")
                 self.returned.add(member)
                 continue
-            result = self.try_user(user, member)
+            result = self.spec_of_user(user, member)
             if isinstance(result, Refusal):
                 raise CannotTake(user, result.reason)
             self._put(user, result)
 
     def _pull_operands(self, member: fx.Node) -> None:
-        for operand, spec in self.needs(member).items():
+        for operand, spec in self.required_specs(member).items():
             if operand in self.specs:
                 if self.specs[operand] != spec:
-                    raise CannotTake(
-                        operand, f"token dims {self.specs[operand]} and {spec} are both needed"
-                    )
+                    raise CannotTake(operand, _conflict(self.specs[operand], spec))
             elif self._worth_pulling(operand, spec) and self._can_pull(operand, spec):
                 self._put(operand, spec)
             elif value_of(operand) is None:
-                raise CannotTake(operand, "an op with several results that cannot join")
+                raise CannotTake(operand, "it returns several tensors but cannot join the region")
 
     def _worth_pulling(self, operand: fx.Node, spec: Spec) -> bool:
         if operand.op != "call_function":
@@ -202,31 +207,34 @@ class Growth:
             return False
         value = value_of(operand)
         if value is None:
-            return True  # a tuple cannot enter a loop: its producer comes along with its items
-        # Masks and indices made from labels are cheaper to redo than to read.
+            return True  # no tuple can enter a loop, so its producer joins with its items
+        # To compute masks and indices from labels again is cheaper than to read them.
         labels = not value.is_floating_point() and ops.is_pointwise(operand)
         return self.wide(operand) or labels
 
     def _can_pull(self, operand: fx.Node, spec: Spec) -> bool:
-        needs = self.known.of(operand, spec)
-        if isinstance(needs, Refusal):
+        required = self.operand_specs(operand, spec)
+        if isinstance(required, Refusal):
             return False
-        if not all(self.specs.get(n, s) == s for n, s in needs.items()):
+        if not all(self.specs.get(n, s) == s for n, s in required.items()):
             return False
-        # An item joins only with the op that makes the tuple.
-        tuples = [n for n in needs if value_of(n) is None and n not in self.specs]
-        return all(self._can_pull(n, needs[n]) for n in tuples)
+        # An item of a tuple joins only together with the op that returns the tuple.
+        tuples = [n for n in required if value_of(n) is None and n not in self.specs]
+        return all(self._can_pull(n, required[n]) for n in tuples)
 
     # ---- closing a part: no path may leave it and come back -----------------------------------
-    def close(self, part: set[fx.Node], cut: fx.Node | None = None) -> set[fx.Node]:
-        """Add all nodes on paths from ``part`` out and back into it. Returns the closed part.
+    def close(self, part: set[fx.Node], ignored: fx.Node | None = None) -> None:
+        """Add all nodes on paths that leave ``part`` and come back to it.
 
-        ``cut`` is a node through which paths do not count (a fused region's scalar).
+        Paths through ``ignored``, the scalar of a fused region, do not count.
+
+        Raises:
+            CannotTake: such a node cannot join.
         """
         while True:
-            between = self._between(part, cut)
+            between = self._between(part, ignored)
             if not between:
-                return part
+                return
             for node in between:
                 self._join(node)
             part = part | set(between)
@@ -236,22 +244,22 @@ class Growth:
             return
         for operand in node.all_input_nodes:
             if operand in self.specs and self.specs[operand] != WHOLE:
-                result = self.try_user(node, operand)
+                result = self.spec_of_user(node, operand)
                 if isinstance(result, Refusal):
                     raise CannotTake(node, result.reason)
                 self.add(node, result)
                 return
-        raise CannotTake(node, "lies between two parts of the region")
+        raise CannotTake(node, "lies on a path that leaves the region and comes back")
 
-    def _between(self, part: set[fx.Node], cut: fx.Node | None) -> list[fx.Node]:
+    def _between(self, part: set[fx.Node], ignored: fx.Node | None) -> list[fx.Node]:
         index = self.joint.index
         sources = part & self.computed()
         first = min(map(index.__getitem__, sources), default=len(index))
-        before: set[fx.Node] = set()  # what the part needs, no further back than its first source
+        before: set[fx.Node] = set()  # nodes that the part depends on, after its first source
         stack = list(part)
         while stack:
             for operand in stack.pop().all_input_nodes:
-                if index[operand] > first and operand is not cut:
+                if index[operand] > first and operand is not ignored:
                     if operand not in part and operand not in before:
                         before.add(operand)
                         stack.append(operand)
@@ -260,3 +268,7 @@ class Growth:
             if any(i in sources or i in between for i in node.all_input_nodes):
                 between[node] = None
         return list(between)
+
+
+def _conflict(spec: Spec | Sum, other: Spec | Sum) -> str:
+    return f"its users need different token dims: {spec} and {other}"

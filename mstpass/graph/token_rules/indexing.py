@@ -94,7 +94,7 @@ def index_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal
     shape = shape_of(operand)
     dims = align(spec, len(shape), len(layout.block))
     if any(layout.block[d] != shape[s] for d, s in zip(dims, spec, strict=True)):
-        return Refusal("token dims are broadcast")
+        return Refusal("an operand is broadcast over the token dims")
     return tuple(layout.start + d for d in dims)
 
 
@@ -174,5 +174,5 @@ def embedding_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     weight, ids = node.args[:2]
     assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node)
     if len(shape_of(node)) - 1 in spec:
-        return Refusal("tokens run along the features of an embedding")
+        return Refusal("the tokens run along the features of an embedding")
     return {weight: WHOLE, ids: spec}

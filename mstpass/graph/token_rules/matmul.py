@@ -33,17 +33,17 @@ def matmul_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | 
     bias, left, right = bias_and_factors(node)
     rank = len(shape_of(node))
     if left is right:
-        return Refusal("a matrix times itself")
+        return Refusal("multiplies a matrix by itself")
     if operand is bias:
         return pointwise_forward(node, operand, spec)
     if len(spec) != 1:
-        return Refusal("tokens over several dims of a matmul")
+        return Refusal("a matmul has tokens in several dims")
     (dim,) = spec
     contracted = rank - 1 if operand is left else rank - 2
     if dim != contracted:
         return spec
     if bias is not None:
-        return Refusal("addmm that contracts tokens")
+        return Refusal(f"{node.target} sums over the tokens and adds a bias")
     return SUM
 
 
@@ -51,7 +51,7 @@ def matmul_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     bias, left, right = bias_and_factors(node)
     rank = len(shape_of(node))
     if left is right or len(spec) > 1:
-        return Refusal("tokens over several dims of a matmul")
+        return Refusal("a matmul has tokens in several dims")
     if not spec:
         return dict.fromkeys(node.all_input_nodes, WHOLE)
     (dim,) = spec
@@ -64,7 +64,7 @@ def matmul_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
         if isinstance(source, Refusal):
             return source
         if needs.get(bias, source) != source:
-            return Refusal("one value is bias and factor")
+            return Refusal("uses one value as bias and as factor")
         needs[bias] = source
     return needs
 

@@ -14,7 +14,7 @@ def pointwise_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Ref
     out, source = shape_of(node), shape_of(operand)
     dims = align(spec, len(source), len(out))
     if any(out[d] != source[s] for d, s in zip(dims, spec, strict=True)):
-        return Refusal("token dims are broadcast")
+        return Refusal("an operand is broadcast over the token dims")
     return dims
 
 
@@ -40,4 +40,4 @@ def created_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
 
 def iota_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     """``iota`` numbers its elements: a chunk of token numbers is not the iota of a chunk."""
-    return Refusal(f"{node.target} counts along the token dim") if spec else {}
+    return Refusal(f"{node.target} numbers its elements along a token dim") if spec else {}

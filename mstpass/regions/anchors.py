@@ -1,0 +1,116 @@
+"""Anchors: the matmuls that widen, from which regions grow.
+
+An anchor is a matmul in the forward of tokens with a weight, whose result has at least ``WIDEN``
+times as many features per token as its input: the up projection of an MLP, or an LM head.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
+from mstpass.graph.sizes import Size, generic, generic_shape, hint, is_static
+from mstpass.graph.source_location import source_of
+from mstpass.graph.tokens import Refusal, Spec, token_count
+from mstpass.plans import Rejection
+
+WIDEN = 1.5
+SYMBOLIC_WIDTH = "a dim other than the token dims has a symbolic size"
+# A value of a region is wide if it has at least these shares of the elements of its anchor's
+# result and of its anchor's input.
+WIDE_OF_ANCHOR = 0.4
+_WIDE_OF_INPUT = 1.1
+_SMALL_BYTES = 16 * 2**10
+
+
+def anchors(joint: JointGraph) -> list[tuple[fx.Node, Spec]]:
+    """The anchors of the graph with their specs, the one with the most bytes first."""
+    found = []
+    for node in joint.nodes:
+        if not ops.is_matmul(node) or node in joint.backward:
+            continue
+        spec = anchor_spec(node)
+        if spec is not None and not _is_small(node):
+            found.append((node, spec))
+    return sorted(found, key=lambda pair: (-nbytes(pair[0]), joint.index[pair[0]]))
+
+
+def anchor_spec(node: fx.Node) -> Spec | None:
+    """The token dims of a matmul's result if the matmul widens, else None."""
+    sizes = widths(node)
+    if sizes is None or generic(sizes[1]) < WIDEN * generic(sizes[0]):
+        return None
+    rank = node.meta["val"].dim()
+    return (rank - 1,) if _is_transposed(node) else (rank - 2,)
+
+
+def widths(node: fx.Node) -> tuple[Size, Size] | None:
+    """The features per token before and after a matmul.
+
+    None for a batch of matrices: that is attention or experts, not a layer of single tokens.
+    """
+    left, right = (value_of(n) for n in ops.matmul_factors(node))
+    out = value_of(node)
+    if left is None or right is None or out is None or not out.is_floating_point():
+        return None
+    if out.dim() == 3 and generic_shape(out)[0] != 1:
+        return None
+    return left.shape[-1], out.shape[-2 if _is_transposed(node) else -1]
+
+
+def wide_numel(anchor: fx.Node, spec: Spec) -> int:
+    """From how many elements on a value of the anchor's region is wide."""
+    out = value_of(anchor)
+    left, _ = ops.matmul_factors(anchor)
+    source = value_of(left)
+    assert out is not None and source is not None
+    tokens = token_count(generic_shape(out), spec)
+    input_width = generic_shape(source)[-1]
+    return int(max(_WIDE_OF_INPUT * input_width * tokens, WIDE_OF_ANCHOR * numel(anchor)))
+
+
+def _is_small(node: fx.Node) -> bool:
+    """Whether the result is small in every batch; with a symbolic size it may grow."""
+    value = value_of(node)
+    return value is not None and is_static(value) and nbytes(node) < _SMALL_BYTES
+
+
+def _is_transposed(node: fx.Node) -> bool:
+    """Whether the matmul is a weight times tokens in columns."""
+    left, right = ops.matmul_factors(node)
+    return ops.is_weight(left) and not ops.is_weight(right)
+
+
+# ---- wide products that are no anchors -----------------------------------------------------------
+def refused_wide_products(joint: JointGraph) -> list[Rejection]:
+    """Rejections of products that widen but from which no region can grow."""
+    return [*_expert_products(joint), *_products_of_symbolic_width(joint)]
+
+
+def _expert_products(joint: JointGraph) -> list[Rejection]:
+    """The products of mixtures of experts: their rows are grouped by expert."""
+    return [
+        Rejection("detect", node.name, row.reason, source_of(node), nbytes(node))
+        for node in joint.nodes
+        if node not in joint.backward and ops.is_grouped_matmul(node) and _widens(node)
+        if isinstance(row := ops.lookup(node), Refusal)
+    ]
+
+
+def _widens(node: fx.Node) -> bool:
+    out, source = value_of(node), value_of(node.all_input_nodes[0])
+    if out is None or source is None:
+        return False
+    return generic_shape(out)[-1] >= WIDEN * generic_shape(source)[-1]
+
+
+def _products_of_symbolic_width(joint: JointGraph) -> list[Rejection]:
+    """Matmuls that widen in this batch, by a width that may be another in the next batch."""
+    return [
+        Rejection("detect", node.name, SYMBOLIC_WIDTH, source_of(node), nbytes(node))
+        for node in joint.nodes
+        if ops.is_matmul(node) and node not in joint.backward and anchor_spec(node) is None
+        if (sizes := widths(node)) is not None and not isinstance(sizes[0], int)
+        if hint(sizes[1]) >= WIDEN * hint(sizes[0]) and nbytes(node) >= _SMALL_BYTES
+    ]

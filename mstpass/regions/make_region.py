@@ -1,0 +1,175 @@
+"""Describe a closed region as plain data, after the last checks.
+
+Checked is that only narrow values leave the region (unless the step itself returns them), that the
+features of every value are static, and that a loop can save memory at all.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.joint import JointGraph, numel, tensors_of
+from mstpass.graph.sizes import generic_shape, is_static
+from mstpass.graph.source_location import source_of
+from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Spec, Sum, token_count
+from mstpass.plans import Region
+from mstpass.regions.advice import fix_of
+from mstpass.regions.anchors import SYMBOLIC_WIDTH
+from mstpass.regions.close_fused import Unit
+from mstpass.regions.grow import Growth
+
+_RETURNED = {  # why a region is only half as good, or refused, if the step returns a wide value
+    "lm_head": "logits are an output of the graph, so they exist in full",
+    "mlp": "a large value is an output of the graph, so it exists in full",
+}
+
+
+class Core(NamedTuple):
+    """What a region is known by before it grows."""
+
+    anchor: fx.Node
+    num_tokens: int
+
+
+def make_region(
+    joint: JointGraph, growth: Growth, core: Core, unit: Unit | None, note: str
+) -> Region:
+    """The region with the members of ``growth``.
+
+    Args:
+        unit: what the backward is linear in, for a fused region.
+        note: why the region is not fused.
+
+    Raises:
+        CannotTake: a wide value leaves the region, or a loop would save no memory.
+    """
+    _check_static_features(growth)
+    returned = {_base(growth, n) for n in growth.returned}
+    outputs = _outputs(joint, growth, returned)
+    kind = _kind(joint, growth, core.anchor)
+    if kind == "mlp":
+        note = ""  # an MLP is never fused: the gradient of its output is not a scalar
+    if returned:
+        _check_large_value_left(growth, kind, returned)
+        note = "; ".join(filter(None, (_RETURNED[kind], fix_of(_RETURNED[kind]), note)))
+    forward_outputs = [n for n in outputs if n not in joint.backward and n not in returned]
+    _check_gain(growth, core.anchor, forward_outputs)
+    members = joint.sorted(growth.specs)
+    return Region(
+        kind=kind,
+        source=source_of(core.anchor),
+        num_tokens=core.num_tokens,
+        width=_features(core.anchor, growth.specs[core.anchor]),
+        symbolic=not is_static(core.anchor.meta["val"]),
+        fused=unit is not None,
+        members=tuple((n.name, _spec_or_none(growth.specs[n])) for n in members),
+        outputs=tuple(n.name for n in outputs),
+        returned=tuple(n.name for n in outputs if n in returned),
+        backward=frozenset(n.name for n in members if n in joint.backward),
+        unit=unit.scalar.name if unit is not None else None,
+        prelude=tuple(n.name for n in unit.prelude) if unit is not None else (),
+        note=note,
+    )
+
+
+def _kind(joint: JointGraph, growth: Growth, anchor: fx.Node) -> str:
+    """ "mlp" if another matmul of the forward takes wide values to narrow ones, else "lm_head"."""
+    for node, spec in growth.specs.items():
+        if node is anchor or node in joint.backward or isinstance(spec, Sum) or spec == WHOLE:
+            continue
+        if ops.is_matmul(node) and not growth.wide(node):
+            if any(growth.wide(n) and growth.specs.get(n) for n in ops.matmul_factors(node)):
+                return "mlp"
+    return "lm_head"
+
+
+def _features(node: fx.Node, spec: Spec | Sum) -> int:
+    """The number of elements per token."""
+    assert isinstance(spec, tuple)
+    return numel(node) // token_count(generic_shape(node.meta["val"]), spec)
+
+
+def _spec_or_none(spec: Spec | Sum) -> Spec | None:
+    return None if isinstance(spec, Sum) else spec
+
+
+# ---- what leaves the region ----------------------------------------------------------------------
+def _outputs(joint: JointGraph, growth: Growth, returned: set[fx.Node]) -> list[fx.Node]:
+    """The members that nodes outside need, and those that the step returns.
+
+    Raises:
+        CannotTake: a node outside reads a wide value.
+    """
+    leaving = dict.fromkeys(returned)
+    computed = growth.computed()
+    for node in joint.sorted(growth.specs):
+        readers = [u for u in node.users if u not in growth.specs]
+        # A member that does not depend on the region's wide matmuls, such as a mask, is computed
+        # outside as well.
+        if not readers or node not in computed:
+            continue
+        if node in growth.returned and node not in returned:
+            continue  # a view of a value that the loop returns
+        if growth.wide(node) and growth.specs[node] != SUM and node not in returned:
+            raise CannotTake(
+                node, f"{readers[0].name}, which is outside the region, reads a wide value"
+            )
+        leaving[_without_views(growth, node)] = None
+    return joint.sorted(leaving)
+
+
+def _base(growth: Growth, node: fx.Node) -> fx.Node:
+    """The member that a view shows, seen through further views."""
+    while ops.is_cheap_view(node) and node.all_input_nodes[0] in growth.specs:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _without_views(growth: Growth, node: fx.Node) -> fx.Node:
+    """The member of which the node shows all elements.
+
+    Other regions may repeat the view, so they need the value that it shows.
+    """
+    while ops.is_cheap_view(node) and growth.specs[node] != SUM:
+        source = node.all_input_nodes[0]
+        if source not in growth.specs or numel(source) != numel(node):
+            break
+        node = source
+    return node
+
+
+# ---- checks --------------------------------------------------------------------------------------
+def _check_static_features(growth: Growth) -> None:
+    """Only the token dims of a value may be symbolic, so that one loop body fits every batch."""
+    specs: dict[fx.Node, Spec] = {n: _spec_or_none(s) or WHOLE for n, s in growth.specs.items()}
+    for member in growth.specs:
+        specs.update((n, s) for n, s in growth.required_specs(member).items() if n not in specs)
+    for node, spec in specs.items():
+        for value in tensors_of(node.meta.get("val")):
+            features = [size for dim, size in enumerate(value.shape) if dim not in spec]
+            if not all(isinstance(size, int) for size in features):
+                raise CannotTake(node, SYMBOLIC_WIDTH)
+
+
+def _check_large_value_left(growth: Growth, kind: str, returned: set[fx.Node]) -> None:
+    """There must be a large value besides those that the step returns, which exist in any case."""
+    for node, spec in growth.specs.items():
+        if spec in (SUM, WHOLE) or ops.is_view(node) or node in returned or not growth.wide(node):
+            continue
+        if ops.is_matmul(node) or any(map(ops.is_matmul, ops.readers_through_views(node))):
+            return
+    raise CannotTake(next(iter(returned)), _RETURNED[kind])
+
+
+def _check_gain(growth: Growth, anchor: fx.Node, forward_outputs: list[fx.Node]) -> None:
+    """The outputs of the forward part must be clearly smaller than the anchor's result."""
+    stacked = sum(numel(n) for n in forward_outputs if not isinstance(growth.specs[n], Sum))
+    if not forward_outputs and not growth.returned:
+        raise CannotTake(anchor, "nothing outside the region uses its results")
+    if 2 * stacked > numel(anchor):
+        raise CannotTake(
+            anchor, "its outputs are as large as its intermediates: chunks would save no memory"
+        )
