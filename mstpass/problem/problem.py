@@ -46,8 +46,8 @@ class Value(Op):
         needed: an op of the backward reads it.
         forward: an output of the forward is computed from it. Other forward values only serve the
             backward.
-        tag: the user's checkpoint policy that binds the value (graph/checkpoint_tags.py), or "".
-            A value with ``MUST_SAVE`` is pinned. A value with ``MUST_RECOMPUTE`` or
+        tag: the user's checkpoint policy that binds the value (graph/checkpoint_policies.py), or
+            "". A value with ``MUST_SAVE`` is pinned. A value with ``MUST_RECOMPUTE`` or
             ``PREFER_RECOMPUTE`` is not savable, and backward may recompute it even if it is heavy.
     """
 
