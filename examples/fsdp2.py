@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mstpass
@@ -67,7 +68,8 @@ def gradients_and_peak(backend: str, ids_BS: Tensor) -> tuple[list[Tensor], int]
 
     step()  # compiles
     peak = peak_bytes(step)
-    return [parameter.grad.to_local() for parameter in model.parameters()], peak
+    gradients = (parameter.grad for parameter in model.parameters())
+    return [grad.to_local() for grad in gradients if isinstance(grad, DTensor)], peak
 
 
 def main() -> tuple[float, dict[str, int]]:
