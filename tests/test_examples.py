@@ -64,7 +64,7 @@ def test_own_solver():
 def test_fsdp2():
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launch, str(EXAMPLES / "fsdp2.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     peaks = re.search(r"peak: Inductor ([\d.]+) MiB, mst ([\d.]+) MiB", done.stdout)
     error = re.search(r"difference of a gradient to eager's: (\S+)", done.stdout)
