@@ -104,7 +104,7 @@ def test_a_checkpoint_around_checkpointed_layers():
     nested = by_kind(report, "nested checkpoints")
     # `up` runs a second time; `down` runs once and leads to the next layer's input, or the loss
     assert {name: f.wasted_flops for name, f in nested.items()} == {"layers.0": MM, "layers.1": MM}
-    assert "reruns 2 inner ones" in nested["layers.0"].cause
+    assert "runs 2 inner ones once more" in nested["layers.0"].cause
     assert report.step_flops == (2 * 7 + 2 * 2) * MM
     assert len(report.findings) == 2
 
@@ -268,7 +268,7 @@ def test_the_first_product_of_a_block(dead):
     first = ("dead recompute", 2 * TOKENS * WIDTH * WIDTH)
     assert wasted == ({"first": first} if dead else {})
     if dead:
-        assert "take it out of the checkpoint" in report.findings[0].fix
+        assert "move it out of the checkpoint" in report.findings[0].fix
 
 
 def test_two_backwards_through_one_checkpoint():

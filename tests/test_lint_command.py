@@ -56,7 +56,7 @@ def test_findings(step, capsys):
     assert main(["lint", step("steps.py:nested")]) == 1
     shown = capsys.readouterr().out
     assert "Net: nested checkpoints" in shown
-    assert "ran     1x in forward, 2x again in backward" in shown
+    assert "ran     1x in forward, recomputed 2x in backward" in shown
     assert "checkpoint() at steps.py:" in shown
 
 

@@ -14,8 +14,8 @@ from tests.lint_models import MM, NON_REENTRANT, REENTRANT, WIDTH, Model, runs, 
 def test_the_text_sums_up_layers():
     text = str(mstpass.lint(Model(REENTRANT, NON_REENTRANT), tokens()))
     assert "layers.* (2 of them): nested checkpoints" in text
-    assert "1x in forward, 2x again in backward (each)" in text
-    assert "4 findings; 30.0% of the step's 20.5 kflop are wasted" in text  # 6 of 20 products
+    assert "1x in forward, recomputed 2x in backward (each)" in text
+    assert "4 findings; 30.0% of the step's 20.5 kflop wasted" in text  # 6 of 20 products
 
 
 def test_paths_of_modules_that_are_called_one_by_one():

@@ -142,9 +142,9 @@ def test_configs_that_are_refused(tmp_path, values, message):
 def test_unreadable_and_missing_configs(tmp_path):
     broken = tmp_path / "config.json"
     broken.write_text("{", encoding="utf-8")
-    with pytest.raises(ModelError, match="not a readable config"):
+    with pytest.raises(ModelError, match="cannot read this config"):
         config_of(str(broken))
-    with pytest.raises(ModelError, match="no such file"):
+    with pytest.raises(ModelError, match="does not exist"):
         config_of(str(tmp_path / "other.json"))
     with pytest.raises(ModelError, match="did you mean 'llama3-8b'"):
         config_of("llama3-8")
@@ -274,7 +274,7 @@ def test_command_prints_json(tiny, capsys):
         ([], "--device-memory"),
     ],
 )
-def test_called_wrongly(capsys, rest, message):
+def test_wrong_arguments_are_refused(capsys, rest, message):
     with pytest.raises(SystemExit) as stop:
         main(["plan", "--model", "gpt2", *rest])
     assert stop.value.code == 2
@@ -285,11 +285,11 @@ def test_called_wrongly(capsys, rest, message):
     ("model", "message"),
     [
         ("llama3-8x", "did you mean 'llama3-8b'"),
-        ("no/config.json", "there is no such file"),
-        ("broken.json", "not a readable config.json"),
+        ("no/config.json", "this file does not exist"),
+        ("broken.json", "cannot read this config.json"),
     ],
 )
-def test_a_model_that_there_is_not(capsys, tmp_path, monkeypatch, model, message):
+def test_an_unknown_or_broken_model_is_named(capsys, tmp_path, monkeypatch, model, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.json").write_text("{")
     assert main(["plan", "--model", model, "--device-memory", "80GiB"]) == 2
@@ -297,6 +297,6 @@ def test_a_model_that_there_is_not(capsys, tmp_path, monkeypatch, model, message
     assert message in shown.err and len(shown.err.splitlines()) == 1 and not shown.out
 
 
-def test_failures_say_why(capsys):
+def test_a_model_that_is_too_large_says_so(capsys):
     assert main(["plan", "--model", "llama3-8b", "--device-memory", "8GiB"]) == 1
     assert "does not fit" in capsys.readouterr().err

@@ -1,8 +1,8 @@
-"""Of a compiled step: the graphs that Inductor was given, recorded and read pair by pair.
+"""Records the graphs that a compiled step gives to Inductor, and lints them pair by pair.
 
-The graphs are taken at ``post_grad_custom_pre_pass``, a config hook of Inductor's that sees forward
-and backward before its own rewrites (checked with torch 2.11 and 2.13). Every backend that ends in
-Inductor passes there, ``mst`` among them.
+The graphs are copied in Inductor's hook ``post_grad_custom_pre_pass``, which sees forward and
+backward before Inductor's own rewrites. Every backend that ends in Inductor calls this hook,
+``mst`` among them.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ from mstpass.torch_internals.settings import inductor_graphs_given_to, inductor_
 
 
 def read_compiled(step: Callable[[Record], None]) -> LintReport:
-    """The report of what ``step`` compiles; it is handed the record to be.
+    """Run ``step``, which gets the `Record` of its graphs, and report on what it compiles.
 
     Raises:
-        LintError: nothing was compiled, or nothing with a backward.
+        LintError: no graph was compiled, or none with a backward.
     """
     record = Record(inductor_setting("post_grad_custom_pre_pass"))
-    known = set(map(id, reports()))
+    earlier = set(map(id, reports()))
     torch.compiler.reset()
     try:
         with inductor_graphs_given_to(record):
             step(record)
     finally:
-        torch.compiler.reset()  # what was compiled here holds the hook
+        torch.compiler.reset()  # the code compiled here refers to the hook
     if not record.graphs:
         raise LintError(
             "Inductor compiled nothing in this step: call a function that "
             "torch.compile(..., backend='mst') or backend='inductor' returned"
         )
     if not record.has_backward:
-        raise LintError("no backward was compiled: does the loss reach a compiled function?")
-    plans = [r.outcome.save_plan for r in reports() if id(r) not in known]
+        raise LintError(
+            "no backward was compiled: call backward on a loss that a compiled function computes"
+        )
+    plans = [r.outcome.save_plan for r in reports() if id(r) not in earlier]
     nested = any(plan is not None and plan.nested for plan in plans)
     return _merge([read_graphs(*pair) for pair in _pairs(record.graphs)], nested)
 
 
 class Record(CustomGraphPass):
-    """Copies each graph that passes; a hook that the user has set still runs."""
+    """A pass of Inductor's that copies each graph. A pass that the user has set still runs."""
 
     def __init__(self, users_pass: Any):
         self.graphs: list[fx.GraphModule] = []
@@ -59,7 +61,7 @@ class Record(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         owner = graph.owning_module
         assert owner is not None
-        # bodies of loops and branches come before the graph that holds them
+        # the bodies of loops and branches have come before the graph that contains them: drop them
         inner = set(owner.modules())
         self.graphs = [graph for graph in self.graphs if graph.meta["copy_of"] not in inner]
         copy = fx.Graph()
@@ -83,7 +85,7 @@ def _is_backward(module: fx.GraphModule) -> bool:
 
 
 def _pairs(modules: list[fx.GraphModule]) -> list[tuple[fx.GraphModule, ...]]:
-    """Each backward with the forward that has most of what it was saved from."""
+    """Each backward with the forward that shares most of its saved values."""
     forwards = [module for module in modules if not _is_backward(module)]
     pairs: list[tuple[fx.GraphModule, ...]] = []
     for backward in filter(_is_backward, modules):
@@ -97,7 +99,7 @@ def _pairs(modules: list[fx.GraphModule]) -> list[tuple[fx.GraphModule, ...]]:
 
 
 def _shared(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
-    """How many values have one name and shape in both; generator states are renamed."""
+    """The number of saved values that have the name and shape of a forward value."""
     shapes = {node.name: _shape(node) for node in forward.graph.nodes}
     saved = (n for n in backward.graph.nodes if n.op == "placeholder" and not is_tangent(n))
     return sum(shapes.get(node.name, ()) == _shape(node) for node in saved)
@@ -109,11 +111,11 @@ def _shape(node: fx.Node) -> tuple[str, ...] | None:
 
 
 def _merge(found: list[LintReport], nested: bool) -> LintReport:
-    """One report; under a ``nested`` plan, what runs twice in backward is that plan's, not news."""
+    """One report of several; under a plan with ``nested`` recomputation, its repeats are a note."""
     step_flops = sum(report.step_flops for report in found)
     share = 1 / step_flops if step_flops else 0.0
     findings = [
-        # shares are of the whole step
+        # each graph's share was of that graph; now it is of the whole step
         dataclasses.replace(f, wasted_share=f.wasted_flops * share)
         for report in found
         for f in report.findings
@@ -123,9 +125,9 @@ def _merge(found: list[LintReport], nested: bool) -> LintReport:
     if planned:
         wasted_share = sum(f.wasted_flops for f in planned) * share
         notes.append(
-            f"{len(planned)} products run twice in backward, "
-            f"{100 * wasted_share:.1f}% of the step: "
-            "memory_budget asks mst for two levels of checkpoints; a larger one needs fewer"
+            f"{len(planned)} matmuls run twice in backward ({100 * wasted_share:.1f}% of the "
+            "step): under this memory_budget mst recomputes at two levels; a larger budget needs "
+            "fewer recomputations"
         )
         findings = [f for f in findings if f not in planned]
     findings.sort(key=lambda f: -f.wasted_flops)

@@ -1,22 +1,23 @@
-"""From what a step ran to findings: how much of it was wasted, why, and what to remove.
+"""Findings on an eager step: how much of its recomputation is wasted, why, and what to change.
 
-An op of a checkpoint is needed once in forward and at most once again in backward. For ops of one
-`Key`, ``f`` runs in forward, ``r`` again in backward, ``d`` of these dead (nothing that computes a
-gradient reads them, liveness.py)::
+A checkpointed op runs once in the forward, and has to run at most once more in the backward. Let
+the ops of one `OpKey` run ``f`` times in the forward and ``r`` times in the backward. Of these
+``r`` runs, ``d`` are dead: no op that computes a gradient depends on them (liveness.py). Then::
 
-    repeated = max(0, r - f)           the forward ran again more often than it had run
-    dead     = max(0, d - repeated)    what is left was recomputed for nothing
+    repeated = max(0, r - f)           recomputations beyond one per run in the forward
+    dead     = max(0, d - repeated)    other recomputations whose results nothing needs
 
-Counting by module, not by call, makes modules that are shared or called several times come out
-right: each call may be recomputed once.
+Runs are counted by module, not by call: a module that is shared or called several times may be
+recomputed once per call.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mstpass.linter.eager_trace import Key, OpRuns, Site, StepTrace, Target
+from mstpass.linter.eager_trace import CheckpointCall, OpKey, OpRuns, StepTrace, Target
 from mstpass.linter.report import (
     DEAD,
     NESTED,
@@ -32,24 +33,24 @@ from mstpass.tracing.names import function_name, module_names
 
 @dataclass(frozen=True)
 class _Waste:
-    """Of one key: how many of its runs in backward were too many, and how many of no use."""
+    """For one key: the runs in the backward that were repeated, and those that were dead."""
 
-    key: Key
+    key: OpKey
     runs: OpRuns
     repeated: int
     dead: int
 
 
 def lint_trace(trace: StepTrace) -> LintReport:
-    """The report of a step that has run."""
+    """The report on a recorded step."""
     names = module_names([*trace.roots.values(), *(c.module for c in trace.modules.values())])
     namer = _Namer(names)
-    used = trace.flow.used()
-    wastes = [_waste(key, runs, used) for key, runs in trace.runs.items()]
-    around = _inner_targets(trace.runs)
+    live = trace.liveness.live_ops()
+    wastes = [_waste(key, runs, live) for key, runs in trace.runs.items()]
+    inner_targets = _inner_targets(trace.runs)
     share = 1 / trace.step_flops if trace.step_flops else 0.0
     findings = [
-        *_repeated(wastes, namer, around, share),
+        *_repeated(wastes, namer, inner_targets, share),
         *_dead(wastes, namer, share),
     ]
     return LintReport(
@@ -69,22 +70,25 @@ def lint_trace(trace: StepTrace) -> LintReport:
     )
 
 
-def _waste(key: Key, runs: OpRuns, used: list[bool]) -> _Waste:
-    if not runs.forward:  # its forward ran before the trace: nothing to compare with
+def _waste(key: OpKey, runs: OpRuns, live: list[bool]) -> _Waste:
+    if not runs.forward:  # its forward ran before the recording began
         return _Waste(key, runs, 0, 0)
     repeated = max(0, len(runs.recomputed) - runs.forward)
-    dead = sum(number is not None and not used[number] for number in runs.recomputed)
+    dead = sum(number is not None and not live[number] for number in runs.recomputed)
     return _Waste(key, runs, repeated, max(0, dead - repeated))
 
 
 def _repeated(
-    wastes: list[_Waste], namer: _Namer, around: Mapping[Site, set[Target]], share: float
+    wastes: list[_Waste],
+    namer: _Namer,
+    inner_targets: Mapping[CheckpointCall, set[Target]],
+    share: float,
 ) -> list[Finding]:
-    """One for each checkpointed module; without a checkpoint, for each module that ran again."""
+    """A finding for each checkpointed module; without a checkpoint, for each repeated module."""
     findings = []
     for name, group in _by(wastes, lambda w: namer.of(w.key.target, w.key), "repeated").items():
         worst = max(group, key=lambda w: w.repeated)
-        kind, cause, fix = _why_repeated(worst.runs, around)
+        kind, cause, fix = _why_repeated(worst.runs, inner_targets)
         flops = sum(w.repeated * w.runs.flops for w in group)
         findings.append(_finding(kind, name, worst.runs, flops, share, cause, fix))
     return findings
@@ -94,13 +98,16 @@ def _dead(wastes: list[_Waste], namer: _Namer, share: float) -> list[Finding]:
     findings = []
     for name, group in _by(wastes, lambda w: namer.of(None, w.key), "dead").items():
         runs = group[0].runs
-        reentrant = next((site for site in reversed(runs.sites) if site.reentrant), None)
-        cause = "backward reads neither its result nor anything computed from it"
+        reentrant = next((call for call in reversed(runs.checkpoints) if call.reentrant), None)
+        cause = "it is recomputed, but no gradient depends on its result"
         if reentrant is not None:
-            cause += "; a reentrant checkpoint runs its block to the end all the same"
-            fix = f"{_without_reentrant(reentrant)}: it stops recomputing before such ops"
+            cause += "; a reentrant checkpoint always recomputes its whole block"
+            fix = f"{_without_reentrant(reentrant)}: such a checkpoint stops before this op"
         else:
-            fix = "take it out of the checkpoint, or move it to its end, where recomputing stops"
+            fix = (
+                "move it out of the checkpoint, or to the end of the checkpointed block: "
+                "recomputation stops before it there"
+            )
         flops = sum(w.dead * w.runs.flops for w in group)
         findings.append(_finding(DEAD, name, runs, flops, share, cause, fix))
     return findings
@@ -117,113 +124,119 @@ def _by(wastes: list[_Waste], name: Callable[[_Waste], str], what: str) -> dict[
 def _finding(
     kind: str, name: str, runs: OpRuns, flops: int, share: float, cause: str, fix: str
 ) -> Finding:
-    source = ", ".join(site.location for site in runs.sites)
+    source = ", ".join(call.location for call in runs.checkpoints)
     times = (runs.forward, len(runs.recomputed))
     return Finding(kind, name, *times, flops, flops * share, cause, fix, source)
 
 
-def _why_repeated(runs: OpRuns, around: Mapping[Site, set[Target]]) -> tuple[str, str, str]:
-    """Kind, cause and fix."""
-    nested = len(runs.sites) > 1
-    # without a reentrant checkpoint only a call of backward starts another backward
-    if len(runs.backward_ids) > 1 and not (nested and any(s.reentrant for s in runs.sites)):
+def _why_repeated(
+    runs: OpRuns, inner_targets: Mapping[CheckpointCall, set[Target]]
+) -> tuple[str, str, str]:
+    """The kind of the finding, its cause, and its fix."""
+    nested = len(runs.checkpoints) > 1
+    # a reentrant checkpoint starts a backward of its own; otherwise the user has started each
+    if len(runs.backward_ids) > 1 and not (nested and any(c.reentrant for c in runs.checkpoints)):
         return (
             REPEATED_BACKWARD,
-            f"backward went {len(runs.backward_ids)} times through its checkpoint, "
-            "which recomputed it each time",
+            f"{len(runs.backward_ids)} backwards went through its checkpoint, "
+            "and each of them recomputed it",
             "add up the losses and call backward once",
         )
     if nested:
-        return NESTED, *_why_nested(runs.sites, around)
+        return NESTED, *_why_nested(runs.checkpoints, inner_targets)
     return (
         UNKNOWN,
-        "its forward ran again in backward, but no two checkpoints are around it",
-        "look for an autograd function or a hook that calls it in backward",
+        "its forward ran in the backward more often than in the forward, and it is not in "
+        "nested checkpoints",
+        "look for an autograd function or a hook that calls it in the backward",
     )
 
 
-def _why_nested(sites: tuple[Site, ...], around: Mapping[Site, set[Target]]) -> tuple[str, str]:
-    outer, inner = sites[-2:]
-    styles = tuple("reentrant" if site.reentrant else "non-reentrant" for site in (inner, outer))
+def _why_nested(
+    checkpoints: tuple[CheckpointCall, ...], inner_targets: Mapping[CheckpointCall, set[Target]]
+) -> tuple[str, str]:
+    """The cause and the fix where checkpoints are nested."""
+    outer, inner = checkpoints[-2:]
+    styles = tuple("reentrant" if call.reentrant else "non-reentrant" for call in (inner, outer))
     how = " in ".join(styles) if styles[0] != styles[1] else f"both {styles[0]}"
     cause = f"{_describe(outer)} around {_describe(inner)} ({how})"
-    if len(sites) > 2:
-        cause += f", {len(sites)} checkpoints in all"
-    # the reentrant one goes first: it runs its block to the end
+    if len(checkpoints) > 2:
+        cause += f", {len(checkpoints)} checkpoints in all"
+    # propose to remove the reentrant one first: it recomputes its whole block
     first, second = (outer, inner) if outer.reentrant and not inner.reentrant else (inner, outer)
     fix = f"keep one of the two: {_removal(first)}, or {_removal(second)}"
-    parts = len(around.get(outer, ()))
+    parts = len(inner_targets.get(outer, ()))
     if parts > 1:
-        cause += f"; the outer one reruns {parts} inner ones to get at their inputs"
-        fix += "; both together trade this time for memory"
+        cause += f"; to get their inputs, the outer one runs {parts} inner ones once more"
+        fix += "; keep both only if you need their memory more than this time"
     return cause, fix
 
 
-def _is_wrapper(site: Site) -> bool:
-    return site.file.endswith("_checkpoint/checkpoint_wrapper.py")
+def _is_wrapper(call: CheckpointCall) -> bool:
+    return call.file.endswith("_checkpoint/checkpoint_wrapper.py")
 
 
-def _is_hugging_face(site: Site) -> bool:
-    return "/transformers/" in site.file
+def _is_hugging_face(call: CheckpointCall) -> bool:
+    return "/transformers/" in call.file
 
 
-def _describe(site: Site) -> str:
-    if _is_wrapper(site):
-        return "FSDP activation checkpointing" if site.fsdp else "checkpoint_wrapper"
-    if _is_hugging_face(site):
+def _describe(call: CheckpointCall) -> str:
+    if _is_wrapper(call):
+        return "FSDP activation checkpointing" if call.fsdp else "checkpoint_wrapper"
+    if _is_hugging_face(call):
         return "Hugging Face gradient checkpointing"
-    return f"checkpoint() at {site.location}"
+    return f"checkpoint() at {call.location}"
 
 
-def _removal(site: Site) -> str:
-    if _is_wrapper(site):
+def _removal(call: CheckpointCall) -> str:
+    if _is_wrapper(call):
         return "leave out apply_activation_checkpointing (checkpoint_wrapper)"
-    if _is_hugging_face(site):
+    if _is_hugging_face(call):
         return "call model.gradient_checkpointing_disable()"
-    return f"remove the checkpoint() call at {site.location}"
+    return f"remove the checkpoint() call at {call.location}"
 
 
-def _without_reentrant(site: Site) -> str:
-    if _is_wrapper(site):
-        return "checkpoint_wrapper(..., checkpoint_impl=CheckpointImpl.NO_REENTRANT)"
-    if _is_hugging_face(site):
-        return "gradient_checkpointing_kwargs={'use_reentrant': False}"
-    return f"use_reentrant=False in the checkpoint() call at {site.location}"
+def _without_reentrant(call: CheckpointCall) -> str:
+    if _is_wrapper(call):
+        return "pass checkpoint_impl=CheckpointImpl.NO_REENTRANT to checkpoint_wrapper"
+    if _is_hugging_face(call):
+        return "pass gradient_checkpointing_kwargs={'use_reentrant': False}"
+    return f"pass use_reentrant=False in the checkpoint() call at {call.location}"
 
 
-def _inner_targets(runs: Mapping[Key, OpRuns]) -> dict[Site, set[Target]]:
-    """By checkpoint: around which other ones it goes."""
-    around: dict[Site, set[Target]] = {}
+def _inner_targets(runs: Mapping[OpKey, OpRuns]) -> dict[CheckpointCall, set[Target]]:
+    """For each checkpoint: the targets of the checkpoints directly inside of it."""
+    inner_targets: dict[CheckpointCall, set[Target]] = {}
     for op in runs.values():
-        for outer, inner in zip(op.sites, op.sites[1:], strict=False):
-            around.setdefault(outer, set()).add(inner.target)
-    return around
+        for outer, inner in itertools.pairwise(op.checkpoints):
+            inner_targets.setdefault(outer, set()).add(inner.target)
+    return inner_targets
 
 
 def _free_nesting(wastes: list[_Waste], namer: _Namer) -> tuple[str, ...]:
-    """Two checkpoints around one thing that cost nothing: recomputing stops early."""
+    """Notes on two checkpoints around one target that waste nothing, as both stop early."""
     free: dict[tuple[str, str], set[str]] = {}
     costly = {w.key.target for w in wastes if w.repeated}
     for waste in wastes:
-        sites, target = waste.runs.sites, waste.key.target
-        if len(sites) < 2 or target in costly or sites[-2].target != target:
+        calls, target = waste.runs.checkpoints, waste.key.target
+        if len(calls) < 2 or target in costly or calls[-2].target != target:
             continue
-        pair = (_describe(sites[-2]), _describe(sites[-1]))
+        pair = (_describe(calls[-2]), _describe(calls[-1]))
         free.setdefault(pair, set()).add(namer.of(target, waste.key))
     return tuple(
-        f"{summed_up(sorted(names))}: {outer} around {inner} costs no flops as both stop early, "
-        "but one is enough"
+        f"{summed_up(sorted(names))}: {outer} around {inner} costs no flops, because both stop "
+        "early; remove one of them"
         for (outer, inner), names in free.items()
     )
 
 
 class _Namer:
-    """What a finding calls a key: its checkpoint's target where given, else the op's module."""
+    """Names for findings: that of a checkpoint's target if given, else of the op's module."""
 
     def __init__(self, names: Mapping[int, str]):
         self._names = names
 
-    def of(self, target: Target | None, key: Key) -> str:
+    def of(self, target: Target | None, key: OpKey) -> str:
         module = target.module if target is not None else key.module
         if module is not None:
             return self._names.get(id(module), type(module).__name__)

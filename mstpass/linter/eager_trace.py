@@ -1,4 +1,4 @@
-"""One eager step, recorded: which ops each module and each checkpoint ran, how often, and when."""
+"""Records one eager step: how often each module and each checkpoint ran each op, and when."""
 
 from __future__ import annotations
 
@@ -13,22 +13,28 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from mstpass.linter.call_stack import Place, Region, caller_of, current_place
-from mstpass.linter.liveness import Flow, only_views
+from mstpass.linter.liveness import RecomputeLiveness, only_views
 from mstpass.torch_internals.dispatch_modes import TorchDispatchMode
 from mstpass.torch_internals.pytrees import tree_leaves
 from mstpass.tracing.names import forward_owner, location, module_of, unwrapped
 
 aten = torch.ops.aten
 _FLOPS: Mapping[Any, Any] = {
-    # not in torch's table up to 2.13
+    # missing from torch's table (checked up to 2.13)
     aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     **flop_registry,
 }
 
 
 @dataclass(frozen=True)
-class Site:
-    """A call of ``checkpoint`` in the forward: who made it, and around what."""
+class CheckpointCall:
+    """A call of ``checkpoint`` in the forward.
+
+    Attributes:
+        file, line: where the user's code calls it.
+        target: what it checkpoints.
+        fsdp: whether it runs inside a module that FSDP wraps.
+    """
 
     file: str
     line: int
@@ -43,7 +49,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Target:
-    """What a checkpoint goes around: a module, or else a function."""
+    """What a checkpoint recomputes: a module, or else a function."""
 
     module: nn.Module | None
     function: Any = field(default=None, compare=False)
@@ -51,8 +57,8 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Key:
-    """Ops that count as one: the same op of the same module in a checkpoint of the same target."""
+class OpKey:
+    """Runs with equal keys count together: one op, on one shape, of one module and checkpoint."""
 
     target: Target | None
     module: nn.Module | None
@@ -62,17 +68,27 @@ class Key:
 
 @dataclass
 class OpRuns:
-    """How often an op with flops ran. ``sites``: the checkpoints around it, outermost first."""
+    """How often the ops of one `OpKey` ran; only ops with flops are recorded.
+
+    Attributes:
+        flops: flops of one run.
+        forward: runs in the forward.
+        recomputed: for each run in the backward, its number in `RecomputeLiveness`; None for views.
+        backward_ids: the backwards that recomputed it.
+        checkpoints: the calls of ``checkpoint`` around it, the outermost first.
+    """
 
     flops: int = 0
     forward: int = 0
-    recomputed: list[int | None] = field(default_factory=list)  # numbers in the flow
+    recomputed: list[int | None] = field(default_factory=list)
     backward_ids: set[int] = field(default_factory=set)
-    sites: tuple[Site, ...] = ()
+    checkpoints: tuple[CheckpointCall, ...] = ()
 
 
 @dataclass
 class ModuleCount:
+    """Runs and flops of a module's forward: in the forward, and recomputed in the backward."""
+
     module: nn.Module
     forward_runs: int = 0
     recompute_runs: int = 0
@@ -81,31 +97,34 @@ class ModuleCount:
 
 
 @dataclass
-class _Open:
-    """The outermost region that runs in the forward; its ops count once it records gradients."""
+class _ForwardCheckpoint:
+    """The outermost checkpoint that runs in the forward.
+
+    Its ops count only if it records gradients: otherwise it is never recomputed.
+    """
 
     frame: types.FrameType
     records: bool = False
-    ops: Counter[Key] = field(default_factory=Counter)
+    ops: Counter[OpKey] = field(default_factory=Counter)
 
 
 class StepTrace(TorchDispatchMode):
-    """Records all ops that run while it is active, those of backward included.
+    """Records all ops that run while it is active, in forward and backward.
 
     Args:
-        roots: modules whose submodules are to be named by their paths in them.
+        roots: modules that give their submodules names: the paths from the root.
     """
 
     def __init__(self, roots: Iterable[nn.Module] = ()) -> None:
         super().__init__()
-        self.runs: dict[Key, OpRuns] = {}
+        self.runs: dict[OpKey, OpRuns] = {}
         self.modules: dict[int, ModuleCount] = {}
         self.roots = {id(root): root for root in roots}
-        self.flow = Flow()
+        self.liveness = RecomputeLiveness()
         self.step_flops = 0
         self.ran_backward = False
-        self._open: _Open | None = None
-        # of the last op: a frame that is held is never mistaken for a later one at its address
+        self._open: _ForwardCheckpoint | None = None
+        # frames of the last op's modules; held, so that no later frame gets the same address
         self._frames: tuple[types.FrameType, ...] = ()
 
     def __torch_dispatch__(
@@ -126,22 +145,22 @@ class StepTrace(TorchDispatchMode):
         flops = _flops(func, args, kwargs, out)
         self.step_flops += flops
         self.ran_backward = self.ran_backward or place.accumulates
-        # frames outlast gradient ops: autograd.grad may run in the middle of a module's forward
+        # a gradient op leaves the frames as they are: autograd.grad may run inside of a forward
         if not (place.gradient or place.upkeep or only_views(func, (args, kwargs), out)):
             self._count_modules(place, flops)
         number = None
         if place.recomputed:
-            number = self.flow.recomputed(func, (args, kwargs), out)
-            self.flow.want(place.hand_written)
+            number = self.liveness.add_recomputed(func, (args, kwargs), out)
+            self.liveness.mark_live(place.hand_written)
         else:
-            self.flow.other(func, (args, kwargs), out, place.gradient)
+            self.liveness.add_other(func, (args, kwargs), out, place.gradient)
         if place.backward_id is None:
-            self._follow(place)
+            self._follow_checkpoint(place)
         if flops and not place.gradient:
             self._count_op(_key(place, func, args, kwargs), place, flops, number)
 
     def _count_modules(self, place: Place, flops: int) -> None:
-        """A frame that the last op did not run in is a new run of its module."""
+        """Count runs and flops: a module runs anew if the last op did not run in its frame."""
         for module, frame in _module_runs(place):
             count = self.modules.setdefault(id(module), ModuleCount(module))
             new = not any(frame is known for known in self._frames)
@@ -156,13 +175,13 @@ class StepTrace(TorchDispatchMode):
             self.roots[id(root)] = root
         self._frames = tuple(frame for _, frame in _module_runs(place))
 
-    def _follow(self, place: Place) -> None:
-        """Runs of a checkpoint that records nothing (``no_grad``) are never recomputed."""
+    def _follow_checkpoint(self, place: Place) -> None:
+        """Note which outermost checkpoint runs, and whether it records gradients."""
         frame = place.regions[-1].frame if place.regions else None
         if self._open is not None and self._open.frame is not frame:
             self._close()
         if self._open is None and frame is not None:
-            self._open = _Open(frame)
+            self._open = _ForwardCheckpoint(frame)
         if self._open is not None:
             self._open.records |= torch.is_grad_enabled() or any(
                 region.reentrant and region.recordable for region in place.regions
@@ -174,7 +193,7 @@ class StepTrace(TorchDispatchMode):
                 self.runs[key].forward += times
         self._open = None
 
-    def _count_op(self, key: Key, place: Place, flops: int, number: int | None) -> None:
+    def _count_op(self, key: OpKey, place: Place, flops: int, number: int | None) -> None:
         runs = self.runs.setdefault(key, OpRuns())
         runs.flops = flops
         if place.backward_id is not None:
@@ -184,11 +203,11 @@ class StepTrace(TorchDispatchMode):
             runs.forward += 1
         else:
             self._open.ops[key] += 1
-            runs.sites = max(runs.sites, _sites(place), key=len)
+            runs.checkpoints = max(runs.checkpoints, _checkpoint_calls(place), key=len)
 
 
 def _module_runs(place: Place) -> list[tuple[nn.Module, types.FrameType]]:
-    """The modules that run, wrappers left out, those that a checkpoint recomputes included."""
+    """The modules that run, without wrappers, and those that a checkpoint recomputes."""
     runs = [(module, frame) for module, frame in place.modules if unwrapped(module) is module]
     seen = {id(module) for module, _ in runs}
     for region in reversed(place.regions) if place.backward_id is not None else ():
@@ -199,12 +218,12 @@ def _module_runs(place: Place) -> list[tuple[nn.Module, types.FrameType]]:
     return runs
 
 
-def _key(place: Place, func: Any, args: Any, kwargs: dict[str, Any]) -> Key:
+def _key(place: Place, func: Any, args: Any, kwargs: dict[str, Any]) -> OpKey:
     target = _target(place.regions[0].function) if place.regions else None
     module = place.modules[0][0] if place.inside else None
     leaves = tree_leaves((args, kwargs))
     shapes = tuple(tuple(map(int, v.shape)) for v in leaves if isinstance(v, torch.Tensor))
-    return Key(target, module, str(func), shapes)
+    return OpKey(target, module, str(func), shapes)
 
 
 def _target(function: Any) -> Target:
@@ -217,14 +236,14 @@ def _target(function: Any) -> Target:
     return Target(None, function, getattr(inner, "__code__", None))
 
 
-def _sites(place: Place) -> tuple[Site, ...]:
+def _checkpoint_calls(place: Place) -> tuple[CheckpointCall, ...]:
     fsdp = any(_is_fsdp(module) for module, _ in place.modules)
-    return tuple(_site(region, fsdp) for region in reversed(place.regions))
+    return tuple(_checkpoint_call(region, fsdp) for region in reversed(place.regions))
 
 
-def _site(region: Region, fsdp: bool) -> Site:
+def _checkpoint_call(region: Region, fsdp: bool) -> CheckpointCall:
     caller = caller_of(region.frame)
-    return Site(
+    return CheckpointCall(
         caller.f_code.co_filename,
         caller.f_lineno,
         bool(region.reentrant),
@@ -234,7 +253,7 @@ def _site(region: Region, fsdp: bool) -> Site:
 
 
 def _is_fsdp(module: nn.Module) -> bool:
-    """Under either FSDP, by class name: importing them would need torch.distributed."""
+    """Whether FSDP wraps the module, by class name: importing FSDP needs torch.distributed."""
     names = {cls.__name__ for cls in type(module).__mro__}
     return not names.isdisjoint({"FullyShardedDataParallel", "FSDPModule"})
 

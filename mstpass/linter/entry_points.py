@@ -1,7 +1,7 @@
-"""The public functions: lint an eager step, a compiled one, or graphs at hand.
+"""The linter's public functions: lint an eager step, a compiled step, or a pair of graphs.
 
-What they need is imported on use: torch's flop counter and Inductor take a while to import, and
-``import mstpass`` should not.
+Their modules are imported on use, so that ``import mstpass`` stays fast: torch's flop counter and
+Inductor take long to import.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ if TYPE_CHECKING:
 def lint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
     """Run ``fn(*args, **kwargs)`` once and count how often each module's forward ran.
 
-    Where ``fn`` runs no backward itself, that of the loss it returns is run: a tensor, or an object
-    with a ``loss``, as Hugging Face models return it. The step is a real one: gradients accumulate,
-    and an optimizer that ``fn`` steps does so. Compiled functions run eagerly here; see
-    `lint_compiled` for their graphs.
+    If ``fn`` runs no backward, it must return a loss, and `lint` runs the backward of that loss.
+    A loss is a tensor, or an object with an attribute ``loss``, such as the output of a Hugging
+    Face model. The step has its usual effects: gradients accumulate, and the optimizer updates the
+    weights if ``fn`` calls it. Compiled functions run eagerly here; `lint_compiled` reads their
+    graphs.
 
     Raises:
-        LintError: there was no backward to look at. What ``fn`` raises is passed on.
+        LintError: the step has no backward. Exceptions of ``fn`` are passed on.
     """
     from mstpass.linter.eager_findings import lint_trace
     from mstpass.linter.eager_trace import StepTrace
     from mstpass.tracing.names import modules_near
 
-    # Dynamo, meeting a dispatch mode, would leave compiled functions uncompiled for good
+    # Under a dispatch mode Dynamo gives up on compiled functions, and never compiles them later.
     roots = modules_near(fn, (*args, *kwargs.values()))
     with torch.compiler.set_stance("force_eager"), StepTrace(roots) as trace:
         _run(fn, args, kwargs, lambda: trace.ran_backward)
@@ -42,14 +43,15 @@ def lint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
 
 
 def lint_compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
-    """Run ``fn(*args, **kwargs)`` once, compiling it anew, and lint each forward with its backward.
+    """Compile and run ``fn(*args, **kwargs)`` once, and lint each forward with its backward.
 
-    ``fn`` calls what `torch.compile` returned, with a backend that ends in Inductor (``"mst"``,
-    ``"inductor"``). What this process has compiled is forgotten, before and after. A loss that
-    ``fn`` returns is treated as by `lint`. Flops are those of matmuls and attention.
+    ``fn`` must call a function that `torch.compile` returned with a backend that ends in Inductor
+    (``"mst"`` or ``"inductor"``). `lint_compiled` resets the compiler before and after the step, so
+    all functions of this process compile afresh. A loss that ``fn`` returns is treated as in
+    `lint`. Flops are those of matmuls and attention.
 
     Raises:
-        LintError: nothing with a backward was compiled. What ``fn`` raises is passed on.
+        LintError: no graph with a backward was compiled. Exceptions of ``fn`` are passed on.
     """
     from mstpass.linter.compiled_graphs import read_compiled
 
@@ -62,12 +64,14 @@ def lint_compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintRepo
 def lint_graphs(
     forward: fx.Graph | fx.GraphModule, backward: fx.Graph | fx.GraphModule | None = None
 ) -> LintReport:
-    """Read a forward and its backward graph, as a partitioner splits them, or one joint graph.
+    """Lint a forward and a backward graph as a partitioner splits them, or one joint graph.
 
     Args:
-        forward: of ATen ops with ``meta["val"]``, as AOTAutograd makes them. A joint graph goes
-            here alone: nothing is recomputed in it yet, only duplicates and dead ops are found.
-        backward: placeholders that no forward node has the name of are taken as new values.
+        forward: a graph of ATen ops with ``meta["val"]``, as AOTAutograd makes it. A joint graph is
+            passed here, without ``backward``. It recomputes nothing yet, so only duplicates and
+            dead ops are found in it.
+        backward: its saved values are the placeholders that have the name of a forward node. All
+            other placeholders count as new values.
     """
     from mstpass.linter.graph_findings import read_graphs
 
@@ -75,15 +79,23 @@ def lint_graphs(
 
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any, ran_backward: Callable[[], bool]) -> None:
-    """The step, and the backward of the loss that it returns unless it ran one itself."""
+    """Run the step and, if it has run no backward, the backward of the loss that it returns."""
     result = fn(*args, **kwargs)
     if ran_backward():
         return
     loss = result if isinstance(result, torch.Tensor) else getattr(result, "loss", None)
     if not isinstance(loss, torch.Tensor):
-        raise LintError("the step ran no backward and returned no loss; it should do either")
+        raise LintError(
+            "the step ran no backward and returned no loss: call loss.backward() in it, "
+            "or return the loss"
+        )
     if not loss.requires_grad:
-        raise LintError("the loss that the step returned needs no gradient: there is no backward")
+        raise LintError(
+            "the loss that the step returned needs no gradient: make a parameter or an input "
+            "require one"
+        )
     if loss.numel() != 1:
-        raise LintError(f"the loss must be one number; the step returned shape {list(loss.shape)}")
+        raise LintError(
+            f"the step must return a loss of one number; it returned shape {list(loss.shape)}"
+        )
     loss.backward()

@@ -1,4 +1,4 @@
-"""What the linter raises."""
+"""The error that the linter raises."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from mstpass.errors import UserError
 
 
 class LintError(UserError):
-    """The step cannot be linted; the message says what to change."""
+    """The step cannot be linted. The message says what to change."""

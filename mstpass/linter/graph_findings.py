@@ -1,17 +1,18 @@
-"""What a compiled step computes twice: values of the forward and backward graphs, numbered.
+"""Findings on a compiled step, by value numbering of its forward and backward graphs.
 
-Two nodes get one number when they are the same op on operands of the same numbers; a backward
-placeholder gets the number of the forward value that it was saved from. A backward node whose
-number the forward has is *recomputed*. Of matmuls and attention we report
+Two nodes get the same number if they are the same op on operands with the same numbers. A
+placeholder of the backward gets the number of the forward value that it holds. A backward node is
+*recomputed* if the forward has its number. For matmuls and attention the linter reports
 
 - duplicates: two nodes of one graph with one number;
-- what is recomputed though its value was saved;
-- what is recomputed only for the output of a checkpointed block that later code reads: eager keeps
-  that output, as an input of what comes next, while torch's partitioner recomputes it;
-- what nothing reads.
+- nodes that are recomputed although their value is saved;
+- nodes that are recomputed only for an output of a checkpointed block that later code reads (eager
+  keeps that output, because it is an input of the later code; torch's partitioner recomputes it);
+- nodes whose result nothing reads.
 
-Saved and copied values carry their forward node's name into backward; ``ac_graph_id`` tells the
-checkpointed blocks apart (torch/_functorch/partitioners.py; checked with torch 2.11 and 2.13).
+In the backward, saved values and copies of forward nodes have the names of their forward nodes.
+``meta["ac_graph_id"]`` tells checkpointed blocks apart (torch/_functorch/partitioners.py; checked
+with torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ GraphLike = fx.Graph | fx.GraphModule
 
 
 def read_graphs(forward: GraphLike, backward: GraphLike | None = None) -> LintReport:
-    """See `mstpass.linter.lint_graphs`."""
+    """The report on a forward and backward graph, or on a joint graph: see `lint_graphs`."""
     pair = [g.graph if isinstance(g, fx.GraphModule) else g for g in (forward, backward) if g]
     step_flops = sum(map(graph_flops, pair))
-    found = _Reader(pair, step_flops).findings()
+    found = _ValueNumbering(pair, step_flops).findings()
     return LintReport(tuple(sorted(found, key=lambda f: -f.wasted_flops)), step_flops)
 
 
 def graph_flops(graph: fx.Graph) -> int:
-    """Of matmuls and attention, those in mstpass's loops included."""
+    """Flops of the matmuls and attention of a graph, including those in mstpass's loops."""
     return total_flops(graph.nodes) + sum(
         _loop_flops(node) for node in graph.nodes if node.target is mst_loop
     )
@@ -62,8 +63,8 @@ def _loop_flops(node: fx.Node) -> int:
     return chunks * total_flops(loop.graph.nodes)
 
 
-class _Reader:
-    """The numbers of one pair of graphs, and what they show."""
+class _ValueNumbering:
+    """The value numbers of a pair of graphs (or of one joint graph), and the findings on them."""
 
     def __init__(self, pair: list[fx.Graph], step_flops: int):
         self.pair = pair
@@ -77,13 +78,16 @@ class _Reader:
         self._forward_of = {self.number_of[n]: n for n in reversed(pair[0].nodes)}
 
     def _number(self, node: fx.Node) -> Number:
-        """Structural; behind ops that are not repeatable the copy's name tells what it copies."""
+        """The number of a node whose operands have theirs.
+
+        A recomputed random op is another op by structure; its name tells which node it copies.
+        """
         original = self._forward_by_name.get(node.name, node)
         copied = original is not node and original in self.number_of
         if copied and node.op == "placeholder":
             return self.number_of[original]
         key: Hashable = node
-        if node.op == "call_function" and _repeatable(node):
+        if node.op == "call_function" and _is_repeatable(node):
             arguments = map_aggregate((node.args, node.kwargs), self._argument)
             key = (node.target, _hashable(arguments))
         if copied and key not in self._numbers and node.target == original.target:
@@ -98,7 +102,7 @@ class _Reader:
         return found + (self._recomputed(self.pair[1]) if len(self.pair) > 1 else [])
 
     def _of_one_graph(self, graph: fx.Graph) -> Iterator[Finding]:
-        """Dead ops and duplicates."""
+        """Dead nodes and duplicates."""
         alive = ancestors([_output(graph)])
         first: dict[Number, fx.Node] = {}
         for node in graph.nodes:
@@ -106,16 +110,19 @@ class _Reader:
                 continue
             if node not in alive:
                 yield self._finding(
-                    DEAD, node, "nothing reads its result", "call eliminate_dead_code()"
+                    DEAD,
+                    node,
+                    "nothing reads its result",
+                    "call graph.eliminate_dead_code()",
                 )
                 continue
-            twin = first.setdefault(self.number_of[node], node)
-            if twin is not node:
+            earlier = first.setdefault(self.number_of[node], node)
+            if earlier is not node:
                 yield self._finding(
                     DUPLICATE,
                     node,
-                    f"the same op on the same operands as {twin.name}",
-                    f"read {twin.name} in its place (a CSE pass does that)",
+                    f"it is the same op on the same operands as {earlier.name}",
+                    f"read {earlier.name} instead: eliminate common subexpressions",
                 )
 
     def _recomputed(self, backward: fx.Graph) -> list[Finding]:
@@ -126,21 +133,28 @@ class _Reader:
             number = self.number_of[node]
             if not flops(node) or node not in alive or number not in self._forward_of:
                 continue
-            blocks = self._only_for(node)
+            blocks = self._block_outputs(node)
             if number in saved:
-                cause = f"its value is there: saved as {saved[number].name}"
-                found.append(self._finding(SAVED, node, cause, f"read {saved[number].name}"))
+                name = saved[number].name
+                cause = f"its value is saved already, as {name}"
+                found.append(self._finding(SAVED, node, cause, f"read {name} instead"))
             elif blocks:
                 cause = (
-                    f"recomputed only for {', '.join(sorted(blocks))}, what a checkpointed block "
-                    "hands on; eager checkpointing keeps that"
+                    f"it is recomputed only for {', '.join(sorted(blocks))}, an output of a "
+                    "checkpointed block; eager checkpointing keeps that output"
                 )
-                fix = "save its result: create_selective_checkpoint_contexts with MUST_SAVE for it"
+                fix = (
+                    "save its result: pass create_selective_checkpoint_contexts with MUST_SAVE "
+                    "for this op to checkpoint()"
+                )
                 found.append(self._finding(BOUNDARY, node, cause, fix))
         return found
 
-    def _only_for(self, node: fx.Node) -> set[str]:
-        """The block outputs through which alone gradients read the node; empty if not so."""
+    def _block_outputs(self, node: fx.Node) -> set[str]:
+        """The outputs of checkpointed blocks through which gradients read the node.
+
+        Empty if a gradient also reads it on another way.
+        """
         blocks: set[str] = set()
         stack, seen = [node], {node}
         while stack:
@@ -150,17 +164,17 @@ class _Reader:
                 continue
             for user in value.users:
                 if self.number_of[user] not in self._forward_of:
-                    return set()  # a gradient reads it
+                    return set()  # a gradient reads the value itself
                 if user not in seen:
                     seen.add(user)
                     stack.append(user)
         return blocks
 
     def _leaves_block(self, node: fx.Node) -> bool:
-        """Whether the forward reads the value outside of the checkpoint that computes it."""
+        """Whether the forward reads the value outside of the checkpointed block."""
         original = self._forward_of[self.number_of[node]]
         block = _block(original)
-        # higher-order ops that torch inserts around random ones belong to no block
+        # torch inserts higher-order ops around random ops; these belong to no block
         ops = (user for user in original.users if isinstance(user.target, OpOverload))
         return block is not None and any(_block(user) != block for user in ops)
 
@@ -188,8 +202,8 @@ def _block(node: fx.Node) -> Any:
     return node.meta.get("ac_graph_id")
 
 
-def _repeatable(node: fx.Node) -> bool:
-    """Whether the op gives the same result twice: no random numbers, and nothing is written."""
+def _is_repeatable(node: fx.Node) -> bool:
+    """Whether the op gives the same result each time: it draws and writes nothing."""
     target = node.target
     if not isinstance(target, OpOverload):
         return not isinstance(target, HigherOrderOperator)

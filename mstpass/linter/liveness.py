@@ -1,7 +1,8 @@
-"""Which recomputed ops were of use: their results reach a gradient op, straight or through others.
+"""Liveness of recomputed ops: which of their results reach an op that computes a gradient.
 
-Tensors are followed by the address of their storage. Every op that allocates is seen, so an
-address always belongs to the op that wrote to it last.
+A result may reach a gradient op directly, or through other recomputed ops. Tensors are followed by
+the address of their storage. Every op that allocates is seen, so an address always belongs to the
+op that wrote to it last.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mstpass.torch_internals.op_types import OpOverload, schema_of
 from mstpass.torch_internals.pytrees import tree_leaves
 
 aten = torch.ops.aten
-# these read the shape of their operand, not its values
+# ops that read the shape of their operand but not its values
 _SHAPE_ONLY = frozenset(
     {
         aten.empty_like,
@@ -31,16 +32,16 @@ _SHAPE_ONLY = frozenset(
 )
 
 
-class Flow:
-    """The recomputed ops of one step, each under the number it was given, and what they read."""
+class RecomputeLiveness:
+    """The recomputed ops of one step, numbered as they run, and which of them each one reads."""
 
     def __init__(self) -> None:
         self._producer: dict[int, int] = {}  # storage address -> op
-        self._reads: list[set[int]] = []
-        self._wanted: set[int] = set()
+        self._reads: list[set[int]] = []  # by op: the ops whose results it reads
+        self._live: set[int] = set()  # ops that are read by a gradient op, or unseen
 
-    def recomputed(self, func: Any, inputs: Any, outputs: Any) -> int | None:
-        """Enter an op; its number, or None for one that only makes views."""
+    def add_recomputed(self, func: Any, inputs: Any, outputs: Any) -> int | None:
+        """Record a recomputed op. Returns its number, or None for an op that only makes views."""
         if only_views(func, inputs, outputs):
             return None
         sources, results = _storages(inputs), _storages(outputs)
@@ -52,37 +53,41 @@ class Flow:
         )
         overwritten = results & sources if writes else set()
         if not results or overwritten - known:
-            self._wanted.add(number)  # a value that Python reads, or a write that outlives the run
+            # its result is a Python value, or it writes to memory that outlives the recomputation
+            self._live.add(number)
         for address in (results - sources) | overwritten:
             self._producer[address] = number
         return number
 
-    def other(self, func: Any, inputs: Any, outputs: Any, gradient: bool) -> None:
-        """An op of the forward, or one that computes gradients: what it reads is of use."""
+    def add_other(self, func: Any, inputs: Any, outputs: Any, gradient: bool) -> None:
+        """Record an op of the forward or, with ``gradient``, one that computes a gradient.
+
+        What a gradient op reads is live.
+        """
         sources = _storages(inputs)
         if gradient and not _shape_only(func):
-            self.want(inputs)
+            self.mark_live(inputs)
         for address in _storages(outputs) - sources:
             self._producer.pop(address, None)
 
-    def want(self, values: Any) -> None:
-        """Tensors that something reads which is not seen here."""
-        self._wanted |= {self._producer[s] for s in _storages(values) if s in self._producer}
+    def mark_live(self, values: Any) -> None:
+        """Record that something reads these tensors, seen here or not."""
+        self._live |= {self._producer[s] for s in _storages(values) if s in self._producer}
 
-    def used(self) -> list[bool]:
-        """By op number, once the step is over."""
-        used = [False] * len(self._reads)
-        stack = list(self._wanted)
+    def live_ops(self) -> list[bool]:
+        """After the step: for each op number, whether a gradient depends on the op's result."""
+        live = [False] * len(self._reads)
+        stack = list(self._live)
         while stack:
             number = stack.pop()
-            if not used[number]:
-                used[number] = True
+            if not live[number]:
+                live[number] = True
                 stack.extend(self._reads[number])
-        return used
+        return live
 
 
 def only_views(func: Any, inputs: Any, outputs: Any) -> bool:
-    """Whether the op computes nothing: its results are views of its operands."""
+    """Whether the op only makes views: it writes nothing, and all results alias operands."""
     results = _storages(outputs)
     return bool(results) and not _writes(func) and results <= _storages(inputs)
 
@@ -103,5 +108,8 @@ def _storages(values: Any) -> set[int]:
 def _storage(tensor: torch.Tensor) -> int | None:
     try:
         return storage_key(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
+    except (
+        NotImplementedError,
+        RuntimeError,
+    ):  # sparse tensors and some subclasses have no storage
         return None

@@ -1,4 +1,4 @@
-"""``LintReport``: what a step computes too often, as attributes, text and JSON."""
+"""``LintReport``: the linter's findings on one step, as attributes, text and JSON."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ class Finding:
         kind: ``"nested checkpoints"``, ``"repeated backward"``, ``"dead recompute"`` or
             ``"unknown"``; of compiled graphs ``"duplicate"``, ``"recomputed though saved"``,
             ``"recomputed block output"`` or ``"dead recompute"``.
-        module: the module's path, or a checkpointed function's name; of compiled graphs the node.
-        forward_runs, recompute_runs: how often the op of it that ran most often did, in forward and
-            again in backward.
-        wasted_flops: beyond what the step needs; of matmuls, attention and convolutions.
-        wasted_share: of all flops of the step.
-        source: where its checkpoints are called, outermost first.
+        module: path of the module, or name of the checkpointed function; in a compiled graph, name
+            of the node.
+        forward_runs: runs of the module's op in the forward; of several ops, of the one that ran
+            most often.
+        recompute_runs: runs of the same op in the backward.
+        wasted_flops: flops beyond those that the step needs, of matmuls, attention and
+            convolutions.
+        wasted_share: ``wasted_flops`` as a fraction of the step's flops.
+        cause: why the step computes it more often than needed.
+        fix: what to change.
+        source: where its checkpoints are called, the outermost first; in a compiled graph, the line
+            of the model's code.
     """
 
     kind: str
@@ -49,7 +55,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleRuns:
-    """How often a module's forward did work: in forward, and again in backward."""
+    """How often a module's forward ran: in the forward, and recomputed in the backward."""
 
     module: str
     forward_runs: int
@@ -60,9 +66,13 @@ class ModuleRuns:
 
 @dataclasses.dataclass(frozen=True)
 class LintReport:
-    """Findings, the most wasteful first; ``modules`` in the order in which they first ran.
+    """What the linter found in one step.
 
-    ``notes`` tell what costs nothing as things are, and what was not looked at.
+    Attributes:
+        findings: the most wasteful first.
+        step_flops: flops of the whole step.
+        modules: one entry per module, in the order in which they first ran; empty for graphs.
+        notes: remarks that are no findings, such as two checkpoints of which one has no effect.
     """
 
     findings: tuple[Finding, ...]
@@ -79,7 +89,10 @@ class LintReport:
         return self.wasted_flops / self.step_flops if self.step_flops else 0.0
 
     def above(self, min_share: float) -> LintReport:
-        """Without the findings below this share of the step's flops, layers of one kind summed."""
+        """The report without findings below this share of the step's flops.
+
+        Findings of equal layers are compared by their sum.
+        """
         kept = [
             finding
             for group in grouped(self.findings)
@@ -109,16 +122,16 @@ def _lines(report: LintReport) -> list[str]:
 
 def _headline(report: LintReport) -> str:
     if not report.findings:
-        return f"nothing is computed more often than needed ({_flops(report.step_flops)} a step)"
+        return f"nothing is computed more often than needed ({_flops(report.step_flops)} per step)"
     count = len(report.findings)
     return (
         f"{count} finding{'s' if count > 1 else ''}; {report.wasted_share:.1%} of the step's "
-        f"{_flops(report.step_flops)} are wasted"
+        f"{_flops(report.step_flops)} wasted"
     )
 
 
 def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """Alike but for the numbers in their paths: the layers of one model."""
+    """Groups of findings that differ only in the numbers in their paths: layers of a model."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for finding in findings:
         same = dataclasses.replace(finding, module=_pattern(finding.module), wasted_share=0.0)
@@ -127,7 +140,10 @@ def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
 
 
 def summed_up(names: Iterable[str]) -> str:
-    """``model.layers.* (32 of them), head``: paths that differ in numbers alone are one."""
+    """Paths as text, such as ``model.layers.* (32 of them), head``.
+
+    Paths that differ only in their numbers are one entry.
+    """
     by_pattern: dict[str, list[str]] = {}
     for name in names:
         by_pattern.setdefault(_pattern(name), []).append(name)
@@ -143,8 +159,8 @@ def _finding_lines(group: list[Finding]) -> list[str]:
     flops, share = (sum(f.wasted_flops for f in group), sum(f.wasted_share for f in group))
     lines = [
         f"  {summed_up(f.module for f in group)}: {first.kind}",
-        f"    ran     {first.forward_runs}x in forward, {first.recompute_runs}x again in backward"
-        f"{' (each)' if several else ''}",
+        f"    ran     {first.forward_runs}x in forward, "
+        f"recomputed {first.recompute_runs}x in backward{' (each)' if several else ''}",
         f"    wasted  {_flops(flops)}, {share:.1%} of the step",
         f"    cause   {first.cause}",
         f"    fix     {first.fix}",
@@ -153,9 +169,9 @@ def _finding_lines(group: list[Finding]) -> list[str]:
 
 
 def module_lines(report: LintReport) -> list[str]:
-    """A row for each module: how often its forward ran."""
+    """A table as lines of text: for each module, how often its forward ran."""
     width = max((len(m.module) for m in report.modules), default=6)
-    rows = [f"{'module':<{width}}  forward  recomputed  flops a run"]
+    rows = [f"{'module':<{width}}  forward  recomputed  flops per run"]
     for runs in report.modules:
         total, times = (
             runs.forward_flops + runs.recompute_flops,
@@ -163,7 +179,7 @@ def module_lines(report: LintReport) -> list[str]:
         )
         rows.append(
             f"{runs.module:<{width}}  {runs.forward_runs:>7}  {runs.recompute_runs:>10}  "
-            f"{_flops(total // max(times, 1)):>11}"
+            f"{_flops(total // max(times, 1)):>13}"
         )
     return rows
 
