@@ -172,8 +172,15 @@ def _quiet_stderr() -> Iterator[None]:
         os.close(saved)
 
 
+def device_name(device: torch.device) -> str:
+    """The name of the device and the version of torch, for captions."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
 def cpu_name() -> str:
-    """The processor's name, as far as the system tells it."""
+    """The name of the processor, or of its architecture where the system tells no name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 import mstpass
 from mstpass.bench import (
-    common,
     comparison,
     compile,
     dynamic,
@@ -18,7 +17,10 @@ from mstpass.bench import (
     peers,
     reconstruct,
 )
+from mstpass.bench.arguments import parse
 from mstpass.bench.models import Head, LlamaSize, Step, llama
+from mstpass.bench.output import write_markdown
+from mstpass.bench.tables import Result, Table, Target
 from mstpass.cli.main import main
 from mstpass.graph import device_costs
 from mstpass.graph.device_costs import ChunkCosts
@@ -35,7 +37,7 @@ def fresh_compiler():
 
 
 def arguments(**changes):
-    return dataclasses.replace(common.parse("x", ["--device", "cpu", "--quick"], "", ""), **changes)
+    return dataclasses.replace(parse("x", ["--device", "cpu", "--quick"], "", ""), **changes)
 
 
 def row(name, *seconds, **rest):
@@ -54,7 +56,7 @@ def test_no_ratio_without_both_or_after_an_error():
 
 @pytest.mark.parametrize(("value", "met"), [(1.0, True), (1.1, False), (None, False)])
 def test_a_target_is_met_or_missed(value, met):
-    target = common.Target("time", value, 1.0)
+    target = Target("time", value, 1.0)
     assert target.met is met
     assert str(target).endswith("met" if met else "missed")
 
@@ -147,12 +149,12 @@ def test_those_that_enter_late_are_timed_in_the_same_rounds():
 
 def test_markdown_replaces_its_section_and_keeps_the_rest(tmp_path):
     path = tmp_path / "new" / "results.md"
-    result = common.Result("loops", "Loops", targets=[common.Target("time", 2.0, 1.0)])
-    result.tables.append(common.Table("t", ("", "time"), (("a|b", "1.00x"),)))
-    common.write_markdown(path, result, arguments())
+    result = Result("loops", "Loops", targets=[Target("time", 2.0, 1.0)])
+    result.tables.append(Table("t", ("", "time"), (("a|b", "1.00x"),)))
+    write_markdown(path, result, arguments())
     path.write_text("before\n" + path.read_text() + "after\n")
     result.title = "Loops again"
-    common.write_markdown(path, result, arguments())
+    write_markdown(path, result, arguments())
     text = path.read_text()
     assert text.startswith("before\n# Measured\n")
     assert text.endswith("<!-- /bench:loops -->\nafter\n")

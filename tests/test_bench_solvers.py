@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import mstpass
-from mstpass.bench import common, problems, record, solvers
+from mstpass.bench import problems, record, solvers
+from mstpass.bench.tables import Target
 from mstpass.errors import UserError
 from mstpass.partition.solvers import SOLVERS
 from mstpass.problem.problem import CutProblem, Plan
@@ -122,6 +123,6 @@ def test_targets_are_of_proven_optima() -> None:
     ]
     result = solvers._result(rows, ["p"], 1.0)
     (target,) = result.targets
-    assert isinstance(target, common.Target)
+    assert isinstance(target, Target)
     assert math.isclose(target.value or 0.0, 1.01)
     assert any("1 of 2 optima are proven" in note for note in result.notes)

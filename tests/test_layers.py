@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent / "mstpass"
 LAYERS = (
     ("torch_internals", "errors", "byte_sizes", "problem"),
     ("graph",),
-    ("plans", "options"),
+    ("plans", "options", "argument_parsers"),
     ("regions",),
     ("normalize",),
     ("memory",),

@@ -1,4 +1,4 @@
-"""`mstpass bench all`: every benchmark, one after the other; their files grow as each one ends."""
+"""`mstpass bench all`: runs every benchmark that measures steps, one after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mstpass.bench import (
     budgets,
-    common,
+    command,
     compile,
     dynamic,
     loops,
@@ -25,11 +25,11 @@ BENCHES = (peers, loops, losses, dynamic, reconstruct, compile, planning_time, p
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    return common.main(
+    return command.main(
         "all",
         [bench.run for bench in BENCHES],
         argv,
-        description="The other benchmarks, one after the other.",
+        description="Run every benchmark that measures steps, one after the other.",
         examples=EXAMPLES,
     )
 

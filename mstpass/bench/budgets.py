@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 import mstpass
-from mstpass.bench import common, losses, peers
-from mstpass.bench.common import MIB, Arguments, Progress, Result, Table, Target
+from mstpass.bench import command, losses, output, peers, tables
+from mstpass.bench.arguments import Arguments
+from mstpass.bench.command import Progress
 from mstpass.bench.comparison import (
     GRADIENT_TOLERANCE,
     VALUE_TOLERANCE,
@@ -36,6 +37,7 @@ from mstpass.bench.comparison import (
 from mstpass.bench.huggingface_models import Case, Size, bert, gpt2, loss_of, olmo2, workload
 from mstpass.bench.models import Head, LlamaSize, LossFn, MLPs, Step, llama
 from mstpass.bench.record import problem_of
+from mstpass.bench.tables import MIB, Result, Table, Target
 from mstpass.errors import UserError, require
 from mstpass.partition.budget import MEASURED_OVER_SIMULATED, memory_of
 from mstpass.partition.solvers import AUTO, SOLVERS
@@ -83,24 +85,24 @@ class Point:
 
     @property
     def of_budget(self) -> float | None:
-        return common.quotient(self.measured_bytes, self.budget_bytes)
+        return tables.quotient(self.measured_bytes, self.budget_bytes)
 
     @property
     def deviation(self) -> float | None:
         """Measured above simulated, a fraction; negative below."""
-        ratio = common.quotient(self.measured_bytes, self.simulated_bytes)
+        ratio = tables.quotient(self.measured_bytes, self.simulated_bytes)
         return None if ratio is None else ratio - 1
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    return common.main(
+    return command.main(
         "budgets",
         [run],
         argv,
         description="Budgets in bytes for many models: simulated and measured peak of a step, and "
         f"its gradients. Models: {', '.join(MODELS)}.",
         examples=EXAMPLES,
-        own=("model", "csv"),
+        extra=("model", "csv"),
     )
 
 
@@ -121,7 +123,7 @@ def run(arguments: Arguments) -> Result:
                 text = f"{type(error).__name__}: {error}"
                 points.append(Point(name, 0.0, 0, None, None, None, "", text))
             if arguments.csv is not None:
-                common.write_csv(arguments.csv, [_record(point) for point in points])
+                output.write_csv(arguments.csv, [_record(point) for point in points])
     result = Result("budgets", f"Budgets in bytes of {len(names)} models")
     result.tables.append(_table(points))
     result.targets += [target for name in names for target in _targets(name, points)]
@@ -212,9 +214,9 @@ def _table(points: Sequence[Point]) -> Table:
         (
             p.model,
             f"{p.share:.2f}",
-            common.mib_cell(p.budget_bytes),
-            common.mib_cell(p.simulated_bytes),
-            common.mib_cell(p.measured_bytes),
+            tables.mib_cell(p.budget_bytes),
+            tables.mib_cell(p.simulated_bytes),
+            tables.mib_cell(p.measured_bytes),
             "-" if p.deviation is None else f"{100 * p.deviation:+.1f} %",
             "-" if p.of_budget is None else "met" if p.of_budget <= PEAK_LIMIT else "missed",
             "-" if p.gradient_error is None else f"{p.gradient_error:.1e}",
@@ -243,7 +245,7 @@ def _steps(falling: Sequence[Point]) -> list[float | None]:
     """What each budget's step needs, as a share of what the next larger one's does."""
     peaks = [point.measured_bytes for point in falling]
     pairs = itertools.pairwise(peaks)
-    return [1.0, *(common.quotient(less, more) for more, less in pairs)]
+    return [1.0, *(tables.quotient(less, more) for more, less in pairs)]
 
 
 def _worst(values: Sequence[float | None]) -> float | None:

@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 
-from mstpass.bench import common, planning_time
-from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench import command, planning_time, tables
+from mstpass.bench.arguments import Arguments
+from mstpass.bench.command import Progress
 from mstpass.bench.comparison import INDUCTOR, MST, Row, ratios
 from mstpass.bench.models import LlamaSize, Step, llama
+from mstpass.bench.tables import Result, Table, Target
 
 LIMIT = 1.15
 SAME = 1.10  # "the same" for any number of chunks, give or take noise
@@ -68,7 +70,7 @@ class Seconds(Row):
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    return common.main(
+    return command.main(
         "compile",
         [run, planning_time.run],
         argv,
@@ -117,9 +119,9 @@ def _table(cases: Sequence[Case], rows: dict[str, Seconds]) -> Table:
         lines.append(
             (
                 row.name,
-                common.seconds_cell(row.median_s),
-                row.error or common.ratio_cell(ratios(row, base)),
-                common.seconds_cell(row.warm_s),
+                tables.seconds_cell(row.median_s),
+                row.error or tables.ratio_cell(ratios(row, base)),
+                tables.seconds_cell(row.warm_s),
                 row.hits,
             )
         )
@@ -158,9 +160,9 @@ def _measure(case: Case, row: Seconds, device: torch.device, warm: bool) -> None
 
 def _process(case: Case, device: torch.device, folder: str) -> dict[str, Any]:
     """One measurement in a process of its own, caches in `folder`."""
-    command = [sys.executable, "-m", "mstpass.bench.compile", "--worker", device.type]
+    worker = [sys.executable, "-m", "mstpass.bench.compile", "--worker", device.type]
     done = subprocess.run(
-        [*command, json.dumps(asdict(case))],
+        [*worker, json.dumps(asdict(case))],
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder},
         capture_output=True,
         text=True,

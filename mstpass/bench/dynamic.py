@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mstpass.bench import common
-from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench import command, tables
+from mstpass.bench.arguments import Arguments
+from mstpass.bench.command import Progress
 from mstpass.bench.comparison import INDUCTOR, MST, own_code
 from mstpass.bench.models import LlamaSize, Step, llama
+from mstpass.bench.tables import Result, Table, Target
 from mstpass.measure import Timing, peak_bytes, timed
 from mstpass.torch_internals.caches import counters, fresh_cache
 from mstpass.torch_internals.settings import recompilation_fails
@@ -45,7 +47,7 @@ class _Runner:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    return common.main(
+    return command.main(
         "dynamic",
         [run],
         argv,
@@ -130,8 +132,8 @@ def _result(
             (
                 name,
                 f"{runner.graphs} for {len(_lengths_of(name, lengths))} lengths",
-                common.ratio_cell(_ratios(runner, static)),
-                common.mib_cell(peaks[name]),
+                tables.ratio_cell(_ratios(runner, static)),
+                tables.mib_cell(peaks[name]),
             )
         )
     columns = ("", "compilations", "time / its static graphs", "peak MiB")
@@ -139,7 +141,7 @@ def _result(
     ours, base = runners[MST], runners[INDUCTOR]
     ratio = _ratios(ours, runners[f"{MST}, static"])
     result.targets += [
-        Target("compilations / Inductor's", common.quotient(ours.graphs, base.graphs), 1.0),
+        Target("compilations / Inductor's", tables.quotient(ours.graphs, base.graphs), 1.0),
         Target("time / static graphs", ratio[0], TIME_LIMIT),
     ]
     result.notes.append(

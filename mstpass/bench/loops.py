@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mstpass.bench import common, measure_chunk_costs
-from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench import command, measure_chunk_costs, tables
+from mstpass.bench.arguments import Arguments
+from mstpass.bench.command import Progress
 from mstpass.bench.comparison import (
     INDUCTOR,
     MST,
@@ -32,6 +33,7 @@ from mstpass.bench.comparison import (
     records,
 )
 from mstpass.bench.models import Head, LossFn, MLPs
+from mstpass.bench.tables import Result, Table, Target
 from mstpass.graph import device_costs
 
 TIME_LIMIT, PEAK_LIMIT = 1.03, 1.10
@@ -61,14 +63,14 @@ QUICK = Sizes(512, 4096, (64,), 4, (8,), 512, 256, 2)
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    return common.main(
+    return command.main(
         "loops",
         [run],
         argv,
         description="An LM head with cross-entropy, and chained SwiGLU MLPs: step time and peak "
         "of mst and others against unchunked Inductor and the floor.",
         examples=EXAMPLES,
-        own=("store",),
+        extra=("store",),
     )
 
 
@@ -107,7 +109,7 @@ def _heads(sizes: Sizes, width: int, arguments: Arguments, result: Result) -> No
     floor = head.floor_bytes(sizes.chunks)
     result.targets += [
         Target(f"d={width}: time / Inductor", ratio and ratio[0], TIME_LIMIT),
-        Target(f"d={width}: peak / floor", common.quotient(main_row.peak_bytes, floor), PEAK_LIMIT),
+        Target(f"d={width}: peak / floor", tables.quotient(main_row.peak_bytes, floor), PEAK_LIMIT),
     ]
 
 
@@ -120,10 +122,10 @@ def _head_table(
         lines.append(
             (
                 row.name,
-                row.error or common.ratio_cell(ratios(row, rows[INDUCTOR])),
-                common.mib_cell(row.peak_bytes),
-                common.mib_cell(floor),
-                common.times_cell(common.quotient(row.peak_bytes, floor)),
+                row.error or tables.ratio_cell(ratios(row, rows[INDUCTOR])),
+                tables.mib_cell(row.peak_bytes),
+                tables.mib_cell(floor),
+                tables.times_cell(tables.quotient(row.peak_bytes, floor)),
             )
         )
     columns = ("", "time / Inductor", "peak MiB", "floor MiB", "peak / floor")
@@ -143,9 +145,9 @@ def _mlps(sizes: Sizes, arguments: Arguments, result: Result) -> None:
     lines = tuple(
         (
             row.name,
-            row.error or common.ratio_cell(ratios(row, base)),
-            common.mib_cell(row.peak_bytes),
-            common.times_cell(common.quotient(row.peak_bytes, base.peak_bytes)),
+            row.error or tables.ratio_cell(ratios(row, base)),
+            tables.mib_cell(row.peak_bytes),
+            tables.times_cell(tables.quotient(row.peak_bytes, base.peak_bytes)),
             row.plan,
         )
         for row in rows.values()

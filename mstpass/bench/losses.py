@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mstpass
-from mstpass.bench import common
-from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench import command, tables
+from mstpass.bench.arguments import Arguments
+from mstpass.bench.command import Progress
 from mstpass.bench.comparison import INDUCTOR, MST, Row, inductor, mst, race, ratios, records
 from mstpass.bench.models import Head
+from mstpass.bench.tables import Result, Table, Target
 
 PEAK_LIMIT, FUSED_TIME_LIMIT, RECOMPUTE_TIME_LIMIT = 1.15, 1.05, 1.40
 SEQUENCES = 4
@@ -29,7 +31,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # logits [B, S, V], next tokens [B, S
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    return common.main(
+    return command.main(
         "losses",
         [run],
         argv,
@@ -78,7 +80,7 @@ def _line(name: str, head: Head, rows: Mapping[str, Row], result: Result) -> tup
     mode = regions[0].mode if regions else "refused"
     floor = head.floor_bytes(regions[0].num_chunks) if regions else None
     ratio = ratios(ours, base)
-    relative = common.quotient(ours.peak_bytes, floor)
+    relative = tables.quotient(ours.peak_bytes, floor)
     limit = FUSED_TIME_LIMIT if mode == "fused" else RECOMPUTE_TIME_LIMIT
     result.targets += [
         Target(f"{name}: peak / floor", relative, PEAK_LIMIT),
@@ -87,10 +89,10 @@ def _line(name: str, head: Head, rows: Mapping[str, Row], result: Result) -> tup
     return (
         name,
         mode,
-        ours.error or common.ratio_cell(ratio),
-        common.mib_cell(base.peak_bytes),
-        common.mib_cell(ours.peak_bytes),
-        common.times_cell(relative),
+        ours.error or tables.ratio_cell(ratio),
+        tables.mib_cell(base.peak_bytes),
+        tables.mib_cell(ours.peak_bytes),
+        tables.times_cell(relative),
     )
 
 

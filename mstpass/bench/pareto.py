@@ -15,8 +15,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mstpass.bench import common, peers
-from mstpass.bench.common import MIB, Arguments, Progress, Result, Table, Target
+from mstpass.bench import command, output, peers, tables
+from mstpass.bench.arguments import Arguments
+from mstpass.bench.command import Progress
 from mstpass.bench.comparison import (
     INDUCTOR,
     MST,
@@ -29,6 +30,7 @@ from mstpass.bench.comparison import (
     ratios,
 )
 from mstpass.bench.models import Llama, LlamaSize, Step, llama
+from mstpass.bench.tables import MIB, Result, Table, Target
 from mstpass.errors import require
 from mstpass.torch_internals.settings import torch_budget
 
@@ -47,14 +49,14 @@ Rows = Sequence[Row]
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    return common.main(
+    return command.main(
         "pareto",
         [run],
         argv,
         description="Measured peak against measured time of a Llama-like step: Inductor with "
         "torch's partitioner at its budgets and with checkpoints, and mst at its own.",
         examples=EXAMPLES,
-        own=("large", "csv", "plots"),
+        extra=("large", "csv", "plots"),
     )
 
 
@@ -77,7 +79,7 @@ def run(arguments: Arguments) -> Result:
     ]
     result.records["rows"] = [_record(row, base) for row in (*theirs, *ours)]
     if arguments.csv is not None:
-        common.write_csv(arguments.csv, result.records["rows"])
+        output.write_csv(arguments.csv, result.records["rows"])
     if arguments.plots is not None:
         _draw(size, base, theirs, ours, arguments, name)
     return result
@@ -140,10 +142,10 @@ def _points(base: Row, rows: Rows) -> Table:
     lines = tuple(
         (
             row.name,
-            common.mib_cell(row.peak_bytes),
-            common.times_cell(common.quotient(row.peak_bytes, base.peak_bytes)),
-            common.seconds_cell(row.median_s),
-            row.error or common.ratio_cell(ratios(row, base)),
+            tables.mib_cell(row.peak_bytes),
+            tables.times_cell(tables.quotient(row.peak_bytes, base.peak_bytes)),
+            tables.seconds_cell(row.median_s),
+            row.error or tables.ratio_cell(ratios(row, base)),
         )
         for row in rows
     )
@@ -158,13 +160,13 @@ def _pairs(base: Row, theirs: Rows, ours: Rows) -> Table:
         lines.append(
             (
                 row.name,
-                common.mib_cell(row.peak_bytes),
-                row.error or common.ratio_cell(ratios(row, base)),
+                tables.mib_cell(row.peak_bytes),
+                row.error or tables.ratio_cell(ratios(row, base)),
                 best.name if best else "-",
-                common.times_cell(
-                    common.quotient(best.peak_bytes if best else None, row.peak_bytes)
+                tables.times_cell(
+                    tables.quotient(best.peak_bytes if best else None, row.peak_bytes)
                 ),
-                common.ratio_cell(ratios(best, row) if best else None),
+                tables.ratio_cell(ratios(best, row) if best else None),
             )
         )
     columns = (
@@ -209,7 +211,7 @@ def _record(row: Row, base: Row) -> dict[str, Any]:
         "time_ratio": median,
         "least_time_ratio": least,
         "greatest_time_ratio": greatest,
-        "peak_ratio": common.quotient(row.peak_bytes, base.peak_bytes),
+        "peak_ratio": tables.quotient(row.peak_bytes, base.peak_bytes),
     }
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from mstpass.bench import common
-from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench import command, tables
+from mstpass.bench.arguments import Arguments
+from mstpass.bench.command import Progress
 from mstpass.bench.comparison import (
     INDUCTOR,
     MST,
@@ -23,6 +24,7 @@ from mstpass.bench.comparison import (
     records,
 )
 from mstpass.bench.models import Llama, LlamaSize, LossFn, Step, llama
+from mstpass.bench.tables import Result, Table, Target
 from mstpass.torch_internals.settings import torch_budget
 
 BUDGET_0 = "mst, memory_budget=0.0"
@@ -40,14 +42,14 @@ EXAMPLES = """  mstpass bench peers
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    return common.main(
+    return command.main(
         "peers",
         [run],
         argv,
         description="Forward and backward of a Llama-like model: peak memory and step time of "
         "eager, checkpointing, hand-tiled code, Inductor with its own options, and mst.",
         examples=EXAMPLES,
-        own=("large",),
+        extra=("large",),
     )
 
 
@@ -104,10 +106,10 @@ def _table(rows: dict[str, Row]) -> Table:
     lines = tuple(
         (
             row.name,
-            common.mib_cell(row.peak_bytes),
-            common.times_cell(common.quotient(row.peak_bytes, base.peak_bytes)),
-            common.seconds_cell(row.median_s),
-            row.error or common.ratio_cell(ratios(row, base)),
+            tables.mib_cell(row.peak_bytes),
+            tables.times_cell(tables.quotient(row.peak_bytes, base.peak_bytes)),
+            tables.seconds_cell(row.median_s),
+            row.error or tables.ratio_cell(ratios(row, base)),
         )
         for row in rows.values()
     )
@@ -117,7 +119,7 @@ def _table(rows: dict[str, Row]) -> Table:
 def _targets(rows: dict[str, Row], limits: dict[str, tuple[float, float]]) -> list[Target]:
     base, targets = rows[INDUCTOR], []
     for name, (peak_limit, time_limit) in limits.items():
-        peak = common.quotient(rows[name].peak_bytes, base.peak_bytes)
+        peak = tables.quotient(rows[name].peak_bytes, base.peak_bytes)
         ratio = ratios(rows[name], base)
         targets += [
             Target(f"{name}: peak / Inductor", peak, peak_limit),

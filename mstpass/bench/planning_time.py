@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from mstpass import pipeline
-from mstpass.bench import common
-from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench import tables
+from mstpass.bench.arguments import Arguments
+from mstpass.bench.command import Progress
 from mstpass.bench.models import LlamaSize, llama
+from mstpass.bench.tables import Result, Table, Target
 from mstpass.graph.joint import JointGraph
 from mstpass.options import Options
 from mstpass.tracing.joint_graphs import trace_joint
@@ -92,7 +94,7 @@ def _table(rows: Sequence[Row]) -> Table:
         (
             f"{row.layers} layers",
             str(row.nodes),
-            *map(common.seconds_cell, (row.read_s, row.detect_s, row.plan_s, row.total_s)),
+            *map(tables.seconds_cell, (row.read_s, row.detect_s, row.plan_s, row.total_s)),
         )
         for row in rows
     ]
@@ -103,7 +105,7 @@ def _targets(rows: Sequence[Row]) -> list[Target]:
     first, last = rows[0], rows[-1]
     growth = last.layers / first.layers
     what = f"planning time of {last.layers} / {first.layers} layers"
-    ratio = common.quotient(last.total_s, first.total_s)
+    ratio = tables.quotient(last.total_s, first.total_s)
     deep = [row for row in rows if row.layers == LIMIT_DEPTH]
     targets = [Target(f"{row.layers} layers: planning, s", row.total_s, LIMIT_S) for row in deep]
     return [*targets, Target(what, ratio, LINEAR * growth)]

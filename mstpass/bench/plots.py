@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from mstpass.bench.common import MIB
 from mstpass.bench.solver_rows import Row
+from mstpass.bench.tables import MIB
 
 # Colours that stay apart for colour-blind eyes (Okabe and Ito), markers for print.
 _COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#000000", "#e69f00", "#56b4e9", "#999999")

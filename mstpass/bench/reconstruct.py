@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 import mstpass
-from mstpass.bench import common
-from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench import command, tables
+from mstpass.bench.arguments import Arguments
+from mstpass.bench.command import Progress
 from mstpass.bench.comparison import Row, own_code, ratios
 from mstpass.bench.huggingface_models import Case, Size, bert, gemma3, loss_of, olmo2, workload
 from mstpass.bench.models import Step
+from mstpass.bench.tables import Result, Table, Target
 from mstpass.errors import require
 from mstpass.measure import peak_bytes, timed
 from mstpass.torch_internals.caches import fresh_cache
@@ -40,7 +42,7 @@ QUICK = Size(32, 2, 96, 512, 2, 64)
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    return common.main(
+    return command.main(
         "reconstruct",
         [run],
         argv,
@@ -122,12 +124,12 @@ def _lines(
                 str(case) if (mode, budget) == (MODES[0], BUDGETS[0]) else "",
                 str(budget) if mode == MODES[0] else "",
                 mode,
-                common.mib_cell(one.saved_bytes),
-                common.mib_cell(one.row.peak_bytes),
+                tables.mib_cell(one.saved_bytes),
+                tables.mib_cell(one.row.peak_bytes),
                 f"{one.gradient_error:.1e}{own}",
                 f"as {one.same_as}"
                 if one.same_as
-                else common.ratio_cell(ratios(one.row, found["off"].row)),
+                else tables.ratio_cell(ratios(one.row, found["off"].row)),
             )
             for mode, one in found.items()
         ]
@@ -185,8 +187,8 @@ def _plan(report: mstpass.Report) -> object:
 
 def _won(case: Case, saved: dict[str, int]) -> float:
     """The larger of the ratios of each mode's saved bytes to those of the one before."""
-    exact = common.quotient(saved["exact"], saved["off"]) or 1.0
-    tolerant = common.quotient(saved["tolerant"], saved["exact"]) or 1.0
+    exact = tables.quotient(saved["exact"], saved["off"]) or 1.0
+    tolerant = tables.quotient(saved["tolerant"], saved["exact"]) or 1.0
     return max(exact, tolerant) if case.wins_exactly else tolerant
 
 
@@ -197,7 +199,7 @@ def _targets(name: str, case: Case, found: dict[str, _Measured]) -> list[Target]
             ratio = ratios(found[mode].row, found["off"].row)
             targets.append(Target(f"{name}: time, {mode} / off", ratio and ratio[0], TIME_LIMIT))
         if not case.dropout:
-            worse = common.quotient(found[mode].gradient_error, found["off"].gradient_error)
+            worse = tables.quotient(found[mode].gradient_error, found["off"].gradient_error)
             targets.append(Target(f"{name}: error, {mode} / off", worse, ERROR_LIMIT))
     return targets
 

@@ -14,9 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from mstpass.bench import common, problems
-from mstpass.bench.common import Arguments, Progress, Result, Table, Target
+from mstpass.bench import command, output, problems, tables
+from mstpass.bench.arguments import Arguments
+from mstpass.bench.command import Progress
 from mstpass.bench.solver_rows import Row
+from mstpass.bench.tables import Result, Table, Target
 from mstpass.errors import require
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.partition.solvers import AUTO, SOLVERS
@@ -37,14 +39,14 @@ EXAMPLES = """  mstpass bench solvers --csv solvers.csv --plots plots
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    return common.main(
+    return command.main(
         "solvers",
         [run],
         argv,
         description="Every partition solver on recorded problems of real models: saved bytes, "
         "simulated peak, extra time, solve time, and the gap to the proven optimum.",
         examples=EXAMPLES,
-        own=("problem", "csv", "plots"),
+        extra=("problem", "csv", "plots"),
     )
 
 
@@ -68,7 +70,7 @@ def run(arguments: Arguments) -> Result:
             draw_plans(own, arguments.plots / f"{name}.png")
     result = _result(rows, names, proof_s)
     if arguments.csv is not None:
-        common.write_csv(arguments.csv, result.records["rows"])
+        output.write_csv(arguments.csv, result.records["rows"])
     return result
 
 
@@ -183,10 +185,10 @@ def _by_solver(rows: list[Row]) -> Table:
             (
                 solver,
                 f"{len(above)} of {len(own)}",
-                common.times_cell(statistics.median(above) if above else None),
-                common.times_cell(max(above, default=None)),
-                common.seconds_cell(statistics.median(row.solve_s for row in own)),
-                common.seconds_cell(max(row.solve_s for row in own)),
+                tables.times_cell(statistics.median(above) if above else None),
+                tables.times_cell(max(above, default=None)),
+                tables.seconds_cell(statistics.median(row.solve_s for row in own)),
+                tables.seconds_cell(max(row.solve_s for row in own)),
             )
         )
     columns = ("solver", "within budget", "time / fastest", "worst", "solve s", "longest")
@@ -203,9 +205,9 @@ def _by_budget(rows: list[Row]) -> Table:
         (
             row.problem,
             f"{row.share:.2f}",
-            common.mib_cell(row.budget_bytes),
-            common.mib_cell(row.saved_bytes),
-            common.mib_cell(row.peak_bytes),
+            tables.mib_cell(row.budget_bytes),
+            tables.mib_cell(row.saved_bytes),
+            tables.mib_cell(row.peak_bytes),
             f"{row.extra_us / 1e6:.3f}",
             f"{row.us / best[row.problem, row.share]:.3f}x",
             f"{row.us / row.bound_us:.3f}x" if row.bound_us else "-",

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from mstpass.argument_parsers import command_parser
 from mstpass.byte_sizes import bytes_text
 from mstpass.cli.load_function import UserFileError, error_text, load_function
-from mstpass.cli.parsers import command_parser
 from mstpass.errors import UserError
 from mstpass.explainer.errors import ExplainError
 from mstpass.explainer.plan_step import explain_parts, explain_step

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mstpass.argument_parsers import command_parser, share
 from mstpass.cli.load_function import UserFileError, error_text, load_function
-from mstpass.cli.parsers import command_parser, share
 from mstpass.linter.entry_points import lint, lint_compiled
 from mstpass.linter.errors import LintError
 from mstpass.linter.report import LintReport, module_lines

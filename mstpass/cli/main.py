@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from mstpass.cli.parsers import command_parser
+from mstpass.argument_parsers import command_parser
 from mstpass.errors import UserError
 
 BENCHES = {

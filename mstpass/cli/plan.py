@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mstpass.cli.parsers import byte_size, command_parser, count
+from mstpass.argument_parsers import byte_size, command_parser, count
 from mstpass.errors import require
 from mstpass.planner.request import ALLOCATORS, EXPANDABLE, LOGITS, OUTPUTS, Request
 from mstpass.planner.result import Planned

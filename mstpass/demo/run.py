@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,7 @@ import mstpass
 from mstpass.demo import picture, text
 from mstpass.demo.arguments import Arguments
 from mstpass.demo.train import Contender, Result, Setup, contenders, train
-from mstpass.measure import cpu_name
+from mstpass.measure import device_name
 
 _FULL = Setup(text.VOCABULARY)
 _QUICK = Setup(text.VOCABULARY, layers=2, batch=1, length=1024)
@@ -41,22 +40,15 @@ def run(arguments: Arguments) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setup = _QUICK if arguments.quick else _FULL
     batches = _batches(arguments, setup, console)
-    console.print(f"{setup}, on {machine(device)}")
+    console.print(f"{setup}, on {device_name(device)}")
     results = _train(setup, device, batches, console)
     console.print(table(results))
     path = arguments.out / "demo.png"
-    picture.draw(results, f"{setup}; {machine(device)}", path)
+    picture.draw(results, f"{setup}; {device_name(device)}", path)
     _write_json(results, setup, device, arguments.out / "demo.json")
     _print_plan(console)
     console.print(f"picture: {path.resolve()}", soft_wrap=True)
     return 0 if _agree(results, console) else 1
-
-
-def machine(device: torch.device) -> str:
-    """Device and torch version, for captions."""
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    return f"{cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -139,7 +131,7 @@ def _agree(results: Sequence[Result], console: Console) -> bool:
 def _write_json(results: Sequence[Result], setup: Setup, device: torch.device, path: Path) -> None:
     record = {
         "setup": asdict(setup),
-        "machine": machine(device),
+        "machine": device_name(device),
         "results": [
             {
                 "name": r.name,

@@ -176,7 +176,7 @@ def _is_hand_written(code: types.CodeType) -> bool:
     return known
 
 
-def _subclasses(cls: type) -> Iterator[Any]:
+def _subclasses(cls: Any) -> Iterator[Any]:
     for subclass in cls.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)
