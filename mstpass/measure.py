@@ -1,9 +1,9 @@
-"""Peak tensor memory and step time, measured the same way for every backend.
+"""Measures peak tensor memory and step time, in the same way for every backend.
 
-Terms: the *peak* of a call is the highest number of tensor bytes allocated while it runs, above
-what was allocated when it began; gradients that it leaves behind count. CPU peaks are read from
-the memory events of `torch.profiler`, CUDA peaks from the caching allocator. Bytes that a library
-allocates outside torch's allocators are seen by neither.
+The *peak* of a call is the highest number of tensor bytes that are allocated while it runs, beyond
+those that are allocated when it begins. Gradients that the call leaves behind count. CPU peaks are
+read from the memory events of `torch.profiler`, CUDA peaks from the caching allocator. Neither sees
+memory that a library allocates without torch's allocators.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Timing:
         return min(self.seconds)
 
     def ratio_to(self, other: Timing) -> float:
-        """Median of the ratios round by round: less noisy than the ratio of two medians."""
+        """Median of the ratios taken round by round; it is less noisy than a ratio of medians."""
         rounds = zip(self.seconds, other.seconds, strict=True)
         return statistics.median(a / b for a, b in rounds)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Peak and times of one contender; `ratio_to` another one that ran in the same rounds."""
+    """Peak and times of one function."""
 
     name: str
     peak_bytes: int
@@ -66,20 +66,20 @@ class Measurement:
 
 
 def peak_bytes(fn: Step, device: Device = "cpu") -> int:
-    """Highest tensor bytes that `fn()` has allocated on `device`, above those at its start."""
+    """The peak of `fn()`: the most tensor bytes on `device` beyond those at its start."""
     kind = torch.device(device).type
     if kind not in ("cpu", "cuda"):
-        raise ValueError(f"peak_bytes measures cpu and cuda, not {kind!r}")
-    gc.collect()  # garbage freed during fn() would otherwise hide as much of its peak
+        raise ValueError(f"peak_bytes measures devices of type cpu and cuda, not {kind!r}")
+    gc.collect()  # garbage that is freed during fn() would hide a part of its peak
     return _cuda_peak_bytes(fn, device) if kind == "cuda" else _cpu_peak_bytes(fn)
 
 
 def timed(
     fns: Mapping[Key, Step], repeats: int = 5, *, warmup: int = 1, device: Device = "cpu"
 ) -> dict[Key, Timing]:
-    """Wall time of each function, in rounds A B C, A B C, ... so that noise hits all alike."""
+    """Wall times of each function, in rounds A B C, A B C, ... so that noise affects all alike."""
     if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, not {repeats}")
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
     for fn in fns.values():
         for _ in range(warmup):
             fn()
@@ -93,7 +93,7 @@ def timed(
 def measure(
     fns: Mapping[str, Step], repeats: int = 5, *, warmup: int = 1, device: Device = "cpu"
 ) -> dict[str, Measurement]:
-    """Times in interleaved rounds, then one more call of each for its peak."""
+    """Measure each function: times in interleaved rounds, then the peak of one more call."""
     timings = timed(fns, repeats, warmup=warmup, device=device)
     return {
         name: Measurement(name, peak_bytes(fn, device), timings[name]) for name, fn in fns.items()
@@ -101,7 +101,7 @@ def measure(
 
 
 def synchronize(device: Device) -> None:
-    """Wait for the device, so that a clock read next sees finished work."""
+    """Wait until the device has finished its work, so that a clock can be read."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -156,7 +156,7 @@ def _peak_above_start(events: Sequence[Mapping[str, Any]]) -> int:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """The profiler's C++ side announces its start and stop on file descriptor 2."""
+    """Silence file descriptor 2, on which the profiler's C++ code announces its start and stop."""
     try:
         sys.stderr.flush()
         saved = os.dup(2)

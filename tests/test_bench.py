@@ -108,7 +108,7 @@ def test_one_that_fails_and_one_that_is_wrong_do_not_end_the_race():
         ),
     ]
     seen = []
-    rows = comparison.race(
+    rows = comparison.compare(
         contenders, head.loss, head.step, repeats=2, device=CPU, advance=seen.append
     )
     assert rows["eager"].error == ""
@@ -126,20 +126,20 @@ def test_a_gradient_that_is_no_number_is_wrong_and_one_of_noise_is_not():
     def loss(of_x, of_w):
         return lambda: (x * of_x).sum() + (w * of_w).sum() * 1e-30
 
-    run = comparison.Race(loss(1.0, 1.0), lambda fn: Step(fn, (x, w)), CPU)
-    run.enter([comparison.eager(), comparison.eager("noise", loss(1.0, -1.0))])
-    run.enter([comparison.eager("nan", lambda: loss(1.0, 1.0)() + 0 * (w.log() * 0).sqrt().sum())])
+    run = comparison.Comparison(loss(1.0, 1.0), lambda fn: Step(fn, (x, w)), CPU)
+    run.add([comparison.eager(), comparison.eager("noise", loss(1.0, -1.0))])
+    run.add([comparison.eager("nan", lambda: loss(1.0, 1.0)() + 0 * (w.log() * 0).sqrt().sum())])
     assert run.rows["eager"].error == run.rows["noise"].error == ""
-    assert "a gradient differs from eager's by nan" in run.rows["nan"].error
+    assert "a gradient differs from that of eager by nan" in run.rows["nan"].error
 
 
-def test_those_that_enter_late_are_timed_in_the_same_rounds():
+def test_contenders_that_are_added_later_are_timed_in_the_same_rounds():
     head = Head.build(8, 4, 10, CPU)
-    run = comparison.Race(head.loss, head.step, CPU)
-    run.enter([comparison.eager()])
+    run = comparison.Comparison(head.loss, head.step, CPU)
+    run.add([comparison.eager()])
     run.measure_peaks()
     peak = run.rows["eager"].peak_bytes
-    run.enter([comparison.eager("late"), comparison.eager("wrong", lambda: 2 * head.loss())])
+    run.add([comparison.eager("late"), comparison.eager("wrong", lambda: 2 * head.loss())])
     run.time(2)
     run.measure_peaks()
     assert run.rows["eager"].peak_bytes == peak == run.rows["late"].peak_bytes
@@ -244,7 +244,7 @@ def test_dynamic_runs_every_length(monkeypatch):
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch does not have it")
 def test_torchs_own_chunked_head_is_the_same_loss():
     head = Head.build(16, 8, 64, CPU)
-    rows = comparison.race(
+    rows = comparison.compare(
         [comparison.eager(), *loops._linear_cross_entropy(head, 4)],
         head.loss,
         head.step,

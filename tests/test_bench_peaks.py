@@ -122,7 +122,7 @@ def test_budgets_of_one_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_an_unknown_model_is_named() -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(UserError, match="no model 'gpt5', only llama; "):
+    with pytest.raises(UserError, match="'gpt5' is unknown; choose from: llama; "):
         budgets.main([*QUICK, "--model", "gpt5"])
 
 

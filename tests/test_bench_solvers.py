@@ -110,7 +110,7 @@ def test_recording_runs_nothing_and_finds_the_shipped_problem(tmp_path: Path) ->
 
 
 def test_what_cannot_be_recorded() -> None:
-    with pytest.raises(UserError, match="no model 'llama-9', only"):
+    with pytest.raises(UserError, match="'llama-9' is unknown; choose from"):
         record.main(["llama-9"])
     with pytest.raises(UserError, match="no backward"):
         record.problem_of(lambda x: F.relu(x), torch.zeros(4))

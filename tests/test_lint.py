@@ -83,7 +83,7 @@ def test_two_non_reentrant_ones_stop_early_and_are_only_noted():
     assert runs(report)["layers.0.up"] == (1, 1)
     (note,) = report.notes
     assert note.startswith("layers.* (2 of them): checkpoint() at lint_models.py:")
-    assert "one is enough" in note
+    assert "remove one of them" in note
 
 
 def test_two_non_reentrant_ones_that_may_not_stop_early():

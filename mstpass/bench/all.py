@@ -18,6 +18,8 @@ from mstpass.bench import (
     reconstruct,
 )
 
+_DESCRIPTION = """\
+Run every benchmark that measures steps, one after the other."""
 EXAMPLES = """  mstpass bench all --markdown today.md
   mstpass bench all --quick
 """
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] = ()) -> int:
         "all",
         [bench.run for bench in BENCHES],
         argv,
-        description="Run every benchmark that measures steps, one after the other.",
+        description=_DESCRIPTION,
         examples=EXAMPLES,
     )
 

@@ -1,10 +1,10 @@
-"""`mstpass bench budgets`: memory budgets in bytes, and the peaks that come of them.
+"""`mstpass bench budgets`: memory budgets in bytes, and the peaks under them.
 
-Each model's budgets lie between what its plan of least memory needs, as Inductor schedules it, and
-its free plan's peak, in equal steps. The *simulated* peak is the report's, the *measured* one that
-of a step. Every budget compiles a step of its own, whose loss and gradients are compared with
-eager's; where there is dropout, with Inductor's at the same seed, since eager draws other masks
-than compiled code.
+The budgets of a model lie, in equal steps, between the peak of its plan of least memory as Inductor
+schedules it, and the peak of its free plan. The *simulated* peak is that of the report, the
+*measured* peak that of a step. Each budget has a compiled step, whose loss and gradients are
+compared with those of eager. With dropout they are compared with those of Inductor at the same
+seed, because eager draws other masks than compiled code.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +27,8 @@ from mstpass.bench.command import Progress
 from mstpass.bench.comparison import (
     GRADIENT_TOLERANCE,
     VALUE_TOLERANCE,
+    Comparison,
     Contender,
-    Race,
     Row,
     eager,
     inductor,
@@ -45,10 +46,13 @@ from mstpass.partition.solvers import AUTO, SOLVERS
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 _QUICK_SHARES = (1.0, 0.0)
 PEAK_LIMIT, DEVIATION_LIMIT = 1.0, 0.05  # measured / budget, |measured / simulated - 1|
-STEP_LIMIT = 1.0  # a smaller budget never needs more
-_APART = 0.01  # budgets closer to each other are one
+STEP_LIMIT = 1.0  # a smaller budget must not have a higher peak
+_APART = 0.01  # of budgets that are closer to each other, one is tried
 _AUTOCAST_TOLERANCE = 0.05
 _SEED = 1
+_DESCRIPTION = """\
+Compile steps of many models under memory budgets in bytes, and compare
+their measured peaks with the budgets and with the simulated peaks."""
 EXAMPLES = """  mstpass bench budgets --csv budgets.csv
   mstpass bench budgets --model llama --model "BERT, dropout"
   mstpass bench budgets --quick
@@ -57,7 +61,12 @@ EXAMPLES = """  mstpass bench budgets --csv budgets.csv
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A step whose budgets are tried; ``random`` where it draws numbers."""
+    """A step whose budgets are tried.
+
+    Attributes:
+        make_step: makes the step, forward and backward, from a loss function.
+        random: whether the step draws random numbers.
+    """
 
     loss_fn: LossFn
     make_step: Callable[[LossFn], Step]
@@ -68,10 +77,12 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One model at one budget; ``share`` is where it lies from the lowest peak to the free plan's.
+    """One model at one budget.
 
     Attributes:
+        share: where the budget lies between the lowest peak (0) and the free plan's peak (1).
         gradient_error: the largest relative error of a gradient.
+        plan: mst's loops, as text.
     """
 
     model: str
@@ -89,7 +100,7 @@ class Point:
 
     @property
     def deviation(self) -> float | None:
-        """Measured above simulated, a fraction; negative below."""
+        """The measured peak's excess over the simulated one, as a fraction of the latter."""
         ratio = tables.quotient(self.measured_bytes, self.simulated_bytes)
         return None if ratio is None else ratio - 1
 
@@ -99,11 +110,14 @@ def main(argv: Sequence[str] = ()) -> int:
         "budgets",
         [run],
         argv,
-        description="Budgets in bytes for many models: simulated and measured peak of a step, and "
-        f"its gradients. Models: {', '.join(MODELS)}.",
+        description=f"{_DESCRIPTION}\n\n{_model_list()}",
         examples=EXAMPLES,
         extra=("model", "csv"),
     )
+
+
+def _model_list() -> str:
+    return textwrap.fill(f"models: {'; '.join(MODELS)}", 76)
 
 
 def run(arguments: Arguments) -> Result:
@@ -111,7 +125,7 @@ def run(arguments: Arguments) -> Result:
     names = list(arguments.model) or list(MODELS)
     unknown = [name for name in names if name not in MODELS]
     if unknown:
-        raise UserError(f"no model {unknown[0]!r}, only {'; '.join(MODELS)}")
+        raise UserError(f"--model {unknown[0]!r} is unknown; choose from: {'; '.join(MODELS)}")
     shares = _QUICK_SHARES if arguments.quick else SHARES
     points: list[Point] = []
     with Progress("budgets", len(names) * 2 * (1 + len(shares))) as advance:
@@ -119,7 +133,7 @@ def run(arguments: Arguments) -> Result:
             try:
                 model = MODELS[name](arguments.device, arguments.quick)
                 points += points_of(name, model, shares, arguments.device, advance)
-            except Exception as error:  # the others are still worth their time
+            except Exception as error:  # the other models are still measured
                 text = f"{type(error).__name__}: {error}"
                 points.append(Point(name, 0.0, 0, None, None, None, "", text))
             if arguments.csv is not None:
@@ -128,10 +142,10 @@ def run(arguments: Arguments) -> Result:
     result.tables.append(_table(points))
     result.targets += [target for name in names for target in _targets(name, points)]
     result.notes += [
-        "Share: where the budget lies between what the least memory needs when it is scheduled "
-        f"(0) and the free plan's peak (1); budgets within {100 * _APART:.0f} % of each other are "
-        "one. Gradient error: the largest of a gradient, relative, to eager's; with dropout to "
-        "Inductor's at the same seed.",
+        "Share: where the budget lies between the peak of the plan of least memory (0) and that "
+        f"of the free plan (1); of budgets within {100 * _APART:.0f} % of each other one is tried. "
+        "Gradient error: the largest relative error of a gradient against eager, with dropout "
+        "against Inductor at the same seed.",
         *(f"{p.model}, {p.share:.2f}: {p.error}" for p in points if p.error),
     ]
     result.records["rows"] = [_record(point) for point in points]
@@ -146,7 +160,7 @@ def points_of(
     advance: Callable[[str], None] = lambda name: None,
 ) -> list[Point]:
     budgets = budgets_of(model, shares)
-    race = Race(
+    comparison = Comparison(
         model.loss_fn,
         model.make_step,
         device,
@@ -155,18 +169,20 @@ def points_of(
         gradient_tolerance=model.gradient_tolerance,
     )
     contenders = {share: _contender(name, budget) for share, budget in budgets.items()}
-    race.enter([inductor() if model.random else eager(), *contenders.values()])
-    race.measure_peaks()
+    comparison.add([inductor() if model.random else eager(), *contenders.values()])
+    comparison.measure_peaks()
     return [
-        _point(name, share, budgets[share], race.rows[contender.name])
+        _point(name, share, budgets[share], comparison.rows[contender.name])
         for share, contender in contenders.items()
     ]
 
 
 def budgets_of(model: Model, shares: Sequence[float]) -> dict[float, int]:
-    """Bytes by share, each such that what the planner spares of it is the peak meant.
+    """Budgets in bytes, by share.
 
-    The lowest is what Inductor's schedule of the least memory needs: below it a budget is refused.
+    A budget is larger than the peak at its share by the reserve that the planner keeps (`SPARE`).
+    The lowest is the peak of the plan of least memory as Inductor schedules it: lower budgets are
+    refused.
     """
     problem = problem_of(model.loss_fn, memory_budget=0.5)
     highest = memory_of(problem, SOLVERS[AUTO](problem, None)).peak_bytes
@@ -208,7 +224,7 @@ def _record(point: Point) -> dict[str, Any]:
     return {**vars(point), "of_budget": point.of_budget, "deviation": point.deviation}
 
 
-# ---- what is told ------------------------------------------------------------------------------
+# ---- tables and targets ------------------------------------------------------------------------
 def _table(points: Sequence[Point]) -> Table:
     lines = tuple(
         (
@@ -242,20 +258,20 @@ def _targets(name: str, points: Sequence[Point]) -> list[Target]:
 
 
 def _steps(falling: Sequence[Point]) -> list[float | None]:
-    """What each budget's step needs, as a share of what the next larger one's does."""
+    """The ratio of each budget's peak to that of the next larger budget."""
     peaks = [point.measured_bytes for point in falling]
     pairs = itertools.pairwise(peaks)
     return [1.0, *(tables.quotient(less, more) for more, less in pairs)]
 
 
 def _worst(values: Sequence[float | None]) -> float | None:
-    """The greatest; None where one is missing."""
+    """The greatest value; None if a value is missing."""
     known = [value for value in values if value is not None]
     return max(known, default=None) if len(known) == len(values) else None
 
 
 # ---- the models --------------------------------------------------------------------------------
-Build = Callable[[torch.device, bool], Model]  # device, whether to be quick
+Build = Callable[[torch.device, bool], Model]  # takes the device, and whether sizes are tiny
 
 
 def _llama(size: LlamaSize) -> Build:
@@ -278,7 +294,7 @@ def _head(loss: losses.Loss) -> Build:
 def _mlps(device: torch.device, quick: bool) -> Model:
     mlps = MLPs.build(*((1024, 64, 256, 2) if quick else (4096, 256, 1024, 3)), device)
     parameters = (mlps.hidden, *mlps.layers.parameters())
-    # The gradient comes from the step, as in a model: it would be no part of its peak otherwise.
+    # The loss makes the tangent inside the step, as in a model: so it is a part of the peak.
     loss = lambda value: value.square().mean()
     return Model(mlps.value, lambda fn: Step(fn, parameters, loss=loss))
 

@@ -1,7 +1,8 @@
-"""Contenders in one run: compiled one after the other, checked, timed in interleaved rounds.
+"""Compares several ways to run one step: their results, times and peaks.
 
-A contender that raises, or whose value or gradients are not those of the first one, leaves the
-race with its error; the others go on.
+Contenders are compiled one after the other, and timed in interleaved rounds. A contender that
+raises an exception, or whose value or gradients differ from those of the first contender, drops out
+with its error. The others continue.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from mstpass.torch_internals.caches import fresh_cache, num_auto_chunked
 from mstpass.torch_internals.settings import recompilation_fails
 
 INDUCTOR, MST = "Inductor", "mst"
-VALUE_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4  # relative; fp32
-_NOISE = 1e-8  # of the largest gradient: rounding, where the true gradient is zero
+VALUE_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4  # relative errors in fp32
+_NOISE = 1e-8  # gradients below this part of the largest are zero but for rounding
 _AUTO_CHUNKER = {
     "auto_chunker.enable": True,
-    # by default it skips heads with V/D below about 8
+    # by its default thresholds it skips heads with V/D below about 8
     "auto_chunker.output_size_threshold": 1024,
     "auto_chunker.amplify_ratio_threshold": 1,
 }
@@ -44,18 +45,32 @@ Outcome = tuple[Tensor, list[Tensor]]  # a step's value and gradients
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to run one loss function; `under` is in force while it compiles."""
+    """A way to run a loss function.
+
+    Attributes:
+        build: compiles a loss function.
+        loss_fn: the loss function; None: that of the comparison.
+        under: context manager that is active during the first call, which compiles.
+        auto_chunker: whether Inductor's auto_chunker must have chunked something.
+    """
 
     name: str
     build: Callable[[LossFn], LossFn]
-    loss_fn: LossFn | None = None  # where it is not the workload's own
+    loss_fn: LossFn | None = None
     under: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     auto_chunker: bool = False
 
 
 @dataclass
 class Row:
-    """What one contender did."""
+    """The figures of one contender.
+
+    Attributes:
+        value_error, gradient_error: largest relative errors against the first contender.
+        simulated_bytes: the peak in mst's report; None for other backends.
+        plan: mst's loops, as text.
+        error: why the contender has dropped out; empty if it has not.
+    """
 
     name: str
     value: float | None = None
@@ -63,7 +78,7 @@ class Row:
     gradient_error: float | None = None
     first_call_s: float | None = None
     peak_bytes: int | None = None
-    simulated_bytes: int | None = None  # what mst's report says of the peak
+    simulated_bytes: int | None = None
     seconds: list[float] = field(default_factory=list)
     plan: str = ""
     error: str = ""
@@ -82,7 +97,7 @@ def inductor(name: str = INDUCTOR, loss_fn: LossFn | None = None, **rest: Any) -
 
 
 def mst(name: str = MST, **options: Any) -> Contender:
-    # strict: a fallback to Inductor must not pass for a measurement of ours
+    # strict: where mst falls back to Inductor, Inductor would be measured under mst's name
     chosen = {"strict": True, **options}
     return Contender(name, lambda fn: torch.compile(own_code(fn), backend="mst", options=chosen))
 
@@ -94,9 +109,9 @@ def auto_chunker(name: str = "Inductor, auto_chunker", chunks: int = 8) -> Conte
 
 
 def own_code(fn: Fn) -> Fn:
-    """`fn` with a code object and name of its own.
+    """A copy of `fn` with its own code object and name, for which Dynamo compiles anew.
 
-    Dynamo's cache and its limit are per code object; which sizes have varied it keeps by name.
+    Dynamo caches graphs by code object, and notes by name which sizes have varied.
     """
     target = fn.__func__ if isinstance(fn, types.MethodType) else fn
     assert isinstance(target, types.FunctionType)
@@ -111,14 +126,14 @@ def own_code(fn: Fn) -> Fn:
     return own
 
 
-class Race:
-    """Contenders that may enter at different times and are timed in the same rounds.
+class Comparison:
+    """Contenders that may be added at different times, and are timed in the same rounds.
 
     Attributes:
-        rows: by name; the first contender that enters is the reference.
-        steps: what each contender runs, compiled.
-        advance: called with a contender's name once it has entered, after each of its timed steps,
-            and when its peak is known.
+        rows: figures by contender; the first contender is the reference for values and gradients.
+        steps: compiled steps by contender.
+        advance: called with a contender's name when it has been added, after each of its timed
+            steps, and when its peak is known.
     """
 
     def __init__(
@@ -138,9 +153,9 @@ class Race:
         self._tolerances = value_tolerance, gradient_tolerance
         self._reference: Outcome | None = None
 
-    def enter(self, contenders: Sequence[Contender]) -> None:
-        """Compile each, compare its loss and gradients with the reference's, and warm it up."""
-        # fresh: a cache hit would hide compile times, and whether the auto_chunker has fired
+    def add(self, contenders: Sequence[Contender]) -> None:
+        """Compile and run each step, and compare its value and gradients with the reference's."""
+        # a cache hit would hide the compile time, and whether the auto_chunker has run
         with fresh_cache():
             for contender in contenders:
                 row = self.rows[contender.name] = Row(contender.name)
@@ -154,7 +169,7 @@ class Race:
                 self.advance(contender.name)
 
     def measure_peaks(self) -> None:
-        """The peak of each contender that has none yet."""
+        """Measure the peak of each contender that has none yet."""
         for name, step in self.steps.items():
             row = self.rows[name]
             if row.peak_bytes is None:
@@ -163,14 +178,17 @@ class Race:
                 self.advance(name)
 
     def time(self, repeats: int) -> None:
-        """Each round begins with another contender, so that none always follows the same one."""
-        self._reference = None  # its memory, as in a step of one's own
+        """Time rounds of one step per contender.
+
+        Each round begins with another contender, so that none always follows the same one.
+        """
+        self._reference = None  # free its memory: no other step would hold it
         for number in range(repeats):
             gc.collect()
             running = [name for name in self.steps if not self.rows[name].error]
             start = number % max(1, len(running))
             for name in running[start:] + running[:start]:
-                # a recompile in mid-race would be timed as a step
+                # a recompilation would be timed as a step
                 with _errors_to(self.rows[name]), recompilation_fails():
                     step = {name: self.steps[name]}
                     timing = timed(step, 1, warmup=0, device=self._device)[name]
@@ -181,7 +199,7 @@ class Race:
         name, (value_tolerance, gradient_tolerance) = next(iter(self.rows)), self._tolerances
         row.value_error = _relative_error(result[0], reference[0])
         if not row.value_error <= value_tolerance:
-            raise RuntimeError(f"its value differs from {name}'s by {row.value_error:.1e}")
+            raise RuntimeError(f"its value differs from that of {name} by {row.value_error:.1e}")
         noise = _NOISE * max(_rms(b) for b in reference[1])
         errors = [
             _relative_error(a, b)
@@ -190,10 +208,12 @@ class Race:
         ]
         row.gradient_error = max(errors, key=lambda error: (math.isnan(error), error))
         if not row.gradient_error <= gradient_tolerance:
-            raise RuntimeError(f"a gradient differs from {name}'s by {row.gradient_error:.1e}")
+            raise RuntimeError(
+                f"a gradient differs from that of {name} by {row.gradient_error:.1e}"
+            )
 
 
-def race(
+def compare(
     contenders: Sequence[Contender],
     loss_fn: LossFn,
     make_step: Callable[[LossFn], Step],
@@ -202,19 +222,19 @@ def race(
     device: torch.device,
     advance: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Row]:
-    """Rows by name; the first contender is the reference.
+    """Figures by contender; the first contender is the reference.
 
-    `advance` is called with each contender's name 2 + `repeats` times.
+    `advance` is called 2 + `repeats` times with each contender's name.
     """
-    whole = Race(loss_fn, make_step, device, advance)
-    whole.enter(contenders)
-    whole.time(repeats)
-    whole.measure_peaks()
-    return whole.rows
+    comparison = Comparison(loss_fn, make_step, device, advance)
+    comparison.add(contenders)
+    comparison.time(repeats)
+    comparison.measure_peaks()
+    return comparison.rows
 
 
 def ratios(row: Row, base: Row) -> tuple[float, float, float] | None:
-    """Median, least and greatest of the time ratios, round by round."""
+    """Median, least and greatest ratio of two contenders' times, taken round by round."""
     if row.median_s is None or base.median_s is None or len(row.seconds) != len(base.seconds):
         return None
     each = [a / b for a, b in zip(row.seconds, base.seconds, strict=True)]
@@ -236,7 +256,7 @@ def _first_call(contender: Contender, step: Step, row: Row) -> Outcome:
     row.plan = ", ".join(f"{r.kind} {r.mode} in {r.num_chunks}" for m in made for r in m.regions)
     row.simulated_bytes = made[0].peak_bytes if len(made) == 1 else None
     if contender.auto_chunker and num_auto_chunked() == chunked:
-        raise RuntimeError("it did not chunk anything")
+        raise RuntimeError("the auto_chunker chunked nothing")
     return result
 
 

@@ -1,9 +1,9 @@
-"""`mstpass bench compile`: seconds to compile a Llama-like step, cold, and from the caches.
+"""`mstpass bench compile`: seconds to compile a Llama-like step, cold and from the caches.
 
-Each measurement is a process of its own. It first compiles a small function, so that imports,
-compiler checks and precompiled headers are paid for; then comes the first step of the model. Its
-compile time is what that step takes beyond a later step. Cold: an empty cache folder. Warm: a
-second process with the folder that a first one has filled.
+Each measurement runs in a new process. The process first compiles a small function, so that the
+time of imports, compiler checks and precompiled headers does not count. Then it runs the model's
+first step. The compile time is the time of that step beyond a later step. *Cold*: the cache folder
+is empty. *Warm*: a second process uses the cache folder that a first one has filled.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ from mstpass.bench.models import LlamaSize, Step, llama
 from mstpass.bench.tables import Result, Table, Target
 
 LIMIT = 1.15
-SAME = 1.10  # "the same" for any number of chunks, give or take noise
+SAME = 1.10  # the compile time must not depend on the number of chunks, but for noise
 LAYERS, CHUNKS = (2, 16), (4, 64)
 SIZE = LlamaSize(width=128, heads=2, mlp_width=512, length=1024)
 QUICK = LlamaSize(width=64, heads=2, mlp_width=256, length=256, vocabulary=2048)
 _TIMEOUT_S = 900
 _ERROR_CHARS = 110
+_DESCRIPTION = """\
+Measure the compile time of a Llama-like step, cold and from the caches, by
+depth and by number of chunks, in a new process each time; and the CPU time
+of mst's planning by depth."""
 EXAMPLES = """  mstpass bench compile
   mstpass bench compile --repeats 5 --json /tmp/compile.json
 """
@@ -42,7 +46,7 @@ EXAMPLES = """  mstpass bench compile
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to compile; `chunks` None: mst's own choice."""
+    """A backend and a model to compile. With None for `chunks`, mst chooses their number."""
 
     backend: str
     size: LlamaSize
@@ -63,7 +67,12 @@ class Case:
 
 @dataclass
 class Seconds(Row):
-    """A row whose seconds are compile times."""
+    """A row whose seconds are compile times.
+
+    Attributes:
+        warm_s: compile time with a filled cache folder.
+        hits: cache hits of that run, as text.
+    """
 
     hits: str = ""
     warm_s: float | None = None
@@ -74,9 +83,7 @@ def main(argv: Sequence[str] = ()) -> int:
         "compile",
         [run, planning_time.run],
         argv,
-        description="Compile time of a Llama-like step, cold and from the caches, by depth and "
-        "by number of chunks, a fresh process for each measurement; and the CPU time of mst's own "
-        "planning by depth.",
+        description=_DESCRIPTION,
         examples=EXAMPLES,
     )
 
@@ -97,10 +104,10 @@ def run(arguments: Arguments) -> Result:
     result.tables.append(_table(cases, rows))
     result.targets += _targets(cases, rows)
     result.notes.append(
-        "Seconds of the first forward and backward beyond a later one, in a fresh process that "
-        "has compiled a small function before. Cold: an empty cache folder. Warm: a second "
-        "process with the first one's. Ratios: to Inductor at the same depth, median of the "
-        "rounds (least-greatest)."
+        "Seconds of the first forward and backward beyond a later one, in a new process that has "
+        "compiled a small function before. Cold: with an empty cache folder. Warm: in a second "
+        "process, with the first one's cache folder. Ratios: to Inductor at the same depth, median "
+        "of the rounds (least-greatest)."
     )
     result.records["rows"] = [vars(row) for row in rows.values()]
     return result
@@ -159,7 +166,7 @@ def _measure(case: Case, row: Seconds, device: torch.device, warm: bool) -> None
 
 
 def _process(case: Case, device: torch.device, folder: str) -> dict[str, Any]:
-    """One measurement in a process of its own, caches in `folder`."""
+    """Measure one case in a new process, which keeps its caches in `folder`."""
     worker = [sys.executable, "-m", "mstpass.bench.compile", "--worker", device.type]
     done = subprocess.run(
         [*worker, json.dumps(asdict(case))],
@@ -177,7 +184,7 @@ def _process(case: Case, device: torch.device, folder: str) -> dict[str, Any]:
 
 
 def _work(device: torch.device, case: Case) -> dict[str, Any]:
-    """What a measurement's process does."""
+    """Measure one case; this runs in the new process."""
     _warm_up(device)
     import mstpass
     from mstpass.torch_internals.caches import counters
@@ -196,7 +203,7 @@ def _work(device: torch.device, case: Case) -> dict[str, Any]:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Imports, compiler checks, precompiled headers, the pool of compile workers."""
+    """Compile a small function: this loads modules, checks the compiler, and starts workers."""
     x = torch.randn(64, 64, device=device, requires_grad=True)
     torch.compile(lambda: (x @ x).sin().sum())().backward()
 

@@ -1,7 +1,8 @@
 """`mstpass bench dynamic`: one Llama-like step at many sequence lengths, one after the other.
 
-torch.compile takes the first length as it is and makes the second one symbolic; a backend that
-guards on it would compile again and again. Time is that of a graph compiled for one length alone.
+torch.compile compiles the first length as a constant, and makes the length symbolic when it
+changes. A backend that adds guards on the symbolic length would compile for every new length. Times
+are compared with those of static graphs, each compiled for one length.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from mstpass.torch_internals.caches import counters, fresh_cache
 from mstpass.torch_internals.settings import recompilation_fails
 
 TIME_LIMIT = 1.05
+_DESCRIPTION = """\
+Run a Llama-like step at many sequence lengths in turn: count the
+compilations, and compare times with those of a static graph for each
+length."""
 EXAMPLES = """  mstpass bench dynamic
   mstpass bench dynamic --repeats 9 --markdown docs/results/dynamic.md
 """
@@ -34,12 +39,17 @@ _SIZE = LlamaSize(layers=2)
 _LENGTHS = (1500, 2048, 1111, 1999, 1024, 1733, 1280, 2011, 1361, 1920)
 _QUICK_SIZE = LlamaSize(width=64, layers=1, mlp_width=256, vocabulary=2048)
 _QUICK_LENGTHS = (640, 1024, 701, 997)
-_STATIC = 3  # lengths at which a graph of their own is compiled as well
+_STATIC = 3  # the first lengths, for each of which a static graph is compiled too
 
 
 @dataclasses.dataclass
 class _Runner:
-    """One way to compile the step; ``seconds`` by length, a figure a round."""
+    """One way to compile the step.
+
+    Attributes:
+        graphs: number of compilations.
+        seconds: for each length, one time per round.
+    """
 
     compile: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
     graphs: int = 0
@@ -51,8 +61,7 @@ def main(argv: Sequence[str] = ()) -> int:
         "dynamic",
         [run],
         argv,
-        description="A Llama-like step at many sequence lengths in turn: compilations against "
-        "Inductor's, time against a graph for each length.",
+        description=_DESCRIPTION,
         examples=EXAMPLES,
     )
 

@@ -1,8 +1,8 @@
-"""What people write by hand today: MLPs and head tiled over the tokens, as in MST and ALST.
+"""Hand-written tiling over the tokens, of MLPs and of the head, as in MST and ALST.
 
-The MLP's forward keeps only its input and runs tile by tile without a graph; its backward runs
-each tile again with a graph. The head computes loss and gradients of each tile in the forward.
-(MST: arXiv 2407.15892. ALST: `TiledMLP` and `TiledFusedLogitsLoss`.)
+The forward of the MLP runs tile by tile without recording gradients, and saves only its input. Its
+backward recomputes each tile, with gradients. The head computes loss and gradients of each tile in
+the forward. (MST: arXiv 2407.15892. ALST: `TiledMLP` and `TiledFusedLogitsLoss`.)
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.autograd import Function
 
 
 def mlp(module: nn.Module, x: Tensor, chunks: int) -> Tensor:
-    """`module(x)`, rows of x taken `chunks` pieces one after the other."""
+    """`module(x)`, computed in `chunks` tiles of the rows of x, one after the other."""
     return _TiledMLP.apply(module, x, chunks, *module.parameters())
 
 
 def head_loss(x_ND: Tensor, w_VD: Tensor, target_N: Tensor, chunks: int) -> Tensor:
-    """Mean cross-entropy of `x @ w.T`; no logits longer than one tile exist."""
+    """Mean cross-entropy of the logits `x @ w.T`, of which only one tile exists at a time."""
     return _TiledHeadLoss.apply(x_ND, w_VD, target_N, chunks)
 
 
@@ -68,7 +68,7 @@ class _TiledHeadLoss(Function):
             grad_TV /= len(target_N)
             torch.mm(grad_TV, w_VD, out=grad_x_TD)
             grad_w_VD.addmm_(grad_TV.T, x_TD)
-            del logits_TV, grad_TV  # or two tiles' worth is alive at once
+            del logits_TV, grad_TV  # otherwise two tiles are alive at once
         ctx.save_for_backward(grad_x_ND, grad_w_VD)
         return total / len(target_N)
 

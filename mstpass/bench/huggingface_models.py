@@ -1,4 +1,4 @@
-"""Small Hugging Face models with their own loss, for benchmarks; transformers is imported late."""
+"""Small Hugging Face models with their own losses, for benchmarks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Case:
-    """A model in a precision; ``dropout`` is its share of zeros."""
+    """A model, its precision, and its dropout probability."""
 
     name: str
     build: Callable[[Size, float], nn.Module]
@@ -31,7 +31,7 @@ class Case:
 
     @property
     def wins_exactly(self) -> bool:
-        """Whether some of what it saves can be had exactly: in float32 without masks none."""
+        """Whether the exact rules reconstruct a value: they need casts or dropout masks."""
         return self.autocast or self.dropout > 0
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Case:
 
 
 def workload(case: Case, size: Size, device: torch.device) -> tuple[nn.Module, Tensor]:
-    """A model in training mode with token ids; norms' weights are neither all one nor all zero."""
+    """A model in training mode, and token ids. The weights of norms are random, not all one."""
     torch.manual_seed(0)
     model = case.build(size, case.dropout).to(device).train()
     with torch.no_grad():
@@ -51,7 +51,7 @@ def workload(case: Case, size: Size, device: torch.device) -> tuple[nn.Module, T
 
 
 def loss_of(case: Case, model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The model's own loss of token ids, in the case's precision."""
+    """The model's own loss as a function of token ids, in the precision of the case."""
 
     def loss(ids: Tensor) -> Tensor:
         context = torch.autocast(ids.device.type, torch.bfloat16, enabled=case.autocast)
@@ -122,6 +122,6 @@ def gpt2(size: Size, dropout: float) -> nn.Module:
         use_cache=False,
     )
     gpt = GPT2LMHeadModel(config)
-    gpt.loss_type = "ForCausalLM"  # its name says nothing of it
+    gpt.loss_type = "ForCausalLM"  # transformers cannot tell from its name
     model: nn.Module = gpt
     return model

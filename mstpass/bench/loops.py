@@ -1,7 +1,7 @@
 """`mstpass bench loops`: an LM head with its loss, and chained MLPs, as loops over the tokens.
 
-The *floor* of a head is what no loop avoids: the weight gradient, the input gradient, and one
-chunk of logits.
+The *floor* of a head is the memory that no loop can avoid: the weight gradient, the input gradient,
+and one chunk of logits.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from mstpass.bench.comparison import (
     Contender,
     Row,
     auto_chunker,
+    compare,
     eager,
     inductor,
     mst,
-    race,
     ratios,
     records,
 )
@@ -38,16 +38,25 @@ from mstpass.graph import device_costs
 
 TIME_LIMIT, PEAK_LIMIT = 1.03, 1.10
 BUDGET_0 = "mst, memory_budget=0.0"
+_DESCRIPTION = """\
+Measure an LM head with cross-entropy, and chained SwiGLU MLPs: step time
+and peak of mst and others, against Inductor without chunks and against the
+floor, which is the memory that no loop can avoid."""
 EXAMPLES = """  mstpass bench loops
   mstpass bench loops --repeats 9 --markdown docs/results/loops.md
   mstpass bench loops --quick --json /tmp/loops.json
-  mstpass bench loops --store            measure what chunks cost here; keep it for later runs
+  mstpass bench loops --store            store what chunks cost here, for later runs
 """
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes of both workloads; `chunks` is the count that the targets are set for."""
+    """Shapes of both workloads.
+
+    Attributes:
+        chunks: the number of chunks that the targets hold for.
+        sweep: other numbers of chunks.
+    """
 
     tokens: int = 2048
     vocabulary: int = 32_000
@@ -67,8 +76,7 @@ def main(argv: Sequence[str] = ()) -> int:
         "loops",
         [run],
         argv,
-        description="An LM head with cross-entropy, and chained SwiGLU MLPs: step time and peak "
-        "of mst and others against unchunked Inductor and the floor.",
+        description=_DESCRIPTION,
         examples=EXAMPLES,
         extra=("store",),
     )
@@ -101,7 +109,7 @@ def _heads(sizes: Sizes, width: int, arguments: Arguments, result: Result) -> No
     default = mst("mst, its own choice")
     contenders = [*fixed, *ours, default]
     title = f"head, d={width}, V={sizes.vocabulary}, N={sizes.tokens}, fp32"
-    rows = _race(title, contenders, head.loss, head.step, arguments)
+    rows = _compared(title, contenders, head.loss, head.step, arguments)
     _head_table(title, head, rows, {c.name: sizes.chunks for c in fixed} | chunks, result)
     result.records[f"head_{width}"] = records(rows)
     main_row, base = rows[f"{MST}, {sizes.chunks} chunks"], rows[INDUCTOR]
@@ -140,7 +148,7 @@ def _mlps(sizes: Sizes, arguments: Arguments, result: Result) -> None:
         f"N={sizes.mlp_tokens}, fp32"
     )
     contenders = [eager(), inductor(), mst(), mst(BUDGET_0, memory_budget=0.0)]
-    rows = _race(title, contenders, mlps.value, mlps.step, arguments)
+    rows = _compared(title, contenders, mlps.value, mlps.step, arguments)
     base = rows[INDUCTOR]
     lines = tuple(
         (
@@ -176,11 +184,11 @@ def _costs(arguments: Arguments, result: Result) -> None:
     result.records["costs"] = dataclasses.asdict(measured)
 
 
-def _race(
+def _compared(
     title: str, contenders: list[Contender], loss_fn: LossFn, step: Any, arguments: Arguments
 ) -> dict[str, Row]:
     with Progress(title, len(contenders) * (2 + arguments.repeats)) as advance:
-        return race(
+        return compare(
             contenders,
             loss_fn,
             step,
@@ -191,7 +199,7 @@ def _race(
 
 
 def _linear_cross_entropy(head: Head, rows: int) -> list[Contender]:
-    """torch's own chunked head, where this torch has it (2.13 or newer)."""
+    """torch's own chunked head; torch has it from 2.13 on."""
     function: Any = getattr(F, "linear_cross_entropy", None)
     options: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if function is None or options is None:

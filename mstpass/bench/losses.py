@@ -1,7 +1,7 @@
-"""`mstpass bench losses`: one LM head under the losses that language models train with.
+"""`mstpass bench losses`: one LM head under the losses that language models are trained with.
 
-The *floor* is what no loop avoids: the weight gradient, the input gradient, and one chunk of logits
-of the length that mst chose.
+The *floor* is the memory that no loop can avoid: the weight gradient, the input gradient, and one
+chunk of logits, as long as mst's chunks are.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import mstpass
 from mstpass.bench import command, tables
 from mstpass.bench.arguments import Arguments
 from mstpass.bench.command import Progress
-from mstpass.bench.comparison import INDUCTOR, MST, Row, inductor, mst, race, ratios, records
+from mstpass.bench.comparison import INDUCTOR, MST, Row, compare, inductor, mst, ratios, records
 from mstpass.bench.models import Head
 from mstpass.bench.tables import Result, Table, Target
 
 PEAK_LIMIT, FUSED_TIME_LIMIT, RECOMPUTE_TIME_LIMIT = 1.15, 1.05, 1.40
 SEQUENCES = 4
+_DESCRIPTION = """\
+Measure an LM head under each of several losses: step time against Inductor
+without chunks, and peak against the floor, which is the memory that no loop
+can avoid."""
 EXAMPLES = """  mstpass bench losses
   mstpass bench losses --repeats 3 --markdown docs/results/losses.md
 """
@@ -35,8 +39,7 @@ def main(argv: Sequence[str] = ()) -> int:
         "losses",
         [run],
         argv,
-        description="An LM head under each of several losses: step time against unchunked "
-        "Inductor, peak against the floor.",
+        description=_DESCRIPTION,
         examples=EXAMPLES,
     )
 
@@ -50,7 +53,7 @@ def run(arguments: Arguments) -> Result:
     with Progress("losses", len(LOSSES) * 2 * (2 + arguments.repeats)) as advance:
         for name, loss in LOSSES.items():
             value = on_head(head, loss)
-            rows = race(
+            rows = compare(
                 [inductor(), mst()],
                 value,
                 head.step,
@@ -97,7 +100,7 @@ def _line(name: str, head: Head, rows: Mapping[str, Row], result: Result) -> tup
 
 
 def on_head(head: Head, loss: Loss) -> Callable[[], Tensor]:
-    """The loss of a head's logits, its tokens as a batch of sequences."""
+    """A function that computes the loss of a head's logits, with tokens in sequences."""
     target = head.target.view(SEQUENCES, -1)
 
     def value() -> Tensor:
@@ -124,7 +127,7 @@ def _z_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _policy_gradient(logits: Tensor, target: Tensor) -> Tensor:
-    """Clipped ratios, a mean over each sequence, then over sequences."""
+    """The loss of GRPO: clipped ratios, averaged over each sequence, then over sequences."""
     logp = _logps(logits / 0.7, target)
     advantage = torch.cos(target[:, :1].float())
     ratio = torch.exp(logp - logp.detach() - 0.3 * torch.sin(target.float()))
@@ -134,7 +137,10 @@ def _policy_gradient(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _preference(logits: Tensor, target: Tensor) -> Tensor:
-    """A nonlinearity over each sequence's sum: the backward needs more than a scalar."""
+    """The loss of DPO: a nonlinear function of sums over sequences.
+
+    The gradient of a token depends on its whole sequence, not on one scalar.
+    """
     total = _logps(logits, target).mean(1)
     return -F.logsigmoid(total[:2] - total[2:]).mean()
 

@@ -1,4 +1,7 @@
-"""A short sweep of what chunks cost on this device, for chunk lengths (graph/device_costs.py)."""
+"""Measures what chunks cost on a device; the choice of chunk lengths uses these costs.
+
+The costs and their use are described in graph/device_costs.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ from mstpass.measure import timed
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """Shapes of the sweep: three products of a head of ``width`` and ``vocabulary``."""
+    """Shapes of the measured products: three matmuls of an LM head.
+
+    Attributes:
+        rows: chunk lengths in tokens.
+    """
 
     rows: Sequence[int] = (64, 128, 256, 512, 1024)
     tokens: int = 2048
@@ -30,7 +37,10 @@ _LARGE = Sweep((128, 256, 512, 1024, 2048, 4096), 16_384, 2048, 32_768)
 
 
 def measure(device: torch.device, quick: bool = False) -> ChunkCosts:
-    """Of fp32 products on CPUs, bfloat16 ones on GPUs. The least of several times counts."""
+    """Time products of several chunk lengths: fp32 on CPUs, bfloat16 on GPUs.
+
+    The least of several times counts.
+    """
     sweep = QUICK if quick else Sweep() if device.type == "cpu" else _LARGE
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     x_ND = torch.randn(sweep.tokens, sweep.width, device=device, dtype=dtype)
@@ -49,7 +59,7 @@ def measure(device: torch.device, quick: bool = False) -> ChunkCosts:
 
 
 def _products(x_ND: Tensor, w_VD: Tensor, rows: int) -> Callable[[], Tensor]:
-    """Logits, the input gradient and the accumulated weight gradient, by chunks of ``rows``."""
+    """A function that computes logits, input gradient and weight gradient in chunks of rows."""
     dw_VD, dx_ND = torch.zeros_like(w_VD), torch.empty_like(x_ND)
 
     def run() -> Tensor:
@@ -63,7 +73,7 @@ def _products(x_ND: Tensor, w_VD: Tensor, rows: int) -> Callable[[], Tensor]:
 
 
 def _chunk_us(device: torch.device, repeats: int, tokens: int = 4096) -> float:
-    """What one more chunk of a compiled loop costs: two loops over a head of next to nothing."""
+    """Microseconds that one more chunk adds to a compiled loop, from two loops over a tiny head."""
     torch.compiler.reset()
     head = Head.build(tokens, 16, 64, device)
     counts = (2, 66)

@@ -1,4 +1,4 @@
-"""The workloads: an LM head, a chain of MLPs, and a Llama-like model, in plain PyTorch.
+"""Workloads in plain PyTorch: an LM head, a chain of MLPs, and a Llama-like model.
 
 Shapes: B batch, S length, N = B * S tokens, D width, L MLP width, V vocabulary.
 """
@@ -20,10 +20,14 @@ LossFn = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """Forward and backward; the gradients of `leaves` exist at its end and are dropped.
+    """A training step: a call runs forward and backward, and frees the gradients at its end.
 
-    Where the function returns more than a scalar loss, `tangent` enters backward, or the gradient
-    of `loss`, a function of what it returns; that is held until backward is over, as in most loops.
+    Attributes:
+        fn: computes the loss, or another value.
+        leaves: tensors whose gradients are computed.
+        tangent: gradient of the value, where that is not a scalar loss.
+        loss: computes a scalar loss from the value; the step holds the value until the backward is
+            over, as most training loops do.
     """
 
     fn: LossFn
@@ -39,7 +43,7 @@ class Step:
         (self.loss(value) if self.loss else value).backward(self.tangent)
         gradients = [leaf.grad for leaf in self.leaves]
         for leaf in self.leaves:
-            leaf.grad = None  # before the next step begins, as an optimizer would
+            leaf.grad = None  # an optimizer's zero_grad() does so before the next step
         return value.detach(), [g for g in gradients if g is not None]
 
 
@@ -68,7 +72,7 @@ class Head:
         return Step(loss_fn, (self.hidden, self.weight))
 
     def floor_bytes(self, chunks: int) -> int:
-        """Weight gradient, input gradient, and one chunk of logits: what a loop cannot avoid."""
+        """Bytes that no loop can avoid: weight gradient, input gradient, one chunk of logits."""
         tokens, vocabulary = self.hidden.shape[0], self.weight.shape[0]
         logits = -(-tokens // chunks) * vocabulary
         return (self.weight.numel() + self.hidden.numel() + logits) * self.weight.element_size()
@@ -87,7 +91,7 @@ class SwiGLU(nn.Module):
 
 @dataclass(frozen=True)
 class MLPs:
-    """SwiGLU layers one after the other, inside some model: any gradient may come back to them."""
+    """A chain of SwiGLU layers as inside of a model: its output receives a random gradient."""
 
     layers: nn.Sequential
     hidden: Tensor
@@ -165,9 +169,10 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Pre-norm blocks with rotary positions and an untied head; the loss is its output.
+    """Pre-norm blocks with rotary positions and an untied head. Returns the loss.
 
-    `chunks` > 1 tiles MLPs and head by hand; `checkpointed` recomputes each layer in backward.
+    With `chunks` > 1, MLPs and head are tiled by hand. With `checkpointed`, the backward recomputes
+    each layer.
     """
 
     cos: Tensor
@@ -203,7 +208,7 @@ class Llama(nn.Module):
 
 
 def llama(size: LlamaSize, device: torch.device) -> tuple[Llama, Tensor, Tensor]:
-    """A model with its batch: token ids and the next tokens."""
+    """A model and its batch: token ids and next tokens, both (B, S)."""
     torch.manual_seed(0)
     model = Llama(size).to(device)
     stream = torch.randint(size.vocabulary, (size.batch, size.length + 1), device=device)

@@ -1,10 +1,14 @@
-"""`mstpass bench pareto`: measured peak against time, torch's own partitioner beside mst.
+"""`mstpass bench pareto`: measured peak against time, for torch's own partitioner and for mst.
 
-Torch's points are its partitioner at several ``activation_memory_budget`` and
-``torch.utils.checkpoint`` on each layer, both under Inductor. Mst's are the free plan, the same
-without any time to spend (``free_overhead=0``), several relative budgets and, for each torch point
-between the highest and the lowest of these, that point's measured peak as a budget in bytes; of the
-larger model also the target's share of Inductor's. All are checked and timed in one run.
+The points of torch are its partitioner at several values of ``activation_memory_budget``, and
+``torch.utils.checkpoint`` around each layer; both run under Inductor. The points of mst are
+
+- the free plan, and the free plan without extra time (``free_overhead=0``);
+- several relative budgets;
+- for each torch point whose peak lies between mst's lowest and highest, that peak as a budget in
+  bytes; for the larger model also the target's fraction of Inductor's peak.
+
+All points are checked and timed in one run.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from mstpass.bench.command import Progress
 from mstpass.bench.comparison import (
     INDUCTOR,
     MST,
+    Comparison,
     Contender,
-    Race,
     Row,
     eager,
     inductor,
@@ -34,12 +38,15 @@ from mstpass.bench.tables import MIB, Result, Table, Target
 from mstpass.errors import require
 from mstpass.torch_internals.settings import torch_budget
 
-TORCH_BUDGETS = (0.8, 0.5, 0.3, 0.1, 0.0)  # 1.0 is Inductor as it is
-BUDGETS = (0.8, 0.6, 0.4, 0.2, 0.1, 0.0)  # 1.0 is mst as it is
+TORCH_BUDGETS = (0.8, 0.5, 0.3, 0.1, 0.0)  # 1.0 is Inductor's default
+BUDGETS = (0.8, 0.6, 0.4, 0.2, 0.1, 0.0)  # 1.0 is mst's default
 _QUICK_TORCH_BUDGETS, _QUICK_BUDGETS = (0.5,), (0.0,)
 CHECKPOINT = f"{INDUCTOR}, checkpoint per layer"
-LIMIT = 1.03  # of a torch point's peak and time
-LARGE_PEAK_LIMIT, LARGE_TIME_LIMIT = 0.17, 1.20  # of Inductor's
+LIMIT = 1.03  # relative to a torch point's peak and time
+LARGE_PEAK_LIMIT, LARGE_TIME_LIMIT = 0.17, 1.20  # relative to Inductor
+_DESCRIPTION = """\
+Measure peak and time of a Llama-like step: Inductor with torch's
+partitioner at its budgets and with checkpoints, and mst at its own budgets."""
 EXAMPLES = """  mstpass bench pareto --csv pareto.csv --plots plots
   mstpass bench pareto --large --repeats 9 --plots plots
   mstpass bench pareto --quick
@@ -53,8 +60,7 @@ def main(argv: Sequence[str] = ()) -> int:
         "pareto",
         [run],
         argv,
-        description="Measured peak against measured time of a Llama-like step: Inductor with "
-        "torch's partitioner at its budgets and with checkpoints, and mst at its own.",
+        description=_DESCRIPTION,
         examples=EXAMPLES,
         extra=("large", "csv", "plots"),
     )
@@ -67,7 +73,7 @@ def run(arguments: Arguments) -> Result:
     size = LlamaSize()
     if arguments.quick or arguments.large:
         size = peers.QUICK if arguments.quick else peers.LARGE
-    base, theirs, ours = _race(size, arguments)
+    base, theirs, ours = _measured(size, arguments)
     result = Result(name, f"Peak against time, measured: {size}")
     result.tables += [_points(base, [*theirs, *ours]), _pairs(base, theirs, ours)]
     result.targets += _targets(base, theirs, ours, arguments.large)
@@ -85,30 +91,30 @@ def run(arguments: Arguments) -> Result:
     return result
 
 
-def _race(size: LlamaSize, arguments: Arguments) -> tuple[Row, Rows, Rows]:
-    """Inductor, the torch points (Inductor among them), and mst's."""
+def _measured(size: LlamaSize, arguments: Arguments) -> tuple[Row, Rows, Rows]:
+    """Measure all points: Inductor's, those of torch (Inductor is one of them), those of mst."""
     model, ids_BS, target_BS = llama(size, arguments.device)
     theirs = _torch_points(model, ids_BS, target_BS, arguments.quick)
     ours = [mst(), mst(f"{MST}, free_overhead=0", free_overhead=0.0)]
     ours += [_mst_at(budget) for budget in (_QUICK_BUDGETS if arguments.quick else BUDGETS)]
     most = 2 + 2 * len(theirs) + len(ours)
     with Progress("pareto", most * (2 + arguments.repeats)) as advance:
-        race = Race(
+        comparison = Comparison(
             lambda: model(ids_BS, target_BS),
             lambda fn: Step(fn, list(model.parameters())),
             arguments.device,
             advance,
         )
-        race.enter([eager(), *theirs, *ours])
-        race.measure_peaks()
-        rows = race.rows
+        comparison.add([eager(), *theirs, *ours])
+        comparison.measure_peaks()
+        rows = comparison.rows
         peaks = [rows[c.name].peak_bytes for c in theirs if not rows[c.name].error]
         if arguments.large:
             peaks.append(int(LARGE_PEAK_LIMIT * (rows[INDUCTOR].peak_bytes or 0)))
         equal = _at_peaks(peaks, [rows[c.name] for c in ours])
-        race.enter(equal)
-        race.measure_peaks()
-        race.time(arguments.repeats)
+        comparison.add(equal)
+        comparison.measure_peaks()
+        comparison.time(arguments.repeats)
     rest = [rows[c.name] for c in (*ours, *equal)]
     rest.sort(key=lambda row: row.peak_bytes or math.inf, reverse=True)
     return rows[INDUCTOR], [rows[c.name] for c in theirs], rest
@@ -131,13 +137,13 @@ def _mst_at(budget: float | int) -> Contender:
 
 
 def _at_peaks(peaks: Sequence[int | None], ours: Rows) -> list[Contender]:
-    """Mst at those of the peaks that lie between its own highest and lowest."""
+    """mst with those peaks as budgets that lie between its own lowest and highest peak."""
     reached = [row.peak_bytes for row in ours if row.peak_bytes is not None and not row.error]
     between = {p for p in peaks if p is not None and reached and min(reached) < p < max(reached)}
     return [_mst_at(peak) for peak in sorted(between, reverse=True)]
 
 
-# ---- what is told ------------------------------------------------------------------------------
+# ---- tables, targets, picture ------------------------------------------------------------------
 def _points(base: Row, rows: Rows) -> Table:
     lines = tuple(
         (
@@ -153,7 +159,7 @@ def _points(base: Row, rows: Rows) -> Table:
 
 
 def _pairs(base: Row, theirs: Rows, ours: Rows) -> Table:
-    """Each torch point beside the fastest of mst's that needs no more memory."""
+    """Each torch point, and the fastest mst point that needs no more memory."""
     lines = []
     for row in theirs:
         best = _fastest(ours, row, LIMIT)
@@ -177,7 +183,7 @@ def _pairs(base: Row, theirs: Rows, ours: Rows) -> Table:
 
 
 def _fastest(ours: Rows, other: Row, peak_limit: float) -> Row | None:
-    """Of the points whose peak is at most ``peak_limit`` times the other's."""
+    """The fastest of our points whose peak is at most ``peak_limit`` times the other's."""
     if other.peak_bytes is None:
         return None
     limit = peak_limit * other.peak_bytes

@@ -1,4 +1,4 @@
-"""`mstpass bench peers`: a Llama-like step by hand, by Inductor's own means, and by mst."""
+"""`mstpass bench peers`: a Llama-like step in eager, hand-tiled, under Inductor and under mst."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mstpass.bench.comparison import (
     Contender,
     Row,
     auto_chunker,
+    compare,
     eager,
     inductor,
     mst,
-    race,
     ratios,
     records,
 )
@@ -29,12 +29,16 @@ from mstpass.torch_internals.settings import torch_budget
 
 BUDGET_0 = "mst, memory_budget=0.0"
 CHUNKED = "mst, memory_budget=0.0, solver=min_cut"
-# contender -> (peak / Inductor, time / Inductor)
+# limits of peak / Inductor and of time / Inductor, by contender
 LIMITS = {MST: (0.40, 1.02), CHUNKED: (0.30, 1.20), BUDGET_0: (0.30, 1.20)}
 LARGE_LIMITS = {BUDGET_0: (0.17, 1.20)}
 TILES = 8
 QUICK = LlamaSize(64, 2, 2, 256, 4096, 512)
 LARGE = LlamaSize(width=512, layers=8, heads=8, mlp_width=1408, length=4096)
+_DESCRIPTION = """\
+Measure peak memory and time of a Llama-like step, forward and backward:
+eager, checkpointing, hand-tiled code, Inductor with its own options, and
+mst."""
 EXAMPLES = """  mstpass bench peers
   mstpass bench peers --large --repeats 3
   mstpass bench peers --markdown docs/results/peers.md
@@ -46,8 +50,7 @@ def main(argv: Sequence[str] = ()) -> int:
         "peers",
         [run],
         argv,
-        description="Forward and backward of a Llama-like model: peak memory and step time of "
-        "eager, checkpointing, hand-tiled code, Inductor with its own options, and mst.",
+        description=_DESCRIPTION,
         examples=EXAMPLES,
         extra=("large",),
     )
@@ -59,7 +62,7 @@ def run(arguments: Arguments) -> Result:
     contenders = _contenders(model, ids_BS, target_BS)
     plain = lambda: model(ids_BS, target_BS)
     with Progress("peers", len(contenders) * (2 + arguments.repeats)) as advance:
-        rows = race(
+        rows = compare(
             contenders,
             plain,
             lambda fn: Step(fn, list(model.parameters())),

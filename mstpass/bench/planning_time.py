@@ -1,7 +1,7 @@
-"""Planning in `mstpass bench compile`: CPU seconds of mst's own stages against the model's depth.
+"""CPU seconds of mst's own planning, by the depth of the model; a part of `mstpass bench compile`.
 
-The joint graph is traced, not compiled. Time is that of the process, so that other work on the
-machine does not count; of several runs the fastest.
+The joint graph is traced, not compiled. CPU time of the process is measured, so that other work on
+the machine does not count. The fastest of several runs counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mstpass.options import Options
 from mstpass.tracing.joint_graphs import trace_joint
 
 LIMIT_S, LIMIT_DEPTH = 2.0, 64
-LINEAR = 1.3  # times the ratio of the depths: what may be added by what is not linear
+LINEAR = 1.3  # the time may grow by this factor more than the depth
 LAYERS = (8, 16, 32, 64, 128)
 SIZE = LlamaSize(width=128, heads=4, mlp_width=352, vocabulary=8000, length=1024)
 QUICK = LlamaSize(width=32, heads=2, mlp_width=128, vocabulary=600, length=640)
@@ -32,7 +32,7 @@ QUICK = LlamaSize(width=32, heads=2, mlp_width=128, vocabulary=600, length=640)
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds to read the graph, to find its regions, and to plan."""
+    """CPU seconds to read the graph, to detect its regions, and to plan, for one depth."""
 
     layers: int
     nodes: int
@@ -77,7 +77,7 @@ def measured(size: LlamaSize, arguments: Arguments) -> Row:
 
 
 def _seconds(module: fx.GraphModule, num_fwd_outputs: int) -> tuple[float, float, float]:
-    """To the end of each stage."""
+    """CPU seconds until the end of each stage."""
     start = time.process_time()
     JointGraph(module, num_fwd_outputs)
     read = time.process_time()

@@ -1,4 +1,4 @@
-"""Pictures of benchmarks: peak against time."""
+"""Draws peak against time, for `mstpass bench solvers` and `mstpass bench pareto`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#000000", "#e69f00", "#5
 _MARKERS = "osD^v*PXph<>"
 _INK, _GRID = "#222222", "#e6e6e6"
 
-Points = Sequence[tuple[float, float, str]]  # time as a ratio, peak in MiB, what stands beside it
+Points = Sequence[tuple[float, float, str]]  # (time as a ratio, peak in MiB, label)
 
 
 def draw_plans(rows: Sequence[Row], path: Path) -> None:
-    """`mstpass bench solvers`: each solver's plans of one problem, simulated, as a PNG."""
+    """Draw the simulated plans of each solver for one problem into a PNG file."""
     figure, axes = _axes()
     base_us = rows[0].us - rows[0].extra_us
     for number, solver in enumerate(dict.fromkeys(row.solver for row in rows)):
@@ -31,8 +31,8 @@ def draw_plans(rows: Sequence[Row], path: Path) -> None:
     left, right = axes.get_xlim()
     bounds = sorted({(row.budget_bytes / MIB, max(left, row.bound_us / base_us)) for row in rows})
     budgets, times = zip(*bounds, strict=True)
-    label = "proven: no plan here"
-    # a bound holds down from its budget, not up to the next one's
+    label = "proven: there is no plan here"
+    # a bound holds for smaller budgets than its own, not for larger ones
     axes.fill_betweenx(budgets, left, times, step="pre", color=_GRID, zorder=0, label=label)
     axes.set_xlim(left, right)
     title = f"{rows[0].problem}: peak against time of a step"
@@ -40,7 +40,7 @@ def draw_plans(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_measured(title: str, series: Mapping[str, Points], path: Path) -> None:
-    """`mstpass bench pareto`: contenders by label, measured, as a PNG."""
+    """Draw the measured points of each series into a PNG file."""
     figure, axes = _axes()
     for number, (label, points) in enumerate(series.items()):
         if points:

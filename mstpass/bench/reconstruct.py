@@ -1,9 +1,9 @@
-"""`mstpass bench reconstruct`: what crosses to the backward without, with exact and with all rules.
+"""`mstpass bench reconstruct`: saved bytes without reconstruction, with exact and with all rules.
 
-Post-norm transformers of Hugging Face at small budgets, where residual sums are saved between
-blocks and loops' results besides them. The error of a step is the root mean square of the
-relative errors of its gradients against float64; with dropout, whose draws no two runs share,
-against the same step with ``reconstruct="off"``.
+The models are Hugging Face transformers with post-norm blocks, at small budgets: there the sums of
+the residual stream are saved between blocks, and results of loops besides. The error of a step is
+the root mean square of its gradients' relative errors against float64. With dropout it is taken
+against the same step with ``reconstruct="off"``, because a float64 step draws other masks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from mstpass.measure import peak_bytes, timed
 from mstpass.torch_internals.caches import fresh_cache
 
 MODES = ("off", "exact", "tolerant")
-BUDGETS = (0.1, 0.0)  # which has something to win differs by model
-BYTES_LIMIT, TIME_LIMIT, ERROR_LIMIT = 0.999, 1.02, 1.1  # against "off"
+BUDGETS = (0.1, 0.0)  # at which of them reconstruction helps depends on the model
+BYTES_LIMIT, TIME_LIMIT, ERROR_LIMIT = 0.999, 1.02, 1.1  # relative to "off"
+_DESCRIPTION = """\
+Measure transformers with post-norm blocks under reconstruct=off, exact and
+tolerant: saved bytes, peak, gradient error and time."""
 EXAMPLES = """  mstpass bench reconstruct
   mstpass bench reconstruct --repeats 9 --markdown docs/results/reconstruct.md
 """
@@ -46,8 +49,7 @@ def main(argv: Sequence[str] = ()) -> int:
         "reconstruct",
         [run],
         argv,
-        description="Saved bytes, peak, gradient error and time of post-norm transformers with "
-        "reconstruct off, exact and tolerant.",
+        description=_DESCRIPTION,
         examples=EXAMPLES,
     )
 
@@ -85,7 +87,11 @@ def run(arguments: Arguments) -> Result:
 
 @dataclasses.dataclass(frozen=True)
 class _Measured:
-    """A step in one mode; ``same_as`` an earlier mode, where the plans are equal."""
+    """The figures of a step in one mode.
+
+    Attributes:
+        same_as: an earlier mode with an equal plan; empty if there is none.
+    """
 
     row: Row
     saved_bytes: int
@@ -154,7 +160,7 @@ def _measured(
             errors[mode] = error(gradients, reference)
             reports[mode] = mstpass.reports()[-1]
             advance(mode)
-    # Two steps of one plan are one program: their times would differ by noise alone.
+    # Steps with equal plans are the same program: only noise would make their times differ.
     first = {m: next(o for o in steps if _plan(reports[o]) == _plan(reports[m])) for m in steps}
     timings = timed(
         {mode: step for mode, step in steps.items() if first[mode] == mode},
@@ -181,12 +187,12 @@ def _measured(
 
 
 def _plan(report: mstpass.Report) -> object:
-    """All that decides what the two compiled graphs compute."""
+    """The parts of a report that determine the two compiled graphs."""
     return report.regions, report.outcome.save_plan
 
 
 def _won(case: Case, saved: dict[str, int]) -> float:
-    """The larger of the ratios of each mode's saved bytes to those of the one before."""
+    """Saved bytes of a mode relative to the mode before; the larger of the ratios that count."""
     exact = tables.quotient(saved["exact"], saved["off"]) or 1.0
     tolerant = tables.quotient(saved["tolerant"], saved["exact"]) or 1.0
     return max(exact, tolerant) if case.wins_exactly else tolerant
@@ -205,9 +211,9 @@ def _targets(name: str, case: Case, found: dict[str, _Measured]) -> list[Target]
 
 
 def error(gradients: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """Root mean square of the relative errors.
+    """Root mean square of the gradients' relative errors.
 
-    Gradients that are zero but for rounding, such as a key's bias has, are left out.
+    Gradients that are zero but for rounding, such as that of a key's bias, are left out.
     """
     scale = max(_rms(r) for r in reference)
     each = [
@@ -223,7 +229,7 @@ def _rms(tensor: Tensor) -> float:
 
 
 def _gradients(step: Step) -> list[Tensor]:
-    torch.manual_seed(1)  # equal seeds: equal dropout
+    torch.manual_seed(1)  # equal seeds draw equal dropout masks
     return step.with_gradients()[1]
 
 

@@ -1,8 +1,8 @@
-"""`mstpass bench record`: partition problems of real models, at real sizes without their memory.
+"""`mstpass bench record`: writes the partition problems of real models, at their real sizes.
 
-A model's parameters are made on the meta device and then given storage that nothing ever writes to,
-so that a model of any size is traced; what its step would compute is never run. The problem is
-taken where AOTAutograd asks for forward and backward.
+A model's parameters are made on the meta device, and then get storage that nothing ever writes to.
+A model of any size can therefore be traced. Its step is never run: AOTAutograd makes the joint
+graph, and mst makes the partition problem from it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mstpass.problem.problem import CutProblem
 from mstpass.tracing.joint_graphs import trace_joint
 
 EXAMPLES = """examples:
-  mstpass bench record                        every model, beside the recorded problems
-  mstpass bench record llama-8 --out /tmp     one of them, elsewhere
+  mstpass bench record                        every model, into the package's folder
+  mstpass bench record llama-8 --out /tmp     one model, into another folder
 """
 
 Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]  # a loss function and its inputs
@@ -38,7 +38,7 @@ Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]  # a loss function and i
 
 @dataclass(frozen=True)
 class Recorded:
-    """A model whose step is recorded. ``autocast`` is to bfloat16."""
+    """A model whose step is traced; with ``autocast``, under bfloat16 autocast."""
 
     step: Callable[[], Step]
     autocast: bool = False
@@ -47,7 +47,7 @@ class Recorded:
 def main(argv: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(
         prog="mstpass bench record",
-        description="Trace the training steps of many models and write their partition problems.",
+        description="Trace training steps of real models, and write their partition problems.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] = ()) -> int:
     given = parser.parse_args(argv)
     unknown = [name for name in given.models if name not in MODELS]
     if unknown:
-        raise UserError(f"no model {unknown[0]!r}, only {', '.join(MODELS)}")
+        raise UserError(f"model {unknown[0]!r} is unknown; choose from: {', '.join(MODELS)}")
     given.out.mkdir(parents=True, exist_ok=True)
     for name in given.models or MODELS:
         start = time.perf_counter()
@@ -82,7 +82,7 @@ def record(model: Recorded) -> CutProblem:
 
 
 def problem_of(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> CutProblem:
-    """The partition problem of a function, traced but not run."""
+    """The partition problem of a function, which is traced but not run."""
 
     def take(module: fx.GraphModule, num_fwd_outputs: int) -> CutProblem:
         given = Options.parse({"solver": "min_cut", **options})
@@ -117,7 +117,7 @@ def _head(tokens: int, width: int, vocabulary: int) -> Callable[[], Step]:
 
 
 def _mlps(tokens: int, width: int, mlp_width: int, layers: int) -> Callable[[], Step]:
-    """SwiGLU layers one after the other."""
+    """A chain of SwiGLU layers."""
 
     def step() -> Step:
         chain = _without_memory(
@@ -129,7 +129,12 @@ def _mlps(tokens: int, width: int, mlp_width: int, layers: int) -> Callable[[], 
 
 
 def _hf(name: str, batch: int, length: int, config: str = "", **sizes: Any) -> Callable[[], Step]:
-    """A Hugging Face model with its own loss, ``name`` without and ``config`` with its suffix."""
+    """A Hugging Face model with its own loss.
+
+    Args:
+        name: the model's class.
+        config: the config's class; by default derived from ``name``.
+    """
 
     def step() -> Step:
         require(("transformers",), "hf", "mstpass bench record")
@@ -143,7 +148,7 @@ def _hf(name: str, batch: int, length: int, config: str = "", **sizes: Any) -> C
             images, labels = torch.zeros(batch, 3, edge, edge), torch.zeros(batch, dtype=torch.long)
             return lambda x, y: model(pixel_values=x, labels=y).loss, (images, labels)
         if "LMHead" in name:
-            model.loss_type = "ForCausalLM"  # the name says nothing of it
+            model.loss_type = "ForCausalLM"  # transformers cannot tell from the name
         ids = torch.zeros(batch, length, dtype=torch.long)
         extra = {} if "Masked" in name else {"use_cache": False}
         return lambda ids, labels: model(input_ids=ids, labels=labels, **extra).loss, (ids, ids)
@@ -152,7 +157,7 @@ def _hf(name: str, batch: int, length: int, config: str = "", **sizes: Any) -> C
 
 
 def _without_memory(build: Callable[[], Any]) -> Any:
-    """A model in training mode whose storage is reserved but never touched."""
+    """A model in training mode whose storage is reserved but never written."""
     with torch.device("meta"):
         model: nn.Module = build()
     return model.to_empty(device="cpu").train()

@@ -10,10 +10,13 @@ class Row:
     """One solver's plan for one problem and budget.
 
     Attributes:
-        share: where the budget lies between the lowest peak (0) and the free plan's (1).
-        extra_us: above the step under ``save_all``.
-        bound_us: no plan within the budget takes less.
-        proven_us: the least time of a plan within the budget, where that is proven.
+        share: where the budget lies between the lowest peak (0) and the free plan's peak (1).
+        us: time of the step by the cost model.
+        extra_us: time beyond the step under ``save_all``.
+        solve_s: seconds that the solver took.
+        bound_us: lower bound of the time of every plan within the budget.
+        proven_us: the least time of a plan within the budget; None if it is not proven.
+        error: why the solver gave no valid plan; empty if it did.
     """
 
     problem: str
@@ -35,5 +38,5 @@ class Row:
 
     @property
     def gap(self) -> float | None:
-        """Time above the proven optimum, as a fraction; None without a proof or over the budget."""
+        """Time beyond the proven optimum, a fraction. None over the budget or without a proof."""
         return self.us / self.proven_us - 1 if self.proven_us and self.within else None

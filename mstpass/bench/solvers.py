@@ -1,9 +1,10 @@
 """`mstpass bench solvers`: every partition solver on the recorded problems of real models.
 
-Budgets lie between the free plan's simulated peak (share 1) and the lowest that `peak_search`
-reaches (share 0). Times are the cost model's, for the whole step; *extra* is what a plan takes
-above `save_all`, and can be negative, as loops save memory traffic. `milp` bounds the time of every
-plan within a budget from below, and says where it has proven that none is better.
+Budgets lie between the simulated peak of the free plan (share 1) and the lowest peak that
+`peak_search` reaches (share 0). Times are those of the whole step, by the cost model. *Extra* time
+is the time beyond the step under `save_all`; it can be negative, because loops save memory traffic.
+`milp` gives a lower bound of the time of every plan within a budget, and tells whether it has
+proven its plan optimal.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.verify import InvalidPlan, verify
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
-TIME_LIMIT = 1.02  # of the proven optimum
+TIME_LIMIT = 1.02  # relative to the proven optimum
 MILP, BASE = "milp", "save_all"
 _PROOF_S, _QUICK_PROOF_S = 10.0, 1.0
 _QUICK_PROBLEMS, _QUICK_SHARES = 2, (1.0, 0.5)
+_DESCRIPTION = """\
+Run every partition solver on recorded problems of real models: saved bytes,
+simulated peak, extra time, solve time, and the gap to the proven optimum."""
 EXAMPLES = """  mstpass bench solvers --csv solvers.csv --plots plots
   mstpass bench solvers --problem llama-8 --problem gpt2-12
   mstpass bench solvers --quick
@@ -43,8 +47,7 @@ def main(argv: Sequence[str] = ()) -> int:
         "solvers",
         [run],
         argv,
-        description="Every partition solver on recorded problems of real models: saved bytes, "
-        "simulated peak, extra time, solve time, and the gap to the proven optimum.",
+        description=_DESCRIPTION,
         examples=EXAMPLES,
         extra=("problem", "csv", "plots"),
     )
@@ -81,7 +84,7 @@ def rows_of(
     proof_s: float = _PROOF_S,
     advance: Callable[[str], None] = lambda what: None,
 ) -> list[Row]:
-    """Each solver on one problem, at budgets between its lowest peak and its free plan's."""
+    """The rows of one problem: each solver at each budget."""
     highest, lowest = (
         _evaluated(problem, SOLVERS[AUTO](problem, budget)).peak_bytes for budget in (None, 0)
     )
@@ -99,7 +102,7 @@ def rows_of(
                 plan = proof.plan if solver == MILP else solve(problem, budget)
                 took = proof_took if solver == MILP else time.perf_counter() - start
                 found = _evaluated(problem, plan)
-            except Exception as exception:  # a researcher's own solver must not end the bench
+            except Exception as exception:  # an error in a user's solver must not end the benchmark
                 took, error = 0.0, f"{type(exception).__name__}: {exception}"
             rows.append(_row(name, share, budget, solver, found, base_us, took, proof, error))
             advance(f"{name}, {solver}")
@@ -114,7 +117,7 @@ class _Evaluated:
 
 
 def _evaluated(problem: CutProblem, plan: Plan) -> _Evaluated:
-    """The figures of a plan, verified."""
+    """The figures of a plan, after a check that it is valid."""
     unknown = set(plan.modes) - {region.region for region in problem.regions}
     if unknown:
         raise InvalidPlan(f"modes of regions that the problem does not have: {sorted(unknown)}")
@@ -166,9 +169,10 @@ def _result(rows: list[Row], names: Sequence[str], proof_s: float) -> Result:
             result.targets.append(Target(what, 1 + max(gaps), TIME_LIMIT))
     proven = sum(row.proven_us is not None for row in mine)
     result.notes += [
-        f"milp has {proof_s:.0f} s a budget: {proven} of {len(mine)} optima are proven; elsewhere "
-        "the gap lies between the one to the fastest plan known and the one to milp's bound.",
-        "Time: of the whole step by the cost model. Peak: simulated.",
+        f"milp has {proof_s:.0f} s for each budget, and proves {proven} of {len(mine)} optima. "
+        "Without a proof, the true gap lies between the gap to the fastest known plan and the gap "
+        "to milp's bound.",
+        "Time: of the whole step, by the cost model. Peak: simulated.",
     ]
     result.notes += [f"{r.problem}, {r.solver}: {r.error}" for r in rows if r.error]
     result.records["rows"] = [{**vars(r), "within": r.within, "gap": r.gap} for r in rows]
@@ -220,7 +224,7 @@ def _by_budget(rows: list[Row]) -> Table:
 
 
 def _fastest(rows: list[Row]) -> dict[tuple[str, float], float]:
-    """Least time of a plan within the budget, of any solver."""
+    """For each problem and share: the least time of a plan within the budget, of any solver."""
     best: dict[tuple[str, float], float] = {}
     for row in rows:
         if row.within:

@@ -1,4 +1,4 @@
-"""`mstpass demo`: a small Llama trained on real text with eager, Inductor and mst, side by side."""
+"""`mstpass demo`: trains a small Llama on real text with eager, Inductor and mst, and compares."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PACKAGES = ("transformers", "tokenizers", "matplotlib", "rich")
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Train, compare, draw; the exit status is 0 unless the losses part ways."""
+    """Run the demo. The exit status is 0 if the losses of all backends agree, else 1."""
     arguments = Arguments.parse(argv)
     require(PACKAGES, "hf,viz", "mstpass demo")
-    from mstpass.demo.run import run  # only now: it imports what `require` looked for
+    from mstpass.demo.run import run  # it imports the packages that `require` has checked
 
     return run(arguments)
 

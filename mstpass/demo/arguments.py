@@ -7,12 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mstpass.argument_parsers import command_parser
+
 _STEPS, _QUICK_STEPS = 30, 4
+_DESCRIPTION = """\
+Train a small Llama on the sources of the Python standard library with eager,
+Inductor and mst, from the same weights and on the same batches. Compare the
+losses, the peak memory and the time of a step."""
+_EXAMPLES = """\
+examples:
+  mstpass demo
+  mstpass demo --quick --out /tmp/demo"""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The demo's command line."""
+    """The parsed command line of the demo."""
 
     steps: int
     out: Path
@@ -20,19 +30,16 @@ class Arguments:
 
     @staticmethod
     def parse(argv: Sequence[str]) -> Arguments:
-        parser = argparse.ArgumentParser(
-            prog="mstpass demo",
-            description="Train a small Llama on the Python standard library's sources with eager, "
-            "Inductor and mst, from the same weights and on the same batches; compare the losses, "
-            "the peak memory and the time of a step.",
-            allow_abbrev=False,
-        )
+        parser = command_parser("mstpass demo", _DESCRIPTION, _EXAMPLES)
         parser.add_argument("--steps", type=_step_count, help=f"training steps (default {_STEPS})")
         parser.add_argument(
-            "--out", type=Path, default=Path("demo-out"), help="folder of the picture (demo-out)"
+            "--out",
+            type=Path,
+            default=Path("demo-out"),
+            help="folder for the picture and the figures (default demo-out)",
         )
         parser.add_argument(
-            "--quick", action="store_true", help=f"a smaller model, {_QUICK_STEPS} steps"
+            "--quick", action="store_true", help=f"train a smaller model, {_QUICK_STEPS} steps"
         )
         given = parser.parse_args(argv)
         steps = given.steps or (_QUICK_STEPS if given.quick else _STEPS)
@@ -42,5 +49,5 @@ class Arguments:
 def _step_count(text: str) -> int:
     value = int(text)
     if value < 2:
-        raise argparse.ArgumentTypeError("at least 2 steps: the first one compiles")
+        raise argparse.ArgumentTypeError("it must be at least 2, because the first step compiles")
     return value

@@ -1,4 +1,4 @@
-"""One picture: the loss curves on top of each other, and what each step took."""
+"""Draws the demo's picture: loss curves, and peak memory and time of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from mstpass.demo.train import Result
 
-# Colours that stay apart for colour-blind eyes; width, dashes, markers and hatches for print.
+# Colours that colour-blind readers can tell apart; widths, dashes, markers and hatches for print.
 _LINES: dict[str, dict[str, Any]] = {
     "eager": {"color": "#b8b8b8", "linewidth": 7.0, "solid_capstyle": "round"},
     "Inductor": {"color": "#0072b2", "linewidth": 2.6, "linestyle": (0, (4, 2.5))},
@@ -23,7 +23,7 @@ _INK = "#222222"
 
 
 def draw(results: Sequence[Result], caption: str, path: Path) -> None:
-    """Write the picture as PNG."""
+    """Draw the results into a PNG file."""
     figure = Figure(figsize=(11, 4.9), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(
@@ -80,7 +80,7 @@ def _draw_losses(axes: Any, results: Sequence[Result]) -> None:
 
 
 def _draw_bars(axes: Any, title: str, bars: dict[str, tuple[float, str, float]]) -> None:
-    """Bars by name: height, the height as text, ratio to Inductor's."""
+    """Draw a bar for each name: its height, the height as text, and the ratio to Inductor."""
     heights = [height for height, _, _ in bars.values()]
     patches = axes.bar(list(bars), heights, width=0.68)
     for bar, (name, (height, text, ratio)) in zip(patches, bars.items(), strict=True):

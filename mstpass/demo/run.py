@@ -1,4 +1,4 @@
-"""The demo from text to picture: read, tokenize, train in turn, report."""
+"""Runs the demo: read text, tokenize it, train, and show tables and a picture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COLUMNS = (
     "final\nloss",
     "max diff\nto eager",
 )
-_SAME_LOSS = 1e-2  # fp32 rounding differs between backends, and training amplifies it
+_SAME_LOSS = 1e-2  # backends round differently in fp32, and training amplifies the differences
 
 
 def run(arguments: Arguments) -> int:
@@ -52,10 +52,10 @@ def run(arguments: Arguments) -> int:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Peak and time of a step, against Inductor; losses against eager."""
+    """Peak and time of a step, relative to Inductor, and losses, compared with eager."""
     by_name = {result.name: result for result in results}
     eager, inductor = by_name["eager"], by_name["Inductor"]
-    out = Table(title="One training step: forward + backward, median; first call: with compilation")
+    out = Table(title="One training step, forward + backward: median; first call, with compilation")
     out.add_column("")
     for column in _COLUMNS:
         out.add_column(column, justify="right")
@@ -124,7 +124,7 @@ def _agree(results: Sequence[Result], console: Console) -> bool:
     eager = results[0]
     apart = [r.name for r in results if not r.max_loss_difference(eager) <= _SAME_LOSS]
     if apart:
-        console.print(f"[bold red]losses of {', '.join(apart)} part from eager's[/]")
+        console.print(f"[bold red]the losses of {', '.join(apart)} differ from those of eager[/]")
     return not apart
 
 

@@ -1,7 +1,7 @@
-"""Real text that every machine has: the Python standard library's sources, as batches of tokens.
+"""Batches of tokens from real text that every machine has: the Python standard library's sources.
 
-The files come in sorted order and the batches from a seeded generator, so two runs on one Python
-see the same tokens.
+Files are read in sorted order, and batches are drawn by a seeded generator. Two runs with the same
+Python therefore see the same tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mstpass.errors import UserError
 
 VOCABULARY = 32_000
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-_CHUNK_CHARS = 16_384  # the tokenizer works on pieces in parallel
+_CHUNK_CHARS = 16_384  # the tokenizer encodes pieces in parallel
 
 
 class NoTextError(UserError):
-    """This Python carries no sources to train on."""
+    """The sources of this Python are missing or too short to train on."""
 
 
 def read_sources(max_chars: int) -> list[str]:
@@ -36,7 +36,9 @@ def read_sources(max_chars: int) -> list[str]:
         if read >= max_chars:
             break
     if not pieces:
-        raise NoTextError(f"no Python sources under {root}: this Python ships without them")
+        raise NoTextError(
+            f"no Python sources under {root}: use a Python that is installed with its sources"
+        )
     return pieces
 
 
@@ -52,7 +54,7 @@ def train_tokenizer(pieces: list[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        min_frequency=1,  # rare merges too: the vocabulary is to be full
+        min_frequency=1,  # rare merges too, so that the vocabulary gets full
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -61,12 +63,12 @@ def train_tokenizer(pieces: list[str]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, pieces: list[str]) -> torch.Tensor:
-    """All pieces as one stream of token ids."""
+    """The token ids of all pieces, as one stream (T,)."""
     return torch.tensor([i for piece in tokenizer.encode_batch(pieces) for i in piece.ids])
 
 
 def batches(stream_T: torch.Tensor, steps: int, batch: int, length: int) -> list[torch.Tensor]:
-    """`steps` batches [batch, length], cut at random places of the stream."""
+    """`steps` batches (batch, length), cut at random places of the stream."""
     last_start = len(stream_T) - length
     if last_start < 1:
         raise NoTextError(f"{len(stream_T)} tokens of text do not fill a sequence of {length}")

@@ -1,8 +1,8 @@
-"""The same model trained by several backends: identical weights, identical batches, in turn.
+"""Trains one model under several backends, with the same weights and the same batches.
 
-Every step goes to each contender before the next step begins, so that noise on the machine hits
-all alike. Compiled is the loss function, not the module: the logits are then no output of the
-graph. The optimizer stays outside and is not timed.
+Each contender runs a step before any of them runs the next step, so that noise on the machine
+affects all alike. The loss function is compiled, not the module, so that the logits are no output
+of the graph. The optimizer is neither compiled nor timed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Result:
-    """What one contender did; times and peak are of forward + backward."""
+    """The figures of one contender; times and peak are those of forward + backward."""
 
     name: str
     losses: tuple[float, ...]
@@ -68,7 +68,7 @@ class Result:
 
 @dataclass
 class Contender:
-    """One model, its optimizer, and its loss function as its backend runs it."""
+    """One model under one backend: its loss function, optimizer, and figures so far."""
 
     name: str
     loss_fn: Callable[[torch.Tensor], torch.Tensor]
@@ -111,7 +111,7 @@ def train(
     batches: Sequence[torch.Tensor],
     on_step: Callable[[Contender, int], None],
 ) -> list[Result]:
-    """One pass over `batches`; `on_step(contender, step)` after each step of each contender."""
+    """Train on each batch once. `on_step(contender, step)` is called after each step."""
     for step, ids_BS in enumerate(batches):
         for entry in entries:
             entry.step(ids_BS.to(entry.device))

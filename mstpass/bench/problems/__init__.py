@@ -1,4 +1,4 @@
-"""Recorded partition problems of real models: what `mstpass bench record` wrote, without torch."""
+"""Recorded partition problems of real models, as `mstpass bench record` writes them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def names() -> list[str]:
 
 
 def load(name: str) -> CutProblem:
-    """One of them.
+    """Read a recorded problem. This imports no torch.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is no problem of that name.
     """
     if name not in names():
-        raise UserError(f"no recorded problem {name!r}, only {', '.join(names())}")
+        raise UserError(f"problem {name!r} is unknown; choose from: {', '.join(names())}")
     return CutProblem.from_json(path_of(name))
 
 
