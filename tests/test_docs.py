@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -44,6 +45,15 @@ def test_files_that_are_named_exist(path: Path) -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
     alone = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", text))
     assert not alone - _FILES - USERS
+
+
+def test_names_of_the_api_pages_exist() -> None:
+    pages = sorted((DOCS / "api").glob("*.md"))
+    text = "".join(path.read_text(encoding="utf-8") for path in pages)
+    names = re.findall(r"^::: (\S+)", text, re.MULTILINE)
+    assert len(names) > 30
+    for name in names:
+        resolve_name(name)
 
 
 @pytest.mark.parametrize("page", RUNS)
