@@ -1,8 +1,10 @@
-"""The memory that a CUDA device has left for a step, where the budget is ``"auto"``.
+"""The budget of ``memory_budget="auto"``: the memory that a CUDA device has left for a step.
 
-What the driver has free, and what torch's allocator holds without using it, less a reserve. Before
-an optimizer's first step the reserve is what its states will take: two of float32 for each
-trainable parameter of the graph, as Adam has.
+    budget = free memory of the device + cached, unused memory of torch's allocator - reserve
+
+The reserve is the option of this name. If that is ``"auto"``, it is the memory that the optimizer's
+states will take: two float32 numbers for each trainable parameter of the graph, as Adam has. Once
+an optimizer has made a step, its states exist, and the reserve is 0.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mstpass.byte_sizes import parse_bytes
 from mstpass.options import Options
 
-_STATE_BYTES = 2 * 4  # of one parameter
-_GRAIN = 256 * 2**20  # budgets are multiples of it, so that compile caches are hit again
+_STATE_BYTES = 2 * 4  # for one parameter
+_ROUNDED_TO = 256 * 2**20  # bytes; equal budgets find the same entries in compile caches
 _optimizers_that_stepped: set[str] = set()
 
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Take note of the first step of any optimizer in this process."""
+    """From now on, remember whether an optimizer of this process has made a step."""
 
     def stepped(optimizer: Any, *_: Any) -> None:
         _optimizers_that_stepped.add(type(optimizer).__name__)
@@ -34,17 +36,17 @@ def watch_optimizers() -> None:
 
 
 def with_device_budget(options: Options, inputs: Sequence[Any]) -> Options:
-    """Options in which ``"auto"`` is a number of bytes, where the graph's inputs lie on CUDA."""
+    """The options with a budget in bytes in place of ``"auto"``, if an input is on a CUDA device."""
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     device = next((x.device for x in tensors if x.device.type == "cuda"), None)
     if options.memory_budget != "auto" or device is None:
         return options
     left = free_bytes(device) - _reserve_bytes(options, tensors)
-    return dataclasses.replace(options, memory_budget=max(1, left // _GRAIN * _GRAIN))
+    return dataclasses.replace(options, memory_budget=max(1, left // _ROUNDED_TO * _ROUNDED_TO))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a CUDA device that the next step could allocate."""
+    """The bytes that the next step could allocate on a CUDA device."""
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + cached)

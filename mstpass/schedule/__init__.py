@@ -1,1 +1,1 @@
-"""The order of finished forward and backward graphs: when recomputation and scatters run."""
+"""The order of finished forward and backward graphs: when values are recomputed, and when freed."""

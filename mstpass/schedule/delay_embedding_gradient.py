@@ -1,12 +1,17 @@
-"""Add rows up into a large gradient when the rows are all that is left of what they come from.
+"""Allocate the gradient of an embedding only when its rows are computed.
 
-Inductor computes the rows of an embedding's gradient where it adds them, so that all they are made
-of is alive beside the result of vocabulary x width. Here the zeros that they are added to wait for
-the rows: these are written, and what they are made of is freed, before the result is allocated.
+That gradient is zeros of vocabulary x width to which a scatter adds one row for each token.
+Inductor computes the rows inside the scatter's kernel, so that everything they are computed from is
+alive beside the whole result. Here the zeros wait for the rows::
 
-On the CPU that takes more than an order. Neighbouring kernels are one C++ function there, whose
-buffers are allocated before and freed after all of them; only a call ends it. So the zeros are read
-off a product of their own, 0 x 0, which waits for the rows (``control_deps``, see late.py).
+    rows = ...                     materialized; what they are computed from is freed
+    zeros (after rows) = ...
+    gradient = scatter(zeros, rows)
+
+On the CPU an order alone is not enough: neighbouring kernels are one C++ function there, whose
+buffers are allocated before it and freed after it. Only a call ends such a function. So the zeros
+are made from a matmul of a 1 x 1 zero with itself, and this call waits for the rows
+(torch_internals/control_dependencies.py).
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from mstpass.torch_internals.control_dependencies import make_wait
 
 aten = torch.ops.aten
 
-# Ops that add rows into zeros, and the position of the rows.
+# Ops that add rows into zeros, and the position of the rows among their arguments.
 _SCATTERS = {
     aten.index_put.default: 2,
     aten._unsafe_index_put.default: 2,
@@ -32,7 +37,7 @@ _SCATTERS = {
 
 
 def delay_scatters(graph: fx.Graph) -> None:
-    """Have the large scatters of a graph wait for their rows, in place."""
+    """Make the large scatters of a graph wait for their rows, in place."""
     for scatter, rows in scatters_to_delay(graph).items():
         value = scatter.meta["val"]
         builder = Builder(graph, fake_mode_of(graph.nodes))
@@ -48,7 +53,10 @@ def delay_scatters(graph: fx.Graph) -> None:
 
 
 def scatters_to_delay(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Scatters into zeros, with their rows, where these are smaller than what they come from."""
+    """Scatters into zeros, each with its rows, if waiting for the rows frees memory.
+
+    It does if the rows are smaller than what they are computed from, and than the result.
+    """
     return {
         node: rows
         for target, position in _SCATTERS.items()
@@ -59,18 +67,20 @@ def scatters_to_delay(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     }
 
 
-def _freed_bytes(value: fx.Node) -> int:
-    """Bytes of the kernels' results that a value is computed from and that nothing else reads."""
-    inlined: set[fx.Node] = set()
-    read: set[fx.Node] = set()
-    stack = [value]
+def _freed_bytes(rows: fx.Node) -> int:
+    """Bytes of the buffers that the rows are computed from and that nothing else reads."""
+    pointwise: set[fx.Node] = set()  # computed in the rows' own kernel
+    buffers: set[fx.Node] = set()
+    stack = [rows]
     while stack:
         node = stack.pop()
-        if node in inlined or node in read:
+        if node in pointwise or node in buffers:
             continue
         if ops.is_pointwise(node) or ops.is_cheap_view(node):
-            inlined.add(node)
+            pointwise.add(node)
             stack.extend(node.all_input_nodes)
         elif node.op == "call_function":
-            read.add(node)
-    return sum(nbytes(node) for node in read if inlined.issuperset(ops.readers_through_views(node)))
+            buffers.add(node)
+    return sum(
+        nbytes(node) for node in buffers if pointwise.issuperset(ops.readers_through_views(node))
+    )

@@ -1,16 +1,17 @@
-"""Run the passes of a plan's nested values in the backward graph.
+"""Nested recomputation: run the passes of a plan's nested values in the backward graph.
 
-A block between two saved places is recomputed to its end before any of its gradients, and what it
-computes on the way stays for them. A *nested* value inside is had in a pass of its own instead::
+Between two checkpoints the backward recomputes the forward's values, and keeps them until their
+gradients are done. A *nested* value in between divides that stretch. It is recomputed in a pass of
+its own, of which nothing else is kept::
 
     saved a -> [block 1] -> nested b -> [block 2]
 
-    backward:   b = block 1 of a, nothing else of it kept
-                block 2 of b, recomputed and kept; its gradients
-                block 1 of a, recomputed once more and kept; its gradients
+    backward:   b from a, through block 1; nothing else of block 1 is kept
+                block 2 from b, its values kept; gradients of block 2
+                block 1 from a once more, its values kept; gradients of block 1
 
-These are two of the levels of recursive checkpointing (Chen et al., arXiv 1604.06174, section 4.3).
-simulate.py has the same order on the partition problem.
+These are two levels of recursive checkpointing (Chen et al., arXiv 1604.06174, section 4.3).
+memory/simulate_plan.py simulates the same order.
 """
 
 from __future__ import annotations
@@ -26,34 +27,37 @@ from mstpass.graph.sizes import is_size
 
 
 def recompute_nested_values(graph: fx.Graph, nested: Set[str]) -> None:
-    """Give each nested value that the backward recomputes copies of its own of what it comes from.
+    """Compute each nested value of a backward graph from copies of its operands, in place.
 
     Torch then moves every recomputed node to just before its first use
-    (``reordering_to_mimic_autograd_engine``): the copies before what reads the nested value, the
-    others to where the gradients need them.
+    (``reordering_to_mimic_autograd_engine``): the copies to before the nested value's readers, the
+    originals to where gradients need them.
+
+    Args:
+        nested: names of nodes of the graph.
     """
-    there: set[fx.Node] = set()
+    available: set[fx.Node] = set()  # nested values that have a pass
     for node in list(graph.nodes):
         if node.name not in nested or node.op != "call_function":
             continue
-        ahead = copy_nodes(_pass(node, there), node)[node]
-        if ops.is_pointwise(ahead):  # otherwise its operands would be kept, not the value
-            ahead = materialize(ahead)
-        node.replace_all_uses_with(ahead)
-        there.add(ahead)
+        value = copy_nodes(_recomputed_for(node, available), node)[node]
+        if ops.is_pointwise(value):
+            value = materialize(value)  # otherwise its readers would compute it, from operands kept
+        node.replace_all_uses_with(value)
+        available.add(value)
         graph.erase_node(node)
-    if there:
+    if available:
         graph.eliminate_dead_code()
         graph.lint()
 
 
-def _pass(node: fx.Node, there: Set[fx.Node]) -> list[fx.Node]:
-    """What the value is computed from, itself included, in order."""
+def _recomputed_for(node: fx.Node, available: Set[fx.Node]) -> list[fx.Node]:
+    """The node and all nodes that it is computed from, in order, up to the available values."""
     found: set[fx.Node] = set()
     stack = [node]
     while stack:
         other = stack.pop()
-        if other.op != "call_function" or is_size(other) or other in found or other in there:
+        if other.op != "call_function" or is_size(other) or other in found or other in available:
             continue
         found.add(other)
         stack.extend(other.all_input_nodes)

@@ -1,101 +1,124 @@
-"""Recompute a cheap value once more for its late readers, where keeping it holds up the peak.
+"""Compute a cheap value once more for its later readers, if keeping it until then raises the peak.
 
-The backward has each recomputed value once, just before its first use. Least memory recomputes an
-attention's operands from the norm before it, and the weights' gradients read that norm again when
-the attention's backward is over; in between lies the peak of the step::
+The backward computes each recomputed value once, just before its first use, and keeps it to the
+last. The least-memory plan recomputes the operands of attention from the norm before it. That norm
+is read first by attention's projections and again, when attention's backward is over, by the
+gradients of their weights; the peak of the step lies in between. The rewrite::
 
-    while a value at the backward's peak is cheap, and is read before it and after it:
-        copy what it is computed from, down to what is alive at the late readers anyway
-        keep the copies if the simulated peak does not rise and that at this place falls
+    repeat, while the backward has the peak:
+        for each value alive at the peak, the largest first:
+            if it has readers before and after the peak, and is cheap to compute:
+                copy it, and what it is computed from, to just before the first later reader,
+                  down to values that are alive there in any case
+                keep the copies if the step's peak does not rise and the bytes at this place fall
 
-schedule/delay_recomputation.py holds the copies back to their place.
+schedule/delay_recomputation.py keeps the copies from being computed earlier.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import Modules
 from mstpass.graph.node_copies import copy_nodes
-from mstpass.graph.recompute_rules import is_heavy, is_pinned
 from mstpass.memory.simulate_graph import simulate_step
-from mstpass.memory.timeline import StepMemory
+from mstpass.memory.timeline import Moment, StepMemory
+from mstpass.schedule.cheap_values import is_cheap, viewed
 
-_TRIES = 16
+_MOST_COPIED = 16  # values of one graph
 
 
 def add_second_rematerialization(
     modules: Modules, memory: StepMemory, scatters_delayed: bool
 ) -> tuple[Modules, StepMemory]:
-    """The modules with such copies in the backward, and their memory; both as given where no copy
-    lowers it. ``scatters_delayed`` as in ``simulate_step``."""
+    """Forward and backward with such copies, and their simulated memory.
+
+    Both are as given if no copy lowers the memory. The given modules do not change.
+
+    Args:
+        memory: the simulated memory of the modules.
+        scatters_delayed: as in ``simulate_step``.
+    """
     forward, backward = modules
     other = fx.GraphModule(backward, copy.deepcopy(backward.graph))
     other.meta = dict(backward.meta)
-    graph, lower = other.graph, memory
-    for _ in range(_TRIES):
-        if lower.peak is not lower.backward:
+    lowered = memory
+    for _ in range(_MOST_COPIED):
+        if lowered.peak is not lowered.backward:
             break
-        found = next(_lowered(forward.graph, graph, lower, scatters_delayed), None)
-        if found is None:
+        lower = _with_one_copy(forward.graph, other.graph, lowered, scatters_delayed)
+        if lower is None:
             break
-        lower = found
-    if lower is memory:
+        lowered = lower
+    if lowered is memory:
         return modules, memory
-    graph.lint()
+    other.graph.lint()
     other.recompile()
-    return (forward, other), lower
+    return (forward, other), lowered
 
 
-def _lowered(
-    forward: fx.Graph, graph: fx.Graph, memory: StepMemory, scatters_delayed: bool
-) -> Iterator[StepMemory]:
-    """The memory with each copy that lowers it; what does not is taken out again."""
+def _with_one_copy(
+    forward: fx.Graph, backward: fx.Graph, memory: StepMemory, scatters_delayed: bool
+) -> StepMemory | None:
+    """Copy the first value whose copy lowers the memory, in place. None if there is no such value.
+
+    Copies that do not help are removed again.
+    """
     peak = memory.backward.peak
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    by_name = {node.name: node for node in graph.nodes}
-    here = order[by_name[peak.node]]
-    for moment in memory.backward.alive:
-        if moment.node not in by_name:  # the caller holds it
+    order = {node: i for i, node in enumerate(backward.nodes)}
+    by_name = {node.name: node for node in backward.nodes}
+    for alive in memory.backward.alive:
+        if alive.node not in by_name:  # an output of the forward, held by the caller
             continue
-        value = by_name[moment.node]
-        readers = ops.readers_through_views(value)
-        late = sorted({r for r in readers if order[r] > here}, key=order.__getitem__)
-        if not late or len(late) == len(set(readers)):
-            continue
-        chain = _chain(value, late, order)
+        value = by_name[alive.node]
+        later = _later_readers(value, order[by_name[peak.node]], order)
+        chain = _chain(value, later, order) if later else []
         if not chain:
             continue
-        copies = copy_nodes(chain, late[0])
-        for reader in late:
-            for old, new in copies.items():
-                reader.replace_input_with(old, new)
-        after = simulate_step(forward, graph, scatters_delayed)
-        there = next(m.bytes for m in after.backward.moments if m.node == peak.node)
-        if after.peak_bytes <= memory.peak_bytes and there < peak.bytes:
-            yield after
-            return
-        for reader in late:
-            for old, new in copies.items():
-                reader.replace_input_with(new, old)
+        copies = copy_nodes(chain, later[0])
+        _replace_inputs(later, copies)
+        after = simulate_step(forward, backward, scatters_delayed)
+        if after.peak_bytes <= memory.peak_bytes and _bytes_at(peak, after) < peak.bytes:
+            return after
+        _replace_inputs(later, {new: old for old, new in copies.items()})
         for new in reversed(copies.values()):
-            graph.erase_node(new)
+            backward.erase_node(new)
+    return None
 
 
-def _chain(value: fx.Node, late: list[fx.Node], order: dict[fx.Node, int]) -> list[fx.Node]:
-    """What to copy, in order: the value's views that are read late, the value, and what it is
-    computed from; empty where that takes more than cheap ops."""
+def _later_readers(value: fx.Node, place: int, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """The readers after a place, in order; none if there are no readers before it."""
+    readers = set(ops.readers_through_views(value))
+    later = sorted((r for r in readers if order[r] > place), key=order.__getitem__)
+    return later if len(later) < len(readers) else []
+
+
+def _replace_inputs(readers: list[fx.Node], by: dict[fx.Node, fx.Node]) -> None:
+    for reader in readers:
+        for old, new in by.items():
+            reader.replace_input_with(old, new)
+
+
+def _bytes_at(place: Moment, memory: StepMemory) -> int:
+    return next(m.bytes for m in memory.backward.moments if m.node == place.node)
+
+
+def _chain(value: fx.Node, later: list[fx.Node], order: dict[fx.Node, int]) -> list[fx.Node]:
+    """The nodes to copy, in order: the value, its views that are read later, and its operands.
+
+    Operands end at values that others keep alive until the first later reader. Empty if an op on
+    the way is not cheap.
+    """
     found: set[fx.Node] = set()
-    stack = [i for reader in late for i in reader.all_input_nodes if base_of(i) is value]
+    stack = [i for reader in later for i in reader.all_input_nodes if viewed(i) is value]
     while stack:
         node = stack.pop()
         if node in found:
             continue
-        if base_of(node) is not value and _kept_until(node, order[late[0]], order):
+        if viewed(node) is not value and _is_alive_until(node, order[later[0]], order):
             continue
         if not is_cheap(node):
             return []
@@ -104,23 +127,9 @@ def _chain(value: fx.Node, late: list[fx.Node], order: dict[fx.Node, int]) -> li
     return sorted(found, key=order.__getitem__)
 
 
-def base_of(node: fx.Node) -> fx.Node:
-    """For a view, what it is a view of."""
-    while ops.is_cheap_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _kept_until(node: fx.Node, place: int, order: dict[fx.Node, int]) -> bool:
-    """Whether others keep a value alive up to a place of the order."""
-    base = base_of(node)
+def _is_alive_until(node: fx.Node, place: int, order: dict[fx.Node, int]) -> bool:
+    """Whether the value is an input of the graph, or is read at the place or after it."""
+    base = viewed(node)
     return base.op != "call_function" or any(
         order[r] >= place for r in ops.readers_through_views(base)
     )
-
-
-def is_cheap(node: fx.Node) -> bool:
-    """Pointwise ops, reductions and views that may be repeated."""
-    if node.op != "call_function" or is_heavy(node) or is_pinned(node):
-        return False
-    return ops.is_pointwise(node) or ops.is_reduction(node) or ops.is_cheap_view(node)

@@ -1,0 +1,175 @@
+"""One iteration of a lowered loop: the functions that loops/lowering.py traces for ``while_loop``.
+
+With c tokens in a chunk, n chunks and N tokens in all::
+
+    cond(i):  i < n
+
+    step(i):  start = min(i c, N - c)                       # the last chunk may overlap
+              rows(t) = t[start : start + c]                # as_strided, no copy
+              parts = body(*map(rows, sliced), *whole[, valid])
+              for each output, in order:
+                  stacked: rows(buffer) <- part             # copy_
+                  summed:  buffer += part                   # addmm_ if the part is a product
+              return i + 1
+
+If N is symbolic, the loop counts rows instead, and the length of a chunk is a size of which
+Inductor knows only the bounds, so that nothing is specialized to one batch or one chunk::
+
+    cond(start):  start < N
+
+    step(start):  length = min(fitted_length(c, N), N - start)
+                  ... the same on rows start to start + length ...
+                  return start + length
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph.loop_op import STACK, OutputSpec, fitted_length
+from mstpass.graph.sizes import Size
+
+aten = torch.ops.aten
+
+_Cond = Callable[..., Any]
+_Step = Callable[..., tuple[torch.Tensor, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopCall:
+    """The call of an ``mst_loop``: what a step runs on the rows of one chunk.
+
+    The operands of a step are the buffers, the sliced inputs, the whole inputs and the symbols.
+    """
+
+    body: fx.GraphModule
+    specs: tuple[OutputSpec, ...]
+    num_sliced: int
+    num_whole: int
+
+    def run(
+        self,
+        operands: tuple[torch.Tensor, ...],
+        start: Size,
+        length: Size,
+        before: tuple[Size, ...] = (),
+        after: tuple[torch.Tensor, ...] = (),
+    ) -> tuple[torch.Tensor, ...]:
+        """Write the chunk's results into the buffers, and return these.
+
+        Args:
+            start: the first row of the chunk, which has ``length`` rows.
+            before: what the body gets before the chunks: its length, if that is not fixed.
+            after: what it gets after the whole inputs: ``valid``, if chunks overlap.
+        """
+
+        def rows(tensor: torch.Tensor) -> torch.Tensor:
+            size, stride = (length, *tensor.shape[1:]), tensor.stride()
+            return aten.as_strided.default(tensor, size, stride, start * stride[0])
+
+        num_buffers = len(self.specs)
+        buffers, inputs = operands[:num_buffers], operands[num_buffers:]
+        sliced, whole = inputs[: self.num_sliced], inputs[self.num_sliced :][: self.num_whole]
+        results = _run(self.body, (*before, *map(rows, sliced), *whole, *after))
+        for (kind, _, _), buffer, result in zip(self.specs, buffers, results, strict=True):
+            if kind == STACK:
+                rows(buffer).copy_(result.value())
+            else:
+                result.add_to(buffer)
+        return buffers
+
+
+def fixed_step(
+    call: LoopCall, num_chunks: int, chunk_tokens: int, num_tokens: int
+) -> tuple[_Cond, _Step]:
+    """Condition and step for chunks of one length; the counter is the number of a chunk."""
+    overlaps = num_chunks * chunk_tokens != num_tokens
+
+    def cond(i: torch.Tensor, *operands: torch.Tensor) -> Any:
+        return i.item() < num_chunks
+
+    def step(i: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        number = i.item()
+        aten._assert_scalar.default(number >= 0, "mst_loop: negative chunk number")
+        aten._assert_scalar.default(number < num_chunks, "mst_loop: chunk number out of range")
+        first = number * chunk_tokens
+        start: Any = torch.sym_min(first, num_tokens - chunk_tokens) if overlaps else first
+        valid: tuple[torch.Tensor, ...] = ()
+        if overlaps:
+            device = operands[0].device
+            valid = (torch.arange(chunk_tokens, device=device) + start >= first,)
+        buffers = call.run(operands, start, chunk_tokens, after=valid)
+        return (i + 1, *buffers)
+
+    return cond, step
+
+
+def fitted_step(call: LoopCall, chunk_tokens: int) -> tuple[_Cond, _Step]:
+    """Condition and step for a symbolic N; the counter is the first row of a chunk."""
+
+    def num_tokens(operands: tuple[torch.Tensor, ...]) -> int:
+        return operands[len(call.specs)].shape[0]  # of the first sliced input
+
+    def cond(i: torch.Tensor, *operands: torch.Tensor) -> Any:
+        return i.item() < num_tokens(operands)
+
+    def step(i: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        start: Any = i.item()
+        tokens = num_tokens(operands)
+        aten._assert_scalar.default(start >= 0, "mst_loop: negative row")
+        fitted = torch.sym_min(fitted_length(chunk_tokens, tokens), tokens - start)
+        # As an item() of a tensor it is a new symbol, from which nothing can be derived.
+        length: Any = torch.full([], fitted, dtype=torch.int64, device="cpu").item()
+        aten._assert_scalar.default(length >= 1, "mst_loop: empty chunk")
+        aten._assert_scalar.default(length <= chunk_tokens, "mst_loop: chunk too long")
+        buffers = call.run(operands, start, length, before=(length,))
+        return (i + length, *buffers)
+
+    return cond, step
+
+
+class _Result:
+    """An output of the body whose last op has not run, so that a product can be summed in place."""
+
+    def __init__(self, node: fx.Node, env: dict[fx.Node, Any]):
+        self.node, self.env = node, env
+
+    def value(self) -> torch.Tensor:
+        if self.node not in self.env:
+            args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), self.env.__getitem__)
+            self.env[self.node] = self.node.target(*args, **kwargs)  # type: ignore[operator]
+        result: torch.Tensor = self.env[self.node]
+        return result
+
+    def add_to(self, buffer: torch.Tensor) -> None:
+        """Add the output to an accumulator."""
+        value = self.node.meta["val"]
+        if (
+            self.node.target is aten.mm.default
+            and value.dtype == buffer.dtype
+            and self.node not in self.env
+        ):
+            left, right = fx.map_arg(self.node.args, self.env.__getitem__)
+            aten.addmm_.default(buffer, left, right)
+        else:
+            buffer.add_(self.value())
+
+
+def _run(body: fx.GraphModule, inputs: tuple[torch.Tensor | Size, ...]) -> list[_Result]:
+    """Run a body; the last op of an output runs later, unless another op reads it as well."""
+    outputs = body.graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list)
+    env: dict[fx.Node, Any] = {}
+    remaining = iter(inputs)
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(remaining)
+        elif node.op == "call_function" and not (node in outputs and len(node.users) == 1):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = node.target(*args, **kwargs)
+    return [_Result(node, env) for node in outputs]  # type: ignore[arg-type]

@@ -1,0 +1,22 @@
+"""Which values of a graph are cheap enough to compute once more for some of their readers."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.recompute_rules import is_heavy, is_pinned
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Pointwise ops, reductions and views that may be computed twice."""
+    if node.op != "call_function" or is_heavy(node) or is_pinned(node):
+        return False
+    return ops.is_pointwise(node) or ops.is_reduction(node) or ops.is_cheap_view(node)
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """The value that a view, or a view of a view, shows; any other value itself."""
+    while ops.is_cheap_view(node):
+        node = node.all_input_nodes[0]
+    return node
