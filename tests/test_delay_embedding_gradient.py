@@ -1,4 +1,4 @@
-"""An embedding's gradient waits for its rows."""
+"""The gradient of an embedding is allocated after its rows are computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ N, D, V = 1024, 64, 20_000
 
 def _loss(ids: Tensor, table: Tensor, *weights: Tensor) -> Tensor:
     x = torch.nn.functional.embedding(ids, table)
-    scaled = [x * w[0].detach() for w in weights]  # a product in between: no addmm adds them up
+    scaled = [
+        x * w[0].detach() for w in weights
+    ]  # the products keep the matmuls from becoming one addmm
     return torch.stack([(s @ w).square().sum() for s, w in zip(scaled, weights, strict=True)]).sum()
 
 
@@ -32,7 +34,7 @@ def _inputs(count: int, device: str = "cpu") -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("count", "waits"), [(4, True), (1, False)])
-def test_only_rows_that_free_more_than_they_are_wait(count: int, waits: bool) -> None:
+def test_a_scatter_waits_if_its_rows_free_more_than_they_take(count: int, waits: bool) -> None:
     graph = joint_graph(_loss, *_inputs(count))[0].graph
     assert bool(scatters_to_delay(graph)) == waits
     before = str(graph)
@@ -53,9 +55,9 @@ def _peak(device: str) -> tuple[int, tuple[Tensor, ...]]:
 
 
 def test_waiting_lowers_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, gradients = _peak(device)
+    delayed, gradients = _peak(device)
     monkeypatch.setattr(backend, "delay_scatters", lambda graph: None)
-    monkeypatch.setattr(backend.LowerLoops, "uuid", lambda self: "not held")
-    free, same = _peak(device)
-    assert held < 0.85 * free, (held, free)
+    monkeypatch.setattr(backend.LowerLoops, "uuid", lambda self: "not delayed")
+    early, same = _peak(device)
+    assert delayed < 0.85 * early, (delayed, early)
     torch.testing.assert_close(gradients, same)

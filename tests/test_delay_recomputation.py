@@ -1,4 +1,4 @@
-"""Recomputations wait for the gradients before them; loops give their buffers back."""
+"""Recomputations wait for the gradients before them; finished loops free their buffers."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_each_recomputed_block_waits_for_the_gradients_before_it() -> None:
     assert len(waits) >= 2
     for node, before in waits.items():
         assert all(order[other] < order[node] for other in before)
-    stands = sorted(order[node] for node in waits)
+    places = sorted(order[node] for node in waits)
     backward_matmuls = [order[n] for n in graph.nodes if n.target is aten.mm.default]
-    assert any(stands[0] < m < stands[1] for m in backward_matmuls)
+    assert any(places[0] < m < places[1] for m in backward_matmuls)
 
 
-def test_nothing_waits_where_no_matmul_is_repeated() -> None:
+def test_nothing_waits_if_no_matmul_is_recomputed() -> None:
     assert recomputation_waits(_backward(3)) == {}
 
 
@@ -73,15 +73,15 @@ def _peak(size: LlamaSize, device: torch.device) -> tuple[int, list[torch.Tensor
 @pytest.mark.full
 def test_waiting_lowers_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size = LlamaSize(64, 4, 2, 96, 64, 1024)
-    held, gradients = _peak(size, torch.device(device))
+    delayed, gradients = _peak(size, torch.device(device))
     monkeypatch.setattr(backend, "delay_recomputation", lambda graph: None)
-    monkeypatch.setattr(backend.LowerLoops, "uuid", lambda self: "not held")
-    free, same = _peak(size, torch.device(device))
-    assert held < 0.95 * free, (held, free)
+    monkeypatch.setattr(backend.LowerLoops, "uuid", lambda self: "not delayed")
+    early, same = _peak(size, torch.device(device))
+    assert delayed < 0.95 * early, (delayed, early)
     torch.testing.assert_close(gradients, same)
 
 
-def test_a_finished_loop_gives_its_buffers_back(device: str) -> None:
+def test_a_finished_loop_frees_its_buffers(device: str) -> None:
     model = nn.Sequential(*(Block(32, MLPS["gelu"](32)) for _ in range(2))).to(device)
     x = torch.randn(2, 64, 32, device=device, requires_grad=True)
     step = compiled(lambda x: torch.logsumexp(model(x).sum(-1).flatten(), 0), chunk_tokens=64)

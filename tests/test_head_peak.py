@@ -1,4 +1,4 @@
-"""What a head's loop holds besides its gradients: one chunk of each matmul's logits, no more."""
+"""The loop of a head holds its gradients and one chunk of each matmul's logits, no more."""
 
 from __future__ import annotations
 

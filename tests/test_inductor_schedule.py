@@ -1,4 +1,4 @@
-"""Inductor's own schedule says what a step needs; plans that it spoils are made again."""
+"""The peak of Inductor's own schedule; plans whose schedule exceeds the budget are made again."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CPU = torch.device("cpu")
 
 
 def _mlps() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
-    """Inductor computes the gradients of gate, up and product in one kernel, none in place."""
+    """MLPs whose gradients of gate, up and product are one kernel, none of them in place."""
     mlps = MLPs.build(1024, 64, 256, 2, CPU)
     return mlps.value, mlps.step
 
 
 def _attention() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
-    """Dropout of the scores: they exist, and what Inductor fuses of them decides the peak."""
+    """Attention with dropout of its scores, which exist; their fusion decides the peak."""
     torch.manual_seed(0)
     qkv = nn.Linear(32, 96)
     x_SD = torch.randn(256, 32)
@@ -61,7 +61,7 @@ def _compiled(value: Callable[[], Tensor], **options: Any) -> Any:
 
 @pytest.mark.parametrize("build", [_mlps, _attention, _cat])
 @pytest.mark.parametrize("budget", ["free", pytest.param(0.0, marks=pytest.mark.full)])
-def test_the_schedule_says_what_is_measured(build: Any, budget: Any) -> None:
+def test_the_measured_peak_is_the_scheduled_one(build: Any, budget: Any) -> None:
     value, make_step = build()
     step = make_step(_compiled(value, memory_budget=budget, strict=True))
     step()
@@ -70,11 +70,10 @@ def test_the_schedule_says_what_is_measured(build: Any, budget: Any) -> None:
     assert report.peak_bytes == pytest.approx(peak_bytes(step), rel=0.03)
 
 
-def test_a_plan_that_the_schedule_spoils_is_made_again(
+def test_a_plan_whose_schedule_exceeds_the_budget_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The free plan would do by its simulation, but not as Inductor schedules it, with masks as
-    bytes."""
+    """The free plan is within the budget as simulated, but not as Inductor schedules it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     value, make_step = _attention()
 
@@ -99,7 +98,7 @@ def test_a_plan_that_the_schedule_spoils_is_made_again(
     torch.testing.assert_close(loss, want_loss)
     for ours, theirs in zip(gradients, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    # The compile cache has the plan that was made last, and it is asked for that one.
+    # The compile cache holds the last plan, and finds it again.
     again = make_step(_compiled(value, memory_budget=budget, strict=True, reconstruct="off"))
     again()
     report = mstpass.reports()[-1]
@@ -111,7 +110,7 @@ def test_a_plan_that_the_schedule_spoils_is_made_again(
 def test_an_attempt_that_fails_leaves_what_is_compiled(
     fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan was made and compiled; that the next one fails must not take it away."""
+    """If the next plan fails, the compiled one stays."""
     value, make_step = _attention()
     options = {"reconstruct": "off", "inductor": {"fx_graph_cache": False}}
     make_step(_compiled(value, memory_budget="free", **options))()
@@ -135,7 +134,7 @@ def test_an_attempt_that_fails_leaves_what_is_compiled(
     assert calls == 2 and mstpass.reports()[-1].peak_bytes == pytest.approx(scheduled, rel=0.1)
 
 
-def test_a_plan_that_needs_as_much_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_needs_as_much_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(4, 4, requires_grad=True)
     base = mstpass.explain(lambda x: (x @ weight).sum(), torch.randn(8, 4))
     planned = {75: (60, 120), 50: (50, 95)}  # by limit: simulated, scheduled
@@ -161,9 +160,9 @@ def test_a_plan_that_needs_as_much_is_not_the_last_one(monkeypatch: pytest.Monke
         (97, 90, 100, False, None),  # within the budget
         (97, 90, 120, False, 75),
         (97, 90, 120, True, 0),
-        (60, 70, 120, False, 0),  # no plan is within the limit: the lowest one is left to try
-        (0, 70, 120, False, None),  # that was it
-        (97, 130, 140, False, None),  # the planner has told that no plan is within the budget
+        (60, 70, 120, False, 0),  # no plan is within the limit: only the lowest one is left
+        (0, 70, 120, False, None),  # no lower plan is left
+        (97, 130, 140, False, None),  # the planner has warned that no plan is within the budget
     ],
 )
 def test_the_limit_of_the_next_attempt(
@@ -173,7 +172,7 @@ def test_the_limit_of_the_next_attempt(
     assert tighter_limit_bytes(outcome, Options(memory_budget=100), last) == tighter
 
 
-def test_a_budget_that_no_schedule_meets_is_told() -> None:
+def test_a_budget_that_no_schedule_meets_is_a_warning() -> None:
     value, _ = _attention()
     with pytest.raises(Exception, match="lowest peak found"):
         _compiled(value, memory_budget=64 * 1024, strict=True)().backward()

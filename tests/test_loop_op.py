@@ -1,4 +1,4 @@
-"""The loop op by itself: its eager meaning, and donations that stay safe beside it."""
+"""The loop op by itself: what it computes in eager mode, and buffers donated beside it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_chunks_that_fit_the_tokens(tokens: int) -> None:
 
 
 def test_inputs_that_start_inside_their_storage() -> None:
-    """A storage offset of its own must not shift the slices (rows or labels)."""
+    """A storage offset of an input (rows or labels) must not shift its slices."""
     x = torch.randn(257, 32)[1:].requires_grad_()
     ids = torch.randint(600, (1, 257))
     mlp, head = MLPS["gelu"](32), nn.Linear(32, 600)

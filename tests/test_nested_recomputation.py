@@ -1,4 +1,4 @@
-"""Two levels of checkpoints: blocks recomputed ahead of their gradients, and once more for them."""
+"""Two levels of checkpoints: passes that keep one value, and recomputation that keeps all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_one_block_is_not_nested() -> None:
     assert not peak_search(residual_stream(blocks=1, inner=8), 0).nested
 
 
-def test_a_pass_keeps_the_nested_value_alone() -> None:
+def test_a_pass_keeps_only_the_nested_value() -> None:
     problem = residual_stream(blocks=4, inner=3)
     ops = StepSimulation(problem, frozenset({"x0"}), frozenset({"x2"})).schedule.backward
     names = [op.name for op in ops]
@@ -45,14 +45,14 @@ def test_a_pass_keeps_the_nested_value_alone() -> None:
     for op in ops:
         assert known.issuperset(op.inputs), op
         known.add(op.name)
-    # The last two blocks are recomputed behind the pass, the first two when they are needed.
+    # The last two blocks are recomputed after the pass, the first two when gradients need them.
     assert names.index("x1:for:x2") < names.index("x2") < names.index("x3") < names.index("g_x4")
     assert names.index("g_x2") < names.index("x1") < names.index("g_x1")
     assert not any("x1" in op.inputs for op in ops if op.name.startswith("x2"))
 
 
-def test_what_the_solver_simulates_is_what_the_graphs_do() -> None:
-    """The same order and the same peak, on the problem and on the modules."""
+def test_the_graphs_have_the_simulated_peak() -> None:
+    """The problem and the modules have the same order of ops and the same peak."""
     model = nn.Sequential(*(Block(16, MLPS["gelu"](16)) for _ in range(9)))
     x = torch.randn(1, 4096, 16, requires_grad=True)
     joint, outputs = joint_graph(lambda x: model(x).sin().sum(), x)
@@ -69,7 +69,7 @@ def test_what_the_solver_simulates_is_what_the_graphs_do() -> None:
     assert peak < 0.9 * simulate_plan(result.problem, Plan(flat.saved)).peak_bytes
 
 
-def test_less_budget_is_never_a_higher_peak() -> None:
+def test_a_lower_budget_never_has_a_higher_peak() -> None:
     problem = residual_stream(blocks=36, inner=4)
     problem = problem.allowing(False)
     free, least = (simulate_plan(problem, peak_search(problem, b)).peak_bytes for b in (None, 0))
@@ -81,7 +81,7 @@ def test_less_budget_is_never_a_higher_peak() -> None:
     assert peaks == sorted(peaks) and len(set(peaks)) > 6
 
 
-def test_reports_know_what_a_pass_copies() -> None:
+def test_reports_know_the_nodes_that_a_pass_copies() -> None:
     model = nn.Sequential(*(Block(16, MLPS["gelu"](16)) for _ in range(9)))
     x = torch.randn(1, 4096, 16, requires_grad=True)
     options = {"chunk": "off", "memory_budget": 0.0}
@@ -93,7 +93,7 @@ def test_reports_know_what_a_pass_copies() -> None:
 
 
 @pytest.mark.parametrize("name", ["mm_37", "_to_copy_1", "copy_", "add__copy_2_3"])
-def test_a_copy_s_name_says_of_what(name: str) -> None:
+def test_the_name_of_a_copy_tells_its_original(name: str) -> None:
     node = fx.Graph().create_node("call_function", torch.sin, name=copy_name(name))
     for number in ("", "_1", "_12"):
         assert original_name(f"{node.name}{number}") == name
@@ -102,7 +102,7 @@ def test_a_copy_s_name_says_of_what(name: str) -> None:
 
 
 class _Dropping(nn.Module):
-    """Attentions with dropout behind them, whose masks are drawn once."""
+    """Attention blocks, each followed by dropout; masks are drawn once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _Dropping(nn.Module):
     ("dynamic", "layers"), [(False, 6), pytest.param(True, 9, marks=pytest.mark.full)]
 )
 def test_gradients_under_inductor(dynamic: bool, layers: int) -> None:
-    """Blocks with loops run three times, and the gradients stay what they are."""
+    """Blocks with loops run three times; their gradients stay right."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     size = LlamaSize(layers=layers, width=32, heads=2, mlp_width=96, vocabulary=64, length=1536)
@@ -134,7 +134,7 @@ def test_gradients_under_inductor(dynamic: bool, layers: int) -> None:
 
 
 class _Mlps(nn.Module):
-    """Nothing but MLPs, with masks on the residual stream."""
+    """MLP blocks with dropout on the residual stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class _Mlps(nn.Module):
 
 
 def _peaks(model: nn.Module, x: torch.Tensor) -> list[int]:
-    """Free and at the least memory, where the gradients are the same."""
+    """The peaks of the free and of the least-memory plan; their gradients must agree."""
     gradients: list[list[torch.Tensor]] = []
     peaks: list[int] = []
     for options in ({"memory_budget": "free"}, {"memory_budget": 0.0}):
@@ -176,7 +176,7 @@ def test_dropout_keeps_its_masks_and_memory_falls() -> None:
 
 @pytest.mark.full
 def test_a_net_of_mlps_is_several_loops() -> None:
-    """One loop of all would take minutes to compile; those that run again read packed masks."""
+    """A single loop would take minutes to compile; loops that run again read packed masks."""
     torch.manual_seed(0)
     free, least = _peaks(_Mlps().train(), torch.randn(1, 2048, 32, requires_grad=True))
     regions = mstpass.reports()[-1].outcome.regions

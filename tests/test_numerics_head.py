@@ -175,7 +175,7 @@ def test_scalar_nonlinearity_after_the_loss(device: str) -> None:
     assert kinds(report) == FUSED, report
 
 
-def test_accuracy_rides_along(device: str) -> None:
+def test_accuracy_in_the_same_loop(device: str) -> None:
     model = TinyLM(VOCAB, D).to(device)
     ids = _ids(2, 64, device)
 

@@ -11,7 +11,7 @@ from tests.models import MLPS, Block
 
 
 @pytest.mark.parametrize("name", MLPS)
-def test_mlp_saves_by_choice(name: str, device: str) -> None:
+def test_mlp_in_save_mode(name: str, device: str) -> None:
     model = Block(32, MLPS[name](32)).to(device)
     x = torch.randn(2, 96, 32, device=device, requires_grad=True)
     report = check_against_float64(model, _loss_through_norm, [x], chunk_tokens=64)
@@ -80,7 +80,7 @@ def test_loss_linear_in_the_mlp_is_fused(device: str) -> None:
 
 
 def test_blocks_with_no_attention_between_are_one_fused_region(device: str) -> None:
-    """Norms, their gradients and the loss ride along: the whole step is one loop."""
+    """The loop contains norms, their gradients and the loss: the whole step is one loop."""
     model = nn.Sequential(*(Block(32, MLPS["swiglu"](32)) for _ in range(2))).to(device)
     x = torch.randn(2, 65, 32, device=device, requires_grad=True)
     report = check_against_float64(

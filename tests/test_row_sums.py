@@ -39,7 +39,7 @@ def _log_softmax(x: Tensor) -> Tensor:
     return aten.sub.Tensor(shifted, aten.log(aten.sum.dim_IntList(aten.exp(shifted), [1], True)))
 
 
-Wide = Callable[[Tensor, Tensor, Tensor], Tensor]  # of values, indices, a factor of each row
+Wide = Callable[[Tensor, Tensor, Tensor], Tensor]  # of values, indices, one factor per row
 CLOSED: dict[str, Wide] = {
     "constant": lambda x, i, r: r.expand(ROWS, WIDTH),
     "one-hot": lambda x, i, r: _one_hot(i),
@@ -102,12 +102,12 @@ def test_closed_form(name: str, reduction: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPEN)
-def test_what_needs_a_pass_of_its_own_is_left(name: str) -> None:
+def test_other_sums_stay_as_they_are(name: str) -> None:
     function = lambda *args: REDUCTIONS["sum"](OPEN[name](*args))
     assert _rewritten(function, _inputs()) is None
 
 
-def test_exponentials_are_added_up_bit_by_bit_as_before() -> None:
+def test_sums_of_exponentials_are_bit_identical() -> None:
     inputs = _inputs()
     function = lambda *args: REDUCTIONS["sum"](CLOSED["exponentials"](*args))
     module = _rewritten(function, inputs)
@@ -115,7 +115,7 @@ def test_exponentials_are_added_up_bit_by_bit_as_before() -> None:
     torch.testing.assert_close(module(*inputs), function(*inputs), equal_nan=True, rtol=0, atol=0)
 
 
-def test_a_constant_of_low_precision_is_added_up() -> None:
+def test_a_constant_of_low_precision_is_summed_as_it_is() -> None:
     """40 x 1.01 in bfloat16 is rounded twice, the sum in float32 once."""
     function = lambda *args: REDUCTIONS["sum"](CLOSED["constant"](*args))
     assert _rewritten(function, _inputs(torch.bfloat16)) is None
@@ -149,7 +149,7 @@ def test_a_label_out_of_bounds_is_an_error(label: int, options: str) -> None:
     assert "out of bounds: 0 <= index < 600" in done.stderr, done.stderr
 
 
-def test_an_ignored_label_is_none() -> None:
+def test_an_ignored_label_is_no_error() -> None:
     code = textwrap.dedent(LABELS).format(label=-1, options="ignore_index=-1")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Cheap values are recomputed once more behind the peak, where that lowers it."""
+"""Cheap values are computed once more after the peak, if that lowers the peak."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mstpass.schedule.delay_recomputation import copy_waits
 from mstpass.schedule.second_rematerialization import add_second_rematerialization
 from tests.checks import compiled, joint_graph
 
-SIZE = LlamaSize(64, 2, 2, 96, 1024, 1024)  # attention is where the step peaks
+SIZE = LlamaSize(64, 2, 2, 96, 1024, 1024)  # the step peaks in attention
 
 
 def _step(size: LlamaSize, **options: object) -> tuple[pipeline.Result, int]:
@@ -28,7 +28,7 @@ def _step(size: LlamaSize, **options: object) -> tuple[pipeline.Result, int]:
     return result, peak
 
 
-def test_a_norm_is_computed_again_behind_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_is_computed_again_after_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     result, peak = _step(SIZE, memory_budget=0.0)
     monkeypatch.setattr(
         stages, "add_second_rematerialization", lambda modules, memory, _: (modules, memory)
@@ -46,17 +46,17 @@ def test_a_norm_is_computed_again_behind_attention(monkeypatch: pytest.MonkeyPat
         assert all(order[other] < order[node] for other in before)
 
 
-def test_only_the_least_memory_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_that_is_met_needs_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> None:
-        raise AssertionError("a budget that is met needs no copies")
+        raise AssertionError("a plan within its budget was rewritten")
 
     monkeypatch.setattr(stages, "add_second_rematerialization", never)
     _step(SIZE)
     _step(SIZE, memory_budget=0.4)
 
 
-def test_no_copy_that_lowers_nothing() -> None:
-    """The logits are the peak: the modules come back as they were."""
+def test_copies_that_lower_nothing_are_removed() -> None:
+    """The step peaks at the logits, so the modules come back as they were."""
     size = LlamaSize(32, 1, 2, 64, 2048, 128)
     result, _ = _step(size, chunk="off")
     assert result.modules is not None
@@ -66,7 +66,7 @@ def test_no_copy_that_lowers_nothing() -> None:
 
 
 @pytest.mark.full
-def test_measured_and_right() -> None:
+def test_the_measured_peak_is_the_simulated_one() -> None:
     model, ids, target = llama(SIZE, torch.device("cpu"))
     step = compiled(lambda ids, target: model(ids, target), memory_budget=0.0)
 

@@ -22,7 +22,7 @@ X = torch.randn(64, 64)
 
 
 def _peak(fn: Callable[..., Any], *inputs: Tensor) -> float:
-    """In values of the common size."""
+    """The peak, as a multiple of the size of one value."""
     graph = make_fx(fn, tracing_mode="fake")(*inputs).graph
     return simulate_graph(graph).peak.bytes / SIZE
 
@@ -31,7 +31,7 @@ def test_a_pointwise_value_has_no_buffer_of_its_own() -> None:
     assert _peak(lambda x: x.sin().cos().exp() + 1, X) == 1
 
 
-def test_a_matmul_has_one_and_so_has_what_it_reads() -> None:
+def test_a_matmul_has_a_buffer_and_so_has_its_operand() -> None:
     assert _peak(lambda x: x.sin() @ x, X) == 2
 
 
@@ -39,7 +39,7 @@ def test_a_buffer_ends_with_its_last_reader() -> None:
     assert _peak(lambda x: ((x @ x) @ x) @ x, X) == 2
 
 
-def test_pointwise_kernels_write_over_what_they_read_last() -> None:
+def test_a_pointwise_kernel_writes_over_an_operand_that_it_reads_last() -> None:
     assert _peak(lambda x: (x @ x).sin(), X) == 1
     assert _peak(lambda x: [(y := x @ x).sin(), y], X) == 2
 
@@ -48,13 +48,13 @@ def test_a_view_keeps_its_base_alive() -> None:
     assert _peak(lambda x: [(x @ x).t(), (x.t() @ x)], X) == 2
 
 
-def test_what_a_fused_kernel_makes_for_itself_is_fused_away() -> None:
-    """exp is dear to repeat, and both its readers are in one kernel."""
+def test_a_value_that_only_its_fused_kernel_reads_has_no_buffer() -> None:
+    """exp is slow to compute twice, but both its readers are in one kernel."""
     assert _peak(lambda x: torch.softmax(x.exp(), -1).sum(-1), X) < 1
 
 
 def test_each_result_of_a_call_has_a_buffer_of_its_own() -> None:
-    """Attention's first result is read on; its sums, one a row and head, die at once."""
+    """Attention's first result is read; its sums, one per row and head, are freed at once."""
     q = torch.randn(1, 2, 64, 32)
     graph = make_fx(lambda q, w: F.scaled_dot_product_attention(q, q, q) @ w, tracing_mode="fake")(
         q, torch.eye(32)
@@ -66,7 +66,7 @@ def test_each_result_of_a_call_has_a_buffer_of_its_own() -> None:
     assert matmul.bytes == 2 * value
 
 
-def test_a_scatter_computes_what_it_writes_where_it_reads_it() -> None:
+def test_a_scatter_computes_its_rows_itself() -> None:
     def scatter(x: Tensor, index: Tensor) -> Tensor:
         product, other = x @ x, x.t() @ x
         return torch.ops.aten.index_put(torch.zeros(64, 64), [index], product + other, True)
@@ -74,8 +74,8 @@ def test_a_scatter_computes_what_it_writes_where_it_reads_it() -> None:
     assert _peak(scatter, X, torch.zeros(64, dtype=torch.int64)) == 3  # and not the sum
 
 
-def test_a_scatter_has_a_buffer_though_it_is_read_at_once() -> None:
-    """A tied embedding's gradient: rows added up, and the head's weight gradient."""
+def test_a_scatter_that_is_read_at_once_has_a_buffer() -> None:
+    """The gradient of a tied embedding: a scatter of rows, and the head's weight gradient."""
 
     def tied(x: Tensor, index: Tensor) -> Tensor:
         return x @ x + torch.ops.aten.index_put(torch.zeros(64, 64), [index], x, True)
@@ -83,7 +83,7 @@ def test_a_scatter_has_a_buffer_though_it_is_read_at_once() -> None:
     assert _peak(tied, X, torch.zeros(64, dtype=torch.int64)) == 2
 
 
-def test_inputs_count_only_where_they_are_freed() -> None:
+def test_inputs_count_only_if_they_are_freed() -> None:
     graph = make_fx(lambda x, y: (x @ x) @ y, tracing_mode="fake")(X, X.clone()).graph
     x, _ = graph.find_nodes(op="placeholder")
     assert simulate_graph(graph).peak.bytes == 2 * SIZE
@@ -109,7 +109,7 @@ def test_an_empty_graph_needs_nothing() -> None:
         pytest.param(LlamaSize(128, 8, 4, 352, 8000, 1024), {}, marks=pytest.mark.full),
     ],
 )
-def test_a_step_peaks_where_it_is_said_to(size: LlamaSize, options: dict[str, Any]) -> None:
+def test_the_measured_peak_is_the_simulated_one(size: LlamaSize, options: dict[str, Any]) -> None:
     model, ids, target = llama(size, torch.device("cpu"))
     step = compiled(lambda ids, target: model(ids, target), **options)
 

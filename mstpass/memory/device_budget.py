@@ -36,7 +36,7 @@ def watch_optimizers() -> None:
 
 
 def with_device_budget(options: Options, inputs: Sequence[Any]) -> Options:
-    """The options with a budget in bytes in place of ``"auto"``, if an input is on a CUDA device."""
+    """The options; ``"auto"`` becomes a number of bytes if an input is on a CUDA device."""
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     device = next((x.device for x in tensors if x.device.type == "cuda"), None)
     if options.memory_budget != "auto" or device is None:

@@ -1,4 +1,4 @@
-"""What chunks cost: the model, its file, and that plans follow it."""
+"""What chunks cost on a device: the model, the file that stores it, and the plans that use it."""
 
 from __future__ import annotations
 
