@@ -1,8 +1,10 @@
 """Run a region as loops over chunks of tokens: what to run, what it costs, and how it is written.
 
-candidate_modes.py   the modes of each region          -> plan_region.py, free_overhead.py
-plan_region.py       the loops of a region in a mode   -> region_loops.py, chunk_length.py
-mode_costs.py        what each mode costs, for the solver that chooses one
-apply_plans.py       the chosen loops in the joint graph -> write_loop.py, body/
-lowering.py          each loop as Inductor's ``while_loop`` -> loop_step.py
+The files in the order in which a region meets them::
+
+    candidate_modes.py   the modes in which it may run
+    plan_region.py       its loops in one mode, and their chunk length
+    mode_costs.py        what each mode costs, for the solver that chooses one
+    apply_plans.py       the chosen loops as nodes of a new joint graph; body/ builds their bodies
+    lowering.py          each loop as Inductor's ``while_loop``
 """

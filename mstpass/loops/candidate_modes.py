@@ -4,9 +4,11 @@
     save       the forward loop keeps what backward needs       MLPs, and values that are returned
     recompute  the backward loop computes the forward again     other heads; all for least memory
 
-A region is offered its preferred mode, recompute in its place for less memory, and each of them in
-chunks as short as matrix products bear. Which of these runs, or whether the region stays whole, is
-part of the partition problem: a solver chooses it (loops/mode_costs.py, partition/solvers/).
+After its preferred mode a region is offered recompute mode, which needs less memory, in chunks of
+the usual length and in chunks as short as matrix products bear. (A region that is fused, or whose
+large values the step returns, is offered its preferred mode in short chunks instead.) Which of them
+runs, or whether the region stays whole, is part of the partition problem: a solver chooses it
+(loops/mode_costs.py, partition/solvers/).
 """
 
 from __future__ import annotations

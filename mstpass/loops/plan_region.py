@@ -1,8 +1,12 @@
 """From a region to its ``ChunkPlan``: its loops in a mode, and the length of their chunks.
 
-mode, saved values -> loops          loops/region_loops.py, loops/values_to_save.py
-loops, device costs -> chunk length  loops/chunk_length.py
-both -> bytes before and after       here; a plan that gains nothing is refused
+A plan is made in three steps::
+
+    mode, saved values  -> loops          region_loops.py, values_to_save.py
+    loops, device costs -> chunk length   chunk_length.py
+    both                -> bytes of the large values, before and after
+
+A plan that would not lower those bytes is refused.
 """
 
 from __future__ import annotations

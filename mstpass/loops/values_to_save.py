@@ -1,7 +1,8 @@
 """Which values of a region's forward its backward loop reads from memory: a minimum s-t cut.
 
-The cut separates the forward's inputs from what the backward reads, at the fewest bytes, and no
-matmul lies behind it but those that the backward may compute again.
+From the saved values and the region's inputs, the backward must be able to compute every forward
+value that it reads, without a matmul other than those that it may compute again. Of all sets of
+values that allow this, the cut is the one of the fewest bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Write one loop into a joint graph: the ``mst_loop`` node, its operands, and its results.
 
-prelude    written again with 1 in place of the unit        (fused loops)
-operands   sliced inputs as [N, rest], tokens first; whole inputs as they are
-mst_loop   one node; loops whose bodies are the same share one body module
-results    getitem; then times the unit, cast to the node's dtype, dims in the node's order
+The nodes of a loop, in order::
+
+    prelude    of a fused loop: written once more, with 1 in place of the unit
+    operands   sliced inputs as [N, rest], tokens first; whole inputs as they are
+    mst_loop   one node; loops with equal bodies share one body module
+    results    one getitem each; then times the unit, cast, and its dims in the node's order
 """
 
 from __future__ import annotations

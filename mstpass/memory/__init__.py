@@ -1,6 +1,10 @@
 """The memory of a step: simulated from plain ops, from graphs and from plans, or read off Inductor.
 
-plan   (simulate_plan.py)   -> ops of forward and backward -+
-graphs (simulate_graph.py)  -> ops of forward and backward -+-> simulate_ops.py -> timeline.py
-Inductor's scheduler (inductor_schedule.py)                    its own timeline, as compiled
+All simulations end in simulate_ops.py, which makes a timeline (timeline.py)::
+
+    a plan of the partition problem   simulate_plan.py   -> ops of forward and backward
+    forward and backward graphs       simulate_graph.py  -> ops of forward and backward
+    the body of a loop                simulate_graph.py  -> ops, fused by kernel_fusion.py
+
+inductor_schedule.py reads the peak off Inductor's schedule of the compiled graphs instead.
 """

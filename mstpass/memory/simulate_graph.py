@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 # Pointwise ops that Inductor does not compute again for every reader
 # (StorageBox.should_realize_on_reuse in torch/_inductor/ir.py).
-_DEAR_ON_CPU = frozenset({aten.exp.default, aten.sigmoid.default})
+_SLOW_ON_CPU = frozenset({aten.exp.default, aten.sigmoid.default})
 # Kinds of ops that run as calls; so does cat, which writes each part into its place
 # (ConcatKernel in torch/_inductor/ir.py).
 _CALLED_KINDS = frozenset({"matmul", "sort", "write"})
@@ -113,7 +113,7 @@ def op_of(node: fx.Node, summed: Set[fx.Node] = frozenset(), scatters_delayed: b
         inputs=tuple(n.name for n in node.all_input_nodes),
         kind=CALL if scatters_delayed and kind == SCATTER else kind,
         inner_bytes=_inner_bytes(node),
-        dear=_is_dear(node),
+        dear=_is_slow_pointwise(node),
     )
 
 
@@ -137,9 +137,9 @@ def _kind_of(target: Any) -> str:
     return REDUCTION if row.kind == "reduce" else POINTWISE
 
 
-def _is_dear(node: fx.Node) -> bool:
+def _is_slow_pointwise(node: fx.Node) -> bool:
     value = value_of(node)
-    return node.target in _DEAR_ON_CPU and value is not None and value.device.type == "cpu"
+    return node.target in _SLOW_ON_CPU and value is not None and value.device.type == "cpu"
 
 
 def _inner_bytes(node: fx.Node) -> int:

@@ -35,8 +35,8 @@ from mstpass.memory.timeline import HELD, Moment, Timeline
 from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, REDUCTION, SCATTER, VIEW, Op
 
 _KERNELS = frozenset({CALL, REDUCTION, SCATTER})
-_DEAR_READS = 4  # config.realize_reads_threshold
-_DEAR_OPS = 30  # config.realize_opcount_threshold
+_MANY_READS = 4  # config.realize_reads_threshold
+_MANY_OPS = 30  # config.realize_opcount_threshold
 _NOTHING = frozenset[str]()
 
 
@@ -106,7 +106,7 @@ class _Kernels:
         self.results: dict[str, list[str]] = {}
         self._from_call: set[str] = set()  # values in buffers that a call writes
         # Of each value, kernel or not: the buffers that it is computed from, how many ops that
-        # takes, and its stage: how many calls it is behind.
+        # takes, and its stage: the most calls on a path to it.
         self._reads: dict[str, frozenset[str]] = {}
         self._num_ops: dict[str, int] = {}
         self._stage: dict[str, int] = {}
@@ -169,7 +169,7 @@ class _Kernels:
         if len(readers) < 2:
             return False
         reads, num_ops = self._reads[op.name], self._num_ops[op.name]
-        return op.dear or len(reads) > _DEAR_READS or num_ops > _DEAR_OPS
+        return op.dear or len(reads) > _MANY_READS or num_ops > _MANY_OPS
 
     def _readers_through_views(self, name: str) -> list[str]:
         found: list[str] = []
