@@ -168,8 +168,11 @@ class LoopWriter:
             if order != sorted(order):
                 inverse = [order.index(d) for d in range(len(order))]
                 result = self.builder.call(aten.permute.default, result, inverse)
-        if not same_shape(result.meta["val"].shape, value.shape):
-            raise CannotTake(node, f"the loop returns {tuple(result.meta['val'].shape)}")
+        shape = result.meta["val"].shape
+        if not same_shape(shape, value.shape):
+            raise CannotTake(
+                node, f"the loop returns shape {tuple(shape)}, not {tuple(value.shape)}"
+            )
         result.meta.update(replacement_meta(node))
         return result
 

@@ -141,7 +141,9 @@ class _Body:
     def _value(self, name: str) -> torch.Tensor:
         value = value_of(self.joint.by_name[name])
         if value is None:
-            raise CannotTake(self.joint.by_name[name], "enters a loop but is not one tensor")
+            raise CannotTake(
+                self.joint.by_name[name], "a loop would read it, but it is not one tensor"
+            )
         return value
 
     def _from_rows(self, rows: fx.Node, value: torch.Tensor, spec: Spec) -> fx.Node:
@@ -215,8 +217,9 @@ class _Body:
             return self.builder.call(product, left, right, torch.float32)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: parts[n])
         built = self.builder.call(node.target, *args, **kwargs)
-        if list(built.meta["val"].shape) != list(value.shape):
-            raise CannotTake(node, f"its partial sum has shape {list(built.meta['val'].shape)}")
+        shape, expected = list(built.meta["val"].shape), list(value.shape)
+        if shape != expected:
+            raise CannotTake(node, f"its partial sum has shape {shape}, not {expected}")
         return built
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
