@@ -178,9 +178,9 @@ def _is_lower(report: Report, other: Report) -> bool:
 
 def _warn_of(error: Exception) -> None:
     warnings.warn(
-        f"mstpass left a graph to Inductor as it was, because of an error of its own: "
-        f"{type(error).__name__}: {error}. Please report it; options={{'strict': True}} "
-        "raises it.",
+        f"mstpass failed on a graph and left it to Inductor: {type(error).__name__}: {error}. "
+        "The step runs without chunks. Please report the error that options={'strict': True} "
+        "raises.",
         stacklevel=3,
     )
     log.debug("mstpass failed", exc_info=error)

@@ -152,7 +152,9 @@ def _solve(
             return Plan(frozenset(), {})
         if options.strict:
             raise InvalidPlan(f"solver {name!r}: {error}") from error
-        warnings.warn(f"mstpass: solver {name!r}: {error}; min_cut is used", stacklevel=2)
+        warnings.warn(
+            f"mstpass: solver {name!r} failed: {error}; min_cut solves instead", stacklevel=2
+        )
         return SOLVERS["min_cut"](problem, None)
 
 
@@ -172,7 +174,7 @@ def _chosen(
         if mode != WHOLE:
             chunk_plans.append(candidate[mode])
             continue
-        reason = "the step's peak lies elsewhere: chunks would not lower it"
+        reason = "the step's peak lies elsewhere, so chunks here would not lower it"
         if candidate.whole_first:
             reason = "chunks without recomputation save no memory, and the plan needs none here"
         rejections.append(_rejected("plan", candidate.plans[0][1], reason))
@@ -226,7 +228,7 @@ def split(
     reason = needs_torch(rewritten)
     if reason:
         modules, save_plan = split_by_torch(rewritten, **torch_kwargs)
-        note = f"torch's partitioner split it: {reason}"
+        note = f"torch's partitioner split this graph, because mstpass cannot: {reason}"
         return Split(modules, _named(save_plan, applied, joint), (note,), by_torch=True)
     name = _solver_name(options)
     saved = frozenset(applied.names.get(value, "") for value in solved.saved)
@@ -238,7 +240,9 @@ def split(
         saved = read_by_backward(problem, saved)
     except InvalidPlan as error:  # a region was left out after the plan was made
         name, saved, nested = "min_cut", min_cut(problem), frozenset()
-        notes = (f"the saved values are min_cut's: {error}",)
+        notes = (
+            f"min_cut chose the saved values, because those of the plan are not valid: {error}",
+        )
     reduced, saved, reconstructed = _reconstruct(rewritten, problem, saved, nested, options)
     modules, save_plan = split_graph(reduced, saved, name, nested, **torch_kwargs)
     save_plan = dataclasses.replace(save_plan, reconstructed=reconstructed)

@@ -14,7 +14,7 @@ user is told the lowest peak found.
 
 from __future__ import annotations
 
-from mstpass.byte_sizes import parse_bytes
+from mstpass.byte_sizes import bytes_text, parse_bytes
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.options import Options
@@ -102,8 +102,8 @@ def over_budget(outcome: Outcome, options: Options) -> str:
     if outcome.peak_bytes is not None and outcome.peak_bytes > budget:
         return ""  # ``infeasible`` has said so
     return (
-        f"memory_budget={_mib(budget)}: the lowest peak found is {_mib(scheduled)}, by Inductor's "
-        f"schedule. {_ADVICE}"
+        f"memory_budget={bytes_text(budget)} cannot be met: the lowest peak found is "
+        f"{bytes_text(scheduled)}, by Inductor's schedule. {_ADVICE}"
     )
 
 
@@ -121,18 +121,15 @@ def infeasible(budget: int, memory: StepMemory) -> str:
     """The message that no plan meets a budget: the lowest peak found, and what is alive at it."""
     phase = "forward" if memory.peak is memory.forward else "backward"
     return (
-        f"memory_budget={_mib(budget)}: the lowest peak found is {_mib(memory.peak_bytes)}, in the "
-        f"{phase} at {memory.peak.peak.node}; alive there: {_alive(memory.peak)}. {_ADVICE}"
+        f"memory_budget={bytes_text(budget)} cannot be met: the lowest peak found is "
+        f"{bytes_text(memory.peak_bytes)}, in {phase} at {memory.peak.peak.node}. In memory there: "
+        f"{_largest_alive(memory.peak)}. {_ADVICE}"
     )
 
 
-def _alive(timeline: Timeline) -> str:
+def _largest_alive(timeline: Timeline) -> str:
     """The largest values alive at the peak, by name, and the others together."""
     largest = timeline.alive[:_SHOWN]
-    shown = ", ".join(f"{m.node} {_mib(m.bytes)}" for m in largest)
+    shown = ", ".join(f"{m.node} {bytes_text(m.bytes)}" for m in largest)
     rest = sum(m.bytes for m in timeline.alive[_SHOWN:])
-    return f"{shown} and {_mib(rest)} in {len(timeline.alive) - len(largest)} others"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f}MiB"
+    return f"{shown}, and {bytes_text(rest)} in {len(timeline.alive) - len(largest)} others"

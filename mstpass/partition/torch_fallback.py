@@ -58,10 +58,10 @@ def _unsupported(node: fx.Node) -> str:
     if node.op == "get_attr" and not _is_loop_body(node):
         return f"{node.name} is a subgraph or a constant"
     if isinstance(node.target, HigherOrderOperator) and node.target is not mst_loop:
-        return f"the higher-order op {node.target}"
+        return f"{node.name} is the higher-order op {node.target}"
     if node.meta.get("memory_budget") is not None:
         return TORCH_BUDGET
-    return "collectives" if "c10d" in ops.op_name(node) else ""
+    return f"{node.name} is a collective" if "c10d" in ops.op_name(node) else ""
 
 
 def _is_loop_body(node: fx.Node) -> bool:
