@@ -1,4 +1,4 @@
-"""Names for people: a module's path, a checkpointed function, a place in the user's code."""
+"""Names for the user: of modules, of checkpointed functions, and of lines in the user's code."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _WRAPPERS = re.compile(rf"(?:^|\.)(?:{'|'.join(WRAPPED)})\b")
 
 
 def module_names(roots: Iterable[nn.Module]) -> dict[int, str]:
-    """Path by ``id`` of every module below the roots, wrappers left out; larger roots come first.
+    """``id`` of a module -> its path, for every module below the roots. Wrappers are left out.
 
-    A root is named after its class. Of two modules with one path, the later gets its root's name
-    and a number in front.
+    A root is named after its class. If two modules have the same path, the one of the smaller root
+    gets the root's class and a number in front.
     """
     names: dict[int, str] = {}
     taken: dict[str, nn.Module] = {}
@@ -37,7 +37,7 @@ def module_names(roots: Iterable[nn.Module]) -> dict[int, str]:
 
 
 def modules_near(fn: Any, args: Iterable[Any] = ()) -> list[nn.Module]:
-    """The modules that a step is, holds, or is given: roots to name what they contain."""
+    """The modules that a step is, holds in its closure, globals or object, or gets as arguments."""
     if isinstance(fn, functools.partial):
         return modules_near(fn.func, (*args, *fn.args, *fn.keywords.values()))
     owner = getattr(fn, "__self__", None)
@@ -46,23 +46,23 @@ def modules_near(fn: Any, args: Iterable[Any] = ()) -> list[nn.Module]:
     values = [
         *(fn, owner, *args),
         *getattr(owner, "__dict__", {}).values(),
-        *(_content(cell) for cell in getattr(fn, "__closure__", None) or ()),
+        *(_cell_content(cell) for cell in getattr(fn, "__closure__", None) or ()),
         *(known.get(name) for name in (code.co_names if code else ())),
     ]
     return [value for value in values if isinstance(value, nn.Module)]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What checkpoint and FSDP wrappers and compiled modules hold."""
+    """The module inside of checkpoint and FSDP wrappers and of compiled modules."""
     inner = wrapped_in(module)
     return module if inner is None else unwrapped(inner)
 
 
 def module_of(function: Any) -> nn.Module | None:
-    """The module that a checkpointed function stands for, where there is one.
+    """The module that a checkpointed function runs; None if there is not exactly one.
 
-    A module, a method of one, a ``partial`` of these, or a function that has just one as its first
-    argument (Hugging Face) or in its closure (``checkpoint_wrapper``).
+    The function may be a module, a method of one, a ``partial`` of these or with a module as an
+    argument (Hugging Face), or a function with one module in its closure (``checkpoint_wrapper``).
     """
     if isinstance(function, nn.Module):
         return unwrapped(function)
@@ -71,19 +71,19 @@ def module_of(function: Any) -> nn.Module | None:
     if isinstance(function, functools.partial):
         bound = next((a for a in function.args if isinstance(a, nn.Module)), None)
         return unwrapped(bound) if bound is not None else module_of(function.func)
-    cells = (_content(cell) for cell in getattr(function, "__closure__", None) or ())
+    cells = (_cell_content(cell) for cell in getattr(function, "__closure__", None) or ())
     held = [value for value in cells if isinstance(value, nn.Module)]
     return unwrapped(held[0]) if len(held) == 1 else None
 
 
 def forward_owner(function: Any) -> nn.Module | None:
-    """The module whose ``forward`` the function is: a checkpoint may run that without a call."""
+    """The module whose ``forward`` the function is, which a checkpoint may run by itself."""
     inner = function.func if isinstance(function, functools.partial) else function
     return module_of(function) if getattr(inner, "__name__", "") == "forward" else None
 
 
 def function_name(function: Any) -> str:
-    """For functions that stand for no module: ``step.<locals>.block (train.py:12)``."""
+    """The name of a function that runs no module: ``step.<locals>.block (train.py:12)``."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None)
@@ -94,11 +94,12 @@ def function_name(function: Any) -> str:
 
 
 def location(file: str, line: int) -> str:
+    """``train.py:12``."""
     return f"{os.path.basename(file)}:{line}"
 
 
-def _content(cell: Any) -> Any:
+def _cell_content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # the cell is empty
         return None
