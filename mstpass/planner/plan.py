@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mstpass.errors import UserError
-from mstpass.partition.budget import MEASURED_OVER_SIMULATED
+from mstpass.partition.budget import simulated_limit
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.planner.allocator_replay import Resident, needed_bytes
@@ -214,16 +214,15 @@ class _Planner:
         room = self.step_bytes
         between = [self.step_bytes] * _BUDGET_TRIES if self.request.length is not None else []
         for option in (_FREE, *between, _LEAST):
-            limit = {_FREE: None, _LEAST: 0}.get(option, int(room / MEASURED_OVER_SIMULATED))
+            limit = {_FREE: None, _LEAST: 0}.get(option, simulated_limit(room))
             budget = room if limit else option
             self.advance(f"{MST}, {length} tokens, memory_budget={_text(budget)}")
             problem = traced.problem_at(length, option)
             found = SOLVERS[AUTO](problem, limit)
             step = CompiledStep(traced, problem, found, length)
             parts = self._parts(step)
-            excess = parts.total - (
-                int(self.step_bytes / MEASURED_OVER_SIMULATED) if limit else self.step_bytes
-            )
+            allowed = simulated_limit(self.step_bytes) if limit else self.step_bytes
+            excess = parts.total - allowed
             if excess <= 0:
                 break
             if limit:
