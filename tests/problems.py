@@ -110,12 +110,12 @@ def _forward_value(draw: st.DrawFn, name: str, values: list[Value]) -> Value:
 
 
 def _backward_op(draw: st.DrawFn, name: str, values: list[Value], ops: list[Value]) -> Value:
-    late = draw(st.sampled_from(ops))
+    first = draw(st.sampled_from(ops))
     if draw(st.integers(0, 5)) == 0:
-        return Value(name, late.bytes, (late.name,), VIEW, savable=False)
+        return Value(name, first.bytes, (first.name,), VIEW, savable=False)
     kind = draw(KINDS)
-    others = _some(draw, [v.name for v in (*values, *ops) if v is not late], most=2)
-    return Value(name, draw(SIZES), (late.name, *others), kind, dear=draw(st.booleans()), us=2.0)
+    others = _some(draw, [v.name for v in (*values, *ops) if v is not first], most=2)
+    return Value(name, draw(SIZES), (first.name, *others), kind, dear=draw(st.booleans()), us=2.0)
 
 
 def _region(
@@ -127,7 +127,7 @@ def _region(
     ops: list[Value],
     outputs: list[str],
 ) -> RegionModes | None:
-    """Of the ``number``-th part of the forward and the backward, each a loop or none."""
+    """A region over the ``number``-th part of the forward and of the backward, or None."""
     parts = []
     for line in (values[1:], ops[1:]):
         low, high = len(line) * number // count, len(line) * (number + 1) // count
@@ -154,7 +154,7 @@ def _loop(
     values: list[Value],
     scaled: bool,
 ) -> Loop:
-    """In the place of a row of ops; ``scaled`` by the tangent afterwards."""
+    """A loop in the place of consecutive ops; ``scaled``: its results are, by the tangent."""
     members = [v.name for v in part]
     needs = dict.fromkeys(n for v in part for n in v.inputs if n not in members)
     if scaled:

@@ -37,7 +37,7 @@ def said(fn: Fn, *inputs: torch.Tensor) -> list[Inverse | Refused]:
 def undone(
     fn: Fn, rule: str, *inputs: torch.Tensor, target: int = 0
 ) -> tuple[Inverse, torch.Tensor, torch.Tensor]:
-    """The rule's ``target``-th inverse in the graph, the right value, and the one had back."""
+    """The rule's ``target``-th inverse, the original value, and the reconstructed value."""
     module = traced(fn, inputs)
     graph = module.graph
     by_name = {node.name: node for node in graph.nodes}

@@ -24,7 +24,7 @@ EXAMPLES = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 SHARES = st.floats(0.0, 1.0)
-STAIRS = ("peak_search", "greedy", "knapsack")
+SEQUENCES = ("peak_search", "greedy", "knapsack")
 
 
 def evaluated(problem: CutProblem, plan: Plan) -> tuple[int, float]:
@@ -80,7 +80,7 @@ def test_memory_bounds_are_below_the_simulation(problem: CutProblem) -> None:
                 assert bound.bytes_of(saved, again) <= simulated, (name, bound)
 
 
-@pytest.mark.parametrize("name", STAIRS)
+@pytest.mark.parametrize("name", SEQUENCES)
 @given(problem=steps(forward=12, backward=12), shares=st.lists(SHARES, min_size=2, max_size=4))
 @settings(EXAMPLES, max_examples=100)
 def test_less_budget_never_means_a_higher_peak(
@@ -114,7 +114,7 @@ def test_save_all_repeats_nothing_and_is_never_slower(problem: CutProblem) -> No
 
 
 def test_milp_without_a_budget_saves_least_within_the_free_overhead() -> None:
-    """A cheap recomputation is taken, a dear one is not."""
+    """A cheap recomputation is taken, a slow one is not."""
     from tests.problems import Value
 
     values = (
