@@ -37,9 +37,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Broken links are errors; nothing is loaded from the network, while it is built or when it is read.
+# Broken links are errors (not with --quiet, which drops the warnings that --strict counts); nothing is loaded
+# from the network, neither while the site is built nor when it is read.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 	@echo "make docs: open $(CURDIR)/site/index.html"
 
 format: $(READY)
