@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mstpass.bench import budgets, comparison, pareto, peers
+from mstpass.bench import budget_models, budgets, comparison, pareto, peers
 from mstpass.bench.models import Head, LlamaSize
 from mstpass.errors import UserError
 
@@ -127,5 +127,5 @@ def test_an_unknown_model_is_named() -> None:
 
 
 def test_steps_with_dropout_draw_the_same_again() -> None:
-    drop = budgets._seeded(lambda: torch.nn.functional.dropout(torch.ones(64)))
+    drop = budget_models._seeded(lambda: torch.nn.functional.dropout(torch.ones(64)))
     assert torch.equal(drop(), drop())

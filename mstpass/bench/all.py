@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-
 from mstpass.bench import (
     budgets,
-    command,
     compile,
     dynamic,
     loops,
@@ -17,6 +13,7 @@ from mstpass.bench import (
     planning_time,
     reconstruct,
 )
+from mstpass.bench.command import Command
 
 _DESCRIPTION = """\
 Run every benchmark that measures steps, one after the other."""
@@ -26,15 +23,4 @@ EXAMPLES = """  mstpass bench all --markdown today.md
 BENCHES = (peers, loops, losses, dynamic, reconstruct, compile, planning_time, pareto, budgets)
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    return command.main(
-        "all",
-        [bench.run for bench in BENCHES],
-        argv,
-        description=_DESCRIPTION,
-        examples=EXAMPLES,
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+main = Command("all", tuple(bench.run for bench in BENCHES), _DESCRIPTION, EXAMPLES)

@@ -1,8 +1,9 @@
-"""Runs a benchmark's command: parse the arguments, measure, show, write the files."""
+"""The command of a benchmark: parses its arguments, measures, shows, and writes the files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from mstpass.bench import output
 from mstpass.bench.arguments import Arguments, parse
@@ -34,28 +35,32 @@ class Progress:
         self._bar.stop()
 
 
-def main(
-    name: str,
-    runs: Sequence[Callable[[Arguments], Result]],
-    argv: Sequence[str],
-    *,
-    description: str,
-    examples: str,
-    extra: Sequence[str] = (),
-) -> int:
-    """Run ``mstpass bench NAME``: each of ``runs``, one after the other.
+@dataclass(frozen=True)
+class Command:
+    """``mstpass bench NAME``: parse the arguments, run, show, and write the files.
 
-    ``extra`` names the options that not every benchmark has. The exit status is 0 even if a target
-    is missed or a contender fails: the tables show both.
+    The exit status is 0 even if a target is missed or a contender fails: the tables show both.
+
+    Attributes:
+        runs: functions that measure, called one after the other.
+        extra: names of the options that not every benchmark has.
     """
-    arguments = parse(name, argv, description, examples, extra)
-    require(("rich",), "bench", f"mstpass bench {name}")
-    results: list[Result] = []
-    for run in runs:
-        results.append(run(arguments))
-        output.show(results[-1], arguments.device)
-        if arguments.markdown is not None:
-            output.write_markdown(arguments.markdown, results[-1], arguments)
-        if arguments.json is not None:
-            output.write_json(arguments.json, results, arguments)
-    return 0
+
+    name: str
+    runs: Sequence[Callable[[Arguments], Result]]
+    description: str
+    examples: str
+    extra: Sequence[str] = ()
+
+    def __call__(self, argv: Sequence[str] = ()) -> int:
+        arguments = parse(self.name, argv, self.description, self.examples, self.extra)
+        require(("rich",), "bench", f"mstpass bench {self.name}")
+        results: list[Result] = []
+        for run in self.runs:
+            results.append(run(arguments))
+            output.show(results[-1], arguments.device)
+            if arguments.markdown is not None:
+                output.write_markdown(arguments.markdown, results[-1], arguments)
+            if arguments.json is not None:
+                output.write_json(arguments.json, results, arguments)
+        return 0

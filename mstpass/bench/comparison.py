@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 import mstpass
+from mstpass.bench import tables
 from mstpass.bench.models import LossFn, Step
+from mstpass.bench.tables import Table
 from mstpass.measure import Timing, peak_bytes, timed
 from mstpass.torch_internals.caches import fresh_cache, num_auto_chunked
 from mstpass.torch_internals.settings import recompilation_fails
@@ -239,6 +241,21 @@ def ratios(row: Row, base: Row) -> tuple[float, float, float] | None:
         return None
     each = [a / b for a, b in zip(row.seconds, base.seconds, strict=True)]
     return Timing(tuple(each)).median_s, min(each), max(each)
+
+
+def peaks_and_times(title: str, rows: Sequence[Row], base: Row) -> Table:
+    """A table of peaks and times, each also relative to ``base``, which is Inductor."""
+    lines = tuple(
+        (
+            row.name,
+            tables.mib_cell(row.peak_bytes),
+            tables.times_cell(tables.quotient(row.peak_bytes, base.peak_bytes)),
+            tables.seconds_cell(row.median_s),
+            row.error or tables.ratio_cell(ratios(row, base)),
+        )
+        for row in rows
+    )
+    return Table(title, ("", "peak MiB", "peak / Inductor", "time s", "time / Inductor"), lines)
 
 
 def records(rows: Mapping[str, Row]) -> list[dict[str, Any]]:

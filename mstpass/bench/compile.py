@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from mstpass.bench import command, planning_time, tables
+from mstpass.bench import planning_time, tables
 from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Progress
+from mstpass.bench.command import Command, Progress
 from mstpass.bench.comparison import INDUCTOR, MST, Row, ratios
 from mstpass.bench.models import LlamaSize, Step, llama
 from mstpass.bench.tables import Result, Table, Target
@@ -76,16 +76,6 @@ class Seconds(Row):
 
     hits: str = ""
     warm_s: float | None = None
-
-
-def main(argv: Sequence[str] = ()) -> int:
-    return command.main(
-        "compile",
-        [run, planning_time.run],
-        argv,
-        description=_DESCRIPTION,
-        examples=EXAMPLES,
-    )
 
 
 def run(arguments: Arguments) -> Result:
@@ -224,8 +214,8 @@ def _worker(argv: Sequence[str]) -> None:
     print(json.dumps(_work(torch.device(given.worker), Case(size=size, **case))))
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        _worker(sys.argv[1:])
-    else:
-        sys.exit(main(sys.argv[1:]))
+main = Command("compile", (run, planning_time.run), _DESCRIPTION, EXAMPLES)
+
+
+if __name__ == "__main__":  # the process of one measurement
+    _worker(sys.argv[1:])

@@ -10,16 +10,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mstpass.bench import command, tables
+from mstpass.bench import tables
 from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Progress
+from mstpass.bench.command import Command, Progress
 from mstpass.bench.comparison import INDUCTOR, MST, own_code
 from mstpass.bench.models import LlamaSize, Step, llama
 from mstpass.bench.tables import Result, Table, Target
@@ -54,16 +53,6 @@ class _Runner:
     compile: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
     graphs: int = 0
     seconds: dict[int, list[float]] = dataclasses.field(default_factory=dict)
-
-
-def main(argv: Sequence[str] = ()) -> int:
-    return command.main(
-        "dynamic",
-        [run],
-        argv,
-        description=_DESCRIPTION,
-        examples=EXAMPLES,
-    )
 
 
 def run(arguments: Arguments) -> Result:
@@ -176,5 +165,4 @@ def _ratios(runner: _Runner, static: _Runner) -> tuple[float, float, float]:
     return Timing(tuple(rounds)).median_s, min(rounds), max(rounds)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+main = Command("dynamic", (run,), _DESCRIPTION, EXAMPLES)

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from mstpass.bench import command, measure_chunk_costs, tables
+from mstpass.bench import measure_chunk_costs, tables
 from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Progress
+from mstpass.bench.command import Command, Progress
 from mstpass.bench.comparison import (
     INDUCTOR,
     MST,
@@ -69,17 +67,6 @@ class Sizes:
 
 
 QUICK = Sizes(512, 4096, (64,), 4, (8,), 512, 256, 2)
-
-
-def main(argv: Sequence[str] = ()) -> int:
-    return command.main(
-        "loops",
-        [run],
-        argv,
-        description=_DESCRIPTION,
-        examples=EXAMPLES,
-        extra=("store",),
-    )
 
 
 def run(arguments: Arguments) -> Result:
@@ -214,5 +201,4 @@ def _linear_cross_entropy(head: Head, rows: int) -> list[Contender]:
     ]
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+main = Command("loops", (run,), _DESCRIPTION, EXAMPLES, extra=("store",))

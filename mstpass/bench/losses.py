@@ -6,17 +6,16 @@ chunk of logits, as long as mst's chunks are.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import mstpass
-from mstpass.bench import command, tables
+from mstpass.bench import tables
 from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Progress
+from mstpass.bench.command import Command, Progress
 from mstpass.bench.comparison import INDUCTOR, MST, Row, compare, inductor, mst, ratios, records
 from mstpass.bench.models import Head
 from mstpass.bench.tables import Result, Table, Target
@@ -32,16 +31,6 @@ EXAMPLES = """  mstpass bench losses
 """
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits [B, S, V], next tokens [B, S]
-
-
-def main(argv: Sequence[str] = ()) -> int:
-    return command.main(
-        "losses",
-        [run],
-        argv,
-        description=_DESCRIPTION,
-        examples=EXAMPLES,
-    )
 
 
 def run(arguments: Arguments) -> Result:
@@ -162,5 +151,5 @@ LOSSES: dict[str, Loss] = {
     "preference": _preference,
 }
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+
+main = Command("losses", (run,), _DESCRIPTION, EXAMPLES)

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mstpass.bench import command, output, peers, tables
+from mstpass.bench import output, peers, tables
 from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Progress
+from mstpass.bench.command import Command, Progress
 from mstpass.bench.comparison import (
     INDUCTOR,
     MST,
@@ -31,6 +30,7 @@ from mstpass.bench.comparison import (
     eager,
     inductor,
     mst,
+    peaks_and_times,
     ratios,
 )
 from mstpass.bench.models import Llama, LlamaSize, Step, llama
@@ -55,17 +55,6 @@ EXAMPLES = """  mstpass bench pareto --csv pareto.csv --plots plots
 Rows = Sequence[Row]
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    return command.main(
-        "pareto",
-        [run],
-        argv,
-        description=_DESCRIPTION,
-        examples=EXAMPLES,
-        extra=("large", "csv", "plots"),
-    )
-
-
 def run(arguments: Arguments) -> Result:
     if arguments.plots is not None:
         require(("matplotlib",), "bench", "mstpass bench pareto --plots")
@@ -75,7 +64,7 @@ def run(arguments: Arguments) -> Result:
         size = peers.QUICK if arguments.quick else peers.LARGE
     base, theirs, ours = _measured(size, arguments)
     result = Result(name, f"Peak against time, measured: {size}")
-    result.tables += [_points(base, [*theirs, *ours]), _pairs(base, theirs, ours)]
+    result.tables += [peaks_and_times("points", [*theirs, *ours], base), _pairs(base, theirs, ours)]
     result.targets += _targets(base, theirs, ours, arguments.large)
     result.notes += [
         "Loss and gradients equal eager's. Time: median ratio over interleaved rounds "
@@ -144,20 +133,6 @@ def _at_peaks(peaks: Sequence[int | None], ours: Rows) -> list[Contender]:
 
 
 # ---- tables, targets, picture ------------------------------------------------------------------
-def _points(base: Row, rows: Rows) -> Table:
-    lines = tuple(
-        (
-            row.name,
-            tables.mib_cell(row.peak_bytes),
-            tables.times_cell(tables.quotient(row.peak_bytes, base.peak_bytes)),
-            tables.seconds_cell(row.median_s),
-            row.error or tables.ratio_cell(ratios(row, base)),
-        )
-        for row in rows
-    )
-    return Table("points", ("", "peak MiB", "peak / Inductor", "time s", "time / Inductor"), lines)
-
-
 def _pairs(base: Row, theirs: Rows, ours: Rows) -> Table:
     """Each torch point, and the fastest mst point that needs no more memory."""
     lines = []
@@ -245,5 +220,4 @@ def _draw(
     draw_measured(f"{size}", series, arguments.plots / f"{name}.png")
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+main = Command("pareto", (run,), _DESCRIPTION, EXAMPLES, extra=("large", "csv", "plots"))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-
 import torch
 
-from mstpass.bench import command, tables
+from mstpass.bench import tables
 from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Progress
+from mstpass.bench.command import Command, Progress
 from mstpass.bench.comparison import (
     INDUCTOR,
     MST,
@@ -20,11 +17,12 @@ from mstpass.bench.comparison import (
     eager,
     inductor,
     mst,
+    peaks_and_times,
     ratios,
     records,
 )
 from mstpass.bench.models import Llama, LlamaSize, LossFn, Step, llama
-from mstpass.bench.tables import Result, Table, Target
+from mstpass.bench.tables import Result, Target
 from mstpass.torch_internals.settings import torch_budget
 
 BUDGET_0 = "mst, memory_budget=0.0"
@@ -45,17 +43,6 @@ EXAMPLES = """  mstpass bench peers
 """
 
 
-def main(argv: Sequence[str] = ()) -> int:
-    return command.main(
-        "peers",
-        [run],
-        argv,
-        description=_DESCRIPTION,
-        examples=EXAMPLES,
-        extra=("large",),
-    )
-
-
 def run(arguments: Arguments) -> Result:
     size = QUICK if arguments.quick else LARGE if arguments.large else LlamaSize()
     model, ids_BS, target_BS = llama(size, arguments.device)
@@ -71,7 +58,7 @@ def run(arguments: Arguments) -> Result:
             advance=advance,
         )
     result = Result("peers", f"A Llama-like step, forward and backward: {size}")
-    result.tables.append(_table(rows))
+    result.tables.append(peaks_and_times("step", list(rows.values()), rows[INDUCTOR]))
     result.targets += _targets(rows, LARGE_LIMITS if arguments.large else LIMITS)
     result.notes += [
         f"Loss and gradients equal eager's. Hand-tiled: MLPs and loss in {TILES} tiles each, as "
@@ -104,21 +91,6 @@ def _contenders(model: Llama, ids: torch.Tensor, target: torch.Tensor) -> list[C
     ]
 
 
-def _table(rows: dict[str, Row]) -> Table:
-    base = rows[INDUCTOR]
-    lines = tuple(
-        (
-            row.name,
-            tables.mib_cell(row.peak_bytes),
-            tables.times_cell(tables.quotient(row.peak_bytes, base.peak_bytes)),
-            tables.seconds_cell(row.median_s),
-            row.error or tables.ratio_cell(ratios(row, base)),
-        )
-        for row in rows.values()
-    )
-    return Table("step", ("", "peak MiB", "peak / Inductor", "time s", "time / Inductor"), lines)
-
-
 def _targets(rows: dict[str, Row], limits: dict[str, tuple[float, float]]) -> list[Target]:
     base, targets = rows[INDUCTOR], []
     for name, (peak_limit, time_limit) in limits.items():
@@ -135,5 +107,4 @@ def _ours(rows: dict[str, Row]) -> list[Row]:
     return [row for row in rows.values() if row.name.startswith(MST)]
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+main = Command("peers", (run,), _DESCRIPTION, EXAMPLES, extra=("large",))

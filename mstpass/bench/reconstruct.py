@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import mstpass
-from mstpass.bench import command, tables
+from mstpass.bench import tables
 from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Progress
+from mstpass.bench.command import Command, Progress
 from mstpass.bench.comparison import Row, own_code, ratios
 from mstpass.bench.huggingface_models import Case, Size, bert, gemma3, loss_of, olmo2, workload
 from mstpass.bench.models import Step
@@ -42,16 +41,6 @@ EXAMPLES = """  mstpass bench reconstruct
 
 
 QUICK = Size(32, 2, 96, 512, 2, 64)
-
-
-def main(argv: Sequence[str] = ()) -> int:
-    return command.main(
-        "reconstruct",
-        [run],
-        argv,
-        description=_DESCRIPTION,
-        examples=EXAMPLES,
-    )
 
 
 def run(arguments: Arguments) -> Result:
@@ -125,24 +114,31 @@ def _lines(
         }
         result.targets += _targets(f"{case}, {budget}", case, found)
         won.append(_won(case, {mode: one.saved_bytes for mode, one in found.items()}))
-        lines += [
-            (
-                str(case) if (mode, budget) == (MODES[0], BUDGETS[0]) else "",
-                str(budget) if mode == MODES[0] else "",
-                mode,
-                tables.mib_cell(one.saved_bytes),
-                tables.mib_cell(one.row.peak_bytes),
-                f"{one.gradient_error:.1e}{own}",
-                f"as {one.same_as}"
-                if one.same_as
-                else tables.ratio_cell(ratios(one.row, found["off"].row)),
-            )
-            for mode, one in found.items()
-        ]
+        names = (str(case) if budget == BUDGETS[0] else "", str(budget))
+        lines += _budget_lines(names, found, own)
     what = "each mode / the one before" if case.wins_exactly else "tolerant / exact"
     name = f"{case}: saved bytes, {what}, at its best budget"
     result.targets.append(Target(name, min(won), BYTES_LIMIT))
     return lines
+
+
+def _budget_lines(
+    names: tuple[str, str], found: dict[str, _Measured], own_error: str
+) -> list[tuple[str, ...]]:
+    """The lines of one model and budget; ``names`` stand in the first of them."""
+    return [
+        (
+            *(names if mode == MODES[0] else ("", "")),
+            mode,
+            tables.mib_cell(one.saved_bytes),
+            tables.mib_cell(one.row.peak_bytes),
+            f"{one.gradient_error:.1e}{own_error}",
+            f"as {one.same_as}"
+            if one.same_as
+            else tables.ratio_cell(ratios(one.row, found["off"].row)),
+        )
+        for mode, one in found.items()
+    ]
 
 
 def _measured(
@@ -260,5 +256,5 @@ CASES = (
     Case("BERT", bert, autocast=True, dropout=0.1),
 )
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+
+main = Command("reconstruct", (run,), _DESCRIPTION, EXAMPLES)

@@ -7,7 +7,6 @@ graph, and mst makes the partition problem from it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from mstpass import pipeline
+from mstpass.argument_parsers import command_parser
 from mstpass.bench import problems
 from mstpass.bench.models import Llama, LlamaSize, SwiGLU
 from mstpass.errors import UserError, require
@@ -45,15 +45,21 @@ class Recorded:
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    parser = argparse.ArgumentParser(
-        prog="mstpass bench record",
-        description="Trace training steps of real models, and write their partition problems.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "mstpass bench record",
+        "Trace training steps of real models, and write their partition problems.",
+        EXAMPLES,
     )
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
-    parser.add_argument("--out", type=Path, default=problems.FOLDER, metavar="DIR")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"by default all: {', '.join(MODELS)}"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=problems.FOLDER,
+        metavar="DIR",
+        help="folder to write to; by default the package's folder of recorded problems",
+    )
     given = parser.parse_args(argv)
     unknown = [name for name in given.models if name not in MODELS]
     if unknown:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 
-from mstpass.bench import command, output, problems, tables
+from mstpass.bench import output, problems, tables
 from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Progress
+from mstpass.bench.command import Command, Progress
 from mstpass.bench.solver_rows import Row
 from mstpass.bench.tables import Result, Table, Target
 from mstpass.errors import require
@@ -40,17 +39,6 @@ EXAMPLES = """  mstpass bench solvers --csv solvers.csv --plots plots
   mstpass bench solvers --problem llama-8 --problem gpt2-12
   mstpass bench solvers --quick
 """
-
-
-def main(argv: Sequence[str] = ()) -> int:
-    return command.main(
-        "solvers",
-        [run],
-        argv,
-        description=_DESCRIPTION,
-        examples=EXAMPLES,
-        extra=("problem", "csv", "plots"),
-    )
 
 
 def run(arguments: Arguments) -> Result:
@@ -233,5 +221,4 @@ def _fastest(rows: list[Row]) -> dict[tuple[str, float], float]:
     return best
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+main = Command("solvers", (run,), _DESCRIPTION, EXAMPLES, extra=("problem", "csv", "plots"))
