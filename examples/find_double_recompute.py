@@ -1,8 +1,8 @@
-"""Two wrappers checkpoint the same layers; the linter finds it, and says what to remove.
+"""Layers are checkpointed twice: the linter finds it, and says what to remove.
 
-The layers checkpoint themselves, as Hugging Face's do after `gradient_checkpointing_enable()`, and
-an outer `checkpoint_wrapper` goes around each, as FSDP's activation checkpointing does. Both are
-harmless alone; together each layer's forward runs three times in a step.
+Each layer checkpoints itself, as Hugging Face's layers do after `gradient_checkpointing_enable()`.
+A `checkpoint_wrapper` goes around each layer as well, as under FSDP's activation checkpointing. One
+of the two is harmless. With both, the forward of each layer runs three times in a step.
 
     python examples/find_double_recompute.py
 """
@@ -20,7 +20,7 @@ WIDTH, INNER, TOKENS, DEPTH, ROUNDS = 256, 1024, 1024, 4, 5
 
 
 class Layer(nn.Module):
-    """A gated MLP that checkpoints itself unless told otherwise."""
+    """A gated MLP that checkpoints itself while `checkpointing` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def main() -> tuple[mstpass.LintReport, mstpass.LintReport, float]:
     twice, once = Model(), Model()
     for module in once.modules():
         if isinstance(module, Layer):
-            module.checkpointing = False  # what the linter says: keep one of the two
+            module.checkpointing = False  # as the linter advises: keep one of the two
     h_TD = torch.randn(TOKENS, WIDTH, requires_grad=True)
 
     before = mstpass.lint(twice, h_TD)
@@ -69,8 +69,8 @@ def main() -> tuple[mstpass.LintReport, mstpass.LintReport, float]:
         {"twice": lambda: twice(h_TD).backward(), "once": lambda: once(h_TD).backward()}, ROUNDS
     )
     ratio = times["twice"].ratio_to(times["once"])
-    print(f"\nTime of a step, checkpointed twice to once: {ratio:.2f}x (median of {ROUNDS} rounds)")
-    print(f"Flops of a step, twice to once: {before.step_flops / after.step_flops:.2f}x")
+    print(f"\nTime of a step, twice / once: {ratio:.2f}x (median of {ROUNDS} rounds)")
+    print(f"Flops of a step, twice / once: {before.step_flops / after.step_flops:.2f}x")
     return before, after, ratio
 
 

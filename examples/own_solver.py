@@ -1,7 +1,7 @@
-"""A partition solver of one's own in ten lines: on a recorded problem and through torch.compile.
+"""Your own partition solver in ten lines, on a recorded problem and through torch.compile.
 
-The solver saves the largest of what backward reads until half of the bytes are saved, and leaves
-the rest to be recomputed. `mstpass bench solvers` would compare it with all the others.
+The solver saves the largest values that the backward reads, until half of their bytes are saved. It
+leaves the other values to be recomputed. `mstpass bench solvers` compares it with all others.
 
     python examples/own_solver.py
 """
@@ -35,7 +35,7 @@ mstpass.register_solver("largest_half", largest_half)
 
 
 def bench() -> list[Row]:
-    """The solver beside all others on one recorded problem, at two budgets."""
+    """Compare the solver with all others on one recorded problem, at two budgets."""
     rows = solvers.rows_of("mlps-2", problems.load("mlps-2"), shares=(1.0, 0.5), proof_s=1.0)
     print(f"{'budget MiB':>10} {'solver':14} {'saved MiB':>9} {'peak MiB':>9} {'extra s':>8}")
     for row in rows:
@@ -53,7 +53,7 @@ def step(x_TD: Tensor, up_LD: Tensor, down_DL: Tensor) -> Tensor:
 
 
 def train_step() -> tuple[float, mstpass.Report]:
-    """Largest difference of a gradient to eager's, and the report."""
+    """The largest difference of a gradient to that of eager, and the report."""
     torch.manual_seed(0)
     leaves = [torch.randn(512, 64), torch.randn(256, 64) / 8, torch.randn(64, 256) / 16]
     leaves = [leaf.requires_grad_() for leaf in leaves]

@@ -1,6 +1,6 @@
-"""A model of your own: nothing is matched by class or name, only by what the graph computes.
+"""Your own model in plain PyTorch: mst looks at what the graph computes, not at class names.
 
-Trains the same weights with eager and with mst, then compares loss and gradients.
+The loss and the gradients of one step are computed with eager and with mst, and compared.
 
     python examples/plain_pytorch.py
 """
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mstpass
 
-VOCABULARY, WIDTH, MLP_WIDTH, TOKENS = 8192, 128, 512, 1000  # 1000: chunks need not divide it
+VOCABULARY, WIDTH, MLP_WIDTH, TOKENS = 8192, 128, 512, 1000  # chunks need not divide 1000
 
 
 class GatedBlock(nn.Module):
@@ -44,7 +44,7 @@ def loss_and_gradients(backend: str, device: str) -> tuple[Tensor, list[Tensor]]
     torch.manual_seed(0)
     model = Model().to(device)
     ids_T, labels_T = torch.randint(VOCABULARY, (2, TOKENS)).to(device)
-    # a module whose output is the loss can be compiled as it is
+    # compile the module itself, because its output is the loss
     loss = torch.compile(model, backend=backend)(ids_T, labels_T)
     return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
 
@@ -57,7 +57,7 @@ def main() -> float:
     error = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
     print(mstpass.reports()[-1])
     print(f"loss: eager {eager_loss:.6f}, mst {loss:.6f}")
-    print(f"largest relative difference of a gradient: {error:.1e}")
+    print(f"largest relative difference of a gradient to that of eager: {error:.1e}")
     return error
 
 

@@ -1,7 +1,7 @@
-"""What mst took, what it refused, and why: the same head, compiled in two ways.
+"""Reads reports: the same LM head is chunked in one function, and refused in another.
 
-A function that returns the logits alone leaves nothing to chunk: they have to exist in full, and
-the report says what to compile instead. One that returns the loss lets mst chunk the head.
+A function that returns the loss lets mst compute the head chunk by chunk. A function that returns
+the logits needs them in full; the report says why mst refuses it, and what to compile instead.
 `mstpass.explain(fn, *args)` gives the same reports without compiling or running anything.
 
     python examples/read_the_report.py
@@ -38,7 +38,7 @@ def compile_and_report(fn: Callable[..., Tensor]) -> mstpass.Report:
 def show(report: mstpass.Report) -> None:
     for region in report.regions:
         saved = (region.bytes_before - region.bytes_after) / 2**20
-        print(f"  taken: {region.kind}, {region.mode}, {region.num_chunks} chunks of")
+        print(f"  chunked: {region.kind}, {region.mode}, {region.num_chunks} chunks of")
         print(f"    {region.chunk_tokens} tokens, {saved:.0f} MiB less ({region.source})")
     for rejection in report.rejections:
         print(f"  refused in {rejection.stage}, at {rejection.node}: {rejection.reason}")

@@ -1,8 +1,8 @@
-"""Draws the gallery: the plan of a training step of each reference model, as SVG.
+"""Draws the gallery: the planned training step of each reference model, as SVG.
 
     python viz/gallery.py [NAME ...]
 
-Models are built on the meta device, at their real sizes and without weights: nothing is computed.
+Models are built on the meta device, at their real sizes and without weights. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Step = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Picture:
-    """``build`` gives the function that returns the loss, and its arguments."""
+    """A model of the gallery. ``build`` returns its loss function and that function's arguments."""
 
     title: str
     build: Callable[[], Step]
@@ -54,7 +54,7 @@ def llama_like(layers: int = 4) -> Step:
 
 
 def hugging_face(architecture: str, config: str, length: int, **sizes: Any) -> Callable[[], Step]:
-    """A model of transformers in bfloat16, under its own loss, on one batch of two sequences."""
+    """A model of transformers in bfloat16, with its own loss, on a batch of two sequences."""
 
     def build() -> Step:
         import transformers
@@ -111,7 +111,7 @@ PICTURES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(PICTURES)}; all by default")
+    parser.add_argument("names", nargs="*", help=f"by default all: {', '.join(PICTURES)}")
     names = parser.parse_args().names or list(PICTURES)
     FOLDER.mkdir(exist_ok=True)
     for name in names:
