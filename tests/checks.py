@@ -1,4 +1,4 @@
-"""Shared by the tests: compare a compiled step with eager, both against float64; capture graphs."""
+"""Helpers of the tests: compare compiled steps with eager and float64, and capture graphs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -7,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.planner_models import TINY
 
 _CACHE = pytest.StashKey[str]()
 
@@ -65,3 +68,11 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a tiny Llama's ``config.json``."""
+    path = tmp_path_factory.mktemp("planner") / "config.json"
+    path.write_text(json.dumps(TINY), encoding="utf-8")
+    return str(path)

@@ -1,4 +1,4 @@
-"""Steps for the linter: blocks in checkpoints, and what its reports say of them."""
+"""Checkpointed models for the linter's tests, and readers of its reports."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Losses on one LM head, or on two: what users of language models train with.
+"""Losses that language models are trained with, on one LM head or two.
 
 Each takes the model and token ids ``[B, S]`` and returns a scalar, except those of ``OUTSIDE``,
 whose loss is finished outside the compiled function.
@@ -51,7 +51,7 @@ def _logps(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def _mask(ids: Tensor) -> Tensor:
-    """Packed and padded tokens left out: a different number of each sequence's."""
+    """A mask that leaves out a different number of tokens in each sequence, as padding does."""
     return (ids[:, 1:] % 5 != 0).float()
 
 
@@ -120,7 +120,7 @@ def _lora(model: LossModel, ids: Tensor) -> Tensor:
 
 
 def _preference(model: LossModel, ids: Tensor) -> Tensor:
-    """A nonlinearity over each sequence's sum lies between the tokens and the loss (DPO)."""
+    """The loss is a nonlinear function of a sum over each sequence (DPO)."""
     total = (_logps(model.logits(ids), ids) * _mask(ids)).sum(1)
     chosen, rejected = total[:2], total[2:]
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
@@ -158,7 +158,7 @@ def _mean_over_tokens(model: LossModel, ids: Tensor) -> Tensor:
 
 
 def _balance(model: LossModel, ids: Tensor) -> Tensor:
-    """What a token's gradient is depends on the mean over all tokens."""
+    """The gradient of a token depends on the mean over all tokens."""
     words = (3 * model.logits(ids).float()).softmax(-1).mean((0, 1))
     return (words.log() * model.class_weight.float()).sum() / 100
 
@@ -225,7 +225,7 @@ def _mean_of_each_sequence(model: LossModel, ids: Tensor) -> Tensor:
     return model.logits(ids).float().mean(1).square().sum()
 
 
-# Tokens meet in a value as large as the logits: refused.
+# A value as large as the logits mixes tokens: the head is refused.
 REFUSED: dict[str, Loss] = {
     "softmax_over_sequence": _over_sequence,
     "batch_norm_over_tokens": _batch_norm,

@@ -1,6 +1,6 @@
-"""Steps of which mst takes no head, each for a reason of its own, as users write them.
+"""Steps as users write them, whose head mst refuses, each for another reason.
 
-Every function takes no arguments and returns what a user would compile: most of them the loss.
+Each function takes no arguments and returns what a user would compile, in most cases the loss.
 """
 
 from __future__ import annotations

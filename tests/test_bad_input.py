@@ -1,4 +1,4 @@
-"""Whatever Inductor compiles, mst compiles to the same result, and says what it did not do."""
+"""What Inductor compiles, mst compiles to the same result; its report says what mst left out."""
 
 from __future__ import annotations
 

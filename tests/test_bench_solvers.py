@@ -1,4 +1,4 @@
-"""`mstpass bench solvers` and `bench record`: figures, files, and a researcher's own solver."""
+"""`mstpass bench solvers` and `bench record`: figures, files, and a user's own solver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warm starts: a second process hits the compile caches and still has the plan."""
+"""A second process hits the compile caches, and still has the report."""
 
 from __future__ import annotations
 

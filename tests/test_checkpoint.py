@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint inside mst: its policies are kept, its gradients and peaks are right."""
+"""torch.utils.checkpoint under mst: policies are obeyed, gradients and peaks are right."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def saving(
     save: CheckpointPolicy = CheckpointPolicy.MUST_SAVE,
     rest: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE,
 ) -> dict[str, Any]:
-    """Keywords of ``checkpoint`` that save some ops' results."""
+    """Arguments of ``checkpoint`` that save the results of the ops for which ``which`` is true."""
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return save if which(context, op) else rest
@@ -58,7 +58,7 @@ def saving(
 
 
 class Layer(nn.Module):
-    """Attention and a gated MLP; ``post``: each with a norm behind it, as in Gemma."""
+    """Attention and a gated MLP; with ``post``, a norm follows each, as in Gemma."""
 
     def __init__(self, d: int, post: bool = False, dropout: float = 0.0):
         super().__init__()
@@ -139,7 +139,7 @@ def test_gradients_of_post_norm_layers(name: str) -> None:
 
 
 @pytest.mark.parametrize("budget", [0.5, pytest.param("1MiB", marks=FULL)])
-def test_less_than_what_the_policies_reach(budget: float | str) -> None:
+def test_budgets_below_what_the_policies_allow(budget: float | str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.warn", lambda *args, **kwargs: None)  # 1 MiB cannot be met
         report_of(Model(), POLICIES["save attention"], memory_budget=budget, strict=False)
@@ -187,8 +187,11 @@ def _saved(result: pipeline.Result) -> set[str]:
     return {value.node for value in result.outcome.save_plan.saved}
 
 
-def test_a_checkpoint_saves_its_inputs_alone() -> None:
-    """And what the step goes on with, as eager does; the first one's are the step's."""
+def test_a_checkpoint_saves_only_its_inputs() -> None:
+    """As in eager, besides them only an output of the last one is saved.
+
+    The first checkpoint's input is an input of the step.
+    """
     joint, result = _planned({}, chunk="off")
     policies = policies_of(joint)
     assert set(policies.tags.values()) == {PREFER_RECOMPUTE}
@@ -199,7 +202,7 @@ def test_a_checkpoint_saves_its_inputs_alone() -> None:
     assert joint.index[joint.by_name[other]] >= joint.index[last]
 
 
-def test_attention_that_must_be_saved_is() -> None:
+def test_attention_that_must_be_saved_is_saved() -> None:
     joint, result = _planned(POLICIES["save attention"], chunk="off")
     policies = policies_of(joint)
     must = {node.name for node, tag in policies.tags.items() if tag == MUST_SAVE}

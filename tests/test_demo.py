@@ -1,4 +1,4 @@
-"""The demo's parts, and once from text to picture with a model that is small enough for a test."""
+"""The demo: its parts, and one whole run with a tiny model."""
 
 import json
 from pathlib import Path

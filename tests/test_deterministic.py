@@ -1,4 +1,4 @@
-"""Under ``torch.use_deterministic_algorithms`` a step gives the same bits again."""
+"""Under ``torch.use_deterministic_algorithms`` two steps give the same bits."""
 
 from __future__ import annotations
 

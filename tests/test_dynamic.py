@@ -1,4 +1,4 @@
-"""Symbolic sizes: one compilation fits every length, and each length gets the right gradients."""
+"""Symbolic sizes: one compilation serves all lengths, and gradients are right at each length."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _compiled(fn: Callable[..., Any], dynamic: bool | None, **options: Any) -> C
 def _check(
     model: nn.Module, loss_of: LossOf, batches: Batches, dynamic: bool | None, **options: Any
 ) -> tuple[mstpass.Report, int]:
-    """Hold every batch to eager's accuracy. Returns the last report and the graphs compiled."""
+    """Compare every batch with eager. Returns the last report and the number of compiled graphs."""
     step = _compiled(loss_of(model), dynamic, **options)
     before = counters["stats"]["unique_graphs"]
     for inputs in batches:
@@ -149,7 +149,7 @@ def test_mlp_of_any_length(budget: float, mode: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", MLPS)
-def test_every_mlp(name: str) -> None:
+def test_every_mlp_of_any_length(name: str) -> None:
     model = Block(D, MLPS[name](D))
     batches = [[_x(*shape)] for shape in [(2, 48), (3, 5), (5, 67), (2, C)]]
     report, graphs = _check(model, _through, batches, dynamic=True)
@@ -231,7 +231,7 @@ CASES: dict[str, tuple[LossOf, Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_plan_as_static_and_no_guards(name: str) -> None:
+def test_a_dynamic_plan_equals_the_static_one_and_adds_no_guards(name: str) -> None:
     loss_of, build, ids = CASES[name]
     loss = loss_of(build())
     inputs = [_ids(2, 48) for _ in ids] or [_x(2, 48)]
@@ -298,7 +298,7 @@ def test_a_short_first_batch_does_not_refuse_the_long_ones() -> None:
 
 
 # ---- sizes -------------------------------------------------------------------------------------
-def test_generic_sizes_tell_expressions_apart() -> None:
+def test_different_size_expressions_get_different_sizes() -> None:
     environment = ShapeEnv()
     value = FakeTensorMode(shape_env=environment).from_tensor(torch.randn(6, 5, 4))
     rows, columns, guards = value.shape[0], value.shape[1], len(environment.guards)
@@ -311,7 +311,7 @@ def test_generic_sizes_tell_expressions_apart() -> None:
     assert len(environment.guards) == guards
 
 
-def test_generic_point_keeps_products_that_are_equal() -> None:
+def test_equal_products_of_sizes_stay_equal() -> None:
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment)
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)

@@ -1,4 +1,4 @@
-"""Every example runs, stays short, and shows what it says it shows."""
+"""Every example runs, is short, and shows what its docstring promises."""
 
 import importlib.util
 import re
@@ -43,12 +43,11 @@ def test_read_the_report():
 
 
 def test_find_double_recompute():
-    before, after, ratio = run("find_double_recompute")
+    before, after, _ = run("find_double_recompute")
     nested = [f for f in before.findings if f.kind == "nested checkpoints"]
     assert [(f.forward_runs, f.recompute_runs) for f in nested] == [(1, 2)] * 4
     assert not after.findings
     assert before.step_flops - before.wasted_flops == after.step_flops
-    assert ratio > 0
 
 
 def test_own_solver():

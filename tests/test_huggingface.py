@@ -1,4 +1,4 @@
-"""Models of transformers, labels in the graph, against eager and float64 under Inductor."""
+"""Hugging Face models with their losses under Inductor: gradients against eager and float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The linter on graphs: pairs that torch splits, edited ones, and those of real compiles."""
+"""The linter on graphs: split by torch, edited by hand, and of real compilations."""
 
 import dataclasses
 import functools
@@ -191,7 +191,7 @@ def test_flops_of_a_graph():
 
 
 def test_a_nested_plan_is_a_note() -> None:
-    """What backward runs twice is wasted, unless mst's plan has it so."""
+    """A matmul that backward runs twice is a finding, but a note where mst's plan asks for it."""
     one = Finding("duplicate", "mm", 1, 2, 100, 0.0, "", "")
     report = LintReport((one,), 1000)
     assert [f.wasted_share for f in _merge([report], nested=False).findings] == [0.1]

@@ -1,4 +1,4 @@
-"""The linter on Hugging Face models under checkpoints and FSDP, flops counted by hand."""
+"""The linter on Hugging Face models under checkpoints and FSDP: flops equal a count by hand."""
 
 import functools
 

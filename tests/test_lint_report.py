@@ -1,4 +1,4 @@
-"""What the linter says, and steps that cannot be linted."""
+"""The linter's report as text and JSON, and steps that it cannot lint."""
 
 import json
 
@@ -19,14 +19,14 @@ def test_the_text_sums_up_layers():
 
 
 def test_paths_of_modules_that_are_called_one_by_one():
-    """They start at the model that the step holds; twins without one are numbered."""
-    model, twins = Model(depth=2), [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    """Paths start at the model that the step holds; equal modules without a model are numbered."""
+    model, linears = Model(depth=2), [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
 
     def step(x):
         return model.layers[1](model.layers[0](x)).sum()
 
     assert set(runs(mstpass.lint(step, tokens()))) >= {"layers.0", "layers.1.down"}
-    report = mstpass.lint(lambda x: twins[1](twins[0](x)).sum(), tokens())
+    report = mstpass.lint(lambda x: linears[1](linears[0](x)).sum(), tokens())
     assert set(runs(report)) == {"Linear", "Linear-1"}
 
 

@@ -1,4 +1,4 @@
-"""Every usual loss is taken in the right mode and right; what mixes tokens is refused."""
+"""Every usual loss is chunked in the expected mode, with right gradients; mixed tokens refuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.losses import FUSED, OUTSIDE, RECOMPUTED, REFUSED, VOCAB, Loss, LossM
 from tests.models import TinyLM
 
 CHUNK = 128
-TAKEN = {**FUSED, **RECOMPUTED}
+CHUNKED = {**FUSED, **RECOMPUTED}
 
 
 def _step(loss: Loss):
@@ -25,6 +25,7 @@ def _ids(device: str) -> Tensor:
     return torch.randint(0, VOCAB, (4, 101), device=device)  # 404 tokens: the last chunk is ragged
 
 
+# losses that differ little from others; they run with --all
 ALIKE = (
     *("sum", "scaled", "bias", "num_items", "kl_to_reference", "masked_mse"),
     *("mean_over_tokens", "small_logits"),
@@ -32,11 +33,11 @@ ALIKE = (
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full) if n in ALIKE else n for n in TAKEN]
+    "name", [pytest.param(n, marks=pytest.mark.full) if n in ALIKE else n for n in CHUNKED]
 )
 def test_loss(name: str, device: str) -> None:
     model = LossModel().to(device)
-    report = check_against_float64(model, _step(TAKEN[name]), [_ids(device)], chunk_tokens=CHUNK)
+    report = check_against_float64(model, _step(CHUNKED[name]), [_ids(device)], chunk_tokens=CHUNK)
     mode = "fused" if name in FUSED else "recompute"
     assert kinds(report) and set(kinds(report)) == {("lm_head", mode)}, str(report)
 
@@ -51,7 +52,7 @@ LOW_TOO = ("distillation", "preference", "mse")
 )
 def test_loss_in_bfloat16(name: str, device: str) -> None:
     model = LossModel().to(device, torch.bfloat16)
-    report = check_against_float64(model, _step(TAKEN[name]), [_ids(device)], chunk_tokens=CHUNK)
+    report = check_against_float64(model, _step(CHUNKED[name]), [_ids(device)], chunk_tokens=CHUNK)
     assert kinds(report), str(report)
 
 
@@ -95,7 +96,7 @@ def test_the_last_token_counts(loss: str) -> None:
     assert abs((second - first).item()) > 1e-5
 
 
-def test_metrics_ride_along_and_returned_logits_are_stacked_once() -> None:
+def test_metrics_join_the_loop_and_returned_logits_are_stacked_once() -> None:
     model = TinyLM(VOCAB, 32)
     ids = torch.randint(0, VOCAB, (3, 101))
 

@@ -1,4 +1,4 @@
-"""Peaks against allocations whose size is known; timings in interleaved rounds."""
+"""Peaks equal allocations of known size; timings run in interleaved rounds."""
 
 import pytest
 import torch

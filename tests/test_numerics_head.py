@@ -1,4 +1,4 @@
-"""LM head and loss, chunked under Inductor, against eager and float64."""
+"""LM heads and losses, chunked under Inductor: gradients against eager and float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every MLP shape, chunked under Inductor, against eager and float64."""
+"""Every kind of MLP, chunked under Inductor: gradients against eager and float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_mlp_in_save_mode(name: str, device: str) -> None:
 
 
 def _loss_through_norm(model: nn.Module):
-    """Not linear in the block's output, so that its backward cannot run in the forward."""
+    """A loss that is not linear in the block's output: its backward cannot run in the forward."""
     return lambda x: torch.logsumexp(model(x).sin().sum(-1).flatten(), 0)
 
 

@@ -1,4 +1,4 @@
-"""The caching allocator of `mstpass plan`, what a loop needs of it, and the order of a step."""
+"""`mstpass plan`: the caching allocator, replayed training loops, and the events of a step."""
 
 import functools
 import itertools
@@ -24,7 +24,6 @@ from mstpass.planner.result import CHECKPOINT, EAGER, MST
 from mstpass.planner.traced_step import trace
 from mstpass.planner.training import Training
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
-from tests.test_planner import tiny  # noqa: F401  (a fixture)
 
 MIB = 1 << 20
 NOTHING = Resident((), (), ())
@@ -143,7 +142,7 @@ def most_alive(events):
 
 @pytest.mark.parametrize("recipe", [plain, checkpointed, minisequence])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_an_eager_steps_order_has_its_peak(tiny, recipe, in_backward):  # noqa: F811
+def test_an_eager_steps_order_has_its_peak(tiny, recipe, in_backward):
     training = Training(optimizer_in_backward=in_backward)
     step = eager_step(config_of(tiny), training, recipe, 2048)
     assert most_alive(step.events) == step.parts.total
@@ -152,7 +151,7 @@ def test_an_eager_steps_order_has_its_peak(tiny, recipe, in_backward):  # noqa: 
 
 
 @pytest.mark.parametrize("budget", [pytest.param("free", marks=pytest.mark.full), 0.0])
-def test_a_compiled_steps_order_has_its_peak(tiny, budget):  # noqa: F811
+def test_a_compiled_steps_order_has_its_peak(tiny, budget):
     traced = trace(config_of(tiny), Training(), 4096, (budget,))
     problem = traced.problem_at(traced.length, budget)
     found = SOLVERS[AUTO](problem, 0 if budget == 0.0 else None)
@@ -175,7 +174,7 @@ def test_the_peak_that_was_published_for_mini_sequences():
     assert total / 2**30 == pytest.approx(74.807, rel=0.001)
 
 
-def test_gaps_make_sequences_shorter(tiny):  # noqa: F811
+def test_gaps_make_sequences_shorter(tiny):
     ask = functools.partial(asked, tiny, 64)
     without, caching = plan(ask()), plan(ask(allocator=CACHING))
     for one, other in zip(without.rows, caching.rows, strict=True):
@@ -186,7 +185,7 @@ def test_gaps_make_sequences_shorter(tiny):  # noqa: F811
     assert longer.name == EAGER and not longer.fits and longer.total_bytes > 64 * MIB
 
 
-def test_an_optimizers_step_can_be_the_peak(tiny):  # noqa: F811
+def test_an_optimizers_step_can_be_the_peak(tiny):
     training = {"optimizer": "adamw", "optimizer_step": "foreach"}
     rows = {row.name: row for row in plan(asked(tiny, 64, training, length=16)).rows}
     numel = sum(parameters(tiny))
@@ -195,7 +194,7 @@ def test_an_optimizers_step_can_be_the_peak(tiny):  # noqa: F811
         assert rows[name].parts.gradients == 2 * numel and rows[name].parts.saved == 0
 
 
-def test_padding_is_skipped_by_attention(tiny):  # noqa: F811
+def test_padding_is_skipped_by_attention(tiny):
     saved = [
         eager_step(config_of(tiny), Training(document=n), plain, 2048).parts.saved
         for n in (None, 2048, 64)

@@ -1,5 +1,7 @@
-"""The linter in eager: counts and wasted flops against those computed by hand, with twins that
-do as little as possible and must give no finding."""
+"""The linter on eager steps: runs and wasted flops equal those counted by hand.
+
+Each wasteful step has a counterpart without waste, on which the linter must find nothing.
+"""
 
 import ctypes
 import functools
@@ -118,7 +120,7 @@ def test_checkpoint_wrapper_twice_names_it():
     assert "apply_activation_checkpointing" in finding.fix
 
 
-# --- twins: nothing to find ---------------------------------------------------------------------
+# --- steps without waste: nothing to find -------------------------------------------------------
 
 
 def test_one_checkpoint():

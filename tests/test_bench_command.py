@@ -1,0 +1,66 @@
+"""The command line, the targets and the output files of benchmarks."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from mstpass.bench import (
+    loops,
+)
+from mstpass.bench.arguments import parse
+from mstpass.bench.output import write_markdown
+from mstpass.bench.tables import Result, Table, Target
+from mstpass.cli.main import main
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def arguments(**changes):
+    return dataclasses.replace(parse("x", ["--device", "cpu", "--quick"], "", ""), **changes)
+
+
+@pytest.mark.parametrize(("value", "met"), [(1.0, True), (1.1, False), (None, False)])
+def test_a_target_is_met_or_missed(value, met):
+    target = Target("time", value, 1.0)
+    assert target.met is met
+    assert str(target).endswith("met" if met else "missed")
+
+
+def test_markdown_replaces_its_section_and_keeps_the_rest(tmp_path):
+    path = tmp_path / "new" / "results.md"
+    result = Result("loops", "Loops", targets=[Target("time", 2.0, 1.0)])
+    result.tables.append(Table("t", ("", "time"), (("a|b", "1.00x"),)))
+    write_markdown(path, result, arguments())
+    path.write_text("before\n" + path.read_text() + "after\n")
+    result.title = "Loops again"
+    write_markdown(path, result, arguments())
+    text = path.read_text()
+    assert text.startswith("before\n# Measured\n")
+    assert text.endswith("<!-- /bench:loops -->\nafter\n")
+    assert text.count("<!-- bench:loops -->") == 1
+    assert "Loops again" in text
+    assert "| a\\|b | 1.00x |" in text
+    assert "- time: 2.000, target <= 1.00: missed" in text
+
+
+@pytest.mark.parametrize("bench", ["loops", "peers", "compile", "pareto", "budgets", "all"])
+def test_help_has_examples(bench, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", bench, "--help"])
+    assert stop.value.code == 0
+    assert f"  mstpass bench {bench} --" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--repeats", "0"], ["--device", "abacus"], ["--large"]])
+def test_called_wrongly(argv):
+    with pytest.raises(SystemExit) as stop:
+        loops.main(argv)
+    assert stop.value.code == 2
