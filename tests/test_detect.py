@@ -1,4 +1,4 @@
-"""What is taken and what is refused; each positive case with its negative twin."""
+"""Which regions are found, and which are refused; every positive case has a negative one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_each_mlp_is_one_region(name: str) -> None:
 
 
 class WithBatchStatistics(nn.Module):
-    """A SwiGLU twin whose wide value is normalized over the tokens."""
+    """An MLP whose wide value is normalized over the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,14 +77,14 @@ class WithShuffledTokens(WithBatchStatistics):
 
 
 class WithTokensShiftedByPadding(WithBatchStatistics):
-    """One token in front and one less behind: the shape stays."""
+    """One token more in front and one less at the end: the shape stays the same."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.relu(F.pad(self.up(x), (0, 0, 1, -1))))
 
 
 @pytest.mark.parametrize(
-    "twin",
+    "mlp",
     [
         WithBatchStatistics,
         WithCumsum,
@@ -94,8 +94,8 @@ class WithTokensShiftedByPadding(WithBatchStatistics):
         WithTokensShiftedByPadding,
     ],
 )
-def test_mlps_that_mix_tokens_are_refused(twin: type[nn.Module]) -> None:
-    found = outcome(_through(Block(D, twin())), _x())
+def test_mlps_that_mix_tokens_are_refused(mlp: type[nn.Module]) -> None:
+    found = outcome(_through(Block(D, mlp())), _x())
     assert not found.regions
     assert found.rejections and found.rejections[0].reason and found.rejections[0].node
 
@@ -112,7 +112,7 @@ def test_an_mlp_whose_wide_value_is_returned_keeps_only_that() -> None:
     assert region.mode == "save" and "output of the graph" in region.note
 
 
-def test_head_and_its_twins() -> None:
+def test_a_head_is_found_and_heads_that_mix_tokens_are_refused() -> None:
     model = TinyLM(VOCAB, D)
     ids = torch.randint(0, VOCAB, (2, N // 2))
     found = outcome(lambda i: next_token_loss(model, i), ids)
@@ -133,7 +133,7 @@ def test_head_and_its_twins() -> None:
 
 
 def test_two_scalar_gradients_are_not_fused() -> None:
-    """Two losses that the caller may weigh as it likes: no single scalar to factor out."""
+    """The caller may weight two losses freely, so no single scalar can be factored out."""
     model = TinyLM(VOCAB, D)
     ids = torch.randint(0, VOCAB, (2, N // 2))
 

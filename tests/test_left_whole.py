@@ -1,4 +1,4 @@
-"""Loops that do not lower the step's peak are left out, and no others."""
+"""A region stays whole if its loops would not lower the peak of the step, and only then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token dims over whole joint graphs: what they must be, and where they must end."""
+"""The token dims of all values of a joint graph, and the ops at which they end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def flow_of(fn: Callable[..., object], *inputs: object) -> tuple[JointGraph, Dat
 
 
 def _check_certificate(joint: JointGraph, flow: Dataflow) -> None:
-    """Each op that is no barrier has operands cut just as its rule needs them."""
+    """Check that the operands of every op but barriers have the cuts that its rule needs."""
     for node in joint.nodes:
         cut = flow.cuts.get(node.name, WHOLE)
         if node.op != "call_function" or node.name in flow.barriers or cut == WHOLE:
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def test_attention_is_a_barrier_and_tokens_run_on_behind_it() -> None:
+def test_attention_is_a_barrier_and_values_after_it_have_cuts() -> None:
     attention, mlp = Attention(), Block(D, MLPS["gelu"](D))
     x = torch.randn(B, S, D, requires_grad=True)
     joint, flow = flow_of(lambda x: mlp(x + attention(x)).square().sum(-1).sum(), x)

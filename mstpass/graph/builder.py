@@ -1,4 +1,4 @@
-"""Build FX graphs node by node: every new node gets its fake value, so its shape, at once."""
+"""Build FX graphs node by node: every new node gets its fake value, and so its shape."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ _SOURCE_SECOND = frozenset({aten.slice_scatter.default, aten.select_scatter.defa
 
 
 def linear_put(node: fx.Node, operands: set[fx.Node]) -> bool:
-    """``index_put``: linear as a scatter is, if no index depends on the operands."""
+    """``index_put``: linear if no index depends on the operands and a scatter would be linear."""
     indices = argument(node, "indices")
     if any(i in operands for i in indices if isinstance(i, fx.Node)):
         return False

@@ -51,7 +51,7 @@ def flops(node: fx.Node) -> int:
 
 
 def _attention_flops(node: fx.Node) -> int:
-    """Two products in the forward, five in the backward, each [S, D] by [D, S] for every head."""
+    """Two matmuls in the forward, five in the backward, each ``[S, D] @ [D, S]`` for every head."""
     backward = "backward" in ops.op_name(node)
     tensors = [v for v in map(value_of, node.all_input_nodes) if v is not None and v.dim() == 4]
     query, key = tensors[backward : backward + 2] if len(tensors) > 2 else (None, None)

@@ -12,7 +12,7 @@ Pointwise ops need no row: PyTorch tags them (``torch.Tag.pointwise``), see ``lo
 ``NOT_TOKEN_PARALLEL`` lists ops of which it is known that no rule exists, with the reason.
 
 To add an op, add its row to the function of its kind below and a case to
-tests/test_token_rules.py.
+tests/token_rule_cases.py.
 """
 
 from __future__ import annotations

@@ -143,9 +143,10 @@ def matmul_factors(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def is_grouped_matmul(node: fx.Node) -> bool:
-    """Whether the op multiplies each group of rows by the weights of another expert."""
-    row = lookup(node)
-    return isinstance(row, Refusal) and row.reason.endswith(GROUPED_BY_EXPERT)
+    """Whether the op multiplies rows that are grouped by expert, each group by its own weights."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    return NOT_TOKEN_PARALLEL.get(schema_of(node.target).name) == GROUPED_BY_EXPERT
 
 
 def is_weight(node: fx.Node) -> bool:
@@ -174,7 +175,7 @@ def readers_through_views(node: fx.Node) -> list[fx.Node]:
 
 
 def shares_storage(node: fx.Node) -> bool:
-    """Whether the value has no storage of its own: a view, or an item of a view such as unbind."""
+    """Whether the value has no storage of its own: it is a view, or an item of ``unbind``."""
     if node.target is operator.getitem:
         return is_view(node.all_input_nodes[0])
     return is_view(node)

@@ -9,7 +9,7 @@ Pseudo-code::
     add(anchor)
     until nothing changes:
         of a member with a wide value, add all users
-        of every member, add the operands that are wide or mere views
+        of every member, add the operands that are wide or only views
 """
 
 from __future__ import annotations

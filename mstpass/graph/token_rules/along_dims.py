@@ -115,7 +115,7 @@ def padded(node: fx.Node, rank: int) -> list[int]:
 
 # ---- one dim is added or removed ----------------------------------------------------------------
 def select_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
-    """``select`` and ``unbind``: the result lacks the dim."""
+    """``select`` and ``unbind``: the result does not have the dim."""
     (dim,) = dim_argument(node, len(shape_of(operand)))
     if dim in spec:
         return Refusal(f"{node.target} picks single tokens")
