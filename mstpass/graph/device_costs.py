@@ -67,7 +67,7 @@ class ChunkCosts:
         return self._slowdown(rows) + self.chunk_us / matmul_us
 
     def _slowdown(self, rows: int) -> float:
-        """Interpolated linearly in 1 / rows, as the traffic of the accumulators is proportional to it."""
+        """Interpolated linearly in 1 / rows, to which the accumulators' traffic is proportional."""
         points = [*self.slowdown, (2 * self.slowdown[-1][0], 1.0)]
         if rows <= points[0][0]:
             return 1 + (points[0][1] - 1) * points[0][0] / rows

@@ -50,7 +50,7 @@ def expand_to_tokens(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
 
 
 def _partly_broadcast(joint: JointGraph) -> list[tuple[str, str, Spec]]:
-    """Of each such operand: the name of the pointwise op, its own, and the spec of the op's result."""
+    """Triples: the name of the pointwise op, that of the operand, the spec of the op's result."""
     return [
         (node.name, operand.name, spec)
         for node, (spec, _) in joint.cached(downstream).items()

@@ -52,7 +52,7 @@ def view_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
 
 
 def squeeze_all_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-    """``squeeze`` without dims: the leading token dims of a chunk have size 1 and would be dropped too."""
+    """``squeeze`` without dims: a chunk's leading token dims have size 1 and would be dropped."""
     if len(spec) > 1:
         return Refusal(f"{node.target} without dims would drop the token dims of a chunk")
     return view_backward(node, spec)
