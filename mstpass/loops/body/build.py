@@ -13,7 +13,7 @@ Pseudo-code::
 
     for node in members, in the graph's order:
         if it sums over tokens: sum over the chunk, in the accumulator's dtype, rows masked by valid
-        else:                   the same op on the operands' chunks     (graph/rebuild_node.py)
+        else:                   the same op on the operands' chunks     (graph/chunk_form.py)
 
 Some nodes get another form, as they would cost a second buffer of the chunk's logits or one more
 pass over them: gathers and scatters of one element per row (gather_one_per_row.py) and row sums
