@@ -9,7 +9,7 @@ function paretoSection(data) {
     h("h2", { id: "pareto-title" }, "Peak against time"),
   );
   if (!data.pareto.length) {
-    const text = "Plans at other budgets are not in this report; `mstpass explain --html` adds them.";
+    const text = "Plans at other budgets are not in this report. The command mstpass explain --html adds them.";
     section.append(h("p.absent", null, text));
     return section;
   }
