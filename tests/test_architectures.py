@@ -1,4 +1,4 @@
-"""Hugging Face architectures: each rewritten graph, and with ``--all`` a step under Inductor.
+"""Hugging Face architectures: rewritten graphs and, with ``--all``, steps under Inductor.
 
 By default each joint graph is rewritten and run, without compiling, against the graph it was made
 from. ``pytest tests/test_architectures.py --all --write-docs`` trains a step of each under Inductor
@@ -43,7 +43,7 @@ LossOf = Callable[[nn.Module], Callable[..., torch.Tensor]]
 DOCS = Path(__file__).parent.parent / "docs" / "architectures.md"
 CHUNK_TOKENS = 64
 
-# Fused heads and MLPs that are taken, where not one and two. Experts are grouped products.
+# Numbers of chunked heads and MLPs, where they are not 1 and 2. Experts are grouped matmuls.
 REGIONS = {
     "mixtral": (1, 0),
     "qwen3-moe": (1, 0),
@@ -102,7 +102,7 @@ def _same(ours: object, theirs: object) -> None:
 
 
 class _Seeded(fx.Interpreter):
-    """Runs a graph so that equal random nodes draw equal numbers, in whatever order they stand."""
+    """Runs a graph; a random node draws by its seed, so the order of the nodes does not matter."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is prims.inductor_seeds.default:

@@ -155,7 +155,7 @@ def test_a_scatter_over_features_is_not_the_scatter_of_a_slice_over_tokens() -> 
 
 
 def test_a_sum_of_the_region_is_not_read_inside_it() -> None:
-    """A metric that weighs tokens by a sum over all of them cannot ride along with the loss."""
+    """A metric that weighs tokens by a sum over all of them cannot join the loop of the loss."""
     leaf = lambda *shape: torch.randn(*shape, dtype=torch.double, requires_grad=True)
 
     def program(x: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,6 @@
-"""Measured workloads: contenders side by side in one run, against targets that can be missed."""
+"""Benchmarks: each measures several contenders in one run, and compares figures with targets.
+
+The file of `mstpass bench NAME` is NAME.py. All benchmarks share the command line (command.py,
+arguments.py), the comparison of contenders (comparison.py), workloads (models.py,
+huggingface_models.py), and their output (tables.py, output.py, plots.py).
+"""

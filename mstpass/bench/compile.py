@@ -146,8 +146,8 @@ def _measure(case: Case, row: Seconds, device: torch.device, warm: bool) -> None
         try:
             row.seconds.append(_process(case, device, folder)["compile_s"])
             if warm:
-                again = _process(case, device, folder)
-                row.warm_s, hits = again["compile_s"], again["hits"]
+                second = _process(case, device, folder)
+                row.warm_s, hits = second["compile_s"], second["hits"]
                 row.hits = (
                     f"autograd {hits['autograd']}, fx {hits['fx']}, reports {hits['reports']}"
                 )

@@ -1,7 +1,8 @@
-"""The double-recompute linter: what a training step computes more often than it needs to.
+"""The linter: finds what a training step computes more often than it needs to.
 
-``lint`` runs an eager step and watches it; ``lint_compiled`` reads the graphs of a compiled one;
-``lint_graphs`` reads a pair of graphs that you have. See docs/lint.md.
+``lint`` runs an eager step and records its ops (eager_trace.py, eager_findings.py).
+``lint_compiled`` compiles a step and reads its graphs (compiled_graphs.py, graph_findings.py).
+``lint_graphs`` reads a pair of graphs. See docs/lint.md.
 """
 
 from mstpass.linter.entry_points import lint, lint_compiled, lint_graphs
