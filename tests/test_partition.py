@@ -74,7 +74,7 @@ def test_a_contracted_network_has_the_same_cut(problem: CutProblem) -> None:
         assert min_cut(problem) == {values[i].name for i in whole}
 
 
-def test_verify_refuses_what_backward_cannot_have() -> None:
+def test_verify_refuses_a_saved_set_that_backward_cannot_use() -> None:
     problem = CutProblem(
         (
             Value("x", 4, (), free=True),
@@ -166,7 +166,7 @@ def _attentions(blocks: int) -> CutProblem:
     )
 
 
-def test_what_takes_long_for_its_bytes_is_repeated_last() -> None:
+def test_ops_that_are_slow_for_their_bytes_are_repeated_last() -> None:
     problem = _attentions(blocks=12)
     free, least = (step_memory(problem, peak_search(problem, b).saved) for b in (None, 0))
     seen = []
@@ -176,11 +176,12 @@ def test_what_takes_long_for_its_bytes_is_repeated_last() -> None:
         assert step_memory(problem, plan.saved, plan.nested).peak_bytes <= budget
         again = recomputed(problem.allowing(True), plan.saved)
         seen.append([sum(name[0] == kind for name in again) for kind in "qa"])
-    (fast, slow), (more, still), (_, some) = seen
-    assert 0 < fast < more and slow == still == 0 < some < 12
+    (projections, attentions), (more_projections, still), (_, some_attentions) = seen
+    assert 0 < projections < more_projections
+    assert attentions == still == 0 < some_attentions < 12
 
 
-def test_room_under_the_budget_goes_to_what_takes_longest() -> None:
+def test_slack_is_spent_on_the_slowest_ops() -> None:
     problem = _attentions(blocks=12).allowing(True)
     least = peak_search(problem, 0)
     memory = step_memory(problem, least.saved, least.nested)
@@ -225,7 +226,7 @@ def test_a_pinned_value_is_saved_at_any_budget() -> None:
         (torch.ops.aten.flip.default, ([0],), False),
     ],
 )
-def test_what_backward_must_not_repeat(target: Any, args: tuple[Any, ...], heavy: bool) -> None:
+def test_sorts_are_heavy(target: Any, args: tuple[Any, ...], heavy: bool) -> None:
     """A sort that is repeated may order ties in another way than the forward did."""
     graph = fx.Graph()
     operand = graph.placeholder("primals_1")

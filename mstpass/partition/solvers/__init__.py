@@ -6,7 +6,15 @@ memory. A problem may have regions with several modes. ``with_modes`` puts the l
 modes in place (the first mode of a region that the plan does not name), and the plan's saved set
 names values of the problem that results.
 
-``SOLVERS`` has all solvers by name, registered ones included.
+``SOLVERS`` has all solvers by name, registered ones included. Each has a file of its name:
+
+    peak_search   the default: the least extra time within a budget on the peak
+        free_plan.py, low_memory_plans.py   the landmarks of its sequence of plans
+        spend_slack.py                      time for the part of a budget that a plan leaves
+    min_cut       the fewest saved bytes                        (reduce_network.py: its network)
+    checkpoints   what is alive at narrow places of the forward  (forward_places.py: the places)
+    milp          the proven optimum       (milp_model.py: the program, memory_lower_bounds.py)
+    knapsack, greedy, trivial.py (save_all, recompute_all)     simple ones, for comparison
 """
 
 from __future__ import annotations
