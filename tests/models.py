@@ -62,21 +62,6 @@ MLPS = {
 }
 
 
-class Attention(nn.Module):
-    """Causal self-attention with one projection to queries, keys and values."""
-
-    def __init__(self, d: int, heads: int):
-        super().__init__()
-        self.qkv, self.out, self.heads = nn.Linear(d, 3 * d, False), nn.Linear(d, d, False), heads
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
 class TinyLM(nn.Module):
     """Embedding, one nonlinearity, head: the smallest model with an LM head."""
 
@@ -99,3 +84,18 @@ def next_token_loss(model: TinyLM, ids: torch.Tensor, **kwargs: object) -> torch
     labels = F.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
     logits = model.logits(ids).float()
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), **kwargs)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one projection to queries, keys and values."""
+
+    def __init__(self, d: int, heads: int):
+        super().__init__()
+        self.qkv, self.out, self.heads = nn.Linear(d, 3 * d, False), nn.Linear(d, d, False), heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))

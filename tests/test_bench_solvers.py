@@ -125,4 +125,4 @@ def test_targets_are_of_proven_optima() -> None:
     (target,) = result.targets
     assert isinstance(target, Target)
     assert math.isclose(target.value or 0.0, 1.01)
-    assert any("1 of 2 optima are proven" in note for note in result.notes)
+    assert any("proves 1 of 2 optima" in note for note in result.notes)
