@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import mstpass
 from mstpass import backend
 from mstpass.bench.models import MLPs, Step
 from mstpass.measure import peak_bytes
+from mstpass.memory.inductor_schedule import ReadSchedule
 from mstpass.options import Options
 from mstpass.partition.budget import tighter_limit_bytes
 from mstpass.plans import Outcome
@@ -181,11 +183,13 @@ def test_a_budget_that_no_schedule_meets_is_a_warning() -> None:
     assert any("lowest peak found" in note for note in mstpass.reports()[-1].outcome.notes)
 
 
-def test_an_unreadable_schedule_leaves_the_simulated_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_schedule_leaves_the_simulated_peak(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(nodes: Any) -> Any:
         raise AttributeError("no such scheduler")
 
-    monkeypatch.setattr("mstpass.memory.inductor_schedule._read", fail)
+    monkeypatch.setattr("mstpass.torch_internals.inductor_schedule.read_schedule", fail)
     value, make_step = _cat()
     step = make_step(
         _compiled(value, memory_budget=1 << 30, strict=True, inductor={"fx_graph_cache": False})
@@ -193,6 +197,20 @@ def test_an_unreadable_schedule_leaves_the_simulated_peak(monkeypatch: pytest.Mo
     step()
     outcome = mstpass.reports()[-1].outcome
     assert outcome.scheduled_peak_bytes is None and outcome.peak_bytes is not None
+    (told,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert "cannot read Inductor's schedule" in told and "no such scheduler" in told
+
+
+def test_a_torch_that_lacks_the_scheduler_still_compiles(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "mstpass.torch_internals.inductor_schedule", None)
+    monkeypatch.delattr("mstpass.torch_internals.inductor_schedule", raising=False)
+    reader = ReadSchedule()
+    nodes: list[Any] = [object()]
+    assert reader(nodes) is nodes and reader(nodes) is nodes
+    assert reader.peak_bytes is None
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
 
 
 def test_a_backward_that_fails_to_compile_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,363 @@
+"""Read Inductor's schedule after fusion: what each call allocates, overwrites and frees.
+
+A *call* is what the generated code runs at once: an extern kernel, a template, a GPU kernel, or the
+C++ kernels on the CPU that follow each other, which are one function. A buffer is allocated by its
+kernel and freed after the last call that reads it. A pointwise kernel may write over an operand
+that it is the last to read.
+
+Source: torch/_inductor/scheduler.py (``decide_inplace_update``, ``free_buffers``), memory.py
+(``reorder_for_peak_memory`` runs after the hook, so it has to run in it as well), ir.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import config, ir
+from torch._inductor.codegen.wrapper import can_match_buffer_size
+from torch._inductor.graph import SubgraphLowering
+from torch._inductor.memory import reorder_for_peak_memory
+from torch._inductor.scheduler import NopKernelSchedulerNode, OutputNode
+from torch._inductor.virtualized import V
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._ordered_set import OrderedSet
+
+from mstpass.torch_internals.compile_fx import CustomSchedulerPass, compile_fx
+from mstpass.torch_internals.private_apis import PrivateApis
+
+APIS = PrivateApis(
+    names=(
+        "torch._inductor.config._post_fusion_custom_pass",
+        "torch._inductor.config.reorder_for_peak_memory",
+        "torch._inductor.codegen.wrapper.can_match_buffer_size",
+        "torch._inductor.graph.GraphLowering.get_allocation_storage_size",
+        "torch._inductor.graph.GraphLowering.get_output_names",
+        "torch._inductor.graph.SubgraphLowering",
+        "torch._inductor.ir.InvokeSubgraph",
+        "torch._inductor.ir.MultiOutput",
+        "torch._inductor.ir.MultiOutputLayout",
+        "torch._inductor.ir.MutationLayoutSHOULDREMOVE",
+        "torch._inductor.ir.NonOwningLayout",
+        "torch._inductor.ir.NoneLayout",
+        "torch._inductor.ir.Operation.get_inputs_that_alias_output"
+        " | torch._inductor.ir.Buffer.get_inputs_that_alias_output",
+        "torch._inductor.ir.Switch | torch._inductor.ir.Conditional",
+        "torch._inductor.ir.WhileLoop",
+        "torch._inductor.memory.reorder_for_peak_memory",
+        "torch._inductor.scheduler.BaseSchedulerNode.used_or_aliased_buffer_names",
+        "torch._inductor.scheduler.NopKernelSchedulerNode",
+        "torch._inductor.scheduler.OutputNode",
+        "torch._inductor.scheduler.SchedulerBuffer.can_free",
+        "torch._inductor.sizevars.SizeVarAllocator.optimization_hint(fallback)",
+        "torch._inductor.virtualized.V",
+    ),
+    checked=("2.11", "2.13", "2.15"),
+)
+
+# torch.cond: `Conditional` up to 2.14, `Switch` from 2.15 on
+_BRANCH = ir.Switch if hasattr(ir, "Switch") else ir.Conditional
+_NO_BUFFER = (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE)
+
+
+class NotCountedError(ValueError):
+    """The graph has what this file does not count: other subgraphs, sizes that depend on data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """A call of flash attention on the CPU, whose workspace is no buffer of the schedule."""
+
+    query_shape: tuple[int, ...]
+    key_shape: tuple[int, ...]
+    dtype: torch.dtype
+    backward: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the generated code runs at once, with the names of buffers.
+
+    Inductor pickles a hook, with what it has read, into its cache keys: that must not depend on the
+    order of a set, and its pickler takes no sets.
+
+    Attributes:
+        allocated: with their bytes, before the call runs.
+        overwritten: operands whose memory a result of the call takes.
+        freed: after the call.
+        loop_body: the name of the graph that the call runs in a loop; empty where it runs none.
+    """
+
+    allocated: Mapping[str, int]
+    overwritten: tuple[str, ...]
+    freed: tuple[str, ...]
+    loop_body: str = ""
+    attentions: tuple[Attention, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Of a graph, or of a loop's body, which Inductor schedules after the graph it is in.
+
+    Attributes:
+        freed_inputs: bytes of the inputs that the graph frees: saved values and tangents, but not
+            what the user's step is given.
+    """
+
+    name: str
+    is_loop_body: bool
+    freed_inputs: Mapping[str, int]
+    calls: tuple[Call, ...]
+
+
+def in_final_order(nodes: list[Any]) -> list[Any]:
+    """The scheduler's nodes as Inductor orders them after this hook."""
+    if not config.reorder_for_peak_memory or not nodes:
+        return nodes
+    scheduler = nodes[0].scheduler
+    return reorder_for_peak_memory(
+        nodes,
+        scheduler.name_to_buf,
+        scheduler.name_to_fused_node,
+        OrderedSet(V.graph.graph_inputs.keys()),
+        OrderedSet(V.graph.get_output_names()),
+    )
+
+
+def read_schedule(nodes: Sequence[Any]) -> Schedule:
+    """The schedule of the graph that Inductor compiles now.
+
+    Raises:
+        NotCountedError: what it needs cannot be told.
+    """
+    is_body = isinstance(V.graph, SubgraphLowering)
+    inputs = {} if is_body else _freed_inputs()
+    calls = tuple(_Walk(nodes, inputs).calls()) if nodes else ()
+    return Schedule(str(V.graph.name), is_body, inputs, calls)
+
+
+def _freed_inputs() -> dict[str, int]:
+    return {
+        name: _bytes_of(_buffer(value))
+        for name, value in V.graph.graph_inputs.items()
+        if isinstance(value, ir.TensorBox) and not name.startswith("primals")
+    }
+
+
+def _buffer(value: Any) -> Any:
+    """Under a tensor's boxes and views."""
+    while not isinstance(value, ir.Buffer):
+        value = value.data
+    return value
+
+
+class _Walk:
+    """Over one graph's kernels, in order."""
+
+    def __init__(self, nodes: Sequence[Any], inputs: Mapping[str, int]):
+        self.nodes = nodes
+        self.scheduler = nodes[0].scheduler
+        self.donated: dict[str, Any] = getattr(self.scheduler, "name_to_donated_buffer", {})
+        self.last_uses = self._last_uses()
+        self.alive = set(inputs)
+        self.done: set[str] = set()  # kernels
+        self._begin_call()
+
+    def _begin_call(self) -> None:
+        self.kernels: list[Any] = []
+        self.allocated: dict[str, int] = {}
+        self.overwritten: list[str] = []
+        self.unread: set[str] = set()  # afterwards
+
+    def calls(self) -> Iterator[Call]:
+        for node in self.nodes:
+            if self.kernels and _is_alone(node):
+                yield self._end_call()
+            self.unread |= self.last_uses[node]
+            self._allocate(node)
+            self.done |= {part.get_name() for part in node.get_nodes()}
+            self.kernels.append(node)
+            if _is_alone(node):
+                yield self._end_call()
+        if self.kernels:
+            yield self._end_call()
+
+    def _end_call(self) -> Call:
+        freed = tuple(sorted(filter(self._can_free, self.unread & self.alive)))
+        bodies = [body for kernel in self.kernels if (body := _loop_body(kernel))]
+        attentions = filter(None, (_attention(kernel.node) for kernel in self.kernels))
+        call = Call(
+            self.allocated,
+            tuple(self.overwritten),
+            freed,
+            bodies[-1] if bodies else "",
+            tuple(attentions),
+        )
+        self.alive.difference_update(freed)
+        self._begin_call()
+        return call
+
+    def _can_free(self, name: str) -> bool:
+        buffer = self.scheduler.name_to_buf.get(name)
+        return buffer is None or buffer.can_free()
+
+    def _last_uses(self) -> dict[Any, set[str]]:
+        """Buffers that no later kernel reads, by kernel."""
+        real_name = self.scheduler.mutation_real_name
+        later = set(V.graph.get_output_names())
+        found: dict[Any, set[str]] = {}
+        for node in reversed(self.nodes):
+            used = {real_name.get(name, name) for name in node.used_or_aliased_buffer_names()}
+            found[node] = used - later
+            later |= used
+        return found
+
+    def _allocate(self, node: Any) -> None:
+        parts = node.get_nodes()
+        inside = {part.get_name() for part in parts}
+        for part in parts:
+            for buffer in part.get_outputs():
+                name = buffer.get_name()
+                if name in self.scheduler.mutation_real_name or _is_fused_away(buffer, inside):
+                    continue
+                layout = buffer.node.layout
+                if isinstance(layout, ir.NonOwningLayout):  # a part of a result of cat
+                    self._add(_buffer(layout.view))
+                elif isinstance(layout, ir.MultiOutputLayout):
+                    for user in buffer.users:
+                        for item in _items(user.node):
+                            self._add(item)
+                elif not isinstance(layout, _NO_BUFFER) and not _is_alias(buffer.node):
+                    operand = self._written_over(part, buffer)
+                    if operand is not None:
+                        self.alive.remove(operand)
+                        self.overwritten.append(operand)
+                    self._add(buffer.node)
+
+    def _add(self, buffer: Any) -> None:
+        name = buffer.get_name()
+        if name not in self.alive:
+            self.allocated[name] = _bytes_of(buffer)
+            self.alive.add(name)
+
+    def _written_over(self, part: Any, buffer: Any) -> str | None:
+        if (_is_alone(part) and part.is_extern()) or isinstance(part, NopKernelSchedulerNode):
+            return None
+        behind = self.done | set(part.ancestors)
+        for read in part.read_writes.reads:
+            operand = self.scheduler.name_to_buf.get(read.name) or self.donated.get(read.name)
+            if operand is None or read.name not in self.alive:
+                continue
+            users = [user for user in operand.users if user.node.get_name() not in behind]
+            if (
+                len(users) == 1
+                and users[0].node is part
+                and users[0].can_inplace
+                and not isinstance(operand.defining_op, NopKernelSchedulerNode)
+                and can_match_buffer_size(operand.node, buffer.node)
+            ):
+                return str(read.name)
+        return None
+
+
+def _is_alone(node: Any) -> bool:
+    """Whether what the kernel no longer needs is freed at once."""
+    device = node.get_device()
+    return node.is_extern() or node.is_template() or (device is not None and device.type != "cpu")
+
+
+def _is_fused_away(buffer: Any, inside: set[str]) -> bool:
+    """Whether only kernels that are one with its own read the buffer."""
+    users = [user.node for user in buffer.users]
+    if not users or isinstance(buffer.node, ir.MultiOutput):
+        return False
+    return all(not isinstance(u, OutputNode) and u.get_name() in inside for u in users)
+
+
+def _items(node: Any) -> list[Any]:
+    """The results of a call that a node takes out of it."""
+    if isinstance(node, OutputNode):
+        return []
+    buffers = [buffer.node for buffer in node.get_outputs()]
+    return [b for b in buffers if isinstance(b, ir.MultiOutput) and not _is_alias(b)]
+
+
+def _is_alias(node: Any) -> bool:
+    """Whether a call's result is an operand, written or not."""
+    source: Any = node.inputs[0] if isinstance(node, ir.MultiOutput) else node
+    return bool(source.get_mutation_names() or source.get_inputs_that_alias_output())
+
+
+def _loop_body(kernel: Any) -> str:
+    if isinstance(kernel.node, (_BRANCH, ir.InvokeSubgraph)):
+        raise NotCountedError(f"{kernel.get_name()} runs a subgraph, whose memory is not counted")
+    if not isinstance(kernel.node, ir.WhileLoop):
+        return ""
+    return str(getattr(kernel.node.body_subgraph, "name", ""))
+
+
+def _attention(node: Any) -> Attention | None:
+    name = str(getattr(node, "op_overload", ""))
+    if "flash_attention_for_cpu" not in name:
+        return None
+    backward = "backward" in name
+    query, key = node.inputs[backward : backward + 2]
+    return Attention(_shape(query), _shape(key), query.get_dtype(), backward)
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(_hint(size) for size in node.get_size())
+
+
+def _bytes_of(buffer: Any) -> int:
+    if isinstance(buffer.layout, _NO_BUFFER):
+        return 0
+    dtype: torch.dtype = buffer.get_dtype()
+    return _hint(V.graph.get_allocation_storage_size(buffer)) * dtype.itemsize
+
+
+def _hint(size: Any) -> int:
+    if free_unbacked_symbols(size):
+        raise NotCountedError(f"{size} is known at run time only")
+    return int(V.graph.sizevars.optimization_hint(size, fallback=1))
+
+
+# ---- probe -------------------------------------------------------------------------------------
+class _ReadOne(CustomSchedulerPass):
+    """Reads one graph's schedule, and ends the compilation before code is written."""
+
+    def __init__(self) -> None:
+        self.found: Schedule | Exception | None = None
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        try:
+            self.found = read_schedule(in_final_order(nodes))
+        except Exception as error:
+            self.found = error
+        raise InterruptedError
+
+    def uuid(self) -> Any:
+        return None
+
+
+def probe() -> None:
+    APIS.require()
+    module = fx.symbolic_trace(lambda x, weight: ((x @ weight).sin().sum(),))
+    inputs = [torch.ones(64, 32), torch.ones(32, 16)]
+    reader = _ReadOne()
+    patches = {"_post_fusion_custom_pass": reader, "fx_graph_cache": False}
+    with torch.no_grad(), contextlib.suppress(Exception):
+        compile_fx(module, inputs, config_patches=patches)
+    found = reader.found
+    APIS.expect(found is not None, "_post_fusion_custom_pass is not called")
+    APIS.expect(isinstance(found, Schedule), f"the schedule cannot be read: {found!r}")
+    assert isinstance(found, Schedule)
+    product, total = 64 * 16 * 4, 4
+    allocated = [size for call in found.calls for size in call.allocated.values()]
+    APIS.expect(allocated == [product, total], f"the schedule allocates {allocated} bytes")
+    freed = [len(call.freed) for call in found.calls]
+    APIS.expect(freed == [2, 1], f"the schedule frees {freed} buffers")
