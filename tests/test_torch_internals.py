@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
+import ast
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch.nn.functional as F
+from torch._inductor.scheduler import SchedulerNode
+
+import mstpass
+from mstpass.backend import mst
 from mstpass.torch_internals import __main__ as runner
+from mstpass.torch_internals import checkpoint_frames
 from mstpass.torch_internals.private_apis import PrivateApis, TorchChangedError
+from mstpass.torch_internals.scheduler_dependencies import mutations_kept
+from mstpass.torch_internals.settings import backward_compiled_at_once
+
+ROOT = Path(mstpass.__file__).parent
 
 
 @pytest.mark.parametrize("name", [*runner.names()])
@@ -42,3 +60,137 @@ def test_the_runner_fails_loudly(
     monkeypatch.delattr("torch._ops.OpOverload")
     assert runner.main() == 1
     assert "op_types: TorchChangedError: torch" in capsys.readouterr().out
+
+
+def test_lint_says_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.autograd.graph._engine_run_backward")
+    checkpoint_frames._kinds.cache_clear()
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(TorchChangedError, match=r"torch\.autograd\.graph\._engine_run_backward is"):
+        mstpass.lint(lambda: x.sin().sum())
+
+
+def test_threads_share_a_patch() -> None:
+    """The thread that is done first leaves the patch to the other; the last one undoes it."""
+    original = SchedulerNode.recompute_size_and_body
+    entered, left = threading.Barrier(2), threading.Event()
+    seen: list[bool] = []
+
+    def first() -> None:
+        with mutations_kept():
+            entered.wait()
+        left.set()
+
+    def second() -> None:
+        with mutations_kept():
+            patched = SchedulerNode.recompute_size_and_body
+            entered.wait()
+            left.wait()
+            seen.append(SchedulerNode.recompute_size_and_body is patched is not original)
+
+    run_together(first, second)
+    assert seen == [True]
+    assert SchedulerNode.recompute_size_and_body is original
+
+
+def test_threads_patch_settings_for_themselves() -> None:
+    before = functorch_config.force_non_lazy_backward_lowering
+    entered, left = threading.Barrier(2), threading.Event()
+    seen: list[bool] = []
+
+    def first() -> None:
+        with backward_compiled_at_once():
+            entered.wait()
+        left.set()
+
+    def second() -> None:
+        with backward_compiled_at_once():
+            entered.wait()
+            left.wait()
+            seen.append(functorch_config.force_non_lazy_backward_lowering)
+
+    run_together(first, second)
+    assert seen == [True]
+    assert functorch_config.force_non_lazy_backward_lowering == before
+
+
+def run_together(*functions: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(len(functions)) as pool:
+        for future in [pool.submit(function) for function in functions]:
+            future.result(timeout=60)
+
+
+def test_two_threads_compile() -> None:
+    """Each finds what it patched; afterwards nothing is patched."""
+    original = SchedulerNode.recompute_size_and_body
+    torch.manual_seed(0)
+    x_ND, weight_VD = torch.randn(256, 16), torch.randn(1024, 16)
+    labels_N = torch.randint(1024, (256,))
+
+    def gradient(backend: Any = None) -> torch.Tensor:
+        weight = weight_VD.clone().requires_grad_()
+        loss = lambda w: F.cross_entropy(x_ND @ w.t(), labels_N)
+        step = loss if backend is None else torch.compile(loss, backend=backend)
+        step(weight).backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(gradient, [mst, mst], timeout=300))
+    for got in found:
+        torch.testing.assert_close(got, gradient(), rtol=1e-4, atol=1e-6)
+    assert SchedulerNode.recompute_size_and_body is original
+
+
+# ---- no private API of torch outside of its home ------------------------------------------------
+_FILES = [p for p in ROOT.rglob("*.py") if p.parent != ROOT / "torch_internals"]
+# not torch's: a named tuple's method, the interpreter's frame, an option of transformers
+_OTHERS = {"_replace", "_getframe", "_attn_implementation"}
+_OPS = ("aten", "prims", "torch.ops.aten")  # ops, some of whose names begin with an underscore
+
+
+@pytest.mark.parametrize("path", _FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_apis_are_used_in_their_homes_alone(path: Path) -> None:
+    found = [f"{path.name}:{node.lineno} {name}" for node, name in _private_names(path) if name]
+    assert not found, "move it to mstpass/torch_internals"
+
+
+def test_private_apis_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "all.py"
+    path.write_text(
+        "import torch._a\nimport torch.b._c as c\nfrom torch._d import e\nfrom torch.f import _g\n"
+        "from torch.h._i import j\ntorch._k.l\nx._m.n\ngetattr(x, '_o')\n"
+        "from torch import fx\nself._p\naten._q.default\ngetattr(x, 'r')\nx.__s__\n"
+    )
+    found = [node.lineno for node, name in _private_names(path) if name]
+    assert sorted(found) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def _private_names(path: Path) -> Iterator[tuple[Any, str]]:
+    """Nodes of a file's syntax tree, with the private name of torch that each uses, if any."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            own = owner in ("self", "cls", *_OPS) or node.attr in _OTHERS
+            yield node, node.attr if _is_private(node.attr) and not own else ""
+            continue
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in _BY_NAME:
+            constants = (a.value for a in node.args if isinstance(a, ast.Constant))
+            yield node, next((str(c) for c in constants if _is_private(str(c))), "")
+            continue
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            yield node, name if parts[0] == "torch" and any(map(_is_private, parts)) else ""
+
+
+_BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")

@@ -7,12 +7,6 @@ exception ends a recomputation early. (``Function.apply`` has no frame since tor
 
 Terms: a *region* is one call of ``checkpoint``; an op is *recomputed* when it runs in backward
 inside a region or a module, and a *gradient op* when it runs in backward outside of both.
-
-Private names of torch, checked with torch 2.11, 2.13 and 2.15: ``_call_impl``,
-``_engine_run_backward``, ``CheckpointFunction``, ``checkpoint`` (from 2.15 on ``_checkpoint_impl``,
-which decorated functions call as well), ``recompute_fn`` in
-``_checkpoint_without_reentrant_generator`` (from 2.15 on ``..._impl``), the local names read below,
-and ``torch._C._current_graph_task_id``.
 """
 
 from __future__ import annotations
@@ -26,37 +20,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import function as autograd_function
-from torch.autograd import graph
-from torch.utils import checkpoint as torch_checkpoint
 
-_NO_BACKWARD = -1  # what _current_graph_task_id gives outside of every backward
-
-
-def _implementation(name: str, public: Any) -> types.CodeType:
-    """The code that does the work: since torch 2.15 a function of its own, called by the public."""
-    return inspect.unwrap(getattr(torch_checkpoint, name, public)).__code__
-
-
-def _recompute_code() -> types.CodeType:
-    generator = torch_checkpoint._checkpoint_without_reentrant_generator
-    outer = _implementation("_checkpoint_without_reentrant_generator_impl", generator)
-    inner = (c for c in outer.co_consts if isinstance(c, types.CodeType))
-    return next(code for code in inner if code.co_name == "recompute_fn")
-
-
-_MODULE = id(nn.Module._call_impl.__code__)
-_ENGINE = id(graph._engine_run_backward.__code__)
-_BACKWARD = id(torch.autograd.backward.__code__)
-_CHECKPOINT = id(_implementation("_checkpoint_impl", torch_checkpoint.checkpoint))
-_REENTRANT_FORWARD = id(torch_checkpoint.CheckpointFunction.forward.__code__)
-_REENTRANT_BACKWARD = id(torch_checkpoint.CheckpointFunction.backward.__code__)
-_RECOMPUTE = id(_recompute_code())
-_UPKEEP_FILES = {torch_checkpoint.__file__, torch.random.__file__, None}
-_OWN_FILES = {
-    module.__file__
-    for module in (torch_checkpoint, autograd_function, torch._compile, torch._dynamo.eval_frame)
-}
+from mstpass.torch_internals.checkpoint_frames import (
+    UPKEEP_FILES,
+    FrameKind,
+    called_module,
+    checkpointed_function,
+    current_backward,
+    frames_from,
+    is_checkpoint_code,
+    is_reentrant,
+    kind_of,
+    records_gradients,
+)
 
 
 @dataclass(frozen=True)
@@ -111,7 +87,7 @@ class Place:
 
 def current_place() -> Place:
     """Of the op that is being dispatched."""
-    task = torch._C._current_graph_task_id()
+    backward_id = current_backward()
     regions: list[Region] = []
     modules: list[tuple[nn.Module, types.FrameType]] = []
     inside: int | None = None
@@ -119,18 +95,17 @@ def current_place() -> Place:
     callee: str | None = None
     upkeep = accumulates = False
     hand_written: list[Any] = []
-    for frame in _frames(sys._getframe(1)):
-        kind = id(frame.f_code)
-        if kind == _ENGINE and task != _NO_BACKWARD:
+    for frame in frames_from(sys._getframe(1)):
+        kind = kind_of(frame)
+        if kind is FrameKind.ENGINE and backward_id is not None:
             caller = frame.f_back
-            accumulates = caller is not None and id(caller.f_code) == _BACKWARD
+            accumulates = caller is not None and kind_of(caller) is FrameKind.BACKWARD
             break  # what lies below waits for this backward
-        accumulates = accumulates or kind == _BACKWARD
-        if kind == _MODULE:
-            modules.append((frame.f_locals["self"], frame))
-        elif kind == _REENTRANT_FORWARD:
-            # filled in before forward runs, and empty where no gradient is recorded
-            recordable = bool(frame.f_locals["ctx"].next_functions)
+        accumulates = accumulates or kind is FrameKind.BACKWARD
+        if kind is FrameKind.MODULE:
+            modules.append((called_module(frame), frame))
+        elif kind is FrameKind.REENTRANT_FORWARD:
+            recordable = records_gradients(frame)
         if inside is None and _is_hand_written(frame.f_code):
             hand_written.append(_arguments(frame))
         region = _region(kind, frame, recordable is not False)
@@ -138,11 +113,12 @@ def current_place() -> Place:
             regions.append(region)
             recordable = None
             if inside is None:
-                inside, upkeep = len(modules), callee in _UPKEEP_FILES
-        if kind != _REENTRANT_FORWARD:  # it runs the function, as a non-reentrant one does itself
+                inside, upkeep = len(modules), callee in UPKEEP_FILES
+        # A reentrant checkpoint runs its function there, a non-reentrant one does so itself.
+        if kind is not FrameKind.REENTRANT_FORWARD:
             callee = frame.f_code.co_filename
     return Place(
-        None if task == _NO_BACKWARD else task,
+        backward_id,
         tuple(regions),
         tuple(modules),
         len(modules) if inside is None else inside,
@@ -152,14 +128,12 @@ def current_place() -> Place:
     )
 
 
-def _region(kind: int, frame: types.FrameType, recordable: bool) -> Region | None:
-    if kind == _CHECKPOINT:
-        variables = frame.f_locals
-        return Region(frame, variables["function"], bool(variables["use_reentrant"]), recordable)
-    if kind == _RECOMPUTE:
-        return Region(frame, frame.f_locals["fn"])
-    if kind == _REENTRANT_BACKWARD:
-        return Region(frame, frame.f_locals["ctx"].run_function)
+def _region(kind: FrameKind | None, frame: types.FrameType, recordable: bool) -> Region | None:
+    if kind is FrameKind.CHECKPOINT:
+        function = checkpointed_function(frame, kind)
+        return Region(frame, function, is_reentrant(frame), recordable)
+    if kind in (FrameKind.RECOMPUTATION, FrameKind.REENTRANT_RECOMPUTATION):
+        return Region(frame, checkpointed_function(frame, kind))
     return None
 
 
@@ -196,13 +170,7 @@ def _arguments(frame: types.FrameType) -> tuple[Any, ...]:
 
 def caller_of(frame: types.FrameType) -> types.FrameType:
     """Who called ``checkpoint``: the nearest frame outside of torch's own checkpointing code."""
-    for outer in _frames(frame.f_back):
-        if outer.f_code.co_filename not in _OWN_FILES:
+    for outer in frames_from(frame.f_back):
+        if not is_checkpoint_code(outer.f_code.co_filename):
             return outer
     return frame
-
-
-def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -1,8 +1,8 @@
 """Recognize the frames of modules, checkpoints and backward passes on the Python stack.
 
 The linter asks for each op in which modules and checkpoints it runs. Nothing is patched for that:
-``Module._call_impl`` and the functions of ``torch.utils.checkpoint`` have frames of their own, whose
-local variables tell the rest. Source: torch/nn/modules/module.py, torch/utils/checkpoint.py,
+``Module._call_impl`` and the functions of ``torch.utils.checkpoint`` have frames of their own, and
+their local variables tell the rest. Source: torch/nn/modules/module.py, torch/utils/checkpoint.py,
 torch/autograd/graph.py, torch/csrc/autograd/engine.cpp.
 """
 
