@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import mstpass
+from mstpass.torch_internals.compile_fx import CustomPartitionerFn, compile_fx
 
 Loss = Callable[..., torch.Tensor]
 STRICT = {"strict": True}
@@ -132,6 +131,6 @@ def joint_graph(
 
     with contextlib.suppress(Exception):
         torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     assert found, "the function has no joint graph"
     return found[0]

@@ -65,9 +65,9 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")

@@ -173,7 +173,7 @@ def test_a_failure_of_ours_falls_back_with_one_warning(monkeypatch: pytest.Monke
     assert len([w for w in caught if "mstpass" in str(w.message)]) == 1
     torch.testing.assert_close(loss, loss_fn(ids))
     assert "on purpose" in str(mstpass.reports()[-1])
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with pytest.raises(Exception, match="strict=True"):
         compiled(loss_fn, inductor=inductor)(ids)
 

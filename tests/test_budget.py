@@ -174,7 +174,7 @@ def test_a_budget_that_cannot_be_met_names_the_lowest_peak() -> None:
     ) as e:
         strict(ids, target)
     assert MstpassError.__name__ in str(e.value) or isinstance(e.value.__cause__, MstpassError)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     lax = compiled(lambda ids, target: model(ids, target), memory_budget="1MiB", strict=False)
     with pytest.warns(UserWarning, match="In memory there"):
         lax(ids, target).backward()

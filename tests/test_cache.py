@@ -14,7 +14,7 @@ PROGRAM = """
 import json, sys, torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.utils import counters
+from mstpass.torch_internals.caches import counters
 import mstpass
 
 torch.manual_seed(0)

@@ -262,7 +262,7 @@ def test_dropout_in_checkpoints_is_inductor_s(budget: str | float) -> None:
     model, x = Model(dropout=0.1), tokens()
 
     def run(backend: str, **kwargs: Any) -> list[torch.Tensor]:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         model.zero_grad(set_to_none=True)
         torch.manual_seed(3)
         torch.compile(lambda x: model(x), backend=backend, fullgraph=True, **kwargs)(x).backward()
@@ -294,7 +294,7 @@ def test_draws_from_torch_s_generator_go_to_torch_s_partitioner() -> None:
 def test_a_checkpoint_per_layer_needs_no_more_than_under_inductor() -> None:
     peaks = {}
     for backend in ("inductor", "mst"):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         model, ids, target = llama(SIZE, torch.device("cpu"))
         step = torch.compile(
             lambda ids, target, m=model: m(ids, target, checkpointed=True), backend=backend
@@ -328,7 +328,7 @@ def test_torch_s_region_budgets_are_left_to_torch() -> None:
 
     report = check_against_float64(model, lambda m: lambda x: _layers(m, x), [x])
     assert report.outcome.save_plan.solver == "peak_search"
-    torch._dynamo.reset()
+    torch.compiler.reset()
     loss = compiled(fn, chunk_tokens=64)(x)
     torch.testing.assert_close(loss, _layers(model, x))
     loss.backward()

@@ -38,7 +38,7 @@ def check_bytes(timeline: MemoryTimeline) -> None:
 
 @pytest.fixture(scope="module")
 def free() -> pipeline.Result:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return planned()
 
 

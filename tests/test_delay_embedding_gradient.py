@@ -43,7 +43,7 @@ def test_a_scatter_waits_if_its_rows_free_more_than_they_take(count: int, waits:
 
 
 def _peak(device: str) -> tuple[int, tuple[Tensor, ...]]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.manual_seed(0)
     inputs = _inputs(6, device)
     step = compiled(_loss, memory_budget=0.0)

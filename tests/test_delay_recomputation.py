@@ -56,7 +56,7 @@ def test_a_forward_graph_has_nothing_to_wait_for() -> None:
 
 
 def _peak(size: LlamaSize, device: torch.device) -> tuple[int, list[torch.Tensor]]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model, ids, target = llama(size, device)
     step = compiled(lambda ids, target: model(ids, target), memory_budget=0.0)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import mstpass
@@ -18,6 +17,7 @@ from mstpass.bench.models import Layer, LlamaSize, RMSNorm
 from mstpass.graph import sizes
 from mstpass.graph.joint import tensors_of
 from mstpass.options import Options
+from mstpass.torch_internals.caches import counters
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from tests.checks import STRICT, errors, gradients, in_float64, joint_graph, kinds
 from tests.models import MLPS, Block, TinyLM, next_token_loss
@@ -205,7 +205,7 @@ def test_the_last_token_counts() -> None:
 
 # ---- compilations ------------------------------------------------------------------------------
 def _graphs_of_ten_lengths(backend: str, options: dict[str, Any]) -> int:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.manual_seed(0)
     model = TinyLM(VOCAB, D)
     step = torch.compile(_next_token(model), backend=backend, options=options)

@@ -57,7 +57,7 @@ def _cat() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
 
 
 def _compiled(value: Callable[[], Tensor], **options: Any) -> Any:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return torch.compile(lambda: value(), backend="mst", options=options)
 
 
@@ -93,7 +93,7 @@ def test_a_plan_whose_schedule_exceeds_the_budget_is_made_again(
     assert found.limit_bytes is not None and found.limit_bytes < budget / 1.1
     assert found.scheduled_peak_bytes is not None and found.scheduled_peak_bytes <= budget
     assert peak_bytes(step) <= budget
-    torch._dynamo.reset()
+    torch.compiler.reset()
     inductor = make_step(torch.compile(lambda: value()))
     torch.manual_seed(1)
     want_loss, want = inductor.with_gradients()

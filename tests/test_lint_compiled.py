@@ -146,7 +146,7 @@ def test_a_compiled_step():
     assert report.findings[0].source == "layers.1.down"
     assert report.step_flops == 15 * MM
     assert report.notes == ("1 compiled graph read",)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     report = mstpass.lint_compiled(torch.compile(Model(NON_REENTRANT), backend="mst"), tokens())
     assert not report.findings and report.step_flops == 14 * MM
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 import mstpass
+from mstpass.torch_internals.caches import counters
 from tests.checks import check_against_float64, compiled, gradients, joint_graph, kinds
 from tests.losses import FUSED, OUTSIDE, RECOMPUTED, REFUSED, VOCAB, Loss, LossModel
 from tests.models import TinyLM

@@ -119,7 +119,7 @@ class _Dropping(nn.Module):
 )
 def test_gradients_under_inductor(dynamic: bool, layers: int) -> None:
     """Blocks with loops run three times; their gradients stay right."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.manual_seed(0)
     size = LlamaSize(layers=layers, width=32, heads=2, mlp_width=96, vocabulary=64, length=1536)
     model = Llama(size)
@@ -151,7 +151,7 @@ def _peaks(model: nn.Module, x: torch.Tensor) -> list[int]:
     gradients: list[list[torch.Tensor]] = []
     peaks: list[int] = []
     for options in ({"memory_budget": "free"}, {"memory_budget": 0.0}):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         step: Any = compiled(model, **options)
 
         def run(step: Any = step) -> list[torch.Tensor]:

@@ -251,7 +251,7 @@ def test_recomputation_sees_the_forward_s_dropout() -> None:
     x = torch.randn(2, 150, 32)
 
     def compiled(**options: object) -> Callable[[torch.Tensor], torch.Tensor]:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         given = {"strict": True, "chunk_tokens": 64, **options}
         return torch.compile(lambda x: step(x), backend="mst", options=given)
 

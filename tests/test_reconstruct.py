@@ -194,7 +194,7 @@ def test_dropout_masks_as_bits_under_inductor() -> None:
     model, x = _model("dropout"), torch.randn(2, 96, D)
 
     def gradients(mode: str) -> list[torch.Tensor]:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         model.zero_grad(set_to_none=True)
         options = {"strict": True, "chunk": "off", "reconstruct": mode, "memory_budget": 0.0}
         step = torch.compile(_loss(model), backend="mst", options=options)
