@@ -1,12 +1,12 @@
-"""Where an op runs, read off the Python stack: in which modules, which checkpoints, which phase.
+"""Reads from the Python stack where an op runs: its modules, its checkpoints, and its phase.
 
-No hook is set and nothing is patched: ``Module._call_impl``, the functions of
-``torch.utils.checkpoint`` and the ``forward`` of an ``autograd.Function`` have frames of their own,
-and these hold what we want to know. That works in autograd's threads as well, and where an
-exception ends a recomputation early. (``Function.apply`` has no frame since torch 2.15: it is C++.)
+No hook is set and nothing is patched. A call of a module, of ``torch.utils.checkpoint`` or of the
+``forward`` of an ``autograd.Function`` has a frame on the stack, whose variables tell which module
+or function it runs. This also works in autograd's threads, and where an exception ends a
+recomputation early. (``Function.apply`` has no frame since torch 2.15, because it is C++.)
 
-Terms: a *region* is one call of ``checkpoint``; an op is *recomputed* when it runs in backward
-inside a region or a module, and a *gradient op* when it runs in backward outside of both.
+An op in the backward is *recomputed* if it runs inside a checkpoint or a module; otherwise it is a
+*gradient op*.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from mstpass.torch_internals.checkpoint_frames import (
 
 
 @dataclass(frozen=True)
-class Region:
-    """A call of ``checkpoint`` that is running.
+class CheckpointRun:
+    """A call of ``checkpoint`` that is running, in the forward or recomputed in the backward.
 
     Attributes:
-        frame: its frame; two runs of one call have two.
-        function: what was given to ``checkpoint``.
-        reentrant: None in a recomputation, where it is not needed.
-        recordable: False where a reentrant checkpoint runs without gradients: nothing will ever be
-            recomputed for it. (That a non-reentrant one does so shows in its ops' grad mode.)
+        frame: its frame; each run has another one.
+        function: the function that is checkpointed.
+        reentrant: whether the checkpoint is reentrant; None in a recomputation.
+        recordable: False if a reentrant checkpoint runs without gradients, so that it is never
+            recomputed. (For a non-reentrant checkpoint, the grad mode of its ops shows that.)
     """
 
     frame: types.FrameType
@@ -54,99 +54,103 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one op runs. Regions and modules come innermost first.
+class OpContext:
+    """Where an op runs.
 
     Attributes:
-        backward_id: the running backward, None in the forward.
-        modules: each with its frame.
-        inside: how many of the modules run inside the innermost region.
-        hand_written: what autograd functions within the innermost region were called with; their
-            kernels may read it unseen.
-        upkeep: a checkpoint issued the op for itself: it saves inputs, or restores a generator.
-        accumulates: a backward that fills ``.grad`` issued it, not ``autograd.grad``. In a thread
-            of autograd's that does not show; the gradient of the loss, made before, still does.
+        backward_id: identifies the running backward; None in the forward.
+        checkpoints: the checkpoints around the op, the innermost first.
+        modules: the modules around the op, the innermost first, each with its frame.
+        modules_inside: how many of the modules run inside of the innermost checkpoint.
+        function_inputs: the inputs of autograd functions inside of the innermost checkpoint; their
+            kernels may read them unseen.
+        upkeep: whether a checkpoint itself issued the op, to save inputs or to restore a generator.
+        accumulates: whether a backward that fills ``.grad`` issued the op, not ``autograd.grad``.
+            In autograd's threads this is not seen, but it is for the gradient of the loss, which
+            the calling thread makes.
     """
 
     backward_id: int | None
-    regions: tuple[Region, ...]
+    checkpoints: tuple[CheckpointRun, ...]
     modules: tuple[tuple[nn.Module, types.FrameType], ...]
-    inside: int
-    hand_written: tuple[Any, ...] = ()
+    modules_inside: int
+    function_inputs: tuple[Any, ...] = ()
     upkeep: bool = False
     accumulates: bool = False
 
     @property
     def recomputed(self) -> bool:
-        return self.backward_id is not None and bool(self.regions or self.modules)
+        return self.backward_id is not None and bool(self.checkpoints or self.modules)
 
     @property
     def gradient(self) -> bool:
         return self.backward_id is not None and not self.recomputed
 
 
-def current_place() -> Place:
-    """Of the op that is being dispatched."""
+def current_context() -> OpContext:
+    """The context of the op that is being dispatched."""
     backward_id = current_backward()
-    regions: list[Region] = []
+    checkpoints: list[CheckpointRun] = []
     modules: list[tuple[nn.Module, types.FrameType]] = []
-    inside: int | None = None
+    modules_inside: int | None = None
     recordable: bool | None = None
     callee: str | None = None
     upkeep = accumulates = False
-    hand_written: list[Any] = []
+    function_inputs: list[Any] = []
     for frame in frames_from(sys._getframe(1)):
         kind = kind_of(frame)
         if kind is FrameKind.ENGINE and backward_id is not None:
             caller = frame.f_back
             accumulates = caller is not None and kind_of(caller) is FrameKind.BACKWARD
-            break  # what lies below waits for this backward
+            break  # the frames below wait for this backward
         accumulates = accumulates or kind is FrameKind.BACKWARD
         if kind is FrameKind.MODULE:
             modules.append((called_module(frame), frame))
         elif kind is FrameKind.REENTRANT_FORWARD:
             recordable = records_gradients(frame)
-        if inside is None and _is_hand_written(frame.f_code):
-            hand_written.append(_arguments(frame))
-        region = _region(kind, frame, recordable is not False)
-        if region is not None:
-            regions.append(region)
+        if modules_inside is None and _runs_autograd_function(frame.f_code):
+            function_inputs.append(_arguments(frame))
+        run = _checkpoint_run(kind, frame, recordable is not False)
+        if run is not None:
+            checkpoints.append(run)
             recordable = None
-            if inside is None:
-                inside, upkeep = len(modules), callee in UPKEEP_FILES
-        # A reentrant checkpoint runs its function there, a non-reentrant one does so itself.
+            if modules_inside is None:
+                modules_inside, upkeep = len(modules), callee in UPKEEP_FILES
+        # this frame is in a file of torch's, but it runs the user's function: that is no upkeep
         if kind is not FrameKind.REENTRANT_FORWARD:
             callee = frame.f_code.co_filename
-    return Place(
+    return OpContext(
         backward_id,
-        tuple(regions),
+        tuple(checkpoints),
         tuple(modules),
-        len(modules) if inside is None else inside,
-        tuple(hand_written),
+        len(modules) if modules_inside is None else modules_inside,
+        tuple(function_inputs),
         upkeep,
         accumulates,
     )
 
 
-def _region(kind: FrameKind | None, frame: types.FrameType, recordable: bool) -> Region | None:
+def _checkpoint_run(
+    kind: FrameKind | None, frame: types.FrameType, recordable: bool
+) -> CheckpointRun | None:
     if kind is FrameKind.CHECKPOINT:
         function = checkpointed_function(frame, kind)
-        return Region(frame, function, is_reentrant(frame), recordable)
+        return CheckpointRun(frame, function, is_reentrant(frame), recordable)
     if kind in (FrameKind.RECOMPUTATION, FrameKind.REENTRANT_RECOMPUTATION):
-        return Region(frame, checkpointed_function(frame, kind))
+        return CheckpointRun(frame, checkpointed_function(frame, kind))
     return None
 
 
-_hand_written: dict[types.CodeType, bool] = {}
+_known_codes: dict[types.CodeType, bool] = {}
 
 
-def _is_hand_written(code: types.CodeType) -> bool:
-    """Whether it is what an ``autograd.Function`` runs in the forward."""
-    known = _hand_written.get(code)
+def _runs_autograd_function(code: types.CodeType) -> bool:
+    """Whether it is the forward code of an ``autograd.Function``."""
+    known = _known_codes.get(code)
     if known is None:
         functions = _subclasses(torch.autograd.Function)
         known = any(code in (_code(f.forward), _code(f.setup_context)) for f in functions)
-        _hand_written[code] = known
+        _known_codes[code] = known
     return known
 
 
@@ -161,7 +165,7 @@ def _code(function: Any) -> types.CodeType | None:
 
 
 def _arguments(frame: types.FrameType) -> tuple[Any, ...]:
-    """What the frame's function was called with."""
+    """The arguments of the frame's function."""
     code, variables = frame.f_code, frame.f_locals
     stars = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + stars]
@@ -169,7 +173,7 @@ def _arguments(frame: types.FrameType) -> tuple[Any, ...]:
 
 
 def caller_of(frame: types.FrameType) -> types.FrameType:
-    """Who called ``checkpoint``: the nearest frame outside of torch's own checkpointing code."""
+    """The frame that called ``checkpoint``: the nearest outside of torch's checkpointing code."""
     for outer in frames_from(frame.f_back):
         if not is_checkpoint_code(outer.f_code.co_filename):
             return outer

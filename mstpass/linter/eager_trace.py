@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
-from mstpass.linter.call_stack import Place, Region, caller_of, current_place
+from mstpass.linter.call_stack import CheckpointRun, OpContext, caller_of, current_context
 from mstpass.linter.liveness import RecomputeLiveness, only_views
 from mstpass.torch_internals.dispatch_modes import TorchDispatchMode
 from mstpass.torch_internals.pytrees import tree_leaves
@@ -141,50 +141,50 @@ class StepTrace(TorchDispatchMode):
         super().__exit__(*exception)
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        place = current_place()
+        context = current_context()
         flops = _flops(func, args, kwargs, out)
         self.step_flops += flops
-        self.ran_backward = self.ran_backward or place.accumulates
+        self.ran_backward = self.ran_backward or context.accumulates
         # a gradient op leaves the frames as they are: autograd.grad may run inside of a forward
-        if not (place.gradient or place.upkeep or only_views(func, (args, kwargs), out)):
-            self._count_modules(place, flops)
+        if not (context.gradient or context.upkeep or only_views(func, (args, kwargs), out)):
+            self._count_modules(context, flops)
         number = None
-        if place.recomputed:
+        if context.recomputed:
             number = self.liveness.add_recomputed(func, (args, kwargs), out)
-            self.liveness.mark_live(place.hand_written)
+            self.liveness.mark_live(context.function_inputs)
         else:
-            self.liveness.add_other(func, (args, kwargs), out, place.gradient)
-        if place.backward_id is None:
-            self._follow_checkpoint(place)
-        if flops and not place.gradient:
-            self._count_op(_key(place, func, args, kwargs), place, flops, number)
+            self.liveness.add_other(func, (args, kwargs), out, context.gradient)
+        if context.backward_id is None:
+            self._follow_checkpoint(context)
+        if flops and not context.gradient:
+            self._count_op(_key(context, func, args, kwargs), context, flops, number)
 
-    def _count_modules(self, place: Place, flops: int) -> None:
+    def _count_modules(self, context: OpContext, flops: int) -> None:
         """Count runs and flops: a module runs anew if the last op did not run in its frame."""
-        for module, frame in _module_runs(place):
+        for module, frame in _module_runs(context):
             count = self.modules.setdefault(id(module), ModuleCount(module))
             new = not any(frame is known for known in self._frames)
-            if place.backward_id is None:
+            if context.backward_id is None:
                 count.forward_runs += new
                 count.forward_flops += flops
             else:
                 count.recompute_runs += new
                 count.recompute_flops += flops
-        if place.modules and place.backward_id is None:
-            root = place.modules[-1][0]
+        if context.modules and context.backward_id is None:
+            root = context.modules[-1][0]
             self.roots[id(root)] = root
-        self._frames = tuple(frame for _, frame in _module_runs(place))
+        self._frames = tuple(frame for _, frame in _module_runs(context))
 
-    def _follow_checkpoint(self, place: Place) -> None:
+    def _follow_checkpoint(self, context: OpContext) -> None:
         """Note which outermost checkpoint runs, and whether it records gradients."""
-        frame = place.regions[-1].frame if place.regions else None
+        frame = context.checkpoints[-1].frame if context.checkpoints else None
         if self._open is not None and self._open.frame is not frame:
             self._close()
         if self._open is None and frame is not None:
             self._open = _ForwardCheckpoint(frame)
         if self._open is not None:
             self._open.records |= torch.is_grad_enabled() or any(
-                region.reentrant and region.recordable for region in place.regions
+                run.reentrant and run.recordable for run in context.checkpoints
             )
 
     def _close(self) -> None:
@@ -193,34 +193,34 @@ class StepTrace(TorchDispatchMode):
                 self.runs[key].forward += times
         self._open = None
 
-    def _count_op(self, key: OpKey, place: Place, flops: int, number: int | None) -> None:
+    def _count_op(self, key: OpKey, context: OpContext, flops: int, number: int | None) -> None:
         runs = self.runs.setdefault(key, OpRuns())
         runs.flops = flops
-        if place.backward_id is not None:
+        if context.backward_id is not None:
             runs.recomputed.append(number)
-            runs.backward_ids.add(place.backward_id)
+            runs.backward_ids.add(context.backward_id)
         elif self._open is None:
             runs.forward += 1
         else:
             self._open.ops[key] += 1
-            runs.checkpoints = max(runs.checkpoints, _checkpoint_calls(place), key=len)
+            runs.checkpoints = max(runs.checkpoints, _checkpoint_calls(context), key=len)
 
 
-def _module_runs(place: Place) -> list[tuple[nn.Module, types.FrameType]]:
+def _module_runs(context: OpContext) -> list[tuple[nn.Module, types.FrameType]]:
     """The modules that run, without wrappers, and those that a checkpoint recomputes."""
-    runs = [(module, frame) for module, frame in place.modules if unwrapped(module) is module]
+    runs = [(module, frame) for module, frame in context.modules if unwrapped(module) is module]
     seen = {id(module) for module, _ in runs}
-    for region in reversed(place.regions) if place.backward_id is not None else ():
-        module = forward_owner(region.function)
+    for run in reversed(context.checkpoints) if context.backward_id is not None else ():
+        module = forward_owner(run.function)
         if module is not None and id(module) not in seen:
-            runs.append((module, region.frame))
+            runs.append((module, run.frame))
             seen.add(id(module))
     return runs
 
 
-def _key(place: Place, func: Any, args: Any, kwargs: dict[str, Any]) -> OpKey:
-    target = _target(place.regions[0].function) if place.regions else None
-    module = place.modules[0][0] if place.inside else None
+def _key(context: OpContext, func: Any, args: Any, kwargs: dict[str, Any]) -> OpKey:
+    target = _target(context.checkpoints[0].function) if context.checkpoints else None
+    module = context.modules[0][0] if context.modules_inside else None
     leaves = tree_leaves((args, kwargs))
     shapes = tuple(tuple(map(int, v.shape)) for v in leaves if isinstance(v, torch.Tensor))
     return OpKey(target, module, str(func), shapes)
@@ -236,18 +236,18 @@ def _target(function: Any) -> Target:
     return Target(None, function, getattr(inner, "__code__", None))
 
 
-def _checkpoint_calls(place: Place) -> tuple[CheckpointCall, ...]:
-    fsdp = any(_is_fsdp(module) for module, _ in place.modules)
-    return tuple(_checkpoint_call(region, fsdp) for region in reversed(place.regions))
+def _checkpoint_calls(context: OpContext) -> tuple[CheckpointCall, ...]:
+    fsdp = any(_is_fsdp(module) for module, _ in context.modules)
+    return tuple(_checkpoint_call(run, fsdp) for run in reversed(context.checkpoints))
 
 
-def _checkpoint_call(region: Region, fsdp: bool) -> CheckpointCall:
-    caller = caller_of(region.frame)
+def _checkpoint_call(run: CheckpointRun, fsdp: bool) -> CheckpointCall:
+    caller = caller_of(run.frame)
     return CheckpointCall(
         caller.f_code.co_filename,
         caller.f_lineno,
-        bool(region.reentrant),
-        _target(region.function),
+        bool(run.reentrant),
+        _target(run.function),
         fsdp,
     )
 
