@@ -30,7 +30,7 @@ from mstpass import pipeline
 from mstpass.graph import device_costs
 from mstpass.loops.lowering import lower_loops
 from mstpass.memory.device_budget import watch_optimizers, with_device_budget
-from mstpass.memory.inductor_schedule import ReadSchedule
+from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import OptionError, Options
 from mstpass.partition.budget import BudgetError, over_budget, tighter_limit_bytes
 from mstpass.plans import Outcome, Rejection

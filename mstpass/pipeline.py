@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from mstpass import stages
+from mstpass import pipeline_stages
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.loops.apply_plans import Applied
 from mstpass.memory.timeline import StepMemory
@@ -146,25 +146,25 @@ def _run_stages(
     watch = _Stopwatch()
     joint = JointGraph(module, num_fwd_outputs)
     watch.lap("read")
-    detected = stages.detect(joint, options)
+    detected = pipeline_stages.detect(joint, options)
     joint, rejections = detected.joint, detected.rejections
     watch.lap("detect")
     if stop_after in ("read", "detect"):
         return Result(_outcome((), rejections))
-    planned = stages.plan(joint, detected.candidates, options, limit_bytes)
+    planned = pipeline_stages.plan(joint, detected.candidates, options, limit_bytes)
     rejections = (*rejections, *planned.rejections)
     watch.lap("plan")
     if stop_after == "plan":
         return Result(_outcome(planned.chunk_plans, rejections), planned.problem)
-    applied, chunk_plans, refused = stages.apply(joint, planned.chunk_plans, options)
+    applied, chunk_plans, refused = pipeline_stages.apply(joint, planned.chunk_plans, options)
     rejections = (*rejections, *refused)
     watch.lap("apply")
     outcome = _outcome(chunk_plans, rejections)
     if stop_after == "apply":
         return Result(outcome, planned.problem, applied)
     rewritten = JointGraph(applied.module, num_fwd_outputs)
-    crossing = stages.split(rewritten, applied, planned.plan, joint, options, torch_kwargs)
-    modules, memory = stages.scheduled(crossing, options, limit_bytes)
+    crossing = pipeline_stages.split(rewritten, applied, planned.plan, joint, options, torch_kwargs)
+    modules, memory = pipeline_stages.scheduled(crossing, options, limit_bytes)
     outcome = dataclasses.replace(
         outcome,
         save_plan=crossing.save_plan,
@@ -174,7 +174,7 @@ def _run_stages(
     )
     before: StepMemory | None = None
     if memory.known and not crossing.by_torch:
-        before, extra_time = stages.compared(planned.problem, planned.plan)
+        before, extra_time = pipeline_stages.compared(planned.problem, planned.plan)
         outcome = dataclasses.replace(
             outcome, baseline_peak_bytes=before.peak_bytes, extra_time=extra_time
         )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import mstpass
-from mstpass import pipeline, stages
+from mstpass import pipeline, pipeline_stages
 from mstpass.backend import MstpassError
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
@@ -46,7 +46,9 @@ def test_plans_are_simulated_as_the_graphs_they_become(
 ) -> None:
     """Except for second rematerializations, which are no part of a plan."""
     monkeypatch.setattr(
-        stages, "add_second_rematerialization", lambda modules, memory, _: (modules, memory)
+        pipeline_stages,
+        "add_second_rematerialization",
+        lambda modules, memory, _: (modules, memory),
     )
     model, ids, target = llama(SIZE, torch.device("cpu"))
     model = model.to(dtype)
@@ -55,7 +57,7 @@ def test_plans_are_simulated_as_the_graphs_they_become(
     result = pipeline.run(joint, options, num_fwd_outputs=outputs)
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
-    plan = stages._solve(result.problem, options, None, "")
+    plan = pipeline_stages._solve(result.problem, options, None, "")
     planned = memory_of(result.problem, plan)
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
     assert planned.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.01)
@@ -75,7 +77,7 @@ def test_operands_that_no_view_shows_token_by_token_are_planned() -> None:
     result = pipeline.run(joint, options, num_fwd_outputs=outputs)
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
-    planned = memory_of(result.problem, stages._solve(result.problem, options, None, ""))
+    planned = memory_of(result.problem, pipeline_stages._solve(result.problem, options, None, ""))
     assert [region.mode for region in result.outcome.regions] == ["fused"]
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.001)
 
@@ -153,7 +155,7 @@ def test_a_plan_within_the_budget_stays(monkeypatch: pytest.MonkeyPatch) -> None
     free_bytes, free_time = peak_of("free")
     exactly = math.ceil(MEASURED_OVER_SIMULATED * free_bytes) + 1
     assert peak_of(exactly) == (free_bytes, free_time)
-    simulate = stages.simulate_step
+    simulate = pipeline_stages.simulate_step
 
     def a_bit_more(*graphs: Any) -> StepMemory:
         memory = simulate(*graphs)
@@ -162,7 +164,7 @@ def test_a_plan_within_the_budget_stays(monkeypatch: pytest.MonkeyPatch) -> None
             memory, forward=dataclasses.replace(memory.forward, moments=moments)
         )
 
-    monkeypatch.setattr(stages, "simulate_step", a_bit_more)
+    monkeypatch.setattr(pipeline_stages, "simulate_step", a_bit_more)
     assert peak_of(exactly) == (free_bytes + 4096, free_time)
 
 

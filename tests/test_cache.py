@@ -29,7 +29,7 @@ def loss(x, y):
 dynamic = sys.argv[2] == "True"
 torch.compile(loss, backend="mst", dynamic=dynamic, options={"strict": True})(x, y).backward()
 report = mstpass.reports()[-1]
-from mstpass.report.json_format import details_to_json
+from mstpass.report.report_json import details_to_json
 json.dump({
     "autograd": dict(counters["aot_autograd"]), "inductor": dict(counters["inductor"]),
     "cached": report.cached, "text": str(report).split("\\n")[1:],

@@ -138,7 +138,7 @@ def _reasons() -> set[str]:
     rooms = ("graph", "regions", "normalize", "loops")
     files = {path for room in rooms for path in (ROOT / room).rglob("*.py")}
     files = {path for path in files if path.name != "close_fused.py"}  # its reasons are notes
-    for path in (*files, ROOT / "stages.py"):
+    for path in (*files, ROOT / "pipeline_stages.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             if not isinstance(call, ast.Call) or not call.args:
                 continue

@@ -16,7 +16,7 @@ import mstpass
 from mstpass import backend
 from mstpass.bench.models import MLPs, Step
 from mstpass.measure import peak_bytes
-from mstpass.memory.inductor_schedule import ReadSchedule
+from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import Options
 from mstpass.partition.budget import tighter_limit_bytes
 from mstpass.plans import Outcome

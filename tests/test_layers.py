@@ -23,7 +23,7 @@ LAYERS = (
     ("schedule",),
     ("partition",),
     ("loops",),
-    ("stages",),
+    ("pipeline_stages",),
     ("pipeline",),
     ("report",),
     ("backend",),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mstpass
-from mstpass import pipeline, stages
+from mstpass import pipeline, pipeline_stages
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
@@ -31,7 +31,9 @@ def _step(size: LlamaSize, **options: object) -> tuple[pipeline.Result, int]:
 def test_a_norm_is_computed_again_after_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     result, peak = _step(SIZE, memory_budget=0.0)
     monkeypatch.setattr(
-        stages, "add_second_rematerialization", lambda modules, memory, _: (modules, memory)
+        pipeline_stages,
+        "add_second_rematerialization",
+        lambda modules, memory, _: (modules, memory),
     )
     once, higher = _step(SIZE, memory_budget=0.0)
     value = SIZE.length * SIZE.width * 4
@@ -50,7 +52,7 @@ def test_a_budget_that_is_met_needs_no_copies(monkeypatch: pytest.MonkeyPatch) -
     def never(*_: object) -> None:
         raise AssertionError("a plan within its budget was rewritten")
 
-    monkeypatch.setattr(stages, "add_second_rematerialization", never)
+    monkeypatch.setattr(pipeline_stages, "add_second_rematerialization", never)
     _step(SIZE)
     _step(SIZE, memory_budget=0.4)
 
@@ -60,7 +62,7 @@ def test_copies_that_lower_nothing_are_removed() -> None:
     size = LlamaSize(32, 1, 2, 64, 2048, 128)
     result, _ = _step(size, chunk="off")
     assert result.modules is not None
-    memory = stages.simulate_step(*(module.graph for module in result.modules))
+    memory = pipeline_stages.simulate_step(*(module.graph for module in result.modules))
     modules, after = add_second_rematerialization(result.modules, memory, scatters_delayed=False)
     assert modules is result.modules and after is memory
 

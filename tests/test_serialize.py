@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 
 from mstpass.bench import problems
 from mstpass.errors import UserError
-from mstpass.problem.json_format import ProblemFileError
 from mstpass.problem.problem import CutProblem, Value
+from mstpass.problem.problem_json import ProblemFileError
 from tests.problems import steps
 
 SMALL = CutProblem((Value("x", 4, free=True), Value("y", 8, ("x",), needed=True)))
@@ -75,7 +75,7 @@ def test_recorded_problems_load_and_are_planned_without_torch() -> None:
     code = (
         "import sys, mstpass; from mstpass.bench import problems;"
         "from mstpass.partition.solvers import SOLVERS;"
-        "from mstpass.problem import apply_modes, json_format, verify;"
+        "from mstpass.problem import apply_modes, problem_json, verify;"
         "from mstpass.memory import simulate_plan;"
         "assert SOLVERS['peak_search'](problems.load('mlps-1'), 0).saved is not None;"
         "sys.exit(any(name.split('.')[0] == 'torch' for name in sys.modules))"

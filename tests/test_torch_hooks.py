@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import mstpass
 from mstpass import backend
 from mstpass.linter.call_stack import Place, current_place
-from mstpass.memory import inductor_schedule
+from mstpass.memory import scheduled_peak
 from tests.checks import compiled
 
 
@@ -34,7 +34,7 @@ def _head() -> torch.Tensor:
 
 def test_inductor_calls_every_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for hook in (backend.Partitioner, backend.LowerLoops, inductor_schedule.ReadSchedule):
+    for hook in (backend.Partitioner, backend.LowerLoops, scheduled_peak.ReadSchedule):
         call: Any = hook.__call__
 
         def counted(self: Any, *args: Any, _call: Any = call, **kwargs: Any) -> Any:
@@ -51,9 +51,9 @@ def test_inductor_calls_every_hook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_inductors_schedule_is_read(caplog: pytest.LogCaptureFixture) -> None:
     """In full: the backend itself goes on with its own estimate where that fails."""
-    with caplog.at_level(logging.DEBUG, logger=inductor_schedule.__name__):
+    with caplog.at_level(logging.DEBUG, logger=scheduled_peak.__name__):
         _head()
-    assert [r.message for r in caplog.records if r.name == inductor_schedule.__name__] == []
+    assert [r.message for r in caplog.records if r.name == scheduled_peak.__name__] == []
     assert mstpass.reports()[-1].outcome.scheduled_peak_bytes
 
 

@@ -3,8 +3,8 @@
     buffers = empty for each stacked output, zeros for each summed output
     i, *buffers = while_loop(cond, step, (0, *buffers), (*sliced, *whole, *symbols))
 
-``cond`` and ``step`` are the graphs of loops/loop_step.py; ``symbols`` are the inputs that hold
-symbolic sizes of the operands, because a subgraph sees nothing that it is not given. The buffers
+``cond`` and ``step`` are the graphs of loops/while_loop_step.py. ``symbols`` are the inputs that
+hold symbolic sizes of the operands, because a subgraph sees nothing that it is not given. The buffers
 are carried and written in place, so the loop needs no second copy of an accumulator: measured at
 0.97-1.02 times the time of the unchunked graph, against 1.21 for the functional form.
 
@@ -30,8 +30,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.loop_op import STACK, OutputSpec, mst_loop
 from mstpass.graph.sizes import Size, expression, is_size, symbols_of
-from mstpass.loops.loop_step import LoopCall, fitted_step, fixed_step
-from mstpass.torch_internals.lowerings import call_as_it_is, select_decomp_table
+from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step
+from mstpass.torch_internals.inductor_lowerings import call_as_it_is, select_decomp_table
 
 aten = torch.ops.aten
 

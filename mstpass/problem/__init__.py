@@ -5,6 +5,6 @@ op.py               ``Op``: one node of a step, and the kinds of nodes
 apply_modes.py      the problem with a mode chosen for each region
 saved_set.py        what backward recomputes and reads for a set of saved values
 verify.py           whether a plan gives backward all it needs
-json_format.py      problems as files
+problem_json.py     problems as files
 solver_registry.py  names of solvers, and the registration of users' own
 """

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from mstpass.problem import json_format
+from mstpass.problem import problem_json
 from mstpass.problem.op import POINTWISE, Op
 
 MUST_SAVE, MUST_RECOMPUTE = "must_save", "must_recompute"
@@ -192,16 +192,16 @@ class CutProblem:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the problem as JSON; compressed if the path ends in ``.gz``."""
-        json_format.to_json(self, path)
+        problem_json.to_json(self, path)
 
     @staticmethod
     def from_json(path: str | os.PathLike[str]) -> CutProblem:
         """Read a file that ``to_json`` wrote.
 
         Raises:
-            json_format.ProblemFileError: the file holds no problem, or one of another version.
+            problem_json.ProblemFileError: the file holds no problem, or one of another version.
         """
-        return json_format.from_json(CutProblem, path)
+        return problem_json.from_json(CutProblem, path)
 
     def __post_init__(self) -> None:
         known: set[str] = set()

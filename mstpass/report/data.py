@@ -7,7 +7,7 @@ from typing import Any
 
 from mstpass.plans import ChunkPlan, Outcome, Reconstructed, Rejection, SavedValue
 from mstpass.report.details import Details
-from mstpass.report.json_format import details_to_json
+from mstpass.report.report_json import details_to_json
 
 SCHEMA = "mstpass-report/1"
 

@@ -15,7 +15,7 @@ from string import Template
 from typing import Any
 
 from mstpass.report.data import ReportData
-from mstpass.report.json_format import compact_json
+from mstpass.report.report_json import compact_json
 
 # In the order in which the page reads them: a script uses names of the scripts before it.
 SCRIPTS = (

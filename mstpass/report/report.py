@@ -15,9 +15,9 @@ from mstpass.report.data import ReportData
 from mstpass.report.details import Details
 from mstpass.report.drawing.dot import render, to_dot
 from mstpass.report.html import page
-from mstpass.report.json_format import compact_json, details_from_json, outcome_from_json
 from mstpass.report.memory_viz import PICKLE_PROTOCOL, memory_snapshot
 from mstpass.report.perfetto import perfetto_trace
+from mstpass.report.report_json import compact_json, details_from_json, outcome_from_json
 from mstpass.report.text import report_lines
 
 

@@ -14,7 +14,7 @@ names values of the problem that results.
     min_cut       the fewest saved bytes                        (reduce_network.py: its network)
     checkpoints   what is alive at narrow places of the forward  (forward_places.py: the places)
     milp          the proven optimum       (milp_model.py: the program, memory_lower_bounds.py)
-    knapsack, greedy, trivial.py (save_all, recompute_all)     simple ones, for comparison
+    knapsack, greedy, save_or_recompute_all.py     simple ones, for comparison
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mstpass.partition.solvers.knapsack import knapsack
 from mstpass.partition.solvers.milp import milp
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.solvers.peak_search import peak_search
-from mstpass.partition.solvers.trivial import recompute_all, save_all
+from mstpass.partition.solvers.save_or_recompute_all import recompute_all, save_all
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.solver_registry import OWN_SOLVERS, Solver, registered
