@@ -4,9 +4,9 @@
     i, *buffers = while_loop(cond, step, (0, *buffers), (*sliced, *whole, *symbols))
 
 ``cond`` and ``step`` are the graphs of loops/while_loop_step.py. ``symbols`` are the inputs that
-hold symbolic sizes of the operands, because a subgraph sees nothing that it is not given. The buffers
-are carried and written in place, so the loop needs no second copy of an accumulator: measured at
-0.97-1.02 times the time of the unchunked graph, against 1.21 for the functional form.
+hold symbolic sizes of the operands, because a subgraph sees nothing that it is not given. The
+buffers are carried and written in place, so the loop needs no second copy of an accumulator:
+measured at 0.97-1.02 times the time of the unchunked graph, against 1.21 for the functional form.
 
 Two facts about Inductor that this file depends on:
 
