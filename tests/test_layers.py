@@ -89,3 +89,14 @@ def test_no_circles() -> None:
 def test_the_partition_problem_needs_no_graph() -> None:
     for path in (ROOT / "problem").glob("*.py"):
         assert "torch" not in path.read_text().replace("torch.utils.checkpoint", "").split(), path
+
+
+@pytest.mark.parametrize("folder", ["mstpass", "tests", "examples", "viz"])
+def test_files_and_functions_are_short(folder: str) -> None:
+    """A file is read in one sitting, a function on one screen."""
+    for path in (ROOT.parent / folder).rglob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+                assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
