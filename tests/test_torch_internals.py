@@ -194,3 +194,21 @@ _BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("name", [*runner.names()])
+def test_a_home_lists_what_it_imports(name: str) -> None:
+    module = runner.load(name)
+    source = ast.parse(Path(str(module.__file__)).read_text())
+    imported = {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(source)
+        if isinstance(node, ast.ImportFrom) and _is_private_path(str(node.module))
+        for alias in node.names
+    }
+    listed = " ".join(module.APIS.names)
+    assert not {path for path in imported if path not in listed}
+
+
+def _is_private_path(module: str) -> bool:
+    return module.startswith("torch.") and any(map(_is_private, module.split(".")))

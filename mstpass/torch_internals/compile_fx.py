@@ -44,6 +44,8 @@ APIS = PrivateApis(
         "torch._inductor.compile_fx.compile_fx(inner_compile, config_patches)",
         "torch._inductor.custom_graph_pass.CustomGraphPass.uuid",
         "torch._inductor.custom_graph_pass.CustomPartitionerFn.uuid",
+        "torch._inductor.custom_graph_pass.CustomSchedulerPass"
+        " | torch._inductor.config._post_fusion_custom_pass",  # in 2.11 any function
         "torch._inductor.list_mode_options(mode)",
         "torch._inductor.config.custom_partitioner_fn",
         "torch._inductor.config.post_grad_custom_pre_pass",

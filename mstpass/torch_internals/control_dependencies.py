@@ -17,7 +17,10 @@ from torch.utils._ordered_set import OrderedSet
 from mstpass.torch_internals.private_apis import PrivateApis
 
 APIS = PrivateApis(
-    names=("torch._inductor.fx_passes.control_dependencies.preserve_node_ordering",),
+    names=(
+        "torch._inductor.fx_passes.control_dependencies.preserve_node_ordering",
+        "torch.utils._ordered_set.OrderedSet",
+    ),
     checked=("2.11", "2.13", "2.15"),
 )
 

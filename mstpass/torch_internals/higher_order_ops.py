@@ -23,6 +23,7 @@ APIS = PrivateApis(
         "torch._ops.HigherOrderOperator.py_impl",
         "torch._ops.HigherOrderOperator.py_autograd_impl",
         "torch._C.DispatchKey.CompositeExplicitAutograd",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
     ),
     checked=("2.11", "2.13", "2.15"),
 )

@@ -55,6 +55,7 @@ APIS = PrivateApis(
         "torch._inductor.scheduler.SchedulerBuffer.can_free",
         "torch._inductor.sizevars.SizeVarAllocator.optimization_hint(fallback)",
         "torch._inductor.virtualized.V",
+        "torch.utils._ordered_set.OrderedSet",
     ),
     checked=("2.11", "2.13", "2.15"),
 )

@@ -39,6 +39,7 @@ APIS = PrivateApis(
         "torch._functorch.partitioners.thread_graphsafe_rng_from_hops(is_backward)",
         "torch._functorch.compile_utils.fx_graph_cse",
         "torch._functorch.compile_utils.raise_getitems",
+        "torch.utils._ordered_set.OrderedSet",
     ),
     checked=("2.11", "2.13", "2.15"),
 )

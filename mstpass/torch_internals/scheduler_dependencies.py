@@ -29,6 +29,7 @@ APIS = PrivateApis(
         "torch._inductor.dependencies.ReadWrites.rename",
         "torch._inductor.dependencies.StarDep",
         "torch._inductor.dependencies.WeakDep",
+        "torch.utils._ordered_set.OrderedSet",
     ),
     checked=("2.11", "2.13", "2.15"),
 )
