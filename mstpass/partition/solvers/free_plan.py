@@ -4,13 +4,14 @@ Regions run in their first modes, which are the ones that cost next to no time. 
 without loops loses them if the step's peak is no higher then: the peak lies elsewhere. The saved
 set is that of the fewest bytes which repeats no heavy op (min_cut.py).
 
-To ask for each region by itself would take a simulation per region. Two rules answer for many::
+To try each region by itself would take a simulation per region. Regions are tried together:
 
-    save mode (the loop keeps what the traced ops would keep, so it lowers the peak only while the
-    region runs): drop the loops of all such regions at which, without loops, no more is alive than
-    the peak allows
-    fused and recompute modes (the loop keeps less for backward, too): drop the loops of all such
-    regions whose largest value fits under the peak; if that raises the peak, try each half
+- A loop in mode *save* keeps for backward what the traced ops would keep. It lowers memory only
+  while its region runs. The loops of all such regions are dropped during which, without loops, no
+  more bytes are alive than at the peak of the step with loops.
+- A loop in mode *fused* or *recompute* keeps less for backward as well. The loops of all such
+  regions are dropped whose largest value is no larger than the peak. If that raises the peak, each
+  half of these regions is tried.
 """
 
 from __future__ import annotations

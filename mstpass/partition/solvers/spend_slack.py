@@ -8,9 +8,10 @@ are too many to try.) Moves are tried together, and by halves if that exceeds th
     accept(moves): make all of them, if the peak stays within the budget and the time falls;
                    otherwise accept(first half), then accept(second half)
 
-No move is accepted that lowers the peak. So the plan for a larger budget keeps a peak at least as
-high as that for a smaller one, from the first move on in which they differ: a smaller budget never
-gives a higher peak.
+No move is accepted that lowers the peak. Take two budgets whose searches begin with the same plan.
+They first differ at a move that only the larger budget accepts, because the peak then exceeds the
+smaller one. From there on the peak under the larger budget stays above the smaller budget. So a
+smaller budget never gives a higher peak.
 """
 
 from __future__ import annotations
