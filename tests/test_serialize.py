@@ -95,5 +95,5 @@ def test_at_least_twelve_models_are_recorded() -> None:
 
 
 def test_an_unknown_problem_names_those_that_there_are() -> None:
-    with pytest.raises(UserError, match=r"no recorded problem 'llama-9', only .*llama-8"):
+    with pytest.raises(UserError, match=r"'llama-9' is unknown; choose from: .*llama-8"):
         problems.load("llama-9")
