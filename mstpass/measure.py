@@ -124,7 +124,8 @@ def _cuda_peak_bytes(fn: Step, device: Device) -> int:
 
 
 def _cpu_peak_bytes(fn: Step) -> int:
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    # one cycle has nothing to accumulate, but torch 2.11 warns where acc_events is off
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with _quiet_stderr():
         profiler.start()
     try:
