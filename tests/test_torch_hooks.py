@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mstpass
 from mstpass import backend
-from mstpass.linter.call_stack import Place, current_place
+from mstpass.linter.call_stack import OpContext, current_context
 from mstpass.memory import scheduled_peak
 from tests.checks import compiled
 
@@ -57,16 +57,16 @@ def test_inductors_schedule_is_read(caplog: pytest.LogCaptureFixture) -> None:
     assert mstpass.reports()[-1].outcome.scheduled_peak_bytes
 
 
-class _Places(TorchDispatchMode):
+class _Contexts(TorchDispatchMode):
     """Notes where each sine is computed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Place] = []
+        self.found: list[OpContext] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.sin.default:
-            self.found.append(current_place())
+            self.found.append(current_context())
         return func(*args, **(kwargs or {}))
 
 
@@ -108,14 +108,14 @@ class _Module(nn.Module):
 def test_frames_say_where_an_op_runs(function: Any, reentrant: bool) -> None:
     module = _Module(function)
     x = torch.randn(3, requires_grad=True)
-    with _Places() as places:
+    with _Contexts() as contexts:
         checkpoint(module, x, use_reentrant=reentrant).sum().backward()
-    forward, again = places.found
-    for place in (forward, again):
-        assert [region.function for region in place.regions] == [module]
-        assert [called for called, _ in place.modules] == [module]
-        assert (place.inside, place.upkeep) == (1, False)
-        assert any(isinstance(value, torch.Tensor) for value in place.hand_written[0])
-    assert (forward.backward_id, forward.regions[0].reentrant) == (None, reentrant)
-    assert forward.regions[0].recordable
+    forward, again = contexts.found
+    for context in (forward, again):
+        assert [run.function for run in context.checkpoints] == [module]
+        assert [called for called, _ in context.modules] == [module]
+        assert (context.modules_inside, context.upkeep) == (1, False)
+        assert any(isinstance(value, torch.Tensor) for value in context.function_inputs[0])
+    assert (forward.backward_id, forward.checkpoints[0].reentrant) == (None, reentrant)
+    assert forward.checkpoints[0].recordable
     assert again.backward_id is not None and again.recomputed
