@@ -121,7 +121,7 @@ def _problem(
                 for candidate, region in zip(candidates, modes, strict=True)
                 if any(loop == one.name for mode in region.modes for one in mode.loops)
             )
-            reason = f"the loops of {guilty.region} need their own results"
+            reason = f"the loops of {guilty.region} would read values made from their own results"
         except CannotTake as error:
             guilty = next(c for c in candidates if error.node.name in _members(c))
             reason = f"{error.node.name}: {error.reason}"

@@ -35,7 +35,8 @@ class CycleError(Exception):
     """The loops of a plan depend on their own results, through nodes outside of them."""
 
     def __init__(self, plan: ChunkPlan):
-        super().__init__(f"the loops of {plan.source or plan.members[0][0]} need their own results")
+        region = plan.source or plan.members[0][0]
+        super().__init__(f"the loops of {region} would read values made from their own results")
         self.plan = plan
 
 

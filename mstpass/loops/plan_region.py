@@ -50,7 +50,7 @@ class RegionPlanner:
         bytes_after = sum(map(nbytes, kept)) + of_one_chunk
         forced = region.symbolic or self.options.chunk_tokens is not None
         if not forced and bytes_after >= facts.bytes_before:
-            reason = f"{num_chunks} chunks would hold as much memory as the whole"
+            reason = f"a loop of {num_chunks} chunks would hold as much memory as no loop"
             if region.returned:
                 reason = f"{region.note.partition(';')[0]}: {reason}"
             return self._rejection(reason)

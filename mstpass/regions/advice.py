@@ -145,7 +145,7 @@ _ADVICE = (
     (r"torch's own budget", "remove that budget, and set the option memory_budget of mstpass"),
     # ---- what no user can change
     (
-        r"has shape|the loop returns|need their own results|no node holds the size"
+        r"has shape|the loop returns|made from their own results|no node holds the size"
         r"|^\w*(Error|Exception)",
         _REPORT,
     ),
