@@ -1,0 +1,146 @@
+"""Compile a step for a GPU that is not there: mstpass, Inductor and Triton, up to the launch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.fx_passes import pad_mm
+
+import mstpass
+from mstpass import backend
+from mstpass.graph.loop_op import SUM, mst_loop
+from mstpass.torch_internals.pretended_gpu import DeviceProperties, pretended_gpu
+from mstpass.torch_internals.pretended_triton import GeneratedCode, generated_code
+from mstpass.tracing.fake_tensors import FakeTensors
+from mstpass.tracing.joint_graphs import cause_of
+from tests.cuda.generated_code import LoopCode, loops_of
+
+CUDA = torch.device("cuda", 0)
+GPUS = {
+    "a100": DeviceProperties("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 << 30, 166912, 40 << 20),
+    "h100": DeviceProperties("NVIDIA H100 80GB HBM3", (9, 0), 132, 80 << 30, 232448, 50 << 20),
+    "b200": DeviceProperties("NVIDIA B200", (10, 0), 148, 180 << 30, 232448, 126 << 20),
+}
+_DEFAULTS = {"strict": True, "memory_budget": "free"}
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """A compiled step.
+
+    Attributes:
+        primals: the given tensors, in the order in which forward takes them.
+        seconds: the time that compiling took.
+    """
+
+    report: mstpass.Report
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    code: GeneratedCode
+    primals: tuple[Any, ...]
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.code.modules)
+
+    @property
+    def loops(self) -> list[LoopCode]:
+        """The bodies of all loops; equal ones share their code."""
+        return [loop for code in self.code.modules for loop in loops_of(code)]
+
+    @property
+    def accumulators(self) -> set[tuple[int, ...]]:
+        """The shapes of the large sums of all loops; a symbolic size is left out."""
+        calls = [
+            call
+            for module in (self.forward, self.backward)
+            for call in module.graph.find_nodes(op="call_function", target=mst_loop)
+        ]
+        specs: list[Any] = [spec for call in calls for spec in call.args[4]]
+        shapes = [shape for kind, shape, _ in specs if kind == SUM and len(shape) > 1]
+        return {tuple(s) for s in shapes if all(isinstance(size, int) for size in s)}
+
+
+def dry_run(
+    step: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    gpu: str = "h100",
+    kernels: bool = False,
+    dynamic_dim: int | None = None,
+    mode: str | None = None,
+    padding_pays: bool = False,
+    **options: Any,
+) -> DryRun:
+    """Compile ``step(*inputs)``, all of whose tensors stand for tensors of the GPU.
+
+    Args:
+        kernels: compile Triton's kernels to cubins.
+        dynamic_dim: the dim of the inputs that is marked dynamic.
+        mode: of ``torch.compile``.
+        padding_pays: what Inductor finds where it measures padded products.
+        options: of mstpass.
+    """
+    done: list[DryRun] = []
+    fakes = FakeTensors(also_real=True, device=CUDA)
+
+    def compile_only(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        start = time.perf_counter()
+        given = {**_DEFAULTS, **options}
+        with _split_graphs() as modules:
+            backend.mst(gm, example_inputs, options=given, mode=mode)
+        forward, backward = modules[-1]
+        seconds = time.perf_counter() - start
+        primals = tuple(map(fakes.original_of, example_inputs))
+        report = mstpass.reports()[-1]
+        done.append(DryRun(report, forward, backward, code, primals, seconds))
+        raise _Done
+
+    properties = GPUS[gpu]
+    torch._dynamo.reset()
+    with (
+        pretended_gpu(properties),
+        generated_code(properties.capability, kernels) as code,
+        mock.patch.object(pad_mm, "_should_pad", return_value=padding_pays),
+        fakes.replacing((step, tuple(inputs))) as (fn, given),
+    ):
+        for tensor in given if dynamic_dim is not None else ():
+            torch._dynamo.mark_dynamic(tensor, dynamic_dim)
+        try:
+            torch.compile(fn, backend=compile_only, fullgraph=True)(*given)
+        except Exception as error:
+            if not isinstance(cause_of(error), _Done):
+                raise
+    torch._dynamo.reset()
+    return done[0]
+
+
+class _Done(Exception):
+    """The step is compiled: it would run now."""
+
+
+@contextlib.contextmanager
+def _split_graphs() -> Iterator[list[tuple[fx.GraphModule, fx.GraphModule]]]:
+    """Collects the forward and backward graphs that the partitioner makes."""
+    found: list[tuple[fx.GraphModule, fx.GraphModule]] = []
+    call = backend.Partitioner.__call__
+
+    def partition(self: Any, *args: Any, **kwargs: Any) -> Any:
+        modules = call(self, *args, **kwargs)
+        found.append(modules)
+        return modules
+
+    with mock.patch.object(backend.Partitioner, "__call__", partition):
+        yield found
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
