@@ -37,14 +37,19 @@ class DryRun:
 
     Attributes:
         primals: the given tensors, in the order in which forward takes them.
+        results: the names of what forward returns, of which the last ones are saved.
+        saved: the names of what backward takes: saved values and tangents.
+        accumulators: the shapes of the large sums of all loops; those with a symbolic size are left
+            out.
         seconds: the time that compiling took.
     """
 
     report: mstpass.Report
-    forward: fx.GraphModule
-    backward: fx.GraphModule
     code: GeneratedCode
     primals: tuple[Any, ...]
+    results: tuple[str, ...]
+    saved: tuple[str, ...]
+    accumulators: frozenset[tuple[int, ...]]
     seconds: float
 
     @property
@@ -55,18 +60,6 @@ class DryRun:
     def loops(self) -> list[LoopCode]:
         """The bodies of all loops; equal ones share their code."""
         return [loop for code in self.code.modules for loop in loops_of(code)]
-
-    @property
-    def accumulators(self) -> set[tuple[int, ...]]:
-        """The shapes of the large sums of all loops; a symbolic size is left out."""
-        calls = [
-            call
-            for module in (self.forward, self.backward)
-            for call in module.graph.find_nodes(op="call_function", target=mst_loop)
-        ]
-        specs: list[Any] = [spec for call in calls for spec in call.args[4]]
-        shapes = [shape for kind, shape, _ in specs if kind == SUM and len(shape) > 1]
-        return {tuple(s) for s in shapes if all(isinstance(size, int) for size in s)}
 
 
 def dry_run(
@@ -95,13 +88,14 @@ def dry_run(
     def compile_only(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         start = time.perf_counter()
         given = {**_DEFAULTS, **options}
-        with _split_graphs() as modules:
+        with _split_graphs() as graphs:
             backend.mst(gm, example_inputs, options=given, mode=mode)
-        forward, backward = modules[-1]
-        seconds = time.perf_counter() - start
-        primals = tuple(map(fakes.original_of, example_inputs))
-        report = mstpass.reports()[-1]
-        done.append(DryRun(report, forward, backward, code, primals, seconds))
+        primals = tuple(
+            x.node.hint if isinstance(x, torch.SymInt) else fakes.original_of(x)
+            for x in example_inputs
+        )
+        report, seconds = mstpass.reports()[-1], time.perf_counter() - start
+        done.append(DryRun(report, code, primals, *graphs[-1], seconds))
         raise _Done
 
     properties = GPUS[gpu]
@@ -127,19 +121,32 @@ class _Done(Exception):
     """The step is compiled: it would run now."""
 
 
+_Graphs = tuple[tuple[str, ...], tuple[str, ...], frozenset[tuple[int, ...]]]
+
+
 @contextlib.contextmanager
-def _split_graphs() -> Iterator[list[tuple[fx.GraphModule, fx.GraphModule]]]:
-    """Collects the forward and backward graphs that the partitioner makes."""
-    found: list[tuple[fx.GraphModule, fx.GraphModule]] = []
+def _split_graphs() -> Iterator[list[_Graphs]]:
+    """Collects results, saved values and accumulators of the graphs that the partitioner makes."""
+    found: list[_Graphs] = []
     call = backend.Partitioner.__call__
 
     def partition(self: Any, *args: Any, **kwargs: Any) -> Any:
-        modules = call(self, *args, **kwargs)
-        found.append(modules)
-        return modules
+        forward, backward = call(self, *args, **kwargs)
+        results: Any = forward.graph.output_node().args[0]
+        names = tuple(n.name if isinstance(n, fx.Node) else "" for n in results)
+        saved = tuple(n.name for n in backward.graph.find_nodes(op="placeholder"))
+        found.append((names, saved, _accumulators(forward) | _accumulators(backward)))
+        return forward, backward
 
     with mock.patch.object(backend.Partitioner, "__call__", partition):
         yield found
+
+
+def _accumulators(module: fx.GraphModule) -> frozenset[tuple[int, ...]]:
+    calls = module.graph.find_nodes(op="call_function", target=mst_loop)
+    specs: list[Any] = [spec for call in calls for spec in call.args[4]]
+    shapes = [tuple(shape) for kind, shape, _ in specs if kind == SUM and len(shape) > 1]
+    return frozenset(s for s in shapes if all(isinstance(size, int) for size in s))
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:

@@ -52,6 +52,9 @@ def _loop(function: ast.FunctionDef, code: str) -> LoopCode:
         for name, call in made.items()
         if ast.unparse(call.func) in (_COUNTER, "empty_strided_cpu")
     } | {f"{function.name}_arg0_1"}
+    for node in ast.walk(function):  # in the order of the lines, as an alias follows its source
+        if isinstance(node, ast.Assign) and ast.unparse(node.value) in on_cpu:
+            on_cpu.add(ast.unparse(node.targets[0]))
     read = [name.removesuffix(".item") for name in names if name.endswith(".item")]
     return LoopCode(
         name=function.name,

@@ -33,6 +33,7 @@ def _check(run: DryRun) -> None:
     for loop in run.loops:
         assert not loop.syncs, f"{loop.name} waits for the GPU"
         assert loop.device_guards <= 2
+        assert run.accumulators
         made = {shape for shape, _ in loop.temporaries}
         assert not made & run.accumulators, "a loop makes a second accumulator in each iteration"
 
