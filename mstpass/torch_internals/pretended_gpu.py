@@ -1,11 +1,11 @@
 """Have torch believe in a GPU that is not there, so that a step is traced and compiled for it.
 
-    with pretended_gpu(properties):
+    with pretended_gpu(gpus.gpu("h100")):
         ...  # fake tensors on cuda:0 can be traced and differentiated; nothing can run there
 
 What asks for a GPU                        what it is told, and why
 -----------------------------------------  -----------------------------------------------------
-torch.cuda, Dynamo's interface of devices  one device with the given properties, all memory free
+torch.cuda, Dynamo's interface of devices  one device of that kind, all memory free
 the autograd engine                        pretended_gpu_engine.py
 F.scaled_dot_product_attention             pretended_gpu_attention.py
 FakeTensorMode                             it makes no real tensor to learn about the device
@@ -19,7 +19,6 @@ is hidden until the end. ``mstpass.torch_internals.pretended_triton`` adds what 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,6 +32,7 @@ from torch._inductor.fx_passes import joint_graph, pad_mm
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mstpass.gpus import Gpu
 from mstpass.torch_internals.patches import SharedPatch
 from mstpass.torch_internals.pretended_gpu_attention import attention_of
 from mstpass.torch_internals.pretended_gpu_engine import NoPretendedGpu, engine_without_gpu
@@ -41,7 +41,7 @@ from mstpass.torch_internals.settings import compiled_in_one_process
 
 _Interface = device_interface.CudaInterface
 
-__all__ = ["DeviceProperties", "NoPretendedGpu", "pretended_gpu"]
+__all__ = ["NoPretendedGpu", "is_pretended", "pretended_gpu"]
 
 APIS = PrivateApis(
     names=(
@@ -58,39 +58,32 @@ APIS = PrivateApis(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceProperties:
-    """What ``torch.cuda.get_device_properties`` tells of a GPU."""
-
-    name: str
-    capability: tuple[int, int]
-    multiprocessors: int
-    memory_bytes: int
-    shared_memory_per_block_bytes: int
-    l2_bytes: int
-
-
 @contextmanager
-def pretended_gpu(properties: DeviceProperties) -> Iterator[None]:
-    """In here ``cuda:0`` is a GPU with these properties. Two of them at once must be equal.
+def pretended_gpu(kind: Gpu) -> Iterator[None]:
+    """In here ``cuda:0`` is a GPU of this kind. Threads that need one at once must agree on it.
 
     Raises:
         NoPretendedGpu: this machine lacks what it takes.
     """
-    if properties not in _patches:
-        _patches[properties] = SharedPatch(lambda: _pretended(properties))
-    with _patches[properties]():
+    if kind.name not in _patches:
+        _patches[kind.name] = SharedPatch(lambda: _pretended(kind))
+    with _patches[kind.name]():
         yield
 
 
-_patches: dict[DeviceProperties, SharedPatch] = {}
+_patches: dict[str, SharedPatch] = {}
+
+
+def is_pretended() -> bool:
+    """Whether there is a pretended GPU just now."""
+    return any(patch.is_made for patch in _patches.values())
 
 
 @contextmanager
-def _pretended(properties: DeviceProperties) -> Iterator[None]:
+def _pretended(kind: Gpu) -> Iterator[None]:
     with ExitStack() as stack:
         patch = _Patcher(stack)
-        for name, answer in _answers(properties).items():
+        for name, answer in _answers(kind).items():
             patch(torch.cuda, name, answer)
             for interface in (
                 device_interface.CudaInterface,
@@ -111,7 +104,7 @@ def _pretended(properties: DeviceProperties) -> Iterator[None]:
         stack.enter_context(compiled_in_one_process())
         stack.enter_context(_forgotten(triton_utils))
         stack.enter_context(engine_without_gpu())
-        stack.enter_context(attention_of(properties.capability))
+        stack.enter_context(attention_of(kind.capability))
         yield
 
 
@@ -123,16 +116,16 @@ class _Patcher:
         self.stack.enter_context(mock.patch.object(owner, name, value))
 
 
-def _answers(properties: DeviceProperties) -> dict[str, Callable[..., Any]]:
+def _answers(kind: Gpu) -> dict[str, Callable[..., Any]]:
     """The functions of ``torch.cuda`` that would ask the driver."""
-    major, minor = properties.capability
-    shared_bytes = properties.shared_memory_per_block_bytes
+    major, minor = kind.capability
+    shared_bytes = kind.shared_memory_per_block_bytes
     described = types.SimpleNamespace(
-        name=properties.name,
+        name=kind.full_name,
         major=major,
         minor=minor,
-        total_memory=properties.memory_bytes,
-        multi_processor_count=properties.multiprocessors,
+        total_memory=kind.memory_bytes,
+        multi_processor_count=kind.multiprocessors,
         warp_size=32,
         regs_per_multiprocessor=65536,
         max_threads_per_multi_processor=2048 if minor == 0 else 1536,
@@ -140,7 +133,7 @@ def _answers(properties: DeviceProperties) -> dict[str, Callable[..., Any]]:
         shared_memory_per_block=49152,
         shared_memory_per_block_optin=shared_bytes,
         shared_memory_per_multiprocessor=shared_bytes + 1024,
-        L2_cache_size=properties.l2_bytes,
+        L2_cache_size=kind.l2_bytes,
         is_integrated=False,
         is_multi_gpu_board=False,
         uuid="",
@@ -159,11 +152,11 @@ def _answers(properties: DeviceProperties) -> dict[str, Callable[..., Any]]:
         "_maybe_exchange_device": 0,
         "synchronize": None,
         "get_device_properties": described,
-        "get_device_name": properties.name,
-        "get_device_capability": properties.capability,
-        "is_bf16_supported": properties.capability >= (8, 0),
+        "get_device_name": kind.full_name,
+        "get_device_capability": kind.capability,
+        "is_bf16_supported": kind.capability >= (8, 0),
         "is_current_stream_capturing": False,
-        "mem_get_info": (properties.memory_bytes, properties.memory_bytes),
+        "mem_get_info": (kind.memory_bytes, kind.memory_bytes),
         "memory_reserved": 0,
         "memory_allocated": 0,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),

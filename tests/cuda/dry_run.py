@@ -14,20 +14,15 @@ from torch import Tensor, fx
 from torch._inductor.fx_passes import pad_mm
 
 import mstpass
-from mstpass import backend
+from mstpass import backend, gpus
 from mstpass.graph.loop_op import SUM, mst_loop
-from mstpass.torch_internals.pretended_gpu import DeviceProperties, pretended_gpu
+from mstpass.torch_internals.pretended_gpu import pretended_gpu
 from mstpass.torch_internals.pretended_triton import GeneratedCode, generated_code
 from mstpass.tracing.fake_tensors import FakeTensors
 from mstpass.tracing.joint_graphs import cause_of
 from tests.cuda.generated_code import LoopCode, loops_of
 
 CUDA = torch.device("cuda", 0)
-GPUS = {
-    "a100": DeviceProperties("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 << 30, 166912, 40 << 20),
-    "h100": DeviceProperties("NVIDIA H100 80GB HBM3", (9, 0), 132, 80 << 30, 232448, 50 << 20),
-    "b200": DeviceProperties("NVIDIA B200", (10, 0), 148, 180 << 30, 232448, 126 << 20),
-}
 _DEFAULTS = {"strict": True, "memory_budget": "free"}
 
 
@@ -98,11 +93,11 @@ def dry_run(
         done.append(DryRun(report, code, primals, *graphs[-1], seconds))
         raise _Done
 
-    properties = GPUS[gpu]
+    kind = gpus.gpu(gpu)
     torch._dynamo.reset()
     with (
-        pretended_gpu(properties),
-        generated_code(properties.capability, kernels) as code,
+        pretended_gpu(kind),
+        generated_code(kind.capability, kernels) as code,
         mock.patch.object(pad_mm, "_should_pad", return_value=padding_pays),
         fakes.replacing((step, tuple(inputs))) as (fn, given),
     ):
