@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -14,6 +14,9 @@ from mstpass import gpus
 from mstpass.errors import UserError
 from mstpass.torch_internals.pretended_gpu import NoPretendedGpu, is_pretended, pretended_gpu
 from mstpass.torch_internals.pytrees import tree_map
+from mstpass.tracing.fake_tensors import FakeTensors
+
+T = TypeVar("T")
 
 
 class DeviceError(UserError):
@@ -48,6 +51,26 @@ def traced_for(
         except NoPretendedGpu as error:
             raise DeviceError(f"cannot trace for a GPU that is not there: {error}") from None
         yield torch.device("cuda", 0)
+
+
+@contextmanager
+def on_fake_tensors(
+    step: T, device: torch.device | str | None, gpu: str | None = None
+) -> Iterator[T]:
+    """A step (a tree of functions, modules and arguments) with fake tensors of a device.
+
+    What runs in here computes nothing. Without a device, the step is as it is.
+
+    Raises:
+        DeviceError: as of ``traced_for``.
+    """
+    with traced_for(device, gpu) as target:
+        if target is None:
+            yield step
+            return
+        fakes = FakeTensors(also_real=True, device=target)
+        with fakes.replacing(step) as faked, fakes.mode:
+            yield faked
 
 
 @contextmanager
