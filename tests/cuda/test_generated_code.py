@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.cuda.dry_run import DryRun, dry_run
+from tests.cuda.checks import check_lean
+from tests.cuda.dry_run import dry_run
 from tests.cuda.steps import FP16, FP32, Step, head, mlps
 
 pytestmark = pytest.mark.dry_run
@@ -25,29 +26,16 @@ STEPS: dict[str, tuple[Callable[[], Step], dict[str, Any]]] = {
 }
 
 
-def _check(run: DryRun) -> None:
-    """What must hold of every loop."""
-    assert run.loops
-    assert not run.code.failures
-    assert "cpp_fused" not in run.text  # Inductor's name for a kernel in C++
-    for loop in run.loops:
-        assert not loop.syncs, f"{loop.name} waits for the GPU"
-        assert loop.device_guards <= 2
-        assert run.accumulators
-        made = {shape for shape, _ in loop.temporaries}
-        assert not made & run.accumulators, "a loop makes a second accumulator in each iteration"
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_a_loop_is_lean(name: str) -> None:
     step, options = STEPS[name]
-    _check(dry_run(*step(), **options))
+    check_lean(dry_run(*step(), **options))
 
 
 def test_symbolic_lengths_fuse_as_static_ones_do() -> None:
     static = dry_run(*head(4096, 256, 32000))
     symbolic = dry_run(*head(4096, 256, 32000), dynamic_dim=0)
-    _check(symbolic)
+    check_lean(symbolic)
     (one,), (other,) = static.loops, symbolic.loops
     assert 0 < len(other.kernels) <= len(one.kernels)
     assert other.calls == one.calls or len(other.calls) == len(one.calls) + 1  # its length
