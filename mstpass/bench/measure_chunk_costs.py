@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mstpass.bench.comparison import mst
 from mstpass.bench.models import Head, Step
-from mstpass.graph.device_costs import ChunkCosts
+from mstpass.graph.measured_costs import ChunkCosts
 from mstpass.measure import timed
 
 
