@@ -31,9 +31,7 @@ from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.measured_costs import ChunkCosts, MeasuredCosts, MeasuredGpuCosts
 from mstpass.graph.products import Product
 
-# Limits of a loop's time relative to the computation in one piece:
-GOOD = 1.05  # if there is a choice
-TOLERABLE = 1.10  # at most, for the matmuls alone
+GOOD = 1.05  # limit of a loop's time relative to the computation in one piece, if there is a choice
 _PATH_VARIABLE = "MSTPASS_COSTS"
 
 
@@ -42,10 +40,17 @@ class Costs(Protocol):
 
     Attributes:
         grain: lengths of chunks are multiples of it.
+        tolerable: the limit of a loop's products, relative to those in one piece.
     """
 
     @property
     def grain(self) -> int: ...
+
+    @property
+    def tolerable(self) -> float: ...
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """Operations per microsecond of large products."""
 
     def product_us(self, product: Product) -> float: ...
 

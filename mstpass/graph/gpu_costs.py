@@ -35,7 +35,7 @@ from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.products import Product
 
 ATTAINABLE = 0.8  # of the peak rate, by large products
-BANDWIDTH = 0.85  # of the peak bandwidth, by large kernels
+BANDWIDTH = 0.9  # of the peak bandwidth, by large kernels
 ATTENTION = 0.6  # rate of attention, as a part of that of products
 KERNEL_US = 2.0  # of the GPU: from the end of one kernel to full speed of the next
 HOST_KERNEL_US = 6.0  # of the host: one launch from Inductor's Python wrapper
@@ -51,6 +51,8 @@ _TILES = (
     (64, 128, 0.75),
     (64, 64, 0.5),
 )
+# Accumulators weigh more than on a CPU: chunks of half the length that 1.1 would ask for cost 1.2.
+_TOLERABLE = 1.2
 _TILE_DEPTH = 64  # a tile reads the contracted dim in steps of this many elements
 _FILL = 64  # the time to fill and drain a tile's pipeline, in elements of the contracted dim
 _MOST_SPLITS = 16
@@ -76,9 +78,13 @@ class GpuCosts:
     def grain(self) -> int:
         return GRAIN
 
+    @property
+    def tolerable(self) -> float:
+        return _TOLERABLE
+
     # ---- nodes ---------------------------------------------------------------------------------
     def product_us(self, product: Product) -> float:
-        return _product_us(self, product)
+        return KERNEL_US + _busy_us(self, product)
 
     def attention_us(self, operations: int, dtype: torch.dtype, moved_bytes: float) -> float:
         compute_us = operations / (ATTENTION * self.rate(dtype))
@@ -127,8 +133,8 @@ class GpuCosts:
 
     def slowdown(self, work: LoopWork, rows: int) -> float:
         """The same for the products alone, without the time of the loop itself."""
-        chunks_us = sum(self.product_us(p.of_chunk(rows)) for p in work.products)
-        whole_us = sum(self.product_us(p.whole) for p in work.products)
+        chunks_us = sum(_busy_us(self, p.of_chunk(rows)) for p in work.products)
+        whole_us = sum(_busy_us(self, p.whole) for p in work.products)
         return chunks_us * work.tokens / rows / max(whole_us, _LEAST_US)
 
     def least_rows(self, work: LoopWork, limit: float) -> int:
@@ -158,9 +164,10 @@ def _lengths() -> Iterator[int]:
 
 
 @functools.lru_cache(maxsize=65536)
-def _product_us(costs: GpuCosts, product: Product) -> float:
-    compute_us = min(_ways_us(costs, product), default=0.0)
-    return KERNEL_US + max(compute_us, costs.memory_us(product.moved_bytes))
+def _busy_us(costs: GpuCosts, product: Product) -> float:
+    """The time of a product without that of its launch."""
+    compute_us = min(_ways_us(costs, product))
+    return max(compute_us, costs.memory_us(product.moved_bytes))
 
 
 def _ways_us(costs: GpuCosts, product: Product) -> Iterator[float]:

@@ -92,6 +92,10 @@ class MeasuredCosts:
     def grain(self) -> int:
         return 1
 
+    @property
+    def tolerable(self) -> float:
+        return _TOLERABLE
+
     # ---- nodes ---------------------------------------------------------------------------------
     def product_us(self, product: Product) -> float:
         return product.operations / self.rate(product.dtype) + self._memory_us(product.moved_bytes)
@@ -182,3 +186,4 @@ class MeasuredGpuCosts(GpuCosts):
 
 
 _LEAST_US = 1e-9
+_TOLERABLE = 1.10

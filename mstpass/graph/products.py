@@ -33,7 +33,7 @@ class Product:
         dtype: that of the matrices.
         result_bytes: bytes of an element of the result.
         bias_bytes: bytes of what is added to the product.
-        accumulates: the result is read, added to and written.
+        accumulates: the part of all runs that read the result, add to it and write it.
     """
 
     rows: int
@@ -43,7 +43,7 @@ class Product:
     dtype: torch.dtype = torch.float32
     result_bytes: int = 4
     bias_bytes: int = 0
-    accumulates: bool = False
+    accumulates: float = 0.0
 
     @property
     def operations(self) -> int:
@@ -54,7 +54,7 @@ class Product:
         """Bytes read and written, each element once."""
         read = self.batch * self.contracted * (self.rows + self.columns) * self.dtype.itemsize
         written = self.batch * self.rows * self.columns * self.result_bytes
-        return read + written * (2 if self.accumulates else 1) + self.bias_bytes
+        return read + int(written * (1 + self.accumulates)) + self.bias_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,8 @@ class TokenProduct:
         if self.tokens_in != CONTRACTED:
             return chunk
         wide = max(torch.float32.itemsize, self.whole.result_bytes)
-        return dataclasses.replace(chunk, accumulates=True, result_bytes=wide)
+        later = 1 - rows / self.whole.contracted  # the first chunk has nothing to add to
+        return dataclasses.replace(chunk, accumulates=max(0.0, later), result_bytes=wide)
 
 
 def product_of(node: fx.Node) -> Product | None:

@@ -4,7 +4,7 @@ Three rules decide it, with N tokens in all:
 
 1. *Long enough for matrix products to be fast.* The costs of the device (graph/device_costs.py)
    say how much longer the region's products take in chunks of c rows. A chunk must not be so short
-   that its products take ``TOLERABLE`` times as long as whole ones, and should not be so short that
+   that its products take more than a tolerable time, and should not be so short that
    the loop takes ``GOOD`` times as long as the whole.
 2. *Short enough to save memory.* Chunks are made shorter, as far as rule 1 allows, until the
    buffers of one chunk take at most ``_BUFFERED_SHARE`` of what exists at full length in any case,
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 
-from mstpass.graph.device_costs import GOOD, TOLERABLE, Costs, costs_of
+from mstpass.graph.device_costs import GOOD, Costs, costs_of
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.tokens import Refusal
@@ -62,7 +62,7 @@ def chunk_length(
     costs, work = costs_of(device), facts.work
     if symbolic:
         work = work.over(max(tokens, _MANY_TOKENS))
-    fewest = costs.least_rows_of_products(work, TOLERABLE)
+    fewest = costs.least_rows_of_products(work, costs.tolerable)
     good = max(fewest, costs.least_rows(work, GOOD))
     share = _BUFFERED_SHARE
     if short:
