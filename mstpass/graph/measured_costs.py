@@ -115,9 +115,11 @@ class MeasuredCosts:
 
     # ---- loops ---------------------------------------------------------------------------------
     def loop_us(self, work: LoopWork, rows: int) -> float:
-        if not work.operations:
-            return self.whole_us(work) + math.ceil(work.tokens / rows) * self.table.chunk_us
-        return self.whole_us(work) * self.relative_time(work, rows)
+        """Only products are slower in chunks: other ops find a chunk's values in the cache."""
+        products_us = sum(self.product_us(p.whole) for p in work.products)
+        loop_us = math.ceil(work.tokens / rows) * self.table.chunk_us
+        others_us = self.other_us(work.result_bytes, work.moved_bytes)
+        return self.slowdown(work, rows) * products_us + others_us + loop_us
 
     def whole_us(self, work: LoopWork) -> float:
         products_us = sum(self.product_us(p.whole) for p in work.products)
