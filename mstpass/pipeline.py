@@ -41,6 +41,7 @@ from mstpass.problem.problem import CutProblem
 from mstpass.regions.advice import with_fix
 
 STAGES = ("read", "detect", "plan", "apply", "split")
+FORCED_MAY_RAISE = TIE  # the peak by this factor: loops that ``chunk_tokens`` asks for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,16 +205,13 @@ def _rewritten(
 
 
 def _raises_peak(result: Result, options: Options) -> bool:
-    """Whether the loops of a plan raise the simulated peak above that of the step without loops.
-
-    Loops that the user asks for may raise it by as much as two plans differ that count as equal.
-    """
+    """Whether the loops of a plan raise the simulated peak above that of the step without loops."""
     if result.memory is None or result.before is None:
         return False
     if all(region.symbolic for region in result.outcome.regions):  # those keep their loops
         return False
-    tolerated = 1.0 if options.chunk_tokens is None else TIE
-    return result.memory.peak_bytes > tolerated * result.before.peak_bytes
+    may_raise = 1.0 if options.chunk_tokens is None else FORCED_MAY_RAISE
+    return result.memory.peak_bytes > may_raise * result.before.peak_bytes
 
 
 def _outcome(chunk_plans: Sequence[ChunkPlan], rejections: Sequence[Rejection]) -> Outcome:
