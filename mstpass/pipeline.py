@@ -210,8 +210,10 @@ def _raises_peak(result: Result, options: Options) -> bool:
         return False
     if all(region.symbolic for region in result.outcome.regions):  # those keep their loops
         return False
+    assert result.read is not None and result.problem is not None
     may_raise = 1.0 if options.chunk_tokens is None else FORCED_MAY_RAISE
-    return result.memory.peak_bytes > may_raise * result.before.peak_bytes
+    peak_bytes = result.memory.peak_bytes / may_raise
+    return pipeline_stages.is_lower_without_loops(result.read, result.problem, options, peak_bytes)
 
 
 def _outcome(chunk_plans: Sequence[ChunkPlan], rejections: Sequence[Rejection]) -> Outcome:

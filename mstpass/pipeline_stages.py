@@ -325,6 +325,23 @@ def _reconstruct(
     return reduced, kept, done
 
 
+def is_lower_without_loops(
+    joint: JointGraph, problem: CutProblem, options: Options, peak_bytes: float
+) -> bool:
+    """Whether the step without loops has a lower simulated peak, by reconstruction as well."""
+    before = problem.once(without_loops)
+    if before.peak_bytes < peak_bytes:
+        return True
+    if before.peak_bytes - before.saved_bytes >= peak_bytes:  # no reconstruction wins more
+        return False
+    saved = before.plan.saved
+    reduced, kept, done = _reconstruct(joint, before.problem, saved, frozenset(), options)
+    if not done:
+        return False
+    other = cut_problem(reduced, scatters_delayed=options.frees_memory_for_time)
+    return step_memory(other, kept).peak_bytes < peak_bytes
+
+
 def scheduled(
     crossing: Split, options: Options, limit_bytes: int | None
 ) -> tuple[Modules, StepMemory]:
