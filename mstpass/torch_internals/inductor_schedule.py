@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import sympy
@@ -31,6 +31,11 @@ from torch.utils._ordered_set import OrderedSet
 from mstpass.torch_internals.compile_fx import CustomSchedulerPass, compile_fx
 from mstpass.torch_internals.op_calls import Argument, OpCall, Operand, name_of, op_call
 from mstpass.torch_internals.private_apis import PrivateApis
+from mstpass.torch_internals.triton_kernels import (
+    buffers_between_loops,
+    is_triton_kernel,
+    partial_sums,
+)
 
 APIS = PrivateApis(
     names=(
@@ -182,6 +187,7 @@ class _Walk:
         self.allocated: dict[str, int] = {}
         self.overwritten: list[str] = []
         self.unread: set[str] = set()  # afterwards
+        self.partial_sums = 0
 
     def calls(self) -> Iterator[Call]:
         for node in self.nodes:
@@ -206,6 +212,7 @@ class _Walk:
             freed,
             bodies[-1] if bodies else "",
             tuple(ops),
+            self.partial_sums * torch.float32.itemsize,
         )
         self.alive.difference_update(freed)
         self._begin_call()
@@ -229,10 +236,15 @@ class _Walk:
     def _allocate(self, node: Any) -> None:
         parts = node.get_nodes()
         inside = {part.get_name() for part in parts}
+        kept: Set[str] = frozenset()
+        if is_triton_kernel(node):
+            kept = buffers_between_loops(node)
+            self.partial_sums += partial_sums(node)
         for part in parts:
             for buffer in part.get_outputs():
                 name = buffer.get_name()
-                if name in self.scheduler.mutation_real_name or _is_fused_away(buffer, inside):
+                fused_away = name not in kept and _is_fused_away(buffer, inside)
+                if name in self.scheduler.mutation_real_name or fused_away:
                     continue
                 layout = buffer.node.layout
                 if isinstance(layout, ir.NonOwningLayout):  # a part of a result of cat
