@@ -23,11 +23,16 @@ from mstpass.torch_internals.op_calls import Argument, OpCall, Operand, name_of,
 KNOWN = CPU_FLASH | ON_CUDA.keys() | PRODUCTS
 
 
-def workspace_bytes(call: OpCall) -> int:
-    """The bytes of a call's workspace; 0 where none is known."""
+def workspace_bytes(call: OpCall, device: torch.device | None = None) -> int:
+    """The bytes of a call's workspace; 0 where none is known.
+
+    Args:
+        device: where the call runs; None: where its operands are.
+    """
     if call.op in CPU_FLASH:
         return cpu_flash_bytes(call)
-    device = next((a.device for a in call.arguments.values() if isinstance(a, Operand)), None)
+    if device is None:
+        device = next((a.device for a in call.arguments.values() if isinstance(a, Operand)), None)
     if call.op not in KNOWN or device is None or device.type != "cuda":
         return 0
     if call.op in PRODUCTS:
@@ -42,11 +47,11 @@ def node_workspace_bytes(node: fx.Node) -> int:
     return workspace_bytes(op_call(node.target, node.args, node.kwargs, _argument_of))
 
 
-def eager_workspace_bytes(target: Any, args: Any, kwargs: Any) -> int:
-    """The same for an op that is run on tensors."""
+def eager_workspace_bytes(target: Any, args: Any, kwargs: Any, device: torch.device) -> int:
+    """The same for an op that is run on tensors, as if they were on a device."""
     if name_of(target) not in KNOWN:
         return 0
-    return workspace_bytes(op_call(target, args, kwargs, _argument_of))
+    return workspace_bytes(op_call(target, args, kwargs, _argument_of), device)
 
 
 def _argument_of(given: Any) -> Argument:
