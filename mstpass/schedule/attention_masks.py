@@ -26,7 +26,7 @@ _MASK = {  # its position among the arguments of a backward
 
 def materialize_masks(graph: fx.Graph) -> None:
     """Write masks that an attention's backward reads to memory before they are expanded."""
-    buffers: dict[fx.Node, fx.Node] = {}
+    written: set[fx.Node] = set()
     for node in list(graph.nodes):
         if node.op != "call_function" or name_of(node.target) not in _MASK:
             continue
@@ -34,9 +34,10 @@ def materialize_masks(graph: fx.Graph) -> None:
         if not isinstance(mask, fx.Node):
             continue
         view, base = _last_view(mask)
-        if view is not None and _is_expanded(mask, base) and base not in buffers:
-            buffers[base] = materialize(base)
-            view.replace_input_with(base, buffers[base])
+        if view is not None and _is_expanded(mask, base) and base not in written:
+            buffer = materialize(base)
+            view.replace_input_with(base, buffer)
+            written.add(buffer)
 
 
 def _last_view(mask: fx.Node) -> tuple[fx.Node | None, fx.Node]:
