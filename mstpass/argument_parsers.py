@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mstpass.byte_sizes import parse_bytes
+from mstpass.gpus import GPUS, UnknownGpuError, gpu
 
 
 def command_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -42,3 +43,21 @@ def share(text: str) -> float:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
     return value
+
+
+def add_gpu(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--gpu``."""
+    parser.add_argument(
+        "--gpu",
+        type=_gpu,
+        metavar="KIND",
+        help=f"plan for this kind of GPU, with --device cuda: {', '.join(GPUS)} (default: the GPU "
+        "of this machine; where it has none, h100)",
+    )
+
+
+def _gpu(name: str) -> str:
+    try:
+        return gpu(name).name
+    except UnknownGpuError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

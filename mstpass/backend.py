@@ -55,7 +55,11 @@ from mstpass.torch_internals.partitioners import (
     min_cut_rematerialization_partition,
 )
 from mstpass.torch_internals.scheduler_dependencies import mutations_kept
-from mstpass.torch_internals.settings import backward_compiled_at_once, inductor_setting
+from mstpass.torch_internals.settings import (
+    backward_compiled_at_once,
+    inductor_setting,
+    without_padding,
+)
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +135,9 @@ def _compiled(
         "_post_fusion_custom_pass": reader,
     }
     # Compile the backward now: if it failed at its first call, nothing could fall back any more.
+    patches = {**_OURS, **without_padding(), **users, **hooks}
     with backward_compiled_at_once(), mutations_kept():
-        compiled = compile_fx(gm, list(example_inputs), config_patches={**_OURS, **users, **hooks})
+        compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
     if partitioner.report is not None and reader.peak_bytes is not None:
         partitioner.report = partitioner.report.with_outcome(scheduled_peak_bytes=reader.peak_bytes)
     return compiled

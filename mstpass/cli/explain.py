@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mstpass.argument_parsers import command_parser
+from mstpass.argument_parsers import add_gpu, command_parser
 from mstpass.byte_sizes import bytes_text
 from mstpass.cli.load_function import UserFileError, error_text, load_function
 from mstpass.errors import UserError
@@ -21,6 +20,7 @@ from mstpass.explainer.errors import ExplainError
 from mstpass.explainer.plan_step import explain_parts, explain_step
 from mstpass.options import OptionError, parse_value
 from mstpass.report.report import Report
+from mstpass.tracing.devices import DeviceError, tensors_made_for, traced_for
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 Step = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
@@ -41,12 +41,15 @@ file for each: plan.json, plan-2.json. If FUNCTION is not compiled but calls
 compiled functions, the reports are those of their graphs.
 
 With --device meta, the file makes its model and its data without memory. So
-you can explain a step of any size on any machine."""
+you can explain a step of any size on any machine. With --device cuda, the step
+is planned for a GPU, here or elsewhere: for that of this machine, or for the
+kind that --gpu names. No GPU is needed, and no memory."""
 
 _EXAMPLES = """\
 examples:
   mstpass explain train.py:loss_fn                     print the plan
   mstpass explain train.py:loss_fn --device meta       a model of any size
+  mstpass explain train.py:loss_fn --device cuda --gpu h100
   mstpass explain train.py:loss_fn --html plan.html    a page for the browser
   mstpass explain train.py:loss_fn --json plan.json    for programs
   mstpass explain train.py:make_step --build           make_step() makes the step
@@ -74,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         reports = _reports(arguments)
         for number, report in enumerate(reports, 1):
             _write_files(report, number, arguments)
-    except (_Usage, UserFileError, OptionError) as error:
+    except (_Usage, UserFileError, OptionError, DeviceError) as error:
         print(f"mstpass explain: {error}", file=sys.stderr)
         return BAD_INPUT
     except UserError as error:
@@ -106,8 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device",
         type=_device,
-        help="the default device while the file makes its tensors; meta takes no memory",
+        help="the default device while the file makes its tensors; meta takes no memory; cuda "
+        "plans for a GPU, and needs none",
     )
+    add_gpu(parser)
     parser.add_argument(
         "--option",
         action="append",
@@ -144,12 +149,18 @@ def _device(text: str) -> torch.device:
 # ---- the step ----------------------------------------------------------------------------------
 def _reports(arguments: argparse.Namespace) -> list[Report]:
     options = dict(map(_option, arguments.option))
-    with torch.device(arguments.device) if arguments.device else contextlib.nullcontext():
-        fn, args, kwargs = _load_step(arguments)
     pareto = arguments.pareto or arguments.html is not None
-    if arguments.fullgraph:
-        return [explain_step(fn, args, kwargs, options, pareto=pareto)]
-    return explain_parts(fn, args, kwargs, options, pareto=pareto)
+    given: torch.device | None = arguments.device
+    if arguments.gpu is not None and given is None:
+        given = torch.device("cuda")
+    # Other devices are those of the tensors that the file makes.
+    target = given if given is not None and given.type == "cuda" else None
+    with traced_for(target, arguments.gpu) as device:
+        with tensors_made_for(given):
+            fn, args, kwargs = _load_step(arguments)
+        if arguments.fullgraph:
+            return [explain_step(fn, args, kwargs, options, pareto=pareto, device=device)]
+        return explain_parts(fn, args, kwargs, options, pareto=pareto, device=device)
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from mstpass.argument_parsers import command_parser, share
-from mstpass.cli.load_function import UserFileError, error_text, load_function
+from mstpass.argument_parsers import add_gpu, command_parser, share
+from mstpass.cli.load_function import error_text, load_function
+from mstpass.errors import UserError
 from mstpass.linter.entry_points import lint, lint_compiled
 from mstpass.linter.errors import LintError
 from mstpass.linter.report import LintReport, module_lines
+from mstpass.tracing.devices import tensors_made_for, traced_for
 
 NO_FINDINGS, FINDINGS, BAD_INPUT = 0, 1, 2
 
@@ -29,6 +32,7 @@ examples:
   mstpass lint train.py:step               one eager step
   mstpass lint train.py:step --modules     also list how often each module ran
   mstpass lint train.py:step --compiled    a step that calls compiled functions
+  mstpass lint train.py:step --gpu h100    as on a GPU, which need not be there
   mstpass lint train.py:step --json out.json --min-share 0.01
 
 exit codes: 0 no findings, 1 findings, 2 the step cannot be linted"""
@@ -40,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         report = _report(arguments)
         if arguments.json is not None:
             _write(report, arguments.json)
-    except (LintError, UserFileError) as error:
+    except UserError as error:
         print(f"mstpass lint: {error}", file=sys.stderr)
         return BAD_INPUT
     print(report)
@@ -60,6 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--modules", action="store_true", help="also list how often each module's forward ran"
     )
+    parser.add_argument(
+        "--device",
+        choices=("cuda",),
+        help="run the step on fake tensors of a GPU: it needs none, and nothing is computed",
+    )
+    add_gpu(parser)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the report as JSON")
     parser.add_argument(
         "--min-share",
@@ -72,15 +82,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(arguments: argparse.Namespace) -> LintReport:
-    _, step = load_function(arguments.step)
-    run = lint_compiled if arguments.compiled else lint
+    on_gpu = arguments.device is not None or arguments.gpu is not None
+    if on_gpu and arguments.compiled:
+        raise LintError(
+            "--compiled runs the compiled step, on the tensors that it has: leave out "
+            "--device and --gpu, or --compiled"
+        )
+    with traced_for("cuda" if on_gpu else None, arguments.gpu) as device:
+        with tensors_made_for(device):
+            _, step = load_function(arguments.step)
+        return _run(step, arguments, device).above(arguments.min_share)
+
+
+def _run(step: Callable[..., Any], arguments: argparse.Namespace, device: Any) -> LintReport:
     try:
-        report = run(step)
-    except LintError:
+        return lint_compiled(step) if arguments.compiled else lint(step, device=device)
+    except UserError:
         raise
     except (Exception, SystemExit) as error:
         raise LintError(f"{arguments.step} raised {error_text(error)}") from error
-    return report.above(arguments.min_share)
 
 
 def _write(report: LintReport, path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
 
 from mstpass import pipeline
@@ -33,6 +34,7 @@ from mstpass.regions.advice import is_output
 from mstpass.report.collect_details import collect_details
 from mstpass.report.report import Report
 from mstpass.torch_internals.dynamo import GraphCompileReason
+from mstpass.tracing.devices import traced_for
 from mstpass.tracing.joint_graphs import (
     NoJointGraph,
     UseJoint,
@@ -43,7 +45,12 @@ from mstpass.tracing.joint_graphs import (
 
 
 def explain(
-    fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    gpu: str | None = None,
+    **kwargs: Any,
 ) -> Report:
     """What ``torch.compile(fn, backend="mst", options=options)`` would do with a step.
 
@@ -56,12 +63,16 @@ def explain(
         fn: returns the loss, as the function given to ``torch.compile`` would; or a module that
             does.
         options: as for ``torch.compile``. A ``report`` path is not written to.
+        device: all tensors stand for tensors of this device. ``"cuda"`` needs no GPU.
+        gpu: the kind of GPU to plan for, such as ``"a100"``; ``mstpass.gpus`` has the names. None:
+            this machine's GPU; where it has none, an H100.
 
     Raises:
         ExplainError: ``fn`` cannot be traced as one graph, has no backward, or raises an error.
         OptionError: an unknown option or a wrong value.
+        UserError: an unknown device or kind of GPU.
     """
-    return explain_step(fn, args, kwargs, options)
+    return explain_step(fn, args, kwargs, options, device=device, gpu=gpu)
 
 
 def explain_step(
@@ -70,20 +81,27 @@ def explain_step(
     kwargs: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
     pareto: bool = False,
+    device: torch.device | str | None = None,
+    gpu: str | None = None,
 ) -> Report:
     """`explain` with ``fn``'s arguments in a sequence and a mapping.
 
     Args:
         pareto: plan at other budgets as well, for ``Report.details.pareto``.
     """
-    with _user_errors():
+    with _user_errors(), traced_for(device, gpu) as of_tensors:
         make_report, note_inputs = _report_maker(options, pareto)
         _check_arguments(fn, args, kwargs or {})
-        return trace_one_graph(fn, args, kwargs or {}, make_report, note_inputs)
+        return trace_one_graph(fn, args, kwargs or {}, make_report, note_inputs, of_tensors)
 
 
 def explain_all(
-    fn: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    gpu: str | None = None,
+    **kwargs: Any,
 ) -> list[Report]:
     """`explain` for a function that compiles to several graphs: one report for each, in order.
 
@@ -99,7 +117,7 @@ def explain_all(
         ExplainError: no graph has a backward, or ``fn`` raises an error before there is one.
         OptionError: an unknown option or a wrong value.
     """
-    return explain_parts(fn, args, kwargs, options)
+    return explain_parts(fn, args, kwargs, options, device=device, gpu=gpu)
 
 
 def explain_parts(
@@ -108,12 +126,14 @@ def explain_parts(
     kwargs: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
     pareto: bool = False,
+    device: torch.device | str | None = None,
+    gpu: str | None = None,
 ) -> list[Report]:
     """`explain_all` with the arguments of `explain_step`."""
-    with _user_errors():
+    with _user_errors(), traced_for(device, gpu) as of_tensors:
         make_report, note_inputs = _report_maker(options, pareto)
         _check_arguments(fn, args, kwargs or {})
-        traced = trace_each_graph(fn, args, kwargs or {}, make_report, note_inputs)
+        traced = trace_each_graph(fn, args, kwargs or {}, make_report, note_inputs, of_tensors)
     reports = [
         report if graph_break is None else _with_graph_break(report, graph_break)
         for report, graph_break in traced.parts

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from mstpass.linter.compiled_graphs import Record
 
 
-def lint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
+def lint(
+    fn: Callable[..., Any],
+    *args: Any,
+    device: torch.device | str | None = None,
+    gpu: str | None = None,
+    **kwargs: Any,
+) -> LintReport:
     """Run ``fn(*args, **kwargs)`` once and count how often each module's forward ran.
 
     If ``fn`` runs no backward, it must return a loss, and `lint` runs the backward of that loss.
@@ -28,17 +34,28 @@ def lint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintReport:
     weights if ``fn`` calls it. Compiled functions run eagerly here; `lint_compiled` reads their
     graphs.
 
+    Args:
+        device: run the step on fake tensors of this device, for all tensors that it has: nothing is
+            computed, and everything stays as it was. ``"cuda"`` needs no GPU.
+        gpu: the kind of GPU, as of `explain`.
+
     Raises:
         LintError: the step has no backward. Exceptions of ``fn`` are passed on.
+        UserError: an unknown device or kind of GPU.
     """
     from mstpass.linter.eager_findings import lint_trace
     from mstpass.linter.eager_trace import StepTrace
+    from mstpass.tracing.devices import on_fake_tensors
     from mstpass.tracing.names import modules_near
 
     # Under a dispatch mode Dynamo gives up on compiled functions, and never compiles them later.
     roots = modules_near(fn, (*args, *kwargs.values()))
-    with torch.compiler.set_stance("force_eager"), StepTrace(roots) as trace:
-        _run(fn, args, kwargs, lambda: trace.ran_backward)
+    with (
+        on_fake_tensors((fn, args, kwargs), device, gpu) as (step, step_args, step_kwargs),
+        torch.compiler.set_stance("force_eager"),
+        StepTrace(roots) as trace,
+    ):
+        _run(step, step_args, step_kwargs, lambda: trace.ran_backward)
     return lint_trace(trace)
 
 

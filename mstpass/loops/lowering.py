@@ -1,6 +1,6 @@
 """Lower ``mst_loop`` to Inductor's ``while_loop``, with accumulators that are updated in place.
 
-    buffers = empty for each stacked output, zeros for each summed output
+    buffers = empty for each output that the first chunk writes, zeros for each other sum
     i, *buffers = while_loop(cond, step, (0, *buffers), (*sliced, *whole, *symbols))
 
 ``cond`` and ``step`` are the graphs of loops/while_loop_step.py. ``symbols`` are the inputs that
@@ -27,15 +27,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mstpass.graph.buffer_ops import call_buffer_ops_as_they_are, counter
 from mstpass.graph.builder import Builder, fake_mode_of
-from mstpass.graph.loop_op import STACK, OutputSpec, mst_loop
+from mstpass.graph.loop_op import OutputSpec, mst_loop
 from mstpass.graph.sizes import Size, expression, is_size, symbols_of
 from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step
-from mstpass.torch_internals.inductor_lowerings import call_as_it_is, select_decomp_table
+from mstpass.torch_internals.inductor_lowerings import select_decomp_table
 
 aten = torch.ops.aten
-
-_CALLED_AS_THEY_ARE = (aten.addmm_.default, aten.abs_.default)
 
 
 def lower_loops(graph: fx.Graph) -> int:
@@ -43,8 +42,7 @@ def lower_loops(graph: fx.Graph) -> int:
     calls = graph.find_nodes(op="call_function", target=mst_loop)
     if not calls:
         return 0
-    for op in _CALLED_AS_THEY_ARE:
-        call_as_it_is(op)
+    call_buffer_ops_as_they_are()
     lowering = _Lowering(graph)
     for call in calls:
         lowering.lower(call)
@@ -71,12 +69,17 @@ class _Lowering:
         with self.graph.inserting_before(call):
             sliced = tuple(map(self._at_offset_zero, sliced))
             call.args = (body, *sizes, specs, sliced, whole)
-            buffers = [self._buffer(spec, call) for spec in specs]
-            zero = self.builder.call(
-                aten.full.default, [], 0, dtype=torch.int64, device=torch.device("cpu")
+            loop_call = LoopCall(
+                getattr(self.root, body.target), tuple(specs), len(sliced), len(whole)
             )
+            device = call.meta["val"][0].device
+            buffers = [
+                self._buffer(spec, device, loop_call.starts_empty(position))
+                for position, spec in enumerate(specs)
+            ]
+            zero = self.builder.call(counter, 0)
             extra = (*sliced, *whole, *self._symbols((*buffers, *sliced, *whole)))
-            names = self._subgraphs(call, (zero, *buffers, *extra))
+            names = self._subgraphs(call, loop_call, (zero, *buffers, *extra))
             cond, step = (self.graph.get_attr(name) for name in names)
             loop = self.graph.call_function(
                 torch.ops.higher_order.while_loop, (cond, step, (zero, *buffers), extra)
@@ -114,11 +117,10 @@ class _Lowering:
             return node
         return self.builder.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
-    def _buffer(self, spec: OutputSpec, call: fx.Node) -> fx.Node:
-        """What an output is written into: uninitialized if it is stacked, zeros if it is summed."""
-        kind, shape, dtype = spec
-        device = call.meta["val"][0].device
-        if kind == STACK:
+    def _buffer(self, spec: OutputSpec, device: torch.device, is_empty: bool) -> fx.Node:
+        """What an output is written into; zeros unless the first chunk overwrites it."""
+        _, shape, dtype = spec
+        if is_empty:
             return self.builder.call(
                 aten.empty.memory_format, list(shape), dtype=dtype, device=device
             )
@@ -131,17 +133,17 @@ class _Lowering:
         inputs = self.graph.find_nodes(op="placeholder")
         return [n for n in inputs if is_size(n) and expression(n.meta["val"]) in symbols]
 
-    def _subgraphs(self, call: fx.Node, operands: Sequence[fx.Node]) -> tuple[str, str]:
+    def _subgraphs(
+        self, call: fx.Node, loop: LoopCall, operands: Sequence[fx.Node]
+    ) -> tuple[str, str]:
         """The names of the condition and the step; equal ones are traced and compiled once."""
         args: Any = call.args
-        body, num_chunks, chunk_tokens, num_tokens, specs, sliced, whole = args
+        body, num_chunks, chunk_tokens, num_tokens, specs, *_ = args
         values = [n.meta["val"] for n in operands]
         layouts = tuple(map(_layout, values))
         sizes = (num_chunks, chunk_tokens, str(num_tokens))
         key = (body.target, *sizes, tuple(specs), layouts)
         if key not in self.traced:
-            body = getattr(self.root, body.target)
-            loop = LoopCall(body, tuple(specs), len(sliced), len(whole))
             if num_chunks is None:
                 cond, step = fitted_step(loop, chunk_tokens)
             else:

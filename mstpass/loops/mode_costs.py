@@ -18,7 +18,6 @@ from torch import fx
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.device_costs import costs_of
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
-from mstpass.graph.loop_op import STACK, SUM
 from mstpass.graph.node_cost import flops, time_us
 from mstpass.graph.sizes import hint_shape
 from mstpass.loops.body.build import build_body
@@ -107,8 +106,7 @@ class _Loops:
             graph = fx.Graph()
             builder = Builder(graph, fake_mode_of(self.joint.nodes))
             parts = build_body(self.joint, plan, loop, builder, self.accumulate)
-            kinds = [STACK if item.spec else SUM for item in loop.outputs]
-            self.chunk_bytes[key] = body_bytes(graph, parts, kinds)
+            self.chunk_bytes[key] = body_bytes(graph, parts)
         return self.chunk_bytes[key]
 
     def _time_us(self, plan: ChunkPlan, loop: LoopPlan) -> float:

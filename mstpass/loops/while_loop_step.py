@@ -8,9 +8,11 @@ With c tokens in a chunk, n chunks and N tokens in all::
               rows(t) = t[start : start + c]                # as_strided, no copy
               parts = body(*map(rows, sliced), *whole[, valid])
               for each output, in order:
-                  stacked: rows(buffer) <- part             # copy_
-                  summed:  buffer += part                   # addmm_ if the part is a product
+                  stacked: rows(buffer) <- part
+                  summed:  buffer += part                   # first chunk: buffer <- part
               return i + 1
+
+A product that nothing else reads is written into its buffer at once (graph/buffer_ops.py).
 
 If N is symbolic, the loop counts rows instead, and the length of a chunk is a size of which
 Inductor knows only the bounds, so that nothing is specialized to one batch or one chunk::
@@ -31,8 +33,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from mstpass.graph.buffer_ops import add_product_, counter, is_written_in_place, write_product_
 from mstpass.graph.loop_op import STACK, OutputSpec, fitted_length
 from mstpass.graph.sizes import Size
+from mstpass.torch_internals.symbols import set_hint
 
 aten = torch.ops.aten
 
@@ -63,7 +67,7 @@ class LoopCall:
         """Write the chunk's results into the buffers, and return these.
 
         Args:
-            start: the first row of the chunk, which has ``length`` rows.
+            start: the first row of the chunk, which has ``length`` rows; 0 for the first chunk.
             before: what the body gets before the chunks: its length, if that is not fixed.
             after: what it gets after the whole inputs: ``valid``, if chunks overlap.
         """
@@ -78,10 +82,15 @@ class LoopCall:
         results = _run(self.body, (*before, *map(rows, sliced), *whole, *after))
         for (kind, _, _), buffer, result in zip(self.specs, buffers, results, strict=True):
             if kind == STACK:
-                rows(buffer).copy_(result.value())
+                result.write_to(rows(buffer))
             else:
-                result.add_to(buffer)
+                result.add_to(buffer, start)
         return buffers
+
+    def starts_empty(self, position: int) -> bool:
+        """Whether the first chunk overwrites an output's buffer, so that it needs no zeros."""
+        outputs: Any = self.body.graph.output_node().args[0]
+        return self.specs[position][0] == STACK or is_written_in_place(outputs[position])
 
 
 def fixed_step(
@@ -104,7 +113,7 @@ def fixed_step(
             device = operands[0].device
             valid = (torch.arange(chunk_tokens, device=device) + start >= first,)
         buffers = call.run(operands, start, chunk_tokens, after=valid)
-        return (i + 1, *buffers)
+        return (counter(number + 1), *buffers)
 
     return cond, step
 
@@ -123,12 +132,14 @@ def fitted_step(call: LoopCall, chunk_tokens: int) -> tuple[_Cond, _Step]:
         tokens = num_tokens(operands)
         aten._assert_scalar.default(start >= 0, "mst_loop: negative row")
         fitted = torch.sym_min(fitted_length(chunk_tokens, tokens), tokens - start)
-        # As an item() of a tensor it is a new symbol, from which nothing can be derived.
-        length: Any = torch.full([], fitted, dtype=torch.int64, device="cpu").item()
+        # As an item() of a tensor it is a new symbol, from which nothing can be derived. Inductor
+        # fuses kernels by the bytes that they share: it has to know about how large it is.
+        length: Any = counter(fitted).item()
+        set_hint(length, chunk_tokens)
         aten._assert_scalar.default(length >= 1, "mst_loop: empty chunk")
         aten._assert_scalar.default(length <= chunk_tokens, "mst_loop: chunk too long")
         buffers = call.run(operands, start, length, before=(length,))
-        return (i + length, *buffers)
+        return (counter(start + length), *buffers)
 
     return cond, step
 
@@ -146,18 +157,27 @@ class _Result:
         result: torch.Tensor = self.env[self.node]
         return result
 
-    def add_to(self, buffer: torch.Tensor) -> None:
-        """Add the output to an accumulator."""
-        value = self.node.meta["val"]
-        if (
-            self.node.target is aten.mm.default
-            and value.dtype == buffer.dtype
-            and self.node not in self.env
-        ):
-            left, right = fx.map_arg(self.node.args, self.env.__getitem__)
-            aten.addmm_.default(buffer, left, right)
+    def write_to(self, rows: torch.Tensor) -> None:
+        """Write a stacked output into its rows of the buffer."""
+        if self._is_left():
+            write_product_(rows, *self._factors())
+        else:
+            rows.copy_(self.value())
+
+    def add_to(self, buffer: torch.Tensor, start: Size) -> None:
+        """Add a summed output to its buffer, into which the chunk at 0 writes it."""
+        if self._is_left():
+            add_product_(buffer, *self._factors(), start)
         else:
             buffer.add_(self.value())
+
+    def _is_left(self) -> bool:
+        """Whether it is a product that has not run, and that nothing else reads."""
+        return self.node not in self.env and is_written_in_place(self.node)
+
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = fx.map_arg(self.node.args[:2], self.env.__getitem__)
+        return left, right
 
 
 def _run(body: fx.GraphModule, inputs: tuple[torch.Tensor | Size, ...]) -> list[_Result]:

@@ -37,7 +37,17 @@ _ALLOCATED_EACH_TIME = "2.15"  # from this version of torch on
 
 _WITH_BIAS = {"aten::addmm": "self"}
 PRODUCTS = frozenset(
-    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "extern_kernels.bias_addmm"}
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::addmm_",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::baddbmm_",
+        "extern_kernels.bias_addmm",
+        "mstpass::add_product_",
+        "mstpass::write_product_",
+    }
 )
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.buffer_ops import is_written_in_place
 from mstpass.graph.joint import tensors_of, value_of
-from mstpass.graph.loop_op import SUM, mst_loop
+from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.sizes import depends_on_data
 from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal
@@ -99,18 +100,20 @@ def _results(graph: fx.Graph) -> list[fx.Node]:
     return [result for result in results if isinstance(result, fx.Node)]
 
 
-def op_of(node: fx.Node, summed: Set[fx.Node] = frozenset(), scatters_delayed: bool = False) -> Op:
+def op_of(
+    node: fx.Node, in_place: Set[fx.Node] = frozenset(), scatters_delayed: bool = False
+) -> Op:
     """One node as plain data.
 
     Args:
-        summed: matmuls that add their result to an accumulator themselves, so that they have no
+        in_place: products that write their result into a loop's buffer, so that they have no
             buffer of their own.
         scatters_delayed: as in ``simulate_step``.
     """
     kind = _kind(node)
     return Op(
         name=node.name,
-        bytes=0 if node in summed else buffer_bytes(node),
+        bytes=0 if node in in_place else buffer_bytes(node),
         inputs=tuple(n.name for n in node.all_input_nodes),
         kind=CALL if scatters_delayed and kind == SCATTER else kind,
         inner_bytes=_inner_bytes(node),
@@ -148,25 +151,21 @@ def _inner_bytes(node: fx.Node) -> int:
     if node.target is not mst_loop:
         return node_workspace_bytes(node)
     root = node.graph.owning_module
-    body, specs = node.args[0], node.args[4]
-    assert root is not None and isinstance(body, fx.Node) and isinstance(specs, tuple | list)
+    body = node.args[0]
+    assert root is not None and isinstance(body, fx.Node)
     graph: fx.Graph = getattr(root, str(body.target)).graph
     parts: Any = graph.output_node().args[0]
-    kinds: Any = [spec[0] for spec in specs]  # type: ignore[index]
-    return body_bytes(graph, parts, kinds)
+    return body_bytes(graph, parts)
 
 
-def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node], kinds: Sequence[str]) -> int:
+def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node]) -> int:
     """The peak of one run of a loop's body.
 
     Args:
         parts: the nodes that it returns.
-        kinds: ``STACK`` or ``SUM`` for each of them.
     """
-    summed = {
-        part for part, kind in zip(parts, kinds, strict=True) if kind == SUM and ops.is_matmul(part)
-    }
+    in_place = {part for part in parts if is_written_in_place(part)}
     timeline_ops = [
-        op_of(n, summed) for n in graph.nodes if n.op in ("placeholder", "call_function")
+        op_of(n, in_place) for n in graph.nodes if n.op in ("placeholder", "call_function")
     ]
     return simulate_ops(timeline_ops, [n.name for n in parts], fuse=True).peak.bytes

@@ -24,6 +24,10 @@ class SharedPatch:
         self._undo = ExitStack()
         self._threads = 0
 
+    @property
+    def is_made(self) -> bool:
+        return self._threads > 0
+
     @contextmanager
     def __call__(self) -> Iterator[None]:
         with self._lock:

@@ -8,6 +8,7 @@ torch/utils/_config_module.py.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
@@ -26,6 +27,9 @@ APIS = PrivateApis(
         "torch._inductor.config.get_config_copy",
         "torch._inductor.config.fx_graph_cache",
         "torch._inductor.config.post_grad_custom_pre_pass",
+        "torch._inductor.config.shape_padding",
+        "torch._inductor.config.force_shape_pad",
+        "torch._inductor.config.compile_threads",
         "torch._functorch.config.patch",
         "torch._functorch.config.activation_memory_budget",
         "torch._functorch.config.cse",
@@ -68,10 +72,24 @@ def _patch(config: Any, **values: Any) -> Patch:
     return patch if _PER_THREAD else SharedPatch(patch)
 
 
+def without_padding() -> dict[str, Any]:
+    """The setting that leaves matrix products as they are, unless the user asked for padding.
+
+    On CUDA, Inductor pads the factors of products whose sizes are no multiples of 8, if that is
+    faster. It does so in the joint graph, where the padded values would end a region; it allocates
+    and runs the products to measure them; and its choice may differ between ranks. Loops need no
+    padding: Inductor aligns the rows of the logits that it allocates itself.
+    """
+    asked = inductor_config.force_shape_pad or os.environ.get("TORCHINDUCTOR_SHAPE_PADDING") == "1"
+    return {} if asked else {"shape_padding": False}
+
+
 # Forward and backward are compiled together: a backward that fails can be undone with its forward.
 backward_compiled_at_once = _patch(functorch_config, force_non_lazy_backward_lowering=True)
 # A size that has had two values stays a number.
 static_sizes = _patch(dynamo_config, automatic_dynamic_shapes=False)
+# Workers would be started where torch sees a GPU.
+compiled_in_one_process = _patch(inductor_config, compile_threads=1)
 recompilation_fails = _patch(dynamo_config, error_on_recompile=True)
 
 

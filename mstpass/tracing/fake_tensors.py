@@ -31,12 +31,14 @@ class FakeTensors:
     Args:
         also_real: real tensors get a stand-in as well. Otherwise only meta tensors do; they stand
             for tensors of the default device.
+        device: all tensors, real or meta, stand for tensors of this device.
     """
 
-    def __init__(self, also_real: bool = False):
+    def __init__(self, also_real: bool = False, device: torch.device | None = None):
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._also_real = also_real
-        self._device = _default_device()
+        self._moved = device is not None
+        self._device = device or _default_device()
         # id of a tensor -> the tensor, which so stays alive, and its stand-in
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -44,7 +46,7 @@ class FakeTensors:
         """The stand-in of a tensor; any other value as it is."""
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
-        if value.device.type != "meta":
+        if value.device.type != "meta" and not self._moved:
             return self.mode.from_tensor(value) if self._also_real else value
         if id(value) not in self._known:
             with self.mode, torch.device(self._device):
@@ -55,6 +57,11 @@ class FakeTensors:
                 fake.requires_grad_(value.requires_grad)
             self._known[id(value)] = value, fake
         return self._known[id(value)][1]
+
+    def original_of(self, fake: Any) -> Any:
+        """The tensor that a stand-in stands for; any other value as it is."""
+        originals = (value for value, known in self._known.values() if known is fake)
+        return next(originals, fake)
 
     @contextmanager
     def replacing(self, step: T) -> Iterator[T]:

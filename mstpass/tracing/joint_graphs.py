@@ -37,7 +37,7 @@ from mstpass.torch_internals.dynamo import (
 )
 from mstpass.torch_internals.modules import is_compiled, uncompiled
 from mstpass.torch_internals.partitioners import merge_equal_nodes
-from mstpass.torch_internals.settings import static_sizes
+from mstpass.torch_internals.settings import static_sizes, without_padding
 from mstpass.tracing.fake_tensors import FakeTensors, calls_compiled
 
 T = TypeVar("T")
@@ -69,11 +69,13 @@ def trace_one_graph(
     kwargs: Mapping[str, Any],
     use_joint: UseJoint[T],
     use_inputs: UseInputs = lambda inputs: None,
+    device: torch.device | None = None,
 ) -> T:
     """What ``use_joint`` returns for the joint graph of a function that is one graph.
 
     A meta tensor stands for a tensor of the default device. It may be an argument, or be held by a
-    module that the function is, holds or is given.
+    module that the function is, holds or is given. With ``device``, all tensors stand for tensors
+    of that device.
 
     Raises:
         NoJointGraph: there is no backward. Errors of the function, of Dynamo and of ``use_joint``
@@ -87,7 +89,7 @@ def trace_one_graph(
         raise _JointGraphUsed
 
     plain = uncompiled(fn)
-    fakes = FakeTensors()
+    fakes = FakeTensors(device=device)
     with fakes.replacing((plain, args, kwargs)) as (_, given_args, given_kwargs), _undisturbed():
         try:
             compiled = torch.compile(_new_caller(plain), backend=backend, fullgraph=True)
@@ -122,6 +124,7 @@ def trace_each_graph(
     kwargs: Mapping[str, Any],
     use_joint: UseJoint[T],
     use_inputs: UseInputs = lambda inputs: None,
+    device: torch.device | None = None,
 ) -> TracedGraphs[T]:
     """What ``use_joint`` returns for each graph with a backward that a function compiles to.
 
@@ -134,7 +137,7 @@ def trace_each_graph(
         NoJointGraph: no graph has a backward. An error of the function before the first graph, and
             errors of Dynamo and of ``use_joint``, are raised as they are.
     """
-    fakes = FakeTensors(also_real=True)
+    fakes = FakeTensors(also_real=True, device=device)
     parts: list[tuple[T, GraphCompileReason | None]] = []
     failed: list[Exception] = []
 
@@ -219,7 +222,11 @@ def _trace_captured(gm: fx.GraphModule, inputs: Sequence[Any], use_joint: UseJoi
         def uuid(self) -> Any:
             return None
 
-    patches = {"custom_partitioner_fn": Partitioner(), "fx_graph_cache": False}
+    patches = {
+        "custom_partitioner_fn": Partitioner(),
+        "fx_graph_cache": False,
+        **without_padding(),
+    }
     try:
         compile_fx(gm, list(inputs), inner_compile=_no_backward, config_patches=patches)
     except _JointGraphUsed:

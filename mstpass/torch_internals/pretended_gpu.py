@@ -1,0 +1,207 @@
+"""Have torch believe in a GPU that is not there, so that a step is traced and compiled for it.
+
+    with pretended_gpu(gpus.gpu("h100")):
+        ...  # fake tensors on cuda:0 can be traced and differentiated; nothing can run there
+
+What asks for a GPU                        what it is told, and why
+-----------------------------------------  -----------------------------------------------------
+torch.cuda, Dynamo's interface of devices  one device of that kind, all memory free
+the autograd engine                        pretended_gpu_engine.py
+F.scaled_dot_product_attention             pretended_gpu_attention.py
+FakeTensorMode                             it makes no real tensor to learn about the device
+UniformValueConstantFolder                 it runs operators on one element: on the CPU instead
+pad_mm._should_pad                         it measures products; instead, none is padded
+
+It holds for the whole process, so no other thread may use CUDA. On a machine with a GPU, that GPU
+is hidden until the end. ``mstpass.torch_internals.pretended_triton`` adds what compiling needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils._triton as triton_utils
+from torch._dynamo import device_interface
+from torch._inductor.fx_passes import joint_graph, pad_mm
+from torch._subclasses import fake_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mstpass.gpus import Gpu
+from mstpass.torch_internals.patches import SharedPatch
+from mstpass.torch_internals.pretended_gpu_attention import attention_of
+from mstpass.torch_internals.pretended_gpu_engine import NoPretendedGpu, engine_without_gpu
+from mstpass.torch_internals.private_apis import PrivateApis
+from mstpass.torch_internals.settings import compiled_in_one_process
+
+_Interface = device_interface.CudaInterface
+
+__all__ = ["NoPretendedGpu", "is_pretended", "pretended_gpu"]
+
+APIS = PrivateApis(
+    names=(
+        "torch._dynamo.device_interface.CudaInterface.Worker.get_device_properties",
+        "torch._dynamo.device_interface.caching_worker_device_properties",
+        "torch._dynamo.device_interface.caching_worker_current_devices",
+        "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder._deduce_value",
+        "torch._inductor.fx_passes.pad_mm._should_pad",
+        "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init",
+        "torch._subclasses.fake_tensor.init_gpu_context",
+        "torch.utils._triton.has_triton",
+    ),
+    checked=("2.11", "2.13", "2.15"),
+)
+
+
+@contextmanager
+def pretended_gpu(kind: Gpu) -> Iterator[None]:
+    """In here ``cuda:0`` is a GPU of this kind. Threads that need one at once must agree on it.
+
+    Raises:
+        NoPretendedGpu: this machine lacks what it takes.
+    """
+    if kind.name not in _patches:
+        _patches[kind.name] = SharedPatch(lambda: _pretended(kind))
+    with _patches[kind.name]():
+        yield
+
+
+_patches: dict[str, SharedPatch] = {}
+
+
+def is_pretended() -> bool:
+    """Whether there is a pretended GPU just now."""
+    return any(patch.is_made for patch in _patches.values())
+
+
+@contextmanager
+def _pretended(kind: Gpu) -> Iterator[None]:
+    with ExitStack() as stack:
+        patch = _Patcher(stack)
+        for name, answer in _answers(kind).items():
+            patch(torch.cuda, name, answer)
+            for interface in (
+                device_interface.CudaInterface,
+                device_interface.CudaInterface.Worker,
+            ):
+                if hasattr(interface, name):
+                    patch(interface, name, staticmethod(answer))
+        for known in (
+            device_interface.caching_worker_device_properties,
+            device_interface.caching_worker_current_devices,
+        ):
+            stack.enter_context(mock.patch.dict(known, clear=True))
+        patch(fake_tensor, "init_gpu_context", lambda *_: None)
+        patch(fake_tensor.FakeTensorMode, "avoid_device_init", property(lambda _: True))
+        folder = joint_graph.UniformValueConstantFolder
+        patch(folder, "_deduce_value", _on_cpu(folder._deduce_value))
+        patch(pad_mm, "_should_pad", lambda *_, **__: False)
+        stack.enter_context(compiled_in_one_process())
+        stack.enter_context(_forgotten(triton_utils))
+        stack.enter_context(engine_without_gpu())
+        stack.enter_context(attention_of(kind.capability))
+        yield
+
+
+class _Patcher:
+    def __init__(self, stack: ExitStack):
+        self.stack = stack
+
+    def __call__(self, owner: Any, name: str, value: Any) -> None:
+        self.stack.enter_context(mock.patch.object(owner, name, value))
+
+
+def _answers(kind: Gpu) -> dict[str, Callable[..., Any]]:
+    """The functions of ``torch.cuda`` that would ask the driver."""
+    major, minor = kind.capability
+    shared_bytes = kind.shared_memory_per_block_bytes
+    described = types.SimpleNamespace(
+        name=kind.full_name,
+        major=major,
+        minor=minor,
+        total_memory=kind.memory_bytes,
+        multi_processor_count=kind.multiprocessors,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048 if minor == 0 else 1536,
+        max_threads_per_block=1024,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=shared_bytes,
+        shared_memory_per_multiprocessor=shared_bytes + 1024,
+        L2_cache_size=kind.l2_bytes,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        uuid="",
+        gcnArchName="",
+    )
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "_is_compiled": True,
+        "_lazy_init": None,
+        "init": None,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+        "synchronize": None,
+        "get_device_properties": described,
+        "get_device_name": kind.full_name,
+        "get_device_capability": kind.capability,
+        "is_bf16_supported": kind.capability >= (8, 0),
+        "is_current_stream_capturing": False,
+        "mem_get_info": (kind.memory_bytes, kind.memory_bytes),
+        "memory_reserved": 0,
+        "memory_allocated": 0,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": None,
+    }
+    return {name: _told(answer) for name, answer in answers.items()}
+
+
+def _told(answer: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
+
+
+def _on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, whose operators run on the CPU."""
+
+    def run(self: Any, *args: Any) -> Any:
+        with _CpuMode():
+            return method(self, *args)
+
+    return run
+
+
+class _CpuMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _forgotten(module: types.ModuleType) -> Iterator[None]:
+    """What functions of the module have cached about a GPU is forgotten, before and after."""
+
+    def forget() -> None:
+        for value in vars(module).values():
+            with contextlib.suppress(AttributeError):
+                value.cache_clear()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
+def probe() -> None:
+    APIS.require()

@@ -1,0 +1,7 @@
+"""CUDA without a GPU: steps are compiled for a pretended GPU, and the generated code is checked.
+
+dry_run.py          compiles a step for a GPU that is not there
+generated_code.py   what the code of a loop does in an iteration
+interpret.py        runs generated code on the CPU, its Triton kernels interpreted
+steps.py            the steps
+"""

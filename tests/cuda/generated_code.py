@@ -1,0 +1,79 @@
+"""What the generated code of a loop does in one iteration."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+
+_COUNTER = "torch.ops.mstpass.counter.default"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopCode:
+    """The body of a loop.
+
+    Attributes:
+        kernels: the Triton kernels that it launches.
+        cpp_kernels: the C++ kernels that it calls.
+        calls: the operators and library functions that it calls.
+        syncs: values that it reads from a device, so that the host waits.
+        device_guards: how often it makes a device the current one.
+        temporaries: shape and dtype of each buffer that it allocates on the device; a size that is
+            not a number is None.
+    """
+
+    name: str
+    kernels: tuple[str, ...]
+    cpp_kernels: tuple[str, ...]
+    calls: tuple[str, ...]
+    syncs: tuple[str, ...]
+    device_guards: int
+    temporaries: tuple[tuple[tuple[int | None, ...], str], ...]
+
+
+def loops_of(code: str) -> list[LoopCode]:
+    """The loops of a generated module, in its order."""
+    tree = ast.parse(code)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [_loop(f, code) for f in functions if re.fullmatch(r"mst_step_\d+", f.name)]
+
+
+def _loop(function: ast.FunctionDef, code: str) -> LoopCode:
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    names = [ast.unparse(call.func) for call in calls]
+    made = {
+        ast.unparse(node.targets[0]): node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+    }
+    on_cpu = {
+        name
+        for name, call in made.items()
+        if ast.unparse(call.func) in (_COUNTER, "empty_strided_cpu")
+    } | {f"{function.name}_arg0_1"}
+    for node in ast.walk(function):  # in the order of the lines, as an alias follows its source
+        if isinstance(node, ast.Assign) and ast.unparse(node.value) in on_cpu:
+            on_cpu.add(ast.unparse(node.targets[0]))
+    read = [name.removesuffix(".item") for name in names if name.endswith(".item")]
+    return LoopCode(
+        name=function.name,
+        kernels=tuple(n.removesuffix(".run") for n in names if n.endswith(".run")),
+        cpp_kernels=tuple(n for n in names if n.startswith("cpp_")),
+        calls=tuple(n for n in names if n.startswith(("extern_kernels.", "torch.ops."))),
+        syncs=tuple(name for name in read if name not in on_cpu),
+        device_guards=sum(name.endswith("_DeviceGuard") for name in names),
+        temporaries=tuple(
+            (_sizes(call.args[0]), ast.unparse(call.args[2]))
+            for call in made.values()
+            if ast.unparse(call.func) == "empty_strided_cuda"
+        ),
+    )
+
+
+def _sizes(shape: ast.expr) -> tuple[int | None, ...]:
+    assert isinstance(shape, ast.Tuple)
+    return tuple(
+        size.value if isinstance(size, ast.Constant) and isinstance(size.value, int) else None
+        for size in shape.elts
+    )
