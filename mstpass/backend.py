@@ -45,6 +45,7 @@ from mstpass.report import store
 from mstpass.report.collect_details import collect_details
 from mstpass.report.details import Details
 from mstpass.report.report import Report
+from mstpass.schedule.attention_masks import materialize_masks
 from mstpass.schedule.delay_embedding_gradient import delay_scatters
 from mstpass.schedule.delay_recomputation import delay_recomputation, recomputation_waits
 from mstpass.torch_internals.compile_fx import (
@@ -340,6 +341,7 @@ class LowerLoops(CustomGraphPass):
             delay_scatters(graph)
         if self.hold or recomputation_waits(graph):
             delay_recomputation(graph)
+        materialize_masks(graph)
         keep_safe_donations(graph)
         if self.users_pass is not None:
             self.users_pass(graph)

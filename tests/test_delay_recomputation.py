@@ -15,6 +15,7 @@ from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
 from mstpass.schedule.delay_recomputation import delay_recomputation, recomputation_waits
+from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from tests.checks import compiled, joint_graph
 from tests.models import MLPS, Block
 
@@ -44,6 +45,27 @@ def test_each_recomputed_block_waits_for_the_gradients_before_it() -> None:
 
 def test_nothing_waits_if_no_matmul_is_recomputed() -> None:
     assert recomputation_waits(_backward(3)) == {}
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", True), ("cuda", False)])
+def test_on_a_gpu_nothing_waits_for_a_value_without_a_buffer(device: str, waits: bool) -> None:
+    """A node that others wait for is written to memory: here a scaled gradient of all rows."""
+    graph = fx.Graph()
+    tangent, x = graph.placeholder("tangents_1"), graph.placeholder("x")
+    scaled = graph.call_function(aten.mul.Tensor, (tangent, 2))
+    total = graph.call_function(aten.sum.dim_IntList, (x, [1], True))  # is recomputed
+    product = graph.call_function(aten.mm.default, (x, total))
+    gradient = graph.call_function(aten.sub.Tensor, (scaled, product))
+    gradient = graph.call_function(aten.sum.dim_IntList, (gradient, [1]))
+    graph.output((gradient,))
+    with FakeTensorMode():
+        value = torch.empty(8, 8, device=device)
+        for node in (tangent, x, scaled):
+            node.meta["val"] = value
+        for node in (total, product, gradient.all_input_nodes[0], gradient):
+            node.meta["val"] = torch.empty(8, 1, device=device)
+    found = recomputation_waits(graph)
+    assert found == ({total: (scaled,)} if waits else {})
 
 
 def test_a_forward_graph_has_nothing_to_wait_for() -> None:

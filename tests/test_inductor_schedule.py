@@ -186,7 +186,7 @@ def test_a_budget_that_no_schedule_meets_is_a_warning() -> None:
 def test_an_unreadable_schedule_leaves_the_simulated_peak(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(nodes: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise AttributeError("no such scheduler")
 
     monkeypatch.setattr("mstpass.torch_internals.inductor_schedule.read_schedule", fail)

@@ -23,6 +23,7 @@ from mstpass.graph.sizes import hint_shape
 from mstpass.loops.body.build import build_body
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.operand_layout import is_copied
+from mstpass.memory.allocation import allocated_bytes, buffer_bytes
 from mstpass.memory.simulate_graph import body_bytes
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import Loop, Mode, RegionModes, Result, loop_name
@@ -92,7 +93,7 @@ class _Loops:
         """
         operands = ((self.joint.by_name[item.node], item.spec) for item in loop.inputs)
         return sum(
-            nbytes(node)
+            buffer_bytes(node)
             for node, spec in operands
             if spec and (value := value_of(node)) is not None and is_copied(value, spec)
         )
@@ -124,8 +125,9 @@ def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str
     if item.spec is None and accumulate == "float32" and value is not None:
         cast = value.element_size() < _ACCUMULATOR_BYTES
         element_bytes = max(_ACCUMULATOR_BYTES, value.element_size())
-        return Result(item.node, size // value.element_size() * element_bytes, scale, cast)
-    return Result(item.node, size, scale)
+        size = size // value.element_size() * element_bytes
+        return Result(item.node, allocated_bytes(size, value.device), scale, cast)
+    return Result(item.node, buffer_bytes(node), scale)
 
 
 def _structure(joint: JointGraph, plan: ChunkPlan, loop: LoopPlan) -> object:

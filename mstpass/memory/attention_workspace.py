@@ -1,29 +1,344 @@
-"""The workspace of flash attention on the CPU: scratch memory while the kernel runs.
+"""What attention allocates while it runs, besides its results, from the sources of its kernels.
 
-Each thread holds a block of scores, queries x keys in float32, and a block of results (forward) or
-of the scores' gradient (backward). Inputs of a narrower dtype need a copy of the scores in that
-dtype. Block sizes: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
+For queries (B, H, S, D), keys (B, K, T, D) and values (B, K, T, E), each term is a tensor::
+
+    flash, CUDA     forward    splits of the keys, where few blocks of queries are there for the
+                               multiprocessors: 4 splits B H S D' and 4 splits B H S
+                    backward   4 B S' H D' (sum of the queries' gradient), 4 B H S' (row sums),
+                               where K < H also 2 x T H D of the keys' dtype
+    efficient       forward    4 B S H E in half precision with more than 128 features
+                    backward   4 B H S (row sums) and one workspace of tiles; in float32 first a
+                               product of B S H E from which the row sums are computed
+    cuDNN           backward   as flash, without rounding: an estimate, see below
+    FlexAttention   backward   4 B H S (row sums); the templates need nothing else
+    flash, CPU      both       a block of scores and of results in each thread
+
+S' is S rounded up to 128, D' is D rounded up to 32, or to 64 from 128 on. Sequences in one row
+(``varlen``) have S + 128 rows each. The backward of flash and of efficient attention copies a
+gradient that is not contiguous. Workspaces of efficient attention are those of compute capability 8
+and later.
+
+Sources: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (``mha_fwd``, ``mha_bwd``,
+``mha_varlen_bwd``), cuda/attention.cu and attention_backward.cu, cuda/mem_eff_attention/
+kernel_backward.h (``workspace_size``), cpu/FlashAttentionKernel.cpp. cuDNN decides itself what it
+allocates: the terms are those that its open frontend asks for
+(scaled_dot_product_flash_attention.h, ``CompositeSDPABackwardNode``). Kernels that replace flash
+attention at run time (``torch.nn.attention.activate_flash_attention_impl``) are not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
+from mstpass.memory.allocation import rounded
+from mstpass.memory.cuda_device import CudaDevice
+from mstpass.torch_internals.op_calls import OpCall, Operand
+
+_FLOAT = torch.float32.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The sizes of an attention, by the letters of the module's docstring; ``rows`` is B S."""
+
+    B: int
+    H: int
+    K: int
+    S: int
+    T: int
+    D: int
+    E: int
+    rows: int
+    key_rows: int
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _round_up(a: int, b: int) -> int:
+    return _ceil_div(a, b) * b
+
+
+def _blocks(*tensors: int) -> int:
+    """The bytes of several tensors in the allocator's blocks."""
+    return sum(map(rounded, tensors))
+
+
+def _operands(call: OpCall) -> tuple[Operand, Operand, Operand] | None:
+    query, key, value = map(call.operand, ("query", "key", "value"))
+    return None if query is None or key is None or value is None else (query, key, value)
+
+
+def _sizes(call: OpCall) -> _Sizes | None:
+    """None where an operand is missing or has other dims than are known."""
+    operands = _operands(call)
+    if operands is None:
+        return None
+    query, key, value = (operand.shape for operand in operands)
+    if len(query) == 3:  # sequences in one row
+        return _sizes_in_one_row(call, query, key, value)
+    if len(query) != 4:
+        return None
+    if _heads_first(call.op):
+        B, H, S, D = query
+        K, T, E = key[1], key[2], value[3]
+    else:
+        B, S, H, D = query
+        T, K, E = key[1], key[2], value[3]
+    return _Sizes(B, H, K, S, T, D, E, B * S, B * T)
+
+
+def _sizes_in_one_row(
+    call: OpCall, query: Sequence[int], key: Sequence[int], value: Sequence[int]
+) -> _Sizes:
+    starts = call.operand("cum_seq_q")
+    B = 1 if starts is None else max(1, starts.numel - 1)
+    (rows, H, D), (key_rows, K, _) = query, key
+    S, T = int(call.number("max_q", rows)), int(call.number("max_k", key_rows))
+    return _Sizes(B, H, K, S, T, D, value[2], rows, key_rows)
+
+
+def _heads_first(op: str) -> bool:
+    """Whether the op takes (B, H, S, D); others take (B, S, H, D)."""
+    return any(name in op for name in ("_scaled_dot_product", "cudnn", "flex_"))
+
+
+def _copied(call: OpCall, *names: str) -> list[int]:
+    """The bytes of those operands that the kernel copies, as it wants (B, S, H, D) contiguous."""
+    found = []
+    for name in names:
+        operand = call.operand(name)
+        if operand is not None and not _is_contiguous(operand, _heads_first(call.op)):
+            found.append(operand.bytes)
+    return found
+
+
+def _is_contiguous(operand: Operand, heads_first: bool) -> bool:
+    dims = list(zip(operand.shape, operand.stride, strict=True))
+    if heads_first and len(dims) == 4:
+        dims[1], dims[2] = dims[2], dims[1]
+    expected = 1
+    for size, stride in reversed(dims):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_deterministic() -> bool:
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
+# ---- flash attention on CUDA -------------------------------------------------------------------
+_ROWS = 128  # the most rows of queries in a block
+_MOST_SPLITS = 128
+_SPLIT_ROWS = 64  # of queries, in a kernel that splits the keys
+_FEW_BLOCKS, _EFFICIENT = 0.8, 0.85  # of the multiprocessors; of the best efficiency
+
+
+def _padded_features(D: int) -> int:
+    return _round_up(D, 32 if D <= 128 else 64)
+
+
+def flash_forward_bytes(call: OpCall, device: CudaDevice) -> int:
+    sizes = _sizes(call)
+    if sizes is None or sizes.rows != sizes.B * sizes.S or call.number("dropout_p"):
+        return 0  # no splits of sequences in one row, and none with dropout
+    H, S = sizes.H, sizes.S
+    if S == 1 and sizes.K < H:  # query heads that share a key become rows
+        H, S = sizes.K, H // sizes.K
+    keys = 256 if sizes.D <= 64 else 128 if sizes.D <= 128 else 64
+    splits = _splits(
+        sizes.B * H * _ceil_div(S, _SPLIT_ROWS),
+        2 * device.multiprocessors,
+        _ceil_div(sizes.T, keys),
+    )
+    if splits == 1:
+        return 0
+    sums = _FLOAT * splits * sizes.B * H * S
+    return _blocks(sums, sums * _padded_features(sizes.D))
+
+
+def _splits(blocks: int, slots: int, key_blocks: int) -> int:
+    """Into how many parts the kernel splits the keys (``num_splits_heuristic``)."""
+    if blocks >= _FEW_BLOCKS * slots:
+        return 1
+    efficiency = {}
+    for splits in range(1, min(_MOST_SPLITS, slots, key_blocks) + 1):
+        if splits == 1 or _ceil_div(key_blocks, splits) != _ceil_div(key_blocks, splits - 1):
+            waves = blocks * splits / slots
+            efficiency[splits] = waves / _ceil_div(blocks * splits, slots)
+    best = max(efficiency.values(), default=0.0)
+    return next((n for n, found in efficiency.items() if found >= _EFFICIENT * best), 1)
+
+
+def flash_backward_bytes(call: OpCall, device: CudaDevice) -> int:
+    sizes = _sizes(call)
+    key = call.operand("key")
+    if sizes is None or key is None:
+        return 0
+    in_one_row = sizes.rows != sizes.B * sizes.S or call.operand("cum_seq_q") is not None
+    rows = sizes.rows + _ROWS * sizes.B if in_one_row else sizes.B * _round_up(sizes.S, _ROWS)
+    sums = _FLOAT * rows * sizes.H
+    gradients = sums * _padded_features(sizes.D)
+    if _is_deterministic():
+        gradients *= _ceil_div(device.multiprocessors, sizes.B * sizes.H)
+    expanded = key.dtype.itemsize * sizes.key_rows * sizes.H * sizes.D
+    return _blocks(
+        sums,
+        gradients,
+        *([expanded, expanded] if sizes.K != sizes.H else []),
+        *_copied(call, "grad_out", "out"),
+    )
+
+
+# ---- memory-efficient attention on CUDA ----------------------------------------------------------
+_MOST_FEATURES_IN_REGISTERS = 128
+_LARGE_SHARED_MEMORY = 160 * 2**10  # bytes of a block, for tiles of 128 x 128
+_TILE_HEADER = 16  # bytes: a lock and a counter
+_ENOUGH_BLOCKS, _MOST_SPLIT_BLOCKS = 256, 200
+_WITH_96_FEATURES = ((8, 6), (8, 9))  # compute capabilities with a kernel for them
+
+
+def efficient_forward_bytes(call: OpCall, device: CudaDevice) -> int:
+    sizes, value = _sizes(call), call.operand("value")
+    if sizes is None or value is None or value.dtype.itemsize >= _FLOAT:
+        return 0
+    if max(sizes.D, sizes.E) <= _MOST_FEATURES_IN_REGISTERS:
+        return 0
+    return _blocks(_FLOAT * sizes.rows * sizes.H * sizes.E)
+
+
+def efficient_backward_bytes(call: OpCall, device: CudaDevice) -> int:
+    sizes, query = _sizes(call), call.operand("query")
+    if sizes is None or query is None:
+        return 0
+    starts = call.operand("cu_seqlens_q")
+    if starts is not None:
+        S = int(call.number("max_seqlen_q", sizes.S))
+        T = int(call.number("max_seqlen_k", sizes.T))
+        sizes = dataclasses.replace(sizes, B=max(1, starts.numel - 1), S=S, T=T)
+    is_half = query.dtype.itemsize < _FLOAT
+    copied = _copied(call, "grad_out", "grad_out_")
+    sums = _FLOAT * sizes.rows * sizes.H
+    running = _blocks(sums, _tiles_bytes(sizes, is_half, call, device), *copied)
+    if is_half:
+        return running
+    return max(running, _blocks(sums, sums, sums * sizes.E, *copied))
+
+
+def _tiles_bytes(sizes: _Sizes, is_half: bool, call: OpCall, device: CudaDevice) -> int:
+    """``AttentionBackwardKernel::Params::workspace_size``."""
+    dropout = bool(call.number("dropout_p"))
+    tile = _tile(max(sizes.D, sizes.E), is_half, dropout, device)
+    splits = _ceil_div(sizes.T, tile.columns)
+    num_splits = call.arguments.get("num_splits_key")
+    if isinstance(num_splits, int):
+        splits = min(splits, num_splits)
+    else:
+        if sizes.B * sizes.H >= _ENOUGH_BLOCKS and 2 * tile.columns >= sizes.T:
+            splits = 1
+        if tile.sums_in_memory:
+            splits = min(splits, _MOST_SPLIT_BLOCKS // (sizes.B * sizes.H))
+    splits = 1 if _is_deterministic() else max(1, splits)
+    elements = 0
+    if tile.sums_in_memory:
+        widths = _round_up(sizes.D, tile.rows) + _round_up(sizes.E, tile.rows)
+        elements += splits * tile.columns * widths
+    tiles = _ceil_div(sizes.S, tile.rows) * _ceil_div(sizes.D, tile.columns)
+    elements += tiles * (tile.rows * tile.columns + _TILE_HEADER // _FLOAT)
+    return _FLOAT * sizes.B * sizes.H * _round_up(elements, 4)
+
+
+class _Tile(NamedTuple):
+    """A block of scores: ``rows`` queries x ``columns`` keys.
+
+    Attributes:
+        sums_in_memory: the gradients of keys and values are summed in the workspace, because
+            registers are too few and the results too narrow.
+    """
+
+    rows: int
+    columns: int
+    sums_in_memory: bool = False
+
+
+def _tile(features: int, is_half: bool, dropout: bool, device: CudaDevice) -> _Tile:
+    """The kernel that is chosen (kernels/cutlassB.h, for sm_80)."""
+    large = device.shared_memory_per_block_bytes >= _LARGE_SHARED_MEMORY
+    if features <= 64:
+        return _Tile(64, 64)
+    if not is_half:
+        return _Tile(128 if large else 64, 64)
+    if features <= 96 and not dropout and device.capability in _WITH_96_FEATURES:
+        return _Tile(128, 64)
+    if features <= 128 and large:
+        return _Tile(128, 128)
+    return _Tile(128 if large and features > 128 else 64, 64, sums_in_memory=True)
+
+
+# ---- cuDNN and FlexAttention ---------------------------------------------------------------------
+def cudnn_backward_bytes(call: OpCall, device: CudaDevice) -> int:
+    sizes, key = _sizes(call), call.operand("key")
+    if sizes is None or key is None:
+        return 0
+    sums = _FLOAT * sizes.rows * sizes.H
+    expanded = [key.dtype.itemsize * sizes.key_rows * sizes.H * n for n in (sizes.D, sizes.E)]
+    return _blocks(sums, sums * sizes.D, *(expanded if sizes.K != sizes.H else []))
+
+
+def flex_backward_bytes(call: OpCall, device: CudaDevice) -> int:
+    sizes = _sizes(call)
+    return 0 if sizes is None else _blocks(_FLOAT * sizes.rows * sizes.H)
+
+
+# ---- flash attention on the CPU ------------------------------------------------------------------
 _MOST_KEYS = 512  # in a block
 _QUERIES = ((768, 256), (192, 64), (0, 32))  # from so many queries on, so many in a block
 
 
-def flash_attention_bytes(
-    query_shape: Sequence[int], key_shape: Sequence[int], dtype: torch.dtype, backward: bool
-) -> int:
-    """Bytes of workspace in all threads, for query and key of shapes ``(..., S, D)``."""
-    queries, features = query_shape[-2:]
+def cpu_flash_bytes(call: OpCall) -> int:
+    """In all threads.
+
+    A thread holds a block of scores, queries x keys in float32, and a block of results (forward) or
+    of the scores' gradient (backward). Inputs of a narrower dtype need a copy of the scores in that
+    dtype.
+    """
+    operands = _operands(call)
+    if operands is None:
+        return 0
+    query, key, _ = operands
+    backward = "backward" in call.op
+    queries, features = query.shape[-2:]
     rows = min(queries, next(block for least, block in _QUERIES if queries >= least))
-    keys = min(key_shape[-2], _MOST_KEYS)
+    keys = min(key.shape[-2], _MOST_KEYS)
     elements = rows * (2 * keys if backward else keys + features + 2)
-    element_bytes = torch.float32.itemsize
-    if dtype.itemsize < element_bytes:
+    if query.dtype.itemsize < _FLOAT:
         elements += rows * keys // 2 * (2 if backward else 1)
-    return torch.get_num_threads() * elements * element_bytes
+    return torch.get_num_threads() * elements * _FLOAT
+
+
+CPU_FLASH = frozenset(
+    f"aten::_scaled_dot_product_flash_attention_for_cpu{end}" for end in ("", "_backward")
+)
+ON_CUDA: Mapping[str, Callable[[OpCall, CudaDevice], int]] = {
+    "aten::_scaled_dot_product_flash_attention": flash_forward_bytes,
+    "aten::_scaled_dot_product_flash_attention_backward": flash_backward_bytes,
+    "aten::_flash_attention_forward": flash_forward_bytes,
+    "aten::_flash_attention_backward": flash_backward_bytes,
+    "aten::_scaled_dot_product_efficient_attention": efficient_forward_bytes,
+    "aten::_scaled_dot_product_efficient_attention_backward": efficient_backward_bytes,
+    "aten::_efficient_attention_forward": efficient_forward_bytes,
+    "aten::_efficient_attention_backward": efficient_backward_bytes,
+    "aten::_scaled_dot_product_cudnn_attention_backward": cudnn_backward_bytes,
+    "aten::_cudnn_attention_backward": cudnn_backward_bytes,
+    "flex_attention_backward": flex_backward_bytes,
+}

@@ -15,11 +15,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mstpass.memory.attention_workspace import flash_attention_bytes
+from mstpass.memory.allocation import allocated_bytes
+from mstpass.memory.workspaces import KNOWN, workspace_bytes
 from mstpass.torch_internals.compile_fx import CustomSchedulerPass
 
 if TYPE_CHECKING:
-    from mstpass.torch_internals.inductor_schedule import Attention, Schedule
+    from mstpass.torch_internals.inductor_schedule import Schedule
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class ReadSchedule(CustomSchedulerPass):
             return self._failed(nodes, error, expected=False)
         try:
             nodes = reader.in_final_order(nodes)
-            self._schedules.append(reader.read_schedule(nodes))
+            self._schedules.append(reader.read_schedule(nodes, KNOWN, allocated_bytes))
         except Exception as error:
             return self._failed(nodes, error, expected=isinstance(error, reader.NotCountedError))
         return nodes
@@ -106,14 +107,10 @@ def _peak_and_left(schedule: Schedule, bodies: Mapping[str, Schedule]) -> tuple[
         alive |= call.allocated
         for name in call.overwritten:
             del alive[name]
-        inner = max(map(_workspace_bytes, call.attentions), default=0)
+        inner = call.workspace_bytes + max(map(workspace_bytes, call.ops), default=0)
         if call.loop_body:
             inner += _peak_and_left(bodies[call.loop_body], bodies)[0]
         peak = max(peak, sum(alive.values()) + inner)
         for name in call.freed:
             del alive[name]
     return peak, sum(alive.values())
-
-
-def _workspace_bytes(call: Attention) -> int:
-    return flash_attention_bytes(call.query_shape, call.key_shape, call.dtype, call.backward)

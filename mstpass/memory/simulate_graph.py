@@ -13,14 +13,15 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.buffer_ops import is_written_in_place
-from mstpass.graph.joint import nbytes, tensors_of, value_of
+from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.sizes import depends_on_data, hint_shape
+from mstpass.graph.sizes import depends_on_data
 from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal
-from mstpass.memory.attention_workspace import flash_attention_bytes
+from mstpass.memory.allocation import buffer_bytes
 from mstpass.memory.simulate_ops import held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
+from mstpass.memory.workspaces import node_workspace_bytes
 from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, POINTWISE, REDUCTION, SCATTER, VIEW, Op
 
 aten = torch.ops.aten
@@ -112,7 +113,7 @@ def op_of(
     kind = _kind(node)
     return Op(
         name=node.name,
-        bytes=0 if node in in_place else nbytes(node),
+        bytes=0 if node in in_place else buffer_bytes(node),
         inputs=tuple(n.name for n in node.all_input_nodes),
         kind=CALL if scatters_delayed and kind == SCATTER else kind,
         inner_bytes=_inner_bytes(node),
@@ -147,10 +148,8 @@ def _is_slow_pointwise(node: fx.Node) -> bool:
 
 def _inner_bytes(node: fx.Node) -> int:
     """The workspace of a call: for a loop, the peak of one chunk."""
-    if "flash_attention_for_cpu" in ops.op_name(node):
-        return _attention_bytes(node)
     if node.target is not mst_loop:
-        return 0
+        return node_workspace_bytes(node)
     root = node.graph.owning_module
     body = node.args[0]
     assert root is not None and isinstance(body, fx.Node)
@@ -170,12 +169,3 @@ def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node]) -> int:
         op_of(n, in_place) for n in graph.nodes if n.op in ("placeholder", "call_function")
     ]
     return simulate_ops(timeline_ops, [n.name for n in parts], fuse=True).peak.bytes
-
-
-def _attention_bytes(node: fx.Node) -> int:
-    backward = "backward" in ops.op_name(node)
-    operands = [value_of(n) for n in node.args if isinstance(n, fx.Node)]
-    query, key = operands[backward : backward + 2]  # the backward's first operand is the gradient
-    if query is None or key is None:
-        return 0
-    return flash_attention_bytes(hint_shape(query), hint_shape(key), query.dtype, backward)

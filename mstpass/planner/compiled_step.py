@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping
 
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.planner.allocator_replay import Event
@@ -17,11 +15,11 @@ from mstpass.problem.problem import CutProblem, Plan, Value, is_loop
 
 
 class CompiledStep:
-    """A step of sequences of ``length`` tokens as ``plan`` has it compiled."""
+    """A traced step as ``plan`` has it compiled."""
 
-    def __init__(self, traced: TracedStep, problem: CutProblem, plan: Plan, length: int):
+    def __init__(self, traced: TracedStep, problem: CutProblem, plan: Plan):
         self.traced, self.problem, self.plan = traced, problem, plan
-        closed = _with_workspaces(with_modes(problem, plan.modes), traced.workspaces_at(length))
+        closed = with_modes(problem, plan.modes)
         self._simulation = StepSimulation(closed, plan.saved, plan.nested)
 
     @functools.cached_property
@@ -51,17 +49,6 @@ class CompiledStep:
     def events(self) -> tuple[Event, ...]:
         """The step's allocations and frees, in order."""
         return step_events(self._simulation.memory)
-
-
-def _with_workspaces(problem: CutProblem, workspaces: Mapping[str, int]) -> CutProblem:
-    """``problem`` with the bytes that attention's backward needs while it runs, by value name."""
-    backward = tuple(
-        dataclasses.replace(value, inner_bytes=workspaces[value.name])
-        if value.name in workspaces
-        else value
-        for value in problem.backward
-    )
-    return dataclasses.replace(problem, backward=backward)
 
 
 def _gradients(problem: CutProblem) -> set[str]:

@@ -127,18 +127,6 @@ def most_positions(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def workspace_bytes(query: Tensor, key: Tensor) -> int:
-    """Bytes that the backward of FlashAttention-2 allocates besides its results.
-
-    These are an fp32 accumulator of the query's gradient and, where several query heads share a
-    key, the gradients of keys and values for each query head (ATen's cuda/flash_attn/flash_api.cpp:
-    ``dq_accum``, ``dk_expanded``, ``dv_expanded``). Shapes: query (B, H, S, D), key (B, K, S, D).
-    """
-    batch, heads, _, features = query.shape
-    shared = 2 * query.element_size() * batch * heads * key.shape[2] * features
-    return 4 * query.numel() + (shared if key.shape[1] != heads else 0)
-
-
 def _attention(
     document: int | None,
     module: nn.Module,

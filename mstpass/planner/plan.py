@@ -196,7 +196,7 @@ class _Planner:
             def step_at(length: int, traced: TracedStep = traced) -> CompiledStep:
                 self.advance(f"{MST}, {length} tokens")
                 problem = traced.problem_at(length, _LEAST)
-                return CompiledStep(traced, problem, SOLVERS[AUTO](problem, 0), length)
+                return CompiledStep(traced, problem, SOLVERS[AUTO](problem, 0))
 
             length = self._longest(step_at, traced.length)
             if length == 0 or _NEAR[0] <= length / traced.length <= _NEAR[1]:
@@ -206,8 +206,8 @@ class _Planner:
     def _fastest(self, length: int) -> Row:
         """The row of the first plan that fits: free, within the step's bytes, of least memory.
 
-        Solvers see neither workspaces nor gaps. The budget of the second plan therefore shrinks by
-        what its step takes too much. At the longest length there is no room for a second plan.
+        Solvers do not see gaps. The budget of the second plan therefore shrinks by what its step
+        takes too much. At the longest length there is no room for a second plan.
         """
         traced = self._traced(length, exact=True)
         inductor_us = _inductor_step(traced, length).us
@@ -219,7 +219,7 @@ class _Planner:
             self.advance(f"{MST}, {length} tokens, memory_budget={_text(budget)}")
             problem = traced.problem_at(length, option)
             found = SOLVERS[AUTO](problem, limit)
-            step = CompiledStep(traced, problem, found, length)
+            step = CompiledStep(traced, problem, found)
             parts = self._parts(step)
             allowed = simulated_limit(self.step_bytes) if limit else self.step_bytes
             excess = parts.total - allowed
@@ -263,7 +263,7 @@ def _resident(sizes: Sizes, training: Training, gathered: int) -> Resident:
 def _inductor_step(traced: TracedStep, length: int) -> CompiledStep:
     """The step without loops, cut as torch's partitioner would."""
     whole = dataclasses.replace(traced.problem_at(length, _FREE), regions=())
-    return CompiledStep(traced, whole, Plan(min_cut(whole), {}), length)
+    return CompiledStep(traced, whole, Plan(min_cut(whole), {}))
 
 
 def _kept(problem: CutProblem, found: Plan) -> str:

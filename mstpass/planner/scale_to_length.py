@@ -2,8 +2,8 @@
 
 The joint graph is traced with N tokens such that no other size of the model has N's prime factor
 (`traced_step.distinct_length`). The bytes of a value therefore tell whether it has N rows. At
-another length, values with N rows grow in proportion; so does the time of ops and loops, but that
-of attention grows with the square. A loop's chunk keeps its length.
+another length, values with N rows grow in proportion; so does the time of ops and loops, and the
+workspace of attention, whose time grows with the square. A loop's chunk keeps its length.
 
 This holds for lengths of many chunks, and serves to search for a length. The length that is
 reported is traced itself.
@@ -31,21 +31,24 @@ def scaled(problem: CutProblem, batch: int, length: int, new_length: int) -> Cut
         per_token = size and any(size % count == 0 for count in token_counts)
         return int(size * factor) if per_token else size
 
+    # Attention within documents of a fixed length does not grow.
+    growing = {v.name for v in (*problem.values, *problem.backward) if scale(v.bytes) != v.bytes}
+
+    def scaled_value(value: Value) -> Value:
+        attention = value.kind == CALL and "scaled_dot_product" in value.name
+        us, inner_bytes = value.us * factor, value.inner_bytes
+        if attention:
+            grows = not growing.isdisjoint(value.inputs)
+            us = us * factor if grows else value.us
+            inner_bytes = int(inner_bytes * factor) if grows else inner_bytes
+        return dataclasses.replace(value, bytes=scale(value.bytes), inner_bytes=inner_bytes, us=us)
+
     return dataclasses.replace(
         problem,
-        values=tuple(_value(value, scale, factor) for value in problem.values),
-        backward=tuple(_value(value, scale, factor) for value in problem.backward),
+        values=tuple(map(scaled_value, problem.values)),
+        backward=tuple(map(scaled_value, problem.backward)),
         regions=tuple(_region(region, scale, factor) for region in problem.regions),
     )
-
-
-def _value(value: Value, scale: Scale, factor: float) -> Value:
-    size, inner_bytes = scale(value.bytes), scale(value.inner_bytes)
-    growth = factor
-    if value.kind == CALL and "scaled_dot_product" in value.name:
-        # attention within documents of fixed length does not grow at all
-        growth = factor * factor if size != value.bytes else 1.0
-    return dataclasses.replace(value, bytes=size, inner_bytes=inner_bytes, us=value.us * growth)
 
 
 def _region(region: RegionModes, scale: Scale, factor: float) -> RegionModes:

@@ -1,7 +1,7 @@
 """Counts the bytes of the storages that eager ops allocate.
 
-A storage counts from the op that allocates it until it is collected. The backward of attention adds
-its workspace while it runs.
+A storage counts from the op that allocates it until it is collected, with what it would take on a
+GPU. An op adds its workspace on a GPU while it runs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mstpass.memory.allocation import allocated_bytes
+from mstpass.memory.workspaces import eager_workspace_bytes
 from mstpass.planner.allocator_replay import Event, OptimizerStep
-from mstpass.planner.models import workspace_bytes
 from mstpass.planner.result import Parts
 from mstpass.torch_internals.dispatch_modes import TorchDispatchMode, storage_key
 from mstpass.torch_internals.pytrees import tree_leaves
 
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+_GPU = torch.device("cuda", 0)  # nothing runs there
 _GRADIENTS, _LOGITS, _OTHER = "gradients", "logits", "other"
 
 
@@ -78,7 +79,7 @@ class StorageCounter(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._see(tensor)
-        workspace = workspace_bytes(args[1], args[2]) if func is _FLASH_BACKWARD else 0
+        workspace = eager_workspace_bytes(func, args, kwargs or {}, _GPU)
         if workspace:
             name = f"workspace {len(self.events)}"
             self.events += [Event(name, workspace), Event(name, None)]
@@ -107,7 +108,7 @@ class StorageCounter(TorchDispatchMode):
         key = storage_key(storage)
         if key in self._alive:
             return
-        self._add(key, storage.nbytes(), self._kind(tensor))
+        self._add(key, allocated_bytes(storage.nbytes(), _GPU), self._kind(tensor))
         weakref.finalize(storage, self._free, key).atexit = False
 
     def _see_gradient(self, parameter: Tensor) -> None:

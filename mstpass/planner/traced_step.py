@@ -12,8 +12,9 @@ from torch import Tensor, fx, nn
 
 from mstpass import pipeline
 from mstpass.graph.joint import value_of
+from mstpass.memory.allocation import BLOCK
 from mstpass.options import Options
-from mstpass.planner.models import build, workspace_bytes
+from mstpass.planner.models import build
 from mstpass.planner.scale_to_length import scaled
 from mstpass.planner.training import Training
 from mstpass.problem.op import VIEW
@@ -23,7 +24,7 @@ from mstpass.torch_internals.pytrees import tree_map
 from mstpass.tracing.joint_graphs import trace_joint
 
 _DEVICE = torch.device("cuda", 0)  # its costs decide chunk lengths; nothing runs there
-_GRAIN = 16  # traced lengths are multiples of it
+_GRAIN = BLOCK  # traced lengths are multiples of it: then no value with a row a token is rounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +36,12 @@ class TracedStep:
         length: tokens of each.
         problems: the problem under each ``memory_budget``.
         logits: names of the values of tokens x vocabulary.
-        workspaces: by value name, the bytes that an attention's backward allocates on CUDA besides
-            its results. Solvers do not see them, neither here nor when a step is compiled.
     """
 
     batch: int
     length: int
     problems: Mapping[object, CutProblem]
     logits: frozenset[str]
-    workspaces: Mapping[str, int]
 
     def problem_at(self, length: int, memory_budget: object) -> CutProblem:
         """The problem under a budget, for sequences of ``length`` tokens."""
@@ -51,9 +49,6 @@ class TracedStep:
         if length == self.length:
             return problem
         return scaled(problem, self.batch, self.length, length)
-
-    def workspaces_at(self, length: int) -> dict[str, int]:
-        return {name: size * length // self.length for name, size in self.workspaces.items()}
 
 
 def trace(
@@ -79,7 +74,7 @@ def trace(
 
     def take(module: fx.GraphModule, num_fwd_outputs: int) -> TracedStep:
         _move_to_gpu(module)
-        workspaces, logits = _workspaces(module), _logits(module, config.vocab_size)
+        logits = _logits(module, config.vocab_size)
         problems = {}
         for budget in budgets:
             options = Options.parse({"memory_budget": budget, "solver": "min_cut"})
@@ -88,7 +83,7 @@ def trace(
             )
             assert result.problem is not None
             problems[budget] = _with_sharded_gradients(result.problem, training)
-        return TracedStep(training.batch, length, problems, logits, workspaces)
+        return TracedStep(training.batch, length, problems, logits)
 
     return trace_joint(loss_of, (ids_BS,), take)
 
@@ -120,16 +115,6 @@ def _on_gpu(value: Any) -> Any:
         return torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=_DEVICE
         ).requires_grad_(value.requires_grad)
-
-
-def _workspaces(module: fx.GraphModule) -> dict[str, int]:
-    found = {}
-    for node in module.graph.nodes:
-        if "flash_attention_backward" in str(node.target):
-            query, key = (value_of(operand) for operand in node.args[1:3])
-            assert query is not None and key is not None
-            found[node.name] = workspace_bytes(query, key)
-    return found
 
 
 def _logits(module: fx.GraphModule, vocabulary: int) -> frozenset[str]:

@@ -71,7 +71,7 @@ def recomputation_waits(graph: fx.Graph) -> Waits:
             if n in gradients and any(index[user] > here for user in n.users)
         )
         kernels = dict.fromkeys(k for k in map(_kernel, used_later) if k in gradients)
-        alive = tuple(k for k in kernels if k is not None) or alive
+        alive = tuple(k for k in kernels if k is not None and not _is_inlined(k)) or alive
         if alive:
             waits[node] = alive
         last = here
@@ -124,6 +124,19 @@ def _kernel(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem and node.all_input_nodes[0].target is _LOOP:
         return None
     return node
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    """Whether a GPU's kernels compute the value where they read it, so that it has no buffer.
+
+    A node that others wait for is written to memory. On a CPU the kernels that follow each other
+    are one function, which frees the value at once; a GPU would hold it.
+    """
+    value = value_of(node)
+    if value is None or value.device.type == "cpu" or not ops.is_pointwise(node):
+        return False
+    readers = ops.readers_through_views(node)
+    return all(ops.is_pointwise(reader) or ops.is_reduction(reader) for reader in readers)
 
 
 # ---- gradients that leave the graph --------------------------------------------------------------

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._inductor import config, ir
@@ -28,7 +29,13 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._ordered_set import OrderedSet
 
 from mstpass.torch_internals.compile_fx import CustomSchedulerPass, compile_fx
+from mstpass.torch_internals.op_calls import Argument, OpCall, Operand, name_of, op_call
 from mstpass.torch_internals.private_apis import PrivateApis
+from mstpass.torch_internals.triton_kernels import (
+    buffers_between_loops,
+    is_triton_kernel,
+    partial_sums,
+)
 
 APIS = PrivateApis(
     names=(
@@ -38,6 +45,7 @@ APIS = PrivateApis(
         "torch._inductor.graph.GraphLowering.get_allocation_storage_size",
         "torch._inductor.graph.GraphLowering.get_output_names",
         "torch._inductor.graph.SubgraphLowering",
+        "torch._inductor.ir.FallbackKernel(unflatten_args)",
         "torch._inductor.ir.InvokeSubgraph",
         "torch._inductor.ir.MultiOutput",
         "torch._inductor.ir.MultiOutputLayout",
@@ -62,21 +70,12 @@ APIS = PrivateApis(
 
 # torch.cond: `Conditional` up to 2.14, `Switch` from 2.15 on
 _BRANCH = ir.Switch if hasattr(ir, "Switch") else ir.Conditional
+Allocated = Callable[[int, torch.device | None], int]
 _NO_BUFFER = (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE)
 
 
 class NotCountedError(ValueError):
     """The graph has what this file does not count: other subgraphs, sizes that depend on data."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Attention:
-    """A call of flash attention on the CPU, whose workspace is no buffer of the schedule."""
-
-    query_shape: tuple[int, ...]
-    key_shape: tuple[int, ...]
-    dtype: torch.dtype
-    backward: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +90,16 @@ class Call:
         overwritten: operands whose memory a result of the call takes.
         freed: after the call.
         loop_body: the name of the graph that the call runs in a loop; empty where it runs none.
+        ops: those of the call whose workspaces are no buffers of the schedule.
+        workspace_bytes: what generated kernels need besides their buffers.
     """
 
     allocated: Mapping[str, int]
     overwritten: tuple[str, ...]
     freed: tuple[str, ...]
     loop_body: str = ""
-    attentions: tuple[Attention, ...] = ()
+    ops: tuple[OpCall, ...] = ()
+    workspace_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,21 +131,27 @@ def in_final_order(nodes: list[Any]) -> list[Any]:
     )
 
 
-def read_schedule(nodes: Sequence[Any]) -> Schedule:
+def read_schedule(
+    nodes: Sequence[Any], wanted: Container[str] = (), allocated: Allocated = lambda size, _: size
+) -> Schedule:
     """The schedule of the graph that Inductor compiles now.
+
+    Args:
+        wanted: names of the ops whose calls are told, as in ``OpCall``.
+        allocated: what a buffer of a size takes on a device.
 
     Raises:
         NotCountedError: what it needs cannot be told.
     """
     is_body = isinstance(V.graph, SubgraphLowering)
-    inputs = {} if is_body else _freed_inputs()
-    calls = tuple(_Walk(nodes, inputs).calls()) if nodes else ()
+    inputs = {} if is_body else _freed_inputs(allocated)
+    calls = tuple(_Walk(nodes, inputs, wanted, allocated).calls()) if nodes else ()
     return Schedule(str(V.graph.name), is_body, inputs, calls)
 
 
-def _freed_inputs() -> dict[str, int]:
+def _freed_inputs(allocated: Allocated) -> dict[str, int]:
     return {
-        name: _bytes_of(_buffer(value))
+        name: _bytes_of(_buffer(value), allocated)
         for name, value in V.graph.graph_inputs.items()
         if isinstance(value, ir.TensorBox) and not name.startswith("primals")
     }
@@ -159,8 +167,14 @@ def _buffer(value: Any) -> Any:
 class _Walk:
     """Over one graph's kernels, in order."""
 
-    def __init__(self, nodes: Sequence[Any], inputs: Mapping[str, int]):
-        self.nodes = nodes
+    def __init__(
+        self,
+        nodes: Sequence[Any],
+        inputs: Mapping[str, int],
+        wanted: Container[str],
+        allocated: Allocated,
+    ):
+        self.nodes, self.wanted, self.bytes_allocated = nodes, wanted, allocated
         self.scheduler = nodes[0].scheduler
         self.donated: dict[str, Any] = getattr(self.scheduler, "name_to_donated_buffer", {})
         self.last_uses = self._last_uses()
@@ -173,6 +187,7 @@ class _Walk:
         self.allocated: dict[str, int] = {}
         self.overwritten: list[str] = []
         self.unread: set[str] = set()  # afterwards
+        self.partial_sums = 0
 
     def calls(self) -> Iterator[Call]:
         for node in self.nodes:
@@ -190,13 +205,14 @@ class _Walk:
     def _end_call(self) -> Call:
         freed = tuple(sorted(filter(self._can_free, self.unread & self.alive)))
         bodies = [body for kernel in self.kernels if (body := _loop_body(kernel))]
-        attentions = filter(None, (_attention(kernel.node) for kernel in self.kernels))
+        ops = [op for kernel in self.kernels if (op := _op_of(kernel.node, self.wanted))]
         call = Call(
             self.allocated,
             tuple(self.overwritten),
             freed,
             bodies[-1] if bodies else "",
-            tuple(attentions),
+            tuple(ops),
+            self.partial_sums * torch.float32.itemsize,
         )
         self.alive.difference_update(freed)
         self._begin_call()
@@ -220,10 +236,15 @@ class _Walk:
     def _allocate(self, node: Any) -> None:
         parts = node.get_nodes()
         inside = {part.get_name() for part in parts}
+        kept: Set[str] = frozenset()
+        if is_triton_kernel(node):
+            kept = buffers_between_loops(node)
+            self.partial_sums += partial_sums(node)
         for part in parts:
             for buffer in part.get_outputs():
                 name = buffer.get_name()
-                if name in self.scheduler.mutation_real_name or _is_fused_away(buffer, inside):
+                fused_away = name not in kept and _is_fused_away(buffer, inside)
+                if name in self.scheduler.mutation_real_name or fused_away:
                     continue
                 layout = buffer.node.layout
                 if isinstance(layout, ir.NonOwningLayout):  # a part of a result of cat
@@ -242,7 +263,7 @@ class _Walk:
     def _add(self, buffer: Any) -> None:
         name = buffer.get_name()
         if name not in self.alive:
-            self.allocated[name] = _bytes_of(buffer)
+            self.allocated[name] = _bytes_of(buffer, self.bytes_allocated)
             self.alive.add(name)
 
     def _written_over(self, part: Any, buffer: Any) -> str | None:
@@ -301,24 +322,36 @@ def _loop_body(kernel: Any) -> str:
     return str(getattr(kernel.node.body_subgraph, "name", ""))
 
 
-def _attention(node: Any) -> Attention | None:
-    name = str(getattr(node, "op_overload", ""))
-    if "flash_attention_for_cpu" not in name:
+def _op_of(node: Any, wanted: Container[str]) -> OpCall | None:
+    """The call of an extern kernel, if it is one of those that are asked for."""
+    target = getattr(node, "op_overload", None)
+    if target is None:  # a function of Inductor's own
+        target = getattr(node, "python_kernel_name", None)
+    if target is None or name_of(target) not in wanted:
         return None
-    backward = "backward" in name
-    query, key = node.inputs[backward : backward + 2]
-    return Attention(_shape(query), _shape(key), query.get_dtype(), backward)
+    args: Sequence[Any] = node.inputs
+    kwargs: Mapping[str, Any] = node.kwargs
+    if isinstance(node, ir.FallbackKernel):
+        args, kwargs = node.unflatten_args(node.inputs, node.constant_args)
+        kwargs = {**kwargs, **node.kwargs}
+    return op_call(target, args, kwargs, _argument_of)
 
 
-def _shape(node: Any) -> tuple[int, ...]:
-    return tuple(_hint(size) for size in node.get_size())
+def _argument_of(given: Any) -> Argument:
+    if isinstance(given, ir.IRNode):
+        shape, stride = (tuple(map(_hint, dims)) for dims in (given.get_size(), given.get_stride()))
+        return Operand(shape, stride, given.get_dtype(), given.get_device_or_error())
+    if isinstance(given, sympy.Expr):
+        return _hint(given)
+    return given if isinstance(given, int | float) else None
 
 
-def _bytes_of(buffer: Any) -> int:
+def _bytes_of(buffer: Any, allocated: Allocated) -> int:
     if isinstance(buffer.layout, _NO_BUFFER):
         return 0
     dtype: torch.dtype = buffer.get_dtype()
-    return _hint(V.graph.get_allocation_storage_size(buffer)) * dtype.itemsize
+    size = _hint(V.graph.get_allocation_storage_size(buffer)) * dtype.itemsize
+    return allocated(size, buffer.get_device())
 
 
 def _hint(size: Any) -> int:

@@ -1,0 +1,34 @@
+"""What a buffer takes from the allocator: on CUDA whole blocks, elsewhere its size.
+
+``torch.cuda.max_memory_allocated`` counts blocks, not sizes. Source:
+c10/cuda/CUDACachingAllocator.cpp (``round_size``). Without ``expandable_segments`` it may
+also hand out a block that is up to 1 MiB larger than what is asked for; that is not counted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mstpass.graph.joint import tensors_of
+from mstpass.graph.sizes import hint_numel
+
+BLOCK = 512  # bytes: blocks are multiples of it
+
+
+def rounded(size: int) -> int:
+    """The blocks for ``size`` bytes."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def allocated_bytes(size: int, device: torch.device | None) -> int:
+    """What a buffer of ``size`` bytes takes on a device."""
+    return rounded(size) if device is not None and device.type == "cuda" else size
+
+
+def buffer_bytes(node: fx.Node) -> int:
+    """What the tensors of a node take; symbolic sizes count with their hint."""
+    return sum(
+        allocated_bytes(hint_numel(value) * value.element_size(), value.device)
+        for value in tensors_of(node.meta.get("val"))
+    )

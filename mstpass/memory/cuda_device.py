@@ -1,0 +1,31 @@
+"""The facts of a CUDA device that the workspaces of kernels depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from mstpass.gpus import DEFAULT, gpu
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaDevice:
+    """The facts that kernels choose their workspaces by."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory_per_block_bytes: int
+
+
+def cuda_device(device: torch.device) -> CudaDevice:
+    """The facts of a device; without one, those of the kind that is assumed everywhere."""
+    if not torch.cuda.is_available():
+        kind = gpu(DEFAULT)
+        return CudaDevice(kind.capability, kind.multiprocessors, kind.shared_memory_per_block_bytes)
+    found = torch.cuda.get_device_properties(device)
+    return CudaDevice(
+        (found.major, found.minor),
+        found.multi_processor_count,
+        int(found.shared_memory_per_block_optin),
+    )
