@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,10 +60,17 @@ class Head:
     target: Tensor
 
     @staticmethod
-    def build(tokens: int, width: int, vocabulary: int, device: torch.device) -> Head:
+    def build(
+        tokens: int,
+        width: int,
+        vocabulary: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> Head:
         torch.manual_seed(0)
-        x_ND = torch.randn(tokens, width, device=device).requires_grad_()
-        w_VD = (torch.randn(vocabulary, width, device=device) * width**-0.5).requires_grad_()
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+        x_ND = torch.randn(tokens, width, **kind).requires_grad_()
+        w_VD = (torch.randn(vocabulary, width, **kind) * width**-0.5).requires_grad_()
         return Head(x_ND, w_VD, torch.randint(vocabulary, (tokens,), device=device))
 
     def loss(self) -> Tensor:
@@ -98,10 +106,18 @@ class MLPs:
     tangent: Tensor
 
     @staticmethod
-    def build(tokens: int, width: int, mlp_width: int, layers: int, device: torch.device) -> MLPs:
+    def build(
+        tokens: int,
+        width: int,
+        mlp_width: int,
+        layers: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> MLPs:
         torch.manual_seed(0)
-        chain = nn.Sequential(*(SwiGLU(width, mlp_width) for _ in range(layers))).to(device)
-        x_ND, tangent_ND = torch.randn(2, tokens, width, device=device)
+        with device:
+            chain = nn.Sequential(*(SwiGLU(width, mlp_width) for _ in range(layers))).to(dtype)
+        x_ND, tangent_ND = torch.randn(2, tokens, width, device=device, dtype=dtype)
         return MLPs(chain, x_ND.clone().requires_grad_(), tangent_ND)
 
     def value(self) -> Tensor:
