@@ -27,7 +27,7 @@ def work(job: Job) -> None:
 
 def workload(job: Job) -> Workload:
     size, device = llama.shape(job.settings.quick), job.device.torch_device
-    model, loss_of = llama.model_and_loss(size, device, job.settings.out)
+    model, loss_of = llama.model_and_loss(size, device)
     return Workload(
         fn=llama.loss_alone(loss_of),
         args=(llama.token_ids(size, _tokens(job.settings.quick), device),),

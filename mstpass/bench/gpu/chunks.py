@@ -23,7 +23,7 @@ from mstpass.bench.models import MLPs
 from mstpass.graph import device_costs
 
 NAME = "loops"
-COSTS_FILE, COSTS_VARIABLE = "chunk-costs.json", "MSTPASS_COSTS"
+COSTS_FILE, COSTS_VARIABLE = "gpu-costs.json", "MSTPASS_COSTS"
 CALIBRATION, HEAD, MLP = "chunk costs", "head by chunk length", "MLPs"
 LENGTHS, QUICK_LENGTHS = (1024, 2048, 512, 4096), (256, 512)
 _TOKENS, _QUICK_TOKENS = 8192, 2048

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,6 @@ from mstpass.planner.training import Training
 DTYPE = torch.bfloat16
 TILES = 16
 TRAINING = Training(dtype="bf16", optimizer="none")
-CONFIG_FILE = "llama.json"
 PLAIN, CHECKPOINTED, TILED = "plain", "checkpointed", "tiled"  # ways to run the model's code
 
 LossOf = Callable[[Tensor], Any]  # token ids (B, S) to a loss, or to outputs with a loss
@@ -80,26 +81,26 @@ def has_transformers() -> bool:
     return find_spec("transformers") is not None
 
 
-def write_config(size: Shape, folder: Path) -> Path:
-    """Write the model's ``config.json`` into a folder, for transformers and `mstpass plan`."""
-    path = folder / CONFIG_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(size.config(), indent=1) + "\n", encoding="utf-8")
-    return path
+@contextmanager
+def config_path(size: Shape) -> Iterator[str]:
+    """The path of the model's ``config.json``, which is there for a while."""
+    with tempfile.TemporaryDirectory(prefix="mstpass-gpu-") as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(size.config()), encoding="utf-8")
+        yield str(path)
 
 
-def model_and_loss(
-    size: Shape, device: torch.device, folder: Path, way: str = PLAIN
-) -> tuple[nn.Module, LossOf]:
+def model_and_loss(size: Shape, device: torch.device, way: str = PLAIN) -> tuple[nn.Module, LossOf]:
     """A model on a device, in training mode, and its loss under one of the ways."""
     torch.manual_seed(0)
-    if has_transformers():
-        config = config_of(str(write_config(size, folder)))
-        with device:
-            model = build(config, TRAINING)
-        recipe = {PLAIN: plain, CHECKPOINTED: checkpointed, TILED: minisequence}[way]
-        return model, recipe(model)
-    return _plain_model(size, device, way)
+    if not has_transformers():
+        return _plain_model(size, device, way)
+    with config_path(size) as path:
+        config = config_of(path)
+    with device:
+        model = build(config, TRAINING)
+    recipe = {PLAIN: plain, CHECKPOINTED: checkpointed, TILED: minisequence}[way]
+    return model, recipe(model)
 
 
 def _plain_model(size: Shape, device: torch.device, way: str) -> tuple[nn.Module, LossOf]:
@@ -111,8 +112,8 @@ def _plain_model(size: Shape, device: torch.device, way: str) -> tuple[nn.Module
         vocabulary=size.vocabulary,
         length=size.positions,
     )
-    with device:
-        model = models.Llama(sizes).to(DTYPE)
+    with models.made_on(device, DTYPE):
+        model = models.Llama(sizes)
 
     def loss_of(ids_BS: Tensor) -> Tensor:
         tiled = way == TILED

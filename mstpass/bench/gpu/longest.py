@@ -53,7 +53,9 @@ def work(job: Job) -> None:
         if row == PREDICTION:
             predicted = _predict(job)
         elif job.device.runs:
-            _search(job, row, predicted.get(row))
+            ran = _search(job, row, predicted.get(row))
+            if ran and row != job.wanted[-1]:
+                raise Restart  # what this process has compiled may still hold memory
         else:
             _dry_search(job, row, predicted.get(row))
         job.device.free()
@@ -67,9 +69,9 @@ def _limit_bytes(settings: Settings) -> int:
 def _predict(job: Job) -> dict[str, int]:
     """Plan the model for a device of the limit's size; returns the longest length of each way."""
     size, limit = llama.shape(job.settings.quick), _limit_bytes(job.settings)
-    path = llama.write_config(size, job.settings.out)
     try:
-        planned = plan(Request(str(path), llama.TRAINING, limit, overhead_bytes=0))
+        with llama.config_path(size) as path:
+            planned = plan(Request(path, llama.TRAINING, limit, overhead_bytes=0))
     except MissingPackageError as error:
         job.finish(PREDICTION, SKIPPED, str(error))
         return {}
@@ -88,8 +90,8 @@ def _predict(job: Job) -> dict[str, int]:
 
 
 # ---- the search --------------------------------------------------------------------------------
-def _search(job: Job, row: str, predicted: int | None) -> None:
-    """Try lengths until the longest that fits is known.
+def _search(job: Job, row: str, predicted: int | None) -> bool:
+    """Try lengths until the longest that fits is known; returns whether any step has run.
 
     Raises:
         Restart: a length did not fit; its memory may not be free again.
@@ -107,12 +109,13 @@ def _search(job: Job, row: str, predicted: int | None) -> None:
         except Exception as error:
             if not is_out_of_memory(error):
                 job.finish(row, FAILED, f"{length} tokens: {error_text(error)}")
-                return
+                return True
             job.found(row, **Probe(length, False, why="out of memory").to_data())
             raise Restart from None
         probes.append(probe)
         job.found(row, **probe.to_data())
     _finish(job, row, probes, predicted)
+    return steps is not None
 
 
 def _finish(job: Job, row: str, probes: list[Probe], predicted: int | None) -> None:
@@ -140,7 +143,7 @@ class _Steps:
         self._size = llama.shape(job.settings.quick)
         with job.device.tensors():
             self._model, loss_of = llama.model_and_loss(
-                self._size, job.device.torch_device, job.settings.out, WAYS[row]
+                self._size, job.device.torch_device, WAYS[row]
             )
         self._loss_of = loss_of if row in (EAGER, CHECKPOINT) else llama.loss_alone(loss_of)
 

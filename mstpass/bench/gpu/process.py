@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ RESTART = 75  # exit status: go on in a new process (EX_TEMPFAIL)
 WORKER = (sys.executable, "-m", "mstpass.bench.gpu.worker")
 _ROOT = Path(__file__).parents[3]
 _TEXT_CHARS = 160
+_LOOK_S = 1.0  # how often to look whether a process has ended
 
 Event = dict[str, Any]
 
@@ -71,7 +73,8 @@ class WorkerProcess:
             start_new_session=True,
         )
         self._events: queue.Queue[Event | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended; its errors say why
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -84,13 +87,22 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._reader.join(_LOOK_S)
         self._errors.close()
 
     def next_event(self, timeout_s: float) -> Event | None:
-        try:
-            return self._events.get(timeout=max(0.0, timeout_s))
-        except queue.Empty:
-            raise TimeoutError from None
+        end = time.monotonic() + timeout_s
+        while True:
+            # a child that lives on may hold the pipe open, and no end of the output is seen then
+            ended = self._process.poll() is not None
+            left = end - time.monotonic()
+            try:
+                return self._events.get(timeout=max(0.0, min(left, _LOOK_S)))
+            except queue.Empty:
+                if ended:
+                    return None
+                if left <= _LOOK_S:
+                    raise TimeoutError from None
 
     def status(self) -> int:
         return self._process.wait()
@@ -105,8 +117,9 @@ class WorkerProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._events.put(json.loads(line))
+        with self._process.stdout as lines:
+            for line in lines:
+                self._events.put(json.loads(line))
         self._events.put(None)
 
 
