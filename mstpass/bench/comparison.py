@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 import mstpass
-from mstpass.bench import tables
 from mstpass.bench.models import LossFn, Step
-from mstpass.bench.tables import Table
 from mstpass.measure import Timing, peak_bytes, timed
 from mstpass.torch_internals.caches import fresh_cache, num_auto_chunked
 from mstpass.torch_internals.settings import recompilation_fails
@@ -70,6 +68,7 @@ class Row:
     Attributes:
         value_error, gradient_error: largest relative errors against the first contender.
         simulated_bytes: the peak in mst's report; None for other backends.
+        estimated: the time relative to the step without loops, by mst's report.
         plan: mst's loops, as text.
         error: why the contender has dropped out; empty if it has not.
     """
@@ -81,6 +80,7 @@ class Row:
     first_call_s: float | None = None
     peak_bytes: int | None = None
     simulated_bytes: int | None = None
+    estimated: float | None = None
     seconds: list[float] = field(default_factory=list)
     plan: str = ""
     error: str = ""
@@ -228,21 +228,6 @@ def ratios(row: Row, base: Row) -> tuple[float, float, float] | None:
     return Timing(tuple(each)).median_s, min(each), max(each)
 
 
-def peaks_and_times(title: str, rows: Sequence[Row], base: Row) -> Table:
-    """A table of peaks and times, each also relative to ``base``, which is Inductor."""
-    lines = tuple(
-        (
-            row.name,
-            tables.mib_cell(row.peak_bytes),
-            tables.times_cell(tables.quotient(row.peak_bytes, base.peak_bytes)),
-            tables.seconds_cell(row.median_s),
-            row.error or tables.ratio_cell(ratios(row, base)),
-        )
-        for row in rows
-    )
-    return Table(title, ("", "peak MiB", "peak / Inductor", "time s", "time / Inductor"), lines)
-
-
 def records(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
     return [vars(row) for row in rows.values()]
 
@@ -283,7 +268,9 @@ def first_call(contender: Contender, step: Step, row: Row) -> Outcome:
     row.value = result[0].mean().item()
     made = mstpass.reports()[reports:]
     row.plan = ", ".join(f"{r.kind} {r.mode} in {r.num_chunks}" for m in made for r in m.regions)
-    row.simulated_bytes = made[0].peak_bytes if len(made) == 1 else None
+    if len(made) == 1:
+        row.simulated_bytes, extra_time = made[0].peak_bytes, made[0].extra_time
+        row.estimated = None if extra_time is None else 1 + extra_time
     if contender.auto_chunker and num_auto_chunked() == chunked:
         raise RuntimeError("the auto_chunker chunked nothing")
     return result
