@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,27 +85,29 @@ def costs_path(out: Path) -> Path:
 
 
 def _calibrate(job: Job) -> None:
+    """Measure what chunks cost, beside what is assumed where nothing was measured."""
     (row,) = job.case.rows
     job.start(row)
+    device, quick = torch.device("cuda"), job.settings.quick
     if not job.device.runs:
-        job.finish(row, DRY, costs=dataclasses.asdict(_used()))
+        job.finish(row, DRY, assumed=_assumed(device, quick, heads.DTYPE))
         return
-    device = job.device.torch_device
-    measured = measure_chunk_costs.measure(device, job.settings.quick)
-    used = dataclasses.asdict(_used())
-    if not job.settings.quick:
+    measured = measure_chunk_costs.measure(device, quick)
+    assumed = _assumed(device, quick, heads.DTYPE)
+    if not quick:
         device_costs.store(device, measured)
-    job.finish(
-        row,
-        MEASURED,
-        clocks=job.device.clocks(),
-        costs=dataclasses.asdict(measured),
-        used_before=used,
-    )
+    costs = dataclasses.asdict(measured)
+    job.finish(row, MEASURED, clocks=job.device.clocks(), costs=costs, assumed=assumed)
 
 
-def _used() -> device_costs.ChunkCosts:
-    return device_costs.costs_of(torch.device("cuda"))
+def _assumed(device: torch.device, quick: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """The costs in use, for the rows that are measured."""
+    used, work = device_costs.costs_of(device), measure_chunk_costs.work(device, quick)
+    sweep = measure_chunk_costs.QUICK if quick else measure_chunk_costs.LARGE
+    return {
+        "slowdown": [[rows, used.slowdown(work, rows)] for rows in sweep.rows],
+        "flops_per_us": used.rate(dtype),
+    }
 
 
 def store_for_later(out: Path) -> Path | None:

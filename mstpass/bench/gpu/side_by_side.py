@@ -200,8 +200,8 @@ class _DryBench(_Bench):
             )
             row.plan = ", ".join(f"{r.kind} {r.mode} in {r.num_chunks}" for r in report.regions)
             row.simulated_bytes = report.peak_bytes
+            row.estimated = None if report.extra_time is None else 1 + report.extra_time
             extra["baseline_bytes"] = report.outcome.baseline_peak_bytes
-            extra["extra_time"] = report.outcome.extra_time
             self._base_bytes = report.outcome.baseline_peak_bytes
         else:
             with self._job.device.tensors():
@@ -224,6 +224,7 @@ def figures(row: Row, base: Sequence[float] | None, workload: Workload) -> dict[
     return {
         "peak_bytes": row.peak_bytes,
         "simulated_bytes": row.simulated_bytes,
+        "estimated": row.estimated,
         "seconds": row.seconds,
         "median_s": median_s,
         "base_seconds": list(base or ()),

@@ -17,6 +17,11 @@ from mstpass.gpus import gpu_like
 
 GIB = 2**30
 _NONE = "-"
+_COSTS = (  # what is shown of them: name, text, scale
+    ("chunk_us", "us that a chunk adds to a loop", 1.0),
+    ("flops_per_us", "TFLOP/s of whole products, bfloat16", 1e-6),
+    ("copied_bytes_per_us", "GB/s of a copy", 1e-3),
+)
 
 Data = Mapping[str, Any]
 Rows = Sequence[Outcome]
@@ -56,6 +61,7 @@ def steps_table(case: str, rows: Rows, header: Data) -> Table:
             row["row"],
             _measured(row, milliseconds),
             tables.ratio_cell(_triple(row)) if _is_measured(row) else _NONE,
+            _estimate(row),
             tflops(row) if _is_measured(row) else _NONE,
             share_of_limit(row, header) if _is_measured(row) else _NONE,
             gib(row.get("peak_bytes")) if _is_measured(row) else _NONE,
@@ -67,8 +73,8 @@ def steps_table(case: str, rows: Rows, header: Data) -> Table:
         for row in rows
     )
     columns = (
-        "", "time ms", "time / Inductor", "TFLOP/s", "of the limit", "peak GiB", "peak / Inductor",
-        "simulated GiB", "first call s", "gradient error",
+        "", "time ms", "time / Inductor", "estimated", "TFLOP/s", "of the limit", "peak GiB",
+        "peak / Inductor", "simulated GiB", "first call s", "gradient error",
     )  # fmt: skip
     return Table(case, columns, lines)
 
@@ -76,16 +82,19 @@ def steps_table(case: str, rows: Rows, header: Data) -> Table:
 def costs_table(case: str, rows: Rows) -> Table:
     """What chunks cost: measured, and as it was assumed before."""
     (row,) = rows
-    costs, before = row.get("costs") or {}, row.get("used_before") or {}
-    assumed = dict(map(tuple, before.get("slowdown", ())))
+    costs, assumed = row.get("costs") or {}, row.get("assumed") or {}
+    before, now = dict(assumed.get("slowdown", ())), dict(costs.get("slowdown", ()))
     lines = [
-        (f"{n} rows a chunk, time / whole", f"{slow:.2f}x", _times(assumed.get(n)))
-        for n, slow in costs.get("slowdown", ())
+        (
+            f"{n} rows a chunk, time / whole",
+            tables.times_cell(now.get(n)),
+            tables.times_cell(before.get(n)),
+        )
+        for n in sorted({*before, *now})
     ]
-    for name, unit, scale in (("chunk_us", "us a chunk", 1.0), ("flops_per_us", "TFLOP/s", 1e-6)):
-        if name in costs:
-            old = f"{before[name] * scale:.1f}" if name in before else _NONE
-            lines.append((unit, f"{costs[name] * scale:.1f}", old))
+    for name, text, scale in _COSTS:
+        new, old = (_scaled(found.get(name), scale) for found in (costs, assumed))
+        lines.append((text, new, old))
     if not _is_measured(row):
         lines.insert(0, (row["row"], outcome_text(row), _NONE))
     return Table(case, ("", "measured", "assumed before"), tuple(lines))
@@ -186,8 +195,17 @@ def tokens(count: int | None) -> str:
     return _NONE if count is None else f"{count:,}"
 
 
-def _times(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.2f}x"
+def _scaled(value: float | None, scale: float) -> str:
+    return _NONE if value is None else f"{value * scale:,.1f}"
+
+
+def _estimate(row: Outcome) -> str:
+    """The time relative to Inductor's by the cost model, and how far it is from the measured."""
+    estimated, ratio = row.get("estimated"), row.get("ratio")
+    text = tables.times_cell(estimated)
+    if estimated is None or ratio is None or not _is_measured(row):
+        return text
+    return f"{text} ({100 * (estimated / ratio[0] - 1):+.0f} %)"
 
 
 def _is_measured(row: Outcome) -> bool:
