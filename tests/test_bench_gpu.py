@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -312,6 +314,27 @@ def test_a_call_from_its_arguments_to_its_files(tmp_path, monkeypatch, capsys):
     (tmp_path / "gpu.md").unlink()
     assert command.main(["--tables", "--out", str(tmp_path)]) == command.DONE
     assert "| eager |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_ended_by_a_signal(tmp_path):
+    def killed(data):
+        yield done(data["wanted"][0], DRY)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield Hang()
+
+    before = signal.getsignal(signal.SIGTERM)
+    argv = ["--dry-run", "--part", "heads", "--out", str(tmp_path)]
+    assert command.main(argv, InProcess(killed, Clock()).launch) == command.INTERRUPTED
+    assert len(State.read(tmp_path).rows) == 1
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_memory_limit_is_within_the_card():
+    given = command.arguments.parse(["--memory", "24GiB"])
+    gib = 2**30
+    limits = [command.within_card(given, size).settings.memory_bytes for size in (None, 80 * gib)]
+    assert limits == [24 * gib] * 2
+    assert command.within_card(given, int(23.6 * gib)).settings.memory_bytes == 21 * gib
 
 
 def plans(data):

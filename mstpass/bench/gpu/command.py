@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from mstpass.bench.command import Progress
@@ -17,6 +20,8 @@ from mstpass.bench.gpu.runner import Launch, Runner
 from mstpass.bench.gpu.state import State
 from mstpass.bench.gpu.tables import outcome_text
 
+_GIB = 2**30
+_USABLE = 0.9  # of a card's memory: the rest is CUDA's context, and what others hold
 DONE, BAD_INPUT, ROWS_LEFT, INTERRUPTED = 0, 2, 3, 130
 
 
@@ -36,11 +41,15 @@ def main(argv: Sequence[str] = (), launch: Launch = WorkerProcess) -> int:
         except environment.CannotRun as error:
             print(f"mstpass bench gpu: {error}", file=sys.stderr)
             return BAD_INPUT
-    state = State.open(given.settings.out, _header(given))
+    card = environment.card()
+    given = within_card(given, card.get("memory_bytes"))
+    sizes = {"quick": given.settings.quick, "dry": given.settings.dry}
+    state = State.open(given.settings.out, {**card, **sizes})
     state.begin_run(environment.facts())
     interrupted = False
     try:
-        _measure(given, state, launch)
+        with _ended_like_interrupted():
+            _measure(given, state, launch)
     except KeyboardInterrupt:
         interrupted = True
         print("\nmstpass bench gpu: interrupted; finished rows are kept", file=sys.stderr)
@@ -50,14 +59,27 @@ def main(argv: Sequence[str] = (), launch: Launch = WorkerProcess) -> int:
     return ROWS_LEFT if results.left_over(state) else DONE
 
 
-def _header(given: Arguments) -> dict[str, object]:
-    """What the rows of a state file belong to."""
-    settings = given.settings
-    return {
-        **environment.card(),
-        "quick": settings.quick,
-        "dry": settings.dry,
-    }
+def within_card(given: Arguments, card_bytes: int | None) -> Arguments:
+    """The arguments with a memory limit, in whole GiB, that the card has room for."""
+    if card_bytes is None or given.settings.memory_bytes <= _USABLE * card_bytes:
+        return given
+    limit = max(_GIB, int(_USABLE * card_bytes) // _GIB * _GIB)
+    settings = dataclasses.replace(given.settings, memory_bytes=limit)
+    return dataclasses.replace(given, settings=settings)
+
+
+@contextlib.contextmanager
+def _ended_like_interrupted() -> Iterator[None]:
+    """In here a SIGTERM, as of ``timeout``, ends the workers and keeps all rows, as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _measure(given: Arguments, state: State, launch: Launch) -> None:

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import mstpass
 from mstpass.bench.comparison import error_text, own_code
 from mstpass.bench.gpu import llama
 from mstpass.bench.gpu.job import Job, Restart
 from mstpass.bench.gpu.rows import DRY, FAILED, MEASURED, SKIPPED, Case, Settings
 from mstpass.bench.gpu.search import GRAIN, Probe, best, next_length
-from mstpass.bench.gpu.side_by_side import is_out_of_memory
+from mstpass.bench.gpu.side_by_side import explained, is_out_of_memory
 from mstpass.errors import MissingPackageError
 from mstpass.planner.plan import plan
 from mstpass.planner.request import Request
@@ -162,7 +161,7 @@ class _Steps:
             if self._row != MST:
                 backward(self._model, lambda: self._loss_of(ids_BS))
         if self._row == MST:
-            mstpass.explain(self._loss_of, ids_BS, options=_OPTIONS)
+            explained(self._loss_of, (ids_BS,), _OPTIONS)
 
     def step(self, length: int) -> Callable[[], None]:
         ids_BS = llama.token_ids(self._size, length, self._device.torch_device)

@@ -195,9 +195,7 @@ class _DryBench(_Bench):
         if way.own_kernels:
             row.plan = "not traced: it launches kernels of its own"
         elif way.options is not None:
-            report = mstpass.explain(
-                self._workload.fn, *self._workload.args, options=_planned(way.options)
-            )
+            report = explained(self._workload.fn, self._workload.args, way.options)
             row.plan = ", ".join(f"{r.kind} {r.mode} in {r.num_chunks}" for r in report.regions)
             row.simulated_bytes = report.peak_bytes
             row.estimated = None if report.extra_time is None else 1 + report.extra_time
@@ -213,8 +211,11 @@ class _DryBench(_Bench):
         self._job.finish(way.name, DRY, **figures(row, base, self._workload), **extra)
 
 
-def _planned(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {"strict": True, **options}
+def explained(
+    fn: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
+) -> mstpass.Report:
+    """What mst plans for a step on tensors without memory."""
+    return mstpass.explain(fn, *args, options={"strict": True, **options})
 
 
 def figures(row: Row, base: Sequence[float] | None, workload: Workload) -> dict[str, Any]:
