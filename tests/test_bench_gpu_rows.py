@@ -178,6 +178,18 @@ def test_a_dry_run_traces_every_way():
     assert {row[1] for row in text.rows} == {"dry"}
 
 
+def test_a_dry_calibration_shows_what_is_assumed(tmp_path):
+    settings = Settings(tmp_path, dry=True)
+    case = chunks.cases(settings)[0]
+    events = []
+    job = job_from(job_data(settings, case, case.rows, Known()), NoDevice(), events.append)
+    assert worker.run(job) == 0
+    row = {"row": events[-1]["row"], **events[-1]["outcome"]}
+    assert row["status"] == DRY
+    table = tables.costs_table(case.name, [row])
+    assert ("1024 rows a chunk, time / whole", "-") in [line[:2] for line in table.rows]
+
+
 def test_every_part_has_cases_that_it_knows(tmp_path):
     for quick in (False, True):
         settings = Settings(tmp_path, quick=quick)

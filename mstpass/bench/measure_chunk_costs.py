@@ -91,7 +91,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 def _computes(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device has products in this dtype, and not only an emulation of them."""
-    if device.type == "cuda" and dtype == torch.bfloat16:
+    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.is_available():
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return True
 
