@@ -161,11 +161,13 @@ class Comparison:
         with fresh_cache():
             for contender in contenders:
                 row = self.rows[contender.name] = Row(contender.name)
-                with _errors_to(row):
+                with errors_to(row):
                     step = self._make_step(contender.build(contender.loss_fn or self._loss_fn))
-                    result = _first_call(contender, step, row)
+                    result = first_call(contender, step, row)
                     self._reference = self._reference or result
-                    self._compare(row, result, self._reference)
+                    compare_outcomes(
+                        row, result, self._reference, next(iter(self.rows)), self._tolerances
+                    )
                     step()
                     self.steps[contender.name] = step
                 self.advance(contender.name)
@@ -175,7 +177,7 @@ class Comparison:
         for name, step in self.steps.items():
             row = self.rows[name]
             if row.peak_bytes is None:
-                with _errors_to(row):
+                with errors_to(row):
                     row.peak_bytes = peak_bytes(step, self._device)
                 self.advance(name)
 
@@ -191,28 +193,11 @@ class Comparison:
             start = number % max(1, len(running))
             for name in running[start:] + running[:start]:
                 # a recompilation would be timed as a step
-                with _errors_to(self.rows[name]), recompilation_fails():
+                with errors_to(self.rows[name]), recompilation_fails():
                     step = {name: self.steps[name]}
                     timing = timed(step, 1, warmup=0, device=self._device)[name]
                     self.rows[name].seconds += timing.seconds
                 self.advance(name)
-
-    def _compare(self, row: Row, result: Outcome, reference: Outcome) -> None:
-        name, (value_tolerance, gradient_tolerance) = next(iter(self.rows)), self._tolerances
-        row.value_error = _relative_error(result[0], reference[0])
-        if not row.value_error <= value_tolerance:
-            raise RuntimeError(f"its value differs from that of {name} by {row.value_error:.1e}")
-        noise = _NOISE * max(_rms(b) for b in reference[1])
-        errors = [
-            _relative_error(a, b)
-            for a, b in zip(result[1], reference[1], strict=True)
-            if not (_rms(a) <= noise and _rms(b) <= noise)
-        ]
-        row.gradient_error = max(errors, key=lambda error: (math.isnan(error), error))
-        if not row.gradient_error <= gradient_tolerance:
-            raise RuntimeError(
-                f"a gradient differs from that of {name} by {row.gradient_error:.1e}"
-            )
 
 
 def compare(
@@ -247,7 +232,34 @@ def records(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
     return [vars(row) for row in rows.values()]
 
 
-def _first_call(contender: Contender, step: Step, row: Row) -> Outcome:
+def compare_outcomes(
+    row: Row, result: Outcome, reference: Outcome, name: str, tolerances: tuple[float, float]
+) -> None:
+    """Write a row's errors against a reference, which is called ``name``.
+
+    Args:
+        tolerances: the largest relative errors of the value, and of a gradient.
+
+    Raises:
+        RuntimeError: an error is larger than its tolerance.
+    """
+    value_tolerance, gradient_tolerance = tolerances
+    row.value_error = _relative_error(result[0], reference[0])
+    if not row.value_error <= value_tolerance:
+        raise RuntimeError(f"its value differs from that of {name} by {row.value_error:.1e}")
+    noise = _NOISE * max(_rms(b) for b in reference[1])
+    errors = [
+        _relative_error(a, b)
+        for a, b in zip(result[1], reference[1], strict=True)
+        if not (_rms(a) <= noise and _rms(b) <= noise)
+    ]
+    row.gradient_error = max(errors, key=lambda error: (math.isnan(error), error))
+    if not row.gradient_error <= gradient_tolerance:
+        raise RuntimeError(f"a gradient differs from that of {name} by {row.gradient_error:.1e}")
+
+
+def first_call(contender: Contender, step: Step, row: Row) -> Outcome:
+    """Run a step for the first time, which compiles it; write its value, time and plan."""
     reports, chunked = len(mstpass.reports()), num_auto_chunked()
     with contender.under():
         start = time.perf_counter()
@@ -273,9 +285,15 @@ def _rms(tensor: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _errors_to(row: Row) -> Any:
+def errors_to(row: Row) -> Any:
+    """Write the text of an error that is raised to the row."""
     try:
         yield
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        row.error = text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 3] + "..."
+        row.error = error_text(error)
+
+
+def error_text(error: BaseException) -> str:
+    """An error on one line of at most 110 characters."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 3] + "..."

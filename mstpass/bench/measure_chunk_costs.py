@@ -36,7 +36,7 @@ class Sweep:
 
 
 QUICK = Sweep((64, 256), 512, 64, 2048, 2)
-_LARGE = Sweep((128, 256, 512, 1024, 2048, 4096), 16_384, 2048, 32_768)
+LARGE = Sweep((128, 256, 512, 1024, 2048, 4096), 16_384, 2048, 32_768)
 _OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COPIED_BYTES = 2**28
 
@@ -80,7 +80,7 @@ def work(device: torch.device, quick: bool = False) -> LoopWork:
 
 
 def _sweep(device: torch.device, quick: bool) -> Sweep:
-    return QUICK if quick else Sweep() if device.type == "cpu" else _LARGE
+    return QUICK if quick else Sweep() if device.type == "cpu" else LARGE
 
 
 def _dtype(device: torch.device) -> torch.dtype:
@@ -91,7 +91,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 def _computes(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device has products in this dtype, and not only an emulation of them."""
-    if device.type == "cuda" and dtype == torch.bfloat16:
+    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.is_available():
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return True
 
