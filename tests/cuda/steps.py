@@ -50,7 +50,7 @@ class Layers(nn.Module):
 
 
 def mlps(
-    kind: str = "swiglu", tokens: int = 8192, width: int = 1024, dtype: torch.dtype = BF16
+    kind: str = "swiglu", tokens: int = 16384, width: int = 1024, dtype: torch.dtype = BF16
 ) -> Step:
     with torch.device("meta"):
         layers = Layers(width, kind).to(dtype)
@@ -61,17 +61,17 @@ def mlps(
     return loss, (tensor(tokens, width, dtype=dtype, grad=True),)
 
 
-def causal_lm(model: str, masked: bool = False, tokens: int = 2048, **sizes: int) -> Step:
+def causal_lm(model: str, masked: bool = False, tokens: int = 8192, **sizes: int) -> Step:
     """A small model of transformers with its own loss; ``masked`` gives it a mask of padding."""
     import transformers
 
     config = getattr(transformers, f"{model}Config")(
-        hidden_size=256,
-        intermediate_size=1024,
+        hidden_size=1024,
+        intermediate_size=4096,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=32000,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=128256,
         use_cache=False,
         **sizes,
     )
@@ -87,7 +87,7 @@ def causal_lm(model: str, masked: bool = False, tokens: int = 2048, **sizes: int
     return lambda ids: lm(input_ids=ids, labels=ids).loss, (ids,)
 
 
-def flex_attention(tokens: int = 2048, width: int = 256, vocabulary: int = 32000) -> Step:
+def flex_attention(tokens: int = 8192, width: int = 1024, vocabulary: int = 128256) -> Step:
     """FlexAttention, whose forward and backward are higher-order ops, and a head."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -99,7 +99,7 @@ def flex_attention(tokens: int = 2048, width: int = 256, vocabulary: int = 32000
         return torch.where(row >= column, score, -float("inf"))
 
     def loss(x: Tensor, labels: Tensor) -> Tensor:
-        q, k, v = qkv(x).view(1, tokens, 4, -1).transpose(1, 2).chunk(3, -1)
+        q, k, v = qkv(x).view(1, tokens, 16, -1).transpose(1, 2).chunk(3, -1)
         attended = flex_attention(q, k, v, score_mod=causal)
         assert isinstance(attended, Tensor)
         hidden = x + attended.transpose(1, 2).reshape(tokens, width)

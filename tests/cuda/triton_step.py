@@ -36,7 +36,7 @@ def _doubled(x: Tensor) -> Tensor:
     return doubled
 
 
-def step(tokens: int = 4096, width: int = 256, vocabulary: int = 32000) -> Any:
+def step(tokens: int = 8192, width: int = 1024, vocabulary: int = 128256) -> Any:
     with torch.device("meta"):
         lm_head = nn.Linear(width, vocabulary, bias=False, dtype=torch.bfloat16)
 
