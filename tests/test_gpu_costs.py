@@ -150,8 +150,8 @@ def test_least_rows_are_aligned_and_keep_the_limit(name: str, limit: float) -> N
         rows = least(work, limit)
         assert rows % GRAIN == 0
         assert relative(work, rows) <= limit
-        shorter = itertools.takewhile(lambda other: other < rows, gpu_costs._lengths())
-        assert all(relative(work, other) > limit for other in shorter)
+        for shorter in itertools.islice(gpu_costs._lengths(), 200):
+            assert shorter >= rows or relative(work, shorter) > limit
 
 
 def test_work_that_is_never_fast_enough_gets_all_tokens() -> None:
