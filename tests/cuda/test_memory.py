@@ -1,0 +1,101 @@
+"""The memory of a step on a GPU: what is simulated is what Inductor schedules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mstpass.memory.scheduled_peak import ReadSchedule
+from mstpass.memory.workspaces import workspace_bytes
+from tests.cuda.dry_run import dry_run
+from tests.cuda.steps import BF16, FP32, Step, head, mlps
+
+pytestmark = pytest.mark.dry_run
+
+TOKENS, WIDTH, HEADS, VOCABULARY = 2048, 256, 4, 4096
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, False), nn.Linear(WIDTH, WIDTH, False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*qkv, attn_mask=mask, is_causal=mask is None)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+def transformer(dtype: torch.dtype = BF16, masked: bool = False) -> Step:
+    with torch.device("meta"):
+        blocks = nn.ModuleList(Block() for _ in range(2)).to(dtype)
+        words = nn.Embedding(VOCABULARY, WIDTH, dtype=dtype)
+        lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=dtype)
+        ids = torch.empty(1, TOKENS, dtype=torch.long)
+
+    def loss(ids: Tensor) -> Tensor:
+        x, mask = words(ids), None
+        if masked:
+            place = torch.arange(ids.shape[1], device=ids.device)
+            mask = ((place[:, None] >= place) & (ids != 0)[:, None, None, :]).expand(1, 1, -1, -1)
+        for block in blocks:
+            x = block(x, mask)
+        return F.cross_entropy(lm_head(x).float().flatten(0, 1), ids.flatten())
+
+    return loss, (ids,)
+
+
+CASES: dict[str, tuple[Callable[[], Step], dict[str, Any]]] = {
+    "head": (lambda: head(4096, 256, 32000), {}),
+    "a head that is left whole": (lambda: head(4096, 256, 32000), {"chunk": "off"}),
+    "mlps": (lambda: mlps("swiglu", 8192, 256), {"memory_budget": 0.0}),
+    "flash": (transformer, {"gpu": "a100"}),
+    "efficient": (lambda: transformer(FP32, masked=True), {"gpu": "a100"}),
+    "cudnn": (transformer, {"gpu": "h100"}),
+    "least memory": (transformer, {"gpu": "a100", "memory_budget": 0.0}),
+}
+ATTENTION = {"flash": "flash", "efficient": "efficient", "cudnn": "cudnn", "least memory": "flash"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_scheduled_peak_is_the_simulated_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[ReadSchedule] = []
+    peak_bytes = ReadSchedule.peak_bytes.fget
+    assert peak_bytes is not None
+
+    def seen(self: ReadSchedule) -> int | None:
+        readers.append(self)
+        return peak_bytes(self)
+
+    monkeypatch.setattr(ReadSchedule, "peak_bytes", property(seen))
+    step, options = CASES[name]
+    outcome = dry_run(*step(), **options).report.outcome
+    assert outcome.scheduled_peak_bytes is not None
+    assert outcome.peak_bytes == pytest.approx(outcome.scheduled_peak_bytes, rel=0.04)
+    calls = [op for schedule in readers[-1]._schedules for c in schedule.calls for op in c.ops]
+    products = sum("product" in op.op or "mm" in op.op for op in calls)
+    attentions = [op for op in calls if "attention" in op.op]
+    assert products >= 2
+    assert all(workspace_bytes(op) > 0 for op in attentions if "backward" in op.op)
+    kind = ATTENTION.get(name)
+    backward = [op for op in attentions if "backward" in op.op]
+    assert len(backward) == (2 if kind else 0)
+    assert all(f"dot_product_{kind}_attention" in op.op for op in attentions)
+
+
+def test_a_mask_has_one_buffer_for_all_heads() -> None:
+    code = dry_run(*transformer(FP32, masked=True), gpu="a100").text
+    calls = re.findall(r"efficient_attention_backward\.default\(.*", code)
+    assert len(calls) == 2
+    assert f"empty_strided_cuda((1, {HEADS}, {TOKENS}, {TOKENS})" not in code
