@@ -52,8 +52,8 @@ def add_gpu(parser: Any) -> None:
         "--gpu",
         type=_gpu,
         metavar="KIND",
-        help=f"plan for this kind of GPU: {', '.join(GPUS)} (default: the GPU of this machine; where "
-        "it has none, h100)",
+        help=f"plan for this kind of GPU: {', '.join(GPUS)} (default: the GPU of this machine; "
+        "where it has none, h100)",
     )
 
 
