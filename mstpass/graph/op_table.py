@@ -33,6 +33,7 @@ from mstpass.graph.token_rules import (
     indexing,
     matmul,
     pointwise,
+    scaled_matmul,
     views,
 )
 
@@ -58,12 +59,14 @@ def pointwise_row(linear: LinearRule) -> Op:
 
 def _rows() -> dict[Any, Op]:
     copies = pointwise_row(first_only)
+    scaled = Op("matmul", scaled_matmul.scaled_forward, scaled_matmul.scaled_backward, never)
     product = Op("matmul", matmul.matmul_forward, matmul.matmul_backward, linearity.linear_matmul)
     return {
         aten.clone.default: copies,
         aten.copy.default: dataclasses.replace(copies, linear=never),
         prims.convert_element_type.default: copies,
         **dict.fromkeys(matmul.MATMULS, product),
+        **dict.fromkeys(matmul.SCALED, scaled),
         **_views(),
         **_reductions(),
         **_along_dims(),

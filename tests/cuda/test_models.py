@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cuda import float8
 from tests.cuda.checks import check_lean
 from tests.cuda.dry_run import dry_run
 from tests.cuda.steps import FP32, autocast, causal_lm, flex_attention, head
@@ -63,3 +64,15 @@ def test_autocast() -> None:
     run = dry_run(*autocast(head(dtype=FP32)))
     check_lean(run)
     assert run.accumulators
+
+
+def test_float8_products_scaled_by_row_run_in_chunks() -> None:
+    run = dry_run(*float8.mlp(by_row=True), memory_budget=0.0)
+    check_lean(run)
+    assert all("extern_kernels._scaled_mm" in loop.calls for loop in run.loops)
+
+
+def test_a_scale_of_all_tokens_is_refused_by_name() -> None:
+    run = dry_run(*float8.mlp(by_row=False), memory_budget=0.0)
+    assert not run.report.regions
+    assert any("amax.default reduces over all tokens" in r.reason for r in run.report.rejections)

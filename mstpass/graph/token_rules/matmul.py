@@ -18,7 +18,8 @@ from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, broadcast_sourc
 aten = torch.ops.aten
 
 BIASED = frozenset({aten.addmm.default, aten.baddbmm.default})
-MATMULS = BIASED | {aten.mm.default, aten.bmm.default}
+SCALED = frozenset({aten._scaled_mm.default})  # its rules: scaled_matmul.py
+MATMULS = BIASED | SCALED | {aten.mm.default, aten.bmm.default}
 
 
 def bias_and_factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
