@@ -38,6 +38,10 @@ def x(*shape: int) -> torch.Tensor:
     return torch.randn(shape or (B, S, D), dtype=torch.float64)
 
 
+def f8(*shape: int) -> torch.Tensor:
+    return x(*shape).to(torch.float8_e4m3fn)
+
+
 def ids(*shape: int, below: int) -> torch.Tensor:
     return torch.randint(below, shape)
 
@@ -200,6 +204,34 @@ CASES = [
     case(aten.mm.default, lambda: (x(S, D), x(D, E)), (0,), (1,), sums=[(0, (1,)), (1, (0,))]),
     case(aten.addmm.default, lambda: (x(E), x(S, D), x(D, E)), (0,), (1,)),
     case(aten.addmm.default, lambda: (x(S, E), x(S, D), x(D, E)), (0,), (1,)),
+    case(
+        aten._scaled_mm.default,
+        lambda: (
+            f8(S, D),
+            f8(E, D).t(),
+            x(S, 1).float(),
+            x(1, E).float(),
+            None,
+            None,
+            torch.float32,
+        ),
+        (0,),
+        (1,),
+    ),
+    case(
+        aten._scaled_mm.default,
+        lambda: (
+            f8(S, D),
+            f8(E, D).t(),
+            x(1, 1).float(),
+            x(1, 1).float(),
+            None,
+            None,
+            torch.float32,
+        ),
+        (0,),
+        (1,),
+    ),
     case(
         aten.bmm.default,
         lambda: (x(B, S, D), x(B, D, E)),

@@ -15,7 +15,7 @@ _LARGEST = 448.0  # of float8_e4m3fn
 
 
 def _quantized(x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
-    """The matrix in float8 with its scales; ``dim`` is the one that shares a scale, None for all."""
+    """The matrix in float8, and its scales: one for all values along ``dim``, or one in all."""
     largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = largest.float().clamp(min=1e-12) / _LARGEST
     return (x.float() / scale).to(torch.float8_e4m3fn), scale

@@ -39,6 +39,8 @@ def scaled_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     needs: OperandSpecs = dict.fromkeys(node.all_input_nodes, WHOLE)
     if not spec:
         return needs
+    if len(spec) > 1:
+        return Refusal("a matmul has tokens in several dims")
     if not _by_row_or_tensor(node):
         return Refusal(_BLOCKS)
     matrix, scale = (node.args[0], node.args[2]) if spec == _ROWS else (node.args[1], node.args[3])
