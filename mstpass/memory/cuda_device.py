@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ def cuda_device(device: torch.device) -> CudaDevice:
     if not torch.cuda.is_available():
         kind = gpu(DEFAULT)
         return CudaDevice(kind.capability, kind.multiprocessors, kind.shared_memory_per_block_bytes)
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)
     return CudaDevice(
         (found.major, found.minor),
         found.multi_processor_count,
