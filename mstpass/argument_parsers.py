@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from mstpass.byte_sizes import parse_bytes
 from mstpass.gpus import GPUS, UnknownGpuError, gpu
@@ -45,14 +46,14 @@ def share(text: str) -> float:
     return value
 
 
-def add_gpu(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--gpu``."""
+def add_gpu(parser: Any) -> None:
+    """Add the option ``--gpu`` to a parser or a group of options."""
     parser.add_argument(
         "--gpu",
         type=_gpu,
         metavar="KIND",
-        help=f"plan for this kind of GPU, with --device cuda: {', '.join(GPUS)} (default: the GPU "
-        "of this machine; where it has none, h100)",
+        help=f"plan for this kind of GPU: {', '.join(GPUS)} (default: the GPU of this machine; "
+        "where it has none, h100)",
     )
 
 

@@ -7,6 +7,9 @@ Inductor compiles the graph as usual, with three of its hooks set:
 - ``_post_fusion_custom_pass`` reads Inductor's schedule. If the schedule needs more memory than a
   budget in bytes allows, the graph is planned and compiled again with a lower limit.
 
+On a CUDA device ``memory_budget="auto"`` is ``"free"``, in all that it does. Only if that plan does
+not fit, by the simulated peak or by the schedule's, the graph is compiled with a budget in bytes.
+
 All other hooks, and what the user put into these three, work as without this backend.
 
 An error of mstpass never stops the user's program: the unchanged joint graph goes to torch's own
@@ -15,6 +18,8 @@ partitioner, with one warning (``strict=True`` raises instead).
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -29,10 +34,10 @@ from torch import fx
 from mstpass import pipeline
 from mstpass.graph import device_costs
 from mstpass.loops.lowering import lower_loops
-from mstpass.memory.device_budget import watch_optimizers, with_device_budget
+from mstpass.memory.device_budget import device_budget_bytes, watch_optimizers
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import OptionError, Options
-from mstpass.partition.budget import BudgetError, over_budget, tighter_limit_bytes
+from mstpass.partition.budget import BudgetError, fits, over_budget, tighter_limit_bytes
 from mstpass.plans import Outcome, Rejection
 from mstpass.problem.solver_registry import is_own
 from mstpass.regions.advice import with_fix
@@ -49,6 +54,7 @@ from mstpass.torch_internals.compile_fx import (
     compile_fx,
     options_of_mode,
 )
+from mstpass.torch_internals.compiler_collectives import least_of_ranks
 from mstpass.torch_internals.donated_buffers import keep_safe_donations
 from mstpass.torch_internals.partitioners import (
     merge_equal_nodes,
@@ -86,13 +92,45 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         MstpassError: an error of mstpass, under ``strict``.
     """
     watch_optimizers()
-    options = with_device_budget(Options.parse(kwargs.get("options")), example_inputs)
+    options = Options.parse(kwargs.get("options"))
     users = {**options_of_mode(kwargs.get("mode")), **options.inductor_patches}
+    available_bytes = device_budget_bytes(options, example_inputs)
+    if available_bytes is None:
+        return _compiled_and_reported(gm, example_inputs, users, options)
+    available_bytes = least_of_ranks(available_bytes)
+    free = dataclasses.replace(options, memory_budget="free")
+    with contextlib.suppress(_DoesNotFitError):
+        return _compiled_and_reported(gm, example_inputs, users, free, available_bytes)
+    in_bytes = dataclasses.replace(options, memory_budget=available_bytes)
+    return _compiled_and_reported(gm, example_inputs, users, in_bytes)
+
+
+class _DoesNotFitError(Exception):
+    """The plan needs more memory than the device has left."""
+
+
+def _compiled_and_reported(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    users: dict[str, Any],
+    options: Options,
+    available_bytes: int | None = None,
+) -> Callable[..., Any]:
+    """The compiled graph, whose report is kept; or the graph by Inductor alone, if mstpass fails.
+
+    Raises:
+        _DoesNotFitError: the step needs more than ``available_bytes``.
+    """
     key = store.graph_key(gm, example_inputs, uuid(options))
     stored = store.recall(key)  # of a graph that comes from the compile cache
-    partitioner = Partitioner(options, stored.outcome.limit_bytes if stored is not None else None)
+    if stored is not None:
+        _check_fit(stored.outcome, available_bytes)
+    limit_bytes = stored.outcome.limit_bytes if stored is not None else None
+    partitioner = Partitioner(options, limit_bytes, available_bytes)
     try:
         compiled = _compiled(gm, example_inputs, users, partitioner)
+    except _DoesNotFitError:
+        raise
     except Exception as error:
         if options.strict or not partitioner.chunked:
             if partitioner.report is not None:  # the plan may say why
@@ -107,6 +145,9 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         if stored is not None:
             store.keep(stored)
         return compiled
+    if available_bytes is not None:
+        store.remember(report, key)  # for later processes: the cache has the graph from now on
+    _check_fit(report.outcome, available_bytes)
     compiled, report = _within_budget(gm, example_inputs, users, options, compiled, report)
     over = over_budget(report.outcome, options)
     if over:
@@ -197,6 +238,11 @@ def _failed(error: Exception) -> Outcome:
     return Outcome(rejections=(with_fix(Rejection("error", "graph", reason)),))
 
 
+def _check_fit(outcome: Outcome, available_bytes: int | None) -> None:
+    if available_bytes is not None and not fits(outcome, available_bytes):
+        raise _DoesNotFitError
+
+
 def _users_hook(name: str, patches: dict[str, Any]) -> Any:
     return patches.get(name, inductor_setting(name))
 
@@ -220,13 +266,20 @@ class Partitioner(CustomPartitionerFn):
 
     Attributes:
         limit_bytes: the highest simulated peak that the plan may have (``pipeline.run``).
+        available_bytes: the memory of the device; a plan that needs more is an error.
         report: the plan of the graph; None until the partitioner is called. It is not called for a
             graph that comes from a compile cache.
         seconds: the time that each stage of the pipeline took.
     """
 
-    def __init__(self, options: Options, limit_bytes: int | None = None):
+    def __init__(
+        self,
+        options: Options,
+        limit_bytes: int | None = None,
+        available_bytes: int | None = None,
+    ):
         self.options, self.limit_bytes = options, limit_bytes
+        self.available_bytes = available_bytes
         self.report: Report | None = None
         self.seconds: Mapping[str, float] = {}
 
@@ -248,6 +301,7 @@ class Partitioner(CustomPartitionerFn):
             _warn_of(error)
             self.report = Report(_failed(error))
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        _check_fit(result.outcome, self.available_bytes)
         self.report = Report(result.outcome, details=self._details(result))
         self.seconds = result.seconds
         return result.modules

@@ -54,7 +54,7 @@ class Gpu:
     shared_memory_per_block_bytes: int
     l2_bytes: int
     memory_bytes_per_us: float
-    flops_per_us: Mapping[torch.dtype | str, float]
+    flops_per_us: Mapping[torch.dtype | str, float] = dataclasses.field(hash=False)
     source: str
 
     def with_multiprocessors(self, count: int) -> Gpu:
@@ -227,6 +227,18 @@ def gpu_like(full_name: str, capability: tuple[int, int]) -> Gpu | None:
 
     kinds = [kind for kind in _TABLE if kind.capability == tuple(capability)]
     return max(kinds, key=likeness, default=None)
+
+
+def nearest_gpu(full_name: str, capability: tuple[int, int]) -> Gpu:
+    """The same, but for a compute capability that is not in the table that of the next lower one.
+
+    A GPU that is older than all of the table counts as the oldest.
+    """
+    known = sorted({kind.capability for kind in _TABLE})
+    lower = [other for other in known if other <= tuple(capability)]
+    found = gpu_like(full_name, max(lower, default=known[0]))
+    assert found is not None
+    return found
 
 
 def _words(full_name: str) -> frozenset[str]:

@@ -7,7 +7,9 @@
     split   forward, backward, and what crosses between them     partition/, schedule/
 
 The first three stages change nothing. ``run`` can stop after any stage. One solver decides which
-loops there are and which values cross, together, by the simulated peak of the step.
+loops there are and which values cross, together, by the simulated peak of the step. If the finished
+graphs have a higher peak than the step without loops, the last two stages run again with fewer
+loops, so that no solver's loops raise the peak.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from mstpass.partition.budget import (
     infeasible,
     simulated_limit_bytes,
 )
+from mstpass.partition.solvers.candidate import TIE
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
 from mstpass.regions.advice import with_fix
 
 STAGES = ("read", "detect", "plan", "apply", "split")
+FORCED_MAY_RAISE = TIE  # the peak by this factor: loops that ``chunk_tokens`` asks for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,22 +151,40 @@ def _run_stages(
     joint = JointGraph(module, num_fwd_outputs)
     watch.lap("read")
     detected = pipeline_stages.detect(joint, options)
-    joint, rejections = detected.joint, detected.rejections
     watch.lap("detect")
     if stop_after in ("read", "detect"):
-        return Result(_outcome((), rejections))
-    planned = pipeline_stages.plan(joint, detected.candidates, options, limit_bytes)
-    rejections = (*rejections, *planned.rejections)
+        return Result(_outcome((), detected.rejections))
+    planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit_bytes)
     watch.lap("plan")
     if stop_after == "plan":
+        rejections = (*detected.rejections, *planned.rejections)
         return Result(_outcome(planned.chunk_plans, rejections), planned.problem)
+    for attempt in pipeline_stages.with_fewer_loops(planned):
+        result = _rewritten(
+            detected, attempt, options, stop_after, limit_bytes, torch_kwargs, watch
+        )
+        if not _raises_peak(result, options):
+            break
+    return result
+
+
+def _rewritten(
+    detected: pipeline_stages.Detected,
+    planned: pipeline_stages.Planned,
+    options: Options,
+    stop_after: str,
+    limit_bytes: int | None,
+    torch_kwargs: dict[str, Any],
+    watch: _Stopwatch,
+) -> Result:
+    """The graphs of one plan: the stages that are left once it is made."""
+    joint = detected.joint
     applied, chunk_plans, refused = pipeline_stages.apply(joint, planned.chunk_plans, options)
-    rejections = (*rejections, *refused)
     watch.lap("apply")
-    outcome = _outcome(chunk_plans, rejections)
+    outcome = _outcome(chunk_plans, (*detected.rejections, *planned.rejections, *refused))
     if stop_after == "apply":
         return Result(outcome, planned.problem, applied)
-    rewritten = JointGraph(applied.module, num_fwd_outputs)
+    rewritten = JointGraph(applied.module, joint.num_fwd_outputs)
     crossing = pipeline_stages.split(rewritten, applied, planned.plan, joint, options, torch_kwargs)
     modules, memory = pipeline_stages.scheduled(crossing, options, limit_bytes)
     outcome = dataclasses.replace(
@@ -182,12 +204,24 @@ def _run_stages(
     return Result(outcome, planned.problem, applied, modules, joint, before, memory, watch.seconds)
 
 
+def _raises_peak(result: Result, options: Options) -> bool:
+    """Whether the loops of a plan raise the simulated peak above that of the step without loops."""
+    if result.memory is None or result.before is None:
+        return False
+    if all(region.symbolic for region in result.outcome.regions):  # those keep their loops
+        return False
+    assert result.read is not None and result.problem is not None
+    may_raise = 1.0 if options.chunk_tokens is None else FORCED_MAY_RAISE
+    peak_bytes = result.memory.peak_bytes / may_raise
+    return pipeline_stages.is_lower_without_loops(result.read, result.problem, options, peak_bytes)
+
+
 def _outcome(chunk_plans: Sequence[ChunkPlan], rejections: Sequence[Rejection]) -> Outcome:
     return Outcome(tuple(chunk_plans), tuple(map(with_fix, rejections)))
 
 
 class _Stopwatch:
-    """The seconds of each stage, counted from the end of the one before."""
+    """The seconds of each stage, counted from the end of the one before; all runs of it count."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -195,7 +229,7 @@ class _Stopwatch:
 
     def lap(self, stage: str) -> None:
         now = time.perf_counter()
-        self.seconds[stage] = now - self._start
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._start
         self._start = now
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator, Set
 from typing import Any
 
 import networkx as nx
@@ -19,7 +20,7 @@ from mstpass.loops.apply_plans import Applied, CycleError, apply_plans
 from mstpass.loops.candidate_modes import RegionCandidates, find_candidates
 from mstpass.loops.mode_costs import WHOLE, region_modes
 from mstpass.memory.simulate_graph import simulate_step
-from mstpass.memory.simulate_plan import simulate_plan, step_memory, step_us
+from mstpass.memory.simulate_plan import simulate_plan, step_memory
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize import normalized
 from mstpass.options import Options
@@ -27,6 +28,8 @@ from mstpass.partition.budget import solve_within
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.reconstruct import reconstruct
 from mstpass.partition.solvers import AUTO, SOLVERS
+from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes, without_loops
+from mstpass.partition.solvers.loops_that_help import loops_that_help
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.split import split as split_graph
 from mstpass.partition.torch_fallback import (
@@ -36,7 +39,7 @@ from mstpass.partition.torch_fallback import (
 )
 from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
-from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.problem import CutProblem, Mode, Plan
 from mstpass.problem.saved_set import read_by_backward
 from mstpass.problem.verify import InvalidPlan, verify
 from mstpass.schedule.second_rematerialization import add_second_rematerialization
@@ -77,12 +80,33 @@ def _members(candidate: RegionCandidates) -> list[str]:
 # ---- plan --------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The partition problem, the solver's plan, and the loops that the plan chose."""
+    """The partition problem and the plan for it, which chooses the loops.
+
+    Attributes:
+        candidates: the regions of the problem.
+        refused: the regions whose loops cannot be written, which the problem does not have.
+    """
 
     problem: CutProblem
     plan: Plan
-    chunk_plans: tuple[ChunkPlan, ...]
-    rejections: tuple[Rejection, ...]
+    candidates: tuple[RegionCandidates, ...]
+    refused: tuple[Rejection, ...]
+
+    @property
+    def chunk_plans(self) -> tuple[ChunkPlan, ...]:
+        """The loops that the plan chose."""
+        modes = ((c, self._mode(c)) for c in self.candidates)
+        return tuple(candidate[mode] for candidate, mode in modes if mode != WHOLE)
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """Why other regions have no loops."""
+        whole = (c for c in self.candidates if self._mode(c) == WHOLE)
+        return (*self.refused, *map(_left_whole, whole))
+
+    def _mode(self, candidate: RegionCandidates) -> str:
+        first = WHOLE if candidate.whole_first else candidate.plans[0][0]
+        return self.plan.modes.get(candidate.region, first)
 
 
 def plan(
@@ -94,8 +118,35 @@ def plan(
     """Choose each region's mode and the saved values, by the simulated peak."""
     problem, left, refused = _problem(joint, list(candidates), options)
     solved = _solve(problem, options, limit_bytes, needs_torch(joint))
-    chunk_plans, unchosen = _chosen(left, solved)
-    return Planned(problem, solved, tuple(chunk_plans), (*refused, *unchosen))
+    return Planned(problem, solved, tuple(left), tuple(refused))
+
+
+def with_fewer_loops(planned: Planned) -> Iterator[Planned]:
+    """The plan, and then, for the case that its loops raise the peak, plans with fewer of them.
+
+    The second plan keeps the loops that do not raise the simulated peak, the third none. A region
+    whose token count varies keeps its loops in any case: they lower the peak of longer batches.
+    """
+    yield planned
+    varying = {c.region for c in planned.candidates if c.symbolic}
+    problem = _with_whole_modes(planned.problem, varying)
+    closed = with_modes(problem, planned.plan.modes)
+    fewer = loops_that_help(problem, Candidate(closed, planned.plan))
+    yield dataclasses.replace(planned, problem=problem, plan=fewer.plan)
+    whole = {r.region: WHOLE for r in problem.regions if r.region not in varying}
+    least = fewest_saved_bytes(problem, {**planned.plan.modes, **whole})
+    yield dataclasses.replace(planned, problem=problem, plan=least.plan)
+
+
+def _with_whole_modes(problem: CutProblem, but: Set[str]) -> CutProblem:
+    """The problem in which each region may stay whole, but for some."""
+    regions = (
+        region
+        if region.region in but or not all(mode.loops for mode in region.modes)
+        else dataclasses.replace(region, modes=(*region.modes, Mode(WHOLE)))
+        for region in problem.regions
+    )
+    return dataclasses.replace(problem, regions=tuple(regions))
 
 
 def _problem(
@@ -162,23 +213,14 @@ def _solver_name(options: Options) -> str:
     return AUTO if options.solver == "auto" else options.solver
 
 
-def _chosen(
-    candidates: list[RegionCandidates], solved: Plan
-) -> tuple[list[ChunkPlan], list[Rejection]]:
-    """The loops that the plan chose, and a rejection for each region that stays whole."""
-    chunk_plans: list[ChunkPlan] = []
-    rejections: list[Rejection] = []
-    for candidate in candidates:
-        first = WHOLE if candidate.whole_first else candidate.plans[0][0]
-        mode = solved.modes.get(candidate.region, first)
-        if mode != WHOLE:
-            chunk_plans.append(candidate[mode])
-            continue
-        reason = "the step's peak lies elsewhere, so chunks here would not lower it"
-        if candidate.whole_first:
-            reason = "chunks without recomputation save no memory, and the plan needs none here"
-        rejections.append(_rejected("plan", candidate.plans[0][1], reason))
-    return chunk_plans, rejections
+def _left_whole(candidate: RegionCandidates) -> Rejection:
+    """Why a plan has no loops for a region that could have them."""
+    reason = "the step's peak lies elsewhere, so chunks here would not lower it"
+    if candidate.whole_first:
+        reason = "chunks without recomputation save no memory, and the plan needs none here"
+    elif not candidate.optional:  # chunk_tokens asked for them
+        reason = "chunks here would raise the step's peak, by the sums that they keep"
+    return _rejected("plan", candidate.plans[0][1], reason)
 
 
 # ---- apply -------------------------------------------------------------------------------------
@@ -283,6 +325,23 @@ def _reconstruct(
     return reduced, kept, done
 
 
+def is_lower_without_loops(
+    joint: JointGraph, problem: CutProblem, options: Options, peak_bytes: float
+) -> bool:
+    """Whether the step without loops has a lower simulated peak, by reconstruction as well."""
+    before = problem.once(without_loops)
+    if before.peak_bytes < peak_bytes:
+        return True
+    if before.peak_bytes - before.saved_bytes >= peak_bytes:  # no reconstruction wins more
+        return False
+    saved = before.plan.saved
+    reduced, kept, done = _reconstruct(joint, before.problem, saved, frozenset(), options)
+    if not done:
+        return False
+    other = cut_problem(reduced, scatters_delayed=options.frees_memory_for_time)
+    return step_memory(other, kept).peak_bytes < peak_bytes
+
+
 def scheduled(
     crossing: Split, options: Options, limit_bytes: int | None
 ) -> tuple[Modules, StepMemory]:
@@ -306,9 +365,7 @@ def compared(problem: CutProblem, solved: Plan) -> tuple[StepMemory, float]:
 
     Without loops the values are saved that take the fewest bytes without repeating a heavy op.
     """
-    whole = dataclasses.replace(problem, regions=())
-    saved = min_cut(whole)
-    before_us = step_us(whole, saved)
+    before = problem.once(without_loops).simulation
     after_us = simulate_plan(problem, solved).us
-    extra_time = after_us / before_us - 1 if before_us else 0.0  # a step of views takes no time
-    return step_memory(whole, saved), extra_time
+    extra_time = after_us / before.us - 1 if before.us else 0.0  # a step of views takes no time
+    return before.memory, extra_time

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from mstpass import pipeline
 from tests.planner_models import TINY
 
 _CACHE = pytest.StashKey[str]()
@@ -55,6 +57,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("full"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forced_loops_stay() -> Iterator[None]:
+    """Tests force loops with ``chunk_tokens`` on steps so small that loops may raise the peak."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "FORCED_MAY_RAISE", math.inf)
+        yield
 
 
 @pytest.fixture(params=["cpu", CUDA])

@@ -19,7 +19,7 @@ from mstpass.bench import (
 from mstpass.bench.arguments import parse
 from mstpass.bench.models import Head, LlamaSize, llama
 from mstpass.graph import device_costs
-from mstpass.graph.device_costs import ChunkCosts
+from mstpass.graph.measured_costs import ChunkCosts
 from mstpass.plans import Outcome, SavedValue, SavePlan
 
 CPU = torch.device("cpu")
@@ -78,12 +78,12 @@ def test_loops_of_one_head(monkeypatch, tmp_path):
     monkeypatch.setattr(loops.measure_chunk_costs, "measure", lambda device, quick: known)
     monkeypatch.setenv("MSTPASS_COSTS", str(tmp_path / "costs.json"))
     result = loops.run(arguments(repeats=1, store=True))
-    assert device_costs.costs_of(CPU) == known
+    assert device_costs.costs_of(CPU).table == known
     assert [t.what for t in result.targets] == ["d=16: time / Inductor", "d=16: peak / floor"]
     assert all(t.value is not None for t in result.targets)
     names = [line[0] for line in result.tables[0].rows]
     assert names == ["eager", "Inductor", "auto_chunker", "mst, 4 chunks", "mst, its own choice"]
-    assert len(result.tables) == 3
+    assert len(result.tables) == 4
 
 
 def test_dynamic_runs_every_length(monkeypatch):

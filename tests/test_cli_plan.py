@@ -7,6 +7,7 @@ import json
 import pytest
 
 from mstpass.cli.main import main
+from mstpass.gpus import gpu
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
@@ -24,6 +25,14 @@ def test_command_prints_json(tiny, capsys):
     assert found["rows"][-1]["parts"]["saved"] > 0
 
 
+def test_a_gpu_has_its_memory(tiny, capsys):
+    given = ["plan", "--model", tiny, "--gpu", "a100-40gb", "--sequence", "2048", "--alone"]
+    assert main([*given, "--json"]) == 0
+    request = json.loads(capsys.readouterr().out)["request"]
+    assert request["gpu"] == "a100-40gb"
+    assert request["device_bytes"] == gpu("a100-40gb").memory_bytes
+
+
 @pytest.mark.parametrize(
     ("rest", "message"),
     [
@@ -35,6 +44,7 @@ def test_command_prints_json(tiny, capsys):
         (["--device-memory", "1GiB", "--allocator", "other"], "expandable"),
         (["--device-memory", "1GiB", "--document", "0"], "whole number"),
         ([], "--device-memory"),
+        (["--gpu", "a1000"], "did you mean 'a100'"),
     ],
 )
 def test_wrong_arguments_are_refused(capsys, rest, message):

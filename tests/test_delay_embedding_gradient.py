@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from mstpass import backend
 from mstpass.measure import peak_bytes
 from mstpass.schedule.delay_embedding_gradient import delay_scatters, scatters_to_delay
+from mstpass.torch_internals.fake_tensors import FakeTensor
+from mstpass.torch_internals.pytrees import tree_map
 from tests.checks import compiled, joint_graph
 
 aten = torch.ops.aten
@@ -40,6 +44,47 @@ def test_a_scatter_waits_if_its_rows_free_more_than_they_take(count: int, waits:
     before = str(graph)
     delay_scatters(graph)
     assert (str(graph) != before) == waits
+
+
+def test_on_a_gpu_the_zeros_read_the_rows_and_no_call_is_added() -> None:
+    module, _ = joint_graph(_loss, *_inputs(4))
+    graph = module.graph
+    inputs = [_real(node.meta["val"]) for node in graph.find_nodes(op="placeholder")]
+    expected = fx.Interpreter(module).run(*inputs, enable_io_processing=False)
+    for node in graph.nodes:
+        node.meta["val"] = tree_map(_on_a_gpu, node.meta.get("val"))
+    matmuls = len(graph.find_nodes(op="call_function", target=aten.mm.default))
+    (scatter,) = scatters_to_delay(graph)
+    delay_scatters(graph)
+    graph.lint()
+    assert len(graph.find_nodes(op="call_function", target=aten.mm.default)) == matmuls
+    (rows,) = graph.find_nodes(op="call_function", target=torch.ops.mstpass.realize.default)
+    assert rows in scatter.all_input_nodes and rows in _computed_from(scatter.args[0])
+    found = fx.Interpreter(module).run(*inputs, enable_io_processing=False)
+    torch.testing.assert_close(found, expected)
+
+
+def _on_a_gpu(value: Any) -> Any:
+    if not isinstance(value, FakeTensor):
+        return value
+    data = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, data, torch.device("cuda", 0))
+
+
+def _real(value: Tensor) -> Tensor:
+    if value.dtype.is_floating_point:
+        return torch.randn(value.shape, dtype=value.dtype)
+    return torch.randint(V, value.shape, dtype=value.dtype)
+
+
+def _computed_from(node: Any) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        operands = set(stack.pop().all_input_nodes) - found
+        found |= operands
+        stack += operands
+    return found
 
 
 def _peak(device: str) -> tuple[int, tuple[Tensor, ...]]:

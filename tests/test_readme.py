@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PEERS = ROOT / "docs" / "results" / "peers.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+GPU = re.compile("<!-- bench:gpu -->.*?<!-- /bench:gpu -->", re.DOTALL)
 MOST_LINES = 220
 
 
@@ -43,8 +44,11 @@ def test_python_blocks_run(tmp_path, monkeypatch):
 
 
 def rows(path):
-    """The cells of each table row, without marks of emphasis and without ranges in brackets."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    """The cells of each table row, without marks of emphasis and without ranges in brackets.
+
+    The table of GPU results has a test of its own (tests/test_bench_gpu_rows.py).
+    """
+    for line in GPU.sub("", path.read_text(encoding="utf-8")).splitlines():
         if line.startswith("| "):
             cells = (re.sub(r"\*\*|\(.*?\)", "", cell).strip() for cell in line.split("|")[1:-1])
             yield tuple(cells)

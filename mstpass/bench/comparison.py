@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 import mstpass
-from mstpass.bench import tables
 from mstpass.bench.models import LossFn, Step
-from mstpass.bench.tables import Table
 from mstpass.measure import Timing, peak_bytes, timed
 from mstpass.torch_internals.caches import fresh_cache, num_auto_chunked
 from mstpass.torch_internals.settings import recompilation_fails
@@ -70,6 +68,7 @@ class Row:
     Attributes:
         value_error, gradient_error: largest relative errors against the first contender.
         simulated_bytes: the peak in mst's report; None for other backends.
+        estimated: the time relative to the step without loops, by mst's report.
         plan: mst's loops, as text.
         error: why the contender has dropped out; empty if it has not.
     """
@@ -81,6 +80,7 @@ class Row:
     first_call_s: float | None = None
     peak_bytes: int | None = None
     simulated_bytes: int | None = None
+    estimated: float | None = None
     seconds: list[float] = field(default_factory=list)
     plan: str = ""
     error: str = ""
@@ -161,11 +161,13 @@ class Comparison:
         with fresh_cache():
             for contender in contenders:
                 row = self.rows[contender.name] = Row(contender.name)
-                with _errors_to(row):
+                with errors_to(row):
                     step = self._make_step(contender.build(contender.loss_fn or self._loss_fn))
-                    result = _first_call(contender, step, row)
+                    result = first_call(contender, step, row)
                     self._reference = self._reference or result
-                    self._compare(row, result, self._reference)
+                    compare_outcomes(
+                        row, result, self._reference, next(iter(self.rows)), self._tolerances
+                    )
                     step()
                     self.steps[contender.name] = step
                 self.advance(contender.name)
@@ -175,7 +177,7 @@ class Comparison:
         for name, step in self.steps.items():
             row = self.rows[name]
             if row.peak_bytes is None:
-                with _errors_to(row):
+                with errors_to(row):
                     row.peak_bytes = peak_bytes(step, self._device)
                 self.advance(name)
 
@@ -191,28 +193,11 @@ class Comparison:
             start = number % max(1, len(running))
             for name in running[start:] + running[:start]:
                 # a recompilation would be timed as a step
-                with _errors_to(self.rows[name]), recompilation_fails():
+                with errors_to(self.rows[name]), recompilation_fails():
                     step = {name: self.steps[name]}
                     timing = timed(step, 1, warmup=0, device=self._device)[name]
                     self.rows[name].seconds += timing.seconds
                 self.advance(name)
-
-    def _compare(self, row: Row, result: Outcome, reference: Outcome) -> None:
-        name, (value_tolerance, gradient_tolerance) = next(iter(self.rows)), self._tolerances
-        row.value_error = _relative_error(result[0], reference[0])
-        if not row.value_error <= value_tolerance:
-            raise RuntimeError(f"its value differs from that of {name} by {row.value_error:.1e}")
-        noise = _NOISE * max(_rms(b) for b in reference[1])
-        errors = [
-            _relative_error(a, b)
-            for a, b in zip(result[1], reference[1], strict=True)
-            if not (_rms(a) <= noise and _rms(b) <= noise)
-        ]
-        row.gradient_error = max(errors, key=lambda error: (math.isnan(error), error))
-        if not row.gradient_error <= gradient_tolerance:
-            raise RuntimeError(
-                f"a gradient differs from that of {name} by {row.gradient_error:.1e}"
-            )
 
 
 def compare(
@@ -243,26 +228,38 @@ def ratios(row: Row, base: Row) -> tuple[float, float, float] | None:
     return Timing(tuple(each)).median_s, min(each), max(each)
 
 
-def peaks_and_times(title: str, rows: Sequence[Row], base: Row) -> Table:
-    """A table of peaks and times, each also relative to ``base``, which is Inductor."""
-    lines = tuple(
-        (
-            row.name,
-            tables.mib_cell(row.peak_bytes),
-            tables.times_cell(tables.quotient(row.peak_bytes, base.peak_bytes)),
-            tables.seconds_cell(row.median_s),
-            row.error or tables.ratio_cell(ratios(row, base)),
-        )
-        for row in rows
-    )
-    return Table(title, ("", "peak MiB", "peak / Inductor", "time s", "time / Inductor"), lines)
-
-
 def records(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
     return [vars(row) for row in rows.values()]
 
 
-def _first_call(contender: Contender, step: Step, row: Row) -> Outcome:
+def compare_outcomes(
+    row: Row, result: Outcome, reference: Outcome, name: str, tolerances: tuple[float, float]
+) -> None:
+    """Write a row's errors against a reference, which is called ``name``.
+
+    Args:
+        tolerances: the largest relative errors of the value, and of a gradient.
+
+    Raises:
+        RuntimeError: an error is larger than its tolerance.
+    """
+    value_tolerance, gradient_tolerance = tolerances
+    row.value_error = _relative_error(result[0], reference[0])
+    if not row.value_error <= value_tolerance:
+        raise RuntimeError(f"its value differs from that of {name} by {row.value_error:.1e}")
+    noise = _NOISE * max(_rms(b) for b in reference[1])
+    errors = [
+        _relative_error(a, b)
+        for a, b in zip(result[1], reference[1], strict=True)
+        if not (_rms(a) <= noise and _rms(b) <= noise)
+    ]
+    row.gradient_error = max(errors, key=lambda error: (math.isnan(error), error))
+    if not row.gradient_error <= gradient_tolerance:
+        raise RuntimeError(f"a gradient differs from that of {name} by {row.gradient_error:.1e}")
+
+
+def first_call(contender: Contender, step: Step, row: Row) -> Outcome:
+    """Run a step for the first time, which compiles it; write its value, time and plan."""
     reports, chunked = len(mstpass.reports()), num_auto_chunked()
     with contender.under():
         start = time.perf_counter()
@@ -271,7 +268,9 @@ def _first_call(contender: Contender, step: Step, row: Row) -> Outcome:
     row.value = result[0].mean().item()
     made = mstpass.reports()[reports:]
     row.plan = ", ".join(f"{r.kind} {r.mode} in {r.num_chunks}" for m in made for r in m.regions)
-    row.simulated_bytes = made[0].peak_bytes if len(made) == 1 else None
+    if len(made) == 1:
+        row.simulated_bytes, extra_time = made[0].peak_bytes, made[0].extra_time
+        row.estimated = None if extra_time is None else 1 + extra_time
     if contender.auto_chunker and num_auto_chunked() == chunked:
         raise RuntimeError("the auto_chunker chunked nothing")
     return result
@@ -286,9 +285,15 @@ def _rms(tensor: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _errors_to(row: Row) -> Any:
+def errors_to(row: Row) -> Any:
+    """Write the text of an error that is raised to the row."""
     try:
         yield
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        row.error = text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 3] + "..."
+        row.error = error_text(error)
+
+
+def error_text(error: BaseException) -> str:
+    """An error on one line of at most 110 characters."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 3] + "..."

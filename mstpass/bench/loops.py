@@ -7,14 +7,13 @@ and one chunk of logits.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from mstpass.bench import measure_chunk_costs, tables
+from mstpass.bench import estimates, measure_chunk_costs, tables
 from mstpass.bench.arguments import Arguments
 from mstpass.bench.command import Command, Progress
 from mstpass.bench.comparison import (
@@ -78,7 +77,8 @@ def run(arguments: Arguments) -> Result:
     _costs(arguments, result)
     result.notes.append(
         "Time: median ratio to Inductor over interleaved rounds (least-greatest). Floor: weight "
-        "gradient + input gradient + one chunk of logits."
+        "gradient + input gradient + one chunk of logits. Estimated: by the cost model, with the "
+        "deviation from the measured median."
     )
     return result
 
@@ -106,6 +106,7 @@ def _heads(sizes: Sizes, width: int, arguments: Arguments, result: Result) -> No
         Target(f"d={width}: time / Inductor", ratio and ratio[0], TIME_LIMIT),
         Target(f"d={width}: peak / floor", tables.quotient(main_row.peak_bytes, floor), PEAK_LIMIT),
     ]
+    estimates.judge(result, f"d={width}", rows.values(), base)
 
 
 def _head_table(
@@ -118,12 +119,13 @@ def _head_table(
             (
                 row.name,
                 row.error or tables.ratio_cell(ratios(row, rows[INDUCTOR])),
+                estimates.cell(row, rows[INDUCTOR]),
                 tables.mib_cell(row.peak_bytes),
                 tables.mib_cell(floor),
                 tables.times_cell(tables.quotient(row.peak_bytes, floor)),
             )
         )
-    columns = ("", "time / Inductor", "peak MiB", "floor MiB", "peak / floor")
+    columns = ("", "time / Inductor", estimates.COLUMN, "peak MiB", "floor MiB", "peak / floor")
     result.tables.append(Table(title, columns, tuple(lines)))
 
 
@@ -141,32 +143,45 @@ def _mlps(sizes: Sizes, arguments: Arguments, result: Result) -> None:
         (
             row.name,
             row.error or tables.ratio_cell(ratios(row, base)),
+            estimates.cell(row, base),
             tables.mib_cell(row.peak_bytes),
             tables.times_cell(tables.quotient(row.peak_bytes, base.peak_bytes)),
             row.plan,
         )
         for row in rows.values()
     )
-    columns = ("", "time / Inductor", "peak MiB", "peak / Inductor", "chunks")
+    columns = ("", "time / Inductor", estimates.COLUMN, "peak MiB", "peak / Inductor", "chunks")
     result.tables.append(Table(title, columns, lines))
+    estimates.judge(result, "MLPs", rows.values(), base)
     result.records["mlps"] = records(rows)
 
 
 def _costs(arguments: Arguments, result: Result) -> None:
-    measured = measure_chunk_costs.measure(arguments.device, arguments.quick)
-    used = device_costs.costs_of(arguments.device)
+    device = arguments.device
+    measured = measure_chunk_costs.measure(device, arguments.quick)
+    used, work = device_costs.costs_of(device), measure_chunk_costs.work(device, arguments.quick)
     lines = tuple(
-        (str(rows), f"{slow:.2f}x", f"{used.relative_time(rows, math.inf):.2f}x")
+        (str(rows), f"{slow:.2f}x", f"{used.slowdown(work, rows):.2f}x")
         for rows, slow in measured.slowdown
     )
     result.tables.append(Table("what chunks cost", ("rows", "measured", "in use"), lines))
+    rates = ((measured.dtype, measured.flops_per_us), *measured.rates)
+    result.tables.append(
+        Table(
+            "speed of whole products, GFLOP/s",
+            ("dtype", "measured", "in use"),
+            tuple(
+                (name, f"{rate / 1e3:.1f}", f"{used.rate(getattr(torch, name)) / 1e3:.1f}")
+                for name, rate in rates
+            ),
+        )
+    )
+    copied = (measured.copied_bytes_per_us or 0) / 1e3
     result.notes.append(
-        f"Fixed cost of one chunk: {measured.chunk_us:.0f} us (in use: {used.chunk_us:.0f}). "
-        f"Speed of whole products: {measured.flops_per_us / 1e3:.1f} GFLOP/s "
-        f"(in use: {used.flops_per_us / 1e3:.1f})."
+        f"Fixed cost of one chunk: {measured.chunk_us:.0f} us. Speed of a copy: {copied:.1f} GB/s."
     )
     if arguments.store:
-        path = device_costs.store(arguments.device, measured)
+        path = device_costs.store(device, measured)
         result.notes.append(f"Stored in {path} for later compilations on this device.")
     result.records["costs"] = dataclasses.asdict(measured)
 

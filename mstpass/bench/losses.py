@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mstpass
-from mstpass.bench import tables
+from mstpass.bench import estimates, tables
 from mstpass.bench.arguments import Arguments
 from mstpass.bench.command import Command, Progress
 from mstpass.bench.comparison import INDUCTOR, MST, Row, compare, inductor, mst, ratios, records
@@ -52,8 +52,8 @@ def run(arguments: Arguments) -> Result:
             )
             lines.append(_line(name, head, rows, result))
             result.records[name] = records(rows)
-    columns = ("loss", "mode", "time / Inductor", "Inductor MiB", "mst MiB", "peak / floor")
-    result.tables.append(Table("losses", columns, tuple(lines)))
+    columns = ("loss", "mode", "time / Inductor", estimates.COLUMN, "Inductor MiB", "mst MiB")
+    result.tables.append(Table("losses", (*columns, "peak / floor"), tuple(lines)))
     result.notes.append(
         "Time: median ratio over interleaved rounds (least-greatest). Floor: weight gradient + "
         "input gradient + one of mst's chunks of logits."
@@ -82,6 +82,7 @@ def _line(name: str, head: Head, rows: Mapping[str, Row], result: Result) -> tup
         name,
         mode,
         ours.error or tables.ratio_cell(ratio),
+        estimates.cell(ours, base),
         tables.mib_cell(base.peak_bytes),
         tables.mib_cell(ours.peak_bytes),
         tables.times_cell(relative),

@@ -5,8 +5,10 @@ Shapes: B batch, S length, N = B * S tokens, D width, L MLP width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,10 +61,17 @@ class Head:
     target: Tensor
 
     @staticmethod
-    def build(tokens: int, width: int, vocabulary: int, device: torch.device) -> Head:
+    def build(
+        tokens: int,
+        width: int,
+        vocabulary: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> Head:
         torch.manual_seed(0)
-        x_ND = torch.randn(tokens, width, device=device).requires_grad_()
-        w_VD = (torch.randn(vocabulary, width, device=device) * width**-0.5).requires_grad_()
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+        x_ND = torch.randn(tokens, width, **kind).requires_grad_()
+        w_VD = (torch.randn(vocabulary, width, **kind) * width**-0.5).requires_grad_()
         return Head(x_ND, w_VD, torch.randint(vocabulary, (tokens,), device=device))
 
     def loss(self) -> Tensor:
@@ -98,10 +107,18 @@ class MLPs:
     tangent: Tensor
 
     @staticmethod
-    def build(tokens: int, width: int, mlp_width: int, layers: int, device: torch.device) -> MLPs:
+    def build(
+        tokens: int,
+        width: int,
+        mlp_width: int,
+        layers: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> MLPs:
         torch.manual_seed(0)
-        chain = nn.Sequential(*(SwiGLU(width, mlp_width) for _ in range(layers))).to(device)
-        x_ND, tangent_ND = torch.randn(2, tokens, width, device=device)
+        with made_on(device, dtype):
+            chain = nn.Sequential(*(SwiGLU(width, mlp_width) for _ in range(layers)))
+        x_ND, tangent_ND = torch.randn(2, tokens, width, device=device, dtype=dtype)
         return MLPs(chain, x_ND.clone().requires_grad_(), tangent_ND)
 
     def value(self) -> Tensor:
@@ -185,10 +202,11 @@ class Llama(nn.Module):
         self.norm = RMSNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         head_width = size.width // size.heads
-        rates = 10_000.0 ** (-torch.arange(0, head_width, 2) / head_width)
+        rates = 10_000.0 ** (-torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
         angles = torch.outer(torch.arange(size.length), rates).repeat(1, 2)
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
+        dtype = torch.get_default_dtype()
+        self.register_buffer("cos", angles.cos().to(dtype))
+        self.register_buffer("sin", angles.sin().to(dtype))
 
     def forward(
         self, ids_BS: Tensor, target_BS: Tensor, checkpointed: bool = False, chunks: int = 1
@@ -213,6 +231,18 @@ def llama(size: LlamaSize, device: torch.device) -> tuple[Llama, Tensor, Tensor]
     model = Llama(size).to(device)
     stream = torch.randint(size.vocabulary, (size.batch, size.length + 1), device=device)
     return model, stream[:, :-1].clone(), stream[:, 1:].clone()
+
+
+@contextmanager
+def made_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Within it, modules are made on a device, with weights of a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _half_turned(x: Tensor) -> Tensor:

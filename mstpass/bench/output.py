@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mstpass.bench.arguments import Arguments
-from mstpass.bench.tables import Result
+from mstpass.bench.tables import Result, Table
 from mstpass.measure import device_name
 
 
@@ -43,26 +43,34 @@ def markdown(result: Result, arguments: Arguments) -> str:
     lines = [f"**{result.title}.** {today}, {machine(arguments.device)}."]
     lines += ["", *(f"- {note}" for note in result.notes)] if result.notes else []
     for table in result.tables:
-        lines += ["", f"{table.title}:", "", _cells(table.columns)]
-        lines.append("|" + "|".join(["---", *["---:"] * (len(table.columns) - 1)]) + "|")
-        lines += [_cells(row) for row in table.rows]
+        lines += ["", f"{table.title}:", "", *table_lines(table)]
     if result.targets:
         lines += ["", *(f"- {target}" for target in result.targets)]
     return "\n".join(lines) + "\n"
 
 
+def table_lines(table: Table) -> list[str]:
+    """A table in Markdown."""
+    marks = "|" + "|".join(["---", *["---:"] * (len(table.columns) - 1)]) + "|"
+    return [_cells(table.columns), marks, *(_cells(row) for row in table.rows)]
+
+
 def write_markdown(path: Path, result: Result, arguments: Arguments) -> None:
-    """Replace what is between the benchmark's marks; without marks, append both to the file."""
-    begin, end = f"<!-- bench:{result.name} -->", f"<!-- /bench:{result.name} -->"
-    section = f"{begin}\n\n{markdown(result, arguments)}\n{end}"
+    """Write a benchmark's tables between its marks in a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     old = path.read_text(encoding="utf-8") if path.exists() else "# Measured\n"
-    marked = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    if marked.search(old):
-        new = marked.sub(lambda _: section, old, count=1)
-    else:
-        new = f"{old.rstrip()}\n\n{section}\n"
+    new = with_section(old, result.name, markdown(result, arguments))
     path.write_text(new, encoding="utf-8")
+
+
+def with_section(text: str, name: str, section: str) -> str:
+    """Replace what is between the marks of a benchmark; without marks, append both to the text."""
+    begin, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
+    marked = f"{begin}\n\n{section}\n{end}"
+    old = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    if old.search(text):
+        return old.sub(lambda _: marked, text, count=1)
+    return f"{text.rstrip()}\n\n{marked}\n"
 
 
 def write_json(path: Path, results: Sequence[Result], arguments: Arguments) -> None:

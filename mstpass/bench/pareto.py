@@ -30,9 +30,9 @@ from mstpass.bench.comparison import (
     eager,
     inductor,
     mst,
-    peaks_and_times,
     ratios,
 )
+from mstpass.bench.estimates import judge, peaks_and_times
 from mstpass.bench.models import Llama, LlamaSize, Step, llama
 from mstpass.bench.tables import MIB, Result, Table, Target
 from mstpass.errors import require
@@ -66,6 +66,7 @@ def run(arguments: Arguments) -> Result:
     result = Result(name, f"Peak against time, measured: {size}")
     result.tables += [peaks_and_times("points", [*theirs, *ours], base), _pairs(base, theirs, ours)]
     result.targets += _targets(base, theirs, ours, arguments.large)
+    judge(result, "mst's times", ours, base)
     result.notes += [
         "Loss and gradients equal eager's. Time: median ratio over interleaved rounds "
         "(least-greatest). A memory_budget in MiB is the measured peak of a torch point. Fastest "

@@ -17,10 +17,10 @@ from mstpass.bench.comparison import (
     eager,
     inductor,
     mst,
-    peaks_and_times,
     ratios,
     records,
 )
+from mstpass.bench.estimates import judge, peaks_and_times
 from mstpass.bench.models import Llama, LlamaSize, LossFn, Step, llama
 from mstpass.bench.tables import Result, Target
 from mstpass.torch_internals.settings import torch_budget
@@ -60,6 +60,7 @@ def run(arguments: Arguments) -> Result:
     result = Result("peers", f"A Llama-like step, forward and backward: {size}")
     result.tables.append(peaks_and_times("step", list(rows.values()), rows[INDUCTOR]))
     result.targets += _targets(rows, LARGE_LIMITS if arguments.large else LIMITS)
+    judge(result, "mst's times", rows.values(), rows[INDUCTOR])
     result.notes += [
         f"Loss and gradients equal eager's. Hand-tiled: MLPs and loss in {TILES} tiles each, as "
         "MST and ALST do it. Time: median ratio over interleaved rounds (least-greatest). "

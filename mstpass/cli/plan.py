@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mstpass.argument_parsers import byte_size, command_parser, count
+from mstpass.argument_parsers import add_gpu, byte_size, command_parser, count
 from mstpass.errors import require
+from mstpass.gpus import gpu
 from mstpass.planner.request import ALLOCATORS, EXPANDABLE, LOGITS, OUTPUTS, Request
 from mstpass.planner.result import Planned
 from mstpass.planner.training import (
@@ -33,7 +34,7 @@ checkpointing, Inductor and the MST recipe need."""
 _EXAMPLES = """\
 examples:
   mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit
-  mstpass plan --model llama3-8b --device-memory 80GiB --sequence 65536
+  mstpass plan --model llama3-8b --gpu h200 --sequence 65536
   mstpass plan --model llama3-70b --device-memory 80GiB \\
                --sharding zero3 --ranks 16 --alone
   mstpass plan --model path/to/config.json --device-memory 24GiB --json
@@ -85,7 +86,13 @@ def _parser() -> argparse.ArgumentParser:
 def _add_step(group: Any) -> None:
     add = group.add_argument
     add("--model", required=True, help="a name such as llama3-8b, or the path of a config.json")
-    add("--device-memory", required=True, type=byte_size, metavar="SIZE", help="such as 80GiB")
+    add_gpu(group)
+    add(
+        "--device-memory",
+        type=byte_size,
+        metavar="SIZE",
+        help="such as 80GiB (default: that of --gpu)",
+    )
     add(
         "--overhead",
         type=byte_size,
@@ -169,6 +176,8 @@ def _add_comparison(group: Any) -> None:
 
 def _check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """End the program with a message if arguments contradict each other."""
+    if given.device_memory is None and given.gpu is None:
+        parser.error("--gpu or --device-memory is required: say how much memory the device has")
     if given.sharding != "none" and given.ranks < 2:
         parser.error(f"--sharding {given.sharding} needs --ranks of at least 2")
     if given.optimizer_in_backward and given.sharding != "none":
@@ -197,13 +206,14 @@ def _request(given: argparse.Namespace) -> Request:
     return Request(
         model=given.model,
         training=training,
-        device_bytes=given.device_memory,
+        device_bytes=given.device_memory or gpu(given.gpu).memory_bytes,
         overhead_bytes=given.overhead,
         length=given.sequence,
         logits=given.logits,
         outputs=given.outputs,
         allocator=given.allocator,
         alone=given.alone,
+        gpu=given.gpu,
     )
 
 

@@ -28,8 +28,9 @@ from mstpass.explainer.errors import (
     stopped_note,
 )
 from mstpass.explainer.pareto import pareto_points
-from mstpass.memory.device_budget import with_device_budget
+from mstpass.memory.device_budget import device_budget_bytes
 from mstpass.options import OptionError, Options
+from mstpass.partition.budget import fits
 from mstpass.regions.advice import is_output
 from mstpass.report.collect_details import collect_details
 from mstpass.report.report import Report
@@ -199,14 +200,18 @@ def _report_maker(
     graph's inputs before, because the memory budget may depend on their device.
     """
     given = Options.parse(options)
-    bound = given
+    device_bytes: int | None = None
 
     def note_inputs(inputs: Sequence[Any]) -> None:
-        nonlocal bound
-        bound = with_device_budget(given, inputs)
+        nonlocal device_bytes
+        device_bytes = device_budget_bytes(given, inputs)
 
     def make_report(module: fx.GraphModule, torch_kwargs: dict[str, Any]) -> Report:
+        bound = given if device_bytes is None else dataclasses.replace(given, memory_budget="free")
         result = pipeline.run(module, bound, **pipeline_kwargs(torch_kwargs))
+        if device_bytes is not None and not fits(result.outcome, device_bytes):
+            bound = dataclasses.replace(given, memory_budget=device_bytes)
+            result = pipeline.run(module, bound, **pipeline_kwargs(torch_kwargs))
         details = collect_details(result)
         if details is not None and pareto:
             points = pareto_points(result, module, bound, torch_kwargs["num_fwd_outputs"])

@@ -1,19 +1,13 @@
-"""How the time of a loop depends on the length of its chunks: measured, for each device.
+"""What work costs on a device: one interface, with the measured or the estimated costs behind it.
 
-Three things make a loop slower than the same computation in one piece:
+``costs_of(device)`` gives the costs by which chunk lengths are chosen and times are estimated:
 
-- efficiency: a matmul with few rows leaves a part of the device idle;
-- accumulators: every chunk reads and writes the gradient of the weight, which is a traffic of
-  ``4 / rows`` bytes per floating point operation, whatever the shape of the weight;
-- the loop itself: a constant time for each chunk.
+    a CPU                   the stored measurements, or those below (measured_costs.py)
+    a GPU with measurements a model of the GPU with them in it (measured_costs.py)
+    any other GPU           the model alone (gpu_costs.py), of the kind that torch reports (gpus.py)
 
-The first two depend on the rows of a chunk alone. They are measured together, as a table of rows
-and slowdowns. The third weighs more the less a chunk computes:
-
-    relative time of a loop  =  slowdown(rows)  +  chunk_us / (rows * flops_per_row / flops_per_us)
-
-``mstpass bench loops --store`` measures all three on the present device and stores them for every
-later compilation on it.
+``mstpass bench loops --store`` measures the present device, and stores its figures for every later
+compilation on it. All times are in microseconds.
 """
 
 from __future__ import annotations
@@ -21,72 +15,67 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import os
 import platform
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-# Limits of a loop's time relative to the computation in one piece:
-GOOD = 1.05  # if there is a choice
-TOLERABLE = 1.10  # at most, for the matmuls alone
+from mstpass import gpus
+from mstpass.graph.gpu_costs import GpuCosts
+from mstpass.graph.loop_work import LoopWork
+from mstpass.graph.measured_costs import ChunkCosts, MeasuredCosts, MeasuredGpuCosts
+from mstpass.graph.products import Product
+
+GOOD = 1.05  # limit of a loop's time relative to the computation in one piece, if there is a choice
 _PATH_VARIABLE = "MSTPASS_COSTS"
 
 
-@dataclasses.dataclass(frozen=True)
-class ChunkCosts:
-    """The measurements of one device.
+class Costs(Protocol):
+    """The costs of one device.
 
     Attributes:
-        slowdown: pairs (rows of a chunk, time of the matmuls relative to one piece), by ascending
-            rows. From twice the last rows on, the relative time is 1.
-        chunk_us: the time in microseconds that the loop itself adds for each chunk.
-        flops_per_us: the rate of matmuls in one piece.
+        grain: lengths of chunks are multiples of it.
+        tolerable: the limit of a loop's products, relative to those in one piece.
     """
 
-    slowdown: tuple[tuple[int, float], ...]
-    chunk_us: float
-    flops_per_us: float
+    @property
+    def grain(self) -> int: ...
 
-    def __post_init__(self) -> None:
-        rows = [r for r, _ in self.slowdown]
-        if not rows or rows != sorted(set(rows)) or rows[0] < 1:
-            raise ValueError(f"slowdown needs ascending rows, got {rows}")
-        if not (self.chunk_us >= 0 and self.flops_per_us > 0):
-            raise ValueError(f"chunk_us={self.chunk_us}, flops_per_us={self.flops_per_us}")
+    @property
+    def tolerable(self) -> float: ...
 
-    def relative_time(self, rows: int, flops_per_row: float) -> float:
-        """The time of a loop over chunks of ``rows`` rows, relative to the time in one piece.
+    def rate(self, dtype: torch.dtype) -> float:
+        """Operations per microsecond of large products."""
 
-        Pass an infinite ``flops_per_row`` to leave out the time of the loop itself.
-        """
-        matmul_us = rows * flops_per_row / self.flops_per_us
-        return self._slowdown(rows) + self.chunk_us / matmul_us
+    def product_us(self, product: Product) -> float: ...
 
-    def _slowdown(self, rows: int) -> float:
-        """Interpolated linearly in 1 / rows, to which the accumulators' traffic is proportional."""
-        points = [*self.slowdown, (2 * self.slowdown[-1][0], 1.0)]
-        if rows <= points[0][0]:
-            return 1 + (points[0][1] - 1) * points[0][0] / rows
-        for (short, slow), (long, fast) in itertools.pairwise(points):
-            if rows <= long:
-                share = (1 / rows - 1 / long) / (1 / short - 1 / long)
-                return max(1.0, fast + (slow - fast) * share)
-        return 1.0
+    def attention_us(self, operations: int, dtype: torch.dtype, moved_bytes: float) -> float: ...
 
-    def least_rows(self, flops_per_row: float, limit: float) -> int:
-        """The smallest multiple of 16 rows for which the relative time is at most ``limit``."""
-        low, high = 1, 2**16
-        while low < high:
-            middle = (low + high) // 2
-            if self.relative_time(16 * middle, flops_per_row) <= limit:
-                high = middle
-            else:
-                low = middle + 1
-        return 16 * low
+    def other_us(self, result_bytes: float, moved_bytes: float) -> float:
+        """The time of other ops: by their results, or by what they move once they are fused."""
+
+    def loop_us(self, work: LoopWork, rows: int) -> float:
+        """The time of a loop in chunks of ``rows`` tokens."""
+
+    def whole_us(self, work: LoopWork) -> float:
+        """The time of the same work in one piece."""
+
+    def relative_time(self, work: LoopWork, rows: int) -> float:
+        """The time of the loop for a token, relative to that in one piece."""
+
+    def slowdown(self, work: LoopWork, rows: int) -> float:
+        """The same for the products alone, without the time of the loop itself."""
+
+    def least_rows(self, work: LoopWork, limit: float) -> int:
+        """The fewest rows in a chunk with at most this relative time."""
+
+    def least_rows_of_products(self, work: LoopWork, limit: float) -> int:
+        """The same for the products alone."""
 
 
 # Measured 2026-11-20 (medians of three sweeps) on 2 cores of an AMD EPYC, fp32, torch 2.13.
@@ -95,25 +84,59 @@ _CPU = ChunkCosts(
     chunk_us=600.0,
     flops_per_us=160_000.0,
 )
-# Not measured: a cautious guess for a large GPU.
-_ELSEWHERE = ChunkCosts(
-    slowdown=((256, 1.4), (512, 1.2), (832, 1.08), (1024, 1.04), (2048, 1.01)),
-    chunk_us=50.0,
-    flops_per_us=2e8,
-)
+_CPU_BYTES_PER_US = 1e4  # 10 GB/s: one kernel on two cores
 
 
-def costs_of(device: torch.device) -> ChunkCosts:
-    """The stored measurements of this device, or else the defaults for its type."""
-    stored = _stored(costs_path())
-    return stored.get(device_name(device)) or (_CPU if device.type == "cpu" else _ELSEWHERE)
+def costs_of(device: torch.device) -> Costs:
+    """The costs of a device: stored measurements where there are any."""
+    table = _stored(costs_path()).get(device_name(device))
+    if device.type == "cpu":
+        return _cpu_costs(table or _CPU)
+    return _gpu_costs(*_reported(device), _rounds_to_tf32(), table)
+
+
+@functools.cache
+def _cpu_costs(table: ChunkCosts) -> Costs:
+    return MeasuredCosts(table, table.copied_bytes_per_us or _CPU_BYTES_PER_US)
+
+
+@functools.cache
+def _gpu_costs(
+    name: str,
+    capability: tuple[int, int],
+    multiprocessors: int,
+    tf32: bool,
+    table: ChunkCosts | None,
+) -> Costs:
+    kind = gpus.nearest_gpu(name, capability).with_multiprocessors(multiprocessors)
+    return GpuCosts(kind, tf32) if table is None else MeasuredGpuCosts.of(kind, tf32, table)
+
+
+def _reported(device: torch.device) -> tuple[str, tuple[int, int], int]:
+    """Name, compute capability and multiprocessors of a device as torch reports them.
+
+    Those of ``gpus.DEFAULT`` where there is no such device: a graph may be planned for a GPU on a
+    machine without one.
+    """
+    if device.type == "cuda" and torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(device)
+        return found.name, (found.major, found.minor), found.multi_processor_count
+    default = gpus.gpu(gpus.DEFAULT)
+    return default.full_name, default.capability, default.multiprocessors
+
+
+def _rounds_to_tf32() -> bool:
+    """Whether products of float32 run in TF32, by the setting of torch."""
+    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends)
+    chosen = (s.fp32_precision for s in settings if s.fp32_precision != "none")
+    return next(chosen, "none") == "tf32"
 
 
 def device_name(device: torch.device) -> str:
     """The name under which the costs of a device are stored; of a CPU it tells the threads."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} {platform.machine()}, {torch.get_num_threads()} threads"
+    if device.type == "cpu":
+        return f"cpu {platform.machine()}, {torch.get_num_threads()} threads"
+    return _reported(device)[0]
 
 
 def costs_path() -> Path:
@@ -141,26 +164,27 @@ def store(device: torch.device, costs: ChunkCosts) -> Path:
 
 
 def fingerprint() -> str:
-    """A hash of the stored costs. They decide chunk lengths, so caches of graphs depend on it."""
-    stored = sorted((name, repr(costs)) for name, costs in _stored(costs_path()).items())
-    return hashlib.sha256(repr(stored).encode()).hexdigest()[:16] if stored else ""
+    """A hash of all that decides costs: what is stored, and what torch reports of GPUs.
+
+    Costs decide chunk lengths, so caches of compiled graphs depend on it. Empty on a machine
+    without a GPU on which nothing is stored.
+    """
+    stored = _stored(costs_path())
+    facts: list[object] = [(name, repr(stored[name])) for name in sorted(stored)]
+    if torch.cuda.is_available():
+        devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+        facts += [*map(_reported, devices), _rounds_to_tf32()]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16] if facts else ""
 
 
 @functools.cache
-def _stored(path: Path) -> dict[str, ChunkCosts]:
+def _stored(path: Path) -> Mapping[str, ChunkCosts]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:
         return {}
     try:
-        return {
-            name: ChunkCosts(
-                tuple((int(rows), float(slow)) for rows, slow in entry["slowdown"]),
-                float(entry["chunk_us"]),
-                float(entry["flops_per_us"]),
-            )
-            for name, entry in json.loads(text).items()
-        }
+        return {name: _parsed(name, entry) for name, entry in json.loads(text).items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(
             f"mstpass ignores {path}: {type(error).__name__}: {error}. "
@@ -168,3 +192,17 @@ def _stored(path: Path) -> dict[str, ChunkCosts]:
             stacklevel=2,
         )
         return {}
+
+
+def _parsed(name: str, entry: Mapping[str, Any]) -> ChunkCosts:
+    """The costs of one device; what older versions did not store gets its default."""
+    measured_in = "float32" if name.startswith("cpu ") else "bfloat16"
+    copied = entry.get("copied_bytes_per_us")
+    return ChunkCosts(
+        slowdown=tuple((int(rows), float(slow)) for rows, slow in entry["slowdown"]),
+        chunk_us=float(entry["chunk_us"]),
+        flops_per_us=float(entry["flops_per_us"]),
+        dtype=str(entry.get("dtype", measured_in)),
+        rates=tuple((str(dtype), float(rate)) for dtype, rate in entry.get("rates", ())),
+        copied_bytes_per_us=None if copied is None else float(copied),
+    )

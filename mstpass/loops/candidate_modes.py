@@ -44,6 +44,11 @@ class RegionCandidates:
     def __getitem__(self, name: str) -> ChunkPlan:
         return dict(self.plans)[name]
 
+    @property
+    def symbolic(self) -> bool:
+        """Whether the token count varies from batch to batch."""
+        return self.plans[0][1].symbolic
+
 
 def find_candidates(
     joint: JointGraph, options: Options

@@ -2,10 +2,10 @@
 
 Three rules decide it, with N tokens in all:
 
-1. *Long enough for matrix products to be fast.* The measured costs of the device
-   (graph/device_costs.py) say how much longer products take in chunks of c rows. A chunk must not
-   be so short that its products take ``TOLERABLE`` times as long as whole ones, and should not be
-   so short that the loop takes ``GOOD`` times as long as the whole.
+1. *Long enough for matrix products to be fast.* The costs of the device (graph/device_costs.py)
+   say how much longer the region's products take in chunks of c rows. A chunk must not be so short
+   that its products take more than a tolerable time, and should not be so short that
+   the loop takes ``GOOD`` times as long as the whole.
 2. *Short enough to save memory.* Chunks are made shorter, as far as rule 1 allows, until the
    buffers of one chunk take at most ``_BUFFERED_SHARE`` of what exists at full length in any case,
    the loop's sliced inputs and outputs::
@@ -13,20 +13,23 @@ Three rules decide it, with N tokens in all:
        c <= share * N * stacked_bytes / buffered_bytes
 
    Shorter chunks would hardly lower the peak. For the least memory the share is half of that.
-3. *Equal.* If the chunk length does not divide N, the last chunk overlaps the one before it, and
-   masks leave the repeated rows out of every sum. Up to a third more chunks are taken if they are
-   then equal and the loop becomes at most ``_OVERLAP_TIME`` slower.
+3. *Equal, and whole multiples.* If the chunk length does not divide N, the last chunk overlaps the
+   one before it, and masks leave the repeated rows out of every sum. Up to a third more chunks are
+   taken if they are then equal and the loop becomes at most ``_OVERLAP_TIME`` slower. On a GPU,
+   chunk lengths are multiples of 16, for aligned rows. On a CPU, they are where chunks overlap
+   anyway, as long as that makes no difference to their number.
 
 If N varies from batch to batch, the loop makes the chunks of each batch equal, so rule 3 does not
-apply; the length chosen here is the most that a chunk may hold.
+ask for equal chunks; the length chosen here is the most that a chunk may hold.
 """
 
 from __future__ import annotations
 
 import math
 
-from mstpass.graph.device_costs import GOOD, TOLERABLE, ChunkCosts, costs_of
+from mstpass.graph.device_costs import GOOD, Costs, costs_of
 from mstpass.graph.joint import tensors_of
+from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.tokens import Refusal
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops
@@ -37,6 +40,8 @@ _BUFFERED_SHARE = 0.5
 # N=2048 took 1.08 times Inductor's time in 6 chunks of 342 rows, 1.04 in 8 of 256 and in 4 of 512
 # (medians of 15 rounds, 2 CPU cores, 2026-11-21).
 _OVERLAP_TIME = 0.05
+_MULTIPLE = 16
+_MANY_TOKENS = 2**16  # of a batch to choose by, where the token count varies
 
 
 def chunk_length(
@@ -54,9 +59,11 @@ def chunk_length(
             return Refusal(f"{tokens} tokens fit in one chunk of chunk_tokens={given}")
         return given
     device = next(tensors_of(facts.joint.by_name[facts.region.name].meta["val"])).device
-    costs = costs_of(device)
-    fewest = costs.least_rows(math.inf, TOLERABLE)
-    good = max(fewest, costs.least_rows(facts.flops_per_token, GOOD))
+    costs, work = costs_of(device), facts.work
+    if symbolic:
+        work = work.over(max(tokens, _MANY_TOKENS))
+    fewest = costs.least_rows_of_products(work, costs.tolerable)
+    good = max(fewest, costs.least_rows(work, GOOD))
     share = _BUFFERED_SHARE
     if short:
         good, share = fewest, share / 2
@@ -69,20 +76,29 @@ def chunk_length(
         )
     wanted = int(tokens * share * loops.stacked_bytes / max(1, loops.buffered_bytes))
     num_chunks = max(2, min(math.ceil(tokens / max(1, wanted)), tokens // good))
-    if not symbolic:
-        num_chunks = _equal_chunks(num_chunks, tokens, facts.flops_per_token, costs, fewest)
-    return math.ceil(tokens / num_chunks)
+    if symbolic:
+        return _rows(tokens, num_chunks, costs.grain)
+    return _equal_chunks(num_chunks, work, costs, fewest)
 
 
-def _equal_chunks(
-    num_chunks: int, tokens: int, flops_per_token: float, costs: ChunkCosts, fewest_rows: int
-) -> int:
-    """A few more chunks if that makes them equal, otherwise as many as given."""
+def _rows(tokens: int, num_chunks: int, grain: int) -> int:
+    """The length of this many chunks: a multiple of ``grain``."""
+    return grain * math.ceil(tokens / num_chunks / grain)
 
-    def time(count: int) -> float:
-        return costs.relative_time(math.ceil(tokens / count), flops_per_token)
 
-    limit = time(num_chunks) + _OVERLAP_TIME
+def _equal_chunks(num_chunks: int, work: LoopWork, costs: Costs, fewest_rows: int) -> int:
+    """The length of a few more chunks if that makes them equal, otherwise of as many as given."""
+    tokens = work.tokens
+
+    def time(rows: int) -> float:
+        return costs.relative_time(work, rows)
+
+    given = _rows(tokens, num_chunks, costs.grain)
+    limit = time(given) + _OVERLAP_TIME
     most = min(num_chunks * 4 // 3, tokens // fewest_rows)
-    equal = (n for n in range(num_chunks, most + 1) if tokens % n == 0 and time(n) <= limit)
-    return next(equal, num_chunks)
+    for count in range(num_chunks, most + 1):
+        rows = _rows(tokens, count, costs.grain)
+        if tokens % rows == 0 and time(rows) <= limit:
+            return rows
+    rounded = _rows(tokens, num_chunks, _MULTIPLE)
+    return rounded if math.ceil(tokens / rounded) == num_chunks else given

@@ -6,7 +6,7 @@ A mode is a chunk plan; each of its loops becomes a ``Loop`` of the problem:
     results      the buffers that it returns: stacked outputs, and sums in the accumulator's dtype
     inner_bytes  the peak of one chunk, simulated over the loop's body, and the copies of inputs
                  that no view can slice
-    us           time of its nodes over all tokens, times the slowdown of chunks of this length
+    us           the time of the loop by the costs of its device (graph/device_costs.py)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.device_costs import costs_of
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
-from mstpass.graph.node_cost import flops, time_us
+from mstpass.graph.loop_work import loop_work
 from mstpass.graph.sizes import hint_shape
 from mstpass.loops.body.build import build_body
 from mstpass.loops.candidate_modes import RegionCandidates
@@ -63,7 +63,6 @@ class _Loops:
     def __init__(self, joint: JointGraph, accumulate: str):
         self.joint, self.accumulate = joint, accumulate
         self.chunk_bytes: dict[object, int] = {}  # by the loop's structure
-        self.work: dict[str, tuple[float, int]] = {}  # of a node: microseconds, operations
 
     def of(self, plan: ChunkPlan) -> tuple[Loop, ...]:
         return tuple(self._loop(plan, loop) for loop in plan.loops)
@@ -110,20 +109,11 @@ class _Loops:
         return self.chunk_bytes[key]
 
     def _time_us(self, plan: ChunkPlan, loop: LoopPlan) -> float:
-        work = [self._work(name) for name in loop.members]
-        whole_us, flops = sum(us for us, _ in work), sum(flops for _, flops in work)
-        members = (self.joint.by_name[name] for name in loop.members)
+        specs = dict(plan.members)
+        members = {self.joint.by_name[name]: specs[name] for name in loop.members}
         device = next(value.device for node in members for value in tensors_of(node.meta["val"]))
-        costs = costs_of(device)
-        if not flops:
-            return whole_us + plan.num_chunks * costs.chunk_us
-        return whole_us * costs.relative_time(plan.chunk_tokens, flops / plan.num_tokens)
-
-    def _work(self, name: str) -> tuple[float, int]:
-        if name not in self.work:
-            node = self.joint.by_name[name]
-            self.work[name] = time_us(node), flops(node)
-        return self.work[name]
+        work = loop_work(self.joint, members, plan.num_tokens)
+        return costs_of(device).loop_us(work, plan.chunk_tokens)
 
 
 def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str) -> Result:

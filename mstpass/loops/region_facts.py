@@ -14,7 +14,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of
-from mstpass.graph.node_cost import total_flops
+from mstpass.graph.loop_work import loop_work
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.tokens import WHOLE, Refusal, Spec, token_count
 from mstpass.plans import Region
@@ -31,7 +31,7 @@ class RegionFacts:
         bytes_before: size of the buffered values at full length. Only matmul results count, because
             Inductor writes a result's gradient into the result's own buffer; if the step returns
             the result, it cannot, and all buffered values count.
-        flops_per_token: floating point operations of all members, for one token.
+        work: what all members compute (graph/loop_work.py).
     """
 
     def __init__(self, joint: JointGraph, region: Region):
@@ -50,7 +50,7 @@ class RegionFacts:
         self.buffered = [node for node in self.specs if self._is_buffered(node)]
         products = [node for node in self.buffered if ops.is_matmul(node)]
         self.bytes_before = sum(map(nbytes, self.buffered if region.returned else products))
-        self.flops_per_token = total_flops(self.specs) / region.num_tokens
+        self.work = loop_work(joint, self.specs, region.num_tokens)
         self._operand_specs: dict[fx.Node, dict[fx.Node, Spec]] = {}
 
     def _is_buffered(self, node: fx.Node) -> bool:

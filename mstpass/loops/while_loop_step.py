@@ -176,8 +176,8 @@ class _Result:
         return self.node not in self.env and is_written_in_place(self.node)
 
     def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = fx.map_arg(self.node.args[:2], self.env.__getitem__)
-        return left, right
+        factors: Any = fx.map_arg(self.node.args[:2], self.env.__getitem__)
+        return factors
 
 
 def _run(body: fx.GraphModule, inputs: tuple[torch.Tensor | Size, ...]) -> list[_Result]:

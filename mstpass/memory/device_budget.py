@@ -1,16 +1,20 @@
-"""The budget of ``memory_budget="auto"``: the memory that a CUDA device has left for a step.
+"""What ``memory_budget="auto"`` may take on a CUDA device: the memory that it has left for a step.
 
-    budget = free memory of the device + cached, unused memory of torch's allocator - reserve
+    left   = free memory of the device + cached, unused memory of torch's allocator - reserve
+    budget = the highest of total, total / 2^(1/4), total / 2^(2/4), ... within 95 % of what is left
 
 The reserve is the option of this name. If that is ``"auto"``, it is the memory that the optimizer's
 states will take: two float32 numbers for each trainable parameter of the graph, as Adam has. Once
 an optimizer has made a step, its states exist, and the reserve is 0.
+
+The budget is part of the keys of compile caches, and plans follow from it. So it takes few values:
+processes on equal devices get the same one, though what is free there differs by some percent.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +25,9 @@ from mstpass.byte_sizes import parse_bytes
 from mstpass.options import Options
 
 _STATE_BYTES = 2 * 4  # for one parameter
-_ROUNDED_TO = 256 * 2**20  # bytes; equal budgets find the same entries in compile caches
+_USABLE = 0.95  # of what is left; gaps in the allocator take the rest
+_STEPS = 4  # budgets between a number of bytes and its half
+_GIB = 2**30
 _optimizers_that_stepped: set[str] = set()
 
 
@@ -35,21 +41,29 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(stepped)
 
 
-def with_device_budget(options: Options, inputs: Sequence[Any]) -> Options:
-    """The options; ``"auto"`` becomes a number of bytes if an input is on a CUDA device."""
+def device_budget_bytes(options: Options, inputs: Sequence[Any]) -> int | None:
+    """What a step may take of the CUDA device that an input is on; None unless that is asked for.
+
+    It is asked for by the budget ``"auto"``.
+    """
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     device = next((x.device for x in tensors if x.device.type == "cuda"), None)
     if options.memory_budget != "auto" or device is None:
-        return options
-    left = free_bytes(device) - _reserve_bytes(options, tensors)
-    return dataclasses.replace(options, memory_budget=max(1, left // _ROUNDED_TO * _ROUNDED_TO))
+        return None
+    free, total = free_and_total_bytes(device)
+    left = _USABLE * (free - _reserve_bytes(options, tensors))
+    total = max(1, round(total / _GIB)) * _GIB  # some bytes less on one board than on another
+    if left < 1:
+        return 1
+    steps = max(0, math.ceil(_STEPS * math.log2(total / left)))
+    return max(1, int(total / 2 ** (steps / _STEPS)))
 
 
-def free_bytes(device: torch.device) -> int:
-    """The bytes that the next step could allocate on a CUDA device."""
-    free, _ = torch.cuda.mem_get_info(device)
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """The bytes that the next step could allocate on a CUDA device, and all that it has."""
+    free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free + cached)
+    return int(free + cached), int(total)
 
 
 def _reserve_bytes(options: Options, tensors: Sequence[torch.Tensor]) -> int:

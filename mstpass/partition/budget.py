@@ -7,6 +7,9 @@
 | a float s between | lowest peak + s (free plan's peak - lowest peak) |
 | an int, ``"24GiB"`` | budget / ``MEASURED_OVER_SIMULATED`` |
 
+On a CUDA device ``"auto"`` is ``"free"`` if that plan ``fits``, else a number of bytes
+(memory/device_budget.py).
+
 A budget in bytes is checked twice more. If the rewritten graphs, or Inductor's schedule of them,
 exceed the budget, the step is planned again with a lower limit. If no plan meets the budget, the
 user is told the lowest peak found.
@@ -69,6 +72,13 @@ def budget_bytes(options: Options) -> int | None:
     if isinstance(budget, str):
         return parse_bytes(budget)
     return budget if isinstance(budget, int) and not isinstance(budget, bool) else None
+
+
+def fits(outcome: Outcome, available_bytes: int) -> bool:
+    """Whether a plan stays within so many measured bytes; one of unknown peak is taken to."""
+    if outcome.scheduled_peak_bytes is not None:
+        return outcome.scheduled_peak_bytes <= available_bytes
+    return outcome.peak_bytes is None or outcome.peak_bytes <= simulated_limit(available_bytes)
 
 
 def tighter_limit_bytes(outcome: Outcome, options: Options, last: bool) -> int | None:

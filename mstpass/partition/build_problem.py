@@ -68,7 +68,7 @@ def _value(
         kind=op.kind,
         inner_bytes=op.inner_bytes,
         dear=op.dear,
-        us=time_us(node),
+        us=time_us(joint, node),
         free=(node.op == "placeholder" and node not in joint.backward) or is_size(node),
         heavy=is_heavy(node) or node in policies.boundary,
         pinned=tag == MUST_SAVE or (is_pinned(node) and tag not in RECOMPUTED),

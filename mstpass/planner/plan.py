@@ -46,6 +46,7 @@ from mstpass.planner.traced_step import TracedStep, trace
 from mstpass.planner.training import Training
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
+from mstpass.tracing.devices import traced_for
 
 _KEEPS = {
     EAGER: "keeps what autograd saves",
@@ -75,6 +76,11 @@ def plan(request: Request, advance: Callable[[str], None] = lambda what: None) -
         DoesNotFit: weights, optimizer states and gradients alone are larger than the device.
         UserError: the model's training step cannot be traced.
     """
+    with traced_for(None, request.gpu):
+        return _plan(request, advance)
+
+
+def _plan(request: Request, advance: Callable[[str], None]) -> Planned:
     config = config_of(request.model)
     with FakeTensorMode():
         sizes = _traceable(request, lambda: sizes_of(build(config, request.training)))

@@ -25,6 +25,8 @@ class Request:
             outputs until the backward is over.
         allocator: one of ``ALLOCATORS``.
         alone: plan mst's row only, without rows to compare with.
+        gpu: the kind of GPU, by a name of ``mstpass.gpus``, whose speed decides chunk lengths and
+            times; None: this machine's, or else an H100.
     """
 
     model: str
@@ -36,3 +38,4 @@ class Request:
     outputs: str = "held"
     allocator: str = EXPANDABLE
     alone: bool = False
+    gpu: str | None = None

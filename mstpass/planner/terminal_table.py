@@ -23,10 +23,11 @@ def show(planned: Planned, console: Console | None = None) -> None:
 def _heading(planned: Planned) -> list[str]:
     request, training = planned.request, planned.request.training
     states = OPTIMIZERS[training.optimizer].text
+    device = f"{request.gpu}:" if request.gpu else "device memory"
     lines = [
         f"{request.model}, {planned.sizes.parameters / 1e9:.2f} billion parameters, "
         f"{training.dtype}, {training.optimizer} ({states}), batch {training.batch}",
-        f"device memory {gib(request.device_bytes)}, {gib(request.overhead_bytes)} of it overhead",
+        f"{device} {gib(request.device_bytes)}, {gib(request.overhead_bytes)} of it overhead",
     ]
     extras = [
         *(["fp32 master weights"] if training.master_weights else []),

@@ -65,6 +65,10 @@ _ADVICE = (
         r"would hold as much memory",
         "change nothing; memory_budget=0.0 recomputes values where that is possible",
     ),
+    (
+        r"would raise the step's peak",
+        "change nothing: with more tokens at once, chunks lower the peak",
+    ),
     (r"peak lies elsewhere|gains nothing|chunks without recomputation", _BUDGET),
     (
         r"chunks would save no memory",

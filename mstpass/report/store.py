@@ -53,7 +53,7 @@ def add(
         seconds: the time of each stage of planning.
     """
     keep(report, seconds)
-    _write(report, _file(key))
+    remember(report, key)
     if path is not None:
         target = Path(path)
         number = 1
@@ -61,6 +61,11 @@ def add(
             number += 1
             target = Path(path).with_stem(f"{Path(path).stem}-{number}")
         _write(report, target)
+
+
+def remember(report: Report, key: str) -> None:
+    """Write a report beside the compile cache, for `recall`; `reports` does not show it."""
+    _write(report, _file(key))
 
 
 def recall(key: str) -> Report | None:

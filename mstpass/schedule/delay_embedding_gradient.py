@@ -8,6 +8,10 @@ alive beside the whole result. Here the zeros wait for the rows::
     zeros (after rows) = ...
     gradient = scatter(zeros, rows)
 
+On a GPU each kernel is launched by itself. There the zeros are computed from an element of the
+rows, which makes them wait, and a scatter that the rows' kernel were fused with would wait for
+itself. Nothing more is launched.
+
 On the CPU an order alone is not enough: neighbouring kernels are one C++ function there, whose
 buffers are allocated before it and freed after it. Only a call ends such a function. So the zeros
 are made from a matmul of a 1 x 1 zero with itself, and this call waits for the rows
@@ -22,6 +26,7 @@ from torch import fx
 from mstpass.graph import linearity, ops
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.joint import nbytes
+from mstpass.graph.materialization import materialize
 from mstpass.graph.sizes import is_static
 from mstpass.torch_internals.control_dependencies import make_wait
 
@@ -41,15 +46,34 @@ def delay_scatters(graph: fx.Graph) -> None:
     for scatter, rows in scatters_to_delay(graph).items():
         value = scatter.meta["val"]
         builder = Builder(graph, fake_mode_of(graph.nodes))
+        on_cpu = value.device.type == "cpu"
+        written = rows if on_cpu else materialize(rows)
+        scatter.replace_input_with(rows, written)
         with graph.inserting_before(scatter):
-            zero = builder.call(
-                aten.full.default, [1, 1], 0, dtype=value.dtype, device=value.device
-            )
-            product = builder.call(aten.mm.default, zero, zero)
-            flat = builder.call(aten.view.default, product, [1] * value.dim())
+            zero = _zero_by_matmul(builder, rows) if on_cpu else _zero_from(builder, written)
+            flat = builder.call(aten.view.default, zero, [1] * value.dim())
             zeros = builder.call(aten.expand.default, flat, list(value.shape))
         scatter.update_arg(0, zeros)
-        make_wait(graph, {product: [rows]})
+        if on_cpu:
+            make_wait(graph, {zero: [rows]})
+
+
+def _zero_by_matmul(builder: Builder, rows: fx.Node) -> fx.Node:
+    """A zero of the rows' dtype that a call computes."""
+    like = rows.meta["val"]
+    zero = builder.call(aten.full.default, [1, 1], 0, dtype=like.dtype, device=like.device)
+    return builder.call(aten.mm.default, zero, zero)
+
+
+def _zero_from(builder: Builder, rows: fx.Node) -> fx.Node:
+    """A zero that reads the first element of the rows, even where that is not a number."""
+    first = rows
+    for dim in range(rows.meta["val"].dim()):
+        first = builder.call(aten.slice.Tensor, first, dim, 0, 1)
+    differs = builder.call(aten.ne.Tensor, first, first)
+    dtype = rows.meta["val"].dtype
+    number = builder.call(torch.ops.prims.convert_element_type.default, differs, dtype)
+    return builder.call(aten.mul.Tensor, number, 0)
 
 
 def scatters_to_delay(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

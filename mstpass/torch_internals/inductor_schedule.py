@@ -355,7 +355,8 @@ def _bytes_of(buffer: Any, allocated: Allocated) -> int:
 
 
 def _hint(size: Any) -> int:
-    if free_unbacked_symbols(size):
+    shapes = V.graph.sizevars.shape_env
+    if free_unbacked_symbols(size) - shapes.var_to_hint_override.keys():
         raise NotCountedError(f"{size} is known at run time only")
     return int(V.graph.sizevars.optimization_hint(size, fallback=1))
 

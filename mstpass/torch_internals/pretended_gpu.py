@@ -30,9 +30,9 @@ import torch.utils._triton as triton_utils
 from torch._dynamo import device_interface
 from torch._inductor.fx_passes import joint_graph, pad_mm
 from torch._subclasses import fake_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mstpass.gpus import Gpu
+from mstpass.torch_internals.dispatch_modes import TorchDispatchMode
 from mstpass.torch_internals.patches import SharedPatch
 from mstpass.torch_internals.pretended_gpu_attention import attention_of
 from mstpass.torch_internals.pretended_gpu_engine import NoPretendedGpu, engine_without_gpu

@@ -23,6 +23,7 @@ from mstpass.tracing.joint_graphs import cause_of
 from tests.cuda.generated_code import LoopCode, loops_of
 
 CUDA = torch.device("cuda", 0)
+_Buffer = tuple[tuple[int, ...], str]  # shape and dtype
 _DEFAULTS = {"strict": True, "memory_budget": "free"}
 
 
@@ -34,8 +35,8 @@ class DryRun:
         primals: the given tensors, in the order in which forward takes them.
         results: the names of what forward returns, of which the last ones are saved.
         saved: the names of what backward takes: saved values and tangents.
-        accumulators: the shapes of the large sums of all loops; those with a symbolic size are left
-            out.
+        accumulators: shape and dtype of the large sums of all loops; those with a symbolic size are
+            left out.
         seconds: the time that compiling took.
     """
 
@@ -44,7 +45,7 @@ class DryRun:
     primals: tuple[Any, ...]
     results: tuple[str, ...]
     saved: tuple[str, ...]
-    accumulators: frozenset[tuple[int, ...]]
+    accumulators: frozenset[_Buffer]
     seconds: float
 
     @property
@@ -116,7 +117,7 @@ class _Done(Exception):
     """The step is compiled: it would run now."""
 
 
-_Graphs = tuple[tuple[str, ...], tuple[str, ...], frozenset[tuple[int, ...]]]
+_Graphs = tuple[tuple[str, ...], tuple[str, ...], frozenset[_Buffer]]
 
 
 @contextlib.contextmanager
@@ -137,11 +138,15 @@ def _split_graphs() -> Iterator[list[_Graphs]]:
         yield found
 
 
-def _accumulators(module: fx.GraphModule) -> frozenset[tuple[int, ...]]:
+def _accumulators(module: fx.GraphModule) -> frozenset[_Buffer]:
     calls = module.graph.find_nodes(op="call_function", target=mst_loop)
     specs: list[Any] = [spec for call in calls for spec in call.args[4]]
-    shapes = [tuple(shape) for kind, shape, _ in specs if kind == SUM and len(shape) > 1]
-    return frozenset(s for s in shapes if all(isinstance(size, int) for size in s))
+    sums = [(tuple(shape), str(dtype)) for kind, shape, dtype in specs if kind == SUM]
+    return frozenset(
+        (shape, dtype)
+        for shape, dtype in sums
+        if len(shape) > 1 and all(isinstance(size, int) for size in shape)
+    )
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:

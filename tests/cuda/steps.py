@@ -50,7 +50,7 @@ class Layers(nn.Module):
 
 
 def mlps(
-    kind: str = "swiglu", tokens: int = 8192, width: int = 1024, dtype: torch.dtype = BF16
+    kind: str = "swiglu", tokens: int = 16384, width: int = 1024, dtype: torch.dtype = BF16
 ) -> Step:
     with torch.device("meta"):
         layers = Layers(width, kind).to(dtype)
@@ -59,3 +59,62 @@ def mlps(
         return layers(x).float().square().mean()
 
     return loss, (tensor(tokens, width, dtype=dtype, grad=True),)
+
+
+def causal_lm(model: str, masked: bool = False, tokens: int = 8192, **sizes: int) -> Step:
+    """A small model of transformers with its own loss; ``masked`` gives it a mask of padding."""
+    import transformers
+
+    config = getattr(transformers, f"{model}Config")(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        use_cache=False,
+        **sizes,
+    )
+    with torch.device("meta"):
+        lm = getattr(transformers, f"{model}ForCausalLM")(config).to(BF16)
+        ids = torch.empty(1, tokens, dtype=torch.long)
+        mask = torch.empty(1, tokens, dtype=torch.long)
+    if masked:
+        return lambda ids, mask: lm(input_ids=ids, labels=ids, attention_mask=mask).loss, (
+            ids,
+            mask,
+        )
+    return lambda ids: lm(input_ids=ids, labels=ids).loss, (ids,)
+
+
+def flex_attention(tokens: int = 8192, width: int = 1024, vocabulary: int = 128256) -> Step:
+    """FlexAttention, whose forward and backward are higher-order ops, and a head."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    with torch.device("meta"):
+        qkv = nn.Linear(width, 3 * width, bias=False, dtype=BF16)
+        lm_head = nn.Linear(width, vocabulary, bias=False, dtype=BF16)
+
+    def causal(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return torch.where(row >= column, score, -float("inf"))
+
+    def loss(x: Tensor, labels: Tensor) -> Tensor:
+        q, k, v = qkv(x).view(1, tokens, 16, -1).transpose(1, 2).chunk(3, -1)
+        attended = flex_attention(q, k, v, score_mod=causal)
+        assert isinstance(attended, Tensor)
+        hidden = x + attended.transpose(1, 2).reshape(tokens, width)
+        return F.cross_entropy(lm_head(hidden).float(), labels)
+
+    labels = torch.empty(tokens, dtype=torch.long, device="meta")
+    return loss, (tensor(tokens, width, grad=True), labels)
+
+
+def autocast(step: Step) -> Step:
+    fn, inputs = step
+
+    def loss(*inputs: Tensor) -> Tensor:
+        with torch.autocast("cuda", BF16):
+            result: Tensor = fn(*inputs)
+            return result
+
+    return loss, inputs

@@ -39,3 +39,9 @@ def fewest_saved_bytes(problem: CutProblem, modes: Mapping[str, str]) -> Candida
     """The plan with these modes that saves the fewest bytes and repeats no heavy op."""
     closed = with_modes(problem, modes)
     return Candidate(closed, Plan(min_cut(closed), modes))
+
+
+def without_loops(problem: CutProblem) -> Candidate:
+    """The step without any loop, which saves the fewest bytes that repeat no heavy op."""
+    whole = dataclasses.replace(problem, regions=())
+    return Candidate(whole, Plan(min_cut(whole)))

@@ -10,8 +10,12 @@ To try each region by itself would take a simulation per region. Regions are tri
   while its region runs. The loops of all such regions are dropped during which, without loops, no
   more bytes are alive than at the peak of the step with loops.
 - A loop in mode *fused* or *recompute* keeps less for backward as well. The loops of all such
-  regions are dropped whose largest value is no larger than the peak. If that raises the peak, each
-  half of these regions is tried.
+  regions are dropped whose largest buffer is no larger than the peak. Only values count that are
+  certain to have a buffer: a view has none, and most pointwise values are fused into their readers.
+  If that raises the peak, each half of these regions is tried.
+
+If that lowers the peak, loops in mode *save* are dropped by the lower peak again. A plan that is
+still above the step without loops keeps only the loops that help (loops_that_help.py).
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from collections.abc import Iterable, Mapping
 
 from mstpass.partition.solvers.candidate import TIE, Candidate, fewest_saved_bytes
 from mstpass.partition.solvers.choose_modes import whole_modes
+from mstpass.partition.solvers.loops_that_help import loops_that_help
+from mstpass.partition.solvers.memory_lower_bounds import certain_bytes
 from mstpass.problem.problem import CutProblem, RegionModes
 
 _SAVE = "save"
@@ -29,8 +35,12 @@ _SAVE = "save"
 def free_plan(problem: CutProblem) -> Candidate:
     """The free plan: the answer where no budget is given."""
     search = _Search(problem)
-    dropped = search.drop_save_loops()
-    return search.without(search.drop_other_loops(dropped))
+    saving = search.drop_save_loops(frozenset())
+    dropped = search.drop_other_loops(saving)
+    found = search.without(dropped)
+    if TIE * found.peak_bytes < search.without(saving).peak_bytes:
+        found = search.without(search.drop_save_loops(dropped - saving))
+    return loops_that_help(problem, found)
 
 
 class _Search:
@@ -57,18 +67,17 @@ class _Search:
         limit = TIE * self.without(dropped).peak_bytes
         return both if self.without(both).simulation.within(limit) else dropped
 
-    def drop_save_loops(self) -> frozenset[str]:
-        nothing = frozenset[str]()
+    def drop_save_loops(self, dropped: frozenset[str]) -> frozenset[str]:
         saving = frozenset(n for n, r in self.optional.items() if r.modes[0].name == _SAVE)
         if not saving:
-            return nothing
-        limit = TIE * self.without(nothing).peak_bytes
-        alive = self.without(saving).simulation.bytes_at()
+            return dropped
+        limit = TIE * self.without(dropped).peak_bytes
+        alive = self.without(dropped | saving).simulation.bytes_at()
         fits = (n for n in saving if _largest(alive, self.optional[n]) <= limit)
-        return self._drop_more(nothing, fits)
+        return self._drop_more(dropped, fits)
 
     def drop_other_loops(self, dropped: frozenset[str]) -> frozenset[str]:
-        sizes = {v.name: v.bytes for v in (*self.problem.values, *self.problem.backward)}
+        sizes = certain_bytes(self.problem)
         highest = self.without(dropped).peak_bytes
         fits = [
             name

@@ -67,6 +67,13 @@ def lower_bounds(problem: CutProblem) -> Iterator[LowerBound]:
     yield from _Forward(problem).bounds()
 
 
+def certain_bytes(problem: CutProblem) -> dict[str, int]:
+    """The bytes of each value that is certain to have a buffer when no loop computes it."""
+    ops = (*problem.values, *problem.backward)
+    buffers = _certain_buffers(ops, _Reads(ops), frozenset(), _names_with_items(ops))
+    return {buffer.name: buffer.bytes for buffer in buffers}
+
+
 class _Reads:
     """The first and the last position at which an op reads a value, itself or a view of it."""
 

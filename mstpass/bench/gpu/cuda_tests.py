@@ -1,0 +1,85 @@
+"""Part `tests`: the tests of generated code and of values that need a CUDA device, file by file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mstpass.bench.gpu.job import Job
+from mstpass.bench.gpu.rows import DRY, FAILED, MEASURED, SKIPPED, Case, Settings
+
+NAME = "tests"
+FOLDER = "tests/cuda"
+_ROOT = Path(__file__).parents[3]
+_NONE = "no files"  # the row where there are no tests
+_NO_TESTS = 5  # pytest's exit status
+_LIMIT_S = 240.0
+_SHOWN = 5  # failed tests that a row names
+
+
+def cases(settings: Settings) -> list[Case]:
+    names = tuple(path.name for path in _files()) or (_NONE,)
+    return [Case(NAME, FOLDER, names, _LIMIT_S)]
+
+
+def work(job: Job) -> None:
+    for row in job.wanted:
+        job.start(row)
+        if row == _NONE:
+            job.finish(row, SKIPPED, f"no {FOLDER} beside the package: install from a checkout")
+        elif find_spec("pytest") is None:
+            job.finish(row, SKIPPED, "pytest is not installed")
+        else:
+            _run(job, row)
+
+
+def _files() -> list[Path]:
+    return sorted((_ROOT / FOLDER).glob("test_*.py"))
+
+
+def _run(job: Job, row: str) -> None:
+    """Run one file's tests, or in a dry run collect them."""
+    with tempfile.TemporaryDirectory(prefix="mstpass-gpu-") as folder:
+        report = Path(folder) / "report.xml"
+        command = [
+            *(sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"),
+            *([f"--junitxml={report}"] if job.device.runs else ["--collect-only"]),
+            f"{FOLDER}/{row}",
+        ]
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        last = lines[-1] if lines else done.stderr.strip()[-200:]
+        if done.returncode == _NO_TESTS:
+            job.finish(row, SKIPPED, f"no test is marked cuda: {last}")
+        elif not job.device.runs:
+            job.finish(row, DRY if done.returncode == 0 else FAILED, last)
+        elif not report.exists():
+            job.finish(row, FAILED, last)
+        else:
+            counts = read_report(report.read_text(encoding="utf-8"))
+            status = MEASURED if counts["passed"] and not counts["failed"] else FAILED
+            job.finish(row, status, ", ".join(counts["names"][:_SHOWN]), **counts)
+
+
+def read_report(text: str) -> dict[str, Any]:
+    """Counts of a JUnit report, and the names of the tests that failed."""
+    cases = list(ElementTree.fromstring(text).iter("testcase"))
+
+    def having(*tags: str) -> list[str]:
+        return [
+            case.get("name", "") for case in cases if any(case.find(t) is not None for t in tags)
+        ]
+
+    failed, skipped = having("failure", "error"), having("skipped")
+    return {
+        "passed": len(cases) - len(failed) - len(skipped),
+        "failed": len(failed),
+        "skipped": len(skipped),
+        "names": failed,
+        "seconds": round(sum(float(case.get("time", 0)) for case in cases), 1),
+    }

@@ -1,0 +1,136 @@
+"""A Llama-3-8B-shaped model with few layers: transformers' own, or a plain one where that lacks.
+
+The attention is FlashAttention-2, as `mstpass plan` assumes; the plain model's is what
+``F.scaled_dot_product_attention`` chooses, with as many key heads as query heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mstpass.bench import models
+from mstpass.bench.models import LlamaSize
+from mstpass.planner.eager_recipes import checkpointed, minisequence, plain
+from mstpass.planner.models import build, config_of
+from mstpass.planner.training import Training
+
+DTYPE = torch.bfloat16
+TILES = 16
+TRAINING = Training(dtype="bf16", optimizer="none")
+PLAIN, CHECKPOINTED, TILED = "plain", "checkpointed", "tiled"  # ways to run the model's code
+
+LossOf = Callable[[Tensor], Any]  # token ids (B, S) to a loss, or to outputs with a loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of the model, by default those of Llama-3-8B but for the number of layers."""
+
+    width: int = 4096
+    mlp_width: int = 14_336
+    layers: int = 4
+    heads: int = 32
+    key_heads: int = 8
+    vocabulary: int = 128_256
+    positions: int = 2**20
+
+    def __str__(self) -> str:
+        return f"d={self.width}, l={self.mlp_width}, L={self.layers}, V={self.vocabulary}, bf16"
+
+    @property
+    def parameters(self) -> int:
+        """Their number, with the key heads of the model in transformers, without norms."""
+        keys = 2 * self.key_heads * self.width // self.heads
+        layer = self.width * (2 * self.width + keys + 3 * self.mlp_width)
+        return self.layers * layer + 2 * self.vocabulary * self.width
+
+    def config(self) -> dict[str, Any]:
+        """The model as a ``config.json``."""
+        return {
+            "model_type": "llama",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "intermediate_size": self.mlp_width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_heads,
+            "max_position_embeddings": self.positions,
+            "tie_word_embeddings": False,
+        }
+
+
+FULL = Shape()
+QUICK = Shape(256, 1024, 2, 4, 2, 4096, 2**14)
+
+
+def shape(quick: bool) -> Shape:
+    return QUICK if quick else FULL
+
+
+def has_transformers() -> bool:
+    return find_spec("transformers") is not None
+
+
+@contextmanager
+def config_path(size: Shape) -> Iterator[str]:
+    """The path of the model's ``config.json``, which is there for a while."""
+    with tempfile.TemporaryDirectory(prefix="mstpass-gpu-") as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(size.config()), encoding="utf-8")
+        yield str(path)
+
+
+def model_and_loss(size: Shape, device: torch.device, way: str = PLAIN) -> tuple[nn.Module, LossOf]:
+    """A model on a device, in training mode, and its loss under one of the ways."""
+    torch.manual_seed(0)
+    if not has_transformers():
+        return _plain_model(size, device, way)
+    with config_path(size) as path:
+        config = config_of(path)
+    with device:
+        model = build(config, TRAINING)
+    recipe = {PLAIN: plain, CHECKPOINTED: checkpointed, TILED: minisequence}[way]
+    return model, recipe(model)
+
+
+def _plain_model(size: Shape, device: torch.device, way: str) -> tuple[nn.Module, LossOf]:
+    sizes = LlamaSize(
+        width=size.width,
+        layers=size.layers,
+        heads=size.heads,
+        mlp_width=size.mlp_width,
+        vocabulary=size.vocabulary,
+        length=size.positions,
+    )
+    with models.made_on(device, DTYPE):
+        model = models.Llama(sizes)
+
+    def loss_of(ids_BS: Tensor) -> Tensor:
+        tiled = way == TILED
+        return model(ids_BS, ids_BS, checkpointed=way != PLAIN, chunks=TILES if tiled else 1)
+
+    return model, loss_of
+
+
+def loss_alone(loss_of: LossOf) -> Callable[[Tensor], Tensor]:
+    """The loss without the outputs that come with it: what a compiled function should return."""
+
+    def loss(ids_BS: Tensor) -> Tensor:
+        result = loss_of(ids_BS)
+        return result if isinstance(result, Tensor) else result.loss
+
+    return loss
+
+
+def token_ids(size: Shape, length: int, device: torch.device) -> Tensor:
+    return torch.randint(size.vocabulary, (1, length), device=device)

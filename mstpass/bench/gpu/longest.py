@@ -1,0 +1,205 @@
+"""Part `longest`: the longest sequence of a model within a limit of memory, by way to train.
+
+The limit holds for the allocator of the process (``set_per_process_memory_fraction``), so that a
+card stands for a smaller one. A length fits if two steps, forward and backward, run within it. The
+first row is what `mstpass plan` predicts; the search of each other row starts there. A process that
+has run out of memory tries no other length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mstpass.bench.comparison import error_text, own_code
+from mstpass.bench.gpu import llama
+from mstpass.bench.gpu.job import Job, Restart
+from mstpass.bench.gpu.rows import DRY, FAILED, MEASURED, SKIPPED, Case, Settings
+from mstpass.bench.gpu.search import GRAIN, Probe, best, next_length
+from mstpass.bench.gpu.side_by_side import explained, is_out_of_memory
+from mstpass.errors import MissingPackageError
+from mstpass.planner.plan import plan
+from mstpass.planner.request import Request
+from mstpass.planner.result import CHECKPOINT, EAGER, INDUCTOR, MST, RECIPE
+
+NAME = "longest"
+PREDICTION = "mstpass plan"
+WAYS = {  # row -> how the model's code runs
+    MST: llama.PLAIN,
+    INDUCTOR: llama.PLAIN,
+    RECIPE: llama.TILED,
+    CHECKPOINT: llama.CHECKPOINTED,
+    EAGER: llama.PLAIN,
+}
+QUICK_BYTES = 2**30
+_START = 4096  # tokens, where nothing is predicted
+_OPTIONS: dict[str, Any] = {"memory_budget": 0.0, "strict": True}
+_LIMIT_S = 240.0  # of the prediction, and of one length
+
+
+def cases(settings: Settings) -> list[Case]:
+    limit = f"{_limit_bytes(settings) / 2**30:.4g} GiB"
+    return [Case(NAME, limit, (PREDICTION, *WAYS), _LIMIT_S)]
+
+
+def work(job: Job) -> None:
+    predicted = dict(job.known.outcomes.get(PREDICTION, {}).get("lengths") or {})
+    for row in job.wanted:
+        job.start(row)
+        if row == PREDICTION:
+            predicted = _predict(job)
+        elif job.device.runs:
+            ran = _search(job, row, predicted.get(row))
+            if ran and row != job.wanted[-1]:
+                raise Restart  # what this process has compiled may still hold memory
+        else:
+            _dry_search(job, row, predicted.get(row))
+        job.device.free()
+
+
+def _limit_bytes(settings: Settings) -> int:
+    return QUICK_BYTES if settings.quick else settings.memory_bytes
+
+
+# ---- the prediction ----------------------------------------------------------------------------
+def _predict(job: Job) -> dict[str, int]:
+    """Plan the model for a device of the limit's size; returns the longest length of each way."""
+    size, limit = llama.shape(job.settings.quick), _limit_bytes(job.settings)
+    try:
+        with llama.config_path(size) as path:
+            planned = plan(Request(path, llama.TRAINING, limit, overhead_bytes=0))
+    except MissingPackageError as error:
+        job.finish(PREDICTION, SKIPPED, str(error))
+        return {}
+    except Exception as error:
+        job.finish(PREDICTION, FAILED, error_text(error))
+        return {}
+    lengths = {row.name: row.length for row in planned.rows}
+    job.finish(
+        PREDICTION,
+        MEASURED if job.device.runs else DRY,
+        lengths=lengths,
+        memory_budget=planned.own.memory_budget,
+        extra_time=planned.own.extra_time,
+    )
+    return lengths
+
+
+# ---- the search --------------------------------------------------------------------------------
+def _search(job: Job, row: str, predicted: int | None) -> bool:
+    """Try lengths until the longest that fits is known; returns whether any step has run.
+
+    Raises:
+        Restart: a length did not fit; its memory may not be free again.
+    """
+    size, limit = llama.shape(job.settings.quick), _limit_bytes(job.settings)
+    probes = [Probe(**probe) for probe in job.known.probes.get(row, ())]
+    job.device.limit_memory(limit)
+    steps: _Steps | None = None
+    fixed_bytes = 2 * llama.DTYPE.itemsize * size.parameters  # weights and gradients
+    while length := next_length(probes, predicted or _START, limit, fixed_bytes, size.positions):
+        job.start(row, length=length)
+        try:
+            steps = steps or _Steps(job, row)
+            probe = steps.run(length)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                job.finish(row, FAILED, f"{length} tokens: {error_text(error)}")
+                return True
+            job.found(row, **Probe(length, False, why="out of memory").to_data())
+            raise Restart from None
+        probes.append(probe)
+        job.found(row, **probe.to_data())
+    _finish(job, row, probes, predicted)
+    return steps is not None
+
+
+def _finish(job: Job, row: str, probes: list[Probe], predicted: int | None) -> None:
+    found = best(probes)
+    if found is None:
+        job.finish(row, FAILED, f"not even {GRAIN} tokens fit", predicted=predicted)
+        return
+    job.finish(
+        row,
+        MEASURED,
+        length=found.length,
+        peak_bytes=found.peak_bytes,
+        median_s=found.seconds,
+        predicted=predicted,
+        tried=[probe.length for probe in probes],
+        clocks=job.device.clocks(),
+    )
+
+
+class _Steps:
+    """Steps of one way to train, at any length."""
+
+    def __init__(self, job: Job, row: str):
+        self._device, self._row = job.device, row
+        self._size = llama.shape(job.settings.quick)
+        with job.device.tensors():
+            self._model, loss_of = llama.model_and_loss(
+                self._size, job.device.torch_device, WAYS[row]
+            )
+        self._loss_of = loss_of if row in (EAGER, CHECKPOINT) else llama.loss_alone(loss_of)
+
+    def run(self, length: int) -> Probe:
+        """Run two steps; the second one is measured."""
+        step = self.step(length)
+        step()
+        seconds: list[float] = []
+        peak = self._device.highest_bytes(lambda: seconds.append(self._device.seconds(step)))
+        return Probe(length, True, peak, seconds[0])
+
+    def trace(self, length: int) -> None:
+        """Plan mst's step; run any other on tensors without memory."""
+        with self._device.tensors():
+            ids_BS = llama.token_ids(self._size, length, self._device.torch_device)
+            if self._row != MST:
+                backward(self._model, lambda: self._loss_of(ids_BS))
+        if self._row == MST:
+            explained(self._loss_of, (ids_BS,), _OPTIONS)
+
+    def step(self, length: int) -> Callable[[], None]:
+        ids_BS = llama.token_ids(self._size, length, self._device.torch_device)
+        loss_of = self._loss_of
+        torch.compiler.reset()  # each length is compiled with its sizes
+        loss_fn = compiled(self._row, lambda: loss_of(ids_BS))
+        return lambda: backward(self._model, loss_fn)
+
+
+def compiled(row: str, loss_fn: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    if row == INDUCTOR:
+        return torch.compile(own_code(loss_fn), dynamic=False)
+    if row == MST:
+        return torch.compile(own_code(loss_fn), backend="mst", dynamic=False, options=_OPTIONS)
+    return loss_fn
+
+
+def backward(model: nn.Module, loss_fn: Callable[[], Tensor]) -> None:
+    """One step; the gradients are freed at its end."""
+    result = loss_fn()
+    loss = result if isinstance(result, Tensor) else result.loss
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _dry_search(job: Job, row: str, predicted: int | None) -> None:
+    """One step on tensors without memory, and a search whose answers come from the prediction."""
+    steps, quick = _Steps(job, row), job.settings.quick
+    try:
+        steps.trace(GRAIN if quick else _START)
+    except Exception as error:
+        job.finish(row, FAILED, error_text(error))
+        return
+    probes: list[Probe] = []
+    limit, longest = _limit_bytes(job.settings), predicted or _START
+    while length := next_length(probes, longest, limit, 0, llama.shape(quick).positions):
+        fits = length <= longest
+        probes.append(Probe(length, fits, limit * length // longest if fits else None))
+    found = best(probes)
+    job.finish(row, DRY, length=found.length if found else 0, predicted=predicted)

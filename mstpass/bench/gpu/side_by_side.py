@@ -1,0 +1,252 @@
+"""Measures the rows of a case: each way to run one step, timed in turn with the first way.
+
+The first way is Inductor's. Its value and gradients are what those of the others are compared with,
+and each other way is compiled, run, and timed in rounds that alternate with Inductor's steps. So a
+row is finished, and kept, before the next one starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mstpass
+from mstpass.bench import comparison
+from mstpass.bench.comparison import Contender, Outcome, Row, compare_outcomes, error_text
+from mstpass.bench.gpu.device import time_in_turn
+from mstpass.bench.gpu.job import Job, Restart
+from mstpass.bench.gpu.rows import DRY, FAILED, MEASURED, OUT_OF_MEMORY, SKIPPED
+from mstpass.bench.models import LossFn, Step
+from mstpass.torch_internals.caches import fresh_cache
+from mstpass.torch_internals.settings import recompilation_fails
+
+# relative errors of bfloat16 results, whose sums are rounded in different orders
+VALUE_TOLERANCE, GRADIENT_TOLERANCE = 0.01, 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to run a workload.
+
+    Attributes:
+        contender: compiles a loss function.
+        fn: computes the loss from the workload's arguments; None: as the workload does.
+        options: mst's options; None for other ways.
+        missing: why it cannot be run here.
+        own_kernels: it launches kernels of its own, which cannot be traced without a GPU.
+        from_base: makes the way from the peak of the first way's step, in bytes.
+    """
+
+    contender: Contender
+    fn: Callable[..., Tensor] | None = None
+    options: Mapping[str, Any] | None = None
+    missing: str = ""
+    own_kernels: bool = False
+    from_base: Callable[[int], Way] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.contender.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A training step.
+
+    Attributes:
+        fn: computes the loss, or another value, from ``args``.
+        leaves: tensors whose gradients are computed.
+        tangent: gradient of the value, where that is not a scalar.
+        flops: floating-point operations of a step, nothing counted twice.
+    """
+
+    fn: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    leaves: Sequence[Tensor]
+    tangent: Tensor | None = None
+    flops: float | None = None
+
+    def loss_fn(self, way: Way) -> LossFn:
+        fn = way.fn or self.fn
+        return lambda: fn(*self.args)
+
+    def step(self, loss_fn: LossFn) -> Step:
+        return Step(loss_fn, self.leaves, self.tangent)
+
+
+def inductor() -> Way:
+    return Way(comparison.inductor())
+
+
+def mst(name: str = comparison.MST, **options: Any) -> Way:
+    return Way(comparison.mst(name, **options), options=options)
+
+
+def eager(name: str = "eager", fn: Callable[..., Tensor] | None = None, **rest: Any) -> Way:
+    return Way(comparison.eager(name), fn, **rest)
+
+
+def measure(job: Job, build: Callable[[], Workload], ways: Sequence[Way]) -> None:
+    """Measure the wanted rows of a job; the name of a way is that of its row."""
+    with job.device.tensors():
+        workload = build()
+    bench = _Bench(job, workload) if job.device.runs else _DryBench(job, workload)
+    for number, way in enumerate(ways):
+        wanted = way.name in job.wanted
+        if wanted:
+            job.start(way.name)
+        if way.missing:
+            if wanted:
+                job.finish(way.name, SKIPPED, way.missing)
+            continue
+        try:
+            if number == 0:
+                bench.add_base(way, wanted)
+            elif wanted:
+                bench.add(way if way.from_base is None else way.from_base(bench.base_bytes()))
+        except Restart:
+            raise
+        except Exception as error:
+            status = OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
+            text = "" if status == OUT_OF_MEMORY else error_text(error)
+            if wanted:
+                job.finish(way.name, status, text)
+        job.device.free()
+
+
+class _Bench:
+    """Measures ways on a device.
+
+    Attributes:
+        _base: the name and the step of the first way; None if it cannot run.
+        _reference: its value and gradients.
+    """
+
+    def __init__(self, job: Job, workload: Workload):
+        torch.compiler.reset()
+        self._job, self._workload = job, workload
+        self._base: tuple[str, Step] | None = None
+        self._base_bytes: int | None = None
+        self._reference: Outcome | None = None
+
+    def base_bytes(self) -> int:
+        """The peak of the first way's step."""
+        if self._base_bytes is None:
+            raise RuntimeError("the peak of Inductor's step is not known")
+        return self._base_bytes
+
+    def add_base(self, way: Way, wanted: bool) -> None:
+        """Prepare the first way, and measure it if its row is wanted."""
+        known = self._job.known.outcomes.get(way.name)
+        if not wanted and known is not None and known["status"] != MEASURED:
+            return  # it did not run before either
+        row, step, outcome = self._first(way)
+        self._base, self._reference = (way.name, step), outcome
+        if wanted:
+            self._finish(way, row, {way.name: step})
+            self._base_bytes = row.peak_bytes
+        elif known is not None:
+            self._base_bytes = known["peak_bytes"]
+
+    def add(self, way: Way) -> None:
+        row, step = self._first(way)[:2]
+        base = dict([self._base]) if self._base is not None else {}
+        self._finish(way, row, {**base, way.name: step})
+
+    def _first(self, way: Way) -> tuple[Row, Step, Outcome]:
+        """Compile and run a way, and compare its value and gradients with the first way's."""
+        row = Row(way.name)
+        step = self._workload.step(way.contender.build(self._workload.loss_fn(way)))
+        with fresh_cache():  # a hit would hide the compile time, and whether the auto_chunker ran
+            outcome = comparison.first_call(way.contender, step, row)
+            step()  # kernels that are loaded late are still in the cache
+        if self._reference is not None and self._base is not None:
+            tolerances = VALUE_TOLERANCE, GRADIENT_TOLERANCE
+            compare_outcomes(row, outcome, self._reference, self._base[0], tolerances)
+        return row, step, outcome
+
+    def _finish(self, way: Way, row: Row, steps: Mapping[str, Step]) -> None:
+        device, job = self._job.device, self._job
+        step = steps[way.name]
+        row.peak_bytes = device.peak_bytes(step)
+        with recompilation_fails():  # a recompilation would be timed as a step
+            seconds = time_in_turn(device, steps, job.settings.quick)
+        base = seconds[self._base[0]] if self._base is not None else None
+        row.seconds = seconds[way.name]
+        job.finish(way.name, MEASURED, clocks=device.clocks(), **figures(row, base, self._workload))
+
+
+class _DryBench(_Bench):
+    """Traces and plans ways without a device, and runs all that computes figures."""
+
+    def add_base(self, way: Way, wanted: bool) -> None:
+        self._base = way.name, self._workload.step(self._workload.loss_fn(way))
+        if wanted:
+            self.add(way)
+
+    def add(self, way: Way) -> None:
+        row, step = Row(way.name), self._workload.step(self._workload.loss_fn(way))
+        extra: dict[str, Any] = {}
+        if way.own_kernels:
+            row.plan = "not traced: it launches kernels of its own"
+        elif way.options is not None:
+            report = explained(self._workload.fn, self._workload.args, way.options)
+            row.plan = ", ".join(f"{r.kind} {r.mode} in {r.num_chunks}" for r in report.regions)
+            row.simulated_bytes = report.peak_bytes
+            row.estimated = None if report.extra_time is None else 1 + report.extra_time
+            extra["baseline_bytes"] = report.outcome.baseline_peak_bytes
+            self._base_bytes = report.outcome.baseline_peak_bytes
+        else:
+            with self._job.device.tensors():
+                step()
+        steps = {**dict([self._base or (way.name, step)]), way.name: step}
+        seconds = time_in_turn(self._job.device, steps, self._job.settings.quick)
+        row.peak_bytes, row.seconds = self._job.device.peak_bytes(step), seconds[way.name]
+        base = seconds[next(iter(seconds))]
+        self._job.finish(way.name, DRY, **figures(row, base, self._workload), **extra)
+
+
+def explained(
+    fn: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
+) -> mstpass.Report:
+    """What mst plans for a step on tensors without memory."""
+    return mstpass.explain(fn, *args, options={"strict": True, **options})
+
+
+def figures(row: Row, base: Sequence[float] | None, workload: Workload) -> dict[str, Any]:
+    """The figures of a row, with its times against the base's of the same rounds."""
+    ratios = [a / b for a, b in zip(row.seconds, base, strict=True)] if base else []
+    median_s = statistics.median(row.seconds)
+    return {
+        "peak_bytes": row.peak_bytes,
+        "simulated_bytes": row.simulated_bytes,
+        "estimated": row.estimated,
+        "seconds": row.seconds,
+        "median_s": median_s,
+        "base_seconds": list(base or ()),
+        "ratio": [statistics.median(ratios), min(ratios), max(ratios)] if ratios else None,
+        "flops_per_s": workload.flops / median_s if workload.flops else None,
+        "first_call_s": row.first_call_s,
+        "value_error": row.value_error,
+        "gradient_error": row.gradient_error,
+        "plan": row.plan,
+    }
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, is that the device has no memory left."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or "CUDA out of memory" in text:
+            return True
+        if "CUBLAS_STATUS_ALLOC_FAILED" in text or "CUDA error: out of memory" in text:
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,144 @@
+"""The state file: one line of JSON for each finished row, written as soon as it is finished.
+
+The first line says what the rows belong to (card, torch, sizes). Rows of another card or another
+torch are never added to it. Each call of the benchmark adds a line of kind ``run`` with its date,
+driver, versions and clocks; a row names the number of its run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mstpass.bench.gpu.rows import Case, Known, Outcome, is_final
+from mstpass.errors import UserError
+
+FILE = "gpu.jsonl"
+SCHEMA = "mstpass-gpu/1"
+
+
+class OtherState(UserError):
+    """The folder holds rows that do not belong to this run."""
+
+
+class State:
+    """The rows, runs and probes of one folder.
+
+    Attributes:
+        header: what the rows belong to.
+        runs: one dict for each call of the benchmark.
+        rows: outcomes by part, case and row.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]):
+        self.path = path
+        self.header = dict(header)
+        self.runs: list[dict[str, Any]] = []
+        self.rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self._probes: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+
+    @staticmethod
+    def open(folder: Path, header: Mapping[str, Any]) -> State:
+        """The state in a folder, which may be new.
+
+        Raises:
+            OtherState: the folder holds the rows of another card, torch or size.
+        """
+        state = State(folder / FILE, {"schema": SCHEMA, **header})
+        if not state.path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            state._append(state.header)
+            return state
+        found = State.read(folder)
+        differs = [key for key in state.header if found.header.get(key) != state.header[key]]
+        if differs:
+            there = ", ".join(f"{key}={found.header.get(key)}" for key in differs)
+            here = ", ".join(f"{key}={state.header[key]}" for key in differs)
+            raise OtherState(
+                f"{state.path} holds rows with {there}, and this call has {here}: choose another "
+                "folder with --out, or delete that file"
+            )
+        return found
+
+    @staticmethod
+    def read(folder: Path) -> State:
+        """The state that is in a folder."""
+        path = folder / FILE
+        if not path.exists():
+            raise OtherState(f"{path} does not exist: nothing has been measured in this folder")
+        lines = _lines(path)
+        if not lines or lines[0].get("schema") != SCHEMA:
+            raise OtherState(f"{path} is not a state file of mstpass bench gpu")
+        state = State(path, lines[0])
+        for line in lines[1:]:
+            state._take(line)
+        return state
+
+    # ---- writing -------------------------------------------------------------------------------
+    def begin_run(self, facts: Mapping[str, Any]) -> None:
+        self._add({"kind": "run", **facts})
+
+    def add(self, case: Case, row: str, outcome: Outcome) -> None:
+        self._add({"kind": "row", **_place(case, row), "run": len(self.runs) - 1, **outcome})
+
+    def add_probe(self, case: Case, row: str, probe: Mapping[str, Any]) -> None:
+        self._add({"kind": "probe", **_place(case, row), "probe": dict(probe)})
+
+    def _add(self, line: dict[str, Any]) -> None:
+        self._append(line)
+        self._take(line)
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _take(self, line: Mapping[str, Any]) -> None:
+        rest = {key: value for key, value in line.items() if key != "kind"}
+        if line["kind"] == "run":
+            self.runs.append(rest)
+            return
+        place = (line["part"], line["case"], line["row"])
+        if line["kind"] == "row":
+            self.rows[place] = rest
+        else:
+            self._probes.setdefault(place, []).append(line["probe"])
+
+    def to_data(self) -> dict[str, Any]:
+        """All that is known, for the results."""
+        return {"header": self.header, "runs": self.runs, "rows": list(self.rows.values())}
+
+    # ---- reading -------------------------------------------------------------------------------
+    def outcome(self, case: Case, row: str) -> dict[str, Any] | None:
+        return self.rows.get((case.part, case.name, row))
+
+    def missing(self, case: Case) -> list[str]:
+        """The rows of a case that are not finished."""
+        return [row for row in case.rows if not is_final(self.outcome(case, row))]
+
+    def known(self, case: Case) -> Known:
+        outcomes = {row: self.outcome(case, row) for row in case.rows}
+        return Known(
+            {row: outcome for row, outcome in outcomes.items() if outcome is not None},
+            {row: self.probes(case, row) for row in case.rows},
+        )
+
+    def probes(self, case: Case, row: str) -> Sequence[Mapping[str, Any]]:
+        return self._probes.get((case.part, case.name, row), [])
+
+
+def _place(case: Case, row: str) -> dict[str, str]:
+    return {"part": case.part, "case": case.name, "row": row}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The file's lines; a last line that was not finished is cut off."""
+    text = path.read_text(encoding="utf-8")
+    whole, _, rest = text.rpartition("\n")
+    if rest:
+        path.write_text(whole + "\n" if whole else "", encoding="utf-8")
+    try:
+        return [json.loads(line) for line in whole.splitlines()]
+    except ValueError as error:
+        raise OtherState(f"{path} is broken: {error}") from error

@@ -1,0 +1,202 @@
+"""What work costs on a GPU, from first principles: for GPUs that were not measured.
+
+    time of a product   =  max(compute, memory) + KERNEL_US
+    memory              =  bytes moved / (BANDWIDTH * peak bandwidth)
+    compute             =  waves * operations of a tile / rate of a multiprocessor
+    time of other ops   =  bytes that fused kernels move (traffic.py) / bandwidth
+    time of a loop      =  chunks * max(time of a chunk on the GPU, time of the host for a chunk)
+
+A product's result is computed in *tiles* of at most 128 x 256 elements. A multiprocessor computes
+one tile at a time, so the tiles run in *waves* of as many as there are multiprocessors. A tile at
+the edge of the result, and a last wave that fills a part of the GPU, take as long as full ones.
+Smaller tiles waste less at the edges, but read more for each operation. *Split-K* divides the
+contracted dim among several tiles and adds their results, which fills the GPU where there are few
+tiles. The fastest of all these ways counts, because cuBLAS chooses among them too.
+
+A loop is a Python ``while`` loop on the host, which launches the kernels of one chunk after another
+while the GPU works. Its own time shows only where the GPU is faster than the host.
+
+The constants are round numbers from what others published; nothing was measured for them. Dense
+bf16 products reach about 790 of 989 TFLOP/s on an H200. ``mstpass bench loops --store`` measures
+the device at hand, and measured costs take the place of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from mstpass.gpus import TF32, Gpu
+from mstpass.graph.loop_work import LoopWork
+from mstpass.graph.products import Product
+
+ATTAINABLE = 0.8  # of the peak rate, by large products
+BANDWIDTH = 0.9  # of the peak bandwidth, by large kernels
+ATTENTION = 0.6  # rate of attention, as a part of that of products
+KERNEL_US = 2.0  # of the GPU: from the end of one kernel to full speed of the next
+HOST_KERNEL_US = 6.0  # of the host: one launch from Inductor's Python wrapper
+HOST_CHUNK_US = 40.0  # of the host: condition, counter and views of one chunk
+GRAIN = 16  # chunk lengths are multiples of it
+
+# rows and columns of a tile, and the rate of such tiles as a part of that of the largest
+_TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.9),
+    (128, 64, 0.75),
+    (64, 128, 0.75),
+    (64, 64, 0.5),
+)
+# Accumulators weigh more than on a CPU: chunks of half the length that 1.1 would ask for cost 1.2.
+_TOLERABLE = 1.2
+_TILE_DEPTH = 64  # a tile reads the contracted dim in steps of this many elements
+_FILL = 64  # the time to fill and drain a tile's pipeline, in elements of the contracted dim
+_MOST_SPLITS = 16
+_LEAST_SPLIT_DEPTH = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuCosts:
+    """The estimated costs of one kind of GPU.
+
+    Attributes:
+        tf32: float32 products are rounded to TF32.
+        attainable: the rate of large products, as a part of the peak.
+        bandwidth: the same of large kernels that move memory.
+    """
+
+    gpu: Gpu
+    tf32: bool = False
+    attainable: float = ATTAINABLE
+    bandwidth: float = BANDWIDTH
+
+    @property
+    def grain(self) -> int:
+        return GRAIN
+
+    @property
+    def tolerable(self) -> float:
+        return _TOLERABLE
+
+    # ---- nodes ---------------------------------------------------------------------------------
+    def product_us(self, product: Product) -> float:
+        return KERNEL_US + _busy_us(self, product)
+
+    def attention_us(self, operations: int, dtype: torch.dtype, moved_bytes: float) -> float:
+        compute_us = operations / (ATTENTION * self.rate(dtype))
+        return KERNEL_US + max(compute_us, self.memory_us(moved_bytes))
+
+    def other_us(self, result_bytes: float, moved_bytes: float) -> float:
+        return self.memory_us(moved_bytes)
+
+    def memory_us(self, num_bytes: float) -> float:
+        return num_bytes / (self.bandwidth * self.gpu.memory_bytes_per_us)
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """Operations per microsecond that large products of matrices of this dtype reach."""
+        rates = self.gpu.flops_per_us
+        single = rates[torch.float32]
+        if dtype == torch.float32 and self.tf32:
+            peak = rates.get(TF32, single)
+        elif dtype.itemsize == 1:
+            peak = rates.get(torch.float8_e4m3fn, rates[torch.float16])
+        else:  # without units for this dtype, products run on those for float32, or on halves
+            peak = rates.get(dtype, single * min(1.0, 4 / dtype.itemsize))
+        return self.attainable * peak
+
+    # ---- loops ---------------------------------------------------------------------------------
+    def chunk_us(self, work: LoopWork, rows: int) -> float:
+        """The time of one chunk of ``rows`` tokens."""
+        products_us = sum(self.product_us(p.of_chunk(rows)) for p in work.products)
+        share = rows / work.tokens
+        others_us = self.other_us(work.result_bytes * share, work.moved_bytes * share)
+        others_us += KERNEL_US * (work.kernels - len(work.products))
+        return max(products_us + others_us, HOST_CHUNK_US + HOST_KERNEL_US * work.kernels)
+
+    def loop_us(self, work: LoopWork, rows: int) -> float:
+        """The time of the loop in chunks of ``rows`` tokens, the last of which may overlap."""
+        return math.ceil(work.tokens / rows) * self.chunk_us(work, rows)
+
+    def whole_us(self, work: LoopWork) -> float:
+        """The time of the same work in one piece."""
+        products_us = sum(self.product_us(p.whole) for p in work.products)
+        return products_us + self.other_us(work.result_bytes, work.moved_bytes)
+
+    def relative_time(self, work: LoopWork, rows: int) -> float:
+        """The time of the loop for a token, relative to that in one piece."""
+        chunks = work.tokens / rows
+        return chunks * self.chunk_us(work, rows) / max(self.whole_us(work), _LEAST_US)
+
+    def slowdown(self, work: LoopWork, rows: int) -> float:
+        """The same for the products alone, without the time of the loop itself."""
+        chunks_us = sum(_busy_us(self, p.of_chunk(rows)) for p in work.products)
+        whole_us = sum(_busy_us(self, p.whole) for p in work.products)
+        return chunks_us * work.tokens / rows / max(whole_us, _LEAST_US)
+
+    def least_rows(self, work: LoopWork, limit: float) -> int:
+        """The fewest rows with at most this relative time; all tokens if fewer do not reach it."""
+        return _fewest(self.relative_time, work, limit)
+
+    def least_rows_of_products(self, work: LoopWork, limit: float) -> int:
+        """The same for the products alone."""
+        return _fewest(self.slowdown, work, limit)
+
+
+_LEAST_US = 1e-9
+
+
+@functools.lru_cache(maxsize=4096)
+def _fewest(relative: Callable[[LoopWork, int], float], work: LoopWork, limit: float) -> int:
+    lengths = (rows for rows in _lengths() if rows >= work.tokens or relative(work, rows) <= limit)
+    return next(lengths)
+
+
+def _lengths() -> Iterator[int]:
+    """Multiples of 16, later of 32, 64, ...: about eight for each doubling."""
+    rows = GRAIN
+    while True:
+        yield rows
+        rows += max(GRAIN, 2 ** (rows.bit_length() - 4))
+
+
+@functools.lru_cache(maxsize=65536)
+def _busy_us(costs: GpuCosts, product: Product) -> float:
+    """The time of a product without that of its launch."""
+    compute_us = min(_ways_us(costs, product))
+    return max(compute_us, costs.memory_us(product.moved_bytes))
+
+
+def _ways_us(costs: GpuCosts, product: Product) -> Iterator[float]:
+    """The time to compute a product, for each kind of tile and number of splits."""
+    processors = costs.gpu.multiprocessors
+    rate = costs.rate(product.dtype) / processors
+    for tile_rows, tile_columns, share in _TILES:
+        tiles = product.batch * _pieces(product.rows, tile_rows)
+        tiles *= _pieces(product.columns, tile_columns)
+        for splits in _splits(tiles, product.contracted, processors):
+            depth = _pieces(_pieces(product.contracted, splits), _TILE_DEPTH) * _TILE_DEPTH
+            tile_us = 2 * tile_rows * tile_columns * (depth + _FILL) / (rate * share)
+            yield _pieces(tiles * splits, processors) * tile_us + _added_us(costs, product, splits)
+
+
+def _splits(tiles: int, contracted: int, processors: int) -> Iterator[int]:
+    """Numbers of parts of the contracted dim that may pay off."""
+    yield 1
+    if tiles < 4 * processors:
+        yield from range(2, 1 + min(_MOST_SPLITS, contracted // _LEAST_SPLIT_DEPTH))
+
+
+def _added_us(costs: GpuCosts, product: Product, splits: int) -> float:
+    """The time to write and to add the results of all splits, in float32."""
+    if splits == 1:
+        return 0.0
+    partial_bytes = 4 * splits * product.batch * product.rows * product.columns
+    return KERNEL_US + costs.memory_us(2 * partial_bytes)
+
+
+def _pieces(size: int, piece: int) -> int:
+    return -(-size // piece)

@@ -1,0 +1,94 @@
+"""What a loop over tokens computes, as plain data: its products, other memory traffic, kernels.
+
+The costs of a device (device_costs.py) turn it into a time, for each length of a chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.joint import JointGraph, nbytes
+from mstpass.graph.products import TokenProduct, token_product
+from mstpass.graph.tokens import Spec
+from mstpass.graph.traffic import moved_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopWork:
+    """The work of a loop over all its tokens.
+
+    Attributes:
+        products: the products whose sizes depend on the tokens.
+        result_bytes: results of all other ops.
+        moved_bytes: what all other ops read and write once they are fused (traffic.py).
+        kernels: about how many kernels one chunk runs.
+    """
+
+    tokens: int
+    products: tuple[TokenProduct, ...]
+    result_bytes: float = 0.0
+    moved_bytes: float = 0.0
+    kernels: int = 1
+
+    @property
+    def operations(self) -> int:
+        return sum(p.whole.operations for p in self.products)
+
+    @property
+    def operations_per_token(self) -> float:
+        return self.operations / self.tokens
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the largest product's matrices; float32 if there is no product."""
+        products = (p.whole for p in self.products)
+        largest = max(products, key=lambda product: product.operations, default=None)
+        return torch.float32 if largest is None else largest.dtype
+
+    def over(self, tokens: int) -> LoopWork:
+        """The same loop over another number of tokens."""
+        growth = tokens / self.tokens
+        return dataclasses.replace(
+            self,
+            tokens=tokens,
+            products=tuple(p.over(tokens) for p in self.products),
+            result_bytes=self.result_bytes * growth,
+            moved_bytes=self.moved_bytes * growth,
+        )
+
+
+def loop_work(
+    joint: JointGraph, members: Mapping[fx.Node, Spec | None], num_tokens: int
+) -> LoopWork:
+    """The work of a loop.
+
+    Args:
+        members: what it computes, in the graph's order, with its token dims; None marks a sum.
+    """
+    products, result_bytes, moved = [], 0, 0.0
+    stages: dict[fx.Node, int] = {}
+    kernels = set()
+    for node, spec in members.items():
+        stages[node] = max(
+            (stages[n] + _ends_stage(n) for n in node.all_input_nodes if n in stages), default=0
+        )
+        if ops.is_view(node):
+            continue
+        product = token_product(node, spec)
+        if product is not None:
+            products.append(product)
+        else:
+            result_bytes += nbytes(node)
+            moved += moved_bytes(joint, node)
+            kernels.add(stages[node])
+    return LoopWork(num_tokens, tuple(products), result_bytes, moved, len(products) + len(kernels))
+
+
+def _ends_stage(node: fx.Node) -> bool:
+    """Whether readers of the node cannot be fused with what computes it."""
+    return ops.is_matmul(node)

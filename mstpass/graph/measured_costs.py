@@ -1,0 +1,191 @@
+"""What chunks cost on a device where it was measured: the relative time of a loop by rows.
+
+Three things make a loop slower than the same computation in one piece:
+
+- efficiency: a matmul with few rows leaves a part of the device idle;
+- accumulators: every chunk reads and writes the gradient of the weight, which is a traffic of
+  ``4 / rows`` bytes per floating point operation, whatever the shape of the weight;
+- the loop itself: a constant time for each chunk.
+
+The first two depend on the rows of a chunk alone. They are measured together, as a table of rows
+and slowdowns. The third weighs more the less a chunk computes:
+
+    relative time of a loop  =  slowdown(rows)  +  chunk_us / (rows * flops_per_row / flops_per_us)
+
+The host of a GPU runs the loop while the GPU works, so there the larger of the two terms counts.
+
+    time of a product    =  operations / rate  +  bytes moved / bandwidth
+    time of another op   =  bytes of the result / bandwidth
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+
+from mstpass.gpus import Gpu
+from mstpass.graph.gpu_costs import BANDWIDTH, GpuCosts
+from mstpass.graph.loop_work import LoopWork
+from mstpass.graph.products import Product
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkCosts:
+    """The measurements of one device, as they are stored.
+
+    Attributes:
+        slowdown: pairs (rows of a chunk, time of the matmuls relative to one piece), by ascending
+            rows. From twice the last rows on, the relative time is 1.
+        chunk_us: the time in microseconds that the loop itself takes for each chunk.
+        flops_per_us: the rate of matmuls in one piece.
+        dtype: the name of the dtype in which all of these were measured.
+        rates: the rate of matmuls in other dtypes, by name.
+        copied_bytes_per_us: the rate of a copy; None: not measured.
+    """
+
+    slowdown: tuple[tuple[int, float], ...]
+    chunk_us: float
+    flops_per_us: float
+    dtype: str = "float32"
+    rates: tuple[tuple[str, float], ...] = ()
+    copied_bytes_per_us: float | None = None
+
+    def __post_init__(self) -> None:
+        rows = [r for r, _ in self.slowdown]
+        if not rows or rows != sorted(set(rows)) or rows[0] < 1:
+            raise ValueError(f"slowdown needs ascending rows, got {rows}")
+        if not (self.chunk_us >= 0 and self.flops_per_us > 0):
+            raise ValueError(f"chunk_us={self.chunk_us}, flops_per_us={self.flops_per_us}")
+        copied = 1.0 if self.copied_bytes_per_us is None else self.copied_bytes_per_us
+        if not all(rate > 0 for rate in (*dict(self.rates).values(), copied)):
+            raise ValueError(f"rates={self.rates}, copied_bytes_per_us={copied}")
+
+    def rate(self, dtype: torch.dtype) -> float | None:
+        """The rate of matmuls in a dtype; None if it was not measured."""
+        name = str(dtype).removeprefix("torch.")
+        return self.flops_per_us if name == self.dtype else dict(self.rates).get(name)
+
+    def slowdown_at(self, rows: float) -> float:
+        """Interpolated linearly in 1 / rows, to which the accumulators' traffic is proportional."""
+        points = [*self.slowdown, (2 * self.slowdown[-1][0], 1.0)]
+        if rows <= points[0][0]:
+            return 1 + (points[0][1] - 1) * points[0][0] / rows
+        for (short, slow), (long, fast) in itertools.pairwise(points):
+            if rows <= long:
+                share = (1 / rows - 1 / long) / (1 / short - 1 / long)
+                return max(1.0, fast + (slow - fast) * share)
+        return 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredCosts:
+    """The costs of a device without a model of its own, such as a CPU: all as measured."""
+
+    table: ChunkCosts
+    bytes_per_us: float
+
+    @property
+    def grain(self) -> int:
+        return 1
+
+    @property
+    def tolerable(self) -> float:
+        return _TOLERABLE
+
+    # ---- nodes ---------------------------------------------------------------------------------
+    def product_us(self, product: Product) -> float:
+        return product.operations / self.rate(product.dtype) + self._memory_us(product.moved_bytes)
+
+    def attention_us(self, operations: int, dtype: torch.dtype, moved_bytes: float) -> float:
+        return operations / self.rate(dtype) + self._memory_us(moved_bytes)
+
+    def other_us(self, result_bytes: float, moved_bytes: float) -> float:
+        """A CPU is as busy with computing an op's result as others are with moving it."""
+        return self._memory_us(result_bytes)
+
+    def _memory_us(self, num_bytes: float) -> float:
+        return num_bytes / self.bytes_per_us
+
+    def rate(self, dtype: torch.dtype) -> float:
+        return self.table.rate(dtype) or self.table.flops_per_us
+
+    # ---- loops ---------------------------------------------------------------------------------
+    def loop_us(self, work: LoopWork, rows: int) -> float:
+        """Only products are slower in chunks: other ops find a chunk's values in the cache."""
+        products_us = sum(self.product_us(p.whole) for p in work.products)
+        loop_us = math.ceil(work.tokens / rows) * self.table.chunk_us
+        others_us = self.other_us(work.result_bytes, work.moved_bytes)
+        return self.slowdown(work, rows) * products_us + others_us + loop_us
+
+    def whole_us(self, work: LoopWork) -> float:
+        products_us = sum(self.product_us(p.whole) for p in work.products)
+        return products_us + self.other_us(work.result_bytes, work.moved_bytes)
+
+    def relative_time(self, work: LoopWork, rows: int) -> float:
+        matmul_us = rows * work.operations_per_token / self.rate(work.dtype)
+        return self.table.slowdown_at(rows) + self.table.chunk_us / max(matmul_us, _LEAST_US)
+
+    def slowdown(self, work: LoopWork, rows: int) -> float:
+        return self.table.slowdown_at(rows)
+
+    def least_rows(self, work: LoopWork, limit: float) -> int:
+        return _least_multiple(lambda rows: self.relative_time(work, rows) <= limit)
+
+    def least_rows_of_products(self, work: LoopWork, limit: float) -> int:
+        return _least_multiple(lambda rows: self.table.slowdown_at(rows) <= limit)
+
+
+def _least_multiple(fast_enough: Callable[[int], bool]) -> int:
+    """The smallest multiple of 16 rows that is fast enough, if all larger ones are, too."""
+    low, high = 1, 2**16
+    while low < high:
+        middle = (low + high) // 2
+        if fast_enough(16 * middle):
+            high = middle
+        else:
+            low = middle + 1
+    return 16 * low
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredGpuCosts(GpuCosts):
+    """A GPU's model with the rate, the bandwidth and the times of loops that were measured on it.
+
+    Accumulators weigh less where products are slower. So rows in another dtype than the measured
+    one count as more rows, in proportion to its rate.
+    """
+
+    table: ChunkCosts = dataclasses.field(kw_only=True)
+
+    @staticmethod
+    def of(gpu: Gpu, tf32: bool, table: ChunkCosts) -> MeasuredGpuCosts:
+        dtype = getattr(torch, table.dtype)
+        whole = GpuCosts(gpu, tf32, attainable=1.0)
+        bandwidth = BANDWIDTH
+        if table.copied_bytes_per_us is not None:  # a copy reads and writes
+            bandwidth = 2 * table.copied_bytes_per_us / gpu.memory_bytes_per_us
+        attainable = table.flops_per_us / whole.rate(dtype)
+        return MeasuredGpuCosts(gpu, tf32, attainable, bandwidth, table=table)
+
+    def rate(self, dtype: torch.dtype) -> float:
+        return self.table.rate(dtype) or super().rate(dtype)
+
+    def loop_us(self, work: LoopWork, rows: int) -> float:
+        computed = math.ceil(work.tokens / rows) * rows / work.tokens
+        return computed * self.whole_us(work) * self.relative_time(work, rows)
+
+    def relative_time(self, work: LoopWork, rows: int) -> float:
+        host_us = work.tokens / rows * self.table.chunk_us
+        return max(self.slowdown(work, rows), host_us / max(self.whole_us(work), _LEAST_US))
+
+    def slowdown(self, work: LoopWork, rows: int) -> float:
+        measured = self.table.flops_per_us / self.rate(work.dtype)
+        return self.table.slowdown_at(rows * measured)
+
+
+_LEAST_US = 1e-9
+_TOLERABLE = 1.10

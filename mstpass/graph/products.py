@@ -1,0 +1,137 @@
+"""Matrix products as plain data: what the time of a product depends on.
+
+A product is ``batch`` times ``[rows, contracted] @ [contracted, columns]``. In a loop over N tokens
+one of these four sizes is N, and a chunk has c in its place. Where the tokens are contracted, each
+chunk gives a summand: the chunk's product reads and writes the accumulator, which is in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.joint import nbytes, value_of
+from mstpass.graph.sizes import hint_shape
+from mstpass.graph.tokens import Spec
+from mstpass.torch_internals.op_types import OpOverload, schema_of
+
+BATCH, ROWS, CONTRACTED, COLUMNS = "batch", "rows", "contracted", "columns"
+
+_BIASED = frozenset({"aten::addmm", "aten::baddbmm"})
+_PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_int_mm"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One product.
+
+    Attributes:
+        dtype: that of the matrices.
+        result_bytes: bytes of an element of the result.
+        bias_bytes: bytes of what is added to the product.
+        accumulates: the part of all runs that read the result, add to it and write it.
+    """
+
+    rows: int
+    contracted: int
+    columns: int
+    batch: int = 1
+    dtype: torch.dtype = torch.float32
+    result_bytes: int = 4
+    bias_bytes: int = 0
+    accumulates: float = 0.0
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.batch * self.rows * self.contracted * self.columns
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes read and written, each element once."""
+        read = self.batch * self.contracted * (self.rows + self.columns) * self.dtype.itemsize
+        written = self.batch * self.rows * self.columns * self.result_bytes
+        return read + int(written * (1 + self.accumulates)) + self.bias_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenProduct:
+    """A product over all tokens, and which of its sizes they are."""
+
+    whole: Product
+    tokens_in: str
+
+    def over(self, tokens: int) -> TokenProduct:
+        """The same product over another number of tokens."""
+        whole = dataclasses.replace(self.whole, **{self.tokens_in: tokens})  # type: ignore[arg-type]
+        return TokenProduct(whole, self.tokens_in)
+
+    def of_chunk(self, rows: int) -> Product:
+        """The product of a chunk of ``rows`` tokens."""
+        chunk = self.over(rows).whole
+        if self.tokens_in != CONTRACTED:
+            return chunk
+        wide = max(torch.float32.itemsize, self.whole.result_bytes)
+        later = 1 - rows / self.whole.contracted  # the first chunk has nothing to add to
+        return dataclasses.replace(chunk, accumulates=max(0.0, later), result_bytes=wide)
+
+
+def product_of(node: fx.Node) -> Product | None:
+    """The product that a node computes; None for all other nodes.
+
+    Symbolic sizes count with their hint (sizes.py). Rows that are grouped by expert count as
+    groups of equal size.
+    """
+    factors = _factors(node)
+    out, shapes = value_of(node), [hint_shape(v) for v in map(value_of, factors) if v is not None]
+    if out is None or len(shapes) != 2 or min(map(len, shapes)) < 2 or out.dim() < 2:
+        return None
+    *batch, rows, columns = hint_shape(out)
+    contracted, count = shapes[0][-1], math.prod(batch)
+    if len(shapes[0]) < out.dim():  # grouped: the sum over the rows of each expert
+        contracted = max(1, contracted // count)
+    elif len(shapes[1]) > out.dim():  # grouped: each expert's weights for its rows
+        count = shapes[1][0]
+        rows = max(1, rows // count)
+    operand = value_of(factors[0])
+    assert operand is not None
+    bias = set(node.all_input_nodes) - set(factors) if _name(node) in _BIASED else ()
+    return Product(
+        rows=rows,
+        contracted=contracted,
+        columns=columns,
+        batch=count,
+        dtype=operand.dtype,
+        result_bytes=out.element_size(),
+        bias_bytes=sum(map(nbytes, bias)),
+    )
+
+
+def _factors(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The left and the right matrix of a product; empty for all other nodes."""
+    name = _name(node)
+    if name not in _BIASED and name not in _PRODUCTS and not ops.is_grouped_matmul(node):
+        return ()
+    start = 1 if name in _BIASED else 0
+    return tuple(n for n in node.args[start : start + 2] if isinstance(n, fx.Node))
+
+
+def _name(node: fx.Node) -> str:
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return ""
+    return schema_of(node.target).name
+
+
+def token_product(node: fx.Node, spec: Spec | None) -> TokenProduct | None:
+    """The product of a region's node; ``spec`` are the token dims of its result, None for a sum."""
+    product = product_of(node)
+    out = value_of(node)
+    if product is None or out is None:
+        return None
+    if not spec:
+        return TokenProduct(product, CONTRACTED)
+    from_right = spec[-1] - out.dim()
+    return TokenProduct(product, {-1: COLUMNS, -2: ROWS}.get(from_right, BATCH))

@@ -1,0 +1,65 @@
+"""Whole models, budgets and modes of Inductor: the loops stay lean, and nothing is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda.checks import check_lean
+from tests.cuda.dry_run import dry_run
+from tests.cuda.steps import FP32, autocast, causal_lm, flex_attention, head
+
+pytestmark = pytest.mark.dry_run
+
+
+@pytest.mark.parametrize(
+    ("gpu", "masked", "kernel"),
+    [
+        ("a100", False, "efficient_attention"),  # transformers makes a mask of its own
+        ("a100", True, "efficient_attention"),
+        ("h100", True, "cudnn_attention"),
+    ],
+)
+def test_attention_is_left_as_the_gpu_has_it(gpu: str, masked: bool, kernel: str) -> None:
+    pytest.importorskip("transformers")
+    run = dry_run(*causal_lm("Llama", masked), gpu=gpu)
+    check_lean(run)
+    assert f"_scaled_dot_product_{kernel}" in run.text
+
+
+@pytest.mark.parametrize("budget", ["auto", "free", 0.0, "1200MiB"])
+def test_budgets(budget: object) -> None:
+    pytest.importorskip("transformers")
+    run = dry_run(*causal_lm("Llama"), memory_budget=budget, strict=False)
+    check_lean(run)
+    peak, before = run.report.peak_bytes, run.report.outcome.baseline_peak_bytes
+    assert peak is not None and before is not None and peak < before
+
+
+def test_a_mixture_of_experts() -> None:
+    pytest.importorskip("transformers")
+    run = dry_run(*causal_lm("Mixtral", num_local_experts=4))
+    check_lean(run)
+    assert "_grouped_mm" in run.text
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_modes_of_inductor(mode: str) -> None:
+    check_lean(dry_run(*head(), mode=mode))
+
+
+def test_flex_attention() -> None:
+    check_lean(dry_run(*flex_attention()))
+
+
+def test_a_kernel_of_the_users() -> None:
+    from tests.cuda import triton_step
+
+    run = dry_run(*triton_step.step())
+    check_lean(run)
+    assert "_double" in run.text
+
+
+def test_autocast() -> None:
+    run = dry_run(*autocast(head(dtype=FP32)))
+    check_lean(run)
+    assert run.accumulators

@@ -1,0 +1,409 @@
+"""The rows of `mstpass bench gpu`: steps side by side, the search for lengths, and the tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mstpass.bench import comparison
+from mstpass.bench.gpu import (
+    blocks,
+    chunks,
+    command,
+    cuda_tests,
+    heads,
+    llama,
+    longest,
+    results,
+    side_by_side,
+    tables,
+    worker,
+)
+from mstpass.bench.gpu.device import NoDevice, time_in_turn
+from mstpass.bench.gpu.job import job_data, job_from
+from mstpass.bench.gpu.parts import PARTS
+from mstpass.bench.gpu.rows import (
+    DRY,
+    FAILED,
+    MEASURED,
+    OUT_OF_MEMORY,
+    SKIPPED,
+    Case,
+    Known,
+    Settings,
+)
+from mstpass.bench.gpu.runner import Runner
+from mstpass.bench.gpu.search import GRAIN, TOLERANCE, Probe, best, next_length
+from mstpass.bench.gpu.side_by_side import Way, eager
+from mstpass.bench.gpu.state import State
+from mstpass.errors import MissingPackageError
+from tests.gpu_bench import Clock, CpuDevice, InProcess, done_by
+
+ROOT = Path(__file__).parent.parent
+H200 = {"card": "NVIDIA H200", "capability": [9, 0], "multiprocessors": 132}
+
+
+@pytest.fixture(autouse=True)
+def tiny_sizes(monkeypatch):
+    monkeypatch.setattr(heads, "QUICK_WIDTH", 16)
+    monkeypatch.setattr(heads, "QUICK_VOCABULARY", 512)
+    monkeypatch.setattr(heads, "QUICK_TOKENS", (64,))
+
+
+def outcomes(ways, device=None, known=None, settings=None, wanted=None):
+    """Measure ways of a tiny head; returns the outcomes by row, and the exit status."""
+    names = tuple(way.name for way in ways)
+    case = Case("heads", "N=64", names, 60.0)
+    found = {}
+
+    def send(event):
+        if event["event"] == "row":
+            found[event["row"]] = json.loads(json.dumps(event["outcome"]))
+
+    data = job_data(
+        settings or Settings(Path(), quick=True), case, wanted or names, known or Known()
+    )
+    job = job_from(json.loads(json.dumps(data)), device or CpuDevice(), send)
+    build = lambda: heads.workload(64, True, job.device.torch_device)
+    try:
+        side_by_side.measure(job, build, ways)
+    except side_by_side.Restart:
+        return found, worker.RESTART
+    return found, 0
+
+
+def wrong(x, w, y):
+    return F.cross_entropy(F.linear(x, w).float() * 1.5, y)
+
+
+def base():
+    return Way(comparison.eager("Inductor"))
+
+
+# ---- side by side ------------------------------------------------------------------------------
+def test_ways_are_measured_beside_the_first():
+    found, status = outcomes([base(), eager(), eager("wrong", wrong), eager("x", missing="none")])
+    assert status == 0
+    assert [found[name]["status"] for name in ("Inductor", "eager")] == [MEASURED] * 2
+    row = found["eager"]
+    assert row["peak_bytes"] == CpuDevice.peak and row["gradient_error"] == 0.0
+    ratios = [a / b for a, b in zip(row["seconds"], row["base_seconds"], strict=True)]
+    assert row["ratio"][1:] == pytest.approx([min(ratios), max(ratios)])
+    assert row["flops_per_s"] == pytest.approx(6 * 64 * 16 * 512 / row["median_s"])
+    assert row["clocks"] == "SM 1 MHz"
+    assert found["wrong"]["status"] == FAILED and "differs from" in found["wrong"]["text"]
+    assert found["x"] == {"status": SKIPPED, "text": "none"}
+
+
+def test_out_of_memory_is_the_outcome_of_a_row():
+    def large(x, w, y):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    ways = [base(), eager("large", large), eager()]
+    found, status = outcomes(ways)
+    assert found["large"] == {"status": OUT_OF_MEMORY, "text": ""}
+    assert status == worker.RESTART and "eager" not in found
+    known = Known({"Inductor": found["Inductor"], "large": found["large"]})
+    found, status = outcomes(ways, known=known, wanted=("eager",))
+    assert found["eager"]["ratio"] is not None and list(found) == ["eager"]
+
+
+def test_rows_whose_first_way_did_not_run_have_no_ratio():
+    known = Known({"Inductor": {"status": OUT_OF_MEMORY, "text": ""}})
+    found, _ = outcomes([base(), eager()], known=known, wanted=("eager",))
+    assert found["eager"]["status"] == MEASURED and found["eager"]["ratio"] is None
+
+
+def test_a_way_made_from_the_peak_of_the_first():
+    seen = []
+
+    def from_base(size):
+        seen.append(size)
+        return eager("bytes")
+
+    way = dataclasses.replace(eager("bytes"), from_base=from_base)
+    found, _ = outcomes([base(), way])
+    assert seen == [found["Inductor"]["peak_bytes"]]
+    outcomes([base(), way], known=Known({"Inductor": found["Inductor"]}), wanted=("bytes",))
+    assert len(seen) == 2 and seen[0] == seen[1]
+
+
+def test_out_of_memory_behind_other_errors():
+    error = RuntimeError("backend failed")
+    assert not side_by_side.is_out_of_memory(error)
+    error.__cause__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert side_by_side.is_out_of_memory(error)
+
+
+def test_steps_are_timed_in_turn():
+    order = []
+
+    class Recorder(CpuDevice):
+        def seconds(self, step):
+            step()
+            return 3.0 if len(order) % 2 else 1.0
+
+    steps = {name: lambda name=name: order.append(name) for name in "ab"}
+    times = time_in_turn(Recorder(), steps, quick=False)
+    assert order[:6] == ["a", "b", "a", "b", "b", "a"]
+    assert {len(seconds) for seconds in times.values()} == {10}
+    assert len(time_in_turn(Recorder(), steps, quick=True)["a"]) == 2
+
+
+def test_the_ways_of_a_head_agree():
+    names = [way.name for way in heads.ways()]
+    assert names[:3] == ["Inductor", "mst", "Inductor, auto_chunker"]
+    x, w, y = torch.randn(8, 4), torch.randn(16, 4), torch.arange(8)
+    for way in heads.ways():
+        if way.fn is not None and not way.missing:
+            assert torch.allclose(way.fn(x, w, y), heads.head_loss(x, w, y), atol=1e-5)
+
+
+# ---- a dry run ---------------------------------------------------------------------------------
+def test_a_dry_run_traces_every_way():
+    settings = Settings(Path(), quick=True, dry=True)
+    installed = eager("other", own_kernels=True)
+    ways = [base(), side_by_side.mst(chunk_tokens=16), eager(), installed]
+    found, _ = outcomes(ways, NoDevice(), settings=settings)
+    assert {row["status"] for row in found.values()} == {DRY}
+    assert found["mst"]["simulated_bytes"] > 0 and "fused in 4" in found["mst"]["plan"]
+    assert "not traced" in found["other"]["plan"]
+    text = tables.steps_table("N=64", [{"row": k, **v} for k, v in found.items()], {"card": "none"})
+    assert {row[1] for row in text.rows} == {"dry"}
+
+
+def test_a_dry_calibration_shows_what_is_assumed(tmp_path):
+    settings = Settings(tmp_path, dry=True)
+    case = chunks.cases(settings)[0]
+    events = []
+    job = job_from(job_data(settings, case, case.rows, Known()), NoDevice(), events.append)
+    assert worker.run(job) == 0
+    row = {"row": events[-1]["row"], **events[-1]["outcome"]}
+    assert row["status"] == DRY
+    table = tables.costs_table(case.name, [row])
+    assert ("1024 rows a chunk, time / whole", "-") in [line[:2] for line in table.rows]
+
+
+def test_every_part_has_cases_that_it_knows(tmp_path):
+    for quick in (False, True):
+        settings = Settings(tmp_path, quick=quick)
+        names = [(c.part, c.name) for part in PARTS.values() for c in part.cases(settings)]
+        assert len(set(names)) == len(names) >= 6
+    assert {part for part, _ in names} == set(PARTS)
+    assert set(results._TITLES) == set(PARTS)
+
+
+@pytest.mark.parametrize(
+    "transformers", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.full])]
+)
+def test_a_dry_run_of_blocks_and_lengths(tmp_path, monkeypatch, transformers):
+    monkeypatch.setattr(llama, "QUICK", llama.Shape(32, 64, 1, 2, 1, 256, 1024))
+    monkeypatch.setattr(blocks, "ways", few_ways)
+    if not transformers:
+        monkeypatch.setattr(llama, "has_transformers", lambda: False)
+        monkeypatch.setattr(longest, "plan", needs_transformers)
+    settings = Settings(tmp_path, quick=True, dry=True)
+    state = State.open(tmp_path, {"card": "none", "dry": True, "quick": True, "torch": "2"})
+    state.begin_run({})
+    for name in ("blocks", "longest"):
+        process = InProcess(done_by(NoDevice()), Clock())
+        Runner(settings, state, process.launch, clock=Clock()).run([PARTS[name]], 600)
+    found = {row["row"]: row for row in state.rows.values()}
+    prediction = found.pop("mstpass plan")
+    assert {row["status"] for row in found.values()} == {DRY}, found
+    assert prediction["status"] == (DRY if transformers else SKIPPED)
+    assert all(found[way]["length"] > 0 for way in longest.WAYS)
+    table = tables.all_tables(state.to_data())["longest"][0]
+    assert [line[0] for line in table.rows][-5:] == list(longest.WAYS)
+
+
+def needs_transformers(request):
+    raise MissingPackageError("mstpass plan needs transformers")
+
+
+def few_ways():
+    return [side_by_side.inductor(), side_by_side.mst(), eager()]
+
+
+# ---- the search --------------------------------------------------------------------------------
+@pytest.mark.parametrize("start", [256, 20_000, 100_000, 10**6])
+@pytest.mark.parametrize("curve", [0.0, 1e-2])
+def test_the_search_finds_the_longest(start, curve):
+    limit, fixed = 10**9, 10**8
+    bytes_at = lambda n: int(fixed + 9000 * n + curve * n * n)
+    probes = []
+    while length := next_length(probes, start, limit, fixed, 2**20):
+        assert length not in {p.length for p in probes}
+        fits = bytes_at(length) <= limit
+        probes.append(Probe(length, fits, bytes_at(length) if fits else None))
+    found = best(probes)
+    assert found is not None and len(probes) <= 12
+    assert bytes_at(found.length) <= limit
+    assert bytes_at(int(found.length * (1 + TOLERANCE)) + 2 * GRAIN) > limit
+
+
+def test_a_good_prediction_takes_few_probes():
+    probes = []
+    while length := next_length(probes, 99_000, 10**9, 10**8, 2**20):
+        peak = 10**8 + 9000 * length
+        probes.append(Probe(length, peak <= 10**9, peak))
+    assert len(probes) <= 3
+
+
+def test_nothing_fits_and_everything_fits():
+    probes = []
+    while length := next_length(probes, 10_000, 1, 0, 2**20):
+        probes.append(Probe(length, False))
+    assert best(probes) is None and len(probes) < 8
+    probes = []
+    while length := next_length(probes, 10_000, 10**12, 0, 2**15):
+        probes.append(Probe(length, True, 5 * length))
+    assert best(probes).length == 2**15 and len(probes) < 8
+
+
+def test_lengths_are_tried_in_new_processes_after_each_that_is_too_long(tmp_path, monkeypatch):
+    """A model that fits up to 10,000 tokens; one length ends its process."""
+    monkeypatch.setattr(longest, "_Steps", FakeSteps)
+    monkeypatch.setattr(longest, "_predict", lambda job: predicted(job))
+    state = State.open(tmp_path, {})
+    state.begin_run({})
+    process = InProcess(done_by(CpuDevice()), Clock())
+    runner = Runner(Settings(tmp_path), state, process.launch, clock=Clock())
+    runner.run([PARTS["longest"]], 6000)
+    (case,) = longest.cases(Settings(tmp_path))
+    assert case.name == "24 GiB"
+    found = {row: state.outcome(case, row) for row in case.rows}
+    assert {outcome["status"] for outcome in found.values()} == {MEASURED}
+    assert found["mst"]["predicted"] == 9000 and found["eager"]["predicted"] is None
+    for way in longest.WAYS:
+        assert 9500 <= found[way]["length"] <= 10_000
+        too_long = [p for p in state.probes(case, way) if not p["fits"]]
+        assert too_long and {p["why"] for p in too_long} == {"out of memory"}
+    restarts = sum(not p["fits"] for way in longest.WAYS for p in state.probes(case, way))
+    assert len(process.jobs) > restarts
+
+
+class FakeSteps:
+    def __init__(self, job, row):
+        self._limit = job.device.limit_bytes
+
+    def run(self, length):
+        if length > 10_000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Probe(length, True, self._limit * length // 10_000, 0.5)
+
+
+def predicted(job):
+    job.finish(longest.PREDICTION, MEASURED, lengths={"mst": 9000})
+    return {"mst": 9000}
+
+
+# ---- loops, tests ------------------------------------------------------------------------------
+def test_costs_are_kept_for_later(tmp_path, monkeypatch):
+    later = tmp_path / "cache" / "costs.json"
+    monkeypatch.setenv("MSTPASS_COSTS", str(later))
+    assert chunks.store_for_later(tmp_path) is None
+    (tmp_path / chunks.COSTS_FILE).write_text('{"H200": {"chunk_us": 3}}')
+    later.parent.mkdir()
+    later.write_text('{"A100": {"chunk_us": 9}}')
+    assert chunks.store_for_later(tmp_path) == later
+    assert json.loads(later.read_text()) == {"A100": {"chunk_us": 9}, "H200": {"chunk_us": 3}}
+
+
+def test_reports_of_tests_are_counted():
+    text = """<testsuites><testsuite><testcase name="a" time="1.5"/>
+    <testcase name="b" time="1"><failure/></testcase><testcase name="c"><skipped/></testcase>
+    </testsuite></testsuites>"""
+    counts = {"passed": 1, "failed": 1, "skipped": 1, "names": ["b"], "seconds": 2.5}
+    assert cuda_tests.read_report(text) == counts
+
+
+# ---- tables ------------------------------------------------------------------------------------
+def measured(row, median_s, peak, **rest):
+    flops = 6.0 * 8192 * heads.WIDTH * heads.VOCABULARY / median_s
+    figures = {"median_s": median_s, "peak_bytes": peak, "flops_per_s": flops}
+    outcome = {"status": MEASURED, "text": "", "ratio": [0.9, 0.8, 1.0], **figures, **rest}
+    return {"part": "heads", "case": "N=8192", "row": row, **outcome}
+
+
+def results_of(**header):
+    lengths = {"mst": 100_000, "eager": 20_000}
+    last = {"part": "longest", "case": "24 GiB", "status": MEASURED, "text": ""}
+    run = dict.fromkeys(("cuda", "triton", "mstpass", "transformers", "python", "clocks"), "1")
+    return {
+        "header": {**H200, "torch": "2.11.0", "dry": False, "quick": False, **header},
+        "runs": [{**run, "date": "2026-12-01T10:00", "driver": "580.1"}],
+        "rows": [
+            measured("Inductor", 0.040, 20 * 2**30),
+            measured("mst", 0.0355, 2 * 2**30, plan="lm_head fused in 8"),
+            {**measured("eager", 1, 1), "status": OUT_OF_MEMORY},
+            {**last, "row": "mstpass plan", "lengths": lengths},
+            {**last, "row": "mst", "length": 101_000, "predicted": 100_000, "median_s": 9.0},
+            {**last, "row": "eager", "status": "took too long", "text": "more than 9 s"},
+        ],
+    }
+
+
+def test_tables_show_rates_shares_and_what_happened():
+    found = tables.all_tables(results_of())
+    (head,), (lengths,) = found["heads"], found["longest"]
+    mst = dict(zip(head.columns, head.rows[1], strict=True))
+    assert mst["time ms"] == "35.5" and mst["time / Inductor"] == "0.90x (0.80-1.00)"
+    assert mst["TFLOP/s"] == "727" and mst["of the limit"] == "74 %"  # of 989.4
+    assert mst["peak GiB"] == "2.00" and mst["peak / Inductor"] == "0.10x"
+    assert head.rows[2][1] == "out of memory"
+    assert lengths.rows[0][:4] == ("mst", "101,000", "100,000", "1.01x")
+    assert lengths.rows[1][:2] == ("eager", "took too long: more than 9 s")
+
+
+def test_the_limit_of_a_card():
+    assert tables.limit_flops_per_s(H200) == pytest.approx(989.4e12)
+    assert tables.limit_flops_per_s({**H200, "multiprocessors": 66}) == pytest.approx(494.7e12)
+    assert tables.limit_flops_per_s({"card": "none"}) is None
+    assert tables.limit_flops_per_s({**H200, "capability": [42, 0]}) is None
+    assert not math.isnan(tables.limit_flops_per_s(H200))
+
+
+def test_the_readme_shows_what_was_measured(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- bench:gpu -->\nold\n<!-- /bench:gpu -->\nafter\n")
+    results.write_readme(readme, results_of())
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| **mst** | 2.00 | 35.5 | 727 | 74 % | 0.90x (0.80-1.00) |" in text
+    assert "| **mst** | 101,000 | 100,000 |" in text
+    assert "2026-12-01, NVIDIA H200, driver 580.1, torch 2.11.0" in text
+    for changes in ({"dry": True}, {"quick": True}):
+        assert "Nothing has been measured" in results.readme_section(results_of(**changes))
+    page = results.section(results_of())
+    assert "- N=8192, mst: lm_head fused in 8." in page and "at most 989 TFLOP/s" in page
+    assert "dry run" not in page and "dry run" in results.section(results_of(dry=True))
+
+
+def test_readme_and_page_are_those_of_the_published_results():
+    data = results.published_data()
+    for path, section in (
+        (ROOT / "README.md", results.readme_section(data)),
+        (ROOT / "docs" / "results" / "gpu.md", results.section(data)),
+    ):
+        text = path.read_text(encoding="utf-8")
+        assert results.with_section(text, results.MARK, section) == text, (
+            f"{path} is not what `mstpass bench gpu --tables` writes"
+        )
+
+
+def test_a_published_run_writes_the_readme(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "README", tmp_path / "README.md")
+    (tmp_path / "README.md").write_text("# x\n")
+    monkeypatch.setattr(command.arguments, "RESULTS", tmp_path / "results")
+    State.open(tmp_path / "results", {**H200, "torch": "2", "quick": False, "dry": False})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "results" / "gpu.jsonl").rename(tmp_path / "elsewhere" / "gpu.jsonl")
+    assert command.main(["--tables", "--out", str(tmp_path / "elsewhere")]) == 0
+    assert (tmp_path / "README.md").read_text() == "# x\n"
