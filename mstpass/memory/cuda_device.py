@@ -9,6 +9,8 @@ import torch
 
 from mstpass.gpus import DEFAULT, gpu
 
+_LEAST_SHARED_MEMORY = 48 * 1024  # bytes of a block, on every device
+
 
 @dataclasses.dataclass(frozen=True)
 class CudaDevice:
@@ -28,5 +30,5 @@ def cuda_device(device: torch.device) -> CudaDevice:
     return CudaDevice(
         (found.major, found.minor),
         found.multi_processor_count,
-        int(found.shared_memory_per_block_optin),
+        int(getattr(found, "shared_memory_per_block_optin", _LEAST_SHARED_MEMORY)),
     )
