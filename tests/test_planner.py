@@ -32,6 +32,12 @@ from tests.planner_models import TINY, plan_sizes
 MIB = 2**20
 
 
+@pytest.fixture(autouse=True)
+def _one_workspace_of_cublas(monkeypatch):
+    """For all products, as before torch 2.15: a workspace is as large as the models here."""
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+
+
 def request(model, mib=512, **rest):
     training = Training(**{"dtype": "bf16", "optimizer": "adamw", **rest.pop("training", {})})
     return Request(model, training, mib * MIB, 0, **rest)
@@ -53,6 +59,16 @@ def test_eager_steps_hold_what_is_measured(tiny, recipe):
         getattr(found, "loss", found).backward()
 
     assert planned == pytest.approx(peak_bytes(step), rel=0.03)
+
+
+def test_a_product_may_have_a_workspace(tiny, monkeypatch):
+    """From torch 2.15 on each product allocates one, and an H100 is assumed."""
+    monkeypatch.setattr("mstpass.memory.cublas_workspace._ALLOCATED_EACH_TIME", "1.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    kept = eager_step(config_of(tiny), Training(), plain, 1024).parts.total
+    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE")
+    each = eager_step(config_of(tiny), Training(), plain, 1024).parts.total
+    assert 8 * MIB < each - kept <= 32 * MIB  # the peak may lie elsewhere
 
 
 def test_recipes_hold_less_one_after_the_other(tiny):
@@ -85,8 +101,11 @@ def test_a_scaled_problem_is_the_traced_one(tiny):
     for one, other in zip(
         (*scaled.values, *scaled.backward), (*whole.values, *whole.backward), strict=True
     ):
-        assert one.bytes == pytest.approx(other.bytes, rel=1e-3), one.name
-    assert set(long.workspaces) == set(short.workspaces) and len(long.workspaces) == 1
+        # A value with a row more than there are tokens is rounded to blocks, and not scaled.
+        assert one.bytes == pytest.approx(other.bytes, rel=1e-3, abs=64 * 1024), one.name
+        assert one.inner_bytes == pytest.approx(other.inner_bytes, rel=1e-3), one.name
+    attentions = [value for value in whole.backward if value.inner_bytes]
+    assert attentions and all("attention" in value.name for value in attentions)
 
 
 def test_tied_weights_have_two_gradients_until_they_are_added(tiny, tmp_path):

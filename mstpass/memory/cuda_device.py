@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
 from mstpass.gpus import DEFAULT, gpu
+
+_LEAST_SHARED_MEMORY = 48 * 1024  # bytes of a block, on every device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +26,9 @@ def cuda_device(device: torch.device) -> CudaDevice:
     if not torch.cuda.is_available():
         kind = gpu(DEFAULT)
         return CudaDevice(kind.capability, kind.multiprocessors, kind.shared_memory_per_block_bytes)
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)
     return CudaDevice(
         (found.major, found.minor),
         found.multi_processor_count,
-        int(found.shared_memory_per_block_optin),
+        int(getattr(found, "shared_memory_per_block_optin", _LEAST_SHARED_MEMORY)),
     )

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
-import torch
 from torch._inductor import config
+from torch._inductor.codegen.cuda_combined_scheduling import CUDACombinedScheduling
 from torch._inductor.codegen.simd_kernel_features import (
     EnableReduction,
     MemoryEstimator,
@@ -106,6 +106,5 @@ def _hint(size: Any) -> int:
 
 def probe() -> None:
     APIS.require()
-    backend = torch._inductor.codegen.cuda_combined_scheduling.CUDACombinedScheduling
-    fields = backend.__init__.__code__.co_names
+    fields = CUDACombinedScheduling.__init__.__code__.co_names
     APIS.expect("_triton_scheduling" in fields, "CUDACombinedScheduling has other schedulers")
