@@ -31,7 +31,6 @@ from torch._dynamo import device_interface
 from torch._inductor.fx_passes import joint_graph, pad_mm
 from torch._subclasses import fake_tensor
 
-
 from mstpass.gpus import Gpu
 from mstpass.torch_internals.dispatch_modes import TorchDispatchMode
 from mstpass.torch_internals.patches import SharedPatch
