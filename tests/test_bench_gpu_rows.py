@@ -70,7 +70,7 @@ def outcomes(ways, device=None, known=None, settings=None, wanted=None):
         settings or Settings(Path(), quick=True), case, wanted or names, known or Known()
     )
     job = job_from(json.loads(json.dumps(data)), device or CpuDevice(), send)
-    build = lambda: heads.workload(64, True, job.device.torch_device)
+    build = lambda device: heads.workload(64, True, device)
     try:
         side_by_side.measure(job, build, ways)
     except side_by_side.Restart:
@@ -314,6 +314,12 @@ def test_costs_are_kept_for_later(tmp_path, monkeypatch):
     later.write_text('{"A100": {"chunk_us": 9}}')
     assert chunks.store_for_later(tmp_path) == later
     assert json.loads(later.read_text()) == {"A100": {"chunk_us": 9}, "H200": {"chunk_us": 3}}
+
+
+def test_files_that_test_on_a_device_are_found():
+    names = cuda_tests.cases(Settings(Path()))[0].rows
+    assert names[0].startswith("cuda/") and {"test_losses.py", "test_numerics_mlp.py"} <= set(names)
+    assert "test_options.py" not in names
 
 
 def test_reports_of_tests_are_counted():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from mstpass.bench.gpu import llama
 from mstpass.bench.gpu.job import Job
 from mstpass.bench.gpu.rows import Case, Settings
@@ -22,15 +24,15 @@ def cases(settings: Settings) -> list[Case]:
 
 
 def work(job: Job) -> None:
-    measure(job, lambda: workload(job), ways())
+    measure(job, lambda device: workload(job.settings.quick, device), ways())
 
 
-def workload(job: Job) -> Workload:
-    size, device = llama.shape(job.settings.quick), job.device.torch_device
+def workload(quick: bool, device: torch.device) -> Workload:
+    size = llama.shape(quick)
     model, loss_of = llama.model_and_loss(size, device)
     return Workload(
-        fn=llama.loss_alone(loss_of),
-        args=(llama.token_ids(size, _tokens(job.settings.quick), device),),
+        fn=llama.LossAlone(model, loss_of),
+        args=(llama.token_ids(size, _tokens(quick), device),),
         leaves=list(model.parameters()),
     )
 

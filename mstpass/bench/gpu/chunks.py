@@ -41,14 +41,14 @@ def cases(settings: Settings) -> list[Case]:
 
 
 def work(job: Job) -> None:
-    device, quick = job.device.torch_device, job.settings.quick
+    quick = job.settings.quick
     if job.case.name == CALIBRATION:
         _calibrate(job)
     elif job.case.name == HEAD:
         tokens = _QUICK_TOKENS if quick else _TOKENS
-        measure(job, lambda: heads.workload(tokens, quick, device), head_ways(quick))
+        measure(job, lambda device: heads.workload(tokens, quick, device), head_ways(quick))
     else:
-        measure(job, lambda: mlps(quick, device), mlp_ways())
+        measure(job, lambda device: mlps(quick, device), mlp_ways())
 
 
 def head_ways(quick: bool) -> list[Way]:

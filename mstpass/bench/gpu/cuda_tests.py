@@ -1,7 +1,11 @@
-"""Part `tests`: the tests of generated code and of values that need a CUDA device, file by file."""
+"""Part `tests`: the tests that are marked ``cuda``, file by file: all that need a CUDA device.
+
+Those of ``tests/cuda`` come first, then the other files that test on every device.
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,16 +18,18 @@ from mstpass.bench.gpu.job import Job
 from mstpass.bench.gpu.rows import DRY, FAILED, MEASURED, SKIPPED, Case, Settings
 
 NAME = "tests"
-FOLDER = "tests/cuda"
+FOLDER, CUDA_FOLDER = "tests", "cuda"
 _ROOT = Path(__file__).parents[3]
 _NONE = "no files"  # the row where there are no tests
 _NO_TESTS = 5  # pytest's exit status
 _LIMIT_S = 240.0
+_ON_DEVICES = re.compile(r"def test_\w+\([^)]*\bdevice\b|mark\.cuda\b")
+_PROCESSES = 4  # most of a test is compilation
 _SHOWN = 5  # failed tests that a row names
 
 
 def cases(settings: Settings) -> list[Case]:
-    names = tuple(path.name for path in _files()) or (_NONE,)
+    names = tuple(str(path.relative_to(_ROOT / FOLDER)) for path in _files()) or (_NONE,)
     return [Case(NAME, FOLDER, names, _LIMIT_S)]
 
 
@@ -39,15 +45,20 @@ def work(job: Job) -> None:
 
 
 def _files() -> list[Path]:
-    return sorted((_ROOT / FOLDER).glob("test_*.py"))
+    folder = _ROOT / FOLDER
+    own = sorted((folder / CUDA_FOLDER).glob("test_*.py"))
+    others = (p for p in folder.glob("test_*.py") if _ON_DEVICES.search(p.read_text("utf-8")))
+    return [*own, *sorted(others)]
 
 
 def _run(job: Job, row: str) -> None:
     """Run one file's tests, or in a dry run collect them."""
     with tempfile.TemporaryDirectory(prefix="mstpass-gpu-") as folder:
         report = Path(folder) / "report.xml"
+        parallel = find_spec("xdist") is not None and job.device.runs
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"),
+            *(["-n", str(_PROCESSES)] if parallel else []),
             *([f"--junitxml={report}"] if job.device.runs else ["--collect-only"]),
             f"{FOLDER}/{row}",
         ]

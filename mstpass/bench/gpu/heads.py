@@ -39,7 +39,7 @@ def cases(settings: Settings) -> list[Case]:
 
 def work(job: Job) -> None:
     tokens = int(job.case.name.removeprefix("N="))
-    measure(job, lambda: workload(tokens, job.settings.quick, job.device.torch_device), ways())
+    measure(job, lambda device: workload(tokens, job.settings.quick, device), ways())
 
 
 def workload(tokens: int, quick: bool, device: torch.device) -> Workload:

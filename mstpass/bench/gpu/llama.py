@@ -122,14 +122,17 @@ def _plain_model(size: Shape, device: torch.device, way: str) -> tuple[nn.Module
     return model, loss_of
 
 
-def loss_alone(loss_of: LossOf) -> Callable[[Tensor], Tensor]:
+class LossAlone(nn.Module):
     """The loss without the outputs that come with it: what a compiled function should return."""
 
-    def loss(ids_BS: Tensor) -> Tensor:
-        result = loss_of(ids_BS)
-        return result if isinstance(result, Tensor) else result.loss
+    def __init__(self, model: nn.Module, loss_of: LossOf):
+        super().__init__()
+        self.model = model  # so that tools find the tensors of the loss
+        self._loss_of = loss_of
 
-    return loss
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        result = self._loss_of(ids_BS)
+        return result if isinstance(result, Tensor) else result.loss
 
 
 def token_ids(size: Shape, length: int, device: torch.device) -> Tensor:

@@ -141,10 +141,13 @@ class _Steps:
         self._device, self._row = job.device, row
         self._size = llama.shape(job.settings.quick)
         with job.device.tensors():
-            self._model, loss_of = llama.model_and_loss(
-                self._size, job.device.torch_device, WAYS[row]
-            )
-        self._loss_of = loss_of if row in (EAGER, CHECKPOINT) else llama.loss_alone(loss_of)
+            self._model, self._loss_of = self._made_on(job.device.torch_device)
+
+    def _made_on(self, device: torch.device) -> tuple[nn.Module, llama.LossOf]:
+        model, loss_of = llama.model_and_loss(self._size, device, WAYS[self._row])
+        if self._row in (EAGER, CHECKPOINT):  # whose loops hold the outputs
+            return model, loss_of
+        return model, llama.LossAlone(model, loss_of)
 
     def run(self, length: int) -> Probe:
         """Run two steps; the second one is measured."""
@@ -156,12 +159,14 @@ class _Steps:
 
     def trace(self, length: int) -> None:
         """Plan mst's step; run any other on tensors without memory."""
+        if self._row == MST:
+            meta = torch.device("meta")
+            loss_of = self._made_on(meta)[1]
+            explained(loss_of, (llama.token_ids(self._size, length, meta),), _OPTIONS)
+            return
         with self._device.tensors():
             ids_BS = llama.token_ids(self._size, length, self._device.torch_device)
-            if self._row != MST:
-                backward(self._model, lambda: self._loss_of(ids_BS))
-        if self._row == MST:
-            explained(self._loss_of, (ids_BS,), _OPTIONS)
+            backward(self._model, lambda: self._loss_of(ids_BS))
 
     def step(self, length: int) -> Callable[[], None]:
         ids_BS = llama.token_ids(self._size, length, self._device.torch_device)

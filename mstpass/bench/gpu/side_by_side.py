@@ -79,6 +79,9 @@ class Workload:
         return Step(loss_fn, self.leaves, self.tangent)
 
 
+Build = Callable[[torch.device], Workload]  # makes the workload on a device
+
+
 def inductor() -> Way:
     return Way(comparison.inductor())
 
@@ -91,11 +94,9 @@ def eager(name: str = "eager", fn: Callable[..., Tensor] | None = None, **rest: 
     return Way(comparison.eager(name), fn, **rest)
 
 
-def measure(job: Job, build: Callable[[], Workload], ways: Sequence[Way]) -> None:
+def measure(job: Job, build: Build, ways: Sequence[Way]) -> None:
     """Measure the wanted rows of a job; the name of a way is that of its row."""
-    with job.device.tensors():
-        workload = build()
-    bench = _Bench(job, workload) if job.device.runs else _DryBench(job, workload)
+    bench = _Bench(job, build) if job.device.runs else _DryBench(job, build)
     for number, way in enumerate(ways):
         wanted = way.name in job.wanted
         if wanted:
@@ -127,9 +128,11 @@ class _Bench:
         _reference: its value and gradients.
     """
 
-    def __init__(self, job: Job, workload: Workload):
+    def __init__(self, job: Job, build: Build):
         torch.compiler.reset()
-        self._job, self._workload = job, workload
+        self._job, self._build = job, build
+        with job.device.tensors():
+            self._workload = build(job.device.torch_device)
         self._base: tuple[str, Step] | None = None
         self._base_bytes: int | None = None
         self._reference: Outcome | None = None
@@ -195,7 +198,8 @@ class _DryBench(_Bench):
         if way.own_kernels:
             row.plan = "not traced: it launches kernels of its own"
         elif way.options is not None:
-            report = explained(self._workload.fn, self._workload.args, way.options)
+            planned = self._build(torch.device("meta"))
+            report = explained(planned.fn, planned.args, way.options)
             row.plan = ", ".join(f"{r.kind} {r.mode} in {r.num_chunks}" for r in report.regions)
             row.simulated_bytes = report.peak_bytes
             row.estimated = None if report.extra_time is None else 1 + report.extra_time
@@ -214,8 +218,12 @@ class _DryBench(_Bench):
 def explained(
     fn: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]
 ) -> mstpass.Report:
-    """What mst plans for a step on tensors without memory."""
-    return mstpass.explain(fn, *args, options={"strict": True, **options})
+    """What mst plans for a step on this machine's GPU; where it has none, on an H100.
+
+    Args:
+        fn: a function of its arguments alone, or a module; all tensors may be on meta.
+    """
+    return mstpass.explain(fn, *args, options={"strict": True, **options}, device="cuda")
 
 
 def figures(row: Row, base: Sequence[float] | None, workload: Workload) -> dict[str, Any]:
