@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,3 +191,22 @@ def test_measurements_take_the_place_of_estimates() -> None:
     assert costs.loop_us(small, 512) == pytest.approx(8 * 90.0)
     single = dataclasses.replace(work, products=head(8192, 4096, 128_256, torch.float32).products)
     assert costs.slowdown(single, 256) < 1.2, "where products are slow, accumulators weigh less"
+
+
+# ---- the page ----------------------------------------------------------------------------------
+def documented(name: str) -> str:
+    """The row of a GPU in docs/costs.md."""
+    kind = GPUS[name]
+    dtype = BF16 if BF16 in kind.flops_per_us else torch.float16
+    costs, work = GpuCosts(kind), head(8192, 4096, 128_256, dtype)
+    peak = f"{kind.flops_per_us[dtype] / 1e6:.0f}" + ("" if dtype == BF16 else " (fp16)")
+    slower = (f"{costs.relative_time(work, rows):.2f}x" for rows in (512, 1024, 2048))
+    whole_ms, least = costs.whole_us(work) / 1e3, costs.least_rows_of_products(work, 1.2)
+    bandwidth = f"{kind.memory_bytes_per_us / 1e3:.0f}"
+    return f"| {' | '.join([name, peak, bandwidth, f'{whole_ms:.1f}', *slower, str(least)])} |"
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_the_page_of_costs_shows_what_the_model_says(name: str) -> None:
+    page = Path(__file__).parent.parent / "docs" / "costs.md"
+    assert documented(name) in page.read_text(encoding="utf-8").splitlines()

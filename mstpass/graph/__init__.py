@@ -5,7 +5,9 @@ op_table.py, ops.py           what is known about each op; token_rules/, lineari
 tokens.py, chunk_form.py      token dims, and a node for one chunk of tokens
 token_dataflow.py             the token dims of all values of a graph
 sizes.py                      symbolic sizes
-node_cost.py, device_costs.py    operations and time of a node; time of loops by chunk length
+products.py, loop_work.py, traffic.py    products, loops and memory traffic as plain data
+node_cost.py                  operations and time of a node
+device_costs.py               the costs of a device: measured_costs.py, gpu_costs.py
 recompute_rules.py, checkpoint_policies.py    what backward may recompute: by op, by the user
 loop_op.py, materialization.py   the two ops that the passes add to a graph
 source_location.py, node_copies.py, node_meta.py, graph_text.py    names and metadata
