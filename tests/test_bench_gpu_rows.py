@@ -120,18 +120,20 @@ def test_rows_whose_first_way_did_not_run_have_no_ratio():
     assert found["eager"]["status"] == MEASURED and found["eager"]["ratio"] is None
 
 
-def test_a_way_made_from_the_peak_of_the_first():
+def test_a_way_made_from_earlier_peaks():
     seen = []
 
-    def from_base(size):
-        seen.append(size)
+    def from_peaks(peaks):
+        seen.append(dict(peaks))
         return eager("bytes")
 
-    way = dataclasses.replace(eager("bytes"), from_base=from_base)
-    found, _ = outcomes([base(), way])
-    assert seen == [found["Inductor"]["peak_bytes"]]
-    outcomes([base(), way], known=Known({"Inductor": found["Inductor"]}), wanted=("bytes",))
-    assert len(seen) == 2 and seen[0] == seen[1]
+    way = dataclasses.replace(eager("bytes"), from_peaks=from_peaks)
+    found, _ = outcomes([base(), eager(), way])
+    known = Known({name: found[name] for name in ("Inductor", "eager")})
+    outcomes([base(), eager(), way], known=known, wanted=("bytes",))
+    assert seen == [dict.fromkeys(("Inductor", "eager"), CpuDevice.peak)] * 2
+    with pytest.raises(RuntimeError, match="needs the peaks"):
+        blocks._half_way({})
 
 
 def test_out_of_memory_behind_other_errors():

@@ -13,7 +13,7 @@ from mstpass.bench.gpu.rows import Settings
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 _OUT = Path("gpu-out")
-_MINUTES = 10.0
+_MINUTES, _DRY_MINUTES = 10.0, 60.0
 _DESCRIPTION = """\
 Measure mst and others on this machine's CUDA device: the CUDA tests, loops
 and what their chunks cost, LM heads at Llama-3 sizes, Llama-3-8B-shaped
@@ -77,8 +77,8 @@ def parse(argv: Sequence[str]) -> Arguments:
     add(
         "--minutes",
         type=_minutes,
-        default=_MINUTES,
-        help="the most that this call may take (default: %(default)g)",
+        help=f"the most that this call may take (default {_MINUTES:g}; with --dry-run "
+        f"{_DRY_MINUTES:g})",
     )
     add("--quick", action="store_true", help="tiny sizes, to see that it runs")
     add(
@@ -103,7 +103,8 @@ def parse(argv: Sequence[str]) -> Arguments:
         memory_bytes=given.memory,
     )
     names = tuple(name for name in PARTS if name in (given.part or PARTS))
-    return Arguments(settings, names, 60 * given.minutes, given.tables)
+    minutes = given.minutes or (_DRY_MINUTES if given.dry_run else _MINUTES)
+    return Arguments(settings, names, 60 * minutes, given.tables)
 
 
 def _minutes(text: str) -> float:

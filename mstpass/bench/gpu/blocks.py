@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 
@@ -12,9 +13,9 @@ from mstpass.bench.gpu.rows import Case, Settings
 from mstpass.bench.gpu.side_by_side import Way, Workload, eager, inductor, measure, mst
 
 NAME = "blocks"
-TOKENS, QUICK_TOKENS = 8192, 1024
-BYTES_SHARE = 0.6  # the budget in bytes, as a share of the peak of Inductor's step
-_BYTES = f"mst, {100 * BYTES_SHARE:.0f} % of Inductor's bytes"
+TOKENS, QUICK_TOKENS = 16_384, 1024
+_LEAST, _FREE = "mst, memory_budget=0.0", "mst, memory_budget=1.0 (free)"
+_BYTES = "mst, memory_budget in bytes"  # half-way between the peaks of the two
 _LIMIT_S = 180.0
 
 
@@ -45,15 +46,17 @@ def ways() -> list[Way]:
     return [
         inductor(),
         mst("mst"),
-        mst("mst, memory_budget=0.0", memory_budget=0.0),
-        mst("mst, memory_budget=1.0 (free)", memory_budget=1.0),
+        mst(_LEAST, memory_budget=0.0),
+        mst(_FREE, memory_budget=1.0),
         mst("mst, memory_budget=0.5", memory_budget=0.5),
-        dataclasses.replace(mst(_BYTES), from_base=_within_bytes),
+        dataclasses.replace(mst(_BYTES), from_peaks=_half_way),
         mst("mst, memory_budget=0.25", memory_budget=0.25),
         mst("mst, memory_budget=0.75", memory_budget=0.75),
         eager(),
     ]
 
 
-def _within_bytes(inductor_bytes: int) -> Way:
-    return mst(_BYTES, memory_budget=int(BYTES_SHARE * inductor_bytes))
+def _half_way(peaks: Mapping[str, int]) -> Way:
+    if not {_LEAST, _FREE} <= peaks.keys():
+        raise RuntimeError(f"needs the peaks of {_LEAST!r} and {_FREE!r}")
+    return mst(_BYTES, memory_budget=(peaks[_LEAST] + peaks[_FREE]) // 2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class Way:
         options: mst's options; None for other ways.
         missing: why it cannot be run here.
         own_kernels: it launches kernels of its own, which cannot be traced without a GPU.
-        from_base: makes the way from the peak of the first way's step, in bytes.
+        from_peaks: makes the way from the peaks of earlier rows in bytes, by row.
     """
 
     contender: Contender
@@ -47,7 +47,7 @@ class Way:
     options: Mapping[str, Any] | None = None
     missing: str = ""
     own_kernels: bool = False
-    from_base: Callable[[int], Way] | None = None
+    from_peaks: Callable[[Mapping[str, int]], Way] | None = None
 
     @property
     def name(self) -> str:
@@ -109,7 +109,7 @@ def measure(job: Job, build: Build, ways: Sequence[Way]) -> None:
             if number == 0:
                 bench.add_base(way, wanted)
             elif wanted:
-                bench.add(way if way.from_base is None else way.from_base(bench.base_bytes()))
+                bench.add(way if way.from_peaks is None else way.from_peaks(bench.peaks))
         except Restart:
             raise
         except Exception as error:
@@ -126,6 +126,7 @@ class _Bench:
     Attributes:
         _base: the name and the step of the first way; None if it cannot run.
         _reference: its value and gradients.
+        peaks: bytes of the rows that were measured, by name; in a dry run simulated ones.
     """
 
     def __init__(self, job: Job, build: Build):
@@ -134,14 +135,8 @@ class _Bench:
         with job.device.tensors():
             self._workload = build(job.device.torch_device)
         self._base: tuple[str, Step] | None = None
-        self._base_bytes: int | None = None
         self._reference: Outcome | None = None
-
-    def base_bytes(self) -> int:
-        """The peak of the first way's step."""
-        if self._base_bytes is None:
-            raise RuntimeError("the peak of Inductor's step is not known")
-        return self._base_bytes
+        self.peaks = dict(_peaks(job.known.outcomes))
 
     def add_base(self, way: Way, wanted: bool) -> None:
         """Prepare the first way, and measure it if its row is wanted."""
@@ -152,9 +147,6 @@ class _Bench:
         self._base, self._reference = (way.name, step), outcome
         if wanted:
             self._finish(way, row, {way.name: step})
-            self._base_bytes = row.peak_bytes
-        elif known is not None:
-            self._base_bytes = known["peak_bytes"]
 
     def add(self, way: Way) -> None:
         row, step = self._first(way)[:2]
@@ -176,7 +168,7 @@ class _Bench:
     def _finish(self, way: Way, row: Row, steps: Mapping[str, Step]) -> None:
         device, job = self._job.device, self._job
         step = steps[way.name]
-        row.peak_bytes = device.peak_bytes(step)
+        self.peaks[way.name] = row.peak_bytes = device.peak_bytes(step)
         with recompilation_fails():  # a recompilation would be timed as a step
             seconds = time_in_turn(device, steps, job.settings.quick)
         base = seconds[self._base[0]] if self._base is not None else None
@@ -204,7 +196,8 @@ class _DryBench(_Bench):
             row.simulated_bytes = report.peak_bytes
             row.estimated = None if report.extra_time is None else 1 + report.extra_time
             extra["baseline_bytes"] = report.outcome.baseline_peak_bytes
-            self._base_bytes = report.outcome.baseline_peak_bytes
+            if report.peak_bytes is not None:
+                self.peaks[way.name] = report.peak_bytes
         else:
             with self._job.device.tensors():
                 step()
@@ -213,6 +206,14 @@ class _DryBench(_Bench):
         row.peak_bytes, row.seconds = self._job.device.peak_bytes(step), seconds[way.name]
         base = seconds[next(iter(seconds))]
         self._job.finish(way.name, DRY, **figures(row, base, self._workload), **extra)
+
+
+def _peaks(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, int]]:
+    """The peaks of finished rows; of dry ones as simulated."""
+    for name, outcome in outcomes.items():
+        size = outcome.get("simulated_bytes" if outcome["status"] == DRY else "peak_bytes")
+        if size:
+            yield name, size
 
 
 def explained(
