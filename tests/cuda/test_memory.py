@@ -57,7 +57,7 @@ def transformer(dtype: torch.dtype = BF16, masked: bool = False) -> Step:
 CASES: dict[str, tuple[Callable[[], Step], dict[str, Any]]] = {
     "head": (lambda: head(4096, 256, 32000), {}),
     "a head that is left whole": (lambda: head(4096, 256, 32000), {"chunk": "off"}),
-    "mlps": (lambda: mlps("swiglu", 8192, 256), {"memory_budget": 0.0}),
+    "mlps": (lambda: mlps("swiglu", 8192, 256), {"chunk_tokens": 1024}),
     "flash": (transformer, {"gpu": "a100"}),
     "efficient": (lambda: transformer(FP32, masked=True), {"gpu": "a100"}),
     "cudnn": (transformer, {"gpu": "h100"}),
@@ -82,7 +82,7 @@ def test_the_scheduled_peak_is_the_simulated_one(
     step, options = CASES[name]
     outcome = dry_run(*step(), **options).report.outcome
     assert outcome.scheduled_peak_bytes is not None
-    assert outcome.peak_bytes == pytest.approx(outcome.scheduled_peak_bytes, rel=0.04)
+    assert outcome.peak_bytes == pytest.approx(outcome.scheduled_peak_bytes, rel=0.05)
     calls = [op for schedule in readers[-1]._schedules for c in schedule.calls for op in c.ops]
     products = sum("product" in op.op or "mm" in op.op for op in calls)
     attentions = [op for op in calls if "attention" in op.op]
