@@ -86,3 +86,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("planner") / "config.json"
     path.write_text(json.dumps(TINY), encoding="utf-8")
     return str(path)
+
+
+@pytest.fixture
+def one_cublas_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products share a workspace, as before torch 2.15: it is as large as a tiny model."""
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")

@@ -32,10 +32,7 @@ from tests.planner_models import TINY, plan_sizes
 MIB = 2**20
 
 
-@pytest.fixture(autouse=True)
-def _one_workspace_of_cublas(monkeypatch):
-    """For all products, as before torch 2.15: a workspace is as large as the models here."""
-    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+pytestmark = pytest.mark.usefixtures("one_cublas_workspace")
 
 
 def request(model, mib=512, **rest):

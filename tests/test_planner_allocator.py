@@ -155,7 +155,7 @@ def test_a_compiled_steps_order_has_its_peak(tiny, budget):
     traced = trace(config_of(tiny), Training(), 4096, (budget,))
     problem = traced.problem_at(traced.length, budget)
     found = SOLVERS[AUTO](problem, 0 if budget == 0.0 else None)
-    step = CompiledStep(traced, problem, found, traced.length)
+    step = CompiledStep(traced, problem, found)
     assert most_alive(step.events) == step.parts.total == step._simulation.peak_bytes
     assert len([e for e in step.events if e.bytes is None]) > 20
 
@@ -174,6 +174,7 @@ def test_the_peak_that_was_published_for_mini_sequences():
     assert total / 2**30 == pytest.approx(74.807, rel=0.001)
 
 
+@pytest.mark.usefixtures("one_cublas_workspace")
 def test_gaps_make_sequences_shorter(tiny):
     ask = functools.partial(asked, tiny, 64)
     without, caching = plan(ask()), plan(ask(allocator=CACHING))
@@ -185,6 +186,7 @@ def test_gaps_make_sequences_shorter(tiny):
     assert longer.name == EAGER and not longer.fits and longer.total_bytes > 64 * MIB
 
 
+@pytest.mark.usefixtures("one_cublas_workspace")
 def test_an_optimizers_step_can_be_the_peak(tiny):
     training = {"optimizer": "adamw", "optimizer_step": "foreach"}
     rows = {row.name: row for row in plan(asked(tiny, 64, training, length=16)).rows}
@@ -194,6 +196,7 @@ def test_an_optimizers_step_can_be_the_peak(tiny):
         assert rows[name].parts.gradients == 2 * numel and rows[name].parts.saved == 0
 
 
+@pytest.mark.usefixtures("one_cublas_workspace")
 def test_padding_is_skipped_by_attention(tiny):
     saved = [
         eager_step(config_of(tiny), Training(document=n), plain, 2048).parts.saved
