@@ -26,7 +26,7 @@ from mstpass.normalize import normalized
 from mstpass.options import Options
 from mstpass.partition.budget import solve_within
 from mstpass.partition.build_problem import cut_problem
-from mstpass.partition.reconstruct import reconstruct
+from mstpass.partition.reconstruct import most_won_bytes, reconstruct
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes, without_loops
 from mstpass.partition.solvers.loops_that_help import loops_that_help
@@ -330,11 +330,12 @@ def is_lower_without_loops(
 ) -> bool:
     """Whether the step without loops has a lower simulated peak, by reconstruction as well."""
     before = problem.once(without_loops)
+    saved = before.plan.saved
     if before.peak_bytes < peak_bytes:
         return True
-    if before.peak_bytes - before.saved_bytes >= peak_bytes:  # no reconstruction wins more
+    won_bytes = most_won_bytes(joint, before.problem, saved, options.reconstruct)
+    if before.peak_bytes - won_bytes >= peak_bytes:
         return False
-    saved = before.plan.saved
     reduced, kept, done = _reconstruct(joint, before.problem, saved, frozenset(), options)
     if not done:
         return False
