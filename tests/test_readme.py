@@ -46,7 +46,7 @@ def test_python_blocks_run(tmp_path, monkeypatch):
 def rows(path):
     """The cells of each table row, without marks of emphasis and without ranges in brackets.
 
-    The table of GPU results has a test of its own (tests/test_bench_gpu_rows.py).
+    The table of GPU results has a test of its own (tests/test_bench_gpu_results.py).
     """
     for line in GPU.sub("", path.read_text(encoding="utf-8")).splitlines():
         if line.startswith("| "):

@@ -93,7 +93,7 @@ class _HeadTile(Function):
         logits_TV = F.linear(x_TD, weight_VD.to(x_TD.dtype)).float()
         grad_TV = F.softmax(logits_TV, dim=-1)
         del logits_TV
-        grad_TV[torch.arange(len(target_T)), target_T] -= 1
+        grad_TV[torch.arange(len(target_T), device=target_T.device), target_T] -= 1
         grad_TV = grad_TV.mul_(grad_outputs[0]).to(x_TD.dtype)
         if weight_VD.grad is None:
             weight_VD.grad = torch.zeros_like(weight_VD)
