@@ -124,10 +124,11 @@ def test_more_memory_is_never_a_shorter_sequence(tiny):
 
 
 def test_the_longest_plan_fits_and_a_longer_one_does_not(tiny):
-    row = plan(request(tiny, 48, alone=True)).own
-    assert row.fits and row.length > 4096 and row.total_bytes <= 48 * MIB
-    longer = plan(request(tiny, 48, alone=True, length=int(1.1 * row.length))).own
-    assert not longer.fits and longer.total_bytes > 48 * MIB
+    # So many tokens that this small model has loops on a GPU, where it needs thousands for each.
+    row = plan(request(tiny, 160, alone=True)).own
+    assert row.fits and row.length > 4096 and row.total_bytes <= 160 * MIB
+    longer = plan(request(tiny, 160, alone=True, length=int(1.1 * row.length))).own
+    assert not longer.fits and longer.total_bytes > 160 * MIB
 
 
 def test_rows_of_one_length(tiny):

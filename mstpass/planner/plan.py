@@ -58,7 +58,7 @@ _KEEPS = {
 }
 _FREE, _LEAST = "free", 0.0  # values of memory_budget
 _START = 4096  # tokens of the first guess
-_NEAR = (0.5, 16.0)  # a trace is scaled to lengths between these multiples of its own
+_NEAR = (0.5, 2.0)  # a trace is scaled to lengths between these multiples of its own
 _SHRINK = 0.995
 _SHORTER = 0.99  # factor of the next length where gaps leave no room
 _TRIES = 6

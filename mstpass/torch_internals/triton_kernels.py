@@ -54,6 +54,7 @@ APIS = PrivateApis(
         "torch._inductor.scheduler.MixOrderReduction.get_numel_rnumel",
         "torch._inductor.scheduler.Scheduler.get_backend",
         "torch._inductor.scheduler.SchedulerNode",
+        "torch._inductor.virtualized.V",
     ),
     checked=("2.11", "2.13", "2.15"),
 )

@@ -49,7 +49,7 @@ class State:
         state = State(folder / FILE, {"schema": SCHEMA, **header})
         if not state.path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            state._append(state.header)
+            state.append(state.header)
             return state
         found = State.read(folder)
         differs = [key for key in state.header if found.header.get(key) != state.header[key]]
@@ -73,7 +73,7 @@ class State:
             raise OtherState(f"{path} is not a state file of mstpass bench gpu")
         state = State(path, lines[0])
         for line in lines[1:]:
-            state._take(line)
+            state.take(line)
         return state
 
     # ---- writing -------------------------------------------------------------------------------
@@ -87,14 +87,14 @@ class State:
         self._add({"kind": "probe", **_place(case, row), "probe": dict(probe)})
 
     def _add(self, line: dict[str, Any]) -> None:
-        self._append(line)
-        self._take(line)
+        self.append(line)
+        self.take(line)
 
-    def _append(self, line: Mapping[str, Any]) -> None:
+    def append(self, line: Mapping[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _take(self, line: Mapping[str, Any]) -> None:
+    def take(self, line: Mapping[str, Any]) -> None:
         rest = {key: value for key, value in line.items() if key != "kind"}
         if line["kind"] == "run":
             self.runs.append(rest)
