@@ -38,6 +38,8 @@ _SETTINGS = {
     "use_static_triton_launcher | use_static_cuda_launcher": False,
 }
 _WARP_THREADS = 32
+# Functions that a build without CUDA lacks, and what Inductor is told.
+_OF_CUDA_BUILDS = {"_cuda_getCurrentRawStream": 0, "_cuda_cudaCachingAllocator_is_enabled": True}
 
 
 @dataclasses.dataclass
@@ -100,11 +102,10 @@ def generated_code(
             (AlgorithmSelectorCache, "make_benchmark_fn", _unmeasured),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        if not hasattr(torch._C, "_cuda_getCurrentRawStream"):  # in a build without CUDA
-            stream = mock.patch.object(
-                torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0
-            )
-            stack.enter_context(stream)
+        for name, answer in _OF_CUDA_BUILDS.items():
+            if not hasattr(torch._C, name):
+                told = mock.patch.object(torch._C, name, create=True, return_value=answer)
+                stack.enter_context(told)
         stack.enter_context(inductor_config.patch(settings))
         yield found
 

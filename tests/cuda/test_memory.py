@@ -82,7 +82,9 @@ def test_the_scheduled_peak_is_the_simulated_one(
     step, options = CASES[name]
     outcome = dry_run(*step(), **options).report.outcome
     assert outcome.scheduled_peak_bytes is not None
-    assert outcome.peak_bytes == pytest.approx(outcome.scheduled_peak_bytes, rel=0.05)
+    # Steps this small have single buffers of a few per cent of their peak.
+    scheduled = pytest.approx(outcome.scheduled_peak_bytes, rel=0.05, abs=4 * 2**20)
+    assert outcome.peak_bytes == scheduled
     calls = [op for schedule in readers[-1]._schedules for c in schedule.calls for op in c.ops]
     products = sum("product" in op.op or "mm" in op.op for op in calls)
     attentions = [op for op in calls if "attention" in op.op]
