@@ -125,6 +125,7 @@ def test_auto_is_the_memory_of_the_pretended_gpu() -> None:
     [
         ("gpu9", None, "'gpu9' is not a device"),
         ("cpu", "h100", "the device is cpu"),
+        ("meta", None, "tensors on meta stand for"),
         ("cuda", "h1000", "did you mean 'h100'"),
     ],
 )
@@ -161,6 +162,11 @@ def test_an_unknown_gpu_on_the_command_line(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit, match="2"):
         main(["explain", "train.py:loss", "--gpu", "h10"])
     assert "did you mean" in capsys.readouterr().err
+
+
+def test_a_gpu_and_another_device_contradict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "train.py:loss", "--gpu", "h100", "--device", "cpu"]) == 2
+    assert "the device is cpu" in capsys.readouterr().err
 
 
 def test_lint_for_a_gpu_computes_nothing() -> None:

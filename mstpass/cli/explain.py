@@ -153,8 +153,9 @@ def _reports(arguments: argparse.Namespace) -> list[Report]:
     given: torch.device | None = arguments.device
     if arguments.gpu is not None and given is None:
         given = torch.device("cuda")
-    # Other devices are those of the tensors that the file makes.
-    target = given if given is not None and given.type == "cuda" else None
+    # Without a kind of GPU, other devices are those of the tensors that the file makes.
+    on_cuda = given is not None and given.type == "cuda"
+    target = given if on_cuda or arguments.gpu is not None else None
     with traced_for(target, arguments.gpu) as device:
         with tensors_made_for(given):
             fn, args, kwargs = _load_step(arguments)

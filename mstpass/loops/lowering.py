@@ -1,6 +1,7 @@
 """Lower ``mst_loop`` to Inductor's ``while_loop``, with accumulators that are updated in place.
 
-    buffers = empty for each output that the first chunk writes, zeros for each other sum
+    buffers = empty for each output that the first chunk writes, zeros for each other sum, and for
+              all sums if the loop may have no chunk
     i, *buffers = while_loop(cond, step, (0, *buffers), (*sliced, *whole, *symbols))
 
 ``cond`` and ``step`` are the graphs of loops/while_loop_step.py. ``symbols`` are the inputs that
@@ -73,8 +74,9 @@ class _Lowering:
                 getattr(self.root, body.target), tuple(specs), len(sliced), len(whole)
             )
             device = call.meta["val"][0].device
+            has_chunks = sizes[0] is not None  # a batch of any length may have no tokens
             buffers = [
-                self._buffer(spec, device, loop_call.starts_empty(position))
+                self._buffer(spec, device, loop_call.starts_empty(position, has_chunks))
                 for position, spec in enumerate(specs)
             ]
             zero = self.builder.call(counter, 0)

@@ -87,10 +87,16 @@ class LoopCall:
                 result.add_to(buffer, start)
         return buffers
 
-    def starts_empty(self, position: int) -> bool:
-        """Whether the first chunk overwrites an output's buffer, so that it needs no zeros."""
+    def starts_empty(self, position: int, has_chunks: bool) -> bool:
+        """Whether an output's buffer needs no zeros, because the first chunk overwrites it.
+
+        Args:
+            has_chunks: there is a first chunk, whatever the batch.
+        """
+        if self.specs[position][0] == STACK:
+            return True
         outputs: Any = self.body.graph.output_node().args[0]
-        return self.specs[position][0] == STACK or is_written_in_place(outputs[position])
+        return has_chunks and is_written_in_place(outputs[position])
 
 
 def fixed_step(

@@ -39,8 +39,6 @@ from mstpass.torch_internals.pretended_gpu_engine import NoPretendedGpu, engine_
 from mstpass.torch_internals.private_apis import PrivateApis
 from mstpass.torch_internals.settings import compiled_in_one_process
 
-_Interface = device_interface.CudaInterface
-
 __all__ = ["NoPretendedGpu", "is_pretended", "pretended_gpu"]
 
 APIS = PrivateApis(

@@ -93,8 +93,13 @@ def _device(device: torch.device | str | None, gpu: str | None) -> torch.device 
         found = torch.device(device)
     except RuntimeError:
         raise DeviceError(
-            f"{str(device)!r} is not a device; write cuda, cpu or meta, for instance"
+            f"{str(device)!r} is not a device; write cuda or cpu, for instance"
         ) from None
+    if found.type == "meta" and gpu is None:
+        raise DeviceError(
+            "tensors on meta stand for those of another device: leave device out for the default "
+            "device, or write cuda"
+        )
     if gpu is not None and found.type != "cuda":
         raise DeviceError(f"gpu={gpu!r} names a kind of GPU, but the device is {found}; write cuda")
     return found
