@@ -33,8 +33,9 @@ def test_every_row_is_stacked_and_summed_once(chunk: int) -> None:
         torch.testing.assert_close(summed, (x @ w).sum(0))
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 15, 16, 17, 31, 32])
-def test_chunks_that_fit_the_tokens(tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [0, 1, 7, 15, 16, 17, 31, 32, 127, 130])
+@pytest.mark.parametrize("chunk", [15, 64])
+def test_chunks_that_fit_the_tokens(tokens: int, chunk: int) -> None:
     x, w = torch.randn(tokens, 4, dtype=torch.double), torch.randn(4, 3, dtype=torch.double)
     lengths = []
 
@@ -44,11 +45,15 @@ def test_chunks_that_fit_the_tokens(tokens: int) -> None:
         return x @ w, (x @ w).sum(0)
 
     specs = ((STACK, (tokens, 3), torch.double), (SUM, (3,), torch.double))
-    stacked, summed = run_eagerly(body, None, 16, tokens, specs, (x,), (w,))
+    stacked, summed = run_eagerly(body, None, chunk, tokens, specs, (x,), (w,))
     torch.testing.assert_close(stacked, x @ w)
     torch.testing.assert_close(summed, (x @ w).sum(0))
-    assert sum(lengths) == tokens and len(lengths) == -(-tokens // 16)
-    assert max(lengths) - min(lengths) < len(lengths)
+    assert sum(lengths) == tokens and len(lengths) == -(-tokens // chunk)
+    assert max(lengths, default=0) <= chunk and len(set(lengths[:-1])) <= 1
+    if chunk == 64:
+        assert all(length % 16 == 0 for length in lengths[:-1]), "rows stay aligned"
+    else:
+        assert not lengths or max(lengths) - min(lengths) < len(lengths)
 
 
 def test_inputs_that_start_inside_their_storage() -> None:

@@ -14,7 +14,8 @@ one before it if c does not divide N. The values in ``whole`` are passed to ever
 
 If N is symbolic, ``num_chunks`` is None, and the chunks fit the batch at hand: as few chunks of at
 most c rows as hold N tokens, all of equal length except for the last, which ends with the tokens
-(one chunk of N rows if N < c). No chunks overlap, so there is no ``valid``. The first argument of
+(one chunk of N rows if N < c). The length is a multiple of 16 if c is one, so that rows of half
+precision stay aligned to 32 bytes. No chunks overlap, so there is no ``valid``. The first argument of
 the body is the length of the chunk: ``body(rows, *chunks, *whole)``.
 
 Unlike ``while_loop`` the op is cacheable: FxGraphCache and AOTAutogradCache accept graphs that hold
@@ -33,6 +34,7 @@ from mstpass.torch_internals.higher_order_ops import implement
 from mstpass.torch_internals.op_types import HigherOrderOperator
 
 STACK, SUM = "stack", "sum"
+_ALIGNED = 16  # tokens
 OutputSpec = tuple[str, tuple[Any, ...], torch.dtype]  # a size is an int, or a node of a graph
 
 
@@ -107,7 +109,7 @@ def _chunks(
 ) -> Iterator[_Chunk]:
     """Of each chunk: first row, length, and the body's arguments before and after its tensors."""
     if num_chunks is None:
-        length = fitted_length(chunk_tokens, num_tokens)
+        length = fitted_length(chunk_tokens, num_tokens) if num_tokens else 1
         for start in range(0, num_tokens, length):
             rows = min(length, num_tokens - start)
             yield start, rows, (rows,), ()
@@ -121,6 +123,12 @@ def _chunks(
 
 
 def fitted_length(chunk_tokens: int, num_tokens: int) -> int:
-    """The length of equal chunks of at most ``chunk_tokens`` rows; both may be symbolic."""
+    """The length of equal chunks of at most ``chunk_tokens`` rows; ``num_tokens`` may be symbolic.
+
+    It may exceed ``num_tokens``, by less than ``_ALIGNED``.
+    """
     num_chunks = (num_tokens + chunk_tokens - 1) // chunk_tokens
-    return (num_tokens + num_chunks - 1) // num_chunks
+    multiple = 1 if chunk_tokens % _ALIGNED else _ALIGNED
+    # In one division: rounding ceil(N / chunks) up to a multiple is ceil(N / (chunks * multiple)).
+    parts = num_chunks * multiple
+    return (num_tokens + parts - 1) // parts * multiple
