@@ -212,7 +212,7 @@ _CHECKS: dict[str, Check] = {
     "solver": _solver,
     "reconstruct": _one_of("exact", "tolerant", "off"),
     "accumulate": _one_of("float32", "input"),
-    "logits": _one_of("keep", not_yet=("drop",)),
+    "logits": _one_of("keep", "drop"),
     "strict": _strict,
     "inductor": _inductor,
     "report": _report,
