@@ -201,7 +201,7 @@ def _symbols_of_inputs(gm: fx.GraphModule) -> dict[sympy.Symbol, tuple[int, ...]
 def _note(output: DroppedOutput) -> str:
     shape = ", ".join(map(str, output.shape))
     return (
-        f"logits='drop': the step returns a placeholder for the logits {output.name} [{shape}], "
+        f"logits='drop': the step returns a placeholder for {output.name} [{shape}], "
         f"{bytes_text(output.bytes)}; reading it raises DroppedLogitsError"
     )
 
