@@ -47,7 +47,7 @@ class DroppedLogits(torch.Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})
         except DroppedLogitsError:
             raise
-        except (RuntimeError, TypeError, NotImplementedError) as error:  # .numpy(), .tolist()
+        except (RuntimeError, TypeError, ValueError) as error:  # .numpy(), float(...)
             raise DroppedLogitsError(_MESSAGE.format(op=_name(func))) from error
 
     @classmethod
