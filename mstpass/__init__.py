@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mstpass.compiling import compile, uncompile
     from mstpass.explainer import ExplainError, explain, explain_all
     from mstpass.linter import Finding, LintReport, lint, lint_compiled, lint_graphs
     from mstpass.options import OptionError, Options
@@ -14,10 +15,13 @@ if TYPE_CHECKING:
     from mstpass.problem.solver_registry import register_solver
     from mstpass.report.report import Report
     from mstpass.report.store import reports
+    from mstpass.returned_logits import DroppedLogits, DroppedLogitsError
 
 __version__ = "0.1.0"
 __all__ = [
     "ChunkPlan",
+    "DroppedLogits",
+    "DroppedLogitsError",
     "ExplainError",
     "Finding",
     "LintReport",
@@ -25,6 +29,7 @@ __all__ = [
     "Options",
     "Rejection",
     "Report",
+    "compile",
     "explain",
     "explain_all",
     "lint",
@@ -32,9 +37,12 @@ __all__ = [
     "lint_graphs",
     "register_solver",
     "reports",
+    "uncompile",
 ]
 _MODULES = {
     "ChunkPlan": "mstpass.plans",
+    "DroppedLogits": "mstpass.returned_logits",
+    "DroppedLogitsError": "mstpass.returned_logits",
     "ExplainError": "mstpass.explainer",
     "Finding": "mstpass.linter",
     "LintReport": "mstpass.linter",
@@ -42,6 +50,7 @@ _MODULES = {
     "Options": "mstpass.options",
     "Rejection": "mstpass.plans",
     "Report": "mstpass.report.report",
+    "compile": "mstpass.compiling",
     "explain": "mstpass.explainer",
     "explain_all": "mstpass.explainer",
     "lint": "mstpass.linter",
@@ -49,6 +58,7 @@ _MODULES = {
     "lint_graphs": "mstpass.linter",
     "register_solver": "mstpass.problem.solver_registry",
     "reports": "mstpass.report.store",
+    "uncompile": "mstpass.compiling",
 }
 
 
