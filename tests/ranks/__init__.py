@@ -1,0 +1,1 @@
+"""Programs that tests run on several ranks, and what they share."""
