@@ -11,7 +11,7 @@ A rank that compiles alone must not wait for the others for ever. There are two 
   They may compile a frame *again* at different times: then nobody is asked, and the number is at
   most what the ranks agreed on when they compiled the frame first.
 
-A rank whose number does not come within ``PATIENCE`` runs another program. From then on this one
+A rank whose number does not come within ``PATIENCE_S`` runs another program. From then on this one
 asks nobody any more, and writes that down too, so that nobody waits for it.
 
 Source: torch/_dynamo/distributed.py, torch/_dynamo/output_graph.py (``run_compiler_collective``),
@@ -21,7 +21,7 @@ torch/_guards.py (``CompileId``), torch/distributed/distributed_c10d.py.
 from __future__ import annotations
 
 import dataclasses
-import datetime
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -44,8 +44,8 @@ APIS = PrivateApis(
     ),
     checked=("2.11", "2.13", "2.15"),
 )
-PATIENCE = datetime.timedelta(seconds=120)
-_POLL = datetime.timedelta(seconds=1)  # how often a rank that waits looks for one that gave up
+PATIENCE_S = 120.0
+_POLL_S = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +125,11 @@ def _questions_to_ranks() -> _Questions:
 
 def _comes(store: Any, key: str, rank: int) -> bool:
     """Wait for another rank's number; False if it does not come."""
-    deadline = datetime.datetime.now() + PATIENCE
+    deadline = time.monotonic() + PATIENCE_S
     while not store.check([key]):
-        if store.check([f"alone/{rank}"]) or datetime.datetime.now() > deadline:
+        if store.check([f"alone/{rank}"]) or time.monotonic() > deadline:
             return False
-        try:
-            store.wait([key], _POLL)
-        except dist.DistStoreError:  # not yet
-            continue
+        time.sleep(_POLL_S)
     return True
 
 

@@ -13,6 +13,7 @@ torch/nn/parallel/distributed.py.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -23,47 +24,68 @@ from mstpass.torch_internals.private_apis import PrivateApis
 APIS = PrivateApis(
     names=(
         "torch._dynamo.backends.distributed.propagate_dynamo_source",
-        "torch._dynamo.backends.distributed.SubmodCompiler.compile_submod",
+        "torch._dynamo.backends.distributed.SubmodCompiler.compile_submod(input_mod)",
         "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
     ),
     checked=("2.11", "2.13", "2.15"),
 )
 DDP, FSDP2 = "DDP", "FSDP2"
-_SPLIT = "DDPOptimizer"  # in the reason that Dynamo gives for the end of a part
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How DDP's buckets have split a graph, seen from one part of it.
+
+    Attributes:
+        bucket_bytes: DDP's ``bucket_cap_mb``.
+        part: the number of this part, from 1 in the order of the forward.
+        parts: the number of parts.
+        entering: the (fake) tensors that come from earlier parts.
+    """
+
+    bucket_bytes: int
+    part: int
+    parts: int
+    entering: tuple[torch.Tensor, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper:
-    """The wrapper around a graph.
-
-    Attributes:
-        name: ``DDP`` or ``FSDP2``; empty without one.
-        bucket_bytes: DDP's ``bucket_cap_mb``, if its buckets split the graph; else 0.
-        entering: the (fake) tensors that come from earlier parts of a split graph.
-    """
+    """The wrapper around a graph: ``DDP`` or ``FSDP2``, or an empty name without one."""
 
     name: str = ""
-    bucket_bytes: int = 0
-    entering: tuple[torch.Tensor, ...] = ()
+    split: Split | None = None
 
 
 def wrapper_of(gm: fx.GraphModule) -> Wrapper:
-    """The wrapper around a graph that Dynamo has captured."""
+    """The wrapper around a graph that Dynamo is compiling."""
     if not torch.distributed.is_available():
         return Wrapper()
     from torch.nn.parallel import DistributedDataParallel
 
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is not None:
-        if not _is_part(gm):
-            return Wrapper(DDP)
-        return Wrapper(DDP, ddp.bucket_bytes_cap, tuple(_entering(gm)))
+        return Wrapper(DDP, _split(gm, ddp.bucket_bytes_cap))
     return Wrapper(FSDP2) if _is_sharded(gm) else Wrapper()
 
 
-def _is_part(gm: fx.GraphModule) -> bool:
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    return _SPLIT in str(getattr(reason, "reason", ""))
+def _split(gm: fx.GraphModule, bucket_bytes: int) -> Split | None:
+    """The split that the graph is a part of: its compiler is on the call stack."""
+    from torch._dynamo.backends.distributed import SubmodCompiler
+
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not SubmodCompiler.compile_submod.__code__:
+        frame = frame.f_back
+    whole = getattr(frame.f_locals.get("self"), "module", None)
+    if not isinstance(whole, fx.GraphModule) or frame.f_locals.get("input_mod") is not gm:
+        return None
+    calls = whole.graph.find_nodes(op="call_module")
+    part = next((i for i, call in enumerate(calls, 1) if _called(whole, call) is gm), 0)
+    return Split(bucket_bytes, part, len(calls), tuple(_entering(gm)))
+
+
+def _called(whole: fx.GraphModule, call: fx.Node) -> object:
+    return getattr(whole, str(call.target), None)
 
 
 def _entering(gm: fx.GraphModule) -> Iterator[torch.Tensor]:

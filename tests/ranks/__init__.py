@@ -1,1 +1,0 @@
-"""Programs that tests run on several ranks, and what they share."""

@@ -21,14 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+Found = dict[str, list[dict[str, Any]]]  # by case, the result of each rank
 ROOT = Path(__file__).parent.parent.parent
 _MEETING = datetime.timedelta(seconds=120)  # a rank that waits longer has lost the others
 
 
-def run_ranks(
-    module: str, cases: list[str], ranks: int = 2, **environ: str
-) -> dict[str, list[dict[str, Any]]]:
-    """What each case of ``tests/ranks/<module>.py`` returned: by case, one result for each rank."""
+def run_ranks(module: str, cases: list[str], ranks: int = 2) -> Found:
+    """What each case of ``tests/ranks/<module>.py`` returned."""
     with tempfile.TemporaryDirectory(prefix="mstpass-ranks-") as folder:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         program = ["-m", "tests.ranks.launch", folder, module, *cases]
@@ -36,7 +35,7 @@ def run_ranks(
         done = subprocess.run(
             [sys.executable, *launch, *program],
             cwd=ROOT,
-            env={**os.environ, **threads, **environ},
+            env={**os.environ, **threads},
             capture_output=True,
             text=True,
             timeout=900,
@@ -47,8 +46,8 @@ def run_ranks(
         files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
         by_rank = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     found = {case: [results[case] for results in by_rank] for case in cases}
-    errors = [result["error"] for each in found.values() for result in each if "error" in result]
-    assert not errors, "\n".join(errors)
+    failed = [result["failed"] for each in found.values() for result in each if "failed" in result]
+    assert not failed, "\n".join(failed)
     return found
 
 
@@ -62,7 +61,7 @@ def main(folder: str, module: str, *cases: str) -> None:
         try:
             found[case] = getattr(program, case)()
         except Exception:
-            found[case] = {"error": f"rank {dist.get_rank()}, {case}: {traceback.format_exc()}"}
+            found[case] = {"failed": f"rank {dist.get_rank()}, {case}: {traceback.format_exc()}"}
         dist.barrier()
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()

@@ -25,7 +25,9 @@ class Model(nn.Module):
     def __init__(self, layers: int = 2, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, WIDTH)
-        self.layers = nn.ModuleList(Block(WIDTH, GatedMLP(WIDTH, 4 * WIDTH, "silu")) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            Block(WIDTH, GatedMLP(WIDTH, 4 * WIDTH, "silu")) for _ in range(layers)
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
