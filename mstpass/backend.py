@@ -45,6 +45,7 @@ from mstpass.report import store
 from mstpass.report.collect_details import collect_details
 from mstpass.report.details import Details
 from mstpass.report.report import Report
+from mstpass.report.wrapper_notes import with_wrapper
 from mstpass.returned_logits import Drop, drop_logits
 from mstpass.schedule.attention_masks import materialize_masks
 from mstpass.schedule.delay_embedding_gradient import delay_scatters
@@ -56,6 +57,7 @@ from mstpass.torch_internals.compile_fx import (
     options_of_mode,
 )
 from mstpass.torch_internals.compiler_collectives import least_of_ranks
+from mstpass.torch_internals.data_parallel import wrapper_of
 from mstpass.torch_internals.donated_buffers import keep_safe_donations
 from mstpass.torch_internals.partitioners import (
     merge_equal_nodes,
@@ -121,12 +123,30 @@ def _compile(
     available_bytes = device_budget_bytes(options, example_inputs)
     if available_bytes is None:
         return _compiled_and_reported(gm, example_inputs, users, options, drop)
-    available_bytes = least_of_ranks(available_bytes)
+    available_bytes = _of_all_ranks(available_bytes, example_inputs)
     free = dataclasses.replace(options, memory_budget="free")
     with contextlib.suppress(_DoesNotFitError):
         return _compiled_and_reported(gm, example_inputs, users, free, drop, available_bytes)
     in_bytes = dataclasses.replace(options, memory_budget=available_bytes)
     return _compiled_and_reported(gm, example_inputs, users, in_bytes, drop)
+
+
+def _of_all_ranks(available_bytes: int, example_inputs: Sequence[Any]) -> int:
+    """The least that any rank has left, for a graph that has a backward.
+
+    Programs often evaluate on one rank alone, which must not wait for the others.
+    """
+    tensors = (x for x in example_inputs if isinstance(x, torch.Tensor))
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+        return available_bytes
+    agreed = least_of_ranks(available_bytes)
+    if agreed.alone:
+        warnings.warn(
+            f"mstpass: {agreed.alone}, so memory_budget='auto' counts the memory of one rank "
+            "alone. Where ranks run different programs, give each a memory_budget in bytes",
+            stacklevel=2,
+        )
+    return agreed.number
 
 
 class _DoesNotFitError(Exception):
@@ -152,6 +172,7 @@ def _compiled_and_reported(
         _check_fit(stored.outcome, available_bytes)
     limit_bytes = stored.outcome.limit_bytes if stored is not None else None
     partitioner = Partitioner(options, limit_bytes, available_bytes)
+    wrapper = wrapper_of(gm)
     try:
         compiled = _compiled(gm, example_inputs, users, partitioner)
     except _DoesNotFitError:
@@ -181,6 +202,7 @@ def _compiled_and_reported(
             raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
         warnings.warn(f"mstpass: {over}", stacklevel=2)
         report = report.with_outcome(notes=(*report.outcome.notes, over))
+    report = with_wrapper(report, wrapper)
     store.add(report, key, options.report, partitioner.seconds)
     return compiled
 

@@ -1,0 +1,123 @@
+"""DDP around a model, compiled in every way that people do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ranks import steps
+
+compiled = functools.partial(torch.compile, backend="mst", options={"strict": True})
+Build = Callable[[nn.Module], Callable[..., Tensor]]
+
+
+def _tried(build: Build) -> dict[str, Any]:
+    """Reports of a step, and the error of its gradients against eager DDP's."""
+    module = steps.model()
+    step = build(module)
+
+    def run() -> None:
+        loss = step(*steps.batch())
+        if loss is not None:
+            loss.backward()
+
+    reports = steps.reports_of(run)
+    return {"reports": reports, "error": steps.error(steps.gradients(module), _right())}
+
+
+@functools.cache
+def _right() -> list[Tensor]:
+    module = steps.model()
+    ddp = DistributedDataParallel(module)  # must live until the backward
+    ddp(*steps.batch()).backward()
+    return steps.gradients(module)
+
+
+def outside() -> dict[str, Any]:
+    """``torch.compile(DDP(model))``."""
+    return _tried(lambda model: compiled(DistributedDataParallel(model)))
+
+
+def inside() -> dict[str, Any]:
+    """``DDP(torch.compile(model))``."""
+    return _tried(lambda model: DistributedDataParallel(compiled(model)))
+
+
+def in_place() -> dict[str, Any]:
+    """``model.compile()``, then DDP."""
+
+    def build(model: nn.Module) -> nn.Module:
+        model.compile(backend="mst", options={"strict": True})
+        return DistributedDataParallel(model)
+
+    return _tried(build)
+
+
+def split() -> dict[str, Any]:
+    """Buckets so small that one of them ends inside of an MLP."""
+    return _tried(lambda model: compiled(DistributedDataParallel(model, bucket_cap_mb=1)))
+
+
+def whole() -> dict[str, Any]:
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        return _tried(lambda model: compiled(DistributedDataParallel(model, bucket_cap_mb=1)))
+
+
+def python_reducer() -> dict[str, Any]:
+    """The backward is compiled as well, with its all-reduces in the graph."""
+    how = {"optimize_ddp": "python_reducer", "compiled_autograd": True}
+
+    def build(model: nn.Module) -> Callable[..., Any]:
+        ddp = DistributedDataParallel(model)
+
+        def step(*batch: Tensor) -> None:
+            ddp(*batch).backward()
+
+        return compiled(step)
+
+    with torch._dynamo.config.patch(**how):
+        return _tried(build)
+
+
+def loss_outside() -> dict[str, Any]:
+    """The loss is computed from what DDP returns."""
+
+    def build(model: nn.Module) -> Callable[..., Tensor]:
+        ddp = DistributedDataParallel(model)
+
+        def step(ids: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(ddp(ids).flatten(0, 1), labels.flatten())
+
+        return compiled(step)
+
+    return _tried(build)
+
+
+def overlap() -> dict[str, Any]:
+    """What happens in which order: a gradient is there, or a bucket is being reduced."""
+    events: list[str] = []
+    model = steps.model()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    ddp = DistributedDataParallel(model)
+
+    def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
+        events.append("+".join(names[id(parameter)] for parameter in bucket.parameters()))
+        work = dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    ddp.register_comm_hook(None, reduce)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: events.append(names[id(p)]))
+    step = compiled(ddp)
+    for _ in range(2):  # after the first step, DDP makes its buckets anew
+        events.clear()
+        model.zero_grad()
+        step(*steps.batch()).backward()
+    return {"events": events, "error": steps.error(steps.gradients(model), _right())}

@@ -1,0 +1,71 @@
+"""Runs a program on several ranks, as ``torchrun`` does, and reads what each rank found.
+
+Starting processes and compiling take most of the time, so one program runs several cases. A case is
+a function of its module without arguments; it returns plain data for JSON. The ranks of a case meet
+before the next one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Found = dict[str, list[dict[str, Any]]]  # by case, the result of each rank
+ROOT = Path(__file__).parent.parent.parent
+_MEETING = datetime.timedelta(seconds=120)  # a rank that waits longer has lost the others
+
+
+def run_ranks(module: str, cases: list[str], ranks: int = 2) -> Found:
+    """What each case of ``tests/ranks/<module>.py`` returned."""
+    with tempfile.TemporaryDirectory(prefix="mstpass-ranks-") as folder:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        program = ["-m", "tests.ranks.launch", folder, module, *cases]
+        threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        done = subprocess.run(
+            [sys.executable, *launch, *program],
+            cwd=ROOT,
+            env={**os.environ, **threads},
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        output = f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        assert done.returncode == 0, output
+        files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
+        by_rank = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    found = {case: [results[case] for results in by_rank] for case in cases}
+    failed = [result["failed"] for each in found.values() for result in each if "failed" in result]
+    assert not failed, "\n".join(failed)
+    return found
+
+
+def main(folder: str, module: str, *cases: str) -> None:
+    dist.init_process_group("gloo", timeout=_MEETING)
+    found: dict[str, Any] = {}
+    program = importlib.import_module(f"tests.ranks.{module}")
+    for case in cases:
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        try:
+            found[case] = getattr(program, case)()
+        except Exception:
+            found[case] = {"failed": f"rank {dist.get_rank()}, {case}: {traceback.format_exc()}"}
+        dist.barrier()
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
