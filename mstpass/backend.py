@@ -54,6 +54,7 @@ from mstpass.torch_internals.compile_fx import (
     compile_fx,
     options_of_mode,
 )
+from mstpass.torch_internals.compiled_autograd import traces_backward_again
 from mstpass.torch_internals.compiler_collectives import least_of_ranks
 from mstpass.torch_internals.donated_buffers import keep_safe_donations
 from mstpass.torch_internals.partitioners import (
@@ -73,6 +74,10 @@ log = logging.getLogger(__name__)
 # it. That estimate leaves out what a loop needs inside and the workspace of attention.
 _OURS = {"allow_buffer_reuse": False}
 _MORE_ATTEMPTS = 3
+_NESTED = (
+    "this is a nested compile region: it is planned by itself, once for all calls of it, and what "
+    "it saves counts once for each call in the graph that calls it"
+)
 
 
 class MstpassError(RuntimeError):
@@ -121,7 +126,7 @@ def _compiled_and_reported(
     Raises:
         _DoesNotFitError: the step needs more than ``available_bytes``.
     """
-    key = store.graph_key(gm, example_inputs, uuid(options))
+    key = store.graph_key(gm, example_inputs, uuid(options, not traces_backward_again()))
     stored = store.recall(key)  # of a graph that comes from the compile cache
     if stored is not None:
         _check_fit(stored.outcome, available_bytes)
@@ -143,18 +148,23 @@ def _compiled_and_reported(
     report = partitioner.report
     if report is None:
         if stored is not None:
-            store.keep(stored)
+            for cached in (*store.recall_nested(key), stored):
+                store.keep(cached)
         return compiled
     if available_bytes is not None:
         store.remember(report, key)  # for later processes: the cache has the graph from now on
     _check_fit(report.outcome, available_bytes)
-    compiled, report = _within_budget(gm, example_inputs, users, options, compiled, report)
+    compiled, partitioner = _within_budget(
+        gm, example_inputs, users, options, compiled, partitioner
+    )
+    report = partitioner.report or report
     over = over_budget(report.outcome, options)
     if over:
         if options.strict:
             raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
         warnings.warn(f"mstpass: {over}", stacklevel=2)
         report = report.with_outcome(notes=(*report.outcome.notes, over))
+    store.add_nested(partitioner.nested, key, options.report)
     store.add(report, key, options.report, partitioner.seconds)
     return compiled
 
@@ -190,14 +200,15 @@ def _within_budget(
     users: dict[str, Any],
     options: Options,
     compiled: Any,
-    report: Report,
-) -> tuple[Any, Report]:
+    partitioner: Partitioner,
+) -> tuple[Any, Partitioner]:
     """Compile again with lower limits while Inductor's schedule needs more than the budget.
 
     Returns the attempt of the lowest peak: a plan of a lower simulated peak may need as much as
     the one before once Inductor has scheduled it.
     """
-    latest = report
+    latest = best = partitioner.report
+    assert latest is not None and best is not None
     for attempt in range(_MORE_ATTEMPTS):
         limit = tighter_limit_bytes(latest.outcome, options, last=attempt == _MORE_ATTEMPTS - 1)
         if limit is None:
@@ -213,9 +224,9 @@ def _within_budget(
         if tighter.report is None:
             break
         latest = tighter.report
-        if _is_lower(latest, report):
-            compiled, report = again, latest
-    return compiled, report
+        if _is_lower(latest, best):
+            compiled, partitioner, best = again, tighter, latest
+    return compiled, partitioner
 
 
 def _is_lower(report: Report, other: Report) -> bool:
@@ -256,9 +267,10 @@ def _sources_hash() -> str:
     return digest.hexdigest()
 
 
-def uuid(options: Options) -> str:
+def uuid(options: Options, loops_in_backward: bool = True) -> str:
     """A cache key of all that decides a plan besides the graph: sources, options, stored costs."""
-    return f"mstpass-{_sources_hash()}-{options.fingerprint()}-{device_costs.fingerprint()}"
+    key = f"mstpass-{_sources_hash()}-{options.fingerprint()}-{device_costs.fingerprint()}"
+    return key if loops_in_backward else f"{key}-forward-loops"
 
 
 class Partitioner(CustomPartitionerFn):
@@ -269,6 +281,8 @@ class Partitioner(CustomPartitionerFn):
         available_bytes: the memory of the device; a plan that needs more is an error.
         report: the plan of the graph; None until the partitioner is called. It is not called for a
             graph that comes from a compile cache.
+        nested: the plans of regions under ``torch.compiler.nested_compile_region``, with which the
+            partitioner is called before the graph that calls them.
         seconds: the time that each stage of the pipeline took.
     """
 
@@ -280,20 +294,30 @@ class Partitioner(CustomPartitionerFn):
     ):
         self.options, self.limit_bytes = options, limit_bytes
         self.available_bytes = available_bytes
+        self.loops_in_backward = not traces_backward_again()
         self.report: Report | None = None
+        self.nested: list[Report] = []
         self.seconds: Mapping[str, float] = {}
 
     @property
     def chunked(self) -> bool:
-        return self.report is not None and bool(self.report.regions)
+        return any(report.regions for report in (self.report, *self.nested) if report)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if self.report is not None:  # of a region that this graph, or another region, calls
+            notes = (*self.report.outcome.notes, _NESTED)
+            self.nested.append(self.report.with_outcome(notes=notes))
         merge_equal_nodes(gm)
         try:
-            known = pipeline_kwargs(kwargs)
-            result = pipeline.run(gm, self.options, limit_bytes=self.limit_bytes, **known)
+            result = pipeline.run(
+                gm,
+                self.options,
+                limit_bytes=self.limit_bytes,
+                loops_in_backward=self.loops_in_backward,
+                **pipeline_kwargs(kwargs),
+            )
             assert result.modules is not None
         except Exception as error:
             if self.options.strict:
@@ -320,7 +344,7 @@ class Partitioner(CustomPartitionerFn):
         # None means not cacheable: a user's solver may change while its name stays
         if not is_own(self.options.solver):
             return None
-        return f"{uuid(self.options)}-{self.limit_bytes}"
+        return f"{uuid(self.options, self.loops_in_backward)}-{self.limit_bytes}"
 
 
 def pipeline_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:

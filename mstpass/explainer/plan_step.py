@@ -34,6 +34,7 @@ from mstpass.partition.budget import fits
 from mstpass.regions.advice import is_output
 from mstpass.report.collect_details import collect_details
 from mstpass.report.report import Report
+from mstpass.torch_internals.compiled_autograd import traces_backward_again
 from mstpass.torch_internals.dynamo import GraphCompileReason
 from mstpass.tracing.devices import traced_for
 from mstpass.tracing.joint_graphs import (
@@ -208,10 +209,12 @@ def _report_maker(
 
     def make_report(module: fx.GraphModule, torch_kwargs: dict[str, Any]) -> Report:
         bound = given if device_bytes is None else dataclasses.replace(given, memory_budget="free")
-        result = pipeline.run(module, bound, **pipeline_kwargs(torch_kwargs))
+        known = pipeline_kwargs(torch_kwargs)
+        known["loops_in_backward"] = not traces_backward_again()
+        result = pipeline.run(module, bound, **known)
         if device_bytes is not None and not fits(result.outcome, device_bytes):
             bound = dataclasses.replace(given, memory_budget=device_bytes)
-            result = pipeline.run(module, bound, **pipeline_kwargs(torch_kwargs))
+            result = pipeline.run(module, bound, **known)
         details = collect_details(result)
         if details is not None and pareto:
             points = pareto_points(result, module, bound, torch_kwargs["num_fwd_outputs"])

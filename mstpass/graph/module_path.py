@@ -42,6 +42,7 @@ _HOLDS_ONE = frozenset(
 # In a holder, with a part behind it that counts or names: closures, partials, default arguments.
 _HOLDS_MANY = frozenset({"__closure__", "args", "keywords", "__defaults__", "__kwdefaults__"})
 _ARGUMENTS = frozenset({"args", "kwargs"})  # names of variables that hold any arguments
+_UNNAMED = frozenset({"self", "fn", *_ARGUMENTS})  # variables whose name says nothing of the model
 
 Stack = Mapping[str, tuple[str, Any]]
 
@@ -50,8 +51,8 @@ def module_path(stack: Stack | None) -> str:
     """The path of the innermost module of a ``nn_module_stack``; empty if there is none.
 
     The variable that holds the model is left out of the path. Where only a number would remain, as
-    in an ``nn.Sequential``, that variable, or the class of a model that is called ``self``, stands
-    before it. A module that is a global variable itself has the name of the variable.
+    in an ``nn.Sequential``, that variable stands before it, or the class of a model that is known
+    as ``self`` only. A module that is a global variable itself has the name of the variable.
     """
     if not stack:
         return ""
@@ -69,7 +70,7 @@ def _path(expression: str, outermost: str, owner: str) -> str:
     inside = parts[len(outer) :] if held else _without_holder(root, parts)
     path = [part for part in (*of_holder, *inside) if part not in _MACHINERY]
     if path and path[0].isdigit() and root:
-        return ".".join([owner if root == "self" and owner else root, *path])
+        return ".".join([owner if root in _UNNAMED and owner else root, *path])
     return ".".join(path) or (root if scope == "G" else "")
 
 

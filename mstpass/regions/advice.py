@@ -148,6 +148,11 @@ _ADVICE = (
         r"not linear in|reads a wide gradient",
         "clip or scale the loss instead: here the gradient of a wide value is changed on its way",
     ),
+    (
+        r"compiled autograd traces",
+        "leave compiled autograd off for this step (torch._dynamo.config.compiled_autograd); heads "
+        "with a scalar loss run in chunks in any case",
+    ),
     (r"torch's own budget", "remove that budget, and set the option memory_budget of mstpass"),
     # ---- what no user can change
     (

@@ -23,6 +23,7 @@ from mstpass.tracing.names import modules_near
 
 T = TypeVar("T")
 Setter = Callable[[Any], None]
+_CALLABLE = types.FunctionType | types.MethodType | nn.Module | functools.partial
 
 
 class FakeTensors:
@@ -191,5 +192,5 @@ def _callees(fn: types.FunctionType) -> Iterator[Any]:
         if isinstance(value, types.ModuleType):  # the functions and models that it uses of it
             members = (vars(value).get(name) for name in names)
             yield from (m for m in members if isinstance(m, types.FunctionType | nn.Module))
-        elif isinstance(value, types.FunctionType | types.MethodType | nn.Module):
+        elif isinstance(value, _CALLABLE):
             yield value
