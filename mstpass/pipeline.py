@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -86,6 +87,7 @@ def run(
     num_fwd_outputs: int,
     stop_after: str = "split",
     limit_bytes: int | None = None,
+    loops_in_backward: bool = True,
     **torch_kwargs: Any,
 ) -> Result:
     """Plan and rewrite one joint graph. ``module`` itself is not changed.
@@ -95,6 +97,7 @@ def run(
         stop_after: the name of a stage.
         limit_bytes: the highest simulated peak that the plan may have; it replaces the limit that
             follows from a budget in bytes.
+        loops_in_backward: whether the backward may have loops. If not, only fused regions have any.
         torch_kwargs: further arguments that AOTAutograd passes to a partitioner.
 
     Raises:
@@ -107,7 +110,8 @@ def run(
 
     def planned(limit: int | None) -> Result:
         with collector_paused():
-            return _run_stages(module, options, num_fwd_outputs, stop_after, limit, torch_kwargs)
+            joint = functools.partial(JointGraph, module, num_fwd_outputs)
+            return _run_stages(joint, options, loops_in_backward, stop_after, limit, torch_kwargs)
 
     result = planned(limit)
     budget = budget_bytes(options)
@@ -134,9 +138,9 @@ def _fits(result: Result, budget_bytes: int) -> bool:
 
 
 def _run_stages(
-    module: fx.GraphModule,
+    read: Callable[[], JointGraph],
     options: Options,
-    num_fwd_outputs: int,
+    loops_in_backward: bool,
     stop_after: str,
     limit_bytes: int | None,
     torch_kwargs: dict[str, Any],
@@ -148,9 +152,9 @@ def _run_stages(
     if limit_bytes == 0:
         options = dataclasses.replace(options, memory_budget=0.0)
     watch = _Stopwatch()
-    joint = JointGraph(module, num_fwd_outputs)
+    joint = read()
     watch.lap("read")
-    detected = pipeline_stages.detect(joint, options)
+    detected = pipeline_stages.detect(joint, options, loops_in_backward)
     watch.lap("detect")
     if stop_after in ("read", "detect"):
         return Result(_outcome((), detected.rejections))

@@ -45,6 +45,8 @@ from mstpass.problem.verify import InvalidPlan, verify
 from mstpass.schedule.second_rematerialization import add_second_rematerialization
 from mstpass.torch_internals.partitioners import has_torch_budget
 
+TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a loop in it"
+
 
 # ---- detect ------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Detected:
     rejections: tuple[Rejection, ...] = ()
 
 
-def detect(joint: JointGraph, options: Options) -> Detected:
+def detect(joint: JointGraph, options: Options, loops_in_backward: bool = True) -> Detected:
     """Find regions, in the joint graph as it is or in a normalized copy of it.
 
     The copy is used only if a region has a node that normalization changed. Otherwise the graph
@@ -70,6 +72,10 @@ def detect(joint: JointGraph, options: Options) -> Detected:
     candidates, rejections = find_candidates(prepared, options)
     if prepared is not joint and not any(changed.intersection(_members(c)) for c in candidates):
         prepared, (candidates, _) = joint, find_candidates(joint, options)
+    if not loops_in_backward:
+        refused = [candidate for candidate in candidates if not candidate.fused]
+        candidates = [candidate for candidate in candidates if candidate.fused]
+        rejections += [_rejected("detect", c.plans[0][1], TRACED_AGAIN) for c in refused]
     return Detected(prepared, tuple(candidates), tuple(rejections))
 
 

@@ -190,7 +190,7 @@ def test_a_failure_while_lowering_falls_back_too(monkeypatch: pytest.MonkeyPatch
     def broken(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("on purpose")
 
-    monkeypatch.setattr("mstpass.backend.lower_loops", broken)
+    monkeypatch.setattr("mstpass.inductor_hooks.lower_loops", broken)
     model = TinyLM(602, 32)
     ids = torch.randint(0, 602, (2, 300))
     loss_fn = lambda i: next_token_loss(model, i)

@@ -29,6 +29,7 @@ LAYERS = (
     ("pipeline_stages",),
     ("pipeline",),
     ("report",),
+    ("inductor_hooks",),
     ("backend",),
     ("compiling", "tracing"),
     ("explainer", "planner", "linter"),

@@ -16,7 +16,6 @@ import torch
 from torch import fx
 
 from mstpass import pipeline
-from mstpass.backend import pipeline_kwargs
 from mstpass.errors import UserError
 from mstpass.explainer.errors import (
     ExplainError,
@@ -28,6 +27,7 @@ from mstpass.explainer.errors import (
     stopped_note,
 )
 from mstpass.explainer.pareto import pareto_points
+from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.memory.device_budget import device_budget_bytes
 from mstpass.options import OptionError, Options
 from mstpass.partition.budget import fits
@@ -35,6 +35,7 @@ from mstpass.regions.advice import is_output
 from mstpass.report.collect_details import collect_details
 from mstpass.report.report import Report
 from mstpass.returned_logits import Drop, drop_logits
+from mstpass.torch_internals.compiled_autograd import traces_backward_again
 from mstpass.torch_internals.dynamo import GraphCompileReason
 from mstpass.tracing.devices import traced_for
 from mstpass.tracing.joint_graphs import (
@@ -215,10 +216,12 @@ class _ReportMaker:
     def report(self, module: fx.GraphModule, torch_kwargs: dict[str, Any]) -> Report:
         given, device_bytes = self._given, self._device_bytes
         bound = given if device_bytes is None else dataclasses.replace(given, memory_budget="free")
-        result = pipeline.run(module, bound, **pipeline_kwargs(torch_kwargs))
+        known = pipeline_kwargs(torch_kwargs)
+        known["loops_in_backward"] = not traces_backward_again()
+        result = pipeline.run(module, bound, **known)
         if device_bytes is not None and not fits(result.outcome, device_bytes):
             bound = dataclasses.replace(given, memory_budget=device_bytes)
-            result = pipeline.run(module, bound, **pipeline_kwargs(torch_kwargs))
+            result = pipeline.run(module, bound, **known)
         details = collect_details(result)
         if details is not None and self._pareto:
             points = pareto_points(result, module, bound, torch_kwargs["num_fwd_outputs"])

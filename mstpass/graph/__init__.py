@@ -10,5 +10,6 @@ node_cost.py                  operations and time of a node
 device_costs.py               the costs of a device: measured_costs.py, gpu_costs.py
 recompute_rules.py, checkpoint_policies.py    what backward may recompute: by op, by the user
 loop_op.py, materialization.py   the two ops that the passes add to a graph
-source_location.py, node_copies.py, node_meta.py, graph_text.py    names and metadata
+source_location.py, module_path.py    the user's lines and modules
+node_copies.py, node_meta.py, graph_text.py    names and metadata
 """

@@ -15,8 +15,8 @@ one before it if c does not divide N. The values in ``whole`` are passed to ever
 If N is symbolic, ``num_chunks`` is None, and the chunks fit the batch at hand: as few chunks of at
 most c rows as hold N tokens, all of equal length except for the last, which ends with the tokens
 (one chunk of N rows if N < c). The length is a multiple of 16 if c is one, so that rows of half
-precision stay aligned to 32 bytes. No chunks overlap, so there is no ``valid``. The first argument of
-the body is the length of the chunk: ``body(rows, *chunks, *whole)``.
+precision stay aligned to 32 bytes. No chunks overlap, so there is no ``valid``. The first argument
+of the body is the length of the chunk: ``body(rows, *chunks, *whole)``.
 
 Unlike ``while_loop`` the op is cacheable: FxGraphCache and AOTAutogradCache accept graphs that hold
 it (checked with torch 2.13). loops/lowering.py turns it into an in-place ``while_loop`` later.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import fx
 
 from mstpass.graph.joint import JointGraph
+from mstpass.graph.module_path import module_path
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _IN_TORCH = re.compile(r"[/\\]torch[/\\](?:_\w+|nn|autograd|utils|optim)[/\\]")
@@ -63,8 +64,7 @@ class Places:
 
 
 def _module(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return _clean(str(list(stack.values())[-1][0])) if stack else ""
+    return module_path(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"))
 
 
 def _line(node: fx.Node) -> str:
@@ -80,23 +80,3 @@ def _innermost(stack_trace: str) -> str:
         return ""
     file, line, _ = own[-1]
     return f"{file.rsplit('/', 1)[-1]}:{line}"
-
-
-@functools.lru_cache(maxsize=4096)
-def _clean(path: str) -> str:
-    """The path of a module as a user writes it: ``mlp`` for Dynamo's ``L['self']._modules['mlp']``.
-
-    The name of the variable that holds the model is dropped, whether it is a local, a global or
-    belongs to a closure. It is kept if only a number would be left, as in an ``nn.Sequential``, and
-    for a global also if nothing would be left.
-    """
-    path = re.sub(r"^G\['__import_[^']*'\]\.(\w+)", r"G['\1']", path)  # a global of another file
-    root = re.match(r"[LG]\['(\w+)'\]", path)
-    path = re.sub(r"^[LG]\['[^']*'\]\.?", "", path)
-    path = re.sub(r"^__closure__\[\d+\]\.cell_contents\.?", "", path)
-    path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
-    path = re.sub(r"\[(?:'|\")?([^'\"\]]*)(?:'|\")?\]", r".\1", path)
-    path = re.sub(r"\.{2,}", ".", path).strip(".")
-    if root and path[:1].isdigit():
-        return f"{root[1]}.{path}"
-    return path or (root[1] if root and root[0].startswith("G") else "")

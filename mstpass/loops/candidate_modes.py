@@ -45,6 +45,11 @@ class RegionCandidates:
         return dict(self.plans)[name]
 
     @property
+    def fused(self) -> bool:
+        """Whether all loops are in the forward."""
+        return all(plan.mode == FUSED for _, plan in self.plans)
+
+    @property
     def symbolic(self) -> bool:
         """Whether the token count varies from batch to batch."""
         return self.plans[0][1].symbolic

@@ -30,11 +30,13 @@ _REPORT = (
     "this is a limit of mstpass, not of your code: please report it with the error that "
     "options={'strict': True} raises"
 )
+_NOTHING = "change nothing"  # how advice begins that asks for nothing
 _BUDGET = (
-    "change nothing; to get chunks here anyway, set a lower memory_budget, or force them with "
+    f"{_NOTHING}; to get chunks here anyway, set a lower memory_budget, or force them with "
     "chunk_tokens"
 )
 
+_TOO_FEW_TOKENS = r"fewer than two chunks|too few for a loop"
 _OUTPUT = r"(are|is) an output( of the graph)?"
 
 _ADVICE = (
@@ -68,22 +70,22 @@ _ADVICE = (
     ),
     (r"fit in one chunk of chunk_tokens", "set a smaller chunk_tokens, or leave it out"),
     (
-        r"fewer than two chunks|too few for a loop",
+        _TOO_FEW_TOKENS,
         "train on more tokens at once, or force a chunk length with chunk_tokens",
     ),
     # ---- chunks are possible but gain nothing
     (
         r"would hold as much memory",
-        "change nothing; memory_budget=0.0 recomputes values where that is possible",
+        f"{_NOTHING}; memory_budget=0.0 recomputes values where that is possible",
     ),
     (
         r"would raise the step's peak",
-        "change nothing: with more tokens at once, chunks lower the peak",
+        f"{_NOTHING}: with more tokens at once, chunks lower the peak",
     ),
     (r"peak lies elsewhere|gains nothing|chunks without recomputation", _BUDGET),
     (
         r"chunks would save no memory",
-        "change nothing: a matmul that only widens, such as the fused QKV projection of attention, "
+        f"{_NOTHING}: a matmul that only widens, such as the fused QKV projection of attention, "
         "has no large values between its input and its result",
     ),
     (
@@ -118,9 +120,9 @@ _ADVICE = (
     ),
     (
         r"attention|neighbouring positions",
-        "change nothing: attention and convolutions need all tokens of their input at once",
+        f"{_NOTHING}: attention and convolutions need all tokens of their input at once",
     ),
-    (r"grouped by expert", "change nothing: of MLPs, only dense ones run in chunks so far"),
+    (r"grouped by expert", f"{_NOTHING}: of MLPs, only dense ones run in chunks so far"),
     (r"size (of .*)?depends on data", _SELECT_FIRST),
     (
         r"picks (single )?tokens|writes single tokens|writes at indices|adds rows at indices"
@@ -141,7 +143,7 @@ _ADVICE = (
     ),
     (
         r"already belongs to another region",
-        "change nothing: its readers already run in chunks, with another region",
+        f"{_NOTHING}: its readers already run in chunks, with another region",
     ),
     (
         r"path that leaves the region",
@@ -157,6 +159,11 @@ _ADVICE = (
         r"not linear in|reads a wide gradient",
         "clip or scale the loss instead: here the gradient of a wide value is changed on its way",
     ),
+    (
+        r"compiled autograd traces",
+        "leave compiled autograd off for this step (torch._dynamo.config.compiled_autograd); heads "
+        "with a scalar loss run in chunks in any case",
+    ),
     (r"torch's own budget", "remove that budget, and set the option memory_budget of mstpass"),
     # ---- what no user can change
     (
@@ -170,6 +177,16 @@ _ADVICE = (
 def is_output(reason: str) -> bool:
     """Whether something was refused because the graph returns a part of it."""
     return re.search(_OUTPUT, reason) is not None
+
+
+def asks_for_nothing(rejection: Rejection) -> bool:
+    """Whether the advice is to change nothing."""
+    return rejection.fix.startswith(_NOTHING)
+
+
+def wants_more_tokens(rejection: Rejection) -> bool:
+    """Whether the part would run in chunks if the step had more tokens."""
+    return re.search(_TOO_FEW_TOKENS, rejection.reason) is not None
 
 
 def fix_of(reason: str) -> str:

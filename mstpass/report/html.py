@@ -16,6 +16,7 @@ from typing import Any
 
 from mstpass.report.data import ReportData
 from mstpass.report.report_json import compact_json
+from mstpass.report.unasked_changes import asks_for_change
 
 # In the order in which the page reads them: a script uses names of the scripts before it.
 SCRIPTS = (
@@ -45,7 +46,12 @@ def page(report: ReportData, text: str, title: str) -> str:
     style = (viewer / "style.css").read_text(encoding="utf-8")
     sources = [(viewer / name).read_text(encoding="utf-8") for name in SCRIPTS]
     script = '(() => {\n"use strict";\n' + "\n".join(sources) + "})();\n"
-    data = {"title": title, "cached": report.cached, "report": report.to_dict()}
+    data = {
+        "title": title,
+        "cached": report.cached,
+        "report": report.to_dict(),
+        "asked": [asks_for_change(rejection, report) for rejection in report.rejections],
+    }
     return Template((viewer / "page.html").read_text(encoding="utf-8")).substitute(
         policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}",
         title=html.escape(title),

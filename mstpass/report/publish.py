@@ -49,8 +49,10 @@ def summary(report: Report, stage_seconds: Mapping[str, float]) -> str:
     loops = Counter(map(loop_label, report.regions))
     labels = [label + (f" (x {count})" if count > 1 else "") for label, count in loops.items()]
     facts = ["; ".join(labels) or "nothing runs in chunks"]
-    if report.peak_bytes is not None:
-        peaks = (report.baseline_peak_bytes, report.peak_bytes)
+    peaks = (report.baseline_peak_bytes, report.outcome.peak_bytes)  # both simulated, or no pair
+    if report.outcome.peak_bytes is None:
+        peaks = (None, report.peak_bytes)
+    if peaks[1] is not None:
         facts.append(f"peak {' -> '.join(bytes_text(p) for p in peaks if p is not None)}")
     facts.append(f"saved for backward {bytes_text(report.saved_bytes)}")
     facts.append(f"{len(report.rejections)} not in chunks")

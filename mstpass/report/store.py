@@ -8,6 +8,7 @@ reads it back. Clearing the cache clears both.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import tempfile
@@ -66,6 +67,22 @@ def add(
 def remember(report: Report, key: str) -> None:
     """Write a report beside the compile cache, for `recall`; `reports` does not show it."""
     _write(report, _file(key))
+
+
+def add_nested(reports: Sequence[Report], key: str, path: str | None = None) -> None:
+    """`add` the reports of the regions that a graph calls, in front of the graph's own."""
+    for number, report in enumerate(reports):
+        add(report, _nested_key(key, number), path)
+
+
+def recall_nested(key: str) -> list[Report]:
+    """`recall` what `add_nested` wrote for the graph of this key."""
+    recalled = (recall(_nested_key(key, number)) for number in itertools.count())
+    return list(itertools.takewhile(lambda report: report is not None, recalled))  # type: ignore
+
+
+def _nested_key(key: str, number: int) -> str:
+    return f"{key}-nested-{number}"
 
 
 def recall(key: str) -> Report | None:

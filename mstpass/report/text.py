@@ -1,8 +1,9 @@
 """A report as text that fits one screen, however deep the model: equal layers share one line.
 
 The parts, from top to bottom: the peak memory, what runs in chunks, what does not and why, what
-forward saves for backward, what is in memory at the peak, and notes. Each part lists its largest
-items first; the report shows as many items of each part as keep it within ``_MOST_LINES``.
+forward saves for backward, what is in memory at the peak, and notes. What does not run in chunks
+and asks for no change shares one line. Each part lists its largest items first; the report shows as
+many items of each part as keep it within ``_MOST_LINES``.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from mstpass.report.details import (
     MemoryTimeline,
 )
 from mstpass.report.layer_paths import fold_numbers, group_by, join_layers
+from mstpass.report.unasked_changes import LEAST_PEAK_SHARE, asks_for_change
 
 _MOST_LINES = 40  # of the whole report
 _MOST_ITEMS = (7, 6, 5, 4, 3, 2, 1)  # of each part: the first number with which the report fits
 _MOST_REJECTIONS, _MOST_RULES = 4, 3
 _WIDTH = 110
 _MODULE_DEPTH = 3  # parts of a module's path by which saved values are added up
-_LEAST_PEAK_SHARE = 0.01  # buffers below this share of the peak are added up as "others"
 
 Nodes = Mapping[str, DrawnNode]
 
@@ -47,7 +48,7 @@ def report_lines(report: ReportData) -> list[str]:
             f"mstpass report{' (graph from the compile cache)' if report.cached else ''}",
             *_peak_lines(report),
             *_region_lines(report.regions, nodes, most),
-            *_rejection_lines(report.rejections, nodes, min(most, _MOST_REJECTIONS)),
+            *_rejection_lines(report, nodes, min(most, _MOST_REJECTIONS)),
             *_saved_lines(report, nodes, most),
             *_reconstructed_lines(report),
             *_at_peak_lines(report, nodes, most),
@@ -59,17 +60,23 @@ def report_lines(report: ReportData) -> list[str]:
 
 
 def _peak_lines(report: ReportData) -> list[str]:
-    if report.peak_bytes is None:
-        return []
-    is_simulated = report.outcome.scheduled_peak_bytes is None
-    how = "simulated" if is_simulated else "by Inductor's schedule"
-    line = f"  peak memory: {bytes_text(report.peak_bytes)} ({how})"
-    if report.baseline_peak_bytes is not None and report.extra_time is not None:
-        line += (
-            f", {bytes_text(report.baseline_peak_bytes)} without chunks; "
-            f"estimated extra time: {100 * report.extra_time:.1f} %"
-        )
-    return [line]
+    """The simulated peaks with and without chunks; apart from them the peak by the schedule.
+
+    A schedule's peak and a simulated one count different things: they do not share a line.
+    """
+    outcome, lines = report.outcome, []
+    if outcome.peak_bytes is not None:
+        line = f"  peak memory: {bytes_text(outcome.peak_bytes)} (simulated)"
+        if outcome.baseline_peak_bytes is not None and outcome.extra_time is not None:
+            line += (
+                f", {bytes_text(outcome.baseline_peak_bytes)} without chunks; "
+                f"estimated extra time: {100 * outcome.extra_time:.1f} %"
+            )
+        lines.append(line)
+    if outcome.scheduled_peak_bytes is not None:
+        size = bytes_text(outcome.scheduled_peak_bytes)
+        lines.append(f"  peak memory by Inductor's schedule: {size}")
+    return lines
 
 
 # ---- what runs in chunks -----------------------------------------------------------------------
@@ -107,7 +114,14 @@ def _source_line(region: ChunkPlan, nodes: Nodes) -> str:
 
 
 # ---- what does not run in chunks ---------------------------------------------------------------
-def _rejection_lines(rejections: Sequence[Rejection], nodes: Nodes, most: int) -> list[str]:
+def _rejection_lines(report: ReportData, nodes: Nodes, most: int) -> list[str]:
+    """What the user can change, and then one line for all that asks for nothing."""
+    asked = [r for r in report.rejections if asks_for_change(r, report)]
+    unasked = [r for r in report.rejections if r not in asked]
+    return [*_asked_lines(asked, nodes, most), *_unasked_line(unasked)]
+
+
+def _asked_lines(rejections: Sequence[Rejection], nodes: Nodes, most: int) -> list[str]:
     """For each group of equal rejections: the part, why it is whole, and what to change."""
     if not rejections:
         return []
@@ -126,6 +140,19 @@ def _rejection_lines(rejections: Sequence[Rejection], nodes: Nodes, most: int) -
         if first.fix:
             lines += _wrap("      fix: ", first.fix)
     return lines + _more_line(groups, most)
+
+
+def _unasked_line(rejections: Sequence[Rejection]) -> list[str]:
+    """How many parts they are, of which size, and which."""
+    if not rejections:
+        return []
+    count = f"{len(rejections)} part{'s' if len(rejections) != 1 else ''}"
+    largest_first = sorted(rejections, key=lambda r: -r.bytes)
+    size = f" of up to {bytes_text(largest_first[0].bytes)}" if largest_first[0].bytes else ""
+    groups = group_by(largest_first, lambda r: fold_numbers(r.source) or r.node)
+    names = [join_layers(r.source for r in group) or group[0].node for group in groups]
+    line = f"  stays whole, with nothing to change: {count}{size} (" + ", ".join(names)
+    return [f"{line if len(line) < _WIDTH else line[: _WIDTH - 4] + '...'})"]
 
 
 # ---- what forward saves for backward -----------------------------------------------------------
@@ -211,7 +238,7 @@ def _at_peak_lines(report: ReportData, nodes: Nodes, most: int) -> list[str]:
     lines = [f"  in memory at the peak, in {phase}" + (f" at {place}" if place else "") + ":"]
     groups = group_by(after.alive_at(moment), lambda life: _describe(life, after, nodes))
     groups.sort(key=lambda group: -_sum_bytes(group))
-    least = _LEAST_PEAK_SHARE * after.peak_bytes
+    least = LEAST_PEAK_SHARE * after.peak_bytes
     most = min(most, sum(_sum_bytes(group) >= least for group in groups))
     kinds = [_with_count(_describe(group[0], after, nodes)[0], group) for group in groups[:most]]
     width = max(map(len, kinds), default=0)

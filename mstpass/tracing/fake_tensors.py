@@ -23,6 +23,7 @@ from mstpass.tracing.names import modules_near
 
 T = TypeVar("T")
 Setter = Callable[[Any], None]
+_CALLABLE = types.FunctionType | types.MethodType | nn.Module | functools.partial
 
 
 class FakeTensors:
@@ -100,8 +101,8 @@ def _default_device() -> torch.device:
 def _tensor_places(leaves: Sequence[Any]) -> Iterator[tuple[Any, Setter]]:
     """Each place where the leaves, or functions that they call, may hold a tensor.
 
-    Such places are in all modules that they are, hold or contain, and in the globals and closures
-    of functions, also one level down in a list or dict.
+    Such places are in all modules that they are, hold or contain, in the arguments of partials, and
+    in the globals and closures of functions, also one level down in a list or dict.
 
     Yields:
         The value in the place, and a function that puts another value there.
@@ -114,6 +115,10 @@ def _tensor_places(leaves: Sequence[Any]) -> Iterator[tuple[Any, Setter]]:
             for module in new:
                 for tensors in own_tensors(module):
                     yield from _items(tensors)
+        if isinstance(leaf, functools.partial):
+            for value, put in _arguments(leaf):
+                yield value, put
+                yield from _items(value)
         if (fn := _user_function(leaf)) is not None:
             for value, put in _globals_and_cells(fn):
                 yield value, put
@@ -130,6 +135,8 @@ def _reachable(leaves: Sequence[Any]) -> Iterator[Any]:
             continue
         seen.add(id(leaf))
         yield leaf
+        if isinstance(leaf, functools.partial):
+            stack += [leaf.func, *tree_leaves((leaf.args, leaf.keywords))]
         if (fn := _user_function(uncompiled(leaf))) is not None:
             stack += _callees(fn)
 
@@ -150,6 +157,18 @@ def _items(container: Any) -> Iterator[tuple[Any, Setter]]:
         keys = range(len(container))
     for key in keys:
         yield container[key], functools.partial(container.__setitem__, key)
+
+
+def _arguments(bound: functools.partial[Any]) -> Iterator[tuple[Any, Setter]]:
+    """The arguments that a partial holds, with their setters."""
+
+    def put(i: int, value: Any) -> None:
+        args = (*bound.args[:i], value, *bound.args[i + 1 :])
+        bound.__setstate__((bound.func, args, bound.keywords, bound.__dict__))
+
+    for i, value in enumerate(bound.args):
+        yield value, functools.partial(put, i)
+    yield from _items(bound.keywords)
 
 
 def _globals_and_cells(fn: types.FunctionType) -> Iterator[tuple[Any, Setter]]:
@@ -173,5 +192,5 @@ def _callees(fn: types.FunctionType) -> Iterator[Any]:
         if isinstance(value, types.ModuleType):  # the functions and models that it uses of it
             members = (vars(value).get(name) for name in names)
             yield from (m for m in members if isinstance(m, types.FunctionType | nn.Module))
-        elif isinstance(value, types.FunctionType | types.MethodType | nn.Module):
+        elif isinstance(value, _CALLABLE):
             yield value

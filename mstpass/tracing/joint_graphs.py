@@ -36,7 +36,10 @@ from mstpass.torch_internals.dynamo import (
     register_bytecode_hook,
 )
 from mstpass.torch_internals.modules import is_compiled, uncompiled
-from mstpass.torch_internals.partitioners import merge_equal_nodes
+from mstpass.torch_internals.partitioners import (
+    merge_equal_nodes,
+    min_cut_rematerialization_partition,
+)
 from mstpass.torch_internals.settings import static_sizes, without_padding
 from mstpass.tracing.fake_tensors import FakeTensors, calls_compiled
 
@@ -103,7 +106,8 @@ def trace_one_graph(
     with fakes.replacing((plain, args, kwargs)) as (_, given_args, given_kwargs), _undisturbed():
         try:
             compiled = torch.compile(_new_caller(plain), backend=backend, fullgraph=True)
-            compiled(plain, given_args, given_kwargs)
+            with torch.compiler.set_stance("default"):  # the user's may be to compile nothing
+                compiled(plain, given_args, given_kwargs)
         except Exception as error:
             if not found:
                 raise cause_of(error) from None
@@ -226,6 +230,8 @@ def _trace_captured(gm: fx.GraphModule, inputs: Sequence[Any], use_joint: UseJoi
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **given: Any) -> Any:
+            if not joint_inputs:  # a nested compile region; the graph that calls it comes later
+                return min_cut_rematerialization_partition(gm, joint_inputs, **given)
             merge_equal_nodes(gm)
             found.append(use_joint(gm, given))
             raise _JointGraphUsed

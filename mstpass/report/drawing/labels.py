@@ -26,10 +26,9 @@ _LEAST_SHOWN_BYTES = 2**10  # a smaller result's shape and size are left out
 def title_label(report: ReportData, drawing: Drawing) -> str:
     """The plan's figures above, the legend below."""
     facts = []
-    if report.peak_bytes is not None and report.baseline_peak_bytes is not None:
-        facts.append(
-            f"peak {bytes_text(report.baseline_peak_bytes)} → {bytes_text(report.peak_bytes)}"
-        )
+    before, after = report.baseline_peak_bytes, report.outcome.peak_bytes
+    if before is not None and after is not None:
+        facts.append(f"peak {bytes_text(before)} → {bytes_text(after)}")
     facts.append(f"saved for backward {bytes_text(report.saved_bytes)}")
     if report.extra_time is not None:
         facts.append(f"extra time {100 * report.extra_time:.1f} %")

@@ -1,7 +1,7 @@
 // The report's JSON as objects.
 
 function readData() {
-  const { title, cached, report } = JSON.parse(document.getElementById("data").textContent);
+  const { title, cached, report, asked } = JSON.parse(document.getElementById("data").textContent);
   const { details, save_plan: plan } = report;
   const nodes = details ? readNodes(details) : [];
   return {
@@ -10,6 +10,9 @@ function readData() {
     report,
     regions: report.regions,
     rejections: report.rejections,
+    /** Those about which the user can do something; the page sums the others up. */
+    asked: report.rejections.filter((_, i) => asked[i]),
+    unasked: report.rejections.filter((_, i) => !asked[i]),
     saved: plan?.saved ?? [],
     reconstructed: plan?.reconstructed ?? [],
     solver: plan?.solver ?? "",

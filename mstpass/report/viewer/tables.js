@@ -21,7 +21,7 @@ function tableSections(data, graph) {
       { name: "source", value: (region) => region.source },
       { name: "note", value: (region) => region.note },
     ]),
-    tableSection("rejections", "What does not run in chunks", data.rejections, "Every large part runs in chunks.", [
+    rejectionSection(data, [
       { name: "part", value: (rejection) => rejection.source },
       { name: "node", value: (rejection) => rejection.node, cell: (rejection) => linked(data.byName.get(rejection.node), rejection.node) },
       { name: "stage", value: (rejection) => rejection.stage },
@@ -46,6 +46,23 @@ function tableSections(data, graph) {
       { name: "source", value: (item) => item.source },
     ]),
   ];
+}
+
+/** A table of what the user can change; all that asks for nothing is one line, which opens. */
+function rejectionSection({ rejections, asked, unasked }, columns) {
+  const title = "What does not run in chunks";
+  const absent = rejections.length ? "There is nothing to change." : "Every large part runs in chunks.";
+  const section = tableSection("rejections", title, asked, absent, columns);
+  if (unasked.length) {
+    const most = unasked.reduce((bytes, rejection) => Math.max(bytes, rejection.bytes), 0);
+    const size = most ? ` of up to ${bytesText(most)}` : "";
+    section.append(
+      h("details.unasked", null,
+        h("summary", null, `Stays whole, with nothing to change: ${countText(unasked.length, "part")}${size}`),
+        sortableTable(`${title}, with nothing to change`, unasked, columns)),
+    );
+  }
+  return section;
 }
 
 /** The saved nodes of the joint graph; without details, the saved values by their names in the plan. */

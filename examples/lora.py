@@ -1,0 +1,91 @@
+"""LoRA on a frozen, quantized model: what is trained is small, so the logits are the step's peak.
+
+The base weights are int8 with a scale for each row, as in QLoRA, and are dequantized in the
+forward. Adapters with dropout are beside each layer of the MLP. mst takes the head with its loss;
+frozen weights have no gradients, so the loop of the head computes none for them.
+
+    python examples/lora.py
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mstpass
+from mstpass.measure import peak_bytes
+
+VOCABULARY, WIDTH, RANK, TOKENS = 8192, 128, 8, 2048
+
+
+class Int8Linear(nn.Module):
+    """A frozen linear layer whose weight is int8 times a scale for each row."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__()
+        weight_OI = torch.randn(width_out, width_in) * width_in**-0.5
+        scale_O1 = weight_OI.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight_OI", (weight_OI / scale_O1).round().to(torch.int8))
+        self.register_buffer("scale_O1", scale_O1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight_OI.to(x.dtype) * self.scale_O1)
+
+
+class LoRALinear(nn.Module):
+    """The frozen layer, and beside it a trained product of two narrow matrices."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__()
+        self.base, self.dropout = Int8Linear(width_in, width_out), nn.Dropout(0.05)
+        self.down = nn.Linear(width_in, RANK, bias=False)
+        self.up = nn.Linear(RANK, width_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.up(self.down(self.dropout(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
+        self.norm = nn.RMSNorm(WIDTH)
+        self.gate, self.up = LoRALinear(WIDTH, 4 * WIDTH), LoRALinear(WIDTH, 4 * WIDTH)
+        self.down, self.head = LoRALinear(4 * WIDTH, WIDTH), Int8Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids_T: Tensor, labels_T: Tensor) -> Tensor:
+        x_TD = self.embed(ids_T)
+        h_TD = self.norm(x_TD)
+        x_TD = x_TD + self.down(F.silu(self.gate(h_TD)) * self.up(h_TD))
+        return F.cross_entropy(self.head(x_TD), labels_T)
+
+
+def losses_and_peak(backend: str) -> tuple[list[float], int]:
+    """The losses of some steps of training, and the peak bytes of forward and backward."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Model()
+    step = torch.compile(model, backend=backend)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=3e-3)
+    ids_T, labels_T = torch.randint(VOCABULARY, (2, TOKENS))
+    losses = []
+    for _ in range(6):
+        loss = step(ids_T, labels_T)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, peak_bytes(lambda: step(ids_T, labels_T).backward())
+
+
+def main() -> dict[str, tuple[list[float], int]]:
+    found = {backend: losses_and_peak(backend) for backend in ("inductor", "mst")}
+    print(mstpass.reports()[-1])
+    for backend, (losses, peak) in found.items():
+        print(f"{backend:9} loss {losses[0]:.3f} -> {losses[-1]:.3f}, peak {peak / 2**20:.1f} MiB")
+    return found
+
+
+if __name__ == "__main__":
+    main()

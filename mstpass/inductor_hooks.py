@@ -1,0 +1,193 @@
+"""What mstpass hooks into Inductor: the partitioner of the joint graph, and the last graph pass.
+
+``Partitioner`` turns the joint graph into forward and backward. ``LowerLoops`` lowers their loops
+after Inductor has computed its cache keys. Both have keys of their own in the compile caches. An
+error in the partitioner leaves the graph to torch's own partitioner, with one warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import pathlib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass import pipeline
+from mstpass.graph import device_costs
+from mstpass.loops.lowering import lower_loops
+from mstpass.options import Options
+from mstpass.partition.budget import fits
+from mstpass.plans import Outcome, Rejection
+from mstpass.problem.solver_registry import is_own
+from mstpass.regions.advice import with_fix
+from mstpass.report.collect_details import collect_details
+from mstpass.report.details import Details
+from mstpass.report.report import Report
+from mstpass.schedule.attention_masks import materialize_masks
+from mstpass.schedule.delay_embedding_gradient import delay_scatters
+from mstpass.schedule.delay_recomputation import delay_recomputation, recomputation_waits
+from mstpass.torch_internals.compile_fx import CustomGraphPass, CustomPartitionerFn
+from mstpass.torch_internals.compiled_autograd import traces_backward_again
+from mstpass.torch_internals.donated_buffers import keep_safe_donations
+from mstpass.torch_internals.partitioners import (
+    merge_equal_nodes,
+    min_cut_rematerialization_partition,
+)
+
+log = logging.getLogger(__name__)
+_NESTED = (
+    "this is a nested compile region: it is planned by itself, once for all calls of it, and what "
+    "it saves counts once for each call in the graph that calls it"
+)
+
+
+class MstpassError(RuntimeError):
+    """A failure inside mstpass, raised only under ``strict=True``."""
+
+
+class DoesNotFitError(Exception):
+    """The plan needs more memory than the device has left."""
+
+
+def warn_of(error: Exception, done: str = "left it to Inductor: the step has no chunks") -> None:
+    warnings.warn(
+        f"mstpass failed on a graph and {done}. {type(error).__name__}: {error}. "
+        "Please report the error that options={'strict': True} raises.",
+        stacklevel=3,
+    )
+    log.debug("mstpass failed", exc_info=error)
+
+
+def failed(error: Exception) -> Outcome:
+    reason = f"{type(error).__name__}: {error}"
+    return Outcome(rejections=(with_fix(Rejection("error", "graph", reason)),))
+
+
+def check_fit(outcome: Outcome, available_bytes: int | None) -> None:
+    if available_bytes is not None and not fits(outcome, available_bytes):
+        raise DoesNotFitError
+
+
+@functools.cache
+def _sources_hash() -> str:
+    """A hash of all our sources: a changed pass must not get graphs that an older one compiled."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def uuid(options: Options, loops_in_backward: bool = True) -> str:
+    """A cache key of all that decides a plan besides the graph: sources, options, stored costs."""
+    key = f"mstpass-{_sources_hash()}-{options.fingerprint()}-{device_costs.fingerprint()}"
+    return key if loops_in_backward else f"{key}-forward-loops"
+
+
+class Partitioner(CustomPartitionerFn):
+    """The partitioner that AOTAutograd calls with the joint graph.
+
+    Attributes:
+        limit_bytes: the highest simulated peak that the plan may have (``pipeline.run``).
+        available_bytes: the memory of the device; a plan that needs more is an error.
+        report: the plan of the graph; None until the partitioner is called. It is not called for a
+            graph that comes from a compile cache.
+        nested: the plans of regions under ``torch.compiler.nested_compile_region``, with which the
+            partitioner is called before the graph that calls them.
+        seconds: the time that each stage of the pipeline took.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        limit_bytes: int | None = None,
+        available_bytes: int | None = None,
+    ):
+        self.options, self.limit_bytes = options, limit_bytes
+        self.available_bytes = available_bytes
+        self.loops_in_backward = not traces_backward_again()
+        self.report: Report | None = None
+        self.nested: list[Report] = []
+        self.seconds: Mapping[str, float] = {}
+
+    @property
+    def chunked(self) -> bool:
+        return any(report.regions for report in (self.report, *self.nested) if report)
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if self.report is not None:  # of a region that this graph, or another region, calls
+            notes = (*self.report.outcome.notes, _NESTED)
+            self.nested.append(self.report.with_outcome(notes=notes))
+        merge_equal_nodes(gm)
+        try:
+            result = pipeline.run(
+                gm,
+                self.options,
+                limit_bytes=self.limit_bytes,
+                loops_in_backward=self.loops_in_backward,
+                **pipeline_kwargs(kwargs),
+            )
+            assert result.modules is not None
+        except Exception as error:
+            if self.options.strict:
+                raise MstpassError(f"mstpass failed (strict=True): {error}") from error
+            warn_of(error)
+            self.report = Report(failed(error))
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        check_fit(result.outcome, self.available_bytes)
+        self.report = Report(result.outcome, details=self._details(result))
+        self.seconds = result.seconds
+        return result.modules
+
+    def _details(self, result: pipeline.Result) -> Details | None:
+        """What pictures are drawn from; None on an error, which must not stop a compilation."""
+        try:
+            return collect_details(result)
+        except Exception:
+            if self.options.strict:
+                raise
+            log.debug("mstpass has no details of this graph", exc_info=True)
+            return None
+
+    def uuid(self) -> str | None:
+        # None means not cacheable: a user's solver may change while its name stays
+        if not is_own(self.options.solver):
+            return None
+        return f"{uuid(self.options, self.loops_in_backward)}-{self.limit_bytes}"
+
+
+def pipeline_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``pipeline.run`` takes of the arguments that AOTAutograd gives to a partitioner."""
+    names = ("num_fwd_outputs", "static_lifetime_input_indices")
+    return {name: kwargs[name] for name in names if name in kwargs}
+
+
+class LowerLoops(CustomGraphPass):
+    """Inductor's last graph pass over forward and backward: our lowering, then the user's pass."""
+
+    def __init__(self, users_pass: Any, hold: bool):
+        self.users_pass, self.hold = users_pass, hold
+
+    def __call__(self, graph: fx.Graph) -> None:
+        lower_loops(graph)
+        if self.hold:
+            delay_scatters(graph)
+        if self.hold or recomputation_waits(graph):
+            delay_recomputation(graph)
+        materialize_masks(graph)
+        keep_safe_donations(graph)
+        if self.users_pass is not None:
+            self.users_pass(graph)
+
+    def uuid(self) -> Any:
+        theirs = self.users_pass.uuid() if isinstance(self.users_pass, CustomGraphPass) else None
+        if self.users_pass is not None and theirs is None:
+            return None  # the user's pass has no key: not cacheable, as without mstpass
+        return f"mstpass-{_sources_hash()}-{self.hold}-{theirs}"
