@@ -25,6 +25,7 @@ from mstpass.graph.joint import ancestors
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.token_rules.matmul import BIASED, MATMULS
 from mstpass.graph.token_rules.views import VIEWS
+from mstpass.graph.tokens import Refusal
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, WIDEN
 from mstpass.returned_logits.aten_calls import AtenCall, AtenCalls, largest_of, value_of
 from mstpass.torch_internals.op_types import OpOverload, schema_of
@@ -181,7 +182,7 @@ def _is_other(call: AtenCall) -> bool:
     if isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags:
         return False
     row = ops.row_of(op)
-    return not (isinstance(row, ops.Op) and row.kind in ("pointwise", "create"))
+    return isinstance(row, Refusal) or row.kind not in ("pointwise", "create")
 
 
 def _mixes(call: AtenCall) -> bool:
