@@ -44,8 +44,8 @@ from mstpass.regions.advice import with_fix
 from mstpass.report import store
 from mstpass.report.collect_details import collect_details
 from mstpass.report.details import Details
+from mstpass.report.graph_ends import with_graph_ends
 from mstpass.report.report import Report
-from mstpass.report.wrapper_notes import with_wrapper
 from mstpass.schedule.attention_masks import materialize_masks
 from mstpass.schedule.delay_embedding_gradient import delay_scatters
 from mstpass.schedule.delay_recomputation import delay_recomputation, recomputation_waits
@@ -56,7 +56,6 @@ from mstpass.torch_internals.compile_fx import (
     options_of_mode,
 )
 from mstpass.torch_internals.compiler_collectives import least_of_ranks
-from mstpass.torch_internals.data_parallel import wrapper_of
 from mstpass.torch_internals.donated_buffers import keep_safe_donations
 from mstpass.torch_internals.partitioners import (
     merge_equal_nodes,
@@ -147,7 +146,6 @@ def _compiled_and_reported(
         _check_fit(stored.outcome, available_bytes)
     limit_bytes = stored.outcome.limit_bytes if stored is not None else None
     partitioner = Partitioner(options, limit_bytes, available_bytes)
-    wrapper = wrapper_of(gm)
     try:
         compiled = _compiled(gm, example_inputs, users, partitioner)
     except _DoesNotFitError:
@@ -176,7 +174,7 @@ def _compiled_and_reported(
             raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
         warnings.warn(f"mstpass: {over}", stacklevel=2)
         report = report.with_outcome(notes=(*report.outcome.notes, over))
-    report = with_wrapper(report, wrapper)
+    report = with_graph_ends(report, gm, example_inputs)
     store.add(report, key, options.report, partitioner.seconds)
     return compiled
 
