@@ -43,8 +43,8 @@ from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import OptionError, Options
 from mstpass.partition.budget import BudgetError, over_budget, tighter_limit_bytes
 from mstpass.report import store
+from mstpass.report.graph_ends import with_graph_ends
 from mstpass.report.report import Report
-from mstpass.report.wrapper_notes import with_wrapper
 from mstpass.returned_logits import Drop, drop_logits
 from mstpass.torch_internals.compile_fx import (
     compile_fx,
@@ -52,7 +52,6 @@ from mstpass.torch_internals.compile_fx import (
 )
 from mstpass.torch_internals.compiled_autograd import traces_backward_again
 from mstpass.torch_internals.compiler_collectives import least_of_ranks
-from mstpass.torch_internals.data_parallel import wrapper_of
 from mstpass.torch_internals.scheduler_dependencies import mutations_kept
 from mstpass.torch_internals.settings import (
     backward_compiled_at_once,
@@ -155,7 +154,6 @@ def _compiled_and_reported(
         check_fit(stored.outcome, available_bytes)
     limit_bytes = stored.outcome.limit_bytes if stored is not None else None
     partitioner = Partitioner(options, limit_bytes, available_bytes)
-    wrapper = wrapper_of(gm)
     try:
         compiled = _compiled(gm, example_inputs, users, partitioner)
     except DoesNotFitError:
@@ -189,7 +187,7 @@ def _compiled_and_reported(
             raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
         warnings.warn(f"mstpass: {over}", stacklevel=2)
         report = report.with_outcome(notes=(*report.outcome.notes, over))
-    report = with_wrapper(report, wrapper)
+    report = with_graph_ends(report, gm, example_inputs)
     store.add_nested(partitioner.nested, key, options.report)
     store.add(report, key, options.report, partitioner.seconds)
     return compiled

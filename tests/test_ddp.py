@@ -62,6 +62,12 @@ def test_a_loss_outside_of_ddp_is_refused_with_both_sides(found: Found) -> None:
     reason, fix = _refusal(found, "loss_outside", "head", "output")
     assert "logits are an output of the graph" in reason
     assert "let the module that DDP wraps compute the loss" in fix
+    reason, fix = _refusal(found, "loss_outside", "", "input of the graph")
+    assert "logits are an input" in reason and "where DDP or FSDP2 wraps the model" in fix
+
+
+def test_the_python_reducer_compiles_the_backward(found: Found) -> None:
+    assert all(result["backwards"] == 1 for result in found["python_reducer"])
 
 
 def test_the_heads_gradient_is_reduced_while_backward_goes_on(found: Found) -> None:

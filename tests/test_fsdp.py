@@ -62,7 +62,7 @@ def test_a_head_that_is_wrapped_without_its_loss_is_refused_with_both_sides(foun
         assert result["error"] < 1e-5
         assert "lm_head" not in kinds(result["reports"])
         rejections = [r for report in result["reports"] for r in report["rejections"]]
-        fixes = [fix for _, why, fix in rejections if "logits are an output of the graph" in why]
+        fixes = [fix for _, why, fix in rejections if "logits are an input of the graph" in why]
         assert fixes and all("one module that FSDP2 wraps hold the head" in fix for fix in fixes)
 
 

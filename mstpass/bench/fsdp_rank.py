@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import mstpass
-from mstpass.bench.comparison import INDUCTOR, MST, Row, compare_outcomes, own_code
+from mstpass.bench.comparison import INDUCTOR, MST, Outcome, Row, compare_outcomes, own_code
 from mstpass.bench.models import Llama, LlamaSize
 from mstpass.measure import peak_bytes, timed
 from mstpass.torch_internals.caches import fresh_cache
@@ -117,7 +117,7 @@ def rows(size: LlamaSize, repeats: int) -> dict[str, Row]:
     batch = stream[:, :-1].clone(), stream[:, 1:].clone()
     found: dict[str, Row] = {}
     steps: dict[str, _Sharded] = {}
-    reference = None
+    reference: Outcome | None = None
     with fresh_cache():
         for name in WAYS:
             row, step = Row(name), _Sharded(name, size, batch)
@@ -130,7 +130,7 @@ def rows(size: LlamaSize, repeats: int) -> dict[str, Row]:
             step()
             found[name], steps[name] = row, step
             row.peak_bytes = peak_bytes(step)
-    reference = outcome = None
+    del reference, outcome  # free their memory
     for _ in range(repeats):
         gc.collect()
         for name, step in steps.items():

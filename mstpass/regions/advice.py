@@ -58,6 +58,11 @@ _ADVICE = (
         "their loss, set options={'logits': 'drop'}, as mstpass.compile(model) does",
     ),
     (
+        r"logits are an input of the graph",
+        "compute the logits in the same compiled function as the loss; where DDP or FSDP2 wraps "
+        "the model, in the module that it wraps",
+    ),
+    (
         r"large value is an output",
         "return what you compute from the value instead, or do not return it",
     ),

@@ -46,6 +46,7 @@ APIS = PrivateApis(
 )
 PATIENCE_S = 120.0
 _POLL_S = 0.02
+_ALONE = "mstpass/alone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,24 +65,37 @@ class Agreed:
 class _Questions:
     """What this process has asked the other ranks of a process group, through the group's store."""
 
+    _asked = 0  # counted over all groups, because a new group may have the store of an old one
+
     def __init__(self, group: Any):
-        self.group, self.asked, self.alone = group, 0, ""
+        self.group, self.alone = group, ""
         self.agreed: dict[int | None, int] = {}  # by the number of the frame
-        store = dist.distributed_c10d._get_default_store()
-        self.store = dist.PrefixStore("mstpass", store)
+        self._store: Any = dist.distributed_c10d._get_default_store()
 
     def least(self, number: int) -> Agreed:
         """The least of all ranks' numbers."""
-        rank = dist.get_rank()
-        topic, self.asked = self.asked, self.asked + 1
-        self.store.set(f"{topic}/{rank}", str(number))
-        for other in range(dist.get_world_size()):
-            if not _comes(self.store, f"{topic}/{other}", other):
-                self.store.set(f"alone/{rank}", "")
-                self.alone = f"rank {other} did not compile together with rank {rank}"
-                return Agreed(number, self.alone)
-            number = min(number, int(self.store.get(f"{topic}/{other}")))
-        return Agreed(number)
+        rank, topic = dist.get_rank(), f"mstpass/{_Questions._asked}"
+        _Questions._asked += 1
+        try:
+            self._store.set(f"{topic}/{rank}", str(number))
+            for other in range(dist.get_world_size()):
+                if not self._comes(f"{topic}/{other}", other):
+                    self._store.set(f"{_ALONE}/{rank}", "")
+                    self.alone = f"rank {other} did not compile together with rank {rank}"
+                    return Agreed(number, self.alone)
+                number = min(number, int(self._store.get(f"{topic}/{other}")))
+        except RuntimeError as error:  # of the store, or of the network
+            self.alone = f"rank {rank} could not ask the other ranks ({error})"
+        return Agreed(number, self.alone)
+
+    def _comes(self, key: str, rank: int) -> bool:
+        """Wait for another rank's number; False if it does not come."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._store.check([key]):
+            if self._store.check([f"{_ALONE}/{rank}"]) or time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
 
 _questions: _Questions | None = None
@@ -111,7 +125,8 @@ def least_of_ranks(number: int) -> Agreed:
 def _has_ranks() -> bool:
     if not dist.is_available() or not dist.is_initialized():
         return False
-    return dist.get_world_size() > 1 and dist.get_backend() != "fake"  # those ranks do not exist
+    # ranks of a fake group do not exist, and MPI has no store
+    return dist.get_world_size() > 1 and dist.get_backend() not in ("fake", "mpi")
 
 
 def _questions_to_ranks() -> _Questions:
@@ -121,16 +136,6 @@ def _questions_to_ranks() -> _Questions:
     if _questions is None or _questions.group is not world:
         _questions = _Questions(world)
     return _questions
-
-
-def _comes(store: Any, key: str, rank: int) -> bool:
-    """Wait for another rank's number; False if it does not come."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not store.check([key]):
-        if store.check([f"alone/{rank}"]) or time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
 
 
 def probe() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import steps
@@ -82,8 +83,10 @@ def python_reducer() -> dict[str, Any]:
 
         return compiled(step)
 
+    captured = counters["compiled_autograd"]["captures"]
     with torch._dynamo.config.patch(**how):
-        return _tried(build)
+        found = _tried(build)
+    return {**found, "backwards": counters["compiled_autograd"]["captures"] - captured}
 
 
 def loss_outside() -> dict[str, Any]:

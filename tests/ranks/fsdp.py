@@ -51,18 +51,20 @@ def _tried(
     compile: Callable[[steps.Model], Callable[..., Tensor]] = _whole,
     change: Callable[[steps.Model], object] = lambda model: None,
     step: Step = _one_step,
+    new: Callable[[], steps.Model] = steps.Model,
     **how: Any,
 ) -> dict[str, Any]:
     """A step in eager mode and under mst: gradients, peaks, and how often weights are gathered.
 
     Args:
         change: what is done to the model before it is sharded.
+        new: makes the model.
         how: arguments of ``fully_shard``.
     """
     found: dict[str, Any] = {"gathers": [], "peaks": []}
     gradients = []
     for build in (_eager, compile):
-        model = steps.model()
+        model = steps.made(new)
         change(model)
         fn = build(_sharded(model, **how))
         found["reports"] = steps.reports_of(lambda: step(model, fn))  # noqa: B023
@@ -149,16 +151,19 @@ class _HeadAndLoss(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
+class _WithUnit(steps.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = _HeadAndLoss(self)
+        del self.norm, self.head
+
+    def head_and_loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.unit(x, labels)
+
+
 def head_and_loss_of_their_own() -> dict[str, Any]:
     """FSDP2 wraps a module with head and loss, and keeps it gathered."""
-
-    def change(model: steps.Model) -> None:
-        unit = _HeadAndLoss(model)
-        del model.norm, model.head
-        fully_shard(unit, reshard_after_forward=False)
-        model.head_and_loss = unit  # type: ignore[method-assign, assignment]
-
-    return _tried(change=change)
+    return _tried(change=lambda m: fully_shard(m.unit, reshard_after_forward=False), new=_WithUnit)
 
 
 class _LoRA(nn.Module):

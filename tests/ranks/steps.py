@@ -22,13 +22,13 @@ WIDTH, VOCABULARY, TOKENS = 128, 4096, 1024
 class Model(nn.Module):
     """Embedding, MLP blocks and head. Returns the loss, or the logits where no labels are given."""
 
-    def __init__(self, layers: int = 2, vocabulary: int = VOCABULARY) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, WIDTH)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(
-            Block(WIDTH, GatedMLP(WIDTH, 4 * WIDTH, "silu")) for _ in range(layers)
+            Block(WIDTH, GatedMLP(WIDTH, 4 * WIDTH, "silu")) for _ in range(2)
         )
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.embed(ids)
@@ -43,9 +43,14 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def model(**sizes: int) -> Model:
-    torch.manual_seed(0)  # the same weights on every rank
-    return Model(**sizes)
+def made(new: Callable[[], Model]) -> Model:
+    """A new model, with the same weights on every rank."""
+    torch.manual_seed(0)
+    return new()
+
+
+def model() -> Model:
+    return made(Model)
 
 
 def batch(tokens: int = TOKENS, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,104 @@
+"""What the ends of a graph add to its report: where DDP or FSDP2 cut the step, and at what cost.
+
+A graph ends where DDP's forward ends, at FSDP2's hooks, and where one of DDP's buckets is full. So
+a head and its loss can be in different graphs although one function computes both. Then the logits
+are an output of one graph and an input of another, and the usual advice, to compile a function that
+returns the loss, does not help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mstpass.byte_sizes import bytes_text
+from mstpass.graph.sizes import hint_numel
+from mstpass.plans import Rejection
+from mstpass.regions.advice import is_output, with_fix
+from mstpass.report.report import Report
+from mstpass.torch_internals.data_parallel import DDP, FSDP2, Split, Wrapper, wrapper_of
+
+_ONE_GRAPH = (
+    "give DDP a larger bucket_cap_mb, or set torch._dynamo.config.optimize_ddp = False, with which "
+    "DDP reduces no gradient before the backward of the whole graph is over"
+)
+_CUT = (
+    "a bucket of DDP ends the graph inside of this part of the model, so its large values exist in "
+    "full"
+)
+_APART = {
+    DDP: "let the module that DDP wraps compute the loss and return it alone: DDP's forward ends "
+    "the graph, so a loss outside of it is in another graph",
+    FSDP2: "let one module that FSDP2 wraps hold the head, compute the loss and return it alone: "
+    "FSDP2's hooks end the graph before and after a module that it wraps",
+}
+_LOGITS_SHARE = 0.5  # of the peak of a loss's graph
+
+
+def with_graph_ends(report: Report, gm: fx.GraphModule, inputs: Sequence[Any]) -> Report:
+    """The report, with what follows from where this graph of Dynamo's begins and ends."""
+    wrapper = wrapper_of(gm)
+    outcome = report.outcome
+    rejections = [_advised(rejection, wrapper) for rejection in outcome.rejections]
+    logits_bytes = _logits_bytes(gm, inputs)
+    if logits_bytes and not report.regions and logits_bytes >= _LOGITS_SHARE * _peak(report):
+        reason = "logits are an input of the graph, so they exist in full"
+        logits = Rejection("detect", "graph", reason, bytes=logits_bytes)
+        rejections.append(with_fix(_fixed(logits, wrapper)))
+    notes = [_note(wrapper.split)] if wrapper.split else []
+    return report.with_outcome(rejections=tuple(rejections), notes=(*outcome.notes, *notes))
+
+
+def _advised(rejection: Rejection, wrapper: Wrapper) -> Rejection:
+    """A refused output, with advice for this wrapper; any other refusal as it is."""
+    if not wrapper.name or not is_output(rejection.reason):
+        return rejection
+    split = wrapper.split
+    if split is None or split.part == split.parts:
+        return _fixed(rejection, wrapper)
+    rest = rejection.reason.partition(": ")[2]
+    reason = f"{_CUT}: {rest}" if rest else _CUT
+    return dataclasses.replace(rejection, reason=reason, fix=_ONE_GRAPH)
+
+
+def _fixed(rejection: Rejection, wrapper: Wrapper) -> Rejection:
+    return dataclasses.replace(rejection, fix=_APART.get(wrapper.name, rejection.fix))
+
+
+def _note(split: Split) -> str:
+    count = len(split.entering)
+    size = bytes_text(sum(map(_bytes, split.entering)))
+    values = f"{count} value{'s' if count != 1 else ''} ({size})"
+    kept = f", and {values} from the parts before it stay in memory until its backward"
+    return (
+        f"DDP's buckets of {bytes_text(split.bucket_bytes)} split the model's graph; this is part "
+        f"{split.part} of {split.parts}. Each part is planned alone{kept if count else ''}. For "
+        f"one graph, {_ONE_GRAPH}"
+    )
+
+
+def _logits_bytes(gm: fx.GraphModule, inputs: Sequence[Any]) -> int:
+    """Of a graph that is a loss of logits, its largest input that has a gradient; else 0."""
+    returned = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
+    is_number = [isinstance(x, torch.Tensor) and hint_numel(x) == 1 for x in returned]
+    if not is_number or not all(is_number) or not any(map(_is_softmax, gm.graph.nodes)):
+        return 0
+    tensors = (x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad)
+    return max((_bytes(x) for x in tensors if not isinstance(x, nn.Parameter)), default=0)
+
+
+def _is_softmax(node: fx.Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    return any(word in name for word in ("softmax", "logsumexp", "cross_entropy"))
+
+
+def _peak(report: Report) -> float:
+    return report.peak_bytes if report.peak_bytes is not None else float("inf")
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return hint_numel(tensor) * tensor.element_size()
