@@ -65,6 +65,18 @@ def test_own_solver():
     assert report.outcome.save_plan.solver == "largest_half"
 
 
+def test_lora():
+    losses, peak, logits_bytes = run("lora")
+    assert losses[-1] < losses[0]
+    assert peak < 0.6 * logits_bytes
+
+
+def test_gradient_accumulation():
+    error, compiled = run("gradient_accumulation")
+    assert compiled == 1
+    assert error < 1e-5
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_fsdp2():
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
