@@ -30,6 +30,7 @@ from mstpass.graph.token_rules import (
     BackwardRule,
     ForwardRule,
     along_dims,
+    collectives,
     indexing,
     matmul,
     pointwise,
@@ -45,7 +46,9 @@ prims = torch.ops.prims
 class Op:
     """A row of the table; see the top of this file."""
 
-    kind: str  # "pointwise" | "view" | "reduce" | "matmul" | "index" | "sort" | "write" | "create"
+    # "pointwise" | "view" | "reduce" | "matmul" | "index" | "sort" | "write" | "create" |
+    # "collective"
+    kind: str
     forward: ForwardRule
     backward: BackwardRule
     linear: LinearRule
@@ -72,6 +75,7 @@ def _rows() -> dict[Any, Op]:
         **_along_dims(),
         **_indexing(),
         **_created(),
+        **_collectives(),
     }
 
 
@@ -207,6 +211,30 @@ def _created() -> dict[Any, Op]:
             (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default), like
         ),
         **dict.fromkeys((aten.scalar_tensor.default, prims.iota.default), constant),
+    }
+
+
+def _collectives() -> dict[Any, Op]:
+    names = {  # the attributes of torch.ops by how they treat tokens; a torch may lack some
+        collectives.elementwise: ("all_reduce", "broadcast", "wait_tensor"),
+        collectives.first_dim: (
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+            "all_to_all_single",
+        ),
+    }
+    packets = {
+        getattr(torch.ops._c10d_functional, name, None): rules
+        for rules, each in names.items()
+        for name in each
+    }
+    packets[getattr(torch.ops._dtensor, "shard_dim_alltoall", None)] = (
+        collectives.gathered_and_divided
+    )
+    return {
+        packet.default: Op("collective", *rules, never)
+        for packet, rules in packets.items()
+        if packet is not None
     }
 
 

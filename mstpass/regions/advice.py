@@ -96,6 +96,11 @@ _ADVICE = (
         "values: before the widening matmul or after the loss",
     ),
     (
+        r"in step with the other ranks|with other ranks",
+        "keep collectives on narrow values: gather or reduce the input of the widening matmul, or "
+        "what is reduced token by token from its result",
+    ),
+    (
         r"draws (random numbers|a random seed)",
         "move dropout to narrow values, or set p=0: a chunk cannot draw only its own part of the "
         "random numbers",
