@@ -28,7 +28,7 @@ class RegionFacts:
         specs: the token dims of each member, in the graph's order.
         outputs: members that nodes outside the region read.
         backward: members that belong to the backward.
-        rounds: which of the forward loops computes each forward member (loops/rounds.py).
+        rounds: which of several loops computes each member (loops/rounds.py).
         buffered: the buffered values, each storage once.
         bytes_before: size of the buffered values at full length. Only matmul results count, because
             Inductor writes a result's gradient into the result's own buffer; if the step returns

@@ -91,7 +91,8 @@ def _forward_and_backward_loop(facts: RegionFacts, saved: list[fx.Node]) -> list
     forward = [node for node in facts.outputs if node not in facts.backward]
     backward = [node for node in facts.outputs if node in facts.backward]
     more = [node for node in saved if node not in forward]
-    earlier, last = outputs_by_round(facts.rounds, [*forward, *more], facts.backward)
+    of_forward = {n: number for n, number in facts.rounds.items() if n not in facts.backward}
+    earlier, last = outputs_by_round(of_forward, [*forward, *more], facts.backward)
     loops = [_loop(facts, "forward", outputs, set()) for outputs in (*earlier, last) if outputs]
     if backward:
         loops.append(_loop(facts, "backward", backward, set(saved)))

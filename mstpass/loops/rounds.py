@@ -25,15 +25,15 @@ from mstpass.graph.joint import JointGraph
 
 
 def rounds(joint: JointGraph, members: Mapping[fx.Node, object]) -> dict[fx.Node, int]:
-    """The round of each forward member; 0 for all of them if no collective stands between them."""
-    found = {node: 0 for node in members if node not in joint.backward}
+    """The round of each member; 0 for all of them if no collective stands between them."""
+    found = dict.fromkeys(members, 0)
     if not any(map(is_collective, joint.nodes)):
         return found
     inside: dict[fx.Node, int] = {}  # members that depend on a product of the region
     outside: dict[fx.Node, int] = {}  # other values that do: the round that may read them
     last = max(map(joint.index.__getitem__, found), default=-1)
     for node in joint.nodes[: last + 1]:
-        if node in joint.backward:
+        if node in joint.backward and node not in found:
             continue
         before = [inside[n] for n in node.all_input_nodes if n in inside]
         before += [outside[n] for n in node.all_input_nodes if n in outside]
@@ -47,7 +47,12 @@ def rounds(joint: JointGraph, members: Mapping[fx.Node, object]) -> dict[fx.Node
 def outputs_by_round(
     numbers: Mapping[fx.Node, int], outputs: list[fx.Node], backward: Set[fx.Node]
 ) -> tuple[list[list[fx.Node]], list[fx.Node]]:
-    """The outputs of all rounds but the last; and those of the last, of the backward among them."""
+    """The outputs of all rounds but the last; and those of the last, of the backward among them.
+
+    Args:
+        numbers: the rounds of the members that the loops compute.
+        backward: the members that belong to the backward.
+    """
     count = max(numbers.values(), default=0)
     earlier: list[list[fx.Node]] = [[] for _ in range(count)]
     last = []

@@ -36,7 +36,7 @@ from mstpass.regions.anchors import (
     widths,
 )
 from mstpass.regions.close_fused import close_fused
-from mstpass.regions.grow import Growth, upstream_matmuls
+from mstpass.regions.grow import ONCE, Growth, upstream_matmuls
 from mstpass.regions.make_region import Core, make_region
 
 
@@ -70,7 +70,7 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
 def _operand_specs(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
     """``ops.operand_specs``, but for collectives: no loop runs them (graph/collectives.py)."""
     if is_collective(node) or is_wait(node):
-        return Refusal(f"{node.target} runs once on all tokens, in step with the other ranks")
+        return Refusal(ONCE)
     return ops.operand_specs(node, spec)
 
 

@@ -24,6 +24,7 @@ from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec, Sum
 
+ONCE = "a collective runs once on all tokens, in step with the other ranks"
 OperandSpecs = Callable[[fx.Node, Spec], "dict[fx.Node, Spec] | Refusal"]
 
 
@@ -230,9 +231,9 @@ class Growth:
     def close(self, part: set[fx.Node], ignored: fx.Node | None = None) -> None:
         """Add all nodes on paths that leave ``part`` and come back to it.
 
-        Paths through ``ignored``, the scalar of a fused region, do not count. In the forward, paths
-        through a collective do not count either: the loop before the collective and the loop after
-        it are two (loops/region_loops.py).
+        Paths through ``ignored``, the scalar of a fused region, do not count. Neither do paths
+        through a collective, if the forward of the region itself needs what all ranks computed:
+        then it is several loops, with the collectives between them (loops/rounds.py).
 
         Raises:
             CannotTake: such a node cannot join.
@@ -240,6 +241,8 @@ class Growth:
         while True:
             between = self._between(part, ignored)
             after = self._after_collectives(between)
+            if after and not self._forward_reads(part, after):
+                raise CannotTake(next(n for n in between if n in after), ONCE)
             self.reenters |= bool(after)
             inside = [node for node in between if node not in after]
             if not inside:
@@ -257,6 +260,14 @@ class Growth:
             ):
                 found.add(node)
         return found
+
+    def _forward_reads(self, part: set[fx.Node], values: set[fx.Node]) -> bool:
+        return any(
+            operand in values
+            for node in part
+            if node not in self.joint.backward
+            for operand in node.all_input_nodes
+        )
 
     def _join(self, node: fx.Node) -> None:
         if node in self.specs:
