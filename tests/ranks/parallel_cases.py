@@ -124,7 +124,9 @@ def sequence_parallel(mesh: DeviceMesh) -> Finding:
                 ),
             }
             parallelize_module(block, mesh, plan)
-            parallelize_module(block.mlp, mesh, _mlp_plan(output_layouts=Shard(1)))
+            parallelize_module(
+                block.mlp, mesh, _mlp_plan(output_layouts=Shard(1), use_local_output=False)
+            )
         return model
 
     def step(model: nn.Module, compiled: Callable[..., Any]) -> list[Tensor | None]:
