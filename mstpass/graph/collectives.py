@@ -32,12 +32,13 @@ from typing import Any
 
 from torch import fx
 
+from mstpass.torch_internals.collective_ops import (
+    ALL_TO_ALL_OF_DTENSOR,
+    BETWEEN_TWO,
+    NAMESPACE,
+    WAITS,
+)
 from mstpass.torch_internals.op_types import OpOverload, schema_of
-
-_NAMESPACE = "_c10d_functional"
-_WAITS = frozenset({f"{_NAMESPACE}::wait_tensor", f"{_NAMESPACE}::wait_tensors"})
-_BETWEEN_TWO = frozenset({f"{_NAMESPACE}::{op}" for op in ("isend", "irecv", "batch_p2p_ops")})
-_OTHERS = frozenset({"_dtensor::shard_dim_alltoall"})  # its result is complete
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -50,7 +51,7 @@ def _is_collective_op(target: Any) -> bool:
     if not isinstance(target, OpOverload):
         return False
     name = schema_of(target).name
-    return (target.namespace == _NAMESPACE and name not in _WAITS) or name in _OTHERS
+    return (target.namespace == NAMESPACE and name not in WAITS) or name == ALL_TO_ALL_OF_DTENSOR
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -60,16 +61,16 @@ def is_wait(node: fx.Node) -> bool:
 
 @functools.cache
 def is_wait_op(target: Any) -> bool:
-    return isinstance(target, OpOverload) and schema_of(target).name in _WAITS
+    return isinstance(target, OpOverload) and schema_of(target).name in WAITS
 
 
 def is_pending(node: fx.Node) -> bool:
     """Whether the value is complete only after a wait, so that it must not cross to backward."""
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]
-    return is_collective(node) and node.target.namespace == _NAMESPACE  # type: ignore[union-attr]
+    return is_collective(node) and node.target.namespace == NAMESPACE  # type: ignore[union-attr]
 
 
 def is_between_two_ranks(node: fx.Node) -> bool:
     """Whether the op is a send or a receive."""
-    return is_collective(node) and schema_of(node.target).name in _BETWEEN_TWO  # type: ignore[arg-type]
+    return is_collective(node) and schema_of(node.target).name in BETWEEN_TWO  # type: ignore[arg-type]

@@ -37,6 +37,7 @@ from mstpass.graph.token_rules import (
     scaled_matmul,
     views,
 )
+from mstpass.torch_internals.collective_ops import ALL_TO_ALL_OF_DTENSOR, NAMESPACE, overloads
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -215,7 +216,7 @@ def _created() -> dict[Any, Op]:
 
 
 def _collectives() -> dict[Any, Op]:
-    names = {  # the attributes of torch.ops by how they treat tokens; a torch may lack some
+    names = {
         collectives.elementwise: ("all_reduce", "broadcast", "wait_tensor"),
         collectives.first_dim: (
             "all_gather_into_tensor",
@@ -223,19 +224,13 @@ def _collectives() -> dict[Any, Op]:
             "all_to_all_single",
         ),
     }
-    packets = {
-        getattr(torch.ops._c10d_functional, name, None): rules
+    found = {
+        op: Op("collective", *rules, never)
         for rules, each in names.items()
-        for name in each
+        for op in overloads(tuple(f"{NAMESPACE}::{name}" for name in each))
     }
-    packets[getattr(torch.ops._dtensor, "shard_dim_alltoall", None)] = (
-        collectives.gathered_and_divided
-    )
-    return {
-        packet.default: Op("collective", *rules, never)
-        for packet, rules in packets.items()
-        if packet is not None
-    }
+    exchanged = Op("collective", *collectives.gathered_and_divided, never)
+    return {**found, **dict.fromkeys(overloads((ALL_TO_ALL_OF_DTENSOR,)), exchanged)}
 
 
 # Ops of which it is known that they are not token-parallel, by the names of their schemas.

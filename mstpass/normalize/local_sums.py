@@ -28,6 +28,7 @@ from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.sizes import same_shape
 from mstpass.normalize.downstream import downstream
+from mstpass.torch_internals.collective_ops import ALL_REDUCE
 from mstpass.torch_internals.op_types import schema_of
 
 aten = torch.ops.aten
@@ -78,7 +79,7 @@ def _sum_of(total: fx.Node) -> _Sum | None:
     own = _maximum_of_all_ranks(maximum)
     if own is None or own.target is not aten.amax.default or own.args[0] is not values:
         return None
-    if list(own.args[1:2]) != list(total.args[1:2]) or not _keep_dims(own, total):  # type: ignore[arg-type]
+    if list(own.args[1:2]) != list(total.args[1:2]) or not _keep_dims(own, total):
         return None
     return _Sum(values.name, own.name, maximum.name, total.name)
 
@@ -89,7 +90,7 @@ def _maximum_of_all_ranks(node: fx.Node) -> fx.Node | None:
         return None
     pending = node.all_input_nodes[0]
     name = schema_of(pending.target).name  # type: ignore[arg-type]
-    if name != "_c10d_functional::all_reduce" or pending.args[1] != "max":
+    if name != ALL_REDUCE or pending.args[1] != "max":
         return None
     return pending.all_input_nodes[0]
 

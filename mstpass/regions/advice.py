@@ -97,8 +97,8 @@ _ADVICE = (
     ),
     (
         r"in step with the other ranks|with other ranks",
-        "keep collectives on narrow values: gather or reduce the input of the widening matmul, or "
-        "what is reduced token by token from its result",
+        "change nothing where queries, keys and values are exchanged; elsewhere exchange narrow "
+        "values: the input of the widening matmul, or what is reduced token by token",
     ),
     (
         r"draws (random numbers|a random seed)",
