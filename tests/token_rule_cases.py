@@ -261,3 +261,17 @@ CASES = [
         requires_grad=False,
     ),
 ]
+
+# Collectives, for two ranks whose group has the name "0": tests/ranks/token_rules.py runs them.
+_c10d = torch.ops._c10d_functional
+_FEATURES: tuple[Spec, ...] = ((1,), (2,), (1, 2))
+COLLECTIVES = [
+    case(_c10d.all_reduce.default, lambda: (x(), "sum", "0"), *ALL),
+    case(_c10d.all_reduce.default, lambda: (x(), "max", "0"), *ALL),
+    case(_c10d.broadcast.default, lambda: (x(), 0, "0"), *ALL),
+    case(_c10d.wait_tensor.default, lambda: (x(),), *ALL),
+    case(_c10d.all_gather_into_tensor.default, lambda: (x(), 2, "0"), *_FEATURES),
+    case(_c10d.reduce_scatter_tensor.default, lambda: (x(4, S, D), "sum", 2, "0"), *_FEATURES),
+    case(_c10d.all_to_all_single.default, lambda: (x(4, S, D), [2, 2], [2, 2], "0"), *_FEATURES),
+    case(torch.ops._dtensor.shard_dim_alltoall.default, lambda: (x(), 0, 1, "0"), (2,)),
+]

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.collectives import is_wait
 from mstpass.graph.device_costs import costs_of
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.products import product_of
@@ -19,9 +20,12 @@ from mstpass.graph.traffic import moved_bytes
 
 
 def time_us(joint: JointGraph, node: fx.Node) -> float:
-    """The estimated time of one node in microseconds; 0 for views and nodes without a tensor."""
+    """The estimated time of one node in microseconds.
+
+    0 for views, for waits, and for nodes without a tensor.
+    """
     device = next((v.device for v in tensors_of(node.meta.get("val"))), None)
-    if node.op != "call_function" or ops.is_view(node) or device is None:
+    if node.op != "call_function" or ops.is_view(node) or is_wait(node) or device is None:
         return 0.0
     costs = costs_of(device)
     product = product_of(node)

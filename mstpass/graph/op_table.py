@@ -30,12 +30,14 @@ from mstpass.graph.token_rules import (
     BackwardRule,
     ForwardRule,
     along_dims,
+    collectives,
     indexing,
     matmul,
     pointwise,
     scaled_matmul,
     views,
 )
+from mstpass.torch_internals.collective_ops import ALL_TO_ALL_OF_DTENSOR, NAMESPACE, overloads
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -45,7 +47,9 @@ prims = torch.ops.prims
 class Op:
     """A row of the table; see the top of this file."""
 
-    kind: str  # "pointwise" | "view" | "reduce" | "matmul" | "index" | "sort" | "write" | "create"
+    # "pointwise" | "view" | "reduce" | "matmul" | "index" | "sort" | "write" | "create" |
+    # "collective"
+    kind: str
     forward: ForwardRule
     backward: BackwardRule
     linear: LinearRule
@@ -72,6 +76,7 @@ def _rows() -> dict[Any, Op]:
         **_along_dims(),
         **_indexing(),
         **_created(),
+        **_collectives(),
     }
 
 
@@ -208,6 +213,24 @@ def _created() -> dict[Any, Op]:
         ),
         **dict.fromkeys((aten.scalar_tensor.default, prims.iota.default), constant),
     }
+
+
+def _collectives() -> dict[Any, Op]:
+    names = {
+        collectives.elementwise: ("all_reduce", "broadcast", "wait_tensor"),
+        collectives.first_dim: (
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+            "all_to_all_single",
+        ),
+    }
+    found = {
+        op: Op("collective", *rules, never)
+        for rules, each in names.items()
+        for op in overloads(tuple(f"{NAMESPACE}::{name}" for name in each))
+    }
+    exchanged = Op("collective", *collectives.gathered_and_divided, never)
+    return {**found, **dict.fromkeys(overloads((ALL_TO_ALL_OF_DTENSOR,)), exchanged)}
 
 
 # Ops of which it is known that they are not token-parallel, by the names of their schemas.

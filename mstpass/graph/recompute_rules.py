@@ -2,7 +2,9 @@
 
 heavy    matmuls, attention, loops, and every op that the op table does not know
 pinned   ops whose second run may give other results: random draws, sorts and writes by index (ties
-         may fall otherwise), and ops from outside of PyTorch
+         may fall otherwise), collectives (graph/collectives.py), and ops from outside of PyTorch
+
+Ops that make opaque values, such as the process group of a mesh, are neither.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from mstpass.graph.token_rules.arguments import argument, has_argument
 from mstpass.graph.token_rules.matmul import MATMULS
 from mstpass.graph.tokens import Refusal
 from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.opaque_values import is_opaque
 
 # Inductor's random numbers are a function of a seed, which is a value of the graph, and of their
 # position. They are pinned although a second run would give the same numbers.
@@ -33,7 +36,7 @@ _CHEAP = frozenset(
 
 def is_heavy(node: fx.Node) -> bool:
     """Whether the op is slow to recompute."""
-    if node.op != "call_function" or node.target is operator.getitem:
+    if node.op != "call_function" or node.target is operator.getitem or is_opaque(node):
         return False
     return _is_heavy_op(node.target) or is_pinned(node)
 
@@ -51,6 +54,8 @@ def is_pinned(node: fx.Node) -> bool:
     Loops are not pinned: the mode of their region says whether they may run again.
     """
     if node.op != "call_function" or node.target is operator.getitem or node.target is mst_loop:
+        return False
+    if is_opaque(node):
         return False
     return _is_pinned_op(node.target) or draws_random_numbers(node)
 

@@ -9,7 +9,8 @@ Each loop becomes one ``mst_loop`` node (graph/loop_op.py) in the place of its m
 
     results that are needed by no output are not written, and neither are their loops
 
-The old order is kept, so that an op that writes to a value stays after those that read it before.
+The old order is kept, so that an op that writes to a value stays after those that read it before,
+and so that all ranks run their collectives in one order, whatever loops each of them has.
 If two loops need each other's results, neither can come first: ``CycleError`` names a plan that has
 to be left out.
 """
@@ -17,12 +18,14 @@ to be left out.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
+from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.tokens import CannotTake
@@ -107,6 +110,8 @@ class _GraphWriter:
             for loop in plan.loops:
                 for item in loop.outputs:
                     self.producers.setdefault(joint.by_name[item.node], (loop, item))
+        collectives = [node for node in joint.nodes if is_collective(node)]
+        self.earlier = dict(itertools.pairwise(reversed(collectives)))  # the collective before each
 
     def write(self) -> fx.GraphModule:
         for name, child in self.joint.module.named_children():
@@ -142,7 +147,8 @@ class _GraphWriter:
             nodes += [i for node in prelude for i in node.all_input_nodes if i.name != task.unit]
             return [node for node in nodes if node not in prelude]
         if task not in self.producers:
-            return list(task.all_input_nodes)
+            earlier = [self.earlier[task]] if task in self.earlier else []
+            return [*task.all_input_nodes, *earlier]
         loop, item = self.producers[task]
         unit = [self.joint.by_name[loop.unit]] if item.scaled and loop.unit else []
         return [loop, *unit]

@@ -28,6 +28,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mstpass.graph import ops
 from mstpass.graph.buffer_ops import call_buffer_ops_as_they_are, counter
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.loop_op import OutputSpec, mst_loop
@@ -36,6 +37,8 @@ from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step
 from mstpass.torch_internals.inductor_lowerings import select_decomp_table
 
 aten = torch.ops.aten
+# Ops that Inductor may run in place on their first argument (_inductor/fx_passes/reinplace.py)
+_RUN_IN_PLACE = (aten.index_put.default, aten._unsafe_index_put.default)
 
 
 def lower_loops(graph: fx.Graph) -> int:
@@ -94,6 +97,7 @@ class _Lowering:
             item.meta = dict(user.meta)
             user.replace_all_uses_with(item)
             self.graph.erase_node(user)
+            self._copy_before_writes(item)
         self.graph.erase_node(call)
 
     def _free_results_after(self, loop: fx.Node) -> None:
@@ -108,6 +112,22 @@ class _Lowering:
         counter.meta["val"] = loop.meta["val"][0]
         read = self.graph.call_function(aten.abs_.default, (counter,))
         read.meta["val"] = counter.meta["val"]
+
+    def _copy_before_writes(self, item: fx.Node) -> None:
+        """Copy a result of the loop for the ops that Inductor may run in place on it.
+
+        Where Inductor runs one of them in place, it gives the result's buffer the data of another
+        one (``mutate_to`` in torch/_inductor/lowering.py, 2.11 to 2.15). The loop has that buffer
+        as its operand, so that it would read what is computed from its own results.
+        """
+        for reader in ops.readers_through_views(item):
+            if reader.target in _RUN_IN_PLACE:
+                written = reader.args[0]
+                assert isinstance(written, fx.Node)
+                if ops.base_of(written) is ops.base_of(item):
+                    with self.graph.inserting_before(reader):
+                        copy = self.builder.call(aten.clone.default, written)
+                    reader.args = (copy, *reader.args[1:])
 
     def _at_offset_zero(self, node: fx.Node) -> fx.Node:
         """The value; a copy if it starts inside its storage, as shifted labels do.

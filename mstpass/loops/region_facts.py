@@ -17,6 +17,7 @@ from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of
 from mstpass.graph.loop_work import loop_work
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.tokens import WHOLE, Refusal, Spec, token_count
+from mstpass.loops.rounds import rounds
 from mstpass.plans import Region
 
 
@@ -27,6 +28,7 @@ class RegionFacts:
         specs: the token dims of each member, in the graph's order.
         outputs: members that nodes outside the region read.
         backward: members that belong to the backward.
+        rounds: which of several loops computes each member (loops/rounds.py).
         buffered: the buffered values, each storage once.
         bytes_before: size of the buffered values at full length. Only matmul results count, because
             Inductor writes a result's gradient into the result's own buffer; if the step returns
@@ -41,6 +43,7 @@ class RegionFacts:
         }
         self.outputs = [joint.by_name[name] for name in region.outputs]
         self.backward = {joint.by_name[name] for name in region.backward}
+        self.rounds = rounds(joint, self.specs)
         self._generic_tokens = next(
             token_count(generic_shape(value), spec)
             for node, spec in self.specs.items()

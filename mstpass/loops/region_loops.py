@@ -5,6 +5,8 @@
     save:       the same, but the forward loop also returns the values of loops/values_to_save.py,
                 stacked over chunks, and the backward loop reads them
 
+Where collectives stand between values of the forward, the forward is several loops (rounds.py).
+
 A loop's members are found from its outputs backwards: an operand in the same token dims is computed
 in the loop as well, every other operand is an input of the loop.
 """
@@ -20,6 +22,7 @@ from mstpass.graph import ops
 from mstpass.graph.joint import nbytes
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.region_facts import RegionFacts
+from mstpass.loops.rounds import outputs_by_round
 from mstpass.loops.values_to_save import values_to_save
 from mstpass.plans import FUSED, RECOMPUTE, SAVE, LoopInput, LoopOutput, LoopPlan
 
@@ -53,7 +56,7 @@ def region_loops(facts: RegionFacts, mode: str, may_recompute: frozenset[str]) -
     """
     saved: list[fx.Node] = []
     if mode == FUSED:
-        loops = [_fused_loop(facts)]
+        loops = _fused_loops(facts)
     else:
         every = frozenset(node.name for node in facts.specs)
         saved = values_to_save(facts, may_recompute if mode == SAVE else every)
@@ -75,16 +78,22 @@ def _stacked_bytes(facts: RegionFacts, loop: LoopPlan) -> int:
     return sum(0 if returns_wide and facts.is_wide(node) else nbytes(node) for node in nodes)
 
 
-def _fused_loop(facts: RegionFacts) -> LoopPlan:
+def _fused_loops(facts: RegionFacts) -> list[LoopPlan]:
     region = facts.region
-    return _loop(facts, "forward", facts.outputs, set(), region.unit, region.prelude)
+    earlier, last = outputs_by_round(facts.rounds, facts.outputs, facts.backward)
+    return [
+        *(_loop(facts, "forward", outputs, set()) for outputs in earlier),
+        _loop(facts, "forward", last, set(), region.unit, region.prelude),
+    ]
 
 
 def _forward_and_backward_loop(facts: RegionFacts, saved: list[fx.Node]) -> list[LoopPlan]:
     forward = [node for node in facts.outputs if node not in facts.backward]
     backward = [node for node in facts.outputs if node in facts.backward]
     more = [node for node in saved if node not in forward]
-    loops = [_loop(facts, "forward", [*forward, *more], set())]
+    of_forward = {n: number for n, number in facts.rounds.items() if n not in facts.backward}
+    earlier, last = outputs_by_round(of_forward, [*forward, *more], facts.backward)
+    loops = [_loop(facts, "forward", outputs, set()) for outputs in (*earlier, last) if outputs]
     if backward:
         loops.append(_loop(facts, "backward", backward, set(saved)))
     return loops

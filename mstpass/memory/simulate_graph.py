@@ -13,6 +13,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.buffer_ops import is_written_in_place
+from mstpass.graph.collectives import is_wait_op
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.sizes import depends_on_data
@@ -31,7 +32,7 @@ aten = torch.ops.aten
 _SLOW_ON_CPU = frozenset({aten.exp.default, aten.sigmoid.default})
 # Kinds of ops that run as calls; so does cat, which writes each part into its place
 # (ConcatKernel in torch/_inductor/ir.py).
-_CALLED_KINDS = frozenset({"matmul", "sort", "write"})
+_CALLED_KINDS = frozenset({"matmul", "sort", "write", "collective"})
 _CALLED = frozenset({aten.cat.default})
 # Kernels that compute the values they write, as reductions do (Scatter in torch/_inductor/ir.py).
 _SCATTERS = frozenset(
@@ -133,6 +134,8 @@ def _kind_of(target: Any) -> str:
     """The kind of op that a call of the target is. Ops that create tensors count as pointwise."""
     if target in VIEWS:
         return ITEM if target is operator.getitem else VIEW
+    if is_wait_op(target):  # it returns the memory of the pending result
+        return VIEW
     if target in _SCATTERS:
         return SCATTER
     row = ops.row_of(target)

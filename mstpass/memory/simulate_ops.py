@@ -28,7 +28,7 @@ Ops are plain data (problem/op.py), so that a plan is simulated without a graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from mstpass.memory.kernel_fusion import fused_groups
 from mstpass.memory.timeline import HELD, Moment, Timeline
@@ -74,7 +74,7 @@ def held_outputs(
     held: dict[str, Op] = {}
     kept: list[str] = []
     for name in outputs:
-        while name in op and op[name].kind == VIEW and op[name].inputs[0] in op:
+        while name not in crossing and name in op and _is_view_in(op, name):
             name = op[name].inputs[0]
         if name in crossing:
             kept.append(name)
@@ -82,6 +82,10 @@ def held_outputs(
             unique = f"{name}{HELD}" if name in taken else name
             held[name] = Op(unique, op[name].bytes, kind=INPUT)
     return list(held.values()), kept
+
+
+def _is_view_in(op: Mapping[str, Op], name: str) -> bool:
+    return op[name].kind == VIEW and op[name].inputs[0] in op
 
 
 class _Kernels:

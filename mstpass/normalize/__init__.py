@@ -1,6 +1,8 @@
 """Rewrite the joint graph to a form in which more regions are found, with the same results.
 
 sizes_from_inputs.py   symbolic sizes come from the inputs of the step
+index_by_token.py      indexing with the tokens' numbers becomes a gather or a scatter
+local_sums.py          a softmax over shards sums before it knows the maximum of all shards
 means_as_sums.py       a mean over tokens becomes a sum, divided by their number
 move_token_slices.py   a slice over tokens moves from the result of a matmul to its operand
 expand_to_tokens.py    an operand with one row per sequence gets one row per token
@@ -10,6 +12,8 @@ from __future__ import annotations
 
 from mstpass.graph.joint import JointGraph
 from mstpass.normalize.expand_to_tokens import expand_to_tokens
+from mstpass.normalize.index_by_token import index_by_token
+from mstpass.normalize.local_sums import local_sums
 from mstpass.normalize.means_as_sums import means_as_sums
 from mstpass.normalize.move_token_slices import move_slices
 from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
@@ -24,7 +28,9 @@ def normalized(joint: JointGraph) -> tuple[JointGraph, JointGraph, frozenset[str
         made.
     """
     joint = sizes_from_inputs(joint)
-    prepared, sums = means_as_sums(joint)
+    prepared, indexed = index_by_token(joint)
+    prepared, local = local_sums(prepared)
+    prepared, sums = means_as_sums(prepared)
     prepared, moved = move_slices(prepared)
     prepared, expanded = expand_to_tokens(prepared)
-    return joint, prepared, sums | moved | expanded
+    return joint, prepared, indexed | local | sums | moved | expanded

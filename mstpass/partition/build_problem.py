@@ -12,6 +12,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.checkpoint_policies import Policies, policies_of
+from mstpass.graph.collectives import is_pending
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_cost import time_us
 from mstpass.graph.recompute_rules import is_heavy, is_pinned
@@ -25,6 +26,7 @@ from mstpass.problem.problem import (
     Value,
     with_needs,
 )
+from mstpass.torch_internals.opaque_values import is_opaque
 
 
 def cut_problem(
@@ -60,7 +62,10 @@ def _value(
     joint: JointGraph, node: fx.Node, names: Set[str], policies: Policies, scatters_delayed: bool
 ) -> Value:
     op = op_of(node, scatters_delayed=scatters_delayed)
-    tag = policies.tags.get(node, "")
+    free = (node.op == "placeholder" and node not in joint.backward) or (
+        is_size(node) or is_opaque(node)
+    )
+    tag = "" if is_opaque(node) else policies.tags.get(node, "")
     return Value(
         name=node.name,
         bytes=op.bytes if value_of(node) is not None else 0,
@@ -69,12 +74,13 @@ def _value(
         inner_bytes=op.inner_bytes,
         dear=op.dear,
         us=time_us(joint, node),
-        free=(node.op == "placeholder" and node not in joint.backward) or is_size(node),
+        free=free,
         heavy=is_heavy(node) or node in policies.boundary,
         pinned=tag == MUST_SAVE or (is_pinned(node) and tag not in RECOMPUTED),
         savable=tag not in RECOMPUTED
         and value_of(node) is not None
-        and not ops.shares_storage(node),
+        and not ops.shares_storage(node)
+        and not is_pending(node),
         forward=node in joint.forward,
         tag=tag,
     )

@@ -2,7 +2,7 @@
 
 ::
 
-    saved = saved values, and the inputs and sizes of the step that backward reads
+    saved = saved values, and the inputs, sizes and opaque values of the step that backward reads
     forward, backward = torch's extraction of the two graphs around them
     backward: give nested values a recomputation of their own   (schedule/nested_recomputation.py)
     backward: move each recomputation to just before its first use              (torch does)
@@ -22,6 +22,7 @@ from mstpass.graph.sizes import is_size
 from mstpass.graph.source_location import source_of
 from mstpass.plans import SavedValue, SavePlan
 from mstpass.schedule.nested_recomputation import recompute_nested_values
+from mstpass.torch_internals.opaque_values import is_opaque
 from mstpass.torch_internals.partitioners import (
     extract_forward_and_backward,
     finish_forward_and_backward,
@@ -51,7 +52,8 @@ def split(
 
 
 def saved_values(modules: Modules, joint: JointGraph) -> tuple[SavedValue, ...]:
-    """What the forward module returns for the backward, without inputs of the step and sizes.
+    """What the forward module returns for the backward, without inputs of the step, sizes and
+    opaque values.
 
     The largest comes first.
     """
@@ -61,7 +63,7 @@ def saved_values(modules: Modules, joint: JointGraph) -> tuple[SavedValue, ...]:
     crossing = {
         n.name: n
         for n in outputs[joint.num_fwd_outputs :]
-        if isinstance(n, fx.Node) and n.op != "placeholder" and not is_size(n)
+        if isinstance(n, fx.Node) and n.op != "placeholder" and not _takes_no_memory(n)
     }
     saved = [
         SavedValue(n.name, nbytes(n), source_of(joint.by_name.get(n.name, n)))
@@ -75,17 +77,18 @@ def _extract(joint: JointGraph, saved: list[fx.Node], torch_kwargs: dict[str, An
     saved = joint.sorted(saved)
     loop_results = [n for n in saved if _is_loop_result(n)]
     others = [n for n in saved if n not in loop_results]
-    inputs_and_sizes = joint.sorted(_inputs_and_sizes_read(joint, saved))
-    inputs = [n for n in inputs_and_sizes if not is_size(n)]
+    read = joint.sorted(_free_values_read(joint, saved))
+    inputs = [n for n in read if not _takes_no_memory(n)]
     placeholders = [n for n in joint.nodes if n.op == "placeholder"]
     static = torch_kwargs.get("static_lifetime_input_indices") or []
     # Gradients that a fused loop computed come last: see torch_internals/donated_buffers.py.
     return extract_forward_and_backward(
         joint.module,
         [*inputs, *others, *loop_results],
-        saved_sizes=[n for n in inputs_and_sizes if is_size(n)],
+        saved_sizes=[n for n in read if is_size(n)],
         num_fwd_outputs=joint.num_fwd_outputs,
         static_inputs=[placeholders[i] for i in static],
+        saved_opaque=[n for n in read if is_opaque(n)],
     )
 
 
@@ -93,8 +96,13 @@ def _is_loop_result(node: fx.Node) -> bool:
     return node.target is operator.getitem and node.all_input_nodes[0].target is mst_loop
 
 
-def _inputs_and_sizes_read(joint: JointGraph, saved: list[fx.Node]) -> set[fx.Node]:
-    """The step's inputs and sizes that backward reads, itself or in order to recompute a value."""
+def _takes_no_memory(node: fx.Node) -> bool:
+    """Whether the value is a size, or opaque: it crosses as it is."""
+    return is_size(node) or is_opaque(node)
+
+
+def _free_values_read(joint: JointGraph, saved: list[fx.Node]) -> set[fx.Node]:
+    """The inputs, sizes and opaque values that backward reads, itself or to recompute a value."""
     found: set[fx.Node] = set()
     seen = set(saved)
     stack = list(joint.backward_outputs)
@@ -103,7 +111,7 @@ def _inputs_and_sizes_read(joint: JointGraph, saved: list[fx.Node]) -> set[fx.No
         if node in seen:
             continue
         seen.add(node)
-        if is_size(node) and node not in joint.backward:
+        if _takes_no_memory(node) and node not in joint.backward:
             found.add(node)
             continue
         if node.op == "placeholder" and not is_tangent(node):

@@ -1,7 +1,7 @@
 """The graphs that torch's own partitioner splits, because our partition problem lacks what they do.
 
-Such graphs have side effects, sizes that depend on data, collectives, subgraphs, or a memory budget
-that the user set for a part of the model.
+Such graphs have side effects, sizes that depend on data, sends and receives between two ranks,
+subgraphs, or a memory budget that the user set for a part of the model.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import fx
 
-from mstpass.graph import ops
 from mstpass.graph.checkpoint_policies import policies_of
+from mstpass.graph.collectives import is_between_two_ranks
 from mstpass.graph.joint import JointGraph, Modules, tensors_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.recompute_rules import draws_random_numbers
@@ -20,6 +20,7 @@ from mstpass.partition.split import saved_values
 from mstpass.plans import SavePlan
 from mstpass.problem.problem import RECOMPUTED
 from mstpass.torch_internals.op_types import HigherOrderOperator
+from mstpass.torch_internals.opaque_values import is_opaque
 from mstpass.torch_internals.partitioners import (
     has_torch_budget,
     min_cut_rematerialization_partition,
@@ -51,7 +52,7 @@ def _unsupported(node: fx.Node) -> str:
     """What our partition problem cannot describe about a node; empty for most nodes."""
     value = node.meta.get("val")
     tensors = list(tensors_of(value))
-    if value is not None and not tensors and not is_size(node):
+    if value is not None and not tensors and not is_size(node) and not is_opaque(node):
         return f"{node.name} is neither a tensor nor a size"
     if any(map(depends_on_data, tensors)):
         return f"the size of {node.name} depends on data"
@@ -61,7 +62,7 @@ def _unsupported(node: fx.Node) -> str:
         return f"{node.name} is the higher-order op {node.target}"
     if node.meta.get("memory_budget") is not None:
         return TORCH_BUDGET
-    return f"{node.name} is a collective" if "c10d" in ops.op_name(node) else ""
+    return f"{node.name} is a send or a receive" if is_between_two_ranks(node) else ""
 
 
 def _is_loop_body(node: fx.Node) -> bool:

@@ -114,6 +114,11 @@ _ADVICE = (
         "values: before the widening matmul or after the loss",
     ),
     (
+        r"in step with the other ranks|with other ranks",
+        "change nothing where queries, keys and values are exchanged; elsewhere exchange narrow "
+        "values: the input of the widening matmul, or what is reduced token by token",
+    ),
+    (
         r"draws (random numbers|a random seed)",
         "move dropout to narrow values, or set p=0: a chunk cannot draw only its own part of the "
         "random numbers",

@@ -21,10 +21,11 @@ import functools
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.sizes import depends_on_data, hint_shape
 from mstpass.graph.source_location import source_of
-from mstpass.graph.tokens import WHOLE, CannotTake, Spec, token_count
+from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec, token_count
 from mstpass.plans import Region, Rejection
 from mstpass.regions.absorb import absorb_users
 from mstpass.regions.anchors import (
@@ -35,7 +36,7 @@ from mstpass.regions.anchors import (
     widths,
 )
 from mstpass.regions.close_fused import close_fused
-from mstpass.regions.grow import Growth, upstream_matmuls
+from mstpass.regions.grow import ONCE, Growth, upstream_matmuls
 from mstpass.regions.make_region import Core, make_region
 
 
@@ -46,7 +47,7 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
     taken: set[fx.Node] = set()
     refused: set[fx.Node] = set()
     upstream = upstream_matmuls(joint)
-    operand_specs = functools.cache(ops.operand_specs)  # asked for again by every region
+    operand_specs = functools.cache(_operand_specs)  # asked for again by every region
     for anchor, spec in joint.cached(anchors):
         if anchor in taken or anchor in refused:
             continue
@@ -64,6 +65,13 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
                 if s != WHOLE and not ops.is_cheap_view(n) and not growth.may_repeat(n)
             }
     return regions, [*rejections, *refused_wide_products(joint)]
+
+
+def _operand_specs(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
+    """``ops.operand_specs``, but for collectives: no loop runs them (graph/collectives.py)."""
+    if is_collective(node) or is_wait(node):
+        return Refusal(ONCE)
+    return ops.operand_specs(node, spec)
 
 
 def _rejection(anchor: fx.Node, refusal: CannotTake) -> Rejection:

@@ -20,9 +20,11 @@ from collections.abc import Callable, Mapping, Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec, Sum
 
+ONCE = "a collective runs once on all tokens, in step with the other ranks"
 OperandSpecs = Callable[[fx.Node, Spec], "dict[fx.Node, Spec] | Refusal"]
 
 
@@ -62,16 +64,19 @@ class Growth:
         self.operand_specs = operand_specs
         self.specs: dict[fx.Node, Spec | Sum] = {}
         self.returned: set[fx.Node] = set()  # wide members that the step returns
+        self.reenters = False  # a path leaves the region through a collective and comes back
         self._queue: deque[fx.Node] = deque()
 
     def copy(self) -> Growth:
         other = Growth(self.joint, self.wide_numel, self.taken, self.upstream, self.operand_specs)
         other.specs, other.returned = dict(self.specs), set(self.returned)
+        other.reenters = self.reenters
         return other
 
     def adopt(self, other: Growth) -> None:
         """Replace the members by those of a copy that has grown further."""
         self.specs, self.returned = other.specs, other.returned
+        self.reenters = other.reenters
 
     def try_add(self, node: fx.Node, spec: Spec) -> bool:
         """Add the node if that is possible, else change nothing. Returns whether it was added."""
@@ -226,18 +231,43 @@ class Growth:
     def close(self, part: set[fx.Node], ignored: fx.Node | None = None) -> None:
         """Add all nodes on paths that leave ``part`` and come back to it.
 
-        Paths through ``ignored``, the scalar of a fused region, do not count.
+        Paths through ``ignored``, the scalar of a fused region, do not count. Neither do paths
+        through a collective, if the forward of the region itself needs what all ranks computed:
+        then it is several loops, with the collectives between them (loops/rounds.py).
 
         Raises:
             CannotTake: such a node cannot join.
         """
         while True:
             between = self._between(part, ignored)
-            if not between:
+            after = self._after_collectives(between)
+            if after and not self._forward_reads(part, after):
+                raise CannotTake(next(n for n in between if n in after), ONCE)
+            self.reenters |= bool(after)
+            inside = [node for node in between if node not in after]
+            if not inside:
                 return
-            for node in between:
+            for node in inside:
                 self._join(node)
-            part = part | set(between)
+            part = part | set(inside)
+
+    def _after_collectives(self, nodes: list[fx.Node]) -> set[fx.Node]:
+        """Those of the nodes, in the graph's order, that are collectives or depend on one."""
+        found: set[fx.Node] = set()
+        for node in nodes:
+            if node not in self.joint.backward and (
+                is_collective(node) or any(operand in found for operand in node.all_input_nodes)
+            ):
+                found.add(node)
+        return found
+
+    def _forward_reads(self, part: set[fx.Node], values: set[fx.Node]) -> bool:
+        return any(
+            operand in values
+            for node in part
+            if node not in self.joint.backward
+            for operand in node.all_input_nodes
+        )
 
     def _join(self, node: fx.Node) -> None:
         if node in self.specs:

@@ -21,6 +21,7 @@ from mstpass.regions.anchors import SYMBOLIC_WIDTH
 from mstpass.regions.close_fused import Unit
 from mstpass.regions.grow import Growth
 
+_TWICE = "computed more than once: between its values, collectives combine those of all ranks"
 _RETURNED = {  # why a region is only half as good, or refused, if the step returns a wide value
     "lm_head": "logits are an output of the graph, so they exist in full",
     "mlp": "a large value is an output of the graph, so it exists in full",
@@ -55,6 +56,10 @@ def make_region(
     if returned:
         _check_large_value_left(growth, kind, returned)
         note = "; ".join(filter(None, (_RETURNED[kind], fix_of(_RETURNED[kind]), note)))
+        if growth.reenters:
+            raise CannotTake(next(iter(returned)), "is an output, and collectives read it in part")
+    if growth.reenters:
+        note = "; ".join(filter(None, (_TWICE, note)))
     forward_outputs = [n for n in outputs if n not in joint.backward and n not in returned]
     _check_gain(growth, core.anchor, forward_outputs)
     members = joint.sorted(growth.specs)

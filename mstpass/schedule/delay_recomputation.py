@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import is_tangent, nbytes, value_of
 from mstpass.graph.recompute_rules import is_heavy
 from mstpass.schedule.cheap_values import is_cheap, viewed
@@ -108,7 +109,12 @@ def _first_kernels(nodes: list[fx.Node], gradients: set[fx.Node]) -> list[fx.Nod
 
 
 def _is_heavy(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and is_heavy(node)
+    return isinstance(node.target, OpOverload) and is_heavy(node) and not _exchanges(node)
+
+
+def _exchanges(node: fx.Node) -> bool:
+    """Whether the node is a collective or waits for one: they neither wait nor are waited for."""
+    return is_collective(node) or is_wait(node)
 
 
 def _kernel(node: fx.Node) -> fx.Node | None:
@@ -120,6 +126,8 @@ def _kernel(node: fx.Node) -> fx.Node | None:
     node = viewed(node)
     value = value_of(node)
     if node.op != "call_function" or value is None or not value.is_floating_point():
+        return None
+    if _exchanges(node):
         return None
     if node.target is operator.getitem and node.all_input_nodes[0].target is _LOOP:
         return None

@@ -24,6 +24,7 @@ from mstpass.graph import ops
 from mstpass.graph.materialization import materialize
 from mstpass.graph.node_copies import copy_nodes
 from mstpass.graph.sizes import is_size
+from mstpass.torch_internals.opaque_values import is_opaque
 
 
 def recompute_nested_values(graph: fx.Graph, nested: Set[str]) -> None:
@@ -57,7 +58,9 @@ def _recomputed_for(node: fx.Node, available: Set[fx.Node]) -> list[fx.Node]:
     stack = [node]
     while stack:
         other = stack.pop()
-        if other.op != "call_function" or is_size(other) or other in found or other in available:
+        if other.op != "call_function" or other in found or other in available:
+            continue
+        if is_size(other) or is_opaque(other):
             continue
         found.add(other)
         stack.extend(other.all_input_nodes)

@@ -64,14 +64,21 @@ def extract_forward_and_backward(
     saved_sizes: list[fx.Node],
     num_fwd_outputs: int,
     static_inputs: Iterable[fx.Node],
+    saved_opaque: Iterable[fx.Node] = (),
 ) -> Modules:
     """The two graphs of a joint graph.
 
     Args:
         saved: what forward returns for backward, in this order; inputs of the step among it.
         static_inputs: inputs that stay at their addresses from step to step, as parameters do.
+        saved_opaque: values that backward reads and that are neither tensors nor sizes, such as
+            device meshes (opaque_values.py).
     """
-    opaque: dict[str, Any] = {"saved_opaque_nodes": []} if _TAKES_OPAQUE_NODES else {}
+    opaque: dict[str, Any] = {}
+    if _TAKES_OPAQUE_NODES:
+        opaque["saved_opaque_nodes"] = list(saved_opaque)
+    else:
+        saved = [*saved, *saved_opaque]
     return partitioners._extract_fwd_bwd_modules(
         gm,
         saved,

@@ -1,0 +1,104 @@
+"""Models that two processes share: tensor, sequence and context parallel, and sharded heads.
+
+The processes are real and exchange data by gloo (tests/ranks/worker.py). Cases of one test run
+share them, because processes and torch take longer to start than a small model to compile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="torch without distributed"
+)
+ROOT = Path(__file__).parent.parent
+SHORT = ("token rules", "tensor parallel", "sharded head", "plans apart", "own loss")
+LONG = (
+    "tensor parallel, least memory",
+    "sequence parallel",
+    "checkpointed",
+    "sharded head, sum",
+    "sharded head, none",
+    "Ulysses",
+    "gathered keys",
+)
+TOLERANCE = 2e-6
+
+Findings = dict[tuple[str, int], dict[str, Any]]
+
+
+def _run(cases: tuple[str, ...]) -> Findings:
+    """What both ranks found, by case and rank."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, "tests/ranks/worker.py", *cases]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        cwd=ROOT,
+        env=environment,
+    )
+    lines = [line[6:] for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    found = [json.loads(line) for line in lines]
+    raised = [f["raised"] for f in found if "raised" in f]
+    assert done.returncode == 0 and not raised, (*raised, done.stderr[-4000:])
+    return {(f.pop("case"), f.pop("rank")): f for f in found}
+
+
+@pytest.fixture(scope="module")
+def found() -> Findings:
+    return _run(SHORT)
+
+
+def _both(found: Findings, case: str) -> list[dict[str, Any]]:
+    return [found[case, rank] for rank in (0, 1)]
+
+
+def test_token_rules_of_collectives(found: Findings) -> None:
+    for each in _both(found, "token rules"):
+        assert len(each["taken"]) == 6 and all(each["taken"].values())
+
+
+def test_tensor_parallel_mlps(found: Findings) -> None:
+    for each in _both(found, "tensor parallel"):
+        assert each["error"] < TOLERANCE
+        assert [kind for kind, _, _ in each["regions"]] == ["mlp", "mlp"]
+        assert "torch" not in each["solvers"], each["notes"]
+
+
+def test_a_sharded_head_runs_in_chunks(found: Findings) -> None:
+    for each in _both(found, "sharded head"):
+        assert each["error"] < TOLERANCE
+        assert each["regions"] == [["lm_head", "fused", 2]], each["rejections"]
+
+
+def test_ranks_with_different_plans_and_shards_do_not_wait_for_each_other(found: Findings) -> None:
+    chunked, whole = _both(found, "plans apart")
+    assert chunked["regions"] == [["lm_head", "fused", 2]] and whole["regions"] == []
+    assert max(chunked["error"], whole["error"]) < TOLERANCE
+
+
+def test_a_sharded_loss_of_the_users_own(found: Findings) -> None:
+    for each in _both(found, "own loss"):
+        assert each["error"] < TOLERANCE
+        assert [kind for kind, _, _ in each["regions"]] == ["lm_head"], each["rejections"]
+
+
+@pytest.mark.full
+def test_other_ways_to_share_a_model() -> None:
+    found = _run(LONG)
+    for (case, _), each in found.items():
+        assert each["error"] < TOLERANCE, case
+        assert each["regions"], (case, each["rejections"])
+        assert "torch" not in each["solvers"], (case, each["notes"])
