@@ -13,18 +13,17 @@ torch/nn/parallel/distributed.py.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 
 import torch
 from torch import fx
 
+from mstpass.torch_internals.ddp_buckets import bucket_being_compiled
 from mstpass.torch_internals.private_apis import PrivateApis
 
 APIS = PrivateApis(
     names=(
         "torch._dynamo.backends.distributed.propagate_dynamo_source",
-        "torch._dynamo.backends.distributed.SubmodCompiler.compile_submod(input_mod)",
         "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
     ),
     checked=("2.11", "2.13", "2.15"),
@@ -70,22 +69,13 @@ def wrapper_of(gm: fx.GraphModule) -> Wrapper:
 
 
 def _split(gm: fx.GraphModule, bucket_bytes: int) -> Split | None:
-    """The split that the graph is a part of: its compiler is on the call stack."""
-    from torch._dynamo.backends.distributed import SubmodCompiler
-
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code is not SubmodCompiler.compile_submod.__code__:
-        frame = frame.f_back
-    whole = getattr(frame.f_locals.get("self"), "module", None)
-    if not isinstance(whole, fx.GraphModule) or frame.f_locals.get("input_mod") is not gm:
+    """The split that the graph is a part of."""
+    bucket = bucket_being_compiled()
+    if bucket is None:
         return None
-    calls = whole.graph.find_nodes(op="call_module")
-    part = next((i for i, call in enumerate(calls, 1) if _called(whole, call) is gm), 0)
-    return Split(bucket_bytes, part, len(calls), tuple(_entering(gm)))
-
-
-def _called(whole: fx.GraphModule, call: fx.Node) -> object:
-    return getattr(whole, str(call.target), None)
+    call, _ = bucket
+    calls = list(call.graph.find_nodes(op="call_module"))
+    return Split(bucket_bytes, calls.index(call) + 1, len(calls), tuple(_entering(gm)))
 
 
 def _entering(gm: fx.GraphModule) -> Iterator[torch.Tensor]:
