@@ -47,7 +47,7 @@ def with_graph_ends(report: Report, gm: fx.GraphModule, inputs: Sequence[Any]) -
     logits_bytes = _logits_bytes(gm, inputs)
     if logits_bytes and not report.regions and logits_bytes >= _LOGITS_SHARE * _peak(report):
         reason = "logits are an input of the graph, so they exist in full"
-        logits = Rejection("detect", "graph", reason, bytes=logits_bytes)
+        logits = Rejection("detect", "logits", reason, bytes=logits_bytes)
         rejections.append(with_fix(_fixed(logits, wrapper)))
     notes = [_note(wrapper.split)] if wrapper.split else []
     return report.with_outcome(rejections=tuple(rejections), notes=(*outcome.notes, *notes))
