@@ -60,7 +60,7 @@ def test_own_solver():
 
 
 def run_on_two_ranks(name):
-    """What the example printed: the largest error of a gradient, the peak of another backend, and mst's."""
+    """The error of a gradient, the peaks of another backend and of mst, and all that it printed."""
     if not torch.distributed.is_available():
         pytest.skip("torch without distributed")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

