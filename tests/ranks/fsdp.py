@@ -194,7 +194,8 @@ def lora() -> dict[str, Any]:
 
 def hybrid() -> dict[str, Any]:
     """Four ranks: shards on two, replicated twice."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    shape = 2, dist.get_world_size() // 2
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     return _tried(mesh=mesh)
 
 
