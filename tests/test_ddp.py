@@ -13,8 +13,8 @@ from tests.ranks.steps import kinds
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch without distributed"
 )
-COMPILED = ("outside", "inside", "in_place", "split", "whole", "python_reducer", "overlap")
-PARTS = {"outside": 2, "inside": 2, "in_place": 2, "split": 3, "whole": 1, "loss_outside": 2}
+COMPILED = ("outside", "inside", "in_place", "whole", "python_reducer", "overlap")
+PARTS = {"outside": 3, "inside": 3, "in_place": 3, "whole": 1, "loss_outside": 3}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_reports_say_which_part_of_a_split_graph_they_are_of(
 
 
 def test_a_report_names_the_bytes_that_a_split_keeps(found: Found) -> None:
-    first, second, third = _notes(found, "split")
+    first, second, third = _notes(found, "outside")
     assert "from the parts before it" not in first
     # the input of the MLP's second product (1024 x 512), and the block's (1024 x 128)
     assert "2 values (2.5 MiB) from the parts before it stay in memory" in second
@@ -52,7 +52,7 @@ def test_a_report_names_the_bytes_that_a_split_keeps(found: Found) -> None:
 
 
 def test_an_mlp_that_a_bucket_cuts_is_refused_with_both_sides(found: Found) -> None:
-    (reason, fix) = _refusal(found, "split", "mlp", "DDP")
+    (reason, fix) = _refusal(found, "outside", "mlp", "DDP")
     assert "a bucket of DDP ends the graph inside of this part of the model" in reason
     assert "larger bucket_cap_mb" in fix and "optimize_ddp = False" in fix
 
@@ -76,6 +76,13 @@ def test_the_heads_gradient_is_reduced_while_backward_goes_on(found: Found) -> N
         reduced = events.index("head.weight", events.index("head.weight") + 1)
         assert reduced < events.index("layers.1.mlp.down.weight")
         assert any("+" in event and "embed.weight" in event for event in events), "one bucket only"
+
+
+@pytest.mark.full
+def test_large_buckets_split_the_head_off() -> None:
+    for result in run_ranks("ddp", ["large_buckets"])["large_buckets"]:
+        assert result["error"] < 1e-5
+        assert [len(report["regions"]) for report in result["reports"]] == [0, 1]
 
 
 def _notes(found: Found, case: str) -> list[str]:

@@ -77,16 +77,38 @@ def test_gradient_accumulation():
     assert error < 1e-5
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_fsdp2():
+def run_on_two_ranks(name):
+    """The error of a gradient, the peaks of another backend and of mst, and all that it printed."""
+    if not torch.distributed.is_available():
+        pytest.skip("torch without distributed")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launch, str(EXAMPLES / "fsdp2.py")]
+    command = [sys.executable, *launch, str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    peaks = re.search(r"peak: Inductor ([\d.]+) MiB, mst ([\d.]+) MiB", done.stdout)
+    peaks = re.search(r"peak: \w+ ([\d.]+) MiB, mst ([\d.]+) MiB", done.stdout)
     error = re.search(r"difference of a gradient to eager's: (\S+)", done.stdout)
-    assert peaks and float(peaks[2]) < 0.6 * float(peaks[1])
-    assert error and float(error[1]) < 1e-5
+    assert peaks and error
+    return float(error[1]), float(peaks[1]), float(peaks[2]), done.stdout
+
+
+def test_fsdp2():
+    error, inductor_mib, mst_mib, _ = run_on_two_ranks("fsdp2")
+    assert mst_mib < 0.6 * inductor_mib
+    assert error < 1e-5
+
+
+def test_fsdp2_blocks():
+    error, eager_mib, mst_mib, printed = run_on_two_ranks("fsdp2_blocks")
+    assert mst_mib < 0.5 * eager_mib
+    assert error < 1e-5
+    assert printed.count("mstpass report") == 2, "equal blocks compile once"
+
+
+def test_ddp():
+    error, eager_mib, mst_mib, printed = run_on_two_ranks("ddp")
+    assert mst_mib < 0.5 * eager_mib
+    assert error < 1e-5
+    assert "this is part 1 of" in printed
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

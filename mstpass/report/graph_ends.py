@@ -36,6 +36,10 @@ _APART = {
     FSDP2: "let one module that FSDP2 wraps hold the head, compute the loss and return it alone: "
     "FSDP2's hooks end the graph before and after a module that it wraps",
 }
+_BESIDE_LOSS = (
+    "let the module that {} wraps return the loss alone, or, if nobody reads the logits, set "
+    "options={{'logits': 'drop'}}"
+)
 _LOGITS_SHARE = 0.5  # of the peak of a loss's graph
 
 
@@ -43,22 +47,29 @@ def with_graph_ends(report: Report, gm: fx.GraphModule, inputs: Sequence[Any]) -
     """The report, with what follows from where this graph of Dynamo's begins and ends."""
     wrapper = wrapper_of(gm)
     outcome = report.outcome
-    rejections = [_advised(rejection, wrapper) for rejection in outcome.rejections]
+    has_loss = any(map(_is_number, _returned(gm)))
+    rejections = [_advised(rejection, wrapper, has_loss) for rejection in outcome.rejections]
     logits_bytes = _logits_bytes(gm, inputs)
     if logits_bytes and not report.regions and logits_bytes >= _LOGITS_SHARE * _peak(report):
         reason = "logits are an input of the graph, so they exist in full"
-        logits = Rejection("detect", "graph", reason, bytes=logits_bytes)
+        logits = Rejection("detect", "logits", reason, bytes=logits_bytes)
         rejections.append(with_fix(_fixed(logits, wrapper)))
     notes = [_note(wrapper.split)] if wrapper.split else []
     return report.with_outcome(rejections=tuple(rejections), notes=(*outcome.notes, *notes))
 
 
-def _advised(rejection: Rejection, wrapper: Wrapper) -> Rejection:
-    """A refused output, with advice for this wrapper; any other refusal as it is."""
+def _advised(rejection: Rejection, wrapper: Wrapper, has_loss: bool) -> Rejection:
+    """A refused output, with advice for this wrapper; any other refusal as it is.
+
+    Args:
+        has_loss: the graph returns a number as well.
+    """
     if not wrapper.name or not is_output(rejection.reason):
         return rejection
     split = wrapper.split
     if split is None or split.part == split.parts:
+        if has_loss:
+            return dataclasses.replace(rejection, fix=_BESIDE_LOSS.format(wrapper.name))
         return _fixed(rejection, wrapper)
     rest = rejection.reason.partition(": ")[2]
     reason = f"{_CUT}: {rest}" if rest else _CUT
@@ -83,12 +94,20 @@ def _note(split: Split) -> str:
 
 def _logits_bytes(gm: fx.GraphModule, inputs: Sequence[Any]) -> int:
     """Of a graph that is a loss of logits, its largest input that has a gradient; else 0."""
-    returned = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
-    is_number = [isinstance(x, torch.Tensor) and hint_numel(x) == 1 for x in returned]
-    if not is_number or not all(is_number) or not any(map(_is_softmax, gm.graph.nodes)):
+    returned = _returned(gm)
+    is_loss = bool(returned) and all(map(_is_number, returned))
+    if not is_loss or not any(map(_is_softmax, gm.graph.nodes)):
         return 0
     tensors = (x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad)
     return max((_bytes(x) for x in tensors if not isinstance(x, nn.Parameter)), default=0)
+
+
+def _returned(gm: fx.GraphModule) -> list[Any]:
+    return [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and hint_numel(value) == 1
 
 
 def _is_softmax(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from mstpass.backend import mst
 from tests.ranks import steps
 
 
@@ -44,7 +45,7 @@ def _llama() -> LlamaForCausalLM:
 def _tried(change: Callable[[LlamaForCausalLM], nn.Module]) -> dict[str, Any]:
     found: dict[str, Any] = {"peaks": []}
     gradients = []
-    for backend in ("eager", "mst"):
+    for backend in ("eager", mst):
         llama = _llama()
         body = llama.model
         changed = change(llama)
