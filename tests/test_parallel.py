@@ -28,6 +28,7 @@ LONG = (
     "sharded head, sum",
     "sharded head, none",
     "Ulysses",
+    "pipeline",
     "gathered keys",
 )
 TOLERANCE = 2e-6

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mstpass
 from tests.models import Block, GatedMLP
+from tests.ranks.pipeline_case import pipeline
 from tests.ranks.token_rules import token_rules
 
 N, D, VOCABULARY = 256, 32, 1024
@@ -328,5 +329,6 @@ CASES: dict[str, Callable[[DeviceMesh], Finding]] = {
     "plans apart": plans_apart,
     "own loss": own_loss,
     "Ulysses": ulysses,
+    "pipeline": pipeline,
     "gathered keys": gathered_keys,
 }
