@@ -111,6 +111,12 @@ def test_ddp():
     assert "this is part 1 of" in printed
 
 
+def test_tensor_parallel():
+    error, inductor_mib, mst_mib, _ = run_on_two_ranks("tensor_parallel")
+    assert mst_mib < 0.5 * inductor_mib
+    assert error < 1e-5
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_examples_are_short_and_tested(path):
     source = path.read_text(encoding="utf-8")

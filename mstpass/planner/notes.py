@@ -86,7 +86,7 @@ def _notes(request: Request, config: Any, own: Row) -> Iterator[str]:
     if training.gradients_sharded and training.ranks > 1:
         yield (
             f"The rows of {INDUCTOR} and {MST} assume that each gradient is reduced where it is "
-            "computed. mst leaves a graph that contains collectives to torch's partitioner."
+            "computed, by collectives in the compiled graphs."
         )
     if own.fits and own.memory_budget == "0.0":
         yield (

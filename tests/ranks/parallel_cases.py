@@ -28,10 +28,13 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import mstpass
+from mstpass.measure import peak_bytes
 from tests.models import Block, GatedMLP
+from tests.ranks.pipeline_case import pipeline
 from tests.ranks.token_rules import token_rules
 
 N, D, VOCABULARY = 256, 32, 1024
+LARGE = (512, 64, 4096)  # the same for a head whose peak is measured
 
 Finding = dict[str, Any]
 Step = Callable[[], Iterable[Tensor | None]]  # runs a step, returns what to compare
@@ -69,6 +72,8 @@ def compared(
         "solvers": [o.save_plan.solver for o in outcomes if o.save_plan is not None],
         "notes": [note for o in outcomes for note in o.notes],
         "rejections": [str(r) for o in outcomes for r in o.rejections],
+        "simulated": [o.peak_bytes for o in outcomes],
+        "scheduled": [o.scheduled_peak_bytes for o in outcomes],
     }
 
 
@@ -171,46 +176,61 @@ def checkpointed(mesh: DeviceMesh) -> Finding:
 class Head(nn.Module):
     """A linear layer whose rows, the vocabulary, are sharded."""
 
-    def __init__(self, mesh: DeviceMesh, vocabulary: int = VOCABULARY):
+    def __init__(self, mesh: DeviceMesh, vocabulary: int = VOCABULARY, width: int = D):
         super().__init__()
         torch.manual_seed(0)
-        self.head = nn.Linear(D, vocabulary, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         plan = {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
         parallelize_module(self, mesh, plan)
 
 
-def _labels(vocabulary: int = VOCABULARY) -> Tensor:
+def _labels(tokens: int = N, vocabulary: int = VOCABULARY) -> Tensor:
     torch.manual_seed(2)
-    labels = torch.randint(vocabulary, (N,))
+    labels = torch.randint(vocabulary, (tokens,))
     labels[::7] = -100
     return labels
 
 
 def sharded_head(
-    mesh: DeviceMesh, vocabulary: int = VOCABULARY, reduction: str = "mean", **options: Any
+    mesh: DeviceMesh,
+    tokens: int = N,
+    width: int = D,
+    vocabulary: int = VOCABULARY,
+    reduction: str = "mean",
+    **options: Any,
 ) -> Finding:
-    def build() -> nn.Module:
-        return Head(mesh, vocabulary)
+    """A head under ``loss_parallel``; also the peak of a step, which is that of the last one."""
+    peaks = []
 
     def step(model: nn.Module, compiled: Callable[..., Any]) -> list[Tensor | None]:
-        x, labels = hidden(N, D), _labels(vocabulary)
+        x, labels = hidden(tokens, width), _labels(tokens, vocabulary)
 
         def loss(x: Tensor) -> Tensor:
             value = F.cross_entropy(model.head(x), labels, reduction=reduction)
             return (value.to_local() if isinstance(value, DTensor) else value).sum() * 1.5
 
-        with loss_parallel():
-            value = compiled(loss)(x)
-            value.backward()
+        fn = compiled(loss)
+        value = x.new_zeros(())
+
+        def run() -> None:
+            nonlocal value
+            x.grad = model.head.weight.grad = None  # type: ignore[union-attr]
+            with loss_parallel():
+                value = fn(x)
+                value.backward()
+
+        run()
+        peaks.append(peak_bytes(run))
         return [value, *gradients(model, x)]
 
-    return compared(build, step, **options)
+    found = compared(lambda: Head(mesh, vocabulary, width), step, **options)
+    return {**found, "peak": peaks[-1]}
 
 
 def plans_apart(mesh: DeviceMesh) -> Finding:
     """Shards of different sizes; one rank runs loops, the other one does not."""
     own = {"chunk_tokens": 64} if dist.get_rank() == 0 else {"chunk": "off"}
-    return sharded_head(mesh, VOCABULARY + 1, **own)
+    return sharded_head(mesh, vocabulary=VOCABULARY + 1, **own)
 
 
 class _SumOfRanks(torch.autograd.Function):
@@ -322,11 +342,12 @@ CASES: dict[str, Callable[[DeviceMesh], Finding]] = {
     "tensor parallel, least memory": lambda mesh: tensor_parallel(mesh, memory_budget=0.0),
     "sequence parallel": sequence_parallel,
     "checkpointed": checkpointed,
-    "sharded head": lambda mesh: sharded_head(mesh, chunk_tokens=64),
+    "sharded head": lambda mesh: sharded_head(mesh, *LARGE, chunk_tokens=64, memory_budget=0.0),
     "sharded head, sum": lambda mesh: sharded_head(mesh, reduction="sum", chunk_tokens=100),
     "sharded head, none": lambda mesh: sharded_head(mesh, reduction="none", chunk_tokens=64),
     "plans apart": plans_apart,
     "own loss": own_loss,
     "Ulysses": ulysses,
+    "pipeline": pipeline,
     "gathered keys": gathered_keys,
 }

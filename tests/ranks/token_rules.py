@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from mstpass.graph import ops
@@ -17,8 +18,9 @@ from tests.token_rule_cases import COLLECTIVES
 _call = test_token_rules._call
 
 
-def _call_and_wait(*args: Any, **replaced: Any) -> Any:
-    result = _call(*args, **replaced)
+def _call_and_wait(node: fx.Node, values: dict[fx.Node, Any], **replaced: Any) -> Any:
+    # 2.11 wants contiguous operands, which Inductor sees to
+    result = _call(node, {n: value.contiguous() for n, value in values.items()}, **replaced)
     for tensor in tensors_of(result):
         torch.ops._c10d_functional.wait_tensor(tensor)
     return result

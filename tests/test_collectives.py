@@ -1,0 +1,231 @@
+"""Graphs with collectives: their split, their order, and heads that need numbers of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from mstpass import pipeline
+from mstpass.graph.collectives import is_collective, is_pending, is_wait
+from mstpass.graph.joint import JointGraph
+from mstpass.memory.simulate_graph import simulate_step
+from mstpass.normalize.index_by_token import index_by_token
+from mstpass.normalize.local_sums import local_sums
+from mstpass.options import Options
+from mstpass.partition.build_problem import cut_problem
+from mstpass.partition.torch_fallback import needs_torch
+from mstpass.torch_internals.opaque_values import is_opaque
+from tests.checks import check_against_float64, joint_graph
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="torch without distributed"
+)
+N, D, VOCABULARY = 256, 32, 1024
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    """Two ranks of which only this one runs: its collectives exchange nothing."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def head(mesh: Any) -> JointGraph:
+    """The joint graph of a head under ``loss_parallel``."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    from tests.ranks.parallel_cases import Head
+
+    model, labels = Head(mesh), torch.randint(VOCABULARY, (N,))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model.head(x), labels).to_local()  # type: ignore[attr-defined]
+
+    with loss_parallel():
+        return JointGraph(*joint_graph(loss, torch.randn(N, D, requires_grad=True)))
+
+
+@pytest.fixture(scope="module")
+def mlp(mesh: Any) -> JointGraph:
+    """The joint graph of two MLPs that are sharded by columns and rows."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from tests.ranks.parallel_cases import _mlp_plan, blocks
+
+    model = blocks()
+    for block in model:
+        parallelize_module(block.mlp, mesh, _mlp_plan())
+    x = torch.randn(2, N // 2, D, requires_grad=True)
+    return JointGraph(*joint_graph(lambda x: model(x).sin().mean(), x))
+
+
+def _run(joint: JointGraph, **options: Any) -> pipeline.Result:
+    given = Options.parse({"strict": True, "chunk_tokens": 64, **options}, environ={})
+    return pipeline.run(joint.module, given, num_fwd_outputs=joint.num_fwd_outputs)
+
+
+def _collectives(graph: fx.Graph) -> list[str]:
+    return [node.name for node in graph.nodes if is_collective(node)]
+
+
+# ---- the split -----------------------------------------------------------------------------------
+def test_meshes_and_collectives_are_split_by_us(mlp: JointGraph, head: JointGraph) -> None:
+    for joint in (mlp, head):
+        assert any(map(is_collective, joint.nodes))
+        assert not needs_torch(joint)
+        result = _run(joint)
+        assert result.outcome.save_plan is not None and result.outcome.save_plan.solver != "torch"
+
+
+def test_opaque_inputs_cost_nothing_and_are_not_saved(mlp: JointGraph) -> None:
+    opaque = [node.name for node in mlp.nodes if is_opaque(node)]
+    problem = cut_problem(mlp)
+    values = {v.name: v for v in (*problem.values, *problem.backward)}
+    assert all(values[name].free and not values[name].bytes for name in opaque)
+    result = _run(mlp)
+    assert result.outcome.save_plan is not None
+    assert not {v.node for v in result.outcome.save_plan.saved} & set(opaque)
+
+
+def test_pending_results_do_not_cross_and_waits_share_their_memory(mlp: JointGraph) -> None:
+    problem = cut_problem(mlp)
+    values = {v.name: v for v in problem.values}
+    for node in mlp.nodes:
+        if node.name in values and is_pending(node):
+            assert values[node.name].pinned and not values[node.name].savable
+        if node.name in values and is_wait(node):
+            assert values[node.name].savable and values[node.name].kind == "view"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"memory_budget": 0.0}, {"chunk": "off"}, {"solver": "recompute_all"}]
+)
+def test_every_collective_runs_once_in_the_traced_order(
+    mlp: JointGraph, head: JointGraph, options: dict[str, Any]
+) -> None:
+    for joint in (mlp, head):
+        result = _run(joint, **options)
+        assert result.modules is not None
+        forward, backward = (_collectives(module.graph) for module in result.modules)
+        assert [*forward, *backward] == _collectives(joint.module.graph)
+        in_backward = [n.name for n in joint.nodes if is_collective(n) and n in joint.backward]
+        assert backward == in_backward
+
+
+def test_no_loop_holds_a_collective(head: JointGraph) -> None:
+    result = _run(head)
+    assert result.applied is not None
+    for module in result.applied.module.children():
+        assert not _collectives(module.graph)  # type: ignore[arg-type]
+
+
+def test_the_simulated_peaks_of_plan_and_graphs_are_equal(mlp: JointGraph) -> None:
+    for options in ({"chunk": "off"}, {"memory_budget": 0.0, "chunk": "off"}):
+        result = _run(mlp, **options)
+        assert result.modules is not None and result.memory is not None
+        forward, backward = (module.graph for module in result.modules)
+        assert simulate_step(forward, backward).peak_bytes == result.memory.peak_bytes
+
+
+# ---- heads ---------------------------------------------------------------------------------------
+def test_a_sharded_head_is_two_loops(head: JointGraph) -> None:
+    (region,) = _run(head).outcome.regions
+    assert (region.kind, region.mode, len(region.loops)) == ("lm_head", "fused", 2)
+    first, second = region.loops
+    assert len(first.outputs) == 3 and "computed more than once" in region.note
+    read = {item.node for item in second.inputs}
+    assert any(is_wait(head.by_name[name]) for name in read if name in head.by_name)
+
+
+def test_without_local_sums_it_is_three(head: JointGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "mstpass.normalize.local_sums", lambda joint: (joint, frozenset()), raising=True
+    )
+    (region,) = _run(head).outcome.regions
+    assert len(region.loops) == 3
+
+
+def test_only_sums_that_the_ranks_add_up_are_rewritten(head: JointGraph) -> None:
+    _, changed = local_sums(head)
+    assert len(changed) == 1
+
+    def alone(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        logits = x @ w
+        return (logits - logits.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True).log().sum()
+
+    tensors = [torch.randn(N, D, requires_grad=True), torch.randn(D, VOCABULARY)]
+    joint = JointGraph(*joint_graph(alone, *tensors))
+    assert local_sums(joint) == (joint, frozenset())
+
+
+def test_a_wide_value_is_not_exchanged_in_chunks(mesh: Any) -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        logits = funcol.all_reduce(x @ w, "sum", torch.distributed.group.WORLD)
+        return torch.logsumexp(logits, -1).sum()
+
+    x = torch.randn(N, D)
+    joint = JointGraph(*joint_graph(loss, x, torch.randn(D, VOCABULARY, requires_grad=True)))
+    outcome = _run(joint).outcome
+    assert not outcome.regions
+    assert any("in step with the other ranks" in r.reason for r in outcome.rejections)
+    assert all(r.fix for r in outcome.rejections)
+
+
+# ---- indexing with the tokens' numbers -----------------------------------------------------------
+class Picked(nn.Module):
+    """A loss that picks the label's logit by indexing."""
+
+    def __init__(self, rows: Callable[[], torch.Tensor] = lambda: torch.arange(N)):
+        super().__init__()
+        self.head, self.rows = nn.Linear(D, VOCABULARY), rows
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return -F.log_softmax(self.head(x), -1)[self.rows(), labels].mean()
+
+
+def test_picking_by_the_tokens_numbers_runs_in_chunks() -> None:
+    torch.manual_seed(0)
+    labels = torch.randint(-VOCABULARY, VOCABULARY, (N,))  # also from the end
+    inputs = [torch.randn(N, D, requires_grad=True), labels]
+    report = check_against_float64(Picked(), lambda m: m.forward, inputs, chunk_tokens=64)
+    assert [region.kind for region in report.regions] == ["lm_head"], report
+
+
+@pytest.mark.parametrize(
+    "rows", [lambda: torch.arange(N).flip(0), lambda: torch.arange(1, N + 1) - 1]
+)
+def test_other_numbers_are_left_alone(rows: Callable[[], torch.Tensor]) -> None:
+    x, labels = torch.randn(N, D, requires_grad=True), torch.randint(VOCABULARY, (N,))
+    joint = JointGraph(*joint_graph(Picked(rows).forward, x, labels))
+    assert index_by_token(joint) == (joint, frozenset())
+
+
+def test_what_inductor_writes_in_place_is_no_operand_of_the_loop() -> None:
+    """Losses of tokens, some of which are overwritten: Inductor runs the ``index_put`` in place."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(D, VOCABULARY)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            losses = F.cross_entropy(self.head(x), labels, reduction="none")
+            losses = losses.index_put((labels % 3 == 0,), losses.new_zeros(()))
+            return losses.cumsum(0)[-1]
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(N, D, requires_grad=True), torch.randint(VOCABULARY, (N,))]
+    report = check_against_float64(Masked(), lambda m: m.forward, inputs, chunk_tokens=64)
+    assert [region.kind for region in report.regions] == ["lm_head"], report
