@@ -129,6 +129,7 @@ def _one_process() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's, on FSDP2's hooks
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 def test_under_ddp_and_fsdp2() -> None:
     from torch.distributed.fsdp import fully_shard

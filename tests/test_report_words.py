@@ -70,7 +70,7 @@ def test_many_of_them_still_fit_the_line() -> None:
         for i, rejection in enumerate(_mlps(30, ELSEWHERE))
     ]
     (line,) = _lines(_report(*parts), "nothing to change")
-    assert len(line) <= 110 and line.endswith("...)")
+    assert len(line) <= 110 and line.endswith(".mlp, ...)")
 
 
 def test_too_few_tokens_matter_where_nothing_else_runs_in_chunks() -> None:
