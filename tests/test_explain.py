@@ -74,7 +74,10 @@ def test_it_disturbs_nothing() -> None:
     assert len(compiles) == 2
 
 
-@pytest.mark.parametrize("form", ["module", "closure", "method", "kwargs"])
+@pytest.mark.parametrize(
+    "form",
+    ["module", "closure", "method", "kwargs", "partial", "named", "bound", "held", "in a closure"],
+)
 def test_meta_models_at_sizes_that_fit_nowhere(form: str) -> None:
     with torch.device("meta"):
         model = TinyLM(100_000, 64)
@@ -87,15 +90,25 @@ def test_meta_models_at_sizes_that_fit_nowhere(form: str) -> None:
         def loss(self, ids: Tensor) -> Tensor:
             return next_token_loss(self.model, ids)
 
+    bound = functools.partial(next_token_loss, model)
     report = {
         "module": lambda: mstpass.explain(next_token_loss, model, ids),
         "closure": lambda: mstpass.explain(lambda ids: next_token_loss(model, ids), ids),
         "method": lambda: mstpass.explain(Trainer().loss, ids),
         "kwargs": lambda: mstpass.explain(next_token_loss, model=model, ids=ids),
+        "partial": lambda: mstpass.explain(functools.partial(next_token_loss, model), ids),
+        "named": lambda: mstpass.explain(functools.partial(next_token_loss, model=model), ids=ids),
+        "bound": lambda: mstpass.explain(functools.partial(Trainer().loss, ids)),
+        "held": lambda: mstpass.explain(functools.partial(_loss_of_parts, {"lm": model}), ids),
+        "in a closure": lambda: mstpass.explain(lambda ids: bound(ids), ids),
     }[form]()
     assert [region.kind for region in report.regions][:1] == ["lm_head"]
     assert report.baseline_peak_bytes is not None and report.baseline_peak_bytes > 300 * 2**30
     assert all(p.device.type == "meta" for p in model.parameters())
+
+
+def _loss_of_parts(parts: dict[str, TinyLM], ids: Tensor) -> Tensor:
+    return next_token_loss(parts["lm"], ids)
 
 
 REFUSED = {

@@ -220,6 +220,20 @@ def test_rejections_say_why(open_page: Open) -> None:
     assert "it is too small" in _text(page, "#rejections")
 
 
+def test_what_asks_for_nothing_is_one_line_that_opens(open_page: Open) -> None:
+    report = llama_report(1)
+    (asked,) = report.rejections
+    unasked = dataclasses.replace(asked, reason="its peak lies elsewhere", fix="change nothing")
+    page = open_page(report.with_outcome(rejections=(asked, unasked, unasked)))
+    assert len(page.find_elements("css selector", "#rejections > .holder tbody tr")) == 1
+    summary = page.find_element("css selector", "#rejections summary")
+    assert summary.text.endswith("nothing to change: 2 parts of up to 2.0 MiB")
+    rows = page.find_elements("css selector", "#rejections details tbody tr")
+    assert len(rows) == 2 and not rows[0].is_displayed()
+    summary.click()
+    assert rows[0].is_displayed() and "lies elsewhere" in rows[0].text
+
+
 def test_hostile_names_are_shown_as_they_are(open_page: Open) -> None:
     page = open_page(llama_report(1, lambda text: text + HOSTILE))
     assert page.execute_script("return typeof hacked") == "undefined"

@@ -150,9 +150,13 @@ def _unasked_line(rejections: Sequence[Rejection]) -> list[str]:
     largest_first = sorted(rejections, key=lambda r: -r.bytes)
     size = f" of up to {bytes_text(largest_first[0].bytes)}" if largest_first[0].bytes else ""
     groups = group_by(largest_first, lambda r: fold_numbers(r.source) or r.node)
-    names = [join_layers(r.source for r in group) or group[0].node for group in groups]
-    line = f"  stays whole, with nothing to change: {count}{size} (" + ", ".join(names)
-    return [f"{line if len(line) < _WIDTH else line[: _WIDTH - 4] + '...'})"]
+    first, *more = (join_layers(r.source for r in group) or group[0].node for group in groups)
+    line = f"  stays whole, with nothing to change: {count}{size} ({first}"
+    for name in more:
+        if len(line) + len(name) > _WIDTH - len(", , ...)"):
+            return [f"{line}, ...)"]
+        line += f", {name}"
+    return [f"{line})"]
 
 
 # ---- what forward saves for backward -----------------------------------------------------------
