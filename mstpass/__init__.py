@@ -6,6 +6,8 @@ Names are imported when they are asked for: the partition problem and its solver
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mstpass.integrations.accelerate_backends import register as _register
+
 if TYPE_CHECKING:
     from mstpass.explainer import ExplainError, explain, explain_all
     from mstpass.linter import Finding, LintReport, lint, lint_compiled, lint_graphs
@@ -60,3 +62,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+_register()  # so that Accelerate knows the backend's name; it is not imported here
