@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mstpass.problem.solver_registry import register_solver
     from mstpass.report.report import Report
     from mstpass.report.store import reports
+    from mstpass.trainers import TrainerError, compile_trainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "Options",
     "Rejection",
     "Report",
+    "TrainerError",
+    "compile_trainer",
     "explain",
     "explain_all",
     "lint",
@@ -44,6 +47,8 @@ _MODULES = {
     "Options": "mstpass.options",
     "Rejection": "mstpass.plans",
     "Report": "mstpass.report.report",
+    "TrainerError": "mstpass.trainers",
+    "compile_trainer": "mstpass.trainers",
     "explain": "mstpass.explainer",
     "explain_all": "mstpass.explainer",
     "lint": "mstpass.linter",

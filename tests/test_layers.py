@@ -29,6 +29,7 @@ LAYERS = (
     ("pipeline",),
     ("report",),
     ("backend",),
+    ("trainers",),
     ("tracing",),
     ("explainer", "planner", "linter"),
     ("measure",),
