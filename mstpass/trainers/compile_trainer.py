@@ -51,8 +51,8 @@ def _sft(trainer: Any, compiled: Compile) -> tuple[str, ...]:
     if trainer.args.loss_type != "chunked_nll":
         raise TrainerError(
             f"SFTConfig(loss_type={trainer.args.loss_type!r}) and mstpass.compile_trainer: TRL "
-            "reads all logits for this loss and its metrics. Set loss_type='chunked_nll', which has the "
-            "loss and the metrics of 'nll'."
+            "reads all logits for this loss and its metrics. Set loss_type='chunked_nll', which "
+            "has the loss and the metrics of 'nll'."
         )
     base = trainer.accelerator.unwrap_model(trainer.model)
     model = base.get_base_model() if hasattr(base, "peft_config") else base
