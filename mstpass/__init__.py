@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mstpass.integrations.accelerate_backends import register as _register
 
 if TYPE_CHECKING:
+    from mstpass.compiling import compile, uncompile
     from mstpass.explainer import ExplainError, explain, explain_all
     from mstpass.linter import Finding, LintReport, lint, lint_compiled, lint_graphs
     from mstpass.options import OptionError, Options
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
     from mstpass.problem.solver_registry import register_solver
     from mstpass.report.report import Report
     from mstpass.report.store import reports
+    from mstpass.returned_logits import DroppedLogits, DroppedLogitsError
     from mstpass.trainers import TrainerError, compile_trainer
 
 __version__ = "0.1.0"
 __all__ = [
     "ChunkPlan",
+    "DroppedLogits",
+    "DroppedLogitsError",
     "ExplainError",
     "Finding",
     "LintReport",
@@ -29,6 +33,7 @@ __all__ = [
     "Rejection",
     "Report",
     "TrainerError",
+    "compile",
     "compile_trainer",
     "explain",
     "explain_all",
@@ -37,9 +42,12 @@ __all__ = [
     "lint_graphs",
     "register_solver",
     "reports",
+    "uncompile",
 ]
 _MODULES = {
     "ChunkPlan": "mstpass.plans",
+    "DroppedLogits": "mstpass.returned_logits",
+    "DroppedLogitsError": "mstpass.returned_logits",
     "ExplainError": "mstpass.explainer",
     "Finding": "mstpass.linter",
     "LintReport": "mstpass.linter",
@@ -48,6 +56,7 @@ _MODULES = {
     "Rejection": "mstpass.plans",
     "Report": "mstpass.report.report",
     "TrainerError": "mstpass.trainers",
+    "compile": "mstpass.compiling",
     "compile_trainer": "mstpass.trainers",
     "explain": "mstpass.explainer",
     "explain_all": "mstpass.explainer",
@@ -56,6 +65,7 @@ _MODULES = {
     "lint_graphs": "mstpass.linter",
     "register_solver": "mstpass.problem.solver_registry",
     "reports": "mstpass.report.store",
+    "uncompile": "mstpass.compiling",
 }
 
 

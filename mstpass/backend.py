@@ -45,6 +45,7 @@ from mstpass.report import store
 from mstpass.report.collect_details import collect_details
 from mstpass.report.details import Details
 from mstpass.report.report import Report
+from mstpass.returned_logits import Drop, drop_logits
 from mstpass.schedule.attention_masks import materialize_masks
 from mstpass.schedule.delay_embedding_gradient import delay_scatters
 from mstpass.schedule.delay_recomputation import delay_recomputation, recomputation_waits
@@ -93,16 +94,39 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
     """
     watch_optimizers()
     options = Options.parse(kwargs.get("options"))
-    users = {**options_of_mode(kwargs.get("mode")), **options.inductor_patches}
+    drop = _drop(gm, options)
+    return drop.finish(_compile(gm, example_inputs, kwargs.get("mode"), options, drop))
+
+
+def _drop(gm: fx.GraphModule, options: Options) -> Drop:
+    """The logits that the graph no longer returns; none, if finding them fails."""
+    try:
+        return drop_logits(gm, options)
+    except Exception as error:
+        if options.strict:
+            raise MstpassError(f"mstpass failed (strict=True): {error}") from error
+        _warn_of(error, "kept the logits that the step returns")
+        return Drop()
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    mode: str | None,
+    options: Options,
+    drop: Drop,
+) -> Callable[..., Any]:
+    """The compiled graph, by the plan that fits on the device."""
+    users = {**options_of_mode(mode), **options.inductor_patches}
     available_bytes = device_budget_bytes(options, example_inputs)
     if available_bytes is None:
-        return _compiled_and_reported(gm, example_inputs, users, options)
+        return _compiled_and_reported(gm, example_inputs, users, options, drop)
     available_bytes = least_of_ranks(available_bytes)
     free = dataclasses.replace(options, memory_budget="free")
     with contextlib.suppress(_DoesNotFitError):
-        return _compiled_and_reported(gm, example_inputs, users, free, available_bytes)
+        return _compiled_and_reported(gm, example_inputs, users, free, drop, available_bytes)
     in_bytes = dataclasses.replace(options, memory_budget=available_bytes)
-    return _compiled_and_reported(gm, example_inputs, users, in_bytes)
+    return _compiled_and_reported(gm, example_inputs, users, in_bytes, drop)
 
 
 class _DoesNotFitError(Exception):
@@ -114,6 +138,7 @@ def _compiled_and_reported(
     example_inputs: Sequence[Any],
     users: dict[str, Any],
     options: Options,
+    drop: Drop,
     available_bytes: int | None = None,
 ) -> Callable[..., Any]:
     """The compiled graph, whose report is kept; or the graph by Inductor alone, if mstpass fails.
@@ -121,7 +146,7 @@ def _compiled_and_reported(
     Raises:
         _DoesNotFitError: the step needs more than ``available_bytes``.
     """
-    key = store.graph_key(gm, example_inputs, uuid(options))
+    key = store.graph_key(gm, example_inputs, uuid(options) + drop.salt)
     stored = store.recall(key)  # of a graph that comes from the compile cache
     if stored is not None:
         _check_fit(stored.outcome, available_bytes)
@@ -149,6 +174,7 @@ def _compiled_and_reported(
         store.remember(report, key)  # for later processes: the cache has the graph from now on
     _check_fit(report.outcome, available_bytes)
     compiled, report = _within_budget(gm, example_inputs, users, options, compiled, report)
+    report = report.with_outcome(**drop.added_to(report.outcome))
     over = over_budget(report.outcome, options)
     if over:
         if options.strict:
@@ -223,11 +249,10 @@ def _is_lower(report: Report, other: Report) -> bool:
     return ours is not None and theirs is not None and ours < theirs
 
 
-def _warn_of(error: Exception) -> None:
+def _warn_of(error: Exception, done: str = "left it to Inductor: the step has no chunks") -> None:
     warnings.warn(
-        f"mstpass failed on a graph and left it to Inductor: {type(error).__name__}: {error}. "
-        "The step runs without chunks. Please report the error that options={'strict': True} "
-        "raises.",
+        f"mstpass failed on a graph and {done}. {type(error).__name__}: {error}. "
+        "Please report the error that options={'strict': True} raises.",
         stacklevel=3,
     )
     log.debug("mstpass failed", exc_info=error)

@@ -25,10 +25,6 @@ class OptionError(ValueError):
     """An option's name or value is wrong; the message names it and says what is accepted."""
 
 
-class NotAvailableYet(OptionError):
-    """The option's value is valid, but this version does not have what it asks for."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What a user can ask for; docs/options.md explains each option.
@@ -113,12 +109,10 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 Check = Callable[[Any, str], Any]
 
 
-def _one_of(*choices: str, not_yet: tuple[str, ...] = ()) -> Check:
-    """A check for one of some words; ``not_yet`` are words that a later version will accept."""
+def _one_of(*choices: str) -> Check:
+    """A check for one of some words."""
 
     def check(value: Any, where: str) -> str:
-        if isinstance(value, str) and value in not_yet:
-            raise NotAvailableYet(f"{where}: {value!r} is not available yet in this version")
         if not isinstance(value, str) or value not in choices:
             hint = _did_you_mean(str(value), choices)
             raise OptionError(f"{where} must be one of {list(choices)}, got {value!r}.{hint}")
@@ -212,7 +206,7 @@ _CHECKS: dict[str, Check] = {
     "solver": _solver,
     "reconstruct": _one_of("exact", "tolerant", "off"),
     "accumulate": _one_of("float32", "input"),
-    "logits": _one_of("keep", not_yet=("drop",)),
+    "logits": _one_of("keep", "drop"),
     "strict": _strict,
     "inductor": _inductor,
     "report": _report,

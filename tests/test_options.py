@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mstpass.byte_sizes import parse_bytes
-from mstpass.options import NotAvailableYet, OptionError, Options
+from mstpass.options import OptionError, Options
 
 
 def test_defaults() -> None:
@@ -32,6 +32,7 @@ def test_defaults() -> None:
         ({"report": 3}, ["report"]),
         ({"free_overhead": -1}, ["free_overhead"]),
         ({"reserve": "many"}, ["reserve", "4GiB"]),
+        ({"logits": "drp"}, ["logits", "drop", "keep"]),
     ],
 )
 def test_bad_options_name_what_is_wrong(given: dict[str, object], names: list[str]) -> None:
@@ -39,17 +40,6 @@ def test_bad_options_name_what_is_wrong(given: dict[str, object], names: list[st
         Options.parse(given, environ={})
     for name in names:
         assert name in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"logits": "drop"},
-    ],
-)
-def test_options_of_later_versions_say_so(given: dict[str, object]) -> None:
-    with pytest.raises(NotAvailableYet, match=f"{next(iter(given))}.*not available yet|only the"):
-        Options.parse(given, environ={})
 
 
 def test_precedence() -> None:

@@ -34,11 +34,12 @@ from mstpass.partition.budget import fits
 from mstpass.regions.advice import is_output
 from mstpass.report.collect_details import collect_details
 from mstpass.report.report import Report
+from mstpass.returned_logits import Drop, drop_logits
 from mstpass.torch_internals.dynamo import GraphCompileReason
 from mstpass.tracing.devices import traced_for
 from mstpass.tracing.joint_graphs import (
+    Finish,
     NoJointGraph,
-    UseJoint,
     cause_of,
     trace_each_graph,
     trace_one_graph,
@@ -91,9 +92,9 @@ def explain_step(
         pareto: plan at other budgets as well, for ``Report.details.pareto``.
     """
     with _user_errors(), traced_for(device, gpu) as of_tensors:
-        make_report, note_inputs = _report_maker(options, pareto)
+        maker = _ReportMaker(options, pareto)
         _check_arguments(fn, args, kwargs or {})
-        return trace_one_graph(fn, args, kwargs or {}, make_report, note_inputs, of_tensors)
+        return trace_one_graph(fn, args, kwargs or {}, maker.report, maker.prepare, of_tensors)
 
 
 def explain_all(
@@ -132,9 +133,9 @@ def explain_parts(
 ) -> list[Report]:
     """`explain_all` with the arguments of `explain_step`."""
     with _user_errors(), traced_for(device, gpu) as of_tensors:
-        make_report, note_inputs = _report_maker(options, pareto)
+        maker = _ReportMaker(options, pareto)
         _check_arguments(fn, args, kwargs or {})
-        traced = trace_each_graph(fn, args, kwargs or {}, make_report, note_inputs, of_tensors)
+        traced = trace_each_graph(fn, args, kwargs or {}, maker.report, maker.prepare, of_tensors)
     reports = [
         report if graph_break is None else _with_graph_break(report, graph_break)
         for report, graph_break in traced.parts
@@ -193,29 +194,34 @@ def _user_errors() -> Iterator[None]:
         raise ExplainError(error_message(cause_of(error))) from error
 
 
-def _report_maker(
-    options: Mapping[str, Any] | None, pareto: bool
-) -> tuple[UseJoint[Report], Callable[[Sequence[Any]], None]]:
-    """Two callbacks for the tracer: one makes the report of a joint graph; the other one gets the
-    graph's inputs before, because the memory budget may depend on their device.
+class _ReportMaker:
+    """Makes the report of a joint graph, after it was given the graph that Dynamo captured.
+
+    The memory budget may depend on the device of that graph's inputs, and ``logits="drop"`` takes
+    outputs out of it.
     """
-    given = Options.parse(options)
-    device_bytes: int | None = None
 
-    def note_inputs(inputs: Sequence[Any]) -> None:
-        nonlocal device_bytes
-        device_bytes = device_budget_bytes(given, inputs)
+    def __init__(self, options: Mapping[str, Any] | None, pareto: bool):
+        self._given = Options.parse(options)
+        self._pareto = pareto
+        self._device_bytes: int | None = None
+        self._drop = Drop()
 
-    def make_report(module: fx.GraphModule, torch_kwargs: dict[str, Any]) -> Report:
+    def prepare(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Finish:
+        self._device_bytes = device_budget_bytes(self._given, inputs)
+        self._drop = drop_logits(gm, self._given)
+        return self._drop.finish
+
+    def report(self, module: fx.GraphModule, torch_kwargs: dict[str, Any]) -> Report:
+        given, device_bytes = self._given, self._device_bytes
         bound = given if device_bytes is None else dataclasses.replace(given, memory_budget="free")
         result = pipeline.run(module, bound, **pipeline_kwargs(torch_kwargs))
         if device_bytes is not None and not fits(result.outcome, device_bytes):
             bound = dataclasses.replace(given, memory_budget=device_bytes)
             result = pipeline.run(module, bound, **pipeline_kwargs(torch_kwargs))
         details = collect_details(result)
-        if details is not None and pareto:
+        if details is not None and self._pareto:
             points = pareto_points(result, module, bound, torch_kwargs["num_fwd_outputs"])
             details = dataclasses.replace(details, pareto=points)
-        return Report(result.outcome, details=details)
-
-    return make_report, note_inputs
+        report = Report(result.outcome, details=details)
+        return report.with_outcome(**self._drop.added_to(result.outcome))

@@ -40,9 +40,20 @@ _OUTPUT = r"(are|is) an output( of the graph)?"
 _ADVICE = (
     # ---- the step returns a wide value
     (
+        r"keeps the logits .*(graph break|depends on data)",
+        "compile a function that computes the loss itself and returns only the loss; or remove the "
+        "graph break (TORCH_LOGS=graph_breaks), and pad to sizes that do not depend on data",
+    ),
+    (r"keeps the logits .*DDP splits", "set torch._dynamo.config.optimize_ddp = False"),
+    (
+        r"keeps the logits",
+        "return the logits as the head makes them, or do not return what is made from them",
+    ),
+    (
         r"logits are an output of the graph",
         "compile a function that computes the loss itself and returns only the loss, such as "
-        "`lambda batch: model(**batch).loss`",
+        "`lambda batch: model(**batch).loss`; if nobody reads logits that are returned beside "
+        "their loss, set options={'logits': 'drop'}, as mstpass.compile(model) does",
     ),
     (
         r"large value is an output",

@@ -55,6 +55,11 @@ def is_compiled(value: Any) -> bool:
     return uncompiled(value) is not value or getattr(value, "_compiled_call_impl", None) is not None
 
 
+def uncompile_in_place(module: nn.Module) -> None:
+    """Undo ``module.compile(...)``; calls run as before it."""
+    vars(module).pop("_compiled_call_impl", None)
+
+
 def probe() -> None:
     APIS.require()
     module = nn.BatchNorm1d(2)
@@ -71,6 +76,9 @@ def probe() -> None:
     plain = is_compiled(module)
     module.compile(backend="eager")
     APIS.expect((plain, is_compiled(module)) == (False, True), "compiled modules cannot be told")
+    uncompile_in_place(module)
+    APIS.expect(not is_compiled(module), "nn.Module.compile cannot be undone")
+    module.compile(backend="eager")
     if torch.distributed.is_available():
         from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
         from torch.distributed.fsdp import _common_utils

@@ -44,8 +44,18 @@ T = TypeVar("T")
 UseJoint = Callable[[fx.GraphModule, dict[str, Any]], T]
 """Gets a joint graph and the arguments that AOTAutograd gives to a partitioner with it."""
 
-UseInputs = Callable[[Sequence[Any]], None]
-"""Gets the inputs of a graph that Dynamo captured, before its joint graph is traced."""
+Finish = Callable[[Callable[..., Any]], Callable[..., Any]]
+UseCaptured = Callable[[fx.GraphModule, Sequence[Any]], Finish]
+"""Gets a graph that Dynamo captured and its inputs, before its joint graph is traced.
+
+It may take outputs out of the graph. What it returns puts something in their places: it makes the
+function that the user's code calls of a function that runs the graph.
+"""
+
+
+def _as_it_is(gm: fx.GraphModule, inputs: Sequence[Any]) -> Finish:
+    return lambda run: run
+
 
 _numbers = itertools.count()
 
@@ -68,7 +78,7 @@ def trace_one_graph(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     use_joint: UseJoint[T],
-    use_inputs: UseInputs = lambda inputs: None,
+    use_captured: UseCaptured = _as_it_is,
     device: torch.device | None = None,
 ) -> T:
     """What ``use_joint`` returns for the joint graph of a function that is one graph.
@@ -84,7 +94,7 @@ def trace_one_graph(
     found: list[T] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        use_inputs(example_inputs)
+        use_captured(gm, example_inputs)
         found.append(_trace_captured(gm, example_inputs, use_joint))
         raise _JointGraphUsed
 
@@ -123,7 +133,7 @@ def trace_each_graph(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     use_joint: UseJoint[T],
-    use_inputs: UseInputs = lambda inputs: None,
+    use_captured: UseCaptured = _as_it_is,
     device: torch.device | None = None,
 ) -> TracedGraphs[T]:
     """What ``use_joint`` returns for each graph with a backward that a function compiles to.
@@ -143,8 +153,9 @@ def trace_each_graph(
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         graph_break = graph_break_after(gm)
+        finish: Finish = lambda run: run
         try:
-            use_inputs(example_inputs)
+            finish = use_captured(gm, example_inputs)
             made = _trace_captured(gm, example_inputs, use_joint)
             parts.append((made, graph_break))
         except NoJointGraph:
@@ -156,7 +167,7 @@ def trace_each_graph(
             with fakes.mode:
                 return gm(*map(fakes.fake_of, inputs))
 
-        return run
+        return finish(run)
 
     stopped_by = None
     with fakes.replacing((fn, args, kwargs)) as (step, given_args, given_kwargs), _undisturbed():

@@ -1,20 +1,22 @@
-"""Trainers whose loss is computed outside of the model: what to compile in them.
+"""Trainers: what to compile in them so that the LM head and its loss are in one graph.
 
 ``torch.compile`` of a model is not enough where the loss is computed from the logits that the model
 returned: the compiled graph ends with the logits, and they must exist in full. `compile_trainer`
-compiles more, by the class of the trainer:
+compiles, by the class of the trainer:
 
-==============================  ===================================================================
-TRL's GRPO and RLOO             the method that computes log-probabilities and entropies
-TRL's DPO and KTO               the model together with the statistics of its logits that they read
-TRL's SFT                       the model; its loop of checkpointed chunks becomes one plain loss
-label smoothing, own losses     ``Trainer.compute_loss``
-all others                      the model
-==============================  ===================================================================
+====================================  =============================================================
+TRL (SFT, DPO, KTO, GRPO, RLOO)       the model's forward with TRL's fused LM head, whose own loop
+                                      over tiles becomes plain functions of all tokens
+``label_smoothing_factor``,           ``Trainer.compute_loss``
+``compute_loss_func``, a
+``compute_loss`` of its own
+all others                            the model
+====================================  =============================================================
 
 The code of the trainer stays what it is: functions that it calls are exchanged, for this trainer.
 """
 
-from mstpass.trainers.compile_trainer import TrainerError, compile_trainer
+from mstpass.trainers.compile_trainer import compile_trainer
+from mstpass.trainers.exchange import TrainerError
 
 __all__ = ["TrainerError", "compile_trainer"]

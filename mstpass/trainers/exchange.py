@@ -1,10 +1,8 @@
-"""Exchanges what a function of another library calls, in a copy of it, for one object alone."""
+"""Exchanges what a function of another library uses, in a copy of it, for one object alone."""
 
 from __future__ import annotations
 
-import inspect
 import types
-from collections.abc import Callable
 from typing import Any
 
 from mstpass.errors import UserError
@@ -14,40 +12,21 @@ class TrainerError(UserError, ValueError):
     """A trainer cannot be compiled as it is set up; the message says what to change."""
 
 
-def with_calls_exchanged(
-    function: Callable[..., Any], exchanges: dict[str, Callable[..., Any]]
-) -> types.FunctionType:
-    """A copy of a Python function that calls other functions where it names these globals.
-
-    Args:
-        function: a function, which may be wrapped by decorators; the copy is not.
-        exchanges: by the name of a global that the function calls, what the copy calls.
+def with_globals(function: types.FunctionType, exchanges: dict[str, Any]) -> types.FunctionType:
+    """A copy of a function, for which these names of its module stand for something else.
 
     Raises:
-        TrainerError: the function does not call one of them, or the one that takes its place has
-            other parameters; so the library is of a version that mstpass does not know.
+        KeyError: the function does not use one of the names, so it is not the one that is known.
     """
-    plain = inspect.unwrap(function)
-    assert isinstance(plain, types.FunctionType)
-    for name, ours in exchanges.items():
-        theirs = plain.__globals__.get(name)
-        if name not in plain.__code__.co_names or theirs is None:
-            raise TrainerError(_unknown(plain, f"it does not call {name}"))
-        if list(inspect.signature(theirs).parameters) != list(inspect.signature(ours).parameters):
-            raise TrainerError(_unknown(plain, f"{name} has other parameters"))
+    for name in exchanges:
+        if name not in function.__code__.co_names or name not in function.__globals__:
+            raise KeyError(name)
     copy = types.FunctionType(
-        plain.__code__,
-        {**plain.__globals__, **exchanges},
-        plain.__name__,
-        plain.__defaults__,
-        plain.__closure__,
+        function.__code__,
+        {**function.__globals__, **exchanges},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
-    copy.__kwdefaults__ = plain.__kwdefaults__
+    copy.__kwdefaults__ = function.__kwdefaults__
     return copy
-
-
-def _unknown(function: types.FunctionType, reason: str) -> str:
-    return (
-        f"mstpass does not know this version of {function.__module__}: {reason} in "
-        f"{function.__qualname__}. It knows TRL 1.10 to 1.16."
-    )

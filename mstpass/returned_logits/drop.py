@@ -1,0 +1,213 @@
+"""Take returned logits out of a graph, and put placeholders into what the compiled graph returns.
+
+Dynamo does not look at what a backend's function returns: it unpacks the results and hands them to
+the user's code. So a graph may be compiled without some of its outputs, and the function around it
+puts something else in their places. AOTAutograd then never sees the logits as an output: there is
+no gradient of them, and nothing keeps them.
+
+An output is dropped only if the caller of the compiled function is all that can read it. It stays
+if the graph ends at a graph break, or if another graph of DDP's buckets reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from mstpass.byte_sizes import bytes_text
+from mstpass.graph.sizes import Size, expression, hint, hint_numel
+from mstpass.graph.source_location import source_of
+from mstpass.options import Options
+from mstpass.plans import Outcome, Rejection
+from mstpass.regions.advice import with_fix
+from mstpass.returned_logits.aten_calls import value_of
+from mstpass.returned_logits.find_logits import find_logits
+from mstpass.returned_logits.placeholder import DroppedLogits
+from mstpass.torch_internals.ddp_buckets import bucket_being_compiled
+from mstpass.torch_internals.dynamo import graph_break_after
+
+_AFTER_BREAK = "the graph ends at a graph break, and the code behind it may read the logits"
+_IN_OTHER_BUCKET = "another of the graphs that DDP splits this one into reads the logits"
+_BY_DATA = "the size of the logits depends on data"
+
+Compiled = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class DroppedOutput:
+    """An output that the graph no longer has: what the placeholder in its place looks like."""
+
+    position: int
+    name: str
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    device: torch.device
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop:
+    """What ``drop_logits`` did to a graph.
+
+    Attributes:
+        outputs: what it took out, by position.
+        symbols: where the value of a symbolic size is found among the graph's inputs: the position
+            of a size, or those of a tensor and of its dim.
+    """
+
+    outputs: tuple[DroppedOutput, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+    symbols: Mapping[sympy.Symbol, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def added_to(self, outcome: Outcome) -> dict[str, Any]:
+        """The notes and rejections of the graph that is left, with those of its logits."""
+        notes = dict.fromkeys(_note(output) for output in self.outputs)
+        return {
+            "notes": (*outcome.notes, *notes),
+            "rejections": (*outcome.rejections, *self.rejections),
+        }
+
+    @property
+    def salt(self) -> str:
+        """Tells the reports of equal graphs apart from which other logits were dropped."""
+        return repr((self.outputs, self.rejections)) if self.outputs or self.rejections else ""
+
+    def finish(self, compiled: Compiled) -> Compiled:
+        """The compiled graph, with placeholders among its results."""
+        if not self.outputs:
+            return compiled
+
+        def run(*args: Any) -> tuple[Any, ...]:
+            results = list(compiled(*args))
+            for output in self.outputs:  # by position, so that each finds its place
+                results.insert(output.position, self._placeholder(output, args))
+            return tuple(results)
+
+        return run
+
+    def _placeholder(self, output: DroppedOutput, args: Sequence[Any]) -> DroppedLogits:
+        shape = [self._size(size, args) for size in output.shape]
+        return DroppedLogits(shape, output.dtype, output.device)
+
+    def _size(self, size: Size, args: Sequence[Any]) -> int:
+        if isinstance(size, int):
+            return size
+        expr = expression(size)
+        values = {s: sympy.Integer(self._value(s, args)) for s in expr.free_symbols}
+        return int(expr.xreplace(values))
+
+    def _value(self, symbol: sympy.Symbol, args: Sequence[Any]) -> int:
+        position, *dims = self.symbols[symbol]
+        value = args[position].shape[dims[0]] if dims else args[position]
+        return hint(value)  # still symbolic where DDP runs a bucket on fake tensors
+
+
+def drop_logits(gm: fx.GraphModule, options: Options) -> Drop:
+    """Under ``logits="drop"``, take logits beside their loss out of what the graph returns.
+
+    ``gm`` is changed in place, as backends may do.
+    """
+    if options.logits != "drop":
+        return Drop()
+    symbols = _symbols_of_inputs(gm)
+    nodes: list[fx.Node] = []
+    rejections: list[Rejection] = []
+    for logits in find_logits(gm):
+        refusal = logits.refusal or _refusal(gm, logits.node, symbols.keys())
+        if refusal:
+            rejections.append(_rejection(logits.node, refusal))
+        else:
+            nodes.append(logits.node)
+    outputs = _take_out(gm, nodes) if nodes else ()
+    return Drop(outputs, tuple(rejections), symbols)
+
+
+def _refusal(gm: fx.GraphModule, logits: fx.Node, known: Any) -> str:
+    """Why logits beside their loss stay; empty if they can be dropped."""
+    value = value_of(logits)
+    assert value is not None
+    if not all(expression(size).free_symbols <= set(known) for size in value.shape):
+        return _BY_DATA
+    bucket = bucket_being_compiled()
+    if bucket is not None:
+        call, whole = bucket
+        if not _only_returned(call, _positions(gm, logits)):
+            return _IN_OTHER_BUCKET
+        gm = whole
+    return _AFTER_BREAK if graph_break_after(gm) is not None else ""
+
+
+def _only_returned(call: fx.Node, positions: Sequence[int]) -> bool:
+    """Whether these results of a bucket go nowhere but to the results of the whole graph."""
+    for user in call.users:
+        if user.target is not operator.getitem:
+            return False
+        if user.args[1] in positions and any(reader.op != "output" for reader in user.users):
+            return False
+    return True
+
+
+def _returned(gm: fx.GraphModule) -> tuple[Any, ...]:
+    (returned,) = gm.graph.output_node().args
+    return tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+
+
+def _positions(gm: fx.GraphModule, node: fx.Node) -> list[int]:
+    return [i for i, item in enumerate(_returned(gm)) if item is node]
+
+
+def _take_out(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[DroppedOutput, ...]:
+    returned = _returned(gm)
+    dropped = [
+        _dropped(position, item)
+        for position, item in enumerate(returned)
+        if isinstance(item, fx.Node) and item in nodes
+    ]
+    kept = tuple(r for r in returned if not (isinstance(r, fx.Node) and r in nodes))
+    gm.graph.output_node().args = (kept,)
+    gm.recompile()
+    return tuple(dropped)
+
+
+def _dropped(position: int, node: fx.Node) -> DroppedOutput:
+    value = value_of(node)
+    assert value is not None
+    size_bytes = hint_numel(value) * value.element_size()
+    shape = tuple(value.shape)
+    return DroppedOutput(position, node.name, shape, value.dtype, value.device, size_bytes)
+
+
+def _symbols_of_inputs(gm: fx.GraphModule) -> dict[sympy.Symbol, tuple[int, ...]]:
+    """Where the value of each symbol is found among the inputs."""
+    found: dict[sympy.Symbol, tuple[int, ...]] = {}
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("example_value")
+        sizes = [((), value)] if isinstance(value, torch.SymInt) else []
+        if isinstance(value, torch.Tensor):
+            sizes = [((dim,), size) for dim, size in enumerate(value.shape)]
+        for place, size in sizes:
+            expr = expression(size)
+            if expr.is_Symbol:
+                found.setdefault(expr, (position, *place))
+    return found
+
+
+def _note(output: DroppedOutput) -> str:
+    shape = ", ".join(map(str, output.shape))
+    return (
+        f"logits='drop': the step returns a placeholder for {output.name} [{shape}], "
+        f"{bytes_text(output.bytes)}; reading it raises DroppedLogitsError"
+    )
+
+
+def _rejection(node: fx.Node, reason: str) -> Rejection:
+    value = value_of(node)
+    size_bytes = hint_numel(value) * value.element_size() if value is not None else 0
+    reason = f"logits='drop' keeps the logits that the step returns: {reason}"
+    return with_fix(Rejection("logits", node.name, reason, source_of(node), size_bytes))

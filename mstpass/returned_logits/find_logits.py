@@ -1,0 +1,218 @@
+"""Find the outputs of Dynamo's graph that are logits of a head whose loss is another output.
+
+Terms:
+    *head*: a matrix product that widens (regions/anchors.py) and from which a loss is computed with
+        no further matrix product, attention or convolution in between. So the up projection of an
+        MLP is no head, nor are keys and values.
+    *loss*: an output of one element that requires a gradient.
+    *logits*: an output that is made from the products of heads by views, casts and pointwise ops
+        alone, such as a slice, a scale or a soft cap.
+
+What the nodes compute counts, not their names (aten_calls.py). Other outputs stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.joint import ancestors
+from mstpass.graph.sizes import generic_shape
+from mstpass.graph.token_rules.matmul import BIASED, MATMULS
+from mstpass.graph.token_rules.views import VIEWS
+from mstpass.regions.anchors import WIDEN
+from mstpass.returned_logits.aten_calls import AtenCall, AtenCalls, largest_of, value_of
+from mstpass.torch_internals.op_types import OpOverload, schema_of
+
+aten = torch.ops.aten
+
+_COPIES = frozenset(
+    {
+        aten._to_copy.default,
+        aten.alias.default,
+        aten.clone.default,
+        aten.detach.default,
+        aten.lift_fresh.default,
+        aten._reshape_alias.default,
+    }
+)
+_JOINS = frozenset({aten.cat.default, aten.stack.default})
+_MIXERS = ("aten::_scaled_dot_product_", "aten::convolution", "aten::_grouped_mm")
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundLogits:
+    """An output that is logits beside their loss.
+
+    Attributes:
+        node: the output.
+        refusal: why it is not dropped all the same; empty if it is.
+    """
+
+    node: fx.Node
+    refusal: str = ""
+
+
+def find_logits(gm: fx.GraphModule) -> list[FoundLogits]:
+    """The outputs that are logits beside their loss, and those of which that is not certain."""
+    outputs = list(dict.fromkeys(returned_nodes(gm)))
+    losses = [node for node in outputs if _is_loss(node)]
+    if not losses or not torch.is_grad_enabled():
+        return []
+    finder = _Finder(gm, losses)
+    found = (finder.found(node) for node in outputs if node not in losses)
+    return [logits for logits in found if logits is not None]
+
+
+def returned_nodes(gm: fx.GraphModule) -> list[fx.Node]:
+    """What the graph returns, in order."""
+    (returned,) = gm.graph.output_node().args
+    items = returned if isinstance(returned, tuple | list) else (returned,)
+    return [item for item in items if isinstance(item, fx.Node)]
+
+
+def _is_loss(node: fx.Node) -> bool:
+    value = value_of(node)
+    if value is None or not (value.is_floating_point() and value.requires_grad):
+        return False
+    return all(isinstance(size, int) and size == 1 for size in value.shape)
+
+
+@dataclasses.dataclass
+class _Origin:
+    """The matrix products that an output is made from.
+
+    Attributes:
+        other: an op on the way that is neither a view, a cast nor pointwise; empty without one.
+    """
+
+    products: list[fx.Node]
+    other: str = ""
+
+
+class _Finder:
+    def __init__(self, gm: fx.GraphModule, losses: list[fx.Node]):
+        self.calls = AtenCalls(gm)
+        self.losses = losses
+
+    def found(self, output: fx.Node) -> FoundLogits | None:
+        """What is known of an output; None if it is not made by a head of the losses."""
+        value = value_of(output)
+        if value is None or not value.is_floating_point() or value.dim() < 2:
+            return None
+        origin = self._origin(output)
+        if origin is None:
+            return None
+        unknown = ""
+        for product in origin.products:
+            refusal = self._no_head(product)
+            if refusal is None:
+                return None
+            unknown = unknown or refusal
+        if origin.other:
+            unknown = f"it is made from logits by {origin.other}, which is not pointwise"
+        return FoundLogits(output, unknown)
+
+    def _origin(self, output: fx.Node) -> _Origin | None:
+        """The products that an output is made from; None if not all of them widen."""
+        origin = _Origin([])
+        stack, seen = [output], {output}
+        while stack:
+            node = stack.pop()
+            if node.op in ("placeholder", "get_attr"):
+                continue
+            calls = self.calls.of(node)
+            if calls is None:
+                return None
+            products = [call for call in calls if call.op in MATMULS]
+            if not all(map(_widens, products)):
+                return None
+            others = (call.op for call in calls if call not in products and _is_other(call))
+            other = str(next(others, ""))
+            if products and other and not _is_as_large(output, products):
+                return None  # a checkpointed part of the model, and not what its product gives
+            origin.other = origin.other or other
+            if products:
+                origin.products.append(node)
+                continue
+            operands = [n for n in _large_operands(node, calls) if n not in seen]
+            seen.update(operands)
+            stack.extend(operands)
+        return origin if origin.products else None
+
+    def _no_head(self, product: fx.Node) -> str | None:
+        """Empty if the product is a head; None if it is none; else why that is not certain."""
+        below = _downstream(product)
+        refusals = [self._between(product, below, loss) for loss in self.losses if loss in below]
+        if "" in refusals:
+            return ""
+        return next((refusal for refusal in refusals if refusal), None)
+
+    def _between(self, product: fx.Node, below: set[fx.Node], loss: fx.Node) -> str | None:
+        """The same for one loss."""
+        unknown = ""
+        for node in ancestors([loss]) & below - {product}:
+            calls = self.calls.of(node)
+            if calls is None:
+                unknown = f"mstpass cannot tell what {node.name} computes from logits"
+            elif any(map(_mixes, calls)):
+                return None
+        return unknown
+
+
+# ---- ops ---------------------------------------------------------------------------------------
+def _widens(product: AtenCall) -> bool:
+    left = product.operands[1 if product.op in BIASED else 0]
+    return product.result[-1] >= WIDEN * left[-1]
+
+
+def _is_as_large(output: fx.Node, products: Iterable[AtenCall]) -> bool:
+    value = value_of(output)
+    least = min(math.prod(product.result) for product in products)
+    return value is not None and generic_shape(value).numel() >= least
+
+
+def _is_other(call: AtenCall) -> bool:
+    """Whether an op is neither a view, a cast nor pointwise; ops without operands do not count."""
+    op = call.op
+    if not call.operands or op in VIEWS or op in _COPIES or op in _JOINS:
+        return False
+    if isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags:
+        return False
+    row = ops.row_of(op)
+    return not (isinstance(row, ops.Op) and row.kind in ("pointwise", "create"))
+
+
+def _mixes(call: AtenCall) -> bool:
+    """Whether an op belongs to a further layer."""
+    if call.op in MATMULS:
+        return True
+    return isinstance(call.op, OpOverload) and schema_of(call.op).name.startswith(_MIXERS)
+
+
+def _large_operands(node: fx.Node, calls: Iterable[AtenCall]) -> Iterator[fx.Node]:
+    """The operands with as many elements as the result; all of them, if they are joined."""
+    joins = any(call.op in _JOINS for call in calls)
+    result = largest_of(node)
+    for operand in node.all_input_nodes:
+        value = largest_of(operand)
+        if value is not None and result is not None:
+            if joins or generic_shape(value).numel() >= generic_shape(result).numel():
+                yield operand
+
+
+def _downstream(node: fx.Node) -> set[fx.Node]:
+    """The node and all nodes that depend on it."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        latest = stack.pop()
+        if latest not in found:
+            found.add(latest)
+            stack.extend(latest.users)
+    return found
