@@ -24,6 +24,7 @@ BENCHES = {
     "solvers": "every partition solver on recorded problems of real models",
     "pareto": "measured peak against time, at many budgets: torch's partitioner and mst",
     "budgets": "memory budgets in bytes: simulated and measured peaks of many models",
+    "trainers": "steps of transformers' Trainer and TRL's GRPO, in eager, Inductor and mst",
     "gpu": "everything on a CUDA device, resumable: loops, heads, blocks, longest sequences",
     "record": "write the partition problems of real models, traced without memory",
     "all": "all benchmarks that measure steps, one after the other",

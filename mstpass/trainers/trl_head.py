@@ -36,10 +36,8 @@ Statistics = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor |
 
 def has_fused_head(model: Any) -> bool:
     """Whether TRL has given its fused LM head to this model (under PEFT: to the base model)."""
-    return getattr(_base(model).forward, "__func__", None) is not None and (
-        inspect.unwrap(_base(model).forward.__func__).__name__ == FORWARD
-        or _base(model).forward.__func__.__code__.co_name == FORWARD
-    )
+    function = getattr(_base(model).forward, "__func__", None)
+    return function is not None and function.__code__.co_name == FORWARD
 
 
 def compile_fused_head(
