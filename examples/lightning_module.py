@@ -27,9 +27,7 @@ class LanguageModel(lightning.LightningModule):
         loss: torch.Tensor = self.model(**batch).loss
         return loss
 
-    def on_train_batch_end(
-        self, outputs: dict[str, torch.Tensor], batch: object, index: int
-    ) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: object, index: int) -> None:
         self.losses.append(outputs["loss"].item())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

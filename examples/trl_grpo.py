@@ -43,9 +43,7 @@ def main() -> tuple[dict[str, float], mstpass.Report]:
             model=llama(VOCABULARY),
             args=arguments,
             reward_funcs=variety,
-            train_dataset=Dataset.from_dict(
-                {"prompt": [text(16, VOCABULARY, i) for i in range(8)]}
-            ),
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
             processing_class=tokenizer(VOCABULARY),
         )
         print(mstpass.compile_trainer(trainer, memory_budget=0.0))

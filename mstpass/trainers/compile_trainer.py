@@ -45,9 +45,9 @@ def compile_trainer(trainer: Any, **options: Any) -> str:
             f"{type(trainer).__name__} has a fused LM head; the model of this one has none. "
             f"Install trl=={KNOWN_VERSIONS}.*."
         )
-    if _reads_the_models_loss(trainer):
+    if _reads_the_models_loss(trainer) or _is_of_trl(trainer, ("RewardTrainer",)):
         compiling.compile(trainer.model, **options)
-        return "the model; its logits are not kept in training, because only its loss is read"
+        return "the model; where it returns a loss, training does not keep its logits"
     return _compile_loss(trainer, compiled)
 
 
