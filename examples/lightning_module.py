@@ -44,7 +44,7 @@ def main() -> tuple[list[float], mstpass.Report]:
         enable_model_summary=False,
     )
     batches = torch.utils.data.DataLoader(Tokens(16, 256, VOCABULARY), batch_size=4)
-    compiled = torch.compile(module, backend="mst", options={"memory_budget": 0.0})
+    compiled = torch.compile(module, backend="mst")
     trainer.fit(compiled, batches)
     report = mstpass.reports()[-1]
     print(report)

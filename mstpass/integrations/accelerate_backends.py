@@ -51,12 +51,14 @@ def _safely(change: Callable[[ModuleType], None]) -> Callable[[ModuleType], None
 
 
 def _add_to_enum(module: ModuleType) -> None:
-    backends: Any = getattr(module, "DynamoBackend", None)
-    if not isinstance(backends, enum.EnumMeta) or not issubclass(backends, str):
+    backends = getattr(module, "DynamoBackend", None)
+    if not isinstance(backends, enum.EnumMeta) or str not in backends.__mro__:
         _warn("there is no enum of strings accelerate.utils.dataclasses.DynamoBackend")
-    elif "INDUCTOR" not in backends.__members__ or backends["INDUCTOR"].value != "INDUCTOR":
+        return
+    values = {member.value for member in backends}
+    if "INDUCTOR" not in values:
         _warn("accelerate's DynamoBackend names backends in another way")
-    elif NAME not in backends.__members__ and not hasattr(backends, NAME):
+    elif NAME not in values and not hasattr(backends, NAME):
         _answer_to_name(backends)
 
 

@@ -16,7 +16,7 @@ all others                            the model
 The code of the trainer stays what it is: functions that it calls are exchanged, for this trainer.
 """
 
-from mstpass.trainers.compile_trainer import compile_trainer
 from mstpass.trainers.exchange import TrainerError
+from mstpass.trainers.what_to_compile import compile_trainer
 
 __all__ = ["TrainerError", "compile_trainer"]
