@@ -55,7 +55,8 @@ def _add_to_enum(module: ModuleType) -> None:
     if not isinstance(backends, enum.EnumMeta) or str not in backends.__mro__:
         _warn("there is no enum of strings accelerate.utils.dataclasses.DynamoBackend")
         return
-    values = {member.value for member in backends}
+    members: Any = backends
+    values = {member.value for member in members}
     if "INDUCTOR" not in values:
         _warn("accelerate's DynamoBackend names backends in another way")
     elif NAME not in values and not hasattr(backends, NAME):

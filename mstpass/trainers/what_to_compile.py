@@ -71,7 +71,7 @@ def _reads_the_models_loss(trainer: Any) -> bool:
     (plain,) = (
         c for c in kinds if (c.__module__, c.__name__) == ("transformers.trainer", "Trainer")
     )
-    own = type(trainer).compute_loss is not plain.compute_loss
+    own = kinds[0].compute_loss is not plain.compute_loss
     return not own and trainer.label_smoother is None and trainer.compute_loss_func is None
 
 
