@@ -1,7 +1,8 @@
-"""Trains a Hugging Face Llama with the mst backend: compile the loss, not the module.
+"""Trains a Hugging Face Llama with the mst backend: compile a function that returns the loss alone.
 
-A compiled module returns its logits, so they must exist in full. The function that is compiled here
-returns only the loss, so that the logits exist one chunk at a time.
+A compiled module returns its logits as well, so they must exist in full (`compile_model.py` shows
+how to drop them). The function that is compiled here returns only the loss, so that the logits
+exist one chunk at a time.
 
     pip install 'mstpass[hf]' && python examples/train_llama.py
 """

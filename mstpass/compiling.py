@@ -80,7 +80,7 @@ def compile(
         model.compile(**given)
         return model
     compiled: Any = torch.compile(model, **given)
-    return compiled  # type: ignore[no-any-return]
+    return compiled
 
 
 def uncompile(model: M) -> M:

@@ -32,6 +32,12 @@ def test_train_llama():
     assert losses[-1] < losses[0]
 
 
+def test_compile_model():
+    losses, peak, eager_peak = run("compile_model")
+    assert losses[-1] < losses[0]
+    assert peak < 0.5 * eager_peak
+
+
 def test_plain_pytorch():
     assert run("plain_pytorch") < 1e-5
 

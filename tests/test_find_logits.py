@@ -157,7 +157,9 @@ def _of_no_head(h: Tensor, y: Tensor) -> Returned:
     wide = model.up(h).relu()
     h = h + model.down(wide)
     logits = model.head(h)
-    return _loss(logits, y), wide, h, model.small(h), logits.argmax(-1), logits.max(-1).values
+    log_p = logits.log_softmax(-1)
+    of_tokens = logits.argmax(-1), logits.max(-1).values, -(log_p.exp() * log_p).sum(-1)
+    return _loss(logits, y), wide, h, model.small(h), of_tokens, logits[:, [1, 2, 3]]
 
 
 def _of_another_head(h: Tensor, y: Tensor) -> Returned:
@@ -217,9 +219,9 @@ def _probabilities(h: Tensor, y: Tensor) -> Returned:
     return _loss(logits, y), logits.log_softmax(-1)
 
 
-def _chosen_words(h: Tensor, y: Tensor) -> Returned:
+def _sorted_words(h: Tensor, y: Tensor) -> Returned:
     logits = model.head(h)
-    return _loss(logits, y), logits[:, [1, 2, 3]]
+    return _loss(logits, y), logits.sort(-1).values
 
 
 def _graph_break(h: Tensor, y: Tensor) -> Returned:
@@ -239,7 +241,7 @@ def _loss_in_the_checkpoint_of_the_head(h: Tensor, y: Tensor) -> Returned:
 
 REFUSED = {
     _probabilities: "made from logits by aten._log_softmax.default",
-    _chosen_words: "made from logits by aten.index.Tensor",
+    _sorted_words: "made from logits by aten.sort",
     _graph_break: "graph break",
     _loss_in_the_checkpoint_of_the_head: "made from logits by aten._log_softmax.default",
 }

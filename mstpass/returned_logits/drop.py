@@ -188,13 +188,14 @@ def _symbols_of_inputs(gm: fx.GraphModule) -> dict[sympy.Symbol, tuple[int, ...]
     found: dict[sympy.Symbol, tuple[int, ...]] = {}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("example_value")
-        sizes = [((), value)] if isinstance(value, torch.SymInt) else []
-        if isinstance(value, torch.Tensor):
-            sizes = [((dim,), size) for dim, size in enumerate(value.shape)]
-        for place, size in sizes:
-            expr = expression(size)
-            if expr.is_Symbol:
-                found.setdefault(expr, (position, *place))
+        sizes: dict[tuple[int, ...], Size] = {}
+        if isinstance(value, torch.SymInt):
+            sizes[(position,)] = value
+        elif isinstance(value, torch.Tensor):
+            sizes.update(((position, dim), size) for dim, size in enumerate(value.shape))
+        for place, size in sizes.items():
+            if (expr := expression(size)).is_Symbol:
+                found.setdefault(expr, place)
     return found
 
 

@@ -25,7 +25,8 @@ from mstpass.graph.joint import ancestors
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.token_rules.matmul import BIASED, MATMULS
 from mstpass.graph.token_rules.views import VIEWS
-from mstpass.regions.anchors import WIDEN
+from mstpass.graph.tokens import Refusal
+from mstpass.regions.anchors import WIDE_OF_ANCHOR, WIDEN
 from mstpass.returned_logits.aten_calls import AtenCall, AtenCalls, largest_of, value_of
 from mstpass.torch_internals.op_types import OpOverload, schema_of
 
@@ -88,10 +89,12 @@ class _Origin:
     """The matrix products that an output is made from.
 
     Attributes:
+        numel: the elements of the smallest product.
         other: an op on the way that is neither a view, a cast nor pointwise; empty without one.
     """
 
     products: list[fx.Node]
+    numel: float = math.inf
     other: str = ""
 
 
@@ -108,6 +111,8 @@ class _Finder:
         origin = self._origin(output)
         if origin is None:
             return None
+        if origin.other and generic_shape(value).numel() < WIDE_OF_ANCHOR * origin.numel:
+            return None  # a value of each token, such as an entropy
         unknown = ""
         for product in origin.products:
             refusal = self._no_head(product)
@@ -133,12 +138,10 @@ class _Finder:
             if not all(map(_widens, products)):
                 return None
             others = (call.op for call in calls if call not in products and _is_other(call))
-            other = str(next(others, ""))
-            if products and other and not _is_as_large(output, products):
-                return None  # a checkpointed part of the model, and not what its product gives
-            origin.other = origin.other or other
+            origin.other = origin.other or str(next(others, ""))
             if products:
                 origin.products.append(node)
+                origin.numel = min(origin.numel, *(math.prod(p.result) for p in products))
                 continue
             operands = [n for n in _large_operands(node, calls) if n not in seen]
             seen.update(operands)
@@ -171,12 +174,6 @@ def _widens(product: AtenCall) -> bool:
     return product.result[-1] >= WIDEN * left[-1]
 
 
-def _is_as_large(output: fx.Node, products: Iterable[AtenCall]) -> bool:
-    value = value_of(output)
-    least = min(math.prod(product.result) for product in products)
-    return value is not None and generic_shape(value).numel() >= least
-
-
 def _is_other(call: AtenCall) -> bool:
     """Whether an op is neither a view, a cast nor pointwise; ops without operands do not count."""
     op = call.op
@@ -185,7 +182,7 @@ def _is_other(call: AtenCall) -> bool:
     if isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags:
         return False
     row = ops.row_of(op)
-    return not (isinstance(row, ops.Op) and row.kind in ("pointwise", "create"))
+    return isinstance(row, Refusal) or row.kind not in ("pointwise", "create")
 
 
 def _mixes(call: AtenCall) -> bool:

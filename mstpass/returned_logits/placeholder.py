@@ -51,7 +51,9 @@ class DroppedLogits(torch.Tensor):
             raise DroppedLogitsError(_MESSAGE.format(op=_name(func))) from error
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         source = args[0] if args else None
         if isinstance(source, DroppedLogits) and func in (*_SAME, *_CASTS):
             given = kwargs or {}
@@ -63,7 +65,7 @@ class DroppedLogits(torch.Tensor):
             )
         raise DroppedLogitsError(_MESSAGE.format(op=func))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return (
             f"DroppedLogits(shape={list(self.shape)}, dtype={self.dtype}, device='{self.device}': "
             "not kept, because of logits='drop')"

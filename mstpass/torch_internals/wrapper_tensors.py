@@ -28,12 +28,14 @@ def without_storage(
     made: Any = torch.Tensor._make_wrapper_subclass(
         cls, tuple(shape), dtype=dtype, device=device, requires_grad=False
     )
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 class _Refusing(torch.Tensor):
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise _Reached
 
 
