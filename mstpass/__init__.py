@@ -6,6 +6,8 @@ Names are imported when they are asked for: the partition problem and its solver
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mstpass.integrations.accelerate_backends import register as _register
+
 if TYPE_CHECKING:
     from mstpass.compiling import compile, uncompile
     from mstpass.explainer import ExplainError, explain, explain_all
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from mstpass.report.report import Report
     from mstpass.report.store import reports
     from mstpass.returned_logits import DroppedLogits, DroppedLogitsError
+    from mstpass.trainers import TrainerError, compile_trainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,7 +32,9 @@ __all__ = [
     "Options",
     "Rejection",
     "Report",
+    "TrainerError",
     "compile",
+    "compile_trainer",
     "explain",
     "explain_all",
     "lint",
@@ -50,7 +55,9 @@ _MODULES = {
     "Options": "mstpass.options",
     "Rejection": "mstpass.plans",
     "Report": "mstpass.report.report",
+    "TrainerError": "mstpass.trainers",
     "compile": "mstpass.compiling",
+    "compile_trainer": "mstpass.trainers",
     "explain": "mstpass.explainer",
     "explain_all": "mstpass.explainer",
     "lint": "mstpass.linter",
@@ -70,3 +77,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+_register()  # so that Accelerate knows the backend's name; it is not imported here

@@ -1,6 +1,7 @@
 """Every example runs, is short, and shows what its docstring promises."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -75,6 +76,57 @@ def test_gradient_accumulation():
     error, compiled = run("gradient_accumulation")
     assert compiled == 1
     assert error < 1e-5
+
+
+def heads(reports):
+    return [region for report in reports for region in report.regions if region.kind == "lm_head"]
+
+
+def test_hf_trainer(monkeypatch):
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("MSTPASS_LOGITS", "drop")
+    losses, report = run("hf_trainer")
+    assert losses[-1] < losses[0] and len(heads([report])) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trl_grpo():
+    pytest.importorskip("trl")
+    logged, report = run("trl_grpo")
+    assert logged["entropy"] > 0 and len(heads([report])) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_module():
+    pytest.importorskip("lightning")
+    losses, report = run("lightning_module")
+    assert losses[-1] < losses[0] and len(heads([report])) == 1
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_torchtitan_blocks():
+    pytest.importorskip("triton.language")
+    pytest.importorskip("torchtitan")
+    error, reports = run("torchtitan_blocks")
+    assert error < 1e-5 and len(heads(reports)) == 1
+
+
+def test_accelerate_loop():
+    """By Accelerate's own command line, in a script that names no backend."""
+    pytest.importorskip("accelerate")
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
+    command = [*launch, "--dynamo_backend", "mst", str(EXAMPLES / "accelerate_loop.py")]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+        env={**os.environ, "MSTPASS_LOGITS": "drop"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.search(r"lm_head +fused", done.stdout)
 
 
 def run_on_two_ranks(name):

@@ -26,6 +26,7 @@ BENCHES = {
     "pareto": "measured peak against time, at many budgets: torch's partitioner and mst",
     "budgets": "memory budgets in bytes: simulated and measured peaks of many models",
     "fsdp": "a Llama-like step under FSDP2 on two ranks: peak of a rank, and time",
+    "trainers": "steps of transformers' Trainer and TRL's GRPO, in eager, Inductor and mst",
     "gpu": "everything on a CUDA device, resumable: loops, heads, blocks, longest sequences",
     "record": "write the partition problems of real models, traced without memory",
     "all": "all benchmarks that measure steps, one after the other",

@@ -18,6 +18,7 @@ Terms:
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -165,6 +166,8 @@ class _SliceMover:
 
         No node may need wide values, or values that depend on the matmul, for all tokens.
         """
+        if node.target is operator.getitem:  # the small results of an op, such as attention, exist
+            return node in self.derived
         wide = numel(node) >= self.wide_numel and not isinstance(ops.lookup(node), Refusal)
         return wide or node in self.derived
 

@@ -1,0 +1,73 @@
+"""Calls a function once a module has been imported, without importing it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Function = Callable[[ModuleType], None]
+
+
+def after_import(name: str, function: Function) -> None:
+    """Call `function` with the module of that name: now, or as soon as somebody has imported it.
+
+    Each function is called once, however often it is registered.
+    """
+    module = sys.modules.get(name)
+    if module is None:
+        _FINDER.waiting[name] = function
+        if _FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _FINDER)
+    elif not getattr(module.__spec__, "_initializing", False):  # else its import is under way
+        function(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules that are waited for, by the other finders, and changes their loader."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Function] = {}
+        self._asking: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.waiting or name in self._asking:
+            return None
+        self._asking.add(name)  # the other finders are asked through sys.meta_path, with this one
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking.discard(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """A module's own loader; the function that waits for the module is called behind it."""
+
+    def __init__(self, own: importlib.abc.Loader):
+        self._own = own
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._own  # as if nobody had waited
+        self._own.exec_module(module)
+        function = _FINDER.waiting.pop(module.__name__, None)
+        if function is not None:
+            function(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+_FINDER = _Finder()

@@ -1,0 +1,100 @@
+"""`compile_trainer`: compiles, in a trainer that exists, what each of its steps runs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from mstpass import compiling
+from mstpass.options import Options
+from mstpass.trainers.exchange import TrainerError
+from mstpass.trainers.trl_head import KNOWN_VERSIONS, compile_fused_head, has_fused_head
+
+_LANGUAGE_MODELS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+
+
+def compile_trainer(trainer: Any, **options: Any) -> str:
+    """Compile what a trainer runs in each step, with its LM head and loss in chunks; in place.
+
+    Args:
+        trainer: a ``transformers.Trainer``, or one of TRL's trainers, before ``train()``.
+        options: the options of the backend, as in ``torch.compile(..., options=...)``.
+
+    Returns:
+        what was compiled, as a sentence.
+
+    Raises:
+        TrainerError: the trainer is set up so that its head cannot run in chunks, or TRL has a
+            version that mstpass does not know. The message says what to change.
+        OptionError: an option has an unknown name or a bad value.
+    """
+    Options.parse(options)
+    _refuse_two_compilers(trainer)
+    compiled = functools.partial(torch.compile, backend="mst", options=options)
+    if has_fused_head(trainer.model):
+        compile_fused_head(trainer.model, compiled, _entropy_has_gradient(trainer))
+        return (
+            "TRL's fused LM head, with the model: log-probabilities and metrics of all tokens in "
+            "chunks; generation, evaluation and reference models run as before"
+        )
+    if _is_of_trl(trainer, _LANGUAGE_MODELS):
+        raise TrainerError(
+            f"mstpass.compile_trainer knows TRL {KNOWN_VERSIONS}, where the model of a "
+            f"{type(trainer).__name__} has a fused LM head; the model of this one has none. "
+            f"Install trl=={KNOWN_VERSIONS}.*."
+        )
+    if _reads_the_models_loss(trainer) or _is_of_trl(trainer, ("RewardTrainer",)):
+        compiling.compile(trainer.model, **options)
+        return "the model; where it returns a loss, training does not keep its logits"
+    return _compile_loss(trainer, compiled)
+
+
+def _compile_loss(trainer: Any, compiled: Any) -> str:
+    """Compile ``trainer.compute_loss``; where it returns outputs too, it stays as it is."""
+    own = trainer.compute_loss
+    whole = compiled(own)
+
+    def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        if return_outputs or not torch.is_grad_enabled():
+            return own(model, inputs, return_outputs=return_outputs, **kwargs)
+        return whole(model, inputs, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    return "compute_loss: the model together with the loss that is computed from its outputs"
+
+
+def _reads_the_models_loss(trainer: Any) -> bool:
+    """Whether ``compute_loss`` is transformers' own and returns the loss of the model's outputs."""
+    kinds = type(trainer).__mro__
+    (plain,) = (
+        c for c in kinds if (c.__module__, c.__name__) == ("transformers.trainer", "Trainer")
+    )
+    own = kinds[0].compute_loss is not plain.compute_loss
+    return not own and trainer.label_smoother is None and trainer.compute_loss_func is None
+
+
+def _entropy_has_gradient(trainer: Any) -> bool:
+    """Whether the loss depends on the entropy: in GRPO with an entropy bonus."""
+    return bool(getattr(trainer, "_entropy_bonus_enabled", False))
+
+
+def _refuse_two_compilers(trainer: Any) -> None:
+    arguments = trainer.args
+    if arguments.torch_compile:
+        raise TrainerError(
+            f"torch_compile=True (torch_compile_backend={arguments.torch_compile_backend!r}) and "
+            "mstpass.compile_trainer would both compile this trainer's model. Leave torch_compile "
+            "and torch_compile_backend out; compile_trainer takes mst's options as arguments."
+        )
+    if getattr(arguments, "use_liger_kernel", False):
+        raise TrainerError(
+            "use_liger_kernel=True and mstpass.compile_trainer: Liger's layers are kernels that a "
+            "graph cannot look into, so mst finds no MLP and no head. Leave use_liger_kernel out."
+        )
+
+
+def _is_of_trl(trainer: Any, names: tuple[str, ...]) -> bool:
+    kinds = type(trainer).__mro__
+    return any(kind.__name__ in names and kind.__module__.startswith("trl.") for kind in kinds)
