@@ -164,7 +164,8 @@ def _arguments(bound: functools.partial[Any]) -> Iterator[tuple[Any, Setter]]:
 
     def put(i: int, value: Any) -> None:
         args = (*bound.args[:i], value, *bound.args[i + 1 :])
-        bound.__setstate__((bound.func, args, bound.keywords, bound.__dict__))
+        state: Any = bound  # typeshed does not know a partial's __setstate__
+        state.__setstate__((bound.func, args, bound.keywords, bound.__dict__))
 
     for i, value in enumerate(bound.args):
         yield value, functools.partial(put, i)

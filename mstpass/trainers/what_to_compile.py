@@ -67,7 +67,7 @@ def _compile_loss(trainer: Any, compiled: Any) -> str:
 
 def _reads_the_models_loss(trainer: Any) -> bool:
     """Whether ``compute_loss`` is transformers' own and returns the loss of the model's outputs."""
-    kinds = type(trainer).__mro__
+    kinds: tuple[Any, ...] = type(trainer).__mro__
     (plain,) = (
         c for c in kinds if (c.__module__, c.__name__) == ("transformers.trainer", "Trainer")
     )
@@ -96,5 +96,5 @@ def _refuse_two_compilers(trainer: Any) -> None:
 
 
 def _is_of_trl(trainer: Any, names: tuple[str, ...]) -> bool:
-    kinds = type(trainer).__mro__
+    kinds: tuple[Any, ...] = type(trainer).__mro__
     return any(kind.__name__ in names and kind.__module__.startswith("trl.") for kind in kinds)
