@@ -67,11 +67,8 @@ def _compile_loss(trainer: Any, compiled: Any) -> str:
 
 def _reads_the_models_loss(trainer: Any) -> bool:
     """Whether ``compute_loss`` is transformers' own and returns the loss of the model's outputs."""
-    kinds: tuple[Any, ...] = type(trainer).__mro__
-    (plain,) = (
-        c for c in kinds if (c.__module__, c.__name__) == ("transformers.trainer", "Trainer")
-    )
-    own = kinds[0].compute_loss is not plain.compute_loss
+    others = (kind for kind in type(trainer).__mro__ if kind.__module__ != "transformers.trainer")
+    own = any("compute_loss" in vars(kind) for kind in others)
     return not own and trainer.label_smoother is None and trainer.compute_loss_func is None
 
 
@@ -96,5 +93,5 @@ def _refuse_two_compilers(trainer: Any) -> None:
 
 
 def _is_of_trl(trainer: Any, names: tuple[str, ...]) -> bool:
-    kinds: tuple[Any, ...] = type(trainer).__mro__
+    kinds = type(trainer).__mro__
     return any(kind.__name__ in names and kind.__module__.startswith("trl.") for kind in kinds)
