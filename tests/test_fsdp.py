@@ -15,10 +15,10 @@ pytestmark = pytest.mark.skipif(
 GATHERS = {
     "whole": 1 + 2 * 2,
     "by_block": 1 + 2 * 2,
+    "resharded": 2 + 2 * 2,  # the root too
     "kept": 1 + 2,
     "offloaded": 1 + 2 * 2,
     "accumulated": 2 * (1 + 2 * 2),
-    "checkpointed": 1 + 2 * 2,
     "head_and_loss_of_their_own": 1 + 1 + 2 * 2,
 }
 
@@ -41,7 +41,7 @@ def test_gradients_are_those_of_eager_and_the_head_runs_in_chunks(found: Found, 
 def test_weights_are_gathered_as_often_as_in_eager_mode(
     found: Found, case: str, gathers: int
 ) -> None:
-    assert all(result["gathers"] == [gathers, gathers] for result in found[case])
+    assert [result["gathers"] for result in found[case]] == [[gathers, gathers]] * 2
 
 
 def test_mixed_precision_is_as_exact_as_eager(found: Found) -> None:
@@ -71,10 +71,12 @@ def test_a_rank_may_compile_again_alone() -> None:
 
 
 @pytest.mark.full
-def test_small_products_beside_frozen_weights() -> None:
-    for result in run_ranks("fsdp", ["lora"])["lora"]:
+@pytest.mark.parametrize("case", ["checkpointed", "lora"])
+def test_checkpointed_blocks_and_small_products_beside_frozen_weights(case: str) -> None:
+    for result in run_ranks("fsdp", [case])[case]:
         assert result["error"] < 1e-5
         assert "lm_head" in kinds(result["reports"])
+        assert result["gathers"] == [1 + 2 * 2] * 2
         assert result["peaks"][1] < 0.6 * result["peaks"][0]
 
 
