@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ranks.agree import PATIENCE_S
 from tests.ranks.launch import Found, run_ranks
 
 
@@ -37,8 +38,7 @@ def _ranks_of_different_length_agree(found: Found) -> None:
 
 def _a_rank_that_evaluates_alone_asks_nobody(found: Found) -> None:
     first, _ = found["evaluation"]
-    assert not first["limits"] and not first["warnings"]
-    assert first["seconds"] < 100
+    assert not first["waits_s"] and not first["warnings"]
 
 
 def _a_rank_whose_program_differs_goes_on_and_says_so(found: Found) -> None:
@@ -48,4 +48,5 @@ def _a_rank_whose_program_differs_goes_on_and_says_so(found: Found) -> None:
     assert "memory_budget in bytes" in message
     assert first["first"]["limits"] == [None], "this rank has all that the step needs"
     assert second["second"]["limits"] != [None]
-    assert first["second"]["seconds"] < 100 and second["second"]["seconds"] < 100
+    assert first["first"]["waits_s"][0] > PATIENCE_S
+    assert max(*first["second"]["waits_s"], *second["second"]["waits_s"]) < PATIENCE_S
