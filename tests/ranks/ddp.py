@@ -116,7 +116,8 @@ def overlap() -> dict[str, Any]:
     ddp = DistributedDataParallel(model)
 
     def reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
-        events.append("+".join(names[id(parameter)] for parameter in bucket.parameters()))
+        reduced = "+".join(names[id(parameter)] for parameter in bucket.parameters())
+        events.append(f"reduce {reduced}")
         work = dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
