@@ -214,12 +214,12 @@ def sharded_head(
 
         def run() -> None:
             nonlocal value
-            x.grad = model.head.weight.grad = None  # type: ignore[union-attr]
             with loss_parallel():
                 value = fn(x)
                 value.backward()
 
         run()
+        x.grad = model.head.weight.grad = None  # type: ignore[union-attr]
         peaks.append(peak_bytes(run))
         return [value, *gradients(model, x)]
 
