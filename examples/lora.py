@@ -20,6 +20,9 @@ VOCABULARY, WIDTH, RANK, TOKENS = 8192, 128, 8, 2048
 class Int8Linear(nn.Module):
     """A frozen linear layer whose weight is int8 times a scale for each row."""
 
+    weight_OI: Tensor
+    scale_O1: Tensor
+
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__()
         weight_OI = torch.randn(width_out, width_in) * width_in**-0.5
