@@ -159,8 +159,8 @@ def _items(container: Any) -> Iterator[tuple[Any, Setter]]:
         yield container[key], functools.partial(container.__setitem__, key)
 
 
-def _arguments(bound: functools.partial[Any]) -> Iterator[tuple[Any, Setter]]:
-    """The arguments that a partial holds, with their setters."""
+def _arguments(bound: Any) -> Iterator[tuple[Any, Setter]]:
+    """The arguments that a ``functools.partial`` holds, with their setters."""
 
     def put(i: int, value: Any) -> None:
         args = (*bound.args[:i], value, *bound.args[i + 1 :])
