@@ -3,6 +3,7 @@
 sizes_from_inputs.py   symbolic sizes come from the inputs of the step
 means_as_sums.py       a mean over tokens becomes a sum, divided by their number
 move_token_slices.py   a slice over tokens moves from the result of a matmul to its operand
+sink_token_slices.py   a slice over tokens moves from a wide value to an argmax or an entropy of it
 expand_to_tokens.py    an operand with one row per sequence gets one row per token
 """
 
@@ -12,6 +13,7 @@ from mstpass.graph.joint import JointGraph
 from mstpass.normalize.expand_to_tokens import expand_to_tokens
 from mstpass.normalize.means_as_sums import means_as_sums
 from mstpass.normalize.move_token_slices import move_slices
+from mstpass.normalize.sink_token_slices import sink_slices
 from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
 
 
@@ -26,5 +28,6 @@ def normalized(joint: JointGraph) -> tuple[JointGraph, JointGraph, frozenset[str
     joint = sizes_from_inputs(joint)
     prepared, sums = means_as_sums(joint)
     prepared, moved = move_slices(prepared)
+    prepared, sunk = sink_slices(prepared)
     prepared, expanded = expand_to_tokens(prepared)
-    return joint, prepared, sums | moved | expanded
+    return joint, prepared, sums | moved | sunk | expanded
