@@ -35,7 +35,12 @@ from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.sizes import Size, is_size, same_shape
 from mstpass.graph.tokens import WHOLE, CannotTake, Spec
-from mstpass.normalize.token_window import slice_bounds, sliced_dim, slices_over_tokens
+from mstpass.normalize.token_window import (
+    slice_bounds,
+    sliced_dim,
+    slices_over_tokens,
+    window_of,
+)
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 
 aten = torch.ops.aten
@@ -69,7 +74,7 @@ def _next_slice(joint: JointGraph, given_up: set[str]) -> tuple[fx.Node, Spec, f
     """A slice that was not tried yet, the spec of what it slices, and what is wide there."""
     for anchor, spec in joint.cached(anchors):
         for sliced, source_spec in slices_over_tokens(joint, anchor, spec):
-            if sliced.name not in given_up:
+            if sliced.name not in given_up and window_of(sliced, source_spec) is not None:
                 return sliced, source_spec, WIDE_OF_ANCHOR * numel(anchor)
     return None
 
