@@ -5,6 +5,7 @@ index_by_token.py      indexing with the tokens' numbers becomes a gather or a s
 local_sums.py          a softmax over shards sums before it knows the maximum of all shards
 means_as_sums.py       a mean over tokens becomes a sum, divided by their number
 move_token_slices.py   a slice over tokens moves from the result of a matmul to its operand
+sink_token_slices.py   a slice over tokens moves from a wide value to an argmax or an entropy of it
 expand_to_tokens.py    an operand with one row per sequence gets one row per token
 """
 
@@ -16,6 +17,7 @@ from mstpass.normalize.index_by_token import index_by_token
 from mstpass.normalize.local_sums import local_sums
 from mstpass.normalize.means_as_sums import means_as_sums
 from mstpass.normalize.move_token_slices import move_slices
+from mstpass.normalize.sink_token_slices import sink_slices
 from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
 
 
@@ -32,5 +34,6 @@ def normalized(joint: JointGraph) -> tuple[JointGraph, JointGraph, frozenset[str
     prepared, local = local_sums(prepared)
     prepared, sums = means_as_sums(prepared)
     prepared, moved = move_slices(prepared)
+    prepared, sunk = sink_slices(prepared)
     prepared, expanded = expand_to_tokens(prepared)
-    return joint, prepared, indexed | local | sums | moved | expanded
+    return joint, prepared, indexed | local | sums | moved | sunk | expanded

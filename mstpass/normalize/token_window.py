@@ -55,7 +55,7 @@ def first_sliced_matmul(joint: JointGraph, excluded: Container[str]) -> SlicedMa
     for anchor, spec in joint.cached(anchors):
         if anchor.name in excluded:
             continue
-        slices = _slices_over_tokens(joint, anchor, spec)
+        slices = slices_over_tokens(joint, anchor, spec)
         windows = {window_of(node, source_spec) for node, source_spec in slices}
         if len(windows) == 1 and None not in windows:
             (window,) = windows
@@ -64,7 +64,7 @@ def first_sliced_matmul(joint: JointGraph, excluded: Container[str]) -> SlicedMa
     return None
 
 
-def _slices_over_tokens(
+def slices_over_tokens(
     joint: JointGraph, anchor: fx.Node, spec: Spec
 ) -> list[tuple[fx.Node, Spec]]:
     """The forward slices over tokens of the anchor's wide values, with the sources' specs."""
