@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from mstpass import backend
+from mstpass import inductor_hooks
 from mstpass.measure import peak_bytes
 from mstpass.schedule.delay_embedding_gradient import delay_scatters, scatters_to_delay
 from mstpass.torch_internals.fake_tensors import FakeTensor
@@ -101,8 +101,8 @@ def _peak(device: str) -> tuple[int, tuple[Tensor, ...]]:
 
 def test_waiting_lowers_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     delayed, gradients = _peak(device)
-    monkeypatch.setattr(backend, "delay_scatters", lambda graph: None)
-    monkeypatch.setattr(backend.LowerLoops, "uuid", lambda self: "not delayed")
+    monkeypatch.setattr(inductor_hooks, "delay_scatters", lambda graph: None)
+    monkeypatch.setattr(inductor_hooks.LowerLoops, "uuid", lambda self: "not delayed")
     early, same = _peak(device)
     assert delayed < 0.85 * early, (delayed, early)
     torch.testing.assert_close(gradients, same)

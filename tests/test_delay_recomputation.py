@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch._inductor.utils import run_fw_bw_and_get_code
 
-from mstpass import backend, pipeline
+from mstpass import inductor_hooks, pipeline
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
 from mstpass.options import Options
@@ -96,8 +96,8 @@ def _peak(size: LlamaSize, device: torch.device) -> tuple[int, list[torch.Tensor
 def test_waiting_lowers_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size = LlamaSize(64, 4, 2, 96, 64, 1024)
     delayed, gradients = _peak(size, torch.device(device))
-    monkeypatch.setattr(backend, "delay_recomputation", lambda graph: None)
-    monkeypatch.setattr(backend.LowerLoops, "uuid", lambda self: "not delayed")
+    monkeypatch.setattr(inductor_hooks, "delay_recomputation", lambda graph: None)
+    monkeypatch.setattr(inductor_hooks.LowerLoops, "uuid", lambda self: "not delayed")
     early, same = _peak(size, torch.device(device))
     assert delayed < 0.95 * early, (delayed, early)
     torch.testing.assert_close(gradients, same)

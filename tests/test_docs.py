@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 RUNS = ("quickstart.md", "solvers.md")
-USERS = {"train.py"}  # a user's own
+# a user's own, and those of Accelerate that a patch is for
+USERS = {"train.py", "dataclasses.py", "config_utils.py"}
 _FILES = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

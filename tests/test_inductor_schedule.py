@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mstpass
-from mstpass import backend, pipeline
+from mstpass import backend, inductor_hooks, pipeline
 from mstpass.bench.models import MLPs, Step
 from mstpass.measure import peak_bytes
 from mstpass.memory.scheduled_peak import ReadSchedule
@@ -149,11 +149,12 @@ def test_a_plan_that_needs_as_much_is_followed_by_another(monkeypatch: pytest.Mo
         return f"of {scheduled}"
 
     monkeypatch.setattr(backend, "_compiled", again)
-    first = base.with_outcome(limit_bytes=97, peak_bytes=90, scheduled_peak_bytes=120)
-    graph: Any = None
     options = Options(memory_budget=100)
-    found, report = backend._within_budget(graph, (), {}, options, "of 120", first)
-    assert found == "of 95" and report.peak_bytes == 95
+    first = backend.Partitioner(options, 97)
+    first.report = base.with_outcome(limit_bytes=97, peak_bytes=90, scheduled_peak_bytes=120)
+    graph: Any = None
+    found, best = backend._within_budget(graph, (), {}, options, "of 120", first)
+    assert found == "of 95" and best.report is not None and best.report.peak_bytes == 95
 
 
 @pytest.mark.parametrize(
@@ -215,14 +216,14 @@ def test_a_torch_that_lacks_the_scheduler_still_compiles(
 
 def test_a_backward_that_fails_to_compile_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compiled together with the forward, so both can be given back to Inductor."""
-    lower = backend.lower_loops
+    lower = inductor_hooks.lower_loops
 
     def fail_in_backward(graph: torch.fx.Graph) -> None:
         if any("tangents" in str(n.target) for n in graph.find_nodes(op="placeholder")):
             raise RuntimeError("no loop here")
         lower(graph)
 
-    monkeypatch.setattr(backend, "lower_loops", fail_in_backward)
+    monkeypatch.setattr(inductor_hooks, "lower_loops", fail_in_backward)
     value, make_step = _mlps()
     compiled = _compiled(value, chunk_tokens=256, inductor={"fx_graph_cache": False})
     with pytest.warns(UserWarning, match="mstpass failed on a graph"):

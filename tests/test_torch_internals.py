@@ -144,8 +144,12 @@ def test_two_threads_compile() -> None:
 
 # ---- no private API of torch outside of its home ------------------------------------------------
 _FILES = [p for p in ROOT.rglob("*.py") if p.parent != ROOT / "torch_internals"]
-# not torch's: a named tuple's method, the interpreter's frame, an option of transformers
-_OTHERS = {"_replace", "_getframe", "_attn_implementation"}
+# not torch's: a named tuple's method, the interpreter's frame, whether an import is under way, the
+# names of an enum's own protocol, and what transformers and TRL have
+_OTHERS = {
+    *("_replace", "_getframe", "_initializing", "_name_", "_value_", "_missing_"),
+    *("_attn_implementation", "_prepare_inputs", "_entropy_bonus_enabled"),
+}
 _OPS = ("aten", "prims", "torch.ops.aten")  # ops, some of whose names begin with an underscore
 
 
