@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 import mstpass
 from mstpass import TrainerError
@@ -22,9 +23,14 @@ pytestmark = [
 ]
 
 
+_before = 0  # reports of other tests
+
+
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
     """Heads of so few tokens would stay whole; Accelerate can pass on no options."""
+    global _before
+    _before = len(mstpass.reports())
     monkeypatch.setenv("MSTPASS_CHUNK_TOKENS", str(CHUNK))
     monkeypatch.setenv("MSTPASS_STRICT", "True")
 
@@ -63,7 +69,9 @@ def same(ours, theirs, tolerance=2e-4):
 
 
 def heads():
-    return [r for report in mstpass.reports() for r in report.regions if r.kind == "lm_head"]
+    """The heads of the graphs that this test has compiled."""
+    regions = [region for report in mstpass.reports()[_before:] for region in report.regions]
+    return [region for region in regions if region.kind == "lm_head"]
 
 
 def hf(folder, kind=None, **changes):
@@ -193,6 +201,12 @@ def test_a_function_with_other_globals():
         exchange.with_globals(heads, {"os": os})
 
 
+def saved(folder):
+    """A model that TRL can load a second time, as its reference."""
+    llama(VOCABULARY).save_pretrained(folder / "model")
+    return LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+
+
 def grpo(folder, kind="GRPO", **changes):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
@@ -205,7 +219,7 @@ def grpo(folder, kind="GRPO", **changes):
         **{"bf16": False, "gradient_checkpointing": False, **changes},
     )
     return getattr(trl, f"{kind}Trainer")(
-        model=llama(VOCABULARY),
+        model=saved(folder),
         args=arguments,
         reward_funcs=lambda completions, **rest: [float(len(c) % 7) for c in completions],
         train_dataset=Dataset.from_dict({"prompt": [text(8, VOCABULARY, i) for i in range(8)]}),
@@ -246,7 +260,7 @@ def preferences(folder, kind, columns):
         **common(folder, bf16=False, gradient_checkpointing=False), max_length=LENGTH
     )
     return getattr(trl, f"{kind}Trainer")(
-        model=llama(VOCABULARY),
+        model=saved(folder),
         args=arguments,
         train_dataset=Dataset.from_dict(columns),
         processing_class=tokenizer(VOCABULARY),
@@ -293,7 +307,6 @@ def test_trl(build, tmp_path):
 def test_reward_trainer(tmp_path):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
-    from transformers import LlamaForSequenceClassification
 
     rows = {
         name: [text(LENGTH, VOCABULARY, i + first) for i in range(8)]
