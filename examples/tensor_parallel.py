@@ -51,7 +51,8 @@ def sharded_model(mesh: DeviceMesh) -> Model:
         "down": RowwiseParallel(),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
-    model: Model = parallelize_module(Model(), mesh, plan)
+    model = Model()
+    parallelize_module(model, mesh, plan)
     return model
 
 
