@@ -20,18 +20,18 @@ VOCABULARY, WIDTH, RANK, TOKENS = 8192, 128, 8, 2048
 class Int8Linear(nn.Module):
     """A frozen linear layer whose weight is int8 times a scale for each row."""
 
-    weight_OI: Tensor
-    scale_O1: Tensor
+    weight: Tensor  # (out, in)
+    scale: Tensor  # (out, 1)
 
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__()
         weight_OI = torch.randn(width_out, width_in) * width_in**-0.5
         scale_O1 = weight_OI.abs().amax(1, keepdim=True) / 127
-        self.register_buffer("weight_OI", (weight_OI / scale_O1).round().to(torch.int8))
-        self.register_buffer("scale_O1", scale_O1)
+        self.register_buffer("weight", (weight_OI / scale_O1).round().to(torch.int8))
+        self.register_buffer("scale", scale_O1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight_OI.to(x.dtype) * self.scale_O1)
+        return F.linear(x, self.weight.to(x.dtype) * self.scale)
 
 
 class LoRALinear(nn.Module):

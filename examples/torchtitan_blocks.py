@@ -7,6 +7,7 @@ gives it the head, and it compiles both together. The number of chunks is mst's 
     pip install mstpass torchtitan triton && python examples/torchtitan_blocks.py
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import CompileConfig
 from torchtitan.distributed.compile import apply_compile
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs
 
 import mstpass
@@ -24,8 +26,9 @@ VOCABULARY, LENGTH = 2048, 512
 class HeadLoss(ChunkedLossWrapper):
     """For ``loss=HeadLoss.Config()`` of torchtitan's trainer."""
 
+    @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):
-        pass
+        """As the other losses of torchtitan have one."""
 
     def __init__(self, config: Config, *, compile_config: CompileConfig):
         super().__init__(config)
@@ -47,8 +50,10 @@ class OneProcess:
 
 def main() -> tuple[float, list[mstpass.Report]]:
     torch.manual_seed(0)
-    config = llama3_configs["debugmodel"]("sdpa")
+    config = llama3_configs["debugmodel"]("flex")
     config.layers = config.layers[:2]
+    for layer in config.layers:  # FlexAttention has no backward on a CPU
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
     model = config.build()
     model.init_states()
     tokens_BS = torch.randint(VOCABULARY, (2, LENGTH))
