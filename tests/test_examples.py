@@ -66,6 +66,7 @@ def test_own_solver():
     assert report.outcome.save_plan.solver == "largest_half"
 
 
+@pytest.mark.full
 def test_lora():
     losses, peak, logits_bytes = run("lora")
     assert losses[-1] < losses[0]
@@ -149,6 +150,7 @@ def test_fsdp2():
     assert error < 1e-5
 
 
+@pytest.mark.full
 def test_fsdp2_blocks():
     error, eager_mib, mst_mib, printed = run_on_two_ranks("fsdp2_blocks")
     assert mst_mib < 0.5 * eager_mib
@@ -156,6 +158,7 @@ def test_fsdp2_blocks():
     assert printed.count("mstpass report") == 2, "equal blocks compile once"
 
 
+@pytest.mark.full
 def test_ddp():
     error, eager_mib, mst_mib, printed = run_on_two_ranks("ddp")
     assert mst_mib < 0.5 * eager_mib

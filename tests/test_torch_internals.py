@@ -183,8 +183,8 @@ def _private_names(path: Path) -> Iterator[tuple[Any, str]]:
             yield node, node.attr if _is_private(node.attr) and not own else ""
             continue
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in _BY_NAME:
-            constants = (a.value for a in node.args if isinstance(a, ast.Constant))
-            yield node, next((str(c) for c in constants if _is_private(str(c))), "")
+            constants = (str(a.value) for a in node.args if isinstance(a, ast.Constant))
+            yield node, next((c for c in constants if _is_private(c) and c not in _OTHERS), "")
             continue
         else:
             continue
