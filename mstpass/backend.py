@@ -187,10 +187,23 @@ def _compiled_and_reported(
             raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
         warnings.warn(f"mstpass: {over}", stacklevel=2)
         report = report.with_outcome(notes=(*report.outcome.notes, over))
-    report = with_graph_ends(report, gm, example_inputs)
+    report = _with_graph_ends(report, gm, example_inputs, options)
     store.add_nested(partitioner.nested, key, options.report)
     store.add(report, key, options.report, partitioner.seconds)
     return compiled
+
+
+def _with_graph_ends(
+    report: Report, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> Report:
+    """The report with advice for where the graph ends; unchanged on an error of ours."""
+    try:
+        return with_graph_ends(report, gm, example_inputs)
+    except Exception:
+        if options.strict:
+            raise
+        log.debug("mstpass cannot tell where this graph ends", exc_info=True)
+        return report
 
 
 def _compiled(

@@ -199,3 +199,22 @@ def test_a_failure_while_lowering_falls_back_too(monkeypatch: pytest.MonkeyPatch
         loss = step(ids)
     loss.backward()
     torch.testing.assert_close(loss, loss_fn(ids))
+
+
+def test_a_failure_while_describing_the_graphs_ends_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr("mstpass.backend.with_graph_ends", broken)
+    weight = torch.randn(4, 4, requires_grad=True)
+    step = torch.compile(lambda x: (x @ weight).square().sum(), backend="mst")
+    step(torch.randn(8, 4)).backward()
+    assert weight.grad is not None
+    torch.compiler.reset()
+    step = torch.compile(
+        lambda x: (x @ weight).cos().sum(), backend="mst", options={"strict": True}
+    )
+    with pytest.raises(Exception, match="on purpose"):
+        step(torch.randn(8, 4))

@@ -181,3 +181,20 @@ def test_every_kind_can_be_pretended() -> None:
         with traced_for("cuda", kind.name):
             assert torch.cuda.get_device_name() == kind.full_name
             assert torch.cuda.mem_get_info()[1] == kind.memory_bytes
+
+
+def test_tensors_made_between_graphs_are_refused_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(
+        "import torch\nweight = torch.randn(8, 8, device='cuda')\n"
+        "def loss():\n"
+        "    x = torch.empty(8, 8, device='cuda', requires_grad=True)\n"
+        "    return (x @ weight).sum()\n"
+    )
+    if torch.cuda.is_available():
+        pytest.skip("a real GPU makes them")
+    assert main(["explain", f"{file}:loss", "--device", "cuda", "--gpu", "h100"]) == 1
+    message = capsys.readouterr().err
+    assert "give them as arguments" in message and "This could be because" not in message

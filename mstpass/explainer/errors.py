@@ -36,9 +36,12 @@ _ADVICE = {  # a part of an error's text -> what to change
     "Tensor.item()": _MOVE_LINE,
     " and meta": "no fake tensor stands for a tensor on the meta device: give that tensor, or the "
     "module that holds it, as an argument",
+    "from the 'CUDA' backend": "a GPU that is not there makes no tensors between two graphs: make "
+    "them in the function `inputs` of the file, or give them as arguments",
     "aten.nonzero": _NO_MASK_AS_INDEX,
     "ata-dependent": "compute both branches with torch.where, or move that line out of the step",
 }
+_ABOUT_BUILDS = ". This could be because"  # where torch goes on about builds and lists backends
 _SIZE_NEEDS_VALUES = (
     "the size of this result depends on the value of a tensor, and explain computes no values"
 )
@@ -87,7 +90,7 @@ def _what_and_advice(error: Exception, text: str) -> tuple[str, str]:
     if isinstance(error, Unsupported) and not (advice or raised):
         advice = _GRAPH_BREAK
     if not isinstance(error, TorchDynamoException | OptimizerSteps):
-        what = f"{type(error).__name__}: {what}"
+        what = f"{type(error).__name__}: {what.partition(_ABOUT_BUILDS)[0]}"
     return what, advice
 
 

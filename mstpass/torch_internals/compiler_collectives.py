@@ -117,7 +117,11 @@ def least_of_ranks(number: int) -> Agreed:
         return Agreed(number, questions.alone)
     if frame.frame_compile_id != 0:  # again, and perhaps no other rank does so now
         return Agreed(min(number, questions.agreed.get(frame.frame_id, number)))
-    agreed = questions.least(number)
+    try:
+        agreed = questions.least(number)
+    except RuntimeError as error:  # the store is gone, or lost its connection
+        questions.alone = f"the store of the process group failed ({error})"
+        return Agreed(number, questions.alone)
     questions.agreed[frame.frame_id] = agreed.number
     return agreed
 
