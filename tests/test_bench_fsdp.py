@@ -8,7 +8,7 @@ import pytest
 
 from mstpass.bench import fsdp
 from mstpass.bench.comparison import INDUCTOR, MST, Row
-from mstpass.bench.fsdp_rank import BY_BLOCK, WAYS
+from mstpass.bench.fsdp_rank import BY_BLOCK, OVERHEAD, WAYS
 from mstpass.bench.models import LlamaSize
 from mstpass.errors import UserError
 
@@ -42,7 +42,7 @@ def test_each_way_is_compared_with_inductor_in_the_same_way(
     monkeypatch.setattr(fsdp, "of_ranks", lambda *_: [_rank(2**20, 1.0), _rank(2**20, 1.0)])
     path = tmp_path / "fsdp.md"
     assert fsdp.main(["--quick", "--device", "cpu", "--markdown", str(path)]) == 0
-    assert f"{MST}{BY_BLOCK}: peak / {INDUCTOR}{BY_BLOCK}: 0.500" in capsys.readouterr().out
+    assert f"{MST}{BY_BLOCK}: peak / {INDUCTOR}{BY_BLOCK}, N=512: 0.500" in capsys.readouterr().out
     assert f"| {MST}{BY_BLOCK} | 0.5 | 0.50x | 0.500 | 0.50x (0.50-0.50) |" in path.read_text()
 
 
@@ -54,7 +54,9 @@ def test_a_rank_that_fails_is_an_error_with_its_last_words() -> None:
 @pytest.mark.full
 def test_two_ranks_run() -> None:
     rows = {row.name: row for row in fsdp.slowest_and_highest(fsdp.of_ranks(TINY, 1))}
-    assert rows.keys() == WAYS.keys()
+    assert rows.keys() == {*WAYS, OVERHEAD}
     assert "lm_head" in rows[MST].plan and "lm_head" in rows[MST + BY_BLOCK].plan
+    overhead = rows.pop(OVERHEAD)
     for row in rows.values():
         assert row.peak_bytes and row.median_s and not row.error
+        assert overhead.peak_bytes and overhead.peak_bytes < row.peak_bytes

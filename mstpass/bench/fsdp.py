@@ -21,12 +21,14 @@ from mstpass.errors import UserError
 
 RANKS = 2
 PEAK_LIMIT, TIME_LIMIT = 0.45, 1.02
-QUICK = LlamaSize(64, 2, 2, 256, 4096, 512)
+SIZES = (LlamaSize(length=2048), LlamaSize(length=4096))
+QUICK = (LlamaSize(64, 2, 2, 256, 4096, 512),)
 _ROOT = Path(__file__).parents[2]
 _DESCRIPTION = """\
 Measure the peak memory of a rank and the time of a Llama-like step under
 FSDP2, on two processes of one thread each: eager, Inductor and mst, with the
-whole module compiled, and with blocks and head compiled one by one."""
+whole module compiled, and with blocks and head compiled one by one, for 2,048
+and for 4,096 tokens a rank."""
 EXAMPLES = """  mstpass bench fsdp
   mstpass bench fsdp --repeats 9 --markdown docs/results/fsdp.md
 """
@@ -35,26 +37,34 @@ EXAMPLES = """  mstpass bench fsdp
 def run(arguments: Arguments) -> Result:
     if arguments.device.type != "cpu":
         raise UserError("mstpass bench fsdp measures on the CPU: add --device cpu")
-    size = QUICK if arguments.quick else LlamaSize()
-    rows = {row.name: row for row in slowest_and_highest(of_ranks(size, arguments.repeats))}
-    result = Result("fsdp", f"A Llama-like step under FSDP2, {RANKS} ranks: {size} a rank")
-    result.tables.append(_table(rows))
+    result = Result("fsdp", f"A Llama-like step under FSDP2, {RANKS} ranks")
+    for size in QUICK if arguments.quick else SIZES:
+        rows = {row.name: row for row in slowest_and_highest(of_ranks(size, arguments.repeats))}
+        _add(result, rows, size)
+    result.notes += [
+        "Loss and gradients equal eager's. Each rank has a batch of its own and one thread. Peak: "
+        "that of the rank with the higher one. Time: of the rank that takes longer; median ratio "
+        "over interleaved rounds (least-greatest). Ratios are to Inductor in the same way. The "
+        "last row is what FSDP2 itself needs: sharded and gathered weights, and their gradients."
+    ]
+    return result
+
+
+def _add(result: Result, rows: dict[str, Row], size: LlamaSize) -> None:
+    """Add what was measured for one size."""
+    tokens = f"N={size.batch * size.length}"
+    result.tables.append(_table(rows, f"{size}, a rank"))
     for way in ("", BY_BLOCK):
         ours, base = rows[MST + way], rows[INDUCTOR + way]
         ratio = ratios(ours, base)
         peak = tables.quotient(ours.peak_bytes, base.peak_bytes)
+        names = f"{ours.name}: {{}} / {base.name}, {tokens}"
         result.targets += [
-            Target(f"{ours.name}: peak / {base.name}", peak, PEAK_LIMIT),
-            Target(f"{ours.name}: time / {base.name}", ratio and ratio[0], TIME_LIMIT),
+            Target(names.format("peak"), peak, PEAK_LIMIT),
+            Target(names.format("time"), ratio and ratio[0], TIME_LIMIT),
         ]
-    result.notes += [
-        "Loss and gradients equal eager's. Each rank has a batch of its own and one thread. Peak: "
-        "that of the rank with the higher one. Time: of the rank that takes longer; median ratio "
-        "over interleaved rounds (least-greatest). Ratios are to Inductor in the same way.",
-        *(f"{row.name}: {row.plan}." for row in rows.values() if row.plan),
-    ]
-    result.records["rows"] = records(rows)
-    return result
+    result.notes += (f"{row.name}, {tokens}: {row.plan}." for row in rows.values() if row.plan)
+    result.records[tokens] = records(rows)
 
 
 def of_ranks(size: LlamaSize, repeats: int) -> list[list[Row]]:
@@ -94,7 +104,7 @@ def slowest_and_highest(by_rank: list[list[Row]]) -> list[Row]:
     ]
 
 
-def _table(rows: dict[str, Row]) -> Table:
+def _table(rows: dict[str, Row], title: str) -> Table:
     lines = []
     for row in rows.values():
         base = rows[INDUCTOR + (BY_BLOCK if row.name.endswith(BY_BLOCK) else "")]
@@ -108,7 +118,7 @@ def _table(rows: dict[str, Row]) -> Table:
             )
         )
     columns = ("", "peak MiB of a rank", "peak / Inductor", "time s", "time / Inductor")
-    return Table("step", columns, tuple(lines))
+    return Table(title, columns, tuple(lines))
 
 
 main = Command("fsdp", (run,), _DESCRIPTION, EXAMPLES)

@@ -29,6 +29,8 @@ from mstpass.torch_internals.caches import fresh_cache
 from mstpass.torch_internals.settings import recompilation_fails
 
 BY_BLOCK = ", block by block"
+FEW_TOKENS = 16
+OVERHEAD = f"eager, {FEW_TOKENS} tokens"  # weights and gradients, sharded and gathered: FSDP2's own
 TOLERANCES = 1e-5, 1e-4  # relative errors of the loss and of a gradient, against eager's
 _OPTIONS: dict[str, Any] = {"strict": True}
 
@@ -130,6 +132,10 @@ def rows(size: LlamaSize, repeats: int) -> dict[str, Row]:
             step()
             found[name], steps[name] = row, step
             row.peak_bytes = peak_bytes(step)
+    ids, targets = (part[:, :FEW_TOKENS] for part in batch)
+    overhead = _Sharded("eager", size, (ids, targets))
+    overhead()
+    found[OVERHEAD] = Row(OVERHEAD, peak_bytes=peak_bytes(overhead))
     del reference, outcome  # free their memory
     for _ in range(repeats):
         gc.collect()
