@@ -31,7 +31,7 @@ class LanguageModel(lightning.LightningModule):
         self.losses.append(outputs["loss"].item())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 def main() -> tuple[list[float], mstpass.Report]:
@@ -43,7 +43,7 @@ def main() -> tuple[list[float], mstpass.Report]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    batches = torch.utils.data.DataLoader(Tokens(16, 256, VOCABULARY), batch_size=4)
+    batches = torch.utils.data.DataLoader(Tokens(4, 256, VOCABULARY), batch_size=4)
     compiled = torch.compile(module, backend="mst")
     trainer.fit(compiled, batches)
     report = mstpass.reports()[-1]

@@ -66,6 +66,7 @@ def main() -> tuple[float, list[mstpass.Report]]:
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
 
+    others = len(mstpass.reports())
     compiling = CompileConfig(enable=True, backend="mst")
     apply_compile(model, compile_config=compiling, parallel_dims=OneProcess())
     loss_fn = HeadLoss(HeadLoss.Config(), compile_config=compiling)
@@ -76,10 +77,11 @@ def main() -> tuple[float, list[mstpass.Report]]:
 
     pairs = zip(model.parameters(), gradients, strict=True)
     error = max(float((p.grad - g).norm() / g.norm()) for p, g in pairs)
-    for report in mstpass.reports():
+    reports = list(mstpass.reports()[others:])
+    for report in reports:
         print(report)
     print(f"largest relative difference of a gradient to eager's: {error:.1e}")
-    return error, list(mstpass.reports())
+    return error, reports
 
 
 if __name__ == "__main__":

@@ -90,6 +90,7 @@ def test_hf_trainer(monkeypatch):
     assert losses[-1] < losses[0] and len(heads([report])) == 1
 
 
+@pytest.mark.full  # test_trainers.py runs the same trainer
 @pytest.mark.filterwarnings("ignore")
 def test_trl_grpo():
     pytest.importorskip("trl")

@@ -1,5 +1,6 @@
 """transformers' Trainer and TRL's: losses and metrics are eager's, the head runs in chunks."""
 
+import importlib.util
 import os
 
 import pytest
@@ -11,6 +12,7 @@ import mstpass
 from mstpass import TrainerError
 from mstpass.bench.trainer_models import Tokens, config, llama, text, tokenizer
 from mstpass.trainers import exchange
+from tests.ranks.launch import run_ranks
 
 pytest.importorskip("accelerate")
 
@@ -152,6 +154,17 @@ def test_two_compilers_are_refused(tmp_path):
         mstpass.compile_trainer(hf(tmp_path), memory_budgte=0.0)
 
 
+@pytest.mark.full
+def test_two_ranks():
+    """Under DDP: by the backend's name, and with compile_trainer."""
+    trl = ["sft"] if importlib.util.find_spec("trl") else []
+    for case, results in run_ranks("trainers", ["by_name", "compile_trainer", *trl]).items():
+        for result in results:
+            ours, right = result["losses"]
+            assert len(right) >= 2 and ours == pytest.approx(right, rel=2e-4), case
+            assert result["kinds"].count("lm_head") == 1, case
+
+
 # ---- TRL -----------------------------------------------------------------------------------------
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -235,12 +248,12 @@ def grpo_with_reference(folder):
     return grpo(folder, beta=0.1, entropy_coef=0.01)
 
 
-def sft(folder, **changes):
+def sft(folder, peft_config=None):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
     arguments = trl.SFTConfig(
-        **common(folder, bf16=False, gradient_checkpointing=False, **changes), max_length=LENGTH
+        **common(folder, bf16=False, gradient_checkpointing=False), max_length=LENGTH
     )
     rows = [text(LENGTH, VOCABULARY, i) for i in range(8)]
     return trl.SFTTrainer(
@@ -249,7 +262,14 @@ def sft(folder, **changes):
         train_dataset=Dataset.from_dict({"text": rows}),
         eval_dataset=Dataset.from_dict({"text": rows}),
         processing_class=tokenizer(VOCABULARY),
+        peft_config=peft_config,
     )
+
+
+def sft_with_lora(folder):
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"])
+    return sft(folder, peft_config=adapters)
 
 
 def preferences(folder, kind, columns):
@@ -287,7 +307,10 @@ def kto(folder):
     [
         grpo,
         sft,
-        *(pytest.param(b, marks=pytest.mark.full) for b in (grpo_with_reference, rloo, dpo, kto)),
+        *(
+            pytest.param(build, marks=pytest.mark.full)
+            for build in (sft_with_lora, grpo_with_reference, rloo, dpo, kto)
+        ),
     ],
 )
 def test_trl(build, tmp_path):
@@ -309,7 +332,7 @@ def test_reward_trainer(tmp_path):
     from datasets import Dataset
 
     rows = {
-        name: [text(LENGTH, VOCABULARY, i + first) for i in range(8)]
+        name: [text(LENGTH - 1, VOCABULARY, i + first) for i in range(8)]  # and one that ends it
         for name, first in (("chosen", 0), ("rejected", 10))
     }
     logs = []
