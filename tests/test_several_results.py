@@ -147,8 +147,8 @@ def test_a_pointwise_op_with_two_results() -> None:
     assert [plan.mode for plan in _planned(step, _ids()).outcome.regions] == ["fused"]
 
 
-def test_an_operand_that_is_a_symbolic_float(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_an_operand_that_is_a_symbolic_float() -> None:
     model = _logits()
 
     def step(ids: Tensor, most: Tensor) -> Tensor:
