@@ -10,6 +10,7 @@ compiled with ``logits="drop"``.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -77,10 +78,25 @@ def compile(
         "options": _checked(options, mode),
     }
     if isinstance(model, nn.Module):
+        _name_default_losses(model)
         model.compile(**given)
         return model
     compiled: Any = torch.compile(model, **given)
     return compiled
+
+
+def _name_default_losses(model: nn.Module) -> None:
+    """Name the loss of Hugging Face models whose class does not say which loss it has, as GPT-2's.
+
+    Their loss is the one named here. But transformers warns that it takes that one, and Dynamo ends
+    a graph where something is logged, so the logits would be parted from their loss.
+    """
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return
+    for module in model.modules():
+        if isinstance(module, library.PreTrainedModel) and module.loss_type is None:
+            module.loss_type = "ForCausalLM"
 
 
 def uncompile(model: M) -> M:

@@ -41,8 +41,9 @@ def _gpt2() -> nn.Module:
     config = transformers.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, vocab_size=VOCAB, **TOKENS, **off
     )
-    model = transformers.GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert model.loss_type is None
+    model.loss_type = "ForCausalLM"  # as ``mstpass.compile`` does
     return model
 
 
@@ -121,3 +122,21 @@ def test_least_memory(name: str, device: str) -> None:
     least = _check(name, device, batch=3, seq=43, precision="float32", memory_budget=0.0)
     assert least.outcome.save_plan is not None and least.outcome.save_plan.solver == "peak_search"
     assert least.saved_bytes < 0.6 * plain.saved_bytes
+
+
+def test_a_model_without_a_loss_type_is_one_graph() -> None:
+    """transformers warns at its loss, and Dynamo ends a graph at a warning."""
+    model = _gpt2()
+    model.loss_type = None
+    ids = torch.randint(3, VOCAB, (2, 64))
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    with pytest.raises(mstpass.ExplainError, match=r"model\.loss_type = 'ForCausalLM'"):
+        mstpass.explain(loss, ids)
+    before = loss(ids)
+    mstpass.uncompile(mstpass.compile(model))
+    assert loss(ids) == before
+    report = mstpass.explain(loss, ids, options={"chunk_tokens": 32})
+    assert kinds(report)[0] == ("lm_head", "fused")

@@ -34,6 +34,9 @@ _ADVICE = {  # a part of an error's text -> what to change
     "autograd.grad": "give the function that returns the loss, and take its gradient outside of it",
     "optimizer": "give the function that returns the loss, and step the optimizer outside of it",
     "Tensor.item()": _MOVE_LINE,
+    "logging.Logger method": "do not log there, or have torch leave the call out, with "
+    "torch._dynamo.config.ignore_logging_functions; where transformers warns that a model has no "
+    "loss_type, set model.loss_type = 'ForCausalLM', as mstpass.compile(model) does",
     " and meta": "no fake tensor stands for a tensor on the meta device: give that tensor, or the "
     "module that holds it, as an argument",
     "from the 'CUDA' backend": "a GPU that is not there makes no tensors between two graphs: make "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph.joint import value_of
+from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.linearity import linear_in
 from mstpass.graph.op_table import (
     GROUPED_BY_EXPERT,
@@ -29,6 +29,7 @@ from mstpass.graph.token_rules.matmul import MATMULS, bias_and_factors, contract
 from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal, Spec, Sum, without_ones
 from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.opaque_values import is_opaque
 
 prims = torch.ops.prims
 
@@ -83,13 +84,18 @@ def operand_specs(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     row = lookup(node)
     if isinstance(row, Refusal):
         return row
-    operands = [n for n in node.all_input_nodes if not is_size(n)]
-    if any(value_of(n) is None and not n.meta.get("val") for n in operands):
+    if not all(value_of(n) is not None or _can_be_operand(n) for n in node.all_input_nodes):
         return Refusal(f"an operand of {node.name} is not a tensor")
     needs = row.backward(node, spec)
     if isinstance(needs, Refusal):
         return needs
     return {n: without_ones(shape_of(n), s) for n, s in needs.items()}
+
+
+def _can_be_operand(node: fx.Node) -> bool:
+    """Whether a loop can hand on the value; a symbolic float or bool, for example, it cannot."""
+    has_tensor = any(True for _ in tensors_of(node.meta.get("val")))
+    return has_tensor or is_size(node) or is_opaque(node)
 
 
 def sum_operands(node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:

@@ -14,9 +14,10 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
-from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.joint import JointGraph, tensors_of, value_of
 from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.sizes import Size, generic_shape
+from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import Refusal, Spec, broadcast_source
 from mstpass.normalize.downstream import downstream
 
@@ -38,7 +39,8 @@ def expand_to_tokens(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     sizes = SizeNodes.of_inputs(builder)
     for user_name, operand_name, spec in partly_broadcast:
         user, operand = new.by_name[user_name], new.by_name[operand_name]
-        shape = _expanded_shape(user.meta["val"].shape, operand.meta["val"].shape, spec)
+        result = next(tensors_of(user.meta["val"]))  # all results of a pointwise op have one shape
+        shape = _expanded_shape(result.shape, operand.meta["val"].shape, spec)
         with new.module.graph.inserting_before(user), contextlib.suppress(UnknownSize):
             expanded = builder.call(aten.expand.default, operand, sizes.arguments(shape))
             expanded.meta.update(policy_meta(user))
@@ -60,7 +62,7 @@ def _partly_broadcast(joint: JointGraph) -> list[tuple[str, str, Spec]]:
 
 
 def _partly_broadcast_operands(node: fx.Node, spec: Spec) -> list[fx.Node]:
-    shape = generic_shape(node.meta["val"])
+    shape = shape_of(node)
     return [
         operand
         for operand in node.all_input_nodes

@@ -134,7 +134,7 @@ class _SliceMover:
         first = sliced_dim(node) - self.window.axis
         spec = tuple(range(first, first + len(self.window.grid)))
         shape = generic_shape(source)
-        if first < 0 or tuple(shape[d] for d in spec) != self.window.grid:
+        if first < 0 or tuple(shape[spec[0] : spec[-1] + 1]) != self.window.grid:
             raise CannotTake(node, "its token dims are not adjacent")
         return spec
 
@@ -220,7 +220,7 @@ class _SliceMover:
             self._replace(node, self._sum(node, operands[0]))
             return
         for operand in operands:
-            if numel(operand) >= self.wide_numel:
+            if value_of(operand) is None or numel(operand) >= self.wide_numel:
                 reason = result.reason if isinstance(result, Refusal) else "is not linear in it"
                 raise CannotTake(node, f"reads a wide gradient of sliced tokens: {reason}")
             node.replace_input_with(operand, self._scatter(operand, self.scattered[operand]))

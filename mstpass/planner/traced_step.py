@@ -119,7 +119,8 @@ def _on_gpu(value: Any) -> Any:
 
 def _logits(module: fx.GraphModule, vocabulary: int) -> frozenset[str]:
     """Values whose last dim is the vocabulary, but for weights and their gradients."""
-    inputs = {tuple(n.meta["val"].shape) for n in module.graph.find_nodes(op="placeholder")}
+    placeholders = map(value_of, module.graph.find_nodes(op="placeholder"))
+    inputs = {tuple(value.shape) for value in placeholders if value is not None}
     inputs |= {shape[::-1] for shape in inputs}
     return frozenset(
         node.name

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Set
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import is_size
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal
 from mstpass.regions.grow import Growth
@@ -16,7 +16,8 @@ from mstpass.regions.grow import Growth
 def absorb_users(joint: JointGraph, growth: Growth, part: set[fx.Node]) -> None:
     """Add users that replace several narrow outputs of the part by one: ``dx = dx_gate + dx_up``.
 
-    Such a user reads only members, and it is the only node outside that reads them.
+    Such a user reads only members, and it is the only node outside that reads them. Of a user that
+    returns a tuple, such as a split, not more than one item may be read: a loop returns no tuples.
     """
     queue = joint.sorted(part)
     for node in queue:
@@ -27,6 +28,8 @@ def absorb_users(joint: JointGraph, growth: Growth, part: set[fx.Node]) -> None:
             continue
         user = outside[0]
         if user.op == "output" or not _replaces_outputs(growth, user):
+            continue
+        if value_of(user) is None and len(user.users) > 1:
             continue
         result = growth.spec_of_user(user, node)
         if isinstance(result, tuple) and (user in joint.backward) == (node in joint.backward):

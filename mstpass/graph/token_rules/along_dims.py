@@ -15,7 +15,6 @@ from mstpass.graph.token_rules.arguments import (
     argument,
     dims_of,
     has_argument,
-    ints,
     shape_of,
     tensor_inputs,
 )
@@ -107,10 +106,9 @@ def padded(node: fx.Node, rank: int) -> list[int]:
     """The dims that are padded or cropped.
 
     A dim that is padded at one end and cropped by as much at the other keeps its size, but its
-    elements move, so it counts as well.
+    elements move, so it counts as well, and so does one that is padded by a symbolic size.
     """
-    pads = ints(argument(node, "pad"))
-    return [rank - 1 - i // 2 for i, size in enumerate(pads) if size != 0]
+    return [rank - 1 - i // 2 for i, size in enumerate(argument(node, "pad")) if size != 0]
 
 
 # ---- one dim is added or removed ----------------------------------------------------------------
@@ -175,4 +173,4 @@ def norm_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
 
 def _normalized_dims(node: fx.Node) -> list[int]:
     rank = len(shape_of(node))
-    return list(range(rank - len(ints(argument(node, "normalized_shape"))), rank))
+    return list(range(rank - len(argument(node, "normalized_shape")), rank))

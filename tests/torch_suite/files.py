@@ -1,0 +1,56 @@
+"""The test files of PyTorch that are run with the backend's name changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+OWN = Path(__file__).with_name("loss_opinfos.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class TestFile:
+    """One file.
+
+    Attributes:
+        path: relative to the folder ``test`` of PyTorch's sources; absolute for a file of ours.
+        about: what it tests.
+        chosen: an expression of pytest's ``-k``; empty for all tests.
+    """
+
+    path: str
+    about: str
+    chosen: str = ""
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name if Path(self.path).is_absolute() else self.path
+
+
+# The tests of all operators and modules under AOTAutograd alone, and of export, run no partitioner.
+_NO_PARTITIONER = "not OpInfo and not ModuleInfo and not Export"
+
+FILES = (
+    TestFile("functorch/test_aotdispatch.py", "AOTAutograd", _NO_PARTITIONER),
+    TestFile("dynamo/test_aot_autograd.py", "AOTAutograd under Dynamo"),
+    TestFile("dynamo/test_aot_autograd_cache.py", "AOTAutograd's cache"),
+    TestFile("functorch/test_aot_joint_with_descriptors.py", "AOTAutograd in stages"),
+    TestFile("functorch/test_memory_efficient_fusion.py", "partitioner: fewest saved bytes"),
+    TestFile("functorch/test_ac.py", "partitioner: memory budgets"),
+    TestFile("inductor/test_control_flow.py", "control flow in Inductor"),
+    TestFile("functorch/test_control_flow.py", "control flow", "AutoGrad or autograd or compile"),
+    TestFile("higher_order_ops/test_invoke_subgraph.py", "nested compile regions"),
+    TestFile("dynamo/test_activation_checkpointing.py", "checkpointing"),
+    TestFile("dynamo/test_wrap_inductor_compiled_regions.py", "checkpointing of compiled regions"),
+    TestFile("test_dynamic_shapes.py", "dynamic shapes"),
+    TestFile(
+        "inductor/test_torchinductor_dynamic_shapes.py",
+        "dynamic shapes in Inductor",
+        "TestInductorDynamic",
+    ),
+    TestFile("inductor/test_mmdecomp.py", "products under dynamic shapes"),
+    TestFile("inductor/test_auto_functionalize.py", "ops that write to their operands"),
+    TestFile("inductor/test_compiled_optimizers.py", "compiled optimizers", "adamw or sgd"),
+    TestFile("distributed/_composable/fsdp/test_fully_shard_compile.py", "FSDP2"),
+    TestFile(str(OWN), "loss functions, on torch's samples"),
+)
