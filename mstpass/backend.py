@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mstpass.hook_checks import SCHEDULE_HOOK, check_calls, switch_off, torch_changed, why_off
 from mstpass.inductor_hooks import (
     DoesNotFitError,
     LowerLoops,
@@ -46,18 +47,20 @@ from mstpass.report import store
 from mstpass.report.graph_ends import with_graph_ends
 from mstpass.report.report import Report
 from mstpass.returned_logits import Drop, drop_logits
-from mstpass.torch_internals.compile_fx import (
-    compile_fx,
-    options_of_mode,
-)
+from mstpass.torch_internals.caches import cache_counts
+from mstpass.torch_internals.compile_fx import compile_fx
 from mstpass.torch_internals.compiled_autograd import traces_backward_again
 from mstpass.torch_internals.compiler_collectives import least_of_ranks
+from mstpass.torch_internals.dynamo import RestartAnalysis
+from mstpass.torch_internals.plain_inductor import by_inductor_alone, options_of_mode
 from mstpass.torch_internals.scheduler_dependencies import mutations_kept
 from mstpass.torch_internals.settings import (
     backward_compiled_at_once,
     inductor_setting,
+    is_inductor_setting,
     without_padding,
 )
+from mstpass.torch_internals.versions import warn_if_newer
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +82,7 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         OptionError: an option has an unknown name or a bad value.
         MstpassError: an error of mstpass, under ``strict``.
     """
+    warn_if_newer(torch.__version__)
     watch_optimizers()
     options = Options.parse(kwargs.get("options"))
     drop = _drop(gm, options)
@@ -103,8 +107,31 @@ def _compile(
     options: Options,
     drop: Drop,
 ) -> Callable[..., Any]:
-    """The compiled graph, by the plan that fits on the device."""
+    """The compiled graph; by Inductor alone where mstpass is off, as the installed torch lacks
+    what it needs.
+    """
     users = {**options_of_mode(mode), **options.inductor_patches}
+    off = why_off()
+    if options.strict or off is None:
+        try:
+            return _planned(gm, example_inputs, users, options, drop)
+        except (AttributeError, ImportError, TypeError) as error:
+            off = torch_changed(error)
+            if options.strict or off is None:
+                raise
+            switch_off(off)
+    store.keep(Report(failed(off)))
+    return by_inductor_alone(gm, example_inputs, users)
+
+
+def _planned(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    users: dict[str, Any],
+    options: Options,
+    drop: Drop,
+) -> Callable[..., Any]:
+    """The compiled graph, by the plan that fits on the device."""
     available_bytes = device_budget_bytes(options, example_inputs)
     if available_bytes is None:
         return _compiled_and_reported(gm, example_inputs, users, options, drop)
@@ -159,13 +186,8 @@ def _compiled_and_reported(
     except DoesNotFitError:
         raise
     except Exception as error:
-        if options.strict or not partitioner.chunked:
-            if partitioner.report is not None:  # the plan may say why
-                store.keep(partitioner.report, partitioner.seconds)
-            raise
-        warn_of(error)
+        untouched = _left_to_inductor(error, gm, example_inputs, users, partitioner)
         store.add(Report(failed(error)), key)
-        untouched: Any = compile_fx(gm, list(example_inputs), config_patches=users)
         return untouched
     report = partitioner.report
     if report is None:
@@ -193,6 +215,34 @@ def _compiled_and_reported(
     return compiled
 
 
+def _left_to_inductor(
+    error: Exception,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    users: dict[str, Any],
+    partitioner: Partitioner,
+) -> Callable[..., Any]:
+    """The graph by Inductor alone, after an error of ours; a warning says so.
+
+    Raises:
+        Exception: the error, under ``strict``, and where Inductor cannot compile the graph either.
+    """
+    try:
+        if partitioner.options.strict or isinstance(error, RestartAnalysis):
+            raise error
+        untouched = by_inductor_alone(gm, example_inputs, users)
+    except Exception:
+        if partitioner.report is not None:  # the plan may say why
+            store.keep(partitioner.report, partitioner.seconds)
+        raise error from error.__cause__
+    changed = torch_changed(error)
+    if changed is None:
+        warn_of(error)
+    else:
+        switch_off(changed)
+    return untouched
+
+
 def _with_graph_ends(
     report: Report, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
 ) -> Report:
@@ -214,18 +264,17 @@ def _compiled(
 ) -> Any:
     """Compile with our hooks. Then the partitioner has a report, unless a cache had the graph."""
     hold = partitioner.options.frees_memory_for_time
-    reader = ReadSchedule(_users_hook("_post_fusion_custom_pass", users))
-    hooks = {
-        "custom_partitioner_fn": partitioner,
-        "post_grad_custom_post_pass": LowerLoops(
-            _users_hook("post_grad_custom_post_pass", users), hold
-        ),
-        "_post_fusion_custom_pass": reader,
-    }
+    reader = ReadSchedule(_users_hook(SCHEDULE_HOOK, users))
+    lowering = LowerLoops(_users_hook("post_grad_custom_post_pass", users), hold, partitioner)
+    hooks = {"custom_partitioner_fn": partitioner, "post_grad_custom_post_pass": lowering}
+    if is_inductor_setting(SCHEDULE_HOOK):
+        hooks[SCHEDULE_HOOK] = reader
     # Compile the backward now: if it failed at its first call, nothing could fall back any more.
     patches = {**_OURS, **without_padding(), **users, **hooks}
+    before = cache_counts()
     with backward_compiled_at_once(), mutations_kept():
         compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+    check_calls(partitioner, lowering, reader, cache_counts().since(before))
     if partitioner.report is not None and reader.peak_bytes is not None:
         partitioner.report = partitioner.report.with_outcome(scheduled_peak_bytes=reader.peak_bytes)
     return compiled

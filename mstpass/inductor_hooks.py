@@ -20,6 +20,7 @@ from torch import fx
 
 from mstpass import pipeline
 from mstpass.graph import device_costs
+from mstpass.graph.loop_op import mst_loop
 from mstpass.loops.lowering import lower_loops
 from mstpass.options import Options
 from mstpass.partition.budget import fits
@@ -34,11 +35,12 @@ from mstpass.schedule.delay_embedding_gradient import delay_scatters
 from mstpass.schedule.delay_recomputation import delay_recomputation, recomputation_waits
 from mstpass.torch_internals.compile_fx import CustomGraphPass, CustomPartitionerFn
 from mstpass.torch_internals.compiled_autograd import traces_backward_again
-from mstpass.torch_internals.donated_buffers import keep_safe_donations
+from mstpass.torch_internals.donated_buffers import is_backward, keep_safe_donations
 from mstpass.torch_internals.partitioners import (
     merge_equal_nodes,
     min_cut_rematerialization_partition,
 )
+from mstpass.torch_internals.private_apis import TorchChangedError
 
 log = logging.getLogger(__name__)
 _NESTED = (
@@ -100,6 +102,7 @@ class Partitioner(CustomPartitionerFn):
         nested: the plans of regions under ``torch.compiler.nested_compile_region``, with which the
             partitioner is called before the graph that calls them.
         seconds: the time that each stage of the pipeline took.
+        loops: how many loops the graphs have that it returned.
     """
 
     def __init__(
@@ -114,14 +117,17 @@ class Partitioner(CustomPartitionerFn):
         self.report: Report | None = None
         self.nested: list[Report] = []
         self.seconds: Mapping[str, float] = {}
+        self.loops = 0
 
     @property
     def chunked(self) -> bool:
         return any(report.regions for report in (self.report, *self.nested) if report)
 
     def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], *more: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if more or "num_fwd_outputs" not in kwargs:
+            raise TorchChangedError("custom_partitioner_fn is called with other arguments")
         if self.report is not None:  # of a region that this graph, or another region, calls
             notes = (*self.report.outcome.notes, _NESTED)
             self.nested.append(self.report.with_outcome(notes=notes))
@@ -144,6 +150,7 @@ class Partitioner(CustomPartitionerFn):
         check_fit(result.outcome, self.available_bytes)
         self.report = Report(result.outcome, details=self._details(result))
         self.seconds = result.seconds
+        self.loops += sum(_number_of_loops(module.graph) for module in result.modules)
         return result.modules
 
     def _details(self, result: pipeline.Result) -> Details | None:
@@ -163,6 +170,10 @@ class Partitioner(CustomPartitionerFn):
         return f"{uuid(self.options, self.loops_in_backward)}-{self.limit_bytes}"
 
 
+def _number_of_loops(graph: fx.Graph) -> int:
+    return len(graph.find_nodes(op="call_function", target=mst_loop))
+
+
 def pipeline_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What ``pipeline.run`` takes of the arguments that AOTAutograd gives to a partitioner."""
     names = ("num_fwd_outputs", "static_lifetime_input_indices")
@@ -170,13 +181,24 @@ def pipeline_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LowerLoops(CustomGraphPass):
-    """Inductor's last graph pass over forward and backward: our lowering, then the user's pass."""
+    """Inductor's last graph pass over forward and backward: our lowering, then the user's pass.
 
-    def __init__(self, users_pass: Any, hold: bool):
-        self.users_pass, self.hold = users_pass, hold
+    Attributes:
+        graphs: how many it was called with.
+        loops: how many it has lowered.
+    """
 
-    def __call__(self, graph: fx.Graph) -> None:
-        lower_loops(graph)
+    def __init__(self, users_pass: Any, hold: bool, partitioner: Partitioner):
+        self.users_pass, self.hold, self.partitioner = users_pass, hold, partitioner
+        self.graphs = self.loops = 0
+
+    def __call__(self, graph: fx.Graph, *more: Any) -> None:
+        if more or not isinstance(graph, fx.Graph):
+            raise TorchChangedError("post_grad_custom_post_pass is called with other arguments")
+        if self.partitioner.report is None and is_backward(graph):
+            raise TorchChangedError("custom_partitioner_fn is not called")
+        self.graphs += 1
+        self.loops += lower_loops(graph)
         if self.hold:
             delay_scatters(graph)
         if self.hold or recomputation_waits(graph):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,12 @@ from mstpass.torch_internals import checkpoint_frames
 from mstpass.torch_internals.private_apis import PrivateApis, TorchChangedError
 from mstpass.torch_internals.scheduler_dependencies import mutations_kept
 from mstpass.torch_internals.settings import backward_compiled_at_once
+from mstpass.torch_internals.versions import (
+    CHECKED,
+    UncheckedTorchWarning,
+    is_newer,
+    warn_if_newer,
+)
 
 ROOT = Path(mstpass.__file__).parent
 
@@ -41,14 +48,48 @@ def test_the_installed_torch_has(name: str) -> None:
     ],
 )
 def test_what_is_missing_is_named_with_the_versions_checked(api: str, message: str) -> None:
-    apis = PrivateApis((api,), checked=("2.11", "2.13"))
+    apis = PrivateApis((api,))
     with pytest.raises(TorchChangedError, match=message.replace(".", r"\.")) as error:
         apis.require()
-    assert "checked with torch 2.11, 2.13" in str(error.value)
+    assert f"checked with torch {', '.join(CHECKED)}" in str(error.value)
+
+
+def test_the_installed_torch_was_checked() -> None:
+    """A newer one warns: once all probes and tests have passed on it, add it to CHECKED."""
+    assert not is_newer(torch.__version__)
+    assert ".".join(torch.__version__.split(".")[:2]) in CHECKED
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"),
+    [
+        ("2.11.0", False),
+        ("2.15.3+cpu", False),
+        ("2.16.0a0+git12", True),
+        ("2.100.1", True),
+        ("3.0.0", True),
+    ],
+)
+def test_a_newer_torch_warns_once(version: str, newer: bool) -> None:
+    assert is_newer(version) == newer
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_if_newer(version)
+        warn_if_newer(version)
+    texts = [str(w.message) for w in caught if w.category is UncheckedTorchWarning]
+    assert len(texts) == newer
+    assert all(f"{CHECKED[0]} to {CHECKED[-1]}, and this is torch {version}" in t for t in texts)
+
+
+def test_the_backend_warns_of_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "9.9.0.test")
+    step = torch.compile(lambda x: x.sin(), backend=mst)
+    with pytest.warns(UncheckedTorchWarning, match=r"this is torch 9\.9\.0\.test"):
+        step(torch.ones(2))
 
 
 def test_one_of_several_names_is_enough() -> None:
-    PrivateApis(("torch._ops.Nothing | torch._ops.OpOverload",), checked=("2.13",)).require()
+    PrivateApis(("torch._ops.Nothing | torch._ops.OpOverload",)).require()
 
 
 def test_the_runner_fails_loudly(

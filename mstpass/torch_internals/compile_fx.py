@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
@@ -36,7 +35,6 @@ __all__ = [
     "CustomPartitionerFn",
     "CustomSchedulerPass",
     "compile_fx",
-    "options_of_mode",
 ]
 
 APIS = PrivateApis(
@@ -46,19 +44,12 @@ APIS = PrivateApis(
         "torch._inductor.custom_graph_pass.CustomPartitionerFn.uuid",
         "torch._inductor.custom_graph_pass.CustomSchedulerPass"
         " | torch._inductor.config._post_fusion_custom_pass",  # in 2.11 any function
-        "torch._inductor.list_mode_options(mode)",
         "torch._inductor.config.custom_partitioner_fn",
         "torch._inductor.config.post_grad_custom_pre_pass",
         "torch._inductor.config.post_grad_custom_post_pass",
         "torch._inductor.config._post_fusion_custom_pass",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
-
-
-def options_of_mode(mode: str | None) -> dict[str, Any]:
-    """Inductor's settings under a ``mode`` of ``torch.compile``."""
-    return {} if mode in (None, "default") else dict(list_mode_options(mode))
 
 
 class _Reached(Exception):

@@ -52,7 +52,6 @@ APIS = PrivateApis(
         "torch._subclasses.fake_tensor.init_gpu_context",
         "torch.utils._triton.has_triton",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

@@ -34,7 +34,6 @@ from mstpass.torch_internals.private_apis import PrivateApis
 
 APIS = PrivateApis(
     names=("torch.autograd.set_multithreading_enabled", "torch.backends.cuda.is_built"),
-    checked=("2.11", "2.13", "2.15"),
 )
 _GUARD = Path(__file__).with_name("pretended_gpu_guard.cpp")
 _ROOT = Path(torch.__file__).parent

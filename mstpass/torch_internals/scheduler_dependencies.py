@@ -31,7 +31,6 @@ APIS = PrivateApis(
         "torch._inductor.dependencies.WeakDep",
         "torch.utils._ordered_set.OrderedSet",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

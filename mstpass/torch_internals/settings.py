@@ -39,7 +39,6 @@ APIS = PrivateApis(
         "torch._dynamo.config.automatic_dynamic_shapes",
         "torch._dynamo.config.error_on_recompile",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 _PER_THREAD = hasattr(inductor_config, "_hash_dirty_var")
 
@@ -47,8 +46,8 @@ Patch = Callable[[], AbstractContextManager[Any]]
 
 
 def inductor_setting(name: str) -> Any:
-    """The value in force."""
-    return getattr(inductor_config, name)
+    """The value in force; None if there is no such setting."""
+    return getattr(inductor_config, name, None)
 
 
 def inductor_settings() -> Set[str]:
