@@ -7,7 +7,8 @@ exists proves nothing, so each compilation is held to what it must have done::
     every loop of a graph             => is in Inductor's schedule, in front of what reads its
                                          results                              (ReadSchedule)
     a graph was compiled afresh       => the last graph pass was called       (`check_calls`)
-    the partitioner returned loops    => all of them were lowered, and a schedule was seen
+    the partitioner returned loops    => all of them were lowered, and kernels were seen before
+                                         they were fused, and after
 
 The first two are checked inside of the hooks, before Inductor caches anything. The counts cost
 nothing, and the schedule is walked over once. Where a check fails, the graph is compiled by
@@ -26,16 +27,21 @@ from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.torch_internals.caches import CacheCounts
 from mstpass.torch_internals.private_apis import LostLoopError, PrivateApis, TorchChangedError
+from mstpass.torch_internals.scheduler_dependencies import KeepNames
 from mstpass.torch_internals.versions import ADVICE
 
 _HOMES = "mstpass.torch_internals."
-SCHEDULE_HOOK = "_post_fusion_custom_pass"
+FUSION_HOOK, SCHEDULE_HOOK = "_pre_fusion_custom_pass", "_post_fusion_custom_pass"
 _UNREAD = f"{SCHEDULE_HOOK} is not called"
 _off: list[TorchChangedError] = []  # why mstpass is off; empty while it is on
 
 
 def check_calls(
-    partitioner: Partitioner, lowering: LowerLoops, reader: ReadSchedule, counts: CacheCounts
+    partitioner: Partitioner,
+    lowering: LowerLoops,
+    keeper: KeepNames,
+    reader: ReadSchedule,
+    counts: CacheCounts,
 ) -> None:
     """Check that torch called the hooks while it compiled one step.
 
@@ -52,6 +58,8 @@ def check_calls(
         raise TorchChangedError("post_grad_custom_post_pass is not called")
     if lowering.loops < partitioner.loops:
         raise LostLoopError(f"torch has compiled {lowering.loops} of {partitioner.loops} loops")
+    if lowering.loops and not keeper.graphs:
+        raise TorchChangedError(f"{FUSION_HOOK} is not called")
     if lowering.loops and not reader.graphs:
         if partitioner.options.strict:
             raise TorchChangedError(_UNREAD)

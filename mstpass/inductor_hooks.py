@@ -2,7 +2,8 @@
 
 ``Partitioner`` turns the joint graph into forward and backward. ``LowerLoops`` lowers their loops
 after Inductor has computed its cache keys. Both have keys of their own in the compile caches. An
-error in the partitioner leaves the graph to torch's own partitioner, with one warning.
+error in either ends the compilation, so that no cache keeps the graph under these keys; backend.py
+then leaves the graph to Inductor.
 """
 
 from __future__ import annotations
@@ -36,10 +37,7 @@ from mstpass.schedule.delay_recomputation import delay_recomputation, recomputat
 from mstpass.torch_internals.compile_fx import CustomGraphPass, CustomPartitionerFn
 from mstpass.torch_internals.compiled_autograd import traces_backward_again
 from mstpass.torch_internals.donated_buffers import is_backward, keep_safe_donations
-from mstpass.torch_internals.partitioners import (
-    merge_equal_nodes,
-    min_cut_rematerialization_partition,
-)
+from mstpass.torch_internals.partitioners import merge_equal_nodes
 from mstpass.torch_internals.private_apis import TorchChangedError
 
 log = logging.getLogger(__name__)
@@ -97,6 +95,7 @@ class Partitioner(CustomPartitionerFn):
     Attributes:
         limit_bytes: the highest simulated peak that the plan may have (``pipeline.run``).
         available_bytes: the memory of the device; a plan that needs more is an error.
+        cached: the compile caches may give the graph, and keep it.
         report: the plan of the graph; None until the partitioner is called. It is not called for a
             graph that comes from a compile cache.
         nested: the plans of regions under ``torch.compiler.nested_compile_region``, with which the
@@ -110,18 +109,15 @@ class Partitioner(CustomPartitionerFn):
         options: Options,
         limit_bytes: int | None = None,
         available_bytes: int | None = None,
+        cached: bool = True,
     ):
         self.options, self.limit_bytes = options, limit_bytes
-        self.available_bytes = available_bytes
+        self.available_bytes, self.cached = available_bytes, cached
         self.loops_in_backward = not traces_backward_again()
         self.report: Report | None = None
         self.nested: list[Report] = []
         self.seconds: Mapping[str, float] = {}
         self.loops = 0
-
-    @property
-    def chunked(self) -> bool:
-        return any(report.regions for report in (self.report, *self.nested) if report)
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], *more: Any, **kwargs: Any
@@ -140,13 +136,11 @@ class Partitioner(CustomPartitionerFn):
                 loops_in_backward=self.loops_in_backward,
                 **pipeline_kwargs(kwargs),
             )
-            assert result.modules is not None
         except Exception as error:
             if self.options.strict:
                 raise MstpassError(f"mstpass failed (strict=True): {error}") from error
-            warn_of(error)
-            self.report = Report(failed(error))
-            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            raise
+        assert result.modules is not None
         check_fit(result.outcome, self.available_bytes)
         self.report = Report(result.outcome, details=self._details(result))
         self.seconds = result.seconds
@@ -165,7 +159,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str | None:
         # None means not cacheable: a user's solver may change while its name stays
-        if not is_own(self.options.solver):
+        if not self.cached or not is_own(self.options.solver):
             return None
         return f"{uuid(self.options, self.loops_in_backward)}-{self.limit_bytes}"
 
@@ -183,13 +177,18 @@ def pipeline_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 class LowerLoops(CustomGraphPass):
     """Inductor's last graph pass over forward and backward: our lowering, then the user's pass.
 
+    Args:
+        cached: the compile caches may keep the graph. Of all hooks, Inductor asks only a pass over
+            graphs whether they may: that of another one may have no key, and the caches are used.
+
     Attributes:
         graphs: how many it was called with.
         loops: how many it has lowered.
     """
 
-    def __init__(self, users_pass: Any, hold: bool, partitioner: Partitioner):
-        self.users_pass, self.hold, self.partitioner = users_pass, hold, partitioner
+    def __init__(self, users_pass: Any, hold: bool, partitioner: Partitioner, cached: bool):
+        self.users_pass, self.hold = users_pass, hold
+        self.partitioner, self.cached = partitioner, cached
         self.graphs = self.loops = 0
 
     def __call__(self, graph: fx.Graph, *more: Any) -> None:
@@ -210,6 +209,6 @@ class LowerLoops(CustomGraphPass):
 
     def uuid(self) -> Any:
         theirs = self.users_pass.uuid() if isinstance(self.users_pass, CustomGraphPass) else None
-        if self.users_pass is not None and theirs is None:
+        if not self.cached or (self.users_pass is not None and theirs is None):
             return None  # the user's pass has no key: not cacheable, as without mstpass
         return f"mstpass-{_sources_hash()}-{self.hold}-{theirs}"

@@ -32,6 +32,7 @@ Patch = pytest.MonkeyPatch
 _READERS = {  # the modules that look up a hook
     "custom_partitioner_fn": compile_fx,
     "post_grad_custom_post_pass": post_grad,
+    "_pre_fusion_custom_pass": scheduler,
     "_post_fusion_custom_pass": scheduler,
     "force_non_lazy_backward_lowering": aot_autograd,
 }
@@ -231,6 +232,15 @@ def _is_loop(kernel: Any) -> bool:
     return type(kernel.node).__name__ == "WhileLoop"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("change", [_ignored, _renamed])
+def test_kernels_are_not_seen_before_they_are_fused(
+    monkeypatch: Patch, change: Callable[..., None]
+) -> None:
+    change(monkeypatch, "_pre_fusion_custom_pass")
+    _falls_back(_Head(), "_pre_fusion_custom_pass is not called")
+
+
 class _Move(CustomSchedulerPass):  # type: ignore[misc]
     """A scheduler that runs loops last, or not at all."""
 
@@ -273,17 +283,8 @@ def _falls_back_once(given: dict[str, Any]) -> list[str]:
 
 @pytest.mark.full
 def test_the_scheduler_cannot_be_patched(monkeypatch: Patch) -> None:
-    method = SchedulerNode.recompute_size_and_body
     monkeypatch.delattr(SchedulerNode, "recompute_size_and_body")
-    lookup = lambda self, name: _bound(self, name, method)
-    monkeypatch.setattr(SchedulerNode, "__getattr__", lookup, raising=False)
     _falls_back(_Head(), "SchedulerNode.recompute_size_and_body is missing")
-
-
-def _bound(node: Any, name: str, method: Callable[..., Any]) -> Any:
-    if name != "recompute_size_and_body":
-        raise AttributeError(name)
-    return method.__get__(node)
 
 
 # ---- what the loops are made of ------------------------------------------------------------------

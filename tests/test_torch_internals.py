@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,15 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-import torch.nn.functional as F
-from torch._inductor.scheduler import SchedulerNode
 
 import mstpass
 from mstpass.backend import mst
 from mstpass.torch_internals import __main__ as runner
 from mstpass.torch_internals import checkpoint_frames
+from mstpass.torch_internals.patches import SharedPatch
 from mstpass.torch_internals.private_apis import PrivateApis, TorchChangedError
-from mstpass.torch_internals.scheduler_dependencies import mutations_kept
 from mstpass.torch_internals.settings import backward_compiled_at_once
 from mstpass.torch_internals.versions import (
     CHECKED,
@@ -113,25 +113,65 @@ def test_lint_says_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_share_a_patch() -> None:
     """The thread that is done first leaves the patch to the other; the last one undoes it."""
-    original = SchedulerNode.recompute_size_and_body
+    made: list[str] = []
+
+    @contextlib.contextmanager
+    def make() -> Iterator[None]:
+        made.append("made")
+        yield
+        made.append("undone")
+
+    patch = SharedPatch(make)
     entered, left = threading.Barrier(2), threading.Event()
-    seen: list[bool] = []
+    seen: list[list[str]] = []
 
     def first() -> None:
-        with mutations_kept():
+        with patch():
             entered.wait()
         left.set()
 
     def second() -> None:
-        with mutations_kept():
-            patched = SchedulerNode.recompute_size_and_body
+        with patch():
             entered.wait()
             left.wait()
-            seen.append(SchedulerNode.recompute_size_and_body is patched is not original)
+            seen.append(list(made))
 
     run_together(first, second)
-    assert seen == [True]
-    assert SchedulerNode.recompute_size_and_body is original
+    assert seen == [["made"]]
+    assert made == ["made", "undone"] and not patch.is_made
+
+
+def test_a_forked_process_has_the_patches_of_its_thread_alone() -> None:
+    """The thread that needs the patch, and holds its lock, is not there."""
+    made: list[str] = []
+
+    @contextlib.contextmanager
+    def make() -> Iterator[None]:
+        made.append("made")
+        yield
+        made.append("undone")
+
+    patch = SharedPatch(make)
+    entered, forked = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with patch():
+            entered.set()
+            forked.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait()
+    with patch._lock:
+        child = os.fork()
+        if not child:
+            with patch():
+                inside = patch.is_made
+            os._exit(0 if inside and made == ["made", "undone"] * 2 else 1)
+    forked.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert made == ["made", "undone"]
 
 
 def test_threads_patch_settings_for_themselves() -> None:
@@ -159,28 +199,6 @@ def run_together(*functions: Callable[[], None]) -> None:
     with ThreadPoolExecutor(len(functions)) as pool:
         for future in [pool.submit(function) for function in functions]:
             future.result(timeout=60)
-
-
-def test_two_threads_compile() -> None:
-    """Each finds what it patched; afterwards nothing is patched."""
-    original = SchedulerNode.recompute_size_and_body
-    torch.manual_seed(0)
-    x_ND, weight_VD = torch.randn(256, 16), torch.randn(1024, 16)
-    labels_N = torch.randint(1024, (256,))
-
-    def gradient(backend: Any = None) -> torch.Tensor:
-        weight = weight_VD.clone().requires_grad_()
-        loss = lambda w: F.cross_entropy(x_ND @ w.t(), labels_N)
-        step = loss if backend is None else torch.compile(loss, backend=backend)
-        step(weight).backward()
-        assert weight.grad is not None
-        return weight.grad
-
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(gradient, [mst, mst], timeout=300))
-    for got in found:
-        torch.testing.assert_close(got, gradient(), rtol=1e-4, atol=1e-6)
-    assert SchedulerNode.recompute_size_and_body is original
 
 
 # ---- no private API of torch outside of its home ------------------------------------------------

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mstpass.graph.loop_op import CONDITION
 from mstpass.memory.allocation import allocated_bytes
 from mstpass.memory.workspaces import KNOWN, workspace_bytes
-from mstpass.torch_internals.compile_fx import CustomSchedulerPass
+from mstpass.torch_internals.compile_fx import CustomSchedulerPass, key_of
 from mstpass.torch_internals.private_apis import LostLoopError
 
 if TYPE_CHECKING:
@@ -75,11 +75,7 @@ class ReadSchedule(CustomSchedulerPass):
         return nodes
 
     def uuid(self) -> Any:
-        if self.users_pass is None:
-            return "mstpass"  # the sources are part of the other hooks' keys
-        uuid = getattr(self.users_pass, "uuid", None)
-        theirs = uuid() if uuid is not None else None
-        return None if theirs is None else f"mstpass-{theirs}"
+        return key_of(self.users_pass)
 
     @property
     def peak_bytes(self) -> int | None:
