@@ -1,0 +1,178 @@
+"""Threads that compile at once, with mst and without: each gets what it would get alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.scheduler import SchedulerNode
+
+import mstpass
+from mstpass.backend import mst
+from tests.checks import op_by_op
+
+THREADS = 4
+
+
+def _step(thread: int) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
+    """A step of its own shape, and its leaves."""
+    generator = torch.Generator().manual_seed(thread)
+    tokens, words = 256 + 64 * thread, 512 + 128 * thread
+    sizes = ((tokens, 16), (16, 96), (words, 16))
+    leaves = [(torch.randn(*size, generator=generator) / 4).requires_grad_() for size in sizes]
+    labels = torch.arange(tokens) % words
+
+    def loss(x: torch.Tensor, up: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy((x + F.gelu(x @ up) @ up.t()) @ head.t(), labels)
+
+    return loss, leaves
+
+
+def _same_as_eager(step: Callable[..., torch.Tensor], thread: int) -> None:
+    loss, leaves = _step(thread)
+    found = torch.autograd.grad(step(*leaves), leaves)
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def _in_threads(run: Callable[[int], None], threads: int = THREADS) -> None:
+    start = threading.Barrier(threads)
+
+    def started(thread: int) -> None:
+        start.wait(60)
+        run(thread)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for future in [pool.submit(started, thread) for thread in range(threads)]:
+            future.result(timeout=600)
+
+
+def _state() -> tuple[Any, ...]:
+    """What of torch's, and of the process, a compilation might leave changed."""
+    settings = ("custom_partitioner_fn", "_pre_fusion_custom_pass", "_post_fusion_custom_pass")
+    return (
+        SchedulerNode.recompute_size_and_body,
+        functorch_config.force_non_lazy_backward_lowering,
+        *(getattr(inductor_config, name) for name in settings),
+        inductor_config.post_grad_custom_post_pass,
+        inductor_config.allow_buffer_reuse,
+        gc.isenabled(),
+    )
+
+
+@contextlib.contextmanager
+def _kernels(compiled: bool) -> Iterator[None]:
+    with contextlib.nullcontext() if compiled else op_by_op():
+        yield
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_threads_with_mst_and_without(kernels: bool) -> None:
+    before, reports = _state(), len(mstpass.reports())
+    seen: list[Any] = []
+
+    def run(thread: int) -> None:
+        backend: Any = mst if thread % 2 else "inductor"
+        given = {"options": {"chunk_tokens": 64, "memory_budget": 0.0}} if thread % 2 else {}
+        step = torch.compile(_step(thread)[0], backend=backend, **given)
+        for _ in range(2):
+            _same_as_eager(step, thread)
+        seen.append(_state())
+
+    with _kernels(kernels), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _in_threads(run)
+    assert [str(w.message) for w in caught if "mstpass" in str(w.message)] == []
+    assert _state() == before
+    new = mstpass.reports()[reports:]
+    assert len(new) == THREADS // 2 and all(len(report.regions) == 2 for report in new)
+    assert before in seen, "the last thread is done when nothing else is compiled"
+
+
+def _first(compiled: Any, *args: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = compiled(*args)[0]
+    return found
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_inductor_without_dynamo_beside_mst(kernels: bool) -> None:
+    """Its own compilations do not wait for those of Dynamo, and see nothing of ours."""
+    patched: list[Any] = []
+
+    def run(thread: int) -> None:
+        loss, leaves = _step(thread)
+        if thread % 2:
+            step = torch.compile(loss, backend=mst, options={"chunk_tokens": 64})
+            _same_as_eager(step, thread)
+            return
+        gm = torch.fx.symbolic_trace(lambda *args: (loss(*args),))
+        for _ in range(3):
+            patched.append(SchedulerNode.recompute_size_and_body)
+            if torch.__version__ >= "2.13":  # up to 2.12 all threads share the settings
+                assert inductor_config.custom_partitioner_fn is None
+            compiled = compile_fx(gm, leaves)
+            _same_as_eager(functools.partial(_first, compiled), thread)
+
+    with _kernels(kernels):
+        _in_threads(run)
+    assert set(patched) == {SchedulerNode.recompute_size_and_body}
+
+
+def test_threads_compile_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    with op_by_op():
+        step = torch.compile(_step(0)[0], backend=mst, options={"chunk_tokens": 64})
+        _in_threads(lambda _: _same_as_eager(step, 0))
+
+
+LOOKUP = """
+import threading, torch
+assert "torch._dynamo.backends.registry" not in __import__("sys").modules
+start, errors = threading.Barrier(8), []
+
+def look_up():
+    start.wait()
+    try:
+        torch.compile(torch.sin, backend="mst")
+    except BaseException as error:
+        errors.append(error)
+
+threads = [threading.Thread(target=look_up) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not errors, errors
+from mstpass.entry_point import mst
+from torch._dynamo.backends.registry import list_backends, lookup_backend
+assert lookup_backend("mst") is mst and "mst" in list_backends()
+"""
+
+
+INSTALLED = any(e.name == "mstpass" for e in entry_points(group="torch.backends"))
+ALONE = pytest.param("", marks=pytest.mark.skipif(not INSTALLED, reason="mstpass is not installed"))
+
+
+@pytest.mark.parametrize("first", [ALONE, "import mstpass"])
+def test_threads_that_look_up_the_name_at_once(first: str) -> None:
+    """torch registers an entry point when it is first looked up: all threads that do so at once."""
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", f"{first}\n{LOOKUP}"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
