@@ -34,18 +34,22 @@ def within(seconds: float, function: Callable[..., T], *args: Any) -> T:
     call = contextvars.copy_context().run
     results: list[T] = []
     errors: list[BaseException] = []
+    over = threading.Event()
 
     def run() -> None:
         try:
+            if over.is_set():
+                return
             results.append(call(function, *args))
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="mstpass time limit", daemon=True)
-    thread.start()
     try:
+        thread.start()
         thread.join(seconds)
-    finally:  # also if Ctrl-C ends the wait
+    finally:  # also if Ctrl-C ends the wait, or the start
+        over.set()
         if thread.is_alive():
             _stop(thread)
     error = errors[0] if errors else None
