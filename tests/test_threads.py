@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import os
 import subprocess
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from torch._inductor.scheduler import SchedulerNode
 import mstpass
 from mstpass import inductor_hooks, pipeline
 from mstpass.backend import mst
-from tests.checks import op_by_op
+from tests import checks
 
 THREADS = 4
 
@@ -77,9 +78,22 @@ def _state() -> tuple[Any, ...]:
     )
 
 
+class _Forward:
+    """Runs a graph in any number of threads at once; an interpreter would run it in one."""
+
+    def __init__(self, gm: torch.fx.GraphModule):
+        self.gm = gm
+
+    def boxed_run(self, inputs: list[Any]) -> Any:
+        args = tuple(inputs)
+        inputs.clear()
+        return self.gm(*args)
+
+
 @contextlib.contextmanager
 def _kernels(compiled: bool) -> Iterator[None]:
-    with contextlib.nullcontext() if compiled else op_by_op():
+    in_threads = mock.patch.object(checks, "Seeded", _Forward)
+    with in_threads, contextlib.nullcontext() if compiled else checks.op_by_op():
         yield
 
 
@@ -113,16 +127,16 @@ def _methods() -> dict[tuple[str, str, str], Any]:
         if module_name.partition(".")[0] != "torch":
             continue
         for name, value in list(vars(module).items()):
-            if inspect.isfunction(value):
+            if type(value) is types.FunctionType:
                 found[module_name, "", name] = value
-            elif inspect.isclass(value) and value.__module__ == module_name:
-                methods = (*vars(value).items(),)
-                found |= {(module_name, name, n): m for n, m in methods if _is_method(m)}
+            elif issubclass(type(value), type) and value.__module__ == module_name:
+                methods = [(n, m) for n, m in list(vars(value).items()) if type(m) in _METHODS]
+                found |= {(module_name, name, n): m for n, m in methods}
+    del found["torch.fx.graph_module", "", "_forward_from_src"]  # torch sets it for each graph
     return found
 
 
-def _is_method(value: Any) -> bool:
-    return inspect.isfunction(value) or isinstance(value, property | staticmethod | classmethod)
+_METHODS = (types.FunctionType, property, staticmethod, classmethod)
 
 
 def test_nothing_of_torch_is_patched_while_mst_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +160,7 @@ def test_nothing_of_torch_is_patched_while_mst_compiles(monkeypatch: pytest.Monk
         step = torch.compile(_step(thread)[0], backend=mst, options={"chunk_tokens": 64})
         _same_as_eager(step, thread)
 
-    with op_by_op():
+    with _kernels(False):
         run(1)  # what is imported when it is first needed is there now
         before, state = _methods(), _state()
         assert len(before) > 10_000
@@ -168,7 +182,7 @@ def test_nothing_of_torch_is_patched_while_mst_compiles(monkeypatch: pytest.Monk
 
 
 def test_threads_compile_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    with op_by_op():
+    with _kernels(False):
         step = torch.compile(_step(0)[0], backend=mst, options={"chunk_tokens": 64})
         _in_threads(lambda _: _same_as_eager(step, 0))
 
