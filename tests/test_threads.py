@@ -27,6 +27,8 @@ from torch._inductor.scheduler import SchedulerNode
 import mstpass
 from mstpass import inductor_hooks, pipeline
 from mstpass.backend import mst
+from mstpass.gpus import gpu
+from mstpass.torch_internals.pretended_gpu import pretended_gpu
 from tests import checks
 
 THREADS = 4
@@ -209,6 +211,34 @@ from mstpass.entry_point import mst
 from torch._dynamo.backends.registry import list_backends, lookup_backend
 assert lookup_backend("mst") is mst and "mst" in list_backends()
 """
+
+
+def test_a_pretended_gpu_is_seen_by_its_own_thread_alone() -> None:
+    """Another thread seeds, asks and compiles as on the machine that there is."""
+    pretended, asked = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def explain() -> None:
+        with pretended_gpu(gpu("h100")):
+            found.append((torch.cuda.is_available(), torch.cuda.get_device_name()))
+            pretended.set()
+            asked.wait(60)
+            found.append(torch.cuda.get_device_capability())
+
+    real = (torch.cuda.is_available(), torch.cuda.device_count())
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(explain)
+        try:
+            assert pretended.wait(60)
+            assert (torch.cuda.is_available(), torch.cuda.device_count()) == real
+            torch.manual_seed(0)  # seeds all GPUs that there are
+            with _kernels(False):
+                _same_as_eager(torch.compile(_step(1)[0], backend=mst), 1)
+        finally:
+            asked.set()
+        future.result()
+    assert found == [(True, gpu("h100").full_name), (9, 0)]
+    assert (torch.cuda.is_available(), torch.cuda.device_count()) == real
 
 
 INSTALLED = any(e.name == "mstpass" for e in entry_points(group="torch.backends"))

@@ -165,6 +165,8 @@ def store(device: torch.device, costs: ChunkCosts) -> Path:
     known = {**_stored(path), device_name(device): costs}
     text = json.dumps({name: dataclasses.asdict(c) for name, c in known.items()}, indent=1)
     try:
+        if path.parts[0].startswith("~"):
+            raise OSError("there is no home directory")
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text + "\n")
     except OSError as error:
