@@ -261,6 +261,41 @@ def a_home_that_cannot_be_written() -> None:
         os.environ.update(before)
 
 
+@case
+def processes_that_write_at_once() -> None:
+    """Each finds a whole file at any time, and no report takes the place of another one."""
+    from mstpass.graph import device_costs
+    from mstpass.report import store
+
+    Step().is_right()
+    report, cpu = mstpass.reports()[-1], torch.device("cpu")
+    folder = Path(os.environ["MSTPASS_COSTS"]).parent / "shared"
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if not child:
+            code = 1
+            with contextlib.suppress(BaseException), warnings.catch_warnings():
+                warnings.simplefilter("error")
+                for number in range(20):
+                    device_costs.store(cpu, device_costs._CPU)
+                    store.remember(report, "shared")
+                    assert store.recall("shared") is not None
+                    if number % 5 == 0:
+                        store.write(report, str(folder / "report.json"))
+                code = 0
+            os._exit(code)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    paths = list(folder.iterdir())
+    assert len(paths) == 16
+    assert all(mstpass.Report.from_json(path).outcome == report.outcome for path in paths)
+    device_costs._stored.cache_clear()
+    assert device_costs.costs_of(cpu) == device_costs._cpu_costs(device_costs._CPU)
+    Path(os.environ["MSTPASS_COSTS"]).unlink()
+    device_costs._stored.cache_clear()
+
+
 # ---- processes -----------------------------------------------------------------------------------
 class Gradients(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """Each item is the gradient of a step that the worker itself compiles."""

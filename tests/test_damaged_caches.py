@@ -11,6 +11,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from mstpass.partition.solvers import SOLVERS
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.solver_registry import registered
 from mstpass.torch_internals.caches import counters
+from tests import test_cache
 
 pytestmark = pytest.mark.slow
 full = pytest.mark.full
@@ -166,3 +168,15 @@ def test_what_has_no_key_is_not_cached(cache: Path, monkeypatch: pytest.MonkeyPa
             asked.clear()
             run = Run(**options)
             assert asked and not run.hits and not run.warned
+
+
+@full
+def test_two_processes_share_a_cache(tmp_path: Path) -> None:
+    """They compile the same step into one empty cache at once; a third one finds it there."""
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(test_cache._run, tmp_path, f"run-{i}", False) for i in range(2)]
+        first, second = (future.result() for future in futures)
+    third = test_cache._run(tmp_path, "run-2", False)
+    assert third["autograd"].get("autograd_cache_hit") == 1  # type: ignore[attr-defined]
+    for name in ("regions", "gradient", "norm", "text"):
+        assert first[name] == second[name] == third[name]

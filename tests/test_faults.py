@@ -7,8 +7,11 @@ stages, and of every function that the backend is made of, so that new ones are 
 from __future__ import annotations
 
 import inspect
+import random
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -77,10 +80,10 @@ def test_an_exception_in_a_stage(stage: str, monkeypatch: Patch) -> None:
     assert len(mstpass.reports()[-1].regions) == 2
 
 
-# what tells of a fault, or compiles without mstpass: nothing is left that could take their place
+# what reads options, tells of a fault, or compiles without mstpass: nothing could take their place
 _LAST_RESORT = {
-    *("mst", "_compile", "warn_of", "failed", "torch_changed", "switch_off", "why_off"),
-    *("by_inductor_alone", "options_of_mode", "warn_if_newer"),
+    *("mst", "_compile", "_drop", "warn_of", "failed", "torch_changed", "switch_off", "why_off"),
+    *("by_inductor_alone", "options_of_mode", "Options", "warn_if_newer", "keep", "publish"),
 }
 _MODULES = (backend, inductor_hooks, pipeline, pipeline_stages, store)
 
@@ -105,6 +108,7 @@ PARTS = [
 @pytest.mark.parametrize(("module", "name"), PARTS)
 def test_an_exception_in_any_function(module: ModuleType, name: str, monkeypatch: Patch) -> None:
     raised: list[str] = []
+    is_class = inspect.isclass(getattr(module, name))  # whose methods are missed as well
 
     def broken(*_: Any, **__: Any) -> None:
         raised.append(name)
@@ -112,9 +116,54 @@ def test_an_exception_in_any_function(module: ModuleType, name: str, monkeypatch
 
     monkeypatch.setattr(module, name, broken)
     told = told_by_a_right_step()
-    assert len(told) <= 1 and all("on purpose" in text for text in told), told
+    assert len([text for text in told if "mstpass failed on a graph" in text]) <= 1, told
+    assert is_class or all("on purpose" in text for text in told), told
     if not raised:
         return
     torch.compiler.reset()
     monkeypatch.undo()
     assert told_by_a_right_step() == []
+
+
+# ---- what cannot be written ----------------------------------------------------------------------
+@pytest.mark.parametrize("path", ["/proc/none/report.json", "{file}/report.json", "a\0b", "/"])
+def test_a_report_that_cannot_be_written(path: str, tmp_path: Path) -> None:
+    """Nobody can write to /proc, root included."""
+    (tmp_path / "file").touch()
+    path = path.format(file=tmp_path / "file")
+    (told,) = told_by_a_right_step(report=path)
+    assert f"mstpass cannot write report={path!r}" in told
+    assert mstpass.reports()[-1].regions, "the step keeps its loops"
+    with pytest.raises(Exception, match="cannot write report="):
+        told_by_a_right_step(report=path, strict=True)
+
+
+def test_reports_keep_the_files_that_there_are(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("the user's")
+    path = tmp_path / "report.json"
+    assert [told_by_a_right_step(report=str(path)) for _ in range(2)] == [[], []]
+    assert path.read_text() == "the user's"
+    for name in ("report-2.json", "report-3.json"):
+        assert mstpass.Report.from_json(tmp_path / name).regions
+
+
+def test_a_cache_that_cannot_be_written(
+    monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store, "cache_folder", lambda: Path("/proc/none"))
+    assert told_by_a_right_step() == [] and mstpass.reports()[-1].regions
+    (message,) = [record.message for record in caplog.records if "mstpass" in record.name]
+    assert "could not write a report beside the compile cache" in message
+
+
+# ---- a clock that jumps --------------------------------------------------------------------------
+def test_a_clock_that_jumps(monkeypatch: Patch) -> None:
+    """By years, back and forth: a plan depends on no clock."""
+    assert told_by_a_right_step() == []
+    expected = mstpass.reports()[-1]
+    jumps = random.Random(0)
+    for name in ("time", "monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: jumps.uniform(-1e9, 1e9))
+    assert told_by_a_right_step() == []
+    found = mstpass.reports()[-1]
+    assert found.outcome == expected.outcome and found.details == expected.details
