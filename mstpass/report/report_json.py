@@ -11,6 +11,7 @@ one object for each node:
 from __future__ import annotations
 
 import json
+import types
 from typing import Any
 
 from mstpass.plain_data import decoded
@@ -31,6 +32,10 @@ _LIFE_COLUMNS: dict[str, Any] = {
 def compact_json(value: Any) -> str:
     """JSON text without spaces; sets are written as sorted lists."""
     return json.dumps(value, separators=(",", ":"), default=sorted)
+
+
+def _list_of(kind: Any) -> Any:
+    return types.GenericAlias(tuple, (kind, ...))
 
 
 # ---- details -----------------------------------------------------------------------------------
@@ -63,7 +68,7 @@ def details_from_json(data: Any) -> Details:
         TypeError, ValueError, LookupError: the data is something else.
     """
     given = data["nodes"]
-    columns = {name: decoded(tuple[kind, ...], given[name]) for name, kind in _COLUMNS.items()}
+    columns = {name: decoded(_list_of(kind), given[name]) for name, kind in _COLUMNS.items()}
     modules, sources = (decoded(tuple[str, ...], data[name]) for name in ("modules", "sources"))
     names = columns["name"]
     columns["module"] = tuple(modules[i] for i in columns["module"])
@@ -96,7 +101,7 @@ def _timeline_to_json(timeline: MemoryTimeline | None) -> dict[str, Any] | None:
 def _timeline_from_json(data: Any) -> MemoryTimeline | None:
     if data is None:
         return None
-    columns = [decoded(tuple[kind, ...], data["lives"][f]) for f, kind in _LIFE_COLUMNS.items()]
+    columns = [decoded(_list_of(kind), data["lives"][f]) for f, kind in _LIFE_COLUMNS.items()]
     return MemoryTimeline(
         moments=decoded(tuple[str, ...], data["moments"]),
         bytes=decoded(tuple[int, ...], data["bytes"]),

@@ -127,7 +127,7 @@ class _Patcher:
 def _pretended_here(value: Any, original: Any) -> Any:
     """``value`` in threads that pretend a GPU, ``original`` in all others."""
     if isinstance(value, property):
-        of_value, of_original = value.fget, original.fget
+        of_value, of_original = value.__get__, original.__get__
         return property(lambda self: of_value(self) if _here.get() else of_original(self))
     static = isinstance(value, staticmethod)
     ours, theirs = (f.__func__ if isinstance(f, staticmethod) else f for f in (value, original))
