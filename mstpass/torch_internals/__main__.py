@@ -51,7 +51,7 @@ def trial(backend: Any = "mst") -> int:
         return torch.autograd.grad(step(*leaves), leaves)
 
     options = {"strict": True, "chunk_tokens": 64, "memory_budget": 0.0}
-    given = {"options": options} if backend == "mst" else {}
+    given: dict[str, Any] = {"options": options} if backend == "mst" else {}
     try:
         found = gradients(torch.compile(loss, backend=backend, fullgraph=True, **given))
     except Exception as error:
