@@ -33,6 +33,7 @@ from mstpass.hook_checks import (
     FUSION_HOOK,
     SCHEDULE_HOOK,
     check_calls,
+    check_failure,
     switch_off,
     torch_changed,
     why_off,
@@ -294,7 +295,11 @@ def _compiled(
     patches = {**_OURS, **without_padding(), **users, **hooks}
     before = cache_counts()
     with backward_compiled_at_once():
-        compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+        try:
+            compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+        except Exception as error:
+            check_failure(error, partitioner, lowering)
+            raise
     check_calls(partitioner, lowering, keeper, reader, cache_counts().since(before))
     if partitioner.report is not None and reader.peak_bytes is not None:
         partitioner.report = partitioner.report.with_outcome(scheduled_peak_bytes=reader.peak_bytes)

@@ -23,6 +23,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+from mstpass.graph.loop_op import mst_loop
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.torch_internals.caches import CacheCounts
@@ -64,6 +65,16 @@ def check_calls(
         if partitioner.options.strict:
             raise TorchChangedError(_UNREAD)
         _warn_unread()
+
+
+def check_failure(error: Exception, partitioner: Partitioner, lowering: LowerLoops) -> None:
+    """Check that it was not our loops, never lowered, that Inductor could not compile.
+
+    Raises:
+        TorchChangedError: the last graph pass, which lowers them, was not called.
+    """
+    if partitioner.loops and not lowering.graphs and str(mst_loop) in str(error):
+        raise TorchChangedError("post_grad_custom_post_pass is not called") from error
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.aot_autograd as aot_autograd
+import torch._functorch.config as functorch_config
 import torch._inductor.compile_fx as compile_fx
 import torch._inductor.config as inductor_config
 import torch._inductor.fx_passes.post_grad as post_grad
@@ -21,12 +22,12 @@ import torch._inductor.lowering as lowering
 import torch._inductor.scheduler as scheduler
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.scheduler import SchedulerNode
 
 import mstpass
 from mstpass import backend, entry_point, hook_checks
 from mstpass.torch_internals.compile_fx import CustomSchedulerPass
-from mstpass.torch_internals.private_apis import LostLoopError, TorchChangedError
 
 Patch = pytest.MonkeyPatch
 _READERS = {  # the modules that look up a hook
@@ -38,10 +39,24 @@ _READERS = {  # the modules that look up a hook
 }
 
 
+@pytest.fixture(params=["eager", pytest.param("inductor", marks=pytest.mark.full)])
+def fallback(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
+    """What falls back runs in eager mode, without a C++ compiler; with --all by Inductor, too."""
+    if request.param == "eager":
+        for module in (backend, entry_point):
+            monkeypatch.setattr(module, "by_inductor_alone", lambda gm, inputs, users: gm.forward)
+        monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: None)
+
+
 @pytest.fixture(autouse=True)
 def _on_again() -> Iterator[None]:
-    """mstpass is on before each test, and warns again."""
-    yield
+    """mstpass is on before each test, and warns again. Keys of caches would have a hook's name."""
+    with (
+        inductor_config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
+    _forget_settings()
     hook_checks._off.clear()
     hook_checks._warn_unread.cache_clear()
     entry_point._warn_once.cache_clear()
@@ -64,8 +79,15 @@ def _ignored(patch: Patch, hook: str) -> None:
 
 def _renamed(patch: Patch, hook: str) -> None:
     _ignored(patch, hook)
-    patch.setattr(inductor_config, "force_disable_caches", True)  # its keys have the old name
     patch.delitem(inductor_config._config, hook)
+    _forget_settings()
+
+
+def _forget_settings() -> None:
+    """torch keeps a copy of its settings, and from 2.13 on what has changed since."""
+    changed = getattr(inductor_config, "_get_dict_dirty_keys_var", None)
+    if changed is not None:
+        changed.set(None)
 
 
 class _Head(nn.Module):
@@ -88,14 +110,14 @@ class _MLP(nn.Module):
         self.up, self.down = nn.Linear(16, 128), nn.Linear(128, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x))).square().mean()
+        return self.down(F.gelu(self.up(x)))
 
 
 def _gradients(model: nn.Module, step: Callable[..., Any]) -> list[torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(256, 16, requires_grad=True)
     model.zero_grad()
-    step(x).backward()
+    step(x).square().sum().backward()
     return [x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
 
 
@@ -153,21 +175,21 @@ def _with_joint_pass(partition: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ---- the partitioner -----------------------------------------------------------------------------
-def test_the_partitioner_is_not_called(monkeypatch: Patch) -> None:
+def test_the_partitioner_is_not_called(fallback: None, monkeypatch: Patch) -> None:
     _ignored(monkeypatch, "custom_partitioner_fn")
     _falls_back(_Head(), "custom_partitioner_fn is not called")
     _strict_raises(_Head(), "custom_partitioner_fn is not called")
 
 
-@pytest.mark.full
-def test_the_partitioner_is_renamed(monkeypatch: Patch) -> None:
+def test_the_partitioner_is_renamed(fallback: None, monkeypatch: Patch) -> None:
     _renamed(monkeypatch, "custom_partitioner_fn")
     _falls_back(_Head(), "torch._inductor.config.custom_partitioner_fn is missing")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("change", ["positional", "unnamed"])
-def test_the_partitioner_gets_other_arguments(monkeypatch: Patch, change: str) -> None:
+def test_the_partitioner_gets_other_arguments(
+    fallback: None, monkeypatch: Patch, change: str
+) -> None:
     def called(ours: Any, *args: Any, num_fwd_outputs: int, **kwargs: Any) -> Any:
         if change == "positional":
             return ours(*args, num_fwd_outputs, **kwargs)
@@ -178,38 +200,34 @@ def test_the_partitioner_gets_other_arguments(monkeypatch: Patch, change: str) -
 
 
 # ---- the last graph pass -------------------------------------------------------------------------
-def test_the_graph_pass_is_not_called(monkeypatch: Patch) -> None:
+def test_the_graph_pass_is_not_called(fallback: None, monkeypatch: Patch) -> None:
     _ignored(monkeypatch, "post_grad_custom_post_pass")
     _falls_back(_Head(), "post_grad_custom_post_pass is not called")
     _strict_raises(_Head(), "mst_loop|post_grad_custom_post_pass")
 
 
-@pytest.mark.full
-def test_the_graph_pass_is_renamed(monkeypatch: Patch) -> None:
+def test_the_graph_pass_is_renamed(fallback: None, monkeypatch: Patch) -> None:
     _renamed(monkeypatch, "post_grad_custom_post_pass")
     _falls_back(_Head(), "torch._inductor.config.post_grad_custom_post_pass is missing")
 
 
-@pytest.mark.full
-def test_no_hook_is_called(monkeypatch: Patch) -> None:
+def test_no_hook_is_called(fallback: None, monkeypatch: Patch) -> None:
     for hook in ("custom_partitioner_fn", "post_grad_custom_post_pass"):
         _ignored(monkeypatch, hook)
-    _falls_back(_Head(), "post_grad_custom_post_pass is not called")
+    with inductor_config.patch(fx_graph_cache=True):  # it counts what is compiled
+        _falls_back(_Head(), "post_grad_custom_post_pass is not called")
 
 
-@pytest.mark.full
-def test_the_graph_pass_gets_a_module(monkeypatch: Patch) -> None:
+def test_the_graph_pass_gets_a_module(fallback: None, monkeypatch: Patch) -> None:
     ours = backend.LowerLoops.__call__
     changed = lambda self, graph, *more: ours(self, graph.owning_module, *more)
     monkeypatch.setattr(backend.LowerLoops, "__call__", changed)
     _falls_back(_Head(), "post_grad_custom_post_pass is called with other arguments")
 
 
-def test_the_backward_is_compiled_later(monkeypatch: Patch) -> None:
+def test_the_backward_is_compiled_later(fallback: None, monkeypatch: Patch) -> None:
     """Its loops could not be undone any more if they failed then."""
-    assert _run(_MLP(), memory_budget=0.0) == [] and _has_loops()
     _ignored(monkeypatch, "force_non_lazy_backward_lowering")
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
     (told,) = _run(_MLP(), memory_budget=0.0)
     assert "torch has compiled 1 of 2 loops" in told
     assert not _has_loops()
@@ -235,7 +253,7 @@ def _is_loop(kernel: Any) -> bool:
 @pytest.mark.full
 @pytest.mark.parametrize("change", [_ignored, _renamed])
 def test_kernels_are_not_seen_before_they_are_fused(
-    monkeypatch: Patch, change: Callable[..., None]
+    fallback: None, monkeypatch: Patch, change: Callable[..., None]
 ) -> None:
     change(monkeypatch, "_pre_fusion_custom_pass")
     _falls_back(_Head(), "_pre_fusion_custom_pass is not called")
@@ -263,50 +281,53 @@ class _Move(CustomSchedulerPass):  # type: ignore[misc]
     ],
     ids=["last", "lost"],
 )
-def test_a_loop_is_not_where_it_must_be(loops: Any, warning: str) -> None:
+def test_a_loop_is_not_where_it_must_be(
+    fallback: None, monkeypatch: Patch, loops: Any, warning: str
+) -> None:
     """Only this graph is left to Inductor: others may be right."""
     given = {"reorder_for_peak_memory": False, "_post_fusion_custom_pass": _Move(loops)}
     with pytest.raises(Exception, match=warning):
         _run(_Head(), inductor=given, strict=True)
-    (told,) = _falls_back_once(given)
+    alone = backend.by_inductor_alone  # the user's pass would move the loops of Inductor, too
+    without = lambda gm, inputs, users: alone(gm, inputs, {})
+    monkeypatch.setattr(backend, "by_inductor_alone", without)
+    (told,) = _run(_Head(), inductor=given)
     assert "mstpass failed on a graph" in told and warning in told
-    assert _run(_Head()) == [] and _has_loops()
+    assert hook_checks.why_off() is None
 
 
-def _falls_back_once(given: dict[str, Any]) -> list[str]:
-    """The user's pass is not what is tested: Inductor alone runs without it."""
-    alone = backend.by_inductor_alone
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "by_inductor_alone", lambda gm, inputs, users: alone(gm, inputs, {}))
-        return _run(_Head(), inductor=given)
-
-
-@pytest.mark.full
-def test_the_scheduler_cannot_be_patched(monkeypatch: Patch) -> None:
+def test_the_scheduler_cannot_be_patched(fallback: None, monkeypatch: Patch) -> None:
     monkeypatch.delattr(SchedulerNode, "recompute_size_and_body")
     _falls_back(_Head(), "SchedulerNode.recompute_size_and_body is missing")
 
 
 # ---- what the loops are made of ------------------------------------------------------------------
-def test_inductor_cannot_lower_a_while_loop(monkeypatch: Patch) -> None:
+def test_inductor_cannot_lower_a_while_loop(fallback: None, monkeypatch: Patch) -> None:
     monkeypatch.delitem(lowering.lowerings, torch.ops.higher_order.while_loop)
     (told,) = _run(_Head())
     assert "mstpass failed on a graph" in told
     assert not _has_loops()
 
 
-def test_a_program_that_inductor_cannot_compile_is_not_ours(monkeypatch: Patch) -> None:
-    """The error is Inductor's, and mstpass says nothing."""
-    monkeypatch.delitem(lowering.lowerings, torch.ops.aten.mm.default)
-    monkeypatch.setattr(lowering, "make_fallback", lambda *_, **__: 1 / 0)
-    with pytest.raises(Exception, match="division by zero") as error:
-        _run(_Head())
-    assert not isinstance(error.value, TorchChangedError | LostLoopError)
+class _Fails(CustomSchedulerPass):  # type: ignore[misc]
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        raise ZeroDivisionError("a pass of the user's")
+
+    def uuid(self) -> None:
+        return None
+
+
+def test_a_program_that_inductor_cannot_compile_is_not_ours() -> None:
+    """The error is the program's own, and mstpass says nothing."""
+    before = len(mstpass.reports())
+    with pytest.raises(Exception, match="a pass of the user's"):
+        _run(_Head(), inductor={"_post_fusion_custom_pass": _Fails()})
     assert hook_checks.why_off() is None
+    assert [bool(r.regions) for r in mstpass.reports()[before:]] == [True]
 
 
 # ---- names that mstpass imports ------------------------------------------------------------------
-def test_a_name_that_cannot_be_imported(monkeypatch: Patch) -> None:
+def test_a_name_that_cannot_be_imported(fallback: None, monkeypatch: Patch) -> None:
     monkeypatch.delattr("torch._inductor.custom_graph_pass.CustomPartitionerFn")
     for name in ("mstpass.torch_internals.compile_fx", "mstpass.backend", "mstpass.inductor_hooks"):
         monkeypatch.delitem(sys.modules, name)

@@ -103,6 +103,18 @@ def test_the_runner_fails_loudly(
     assert "op_types: TorchChangedError: torch" in capsys.readouterr().out
 
 
+def test_the_trial_fails_loudly(capsys: pytest.CaptureFixture[str]) -> None:
+    """`make test-versions` runs it with loops, on every torch."""
+    assert runner.trial("eager") == 0
+    assert "gradients are eager's to within 0.0" in capsys.readouterr().out
+    wrong = lambda gm, _: lambda *args: [2 * value for value in gm(*args)]
+    torch.compiler.reset()
+    assert runner.trial(wrong) == 1
+    torch.compiler.reset()
+    assert runner.trial(lambda gm, _: 1 / 0) == 1  # type: ignore[arg-type]
+    assert "division by zero" in capsys.readouterr().out
+
+
 def test_lint_says_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.autograd.graph._engine_run_backward")
     checkpoint_frames._kinds.cache_clear()
