@@ -62,11 +62,14 @@ def _runs_data(node: ast.AST) -> str:
     return ""
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_file_is_run_or_unpickled(path: Path) -> None:
-    found = {_runs_data(node) for node in ast.walk(ast.parse(path.read_text()))} - {""}
-    name = str(path.relative_to(ROOT))
-    assert {(name, each) for each in found} <= _ALLOWED
+def test_no_file_is_run_or_unpickled() -> None:
+    found = {
+        (str(path.relative_to(ROOT)), name)
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (name := _runs_data(node))
+    }
+    assert found == _ALLOWED
 
 
 def test_what_runs_data_is_found() -> None:
@@ -109,7 +112,7 @@ BAD_FILES: dict[str, Callable[[Path], bytes]] = {
     "no number": lambda _: b'{"us": NaN, "bytes": -Infinity}',
     "a number of a million digits": lambda _: b'{"values": ' + b"9" * 10**6 + b"}",
     "no text": lambda _: b"\xff\xfe\x00",
-    "a bomb": lambda _: gzip.compress(bytes(4 * MOST_BYTES)),
+    "a bomb": lambda _: gzip.compress(bytes(MOST_BYTES + 1)),
     "half a bomb": lambda _: gzip.compress(bytes(10**6))[:500],
     "lists of lists": lambda _: json.dumps({"regions": [[[]]] * 9, "values": [[[]]]}).encode(),
 }
