@@ -2,6 +2,7 @@
 #   make demo   train a small Llama with eager, Inductor and mst, and draw the difference
 #   make gallery   pictures of the plans of reference models
 #   make test   the test suite
+#   make test-versions   the tests on every torch and Python that mstpass supports; hours
 #   make test-cuda   the tests for CUDA; without a GPU: the code for one, compiled and checked
 #   make lint   ruff and mypy
 #   make docs   the documentation as a site that works offline: site/index.html
@@ -11,7 +12,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo gallery test test-cuda lint docs format bench setup clean
+.PHONY: demo gallery test test-versions test-cuda lint docs format bench setup clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -32,6 +33,10 @@ gallery: $(READY)
 # Two workers: half of a test is Python, which has one core. Threads that spin would take the other.
 test: $(READY)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not dry_run" $(ARGS)
+
+# Each torch and Python has an environment of its own: noxfile.py, docs/versions.md.
+test-versions: $(READY)
+	$(BIN)/python -m nox $(ARGS)
 
 # A CPU build of torch comes without Triton, which compiles kernels for a GPU without having one.
 test-cuda: $(READY)

@@ -117,12 +117,12 @@ def _examples() -> str:
 
 
 def _private_apis() -> str:
-    rows = ["| file | what for | private APIs | checked with torch |", "|---|---|---|---|"]
+    rows = ["| file | what for | private APIs |", "|---|---|---|"]
     for name in torch_internals.names():
         module = torch_internals.load(name)
         purpose = (inspect.getdoc(module) or "").partition("\n")[0]
         apis = "<br>".join(f"`{api}`".replace("|", "\\|") for api in module.APIS.names)
-        rows.append(f"| `{name}.py` | {purpose} | {apis} | {', '.join(module.APIS.checked)} |")
+        rows.append(f"| `{name}.py` | {purpose} | {apis} |")
     return "\n".join(rows)
 
 

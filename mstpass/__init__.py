@@ -6,7 +6,7 @@ Names are imported when they are asked for: the partition problem and its solver
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mstpass.integrations.accelerate_backends import register as _register
+from mstpass.integrations import accelerate_backends, dynamo_backend
 
 if TYPE_CHECKING:
     from mstpass.compiling import compile, uncompile
@@ -79,4 +79,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_register()  # so that Accelerate knows the backend's name; it is not imported here
+# so that both know the backend's name; neither is imported here
+accelerate_backends.register()
+dynamo_backend.register()

@@ -1,19 +1,20 @@
 """The backend: the function that ``torch.compile(..., backend="mst")`` calls.
 
-Inductor compiles the graph as usual, with three of its hooks set (inductor_hooks.py):
+Inductor compiles the graph as usual, with four of its hooks set:
 
 - ``custom_partitioner_fn`` receives the joint graph and returns forward and backward;
 - ``post_grad_custom_post_pass`` lowers the loops, after Inductor's cache keys are computed;
+- ``_pre_fusion_custom_pass`` lets kernels keep the names of what loops have written;
 - ``_post_fusion_custom_pass`` reads Inductor's schedule. If the schedule needs more memory than a
   budget in bytes allows, the graph is planned and compiled again with a lower limit.
 
 On a CUDA device ``memory_budget="auto"`` is ``"free"``, in all that it does. Only if that plan does
 not fit, by the simulated peak or by the schedule's, the graph is compiled with a budget in bytes.
 
-All other hooks, and what the user put into these three, work as without this backend.
+All other hooks, and what the user put into these four, work as without this backend.
 
-An error of mstpass never stops the user's program: the unchanged joint graph goes to torch's own
-partitioner, with one warning (``strict=True`` raises instead).
+An error of mstpass never stops the user's program: Inductor compiles the graph alone, with one
+warning (``strict=True`` raises instead). docs/faults.md lists what may happen, with the tests.
 """
 
 from __future__ import annotations
@@ -28,6 +29,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from mstpass.hook_checks import (
+    FUSION_HOOK,
+    SCHEDULE_HOOK,
+    check_calls,
+    check_failure,
+    switch_off,
+    torch_changed,
+    why_off,
+)
 from mstpass.inductor_hooks import (
     DoesNotFitError,
     LowerLoops,
@@ -44,20 +54,22 @@ from mstpass.options import OptionError, Options
 from mstpass.partition.budget import BudgetError, over_budget, tighter_limit_bytes
 from mstpass.report import store
 from mstpass.report.graph_ends import with_graph_ends
-from mstpass.report.report import Report
+from mstpass.report.report import Report, ReportFileError
 from mstpass.returned_logits import Drop, drop_logits
-from mstpass.torch_internals.compile_fx import (
-    compile_fx,
-    options_of_mode,
-)
+from mstpass.torch_internals.caches import cache_counts
+from mstpass.torch_internals.compile_fx import compile_fx
 from mstpass.torch_internals.compiled_autograd import traces_backward_again
 from mstpass.torch_internals.compiler_collectives import least_of_ranks
-from mstpass.torch_internals.scheduler_dependencies import mutations_kept
+from mstpass.torch_internals.dynamo import RestartAnalysis
+from mstpass.torch_internals.plain_inductor import by_inductor_alone, options_of_mode
+from mstpass.torch_internals.scheduler_dependencies import KeepNames
 from mstpass.torch_internals.settings import (
     backward_compiled_at_once,
     inductor_setting,
+    is_inductor_setting,
     without_padding,
 )
+from mstpass.torch_internals.versions import warn_if_newer
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +91,11 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         OptionError: an option has an unknown name or a bad value.
         MstpassError: an error of mstpass, under ``strict``.
     """
-    watch_optimizers()
+    warn_if_newer(torch.__version__)
     options = Options.parse(kwargs.get("options"))
+    users = {**options_of_mode(kwargs.get("mode")), **options.inductor_patches}
     drop = _drop(gm, options)
-    return drop.finish(_compile(gm, example_inputs, kwargs.get("mode"), options, drop))
+    return drop.finish(_compile(gm, example_inputs, users, options, drop))
 
 
 def _drop(gm: fx.GraphModule, options: Options) -> Drop:
@@ -99,12 +112,46 @@ def _drop(gm: fx.GraphModule, options: Options) -> Drop:
 def _compile(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    mode: str | None,
+    users: dict[str, Any],
+    options: Options,
+    drop: Drop,
+) -> Callable[..., Any]:
+    """The compiled graph; by Inductor alone if mstpass fails, or is off.
+
+    Args:
+        users: Inductor's settings as the user wants them.
+    """
+    off = why_off()
+    if off is not None and not options.strict:
+        store.keep(Report(failed(off)))
+        return by_inductor_alone(gm, example_inputs, users)
+    try:
+        return _planned(gm, example_inputs, users, options, drop)
+    except RestartAnalysis:
+        raise
+    except Exception as error:
+        if options.strict:
+            raise
+        # If Inductor cannot compile the graph either, its own error says why.
+        untouched = by_inductor_alone(gm, example_inputs, users)
+        changed = torch_changed(error)
+        if changed is None:
+            warn_of(error)
+        else:
+            switch_off(changed)
+        store.keep(Report(failed(changed or error)))
+        return untouched
+
+
+def _planned(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    users: dict[str, Any],
     options: Options,
     drop: Drop,
 ) -> Callable[..., Any]:
     """The compiled graph, by the plan that fits on the device."""
-    users = {**options_of_mode(mode), **options.inductor_patches}
+    watch_optimizers()
     available_bytes = device_budget_bytes(options, example_inputs)
     if available_bytes is None:
         return _compiled_and_reported(gm, example_inputs, users, options, drop)
@@ -142,36 +189,29 @@ def _compiled_and_reported(
     drop: Drop,
     available_bytes: int | None = None,
 ) -> Callable[..., Any]:
-    """The compiled graph, whose report is kept; or the graph by Inductor alone, if mstpass fails.
+    """The compiled graph, whose report is kept.
 
     Raises:
         DoesNotFitError: the step needs more than ``available_bytes``.
     """
     salt = uuid(options, not traces_backward_again()) + drop.salt
     key = store.graph_key(gm, example_inputs, salt)
-    stored = store.recall(key)  # of a graph that comes from the compile cache
-    if stored is not None:
-        check_fit(stored.outcome, available_bytes)
-    limit_bytes = stored.outcome.limit_bytes if stored is not None else None
-    partitioner = Partitioner(options, limit_bytes, available_bytes)
+    stored, cached = _stored(key)
+    limit_bytes = None
+    if stored:
+        check_fit(stored[-1].outcome, available_bytes)
+        limit_bytes = stored[-1].outcome.limit_bytes
+    partitioner = Partitioner(options, limit_bytes, available_bytes, cached)
     try:
         compiled = _compiled(gm, example_inputs, users, partitioner)
-    except DoesNotFitError:
+    except Exception:
+        if options.strict and partitioner.report is not None:  # the plan may say why
+            store.keep(partitioner.report, partitioner.seconds)
         raise
-    except Exception as error:
-        if options.strict or not partitioner.chunked:
-            if partitioner.report is not None:  # the plan may say why
-                store.keep(partitioner.report, partitioner.seconds)
-            raise
-        warn_of(error)
-        store.add(Report(failed(error)), key)
-        untouched: Any = compile_fx(gm, list(example_inputs), config_patches=users)
-        return untouched
     report = partitioner.report
     if report is None:
-        if stored is not None:
-            for cached in (*store.recall_nested(key), stored):
-                store.keep(cached)
+        for earlier in stored:
+            store.keep(earlier)
         return compiled
     if available_bytes is not None:
         store.remember(report, key)  # for later processes: the cache has the graph from now on
@@ -188,9 +228,38 @@ def _compiled_and_reported(
         warnings.warn(f"mstpass: {over}", stacklevel=2)
         report = report.with_outcome(notes=(*report.outcome.notes, over))
     report = _with_graph_ends(report, gm, example_inputs, options)
-    store.add_nested(partitioner.nested, key, options.report)
-    store.add(report, key, options.report, partitioner.seconds)
+    store.add_nested(partitioner.nested, key)
+    store.add(report, key, partitioner.seconds)
+    _write_reports([*partitioner.nested, report], options)
     return compiled
+
+
+def _stored(key: str) -> tuple[list[Report], bool]:
+    """The reports of a graph in the compile cache, its own last, and whether the cache is asked.
+
+    The cache does not know by which limit a graph was planned; the report does. So where the report
+    is broken, the graph is compiled anew.
+    """
+    try:
+        own = store.recall(key)
+        return [*store.recall_nested(key), own] if own is not None else [], True
+    except ReportFileError as error:
+        warnings.warn(f"mstpass compiles a cached graph anew: {error}", stacklevel=2)
+        return [], False
+
+
+def _write_reports(reports: Sequence[Report], options: Options) -> None:
+    """Write reports to the path of the option ``report``; nothing, without one."""
+    if options.report is None:
+        return
+    try:
+        for report in reports:
+            store.write(report, options.report)
+    except Exception as error:
+        said = f"mstpass cannot write report={options.report!r}: {type(error).__name__}: {error}"
+        if options.strict:
+            raise MstpassError(said) from error
+        warnings.warn(said, stacklevel=2)
 
 
 def _with_graph_ends(
@@ -214,18 +283,24 @@ def _compiled(
 ) -> Any:
     """Compile with our hooks. Then the partitioner has a report, unless a cache had the graph."""
     hold = partitioner.options.frees_memory_for_time
-    reader = ReadSchedule(_users_hook("_post_fusion_custom_pass", users))
-    hooks = {
-        "custom_partitioner_fn": partitioner,
-        "post_grad_custom_post_pass": LowerLoops(
-            _users_hook("post_grad_custom_post_pass", users), hold
-        ),
-        "_post_fusion_custom_pass": reader,
-    }
+    keeper = KeepNames(_users_hook(FUSION_HOOK, users))
+    reader = ReadSchedule(_users_hook(SCHEDULE_HOOK, users))
+    cached = all(hook.uuid() is not None for hook in (partitioner, keeper, reader))
+    users_pass = _users_hook("post_grad_custom_post_pass", users)
+    lowering = LowerLoops(users_pass, hold, partitioner, cached)
+    hooks = {"custom_partitioner_fn": partitioner, "post_grad_custom_post_pass": lowering}
+    of_scheduler = {FUSION_HOOK: keeper, SCHEDULE_HOOK: reader}
+    hooks |= {name: hook for name, hook in of_scheduler.items() if is_inductor_setting(name)}
     # Compile the backward now: if it failed at its first call, nothing could fall back any more.
     patches = {**_OURS, **without_padding(), **users, **hooks}
-    with backward_compiled_at_once(), mutations_kept():
-        compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+    before = cache_counts()
+    with backward_compiled_at_once():
+        try:
+            compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+        except Exception as error:
+            check_failure(error, partitioner, lowering)
+            raise
+    check_calls(partitioner, lowering, keeper, reader, cache_counts().since(before))
     if partitioner.report is not None and reader.peak_bytes is not None:
         partitioner.report = partitioner.report.with_outcome(scheduled_peak_bytes=reader.peak_bytes)
     return compiled

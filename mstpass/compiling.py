@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from mstpass.backend import mst
+from mstpass.entry_point import mst
 from mstpass.options import ENV_PREFIX, OptionError, Options
-from mstpass.torch_internals.compile_fx import options_of_mode
 from mstpass.torch_internals.modules import uncompile_in_place, uncompiled
+from mstpass.torch_internals.plain_inductor import options_of_mode
 
 T = TypeVar("T", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)

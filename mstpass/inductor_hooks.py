@@ -2,7 +2,8 @@
 
 ``Partitioner`` turns the joint graph into forward and backward. ``LowerLoops`` lowers their loops
 after Inductor has computed its cache keys. Both have keys of their own in the compile caches. An
-error in the partitioner leaves the graph to torch's own partitioner, with one warning.
+error in either ends the compilation, so that no cache keeps the graph under these keys; backend.py
+then leaves the graph to Inductor.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import fx
 
 from mstpass import pipeline
 from mstpass.graph import device_costs
+from mstpass.graph.loop_op import mst_loop
 from mstpass.loops.lowering import lower_loops
 from mstpass.options import Options
 from mstpass.partition.budget import fits
@@ -34,11 +36,9 @@ from mstpass.schedule.delay_embedding_gradient import delay_scatters
 from mstpass.schedule.delay_recomputation import delay_recomputation, recomputation_waits
 from mstpass.torch_internals.compile_fx import CustomGraphPass, CustomPartitionerFn
 from mstpass.torch_internals.compiled_autograd import traces_backward_again
-from mstpass.torch_internals.donated_buffers import keep_safe_donations
-from mstpass.torch_internals.partitioners import (
-    merge_equal_nodes,
-    min_cut_rematerialization_partition,
-)
+from mstpass.torch_internals.donated_buffers import is_backward, keep_safe_donations
+from mstpass.torch_internals.partitioners import merge_equal_nodes
+from mstpass.torch_internals.private_apis import TorchChangedError
 
 log = logging.getLogger(__name__)
 _NESTED = (
@@ -95,11 +95,13 @@ class Partitioner(CustomPartitionerFn):
     Attributes:
         limit_bytes: the highest simulated peak that the plan may have (``pipeline.run``).
         available_bytes: the memory of the device; a plan that needs more is an error.
+        cached: the compile caches may give the graph, and keep it.
         report: the plan of the graph; None until the partitioner is called. It is not called for a
             graph that comes from a compile cache.
         nested: the plans of regions under ``torch.compiler.nested_compile_region``, with which the
             partitioner is called before the graph that calls them.
         seconds: the time that each stage of the pipeline took.
+        loops: how many loops the graphs have that it returned.
     """
 
     def __init__(
@@ -107,21 +109,21 @@ class Partitioner(CustomPartitionerFn):
         options: Options,
         limit_bytes: int | None = None,
         available_bytes: int | None = None,
+        cached: bool = True,
     ):
         self.options, self.limit_bytes = options, limit_bytes
-        self.available_bytes = available_bytes
+        self.available_bytes, self.cached = available_bytes, cached
         self.loops_in_backward = not traces_backward_again()
         self.report: Report | None = None
         self.nested: list[Report] = []
         self.seconds: Mapping[str, float] = {}
-
-    @property
-    def chunked(self) -> bool:
-        return any(report.regions for report in (self.report, *self.nested) if report)
+        self.loops = 0
 
     def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], *more: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if more or "num_fwd_outputs" not in kwargs:
+            raise TorchChangedError("custom_partitioner_fn is called with other arguments")
         if self.report is not None:  # of a region that this graph, or another region, calls
             notes = (*self.report.outcome.notes, _NESTED)
             self.nested.append(self.report.with_outcome(notes=notes))
@@ -134,16 +136,15 @@ class Partitioner(CustomPartitionerFn):
                 loops_in_backward=self.loops_in_backward,
                 **pipeline_kwargs(kwargs),
             )
-            assert result.modules is not None
         except Exception as error:
             if self.options.strict:
                 raise MstpassError(f"mstpass failed (strict=True): {error}") from error
-            warn_of(error)
-            self.report = Report(failed(error))
-            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            raise
+        assert result.modules is not None
         check_fit(result.outcome, self.available_bytes)
         self.report = Report(result.outcome, details=self._details(result))
         self.seconds = result.seconds
+        self.loops += sum(_number_of_loops(module.graph) for module in result.modules)
         return result.modules
 
     def _details(self, result: pipeline.Result) -> Details | None:
@@ -158,9 +159,13 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> str | None:
         # None means not cacheable: a user's solver may change while its name stays
-        if not is_own(self.options.solver):
+        if not self.cached or not is_own(self.options.solver):
             return None
         return f"{uuid(self.options, self.loops_in_backward)}-{self.limit_bytes}"
+
+
+def _number_of_loops(graph: fx.Graph) -> int:
+    return len(graph.find_nodes(op="call_function", target=mst_loop))
 
 
 def pipeline_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,13 +175,29 @@ def pipeline_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LowerLoops(CustomGraphPass):
-    """Inductor's last graph pass over forward and backward: our lowering, then the user's pass."""
+    """Inductor's last graph pass over forward and backward: our lowering, then the user's pass.
 
-    def __init__(self, users_pass: Any, hold: bool):
+    Args:
+        cached: the compile caches may keep the graph. Of all hooks, Inductor asks only a pass over
+            graphs whether they may: that of another one may have no key, and the caches are used.
+
+    Attributes:
+        graphs: how many it was called with.
+        loops: how many it has lowered.
+    """
+
+    def __init__(self, users_pass: Any, hold: bool, partitioner: Partitioner, cached: bool):
         self.users_pass, self.hold = users_pass, hold
+        self.partitioner, self.cached = partitioner, cached
+        self.graphs = self.loops = 0
 
-    def __call__(self, graph: fx.Graph) -> None:
-        lower_loops(graph)
+    def __call__(self, graph: fx.Graph, *more: Any) -> None:
+        if more or not isinstance(graph, fx.Graph):
+            raise TorchChangedError("post_grad_custom_post_pass is called with other arguments")
+        if self.partitioner.report is None and is_backward(graph):
+            raise TorchChangedError("custom_partitioner_fn is not called")
+        self.graphs += 1
+        self.loops += lower_loops(graph)
         if self.hold:
             delay_scatters(graph)
         if self.hold or recomputation_waits(graph):
@@ -188,6 +209,6 @@ class LowerLoops(CustomGraphPass):
 
     def uuid(self) -> Any:
         theirs = self.users_pass.uuid() if isinstance(self.users_pass, CustomGraphPass) else None
-        if self.users_pass is not None and theirs is None:
+        if not self.cached or (self.users_pass is not None and theirs is None):
             return None  # the user's pass has no key: not cacheable, as without mstpass
         return f"mstpass-{_sources_hash()}-{self.hold}-{theirs}"

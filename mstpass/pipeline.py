@@ -189,7 +189,7 @@ def _rewritten(
     if stop_after == "apply":
         return Result(outcome, planned.problem, applied)
     rewritten = JointGraph(applied.module, joint.num_fwd_outputs)
-    crossing = pipeline_stages.split(rewritten, applied, planned.plan, joint, options, torch_kwargs)
+    crossing = pipeline_stages.split(rewritten, applied, planned, joint, options, torch_kwargs)
     modules, memory = pipeline_stages.scheduled(crossing, options, limit_bytes)
     outcome = dataclasses.replace(
         outcome,

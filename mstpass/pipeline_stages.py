@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Iterator, Set
 from typing import Any
 
-import networkx as nx
-
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake
@@ -41,10 +39,12 @@ from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Mode, Plan
 from mstpass.problem.saved_set import read_by_backward
-from mstpass.problem.verify import InvalidPlan, verify
+from mstpass.problem.solver_registry import Solver
+from mstpass.problem.verify import InvalidPlan, checked_plan, verify
 from mstpass.schedule.second_rematerialization import add_second_rematerialization
 from mstpass.torch_internals.partitioners import has_torch_budget
 
+LAST = "min_cut"  # the solver that is asked last, whose plan is simple
 TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a loop in it"
 
 
@@ -91,12 +91,16 @@ class Planned:
     Attributes:
         candidates: the regions of the problem.
         refused: the regions whose loops cannot be written, which the problem does not have.
+        solver: the name of the solver that made the plan.
+        notes: why that is not the solver of the options, if it is not.
     """
 
     problem: CutProblem
     plan: Plan
     candidates: tuple[RegionCandidates, ...]
     refused: tuple[Rejection, ...]
+    solver: str
+    notes: tuple[str, ...] = ()
 
     @property
     def chunk_plans(self) -> tuple[ChunkPlan, ...]:
@@ -123,8 +127,8 @@ def plan(
 ) -> Planned:
     """Choose each region's mode and the saved values, by the simulated peak."""
     problem, left, refused = _problem(joint, list(candidates), options)
-    solved = _solve(problem, options, limit_bytes, needs_torch(joint))
-    return Planned(problem, solved, tuple(left), tuple(refused))
+    solved, solver, notes = _solve(problem, options, limit_bytes, needs_torch(joint))
+    return Planned(problem, solved, tuple(left), tuple(refused), solver, notes)
 
 
 def with_fewer_loops(planned: Planned) -> Iterator[Planned]:
@@ -192,31 +196,39 @@ def _rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:
 
 def _solve(
     problem: CutProblem, options: Options, limit_bytes: int | None, left_to_torch: str
-) -> Plan:
-    """The solver's plan, verified; that of ``min_cut`` if the solver's is not valid.
+) -> tuple[Plan, str, tuple[str, ...]]:
+    """The solver's plan, verified, with the solver's name; if it fails, another one's, and why.
 
     Args:
         left_to_torch: why torch's partitioner will choose the saved values of this graph, or "".
             Then only the modes of the plan count, and no valid saved set need exist.
     """
-    name = _solver_name(options)
-    try:
-        solved = solve_within(problem, options, SOLVERS[name], limit_bytes)
-        verify(with_modes(problem, solved.modes).allowing(True), solved.saved, solved.nested)
-        return solved
-    except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded) as error:
-        if left_to_torch:
-            return Plan(frozenset(), {})
-        if options.strict:
-            raise InvalidPlan(f"solver {name!r}: {error}") from error
-        warnings.warn(
-            f"mstpass: solver {name!r} failed: {error}; min_cut solves instead", stacklevel=2
-        )
-        return SOLVERS["min_cut"](problem, None)
+    asked = AUTO if options.solver == "auto" else options.solver
+    notes: list[str] = []
+    for solver in dict.fromkeys((asked, AUTO)):
+        try:
+            plan = solve_within(problem, options, _verified(solver), limit_bytes)
+            return plan, solver, tuple(notes)
+        except Exception as error:  # a user's function may raise anything
+            if left_to_torch:
+                return Plan(frozenset(), {}), solver, ()
+            said = f"solver {solver!r} failed: {type(error).__name__}: {error}"
+            if options.strict:
+                raise InvalidPlan(said) from error
+            notes.append(f"{said}; {LAST if solver == AUTO else AUTO} solves instead")
+            warnings.warn(f"mstpass: {notes[-1]}", stacklevel=2)
+    return SOLVERS[LAST](problem, None), LAST, tuple(notes)
 
 
-def _solver_name(options: Options) -> str:
-    return AUTO if options.solver == "auto" else options.solver
+def _verified(name: str) -> Solver:
+    """The solver of that name, which raises where its plan is not valid."""
+
+    def solve(problem: CutProblem, budget_bytes: int | None) -> Plan:
+        plan = checked_plan(problem, SOLVERS[name](problem, budget_bytes))
+        verify(with_modes(problem, plan.modes).allowing(True), plan.saved, plan.nested)
+        return plan
+
+    return solve
 
 
 def _left_whole(candidate: RegionCandidates) -> Rejection:
@@ -267,30 +279,30 @@ class Split:
 def split(
     rewritten: JointGraph,
     applied: Applied,
-    solved: Plan,
+    planned: Planned,
     joint: JointGraph,
     options: Options,
     torch_kwargs: dict[str, Any],
 ) -> Split:
     """Split the graph that has the loops by the plan for ``joint``, the graph before them."""
+    solved = planned.plan
     reason = needs_torch(rewritten)
     if reason:
         modules, save_plan = split_by_torch(rewritten, **torch_kwargs)
         note = f"torch's partitioner split this graph, because mstpass cannot: {reason}"
         return Split(modules, _named(save_plan, applied, joint), (note,), by_torch=True)
-    name = _solver_name(options)
+    name = planned.solver
     saved = frozenset(applied.names.get(value, "") for value in solved.saved)
     nested = frozenset(applied.names[v] for v in solved.nested if v in applied.names)
     problem = cut_problem(rewritten, scatters_delayed=options.frees_memory_for_time)
-    notes: tuple[str, ...] = ()
+    notes = planned.notes
     try:
         verify(problem.allowing(True), saved)
         saved = read_by_backward(problem, saved)
     except InvalidPlan as error:  # a region was left out after the plan was made
         name, saved, nested = "min_cut", min_cut(problem), frozenset()
-        notes = (
-            f"min_cut chose the saved values, because those of the plan are not valid: {error}",
-        )
+        said = f"min_cut chose the saved values, because those of the plan are not valid: {error}"
+        notes = (*notes, said)
     reduced, saved, reconstructed = _reconstruct(rewritten, problem, saved, nested, options)
     modules, save_plan = split_graph(reduced, saved, name, nested, **torch_kwargs)
     save_plan = dataclasses.replace(save_plan, reconstructed=reconstructed)

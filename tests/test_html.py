@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import mstpass
 from mstpass.plans import Outcome
 from mstpass.report.report import Report
 from tests.synthetic_reports import llama_report
@@ -244,6 +247,28 @@ def test_hostile_names_are_shown_as_they_are(open_page: Open) -> None:
     page.find_element("css selector", "[type=search]").send_keys("</script>")
     assert page.find_elements("css selector", "#found [role=option]")
     assert page.execute_script("return typeof hacked") == "undefined"
+
+
+class _Hostile(nn.Module):
+    """A model whose modules are named by somebody who means no good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "<script>hacked=1</script><img src=x onerror=hacked=1>"
+        self.add_module(self.name, nn.Linear(32, 4096, bias=False))
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(getattr(self, self.name)(hidden), labels)
+
+
+def test_a_module_that_is_named_script_is_shown(open_page: Open) -> None:
+    model = _Hostile()
+    report = mstpass.explain(model, torch.randn(512, 32), torch.arange(512))
+    assert report.regions and model.name in str(report)
+    page = open_page(report)
+    assert page.execute_script("return typeof hacked") == "undefined"
+    assert page.find_elements("css selector", "img") == []
+    assert model.name in page.execute_script("return document.body.innerText")
 
 
 def test_a_report_of_the_plan_alone(open_page: Open) -> None:

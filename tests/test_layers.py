@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent / "mstpass"
 # Lowest first. A layer is a package or a file of ``mstpass``; those in one row may not import each
 # other, but for a file and its own package.
 LAYERS = (
-    ("errors", "integrations"),
+    ("errors", "integrations", "plain_data"),
     ("gpus",),
     ("torch_internals", "byte_sizes", "problem"),
     ("graph",),
@@ -30,7 +30,9 @@ LAYERS = (
     ("pipeline",),
     ("report",),
     ("inductor_hooks",),
+    ("hook_checks",),
     ("backend",),
+    ("entry_point",),
     ("compiling", "tracing"),
     ("trainers",),
     ("explainer", "planner", "linter"),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch._inductor.dependencies import ReadWrites, StarDep
-from torch._inductor.scheduler import SchedulerNode
 from torch.utils._ordered_set import OrderedSet
 
 from mstpass.graph.materialization import materialize
-from mstpass.torch_internals.scheduler_dependencies import mutations_kept
+from mstpass.torch_internals.scheduler_dependencies import keep_names
 from tests.checks import joint_graph
 
 
@@ -22,6 +20,9 @@ class _Kernel:
         self.mutation_renames = {"buf1": "buf2"}
         self.set_read_writes(_reads("buf2"))
 
+    def recompute_size_and_body(self) -> None:
+        self.set_read_writes(_reads("buf1"))
+
     def set_read_writes(self, found: ReadWrites) -> None:
         self.read_writes = found
 
@@ -31,19 +32,16 @@ def _reads(*names: str) -> ReadWrites:
     return ReadWrites(reads, OrderedSet(), OrderedSet())  # type: ignore[arg-type]
 
 
-def test_a_kernel_that_is_read_again_keeps_the_new_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    def recompute(self: Any) -> None:
-        self.set_read_writes(_reads("buf1"))
-
-    monkeypatch.setattr(SchedulerNode, "recompute_size_and_body", recompute)
+def test_a_kernel_that_is_read_again_keeps_the_new_names() -> None:
     kernel: Any = _Kernel()
-    SchedulerNode.recompute_size_and_body(kernel)
+    kernel.recompute_size_and_body()
     assert {dep.name for dep in kernel.read_writes.reads} == {"buf1"}  # as Inductor has it
-    kernel = _Kernel()
-    with mutations_kept():
-        SchedulerNode.recompute_size_and_body(kernel)
+    kernel, other = _Kernel(), _Kernel()
+    keep_names(kernel)
+    for each in (kernel, other):
+        each.recompute_size_and_body()
     assert {dep.name for dep in kernel.read_writes.reads} == {"buf2"}
-    assert SchedulerNode.recompute_size_and_body is recompute
+    assert {dep.name for dep in other.read_writes.reads} == {"buf1"}, "no other kernel is changed"
 
 
 def test_a_realized_value_is_the_value() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,16 +15,20 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-import torch.nn.functional as F
-from torch._inductor.scheduler import SchedulerNode
 
 import mstpass
 from mstpass.backend import mst
 from mstpass.torch_internals import __main__ as runner
 from mstpass.torch_internals import checkpoint_frames
+from mstpass.torch_internals.patches import SharedPatch
 from mstpass.torch_internals.private_apis import PrivateApis, TorchChangedError
-from mstpass.torch_internals.scheduler_dependencies import mutations_kept
 from mstpass.torch_internals.settings import backward_compiled_at_once
+from mstpass.torch_internals.versions import (
+    CHECKED,
+    UncheckedTorchWarning,
+    is_newer,
+    warn_if_newer,
+)
 
 ROOT = Path(mstpass.__file__).parent
 
@@ -41,14 +48,48 @@ def test_the_installed_torch_has(name: str) -> None:
     ],
 )
 def test_what_is_missing_is_named_with_the_versions_checked(api: str, message: str) -> None:
-    apis = PrivateApis((api,), checked=("2.11", "2.13"))
+    apis = PrivateApis((api,))
     with pytest.raises(TorchChangedError, match=message.replace(".", r"\.")) as error:
         apis.require()
-    assert "checked with torch 2.11, 2.13" in str(error.value)
+    assert f"checked with torch {', '.join(CHECKED)}" in str(error.value)
+
+
+def test_the_installed_torch_was_checked() -> None:
+    """A newer one warns: once all probes and tests have passed on it, add it to CHECKED."""
+    assert not is_newer(torch.__version__)
+    assert ".".join(torch.__version__.split(".")[:2]) in CHECKED
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"),
+    [
+        ("2.11.0", False),
+        ("2.15.3+cpu", False),
+        ("2.16.0a0+git12", True),
+        ("2.100.1", True),
+        ("3.0.0", True),
+    ],
+)
+def test_a_newer_torch_warns_once(version: str, newer: bool) -> None:
+    assert is_newer(version) == newer
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_if_newer(version)
+        warn_if_newer(version)
+    texts = [str(w.message) for w in caught if w.category is UncheckedTorchWarning]
+    assert len(texts) == newer
+    assert all(f"{CHECKED[0]} to {CHECKED[-1]}, and this is torch {version}" in t for t in texts)
+
+
+def test_the_backend_warns_of_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "9.9.0.test")
+    step = torch.compile(lambda x: x.sin(), backend=mst)
+    with pytest.warns(UncheckedTorchWarning, match=r"this is torch 9\.9\.0\.test"):
+        step(torch.ones(2))
 
 
 def test_one_of_several_names_is_enough() -> None:
-    PrivateApis(("torch._ops.Nothing | torch._ops.OpOverload",), checked=("2.13",)).require()
+    PrivateApis(("torch._ops.Nothing | torch._ops.OpOverload",)).require()
 
 
 def test_the_runner_fails_loudly(
@@ -62,6 +103,18 @@ def test_the_runner_fails_loudly(
     assert "op_types: TorchChangedError: torch" in capsys.readouterr().out
 
 
+def test_the_trial_fails_loudly(capsys: pytest.CaptureFixture[str]) -> None:
+    """`make test-versions` runs it with loops, on every torch."""
+    assert runner.trial("eager") == 0
+    assert "gradients are eager's to within 0.0" in capsys.readouterr().out
+    wrong = lambda gm, _: lambda *args: [2 * value for value in gm(*args)]
+    torch.compiler.reset()
+    assert runner.trial(wrong) == 1
+    torch.compiler.reset()
+    assert runner.trial(lambda gm, _: 1 / 0) == 1  # type: ignore[arg-type]
+    assert "division by zero" in capsys.readouterr().out
+
+
 def test_lint_says_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.autograd.graph._engine_run_backward")
     checkpoint_frames._kinds.cache_clear()
@@ -72,25 +125,65 @@ def test_lint_says_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_share_a_patch() -> None:
     """The thread that is done first leaves the patch to the other; the last one undoes it."""
-    original = SchedulerNode.recompute_size_and_body
+    made: list[str] = []
+
+    @contextlib.contextmanager
+    def make() -> Iterator[None]:
+        made.append("made")
+        yield
+        made.append("undone")
+
+    patch = SharedPatch(make)
     entered, left = threading.Barrier(2), threading.Event()
-    seen: list[bool] = []
+    seen: list[list[str]] = []
 
     def first() -> None:
-        with mutations_kept():
+        with patch():
             entered.wait()
         left.set()
 
     def second() -> None:
-        with mutations_kept():
-            patched = SchedulerNode.recompute_size_and_body
+        with patch():
             entered.wait()
             left.wait()
-            seen.append(SchedulerNode.recompute_size_and_body is patched is not original)
+            seen.append(list(made))
 
     run_together(first, second)
-    assert seen == [True]
-    assert SchedulerNode.recompute_size_and_body is original
+    assert seen == [["made"]]
+    assert made == ["made", "undone"] and not patch.is_made
+
+
+def test_a_forked_process_has_the_patches_of_its_thread_alone() -> None:
+    """The thread that needs the patch, and holds its lock, is not there."""
+    made: list[str] = []
+
+    @contextlib.contextmanager
+    def make() -> Iterator[None]:
+        made.append("made")
+        yield
+        made.append("undone")
+
+    patch = SharedPatch(make)
+    entered, forked = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with patch():
+            entered.set()
+            forked.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait()
+    with patch._lock:
+        child = os.fork()
+        if not child:
+            with patch():
+                inside = patch.is_made
+            os._exit(0 if inside and made == ["made", "undone"] * 2 else 1)
+    forked.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert made == ["made", "undone"]
 
 
 def test_threads_patch_settings_for_themselves() -> None:
@@ -118,28 +211,6 @@ def run_together(*functions: Callable[[], None]) -> None:
     with ThreadPoolExecutor(len(functions)) as pool:
         for future in [pool.submit(function) for function in functions]:
             future.result(timeout=60)
-
-
-def test_two_threads_compile() -> None:
-    """Each finds what it patched; afterwards nothing is patched."""
-    original = SchedulerNode.recompute_size_and_body
-    torch.manual_seed(0)
-    x_ND, weight_VD = torch.randn(256, 16), torch.randn(1024, 16)
-    labels_N = torch.randint(1024, (256,))
-
-    def gradient(backend: Any = None) -> torch.Tensor:
-        weight = weight_VD.clone().requires_grad_()
-        loss = lambda w: F.cross_entropy(x_ND @ w.t(), labels_N)
-        step = loss if backend is None else torch.compile(loss, backend=backend)
-        step(weight).backward()
-        assert weight.grad is not None
-        return weight.grad
-
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(gradient, [mst, mst], timeout=300))
-    for got in found:
-        torch.testing.assert_close(got, gradient(), rtol=1e-4, atol=1e-6)
-    assert SchedulerNode.recompute_size_and_body is original
 
 
 # ---- no private API of torch outside of its home ------------------------------------------------

@@ -26,10 +26,12 @@ from typing import Any, Protocol
 import torch
 
 from mstpass import gpus
+from mstpass.errors import UserError
 from mstpass.graph.gpu_costs import GpuCosts
 from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.measured_costs import ChunkCosts, MeasuredCosts, MeasuredGpuCosts
 from mstpass.graph.products import Product
+from mstpass.plain_data import MOST_CONFIG_BYTES, decoded, read_json, replace_text
 
 GOOD = 1.05  # limit of a loop's time relative to the computation in one piece, if there is a choice
 _PATH_VARIABLE = "MSTPASS_COSTS"
@@ -148,17 +150,29 @@ def costs_path() -> Path:
 
 @functools.cache  # the costs are looked up for every matmul of a graph
 def _expanded(path: str, _home: str | None) -> Path:
-    """The path with ``~`` expanded; ``_home`` is a part of the cache's key."""
-    return Path(path).expanduser()
+    """The path with ``~`` expanded, if there is a home; ``_home`` is a part of the cache's key."""
+    return Path(os.path.expanduser(path))
 
 
 def store(device: torch.device, costs: ChunkCosts) -> Path:
-    """Write the costs of a device to the file, in place of older ones. Returns the file's path."""
+    """Write the costs of a device to the file, in place of older ones. Returns the file's path.
+
+    Raises:
+        UserError: the file cannot be written; the message says what to set.
+    """
     path = costs_path()
+    _stored.cache_clear()  # another process may have written
     known = {**_stored(path), device_name(device): costs}
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({name: dataclasses.asdict(c) for name, c in known.items()}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    try:
+        if path.parts[0].startswith("~"):
+            raise OSError("there is no home directory")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text + "\n")
+    except OSError as error:
+        raise UserError(
+            f"the measured costs cannot be written ({error}): name another file in {_PATH_VARIABLE}"
+        ) from error
     _stored.cache_clear()
     return path
 
@@ -180,12 +194,11 @@ def fingerprint() -> str:
 @functools.cache
 def _stored(path: Path) -> Mapping[str, ChunkCosts]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
+        entries = read_json(path, MOST_CONFIG_BYTES)
+        return {name: _parsed(name, entry) for name, entry in entries.items()}
+    except FileNotFoundError:
         return {}
-    try:
-        return {name: _parsed(name, entry) for name, entry in json.loads(text).items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         warnings.warn(
             f"mstpass ignores {path}: {type(error).__name__}: {error}. "
             "Run `mstpass bench loops --store` to write it anew.",
@@ -197,12 +210,4 @@ def _stored(path: Path) -> Mapping[str, ChunkCosts]:
 def _parsed(name: str, entry: Mapping[str, Any]) -> ChunkCosts:
     """The costs of one device; what older versions did not store gets its default."""
     measured_in = "float32" if name.startswith("cpu ") else "bfloat16"
-    copied = entry.get("copied_bytes_per_us")
-    return ChunkCosts(
-        slowdown=tuple((int(rows), float(slow)) for rows, slow in entry["slowdown"]),
-        chunk_us=float(entry["chunk_us"]),
-        flops_per_us=float(entry["flops_per_us"]),
-        dtype=str(entry.get("dtype", measured_in)),
-        rates=tuple((str(dtype), float(rate)) for dtype, rate in entry.get("rates", ())),
-        copied_bytes_per_us=None if copied is None else float(copied),
-    )
+    return decoded(ChunkCosts, {"dtype": measured_in, **entry}, newer=True)

@@ -34,6 +34,7 @@ from mstpass.torch_internals.higher_order_ops import implement
 from mstpass.torch_internals.op_types import HigherOrderOperator
 
 STACK, SUM = "stack", "sum"
+CONDITION = "mst_cond_"  # what the names of the conditions of lowered loops begin with
 _ALIGNED = 16  # tokens
 OutputSpec = tuple[str, tuple[Any, ...], torch.dtype]  # a size is an int, or a node of a graph
 

@@ -63,6 +63,10 @@ class ChunkCosts:
         copied = 1.0 if self.copied_bytes_per_us is None else self.copied_bytes_per_us
         if not all(rate > 0 for rate in (*dict(self.rates).values(), copied)):
             raise ValueError(f"rates={self.rates}, copied_bytes_per_us={copied}")
+        if not all(slow > 0 for _, slow in self.slowdown):
+            raise ValueError(f"slowdown={self.slowdown}")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"dtype={self.dtype!r} is no dtype of torch")
 
     def rate(self, dtype: torch.dtype) -> float | None:
         """The rate of matmuls in a dtype; None if it was not measured."""

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mstpass.plain_data import printable
+
 NESTED = "nested checkpoints"
 REPEATED_BACKWARD = "repeated backward"
 DEAD = "dead recompute"
@@ -110,7 +112,7 @@ class LintReport:
             json.dump(self.to_dict(), file, indent=1)
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return printable("\n".join(_lines(self)))
 
 
 def _lines(report: LintReport) -> list[str]:

@@ -31,7 +31,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mstpass.graph import ops
 from mstpass.graph.buffer_ops import call_buffer_ops_as_they_are, counter
 from mstpass.graph.builder import Builder, fake_mode_of
-from mstpass.graph.loop_op import OutputSpec, mst_loop
+from mstpass.graph.loop_op import CONDITION, OutputSpec, mst_loop
 from mstpass.graph.sizes import Size, expression, is_size, symbols_of
 from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step
 from mstpass.torch_internals.inductor_lowerings import select_decomp_table
@@ -180,7 +180,7 @@ class _Lowering:
                     for fn in (cond, step)
                 ]
             number = len(self.traced)
-            names = (f"mst_cond_{number}", f"mst_step_{number}")
+            names = (f"{CONDITION}{number}", f"mst_step_{number}")
             for name, module in zip(names, traced, strict=True):
                 setattr(self.root, name, module)
             self.traced[key] = names

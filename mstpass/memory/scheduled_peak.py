@@ -15,9 +15,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from mstpass.graph.loop_op import CONDITION
 from mstpass.memory.allocation import allocated_bytes
 from mstpass.memory.workspaces import KNOWN, workspace_bytes
-from mstpass.torch_internals.compile_fx import CustomSchedulerPass
+from mstpass.torch_internals.compile_fx import CustomSchedulerPass, key_of
+from mstpass.torch_internals.private_apis import LostLoopError
 
 if TYPE_CHECKING:
     from mstpass.torch_internals.inductor_schedule import Schedule
@@ -30,24 +32,31 @@ class ReadSchedule(CustomSchedulerPass):
 
     Attributes:
         failed: an error left a graph unread: nothing is known.
+        graphs: how many it was called with.
     """
 
     def __init__(self, users_pass: Callable[..., Any] | None = None):
         self.users_pass = users_pass
         self.failed = False
+        self.graphs = 0
         self._schedules: list[Schedule] = []
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
+        self.graphs += 1
         if self.users_pass is not None:
             nodes = self.users_pass(nodes)
         try:
             # Imported here: a torch that lacks what the reader needs still compiles.
             from mstpass.torch_internals import inductor_schedule as reader
+            from mstpass.torch_internals.scheduled_loops import check_loops
         except Exception as error:
             return self._failed(nodes, error, expected=False)
         try:
             nodes = reader.in_final_order(nodes)
+            check_loops(nodes, CONDITION)
             self._schedules.append(reader.read_schedule(nodes, KNOWN, allocated_bytes))
+        except LostLoopError:
+            raise
         except Exception as error:
             return self._failed(nodes, error, expected=isinstance(error, reader.NotCountedError))
         return nodes
@@ -66,11 +75,7 @@ class ReadSchedule(CustomSchedulerPass):
         return nodes
 
     def uuid(self) -> Any:
-        if self.users_pass is None:
-            return "mstpass"  # the sources are part of the other hooks' keys
-        uuid = getattr(self.users_pass, "uuid", None)
-        theirs = uuid() if uuid is not None else None
-        return None if theirs is None else f"mstpass-{theirs}"
+        return key_of(self.users_pass)
 
     @property
     def peak_bytes(self) -> int | None:

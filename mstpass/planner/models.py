@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
+import reprlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mstpass.errors import UserError, require
+from mstpass.plain_data import MOST_CONFIG_BYTES, read_json
 from mstpass.planner.fixed_memory import Sizes
 from mstpass.planner.training import Training
 
 _FILE = Path(__file__).with_name("models.json")
 _ATTENTION = "mstpass_planned"  # a name with "flash" makes transformers look for a package
+
+# what transformers may load code by, from a file or from the Hub
+_NAMES_OF_CODE = ("auto_map", "attn_implementation", "_attn_implementation", "custom_pipelines")
+_COUNT = re.compile(r"num_|n_(layer|head)|\w*layers$")  # of modules, which are built one by one
+_MOST_MODULES, _MOST = 2000, 2**40
 
 
 class ModelError(UserError):
@@ -63,7 +71,7 @@ def config_of(given: str) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, MOST_CONFIG_BYTES)
     except (OSError, ValueError) as error:
         raise ModelError(f"--model {path}: cannot read this config.json: {error}") from error
     if not isinstance(found, dict):
@@ -75,10 +83,13 @@ def _config(values: Mapping[str, Any], name: str) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    values = dict(values)
+    values = {key: value for key, value in values.items() if key not in _NAMES_OF_CODE}
     kind = values.pop("model_type", None)
     if not isinstance(kind, str):
         raise ModelError(f"--model {name}: not a config of transformers: it has no model_type")
+    absurd = next(_absurd_sizes(values), None)
+    if absurd is not None:
+        raise ModelError(f"--model {name}: {absurd} is too large for a model")
     try:
         config = AutoConfig.for_model(kind, **values)
     except Exception as error:  # a config class may raise anything on unexpected values
@@ -95,6 +106,15 @@ def _config(values: Mapping[str, Any], name: str) -> Any:
     return config
 
 
+def _absurd_sizes(values: Mapping[str, Any]) -> Iterator[str]:
+    """Sizes of which no model could be built, not even without memory."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _absurd_sizes(value)
+        elif isinstance(value, int) and value > (_MOST_MODULES if _COUNT.match(key) else _MOST):
+            yield f"{key}={reprlib.repr(value)}"
+
+
 def build(config: Any, training: Training) -> nn.Module:
     """The model in training mode, built on the current device or in the current fake mode."""
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
@@ -105,7 +125,9 @@ def build(config: Any, training: Training) -> nn.Module:
     dtype = torch.bfloat16 if training.dtype == "bf16" else torch.float32
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about generation, which does not happen here
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False
+        ).train()
     model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # transformers cannot tell from GPT-2's name
     return model
 

@@ -7,4 +7,5 @@ saved_set.py        what backward recomputes and reads for a set of saved values
 verify.py           whether a plan gives backward all it needs
 problem_json.py     problems as files
 solver_registry.py  names of solvers, and the registration of users' own
+time_limit.py       a call of a user's solver that may never return
 """

@@ -9,8 +9,10 @@ import inspect
 from collections.abc import Callable
 
 from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.time_limit import TimeLimitError, within
 
 Solver = Callable[[CutProblem, int | None], Plan]
+DEFAULT_TIME_LIMIT_S = 120.0  # for one call of a user's solver; the largest recorded step needs 2 s
 
 OWN_SOLVERS = (
     "peak_search",
@@ -35,18 +37,24 @@ def is_own(name: str) -> bool:
     return name == "auto" or name in OWN_SOLVERS
 
 
-def register_solver(name: str, solve: Solver) -> None:
+def register_solver(
+    name: str, solve: Solver, *, time_limit_s: float = DEFAULT_TIME_LIMIT_S
+) -> None:
     """Make a solver available as ``options={"solver": name}`` and to ``mstpass bench solvers``.
 
     Args:
         name: an identifier that none of mstpass's own solvers has.
-        solve: ``solve(problem, budget_bytes) -> Plan``. Each plan is verified: if backward cannot
-            get a value that it needs, that is an error under ``strict``, and otherwise a warning.
-            Graphs that the solver planned are not cached on disk, because nothing tells when the
-            function has changed.
+        solve: ``solve(problem, budget_bytes) -> Plan``. It runs in a thread of its own. Each plan
+            is verified: if the function raises, or backward cannot get a value that it needs, that
+            is an error under ``strict``; otherwise mstpass warns, and ``peak_search`` solves
+            instead. Graphs that the solver planned are not cached on disk, because nothing tells
+            when the function has changed.
+        time_limit_s: how long one call may take. A solver that has needed longer has failed, and
+            is not asked again until it is registered again.
 
     Raises:
-        ValueError: the name is not an identifier, or mstpass has a solver of that name.
+        ValueError: the name is not an identifier, or mstpass has a solver of that name; the time
+            limit is not positive.
         TypeError: ``solve`` cannot be called with a problem and a budget.
     """
     if not name.isidentifier() or name == "auto":
@@ -55,10 +63,30 @@ def register_solver(name: str, solve: Solver) -> None:
         raise ValueError(
             f"register_solver: {name!r} is one of mstpass's own solvers; choose another name"
         )
+    if not time_limit_s > 0:
+        raise ValueError(f"register_solver: time_limit_s={time_limit_s!r} must be positive")
     try:
         inspect.signature(solve).bind(None, None)
     except TypeError as error:
         raise TypeError(
             f"register_solver: {name} cannot be called as {name}(problem, budget_bytes): {error}"
         ) from None
-    registered[name] = solve
+    registered[name] = _Limited(solve, time_limit_s)
+
+
+class _Limited:
+    """A user's solver that has a time limit; once it has exceeded it, it is not asked again."""
+
+    def __init__(self, solve: Solver, time_limit_s: float):
+        self.solve, self.time_limit_s = solve, time_limit_s
+        self._too_slow: TimeLimitError | None = None
+
+    def __call__(self, problem: CutProblem, budget_bytes: int | None) -> Plan:
+        if self._too_slow is None:
+            try:
+                return within(self.time_limit_s, self.solve, problem, budget_bytes)
+            except TimeLimitError as error:
+                self._too_slow = TimeLimitError(
+                    f"{error}; register_solver(..., time_limit_s=) allows more"
+                )
+        raise self._too_slow

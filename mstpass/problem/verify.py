@@ -7,13 +7,36 @@ saved that cannot be.
 
 from __future__ import annotations
 
-from collections.abc import Set
+import reprlib
+from collections.abc import Mapping, Set
 
-from mstpass.problem.problem import MUST_SAVE, RECOMPUTED, CutProblem, Value
+from mstpass.problem.problem import MUST_SAVE, RECOMPUTED, CutProblem, Plan, Value
 
 
 class InvalidPlan(Exception):
     """A plan that cannot be carried out; the message names the value and the reason."""
+
+
+def checked_plan(problem: CutProblem, plan: object) -> Plan:
+    """A copy of what a solver has returned, if that has the form of a plan.
+
+    Raises:
+        InvalidPlan: it is no `Plan`, its fields are of other types, or it names a region or a mode
+            that the problem does not have.
+    """
+    if not isinstance(plan, Plan):
+        raise InvalidPlan(f"it returned {reprlib.repr(plan)}, which is no Plan")
+    for what, names in (("saved", plan.saved), ("nested", plan.nested)):
+        if not isinstance(names, Set) or not all(isinstance(name, str) for name in names):
+            raise InvalidPlan(f"Plan.{what} is {reprlib.repr(names)}, which is no set of names")
+    if not isinstance(plan.modes, Mapping):
+        raise InvalidPlan(f"Plan.modes is {reprlib.repr(plan.modes)}, which is no mapping")
+    modes = dict(plan.modes)
+    known = {region.region: {mode.name for mode in region.modes} for region in problem.regions}
+    for region, mode in modes.items():
+        if mode not in known.get(region, ()):
+            raise InvalidPlan(f"the problem has no region {region!r} with a mode {mode!r}")
+    return Plan(frozenset(plan.saved), modes, frozenset(plan.nested))
 
 
 def verify(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()) -> None:

@@ -11,14 +11,20 @@ from typing import Any
 
 from mstpass.byte_sizes import bytes_text
 from mstpass.errors import UserError
+from mstpass.plain_data import decoded, printable, read_json
+from mstpass.plans import Outcome
 from mstpass.report.data import ReportData
 from mstpass.report.details import Details
 from mstpass.report.drawing.dot import render, to_dot
 from mstpass.report.html import page
 from mstpass.report.memory_viz import PICKLE_PROTOCOL, memory_snapshot
 from mstpass.report.perfetto import perfetto_trace
-from mstpass.report.report_json import compact_json, details_from_json, outcome_from_json
+from mstpass.report.report_json import compact_json, details_from_json
 from mstpass.report.text import report_lines
+
+
+class ReportFileError(ValueError):
+    """A file does not hold a report; the message names the file and says what is wrong."""
 
 
 class NoDetails(UserError):
@@ -53,10 +59,21 @@ class Report(ReportData):
 
     @staticmethod
     def from_json(path: str | os.PathLike[str], cached: bool = False) -> Report:
-        """Read a report that `to_json` wrote, also by an older version of mstpass."""
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        details = details_from_json(data["details"]) if data.get("details") else None
-        return Report(outcome_from_json(data), cached, details)
+        """Read a report that `to_json` wrote, also by an older or a newer version of mstpass.
+
+        Raises:
+            ReportFileError: the file holds something else.
+            OSError: the file cannot be read.
+        """
+        try:
+            data = read_json(path)
+            outcome = decoded(Outcome, data, newer=True)
+            if "regions" not in data:
+                raise ValueError("it has no regions")
+            details = details_from_json(data["details"]) if data.get("details") else None
+        except (TypeError, ValueError, LookupError) as error:
+            raise ReportFileError(f"{path}: not a report of mstpass: {error}") from None
+        return Report(outcome, cached, details)
 
     # ---- pictures ------------------------------------------------------------------------------
     def to_dot(self, fold: str = "auto") -> str:
@@ -114,7 +131,7 @@ class Report(ReportData):
         return self.details
 
     def __str__(self) -> str:
-        return "\n".join(report_lines(self))
+        return printable("\n".join(report_lines(self)))
 
     def __repr__(self) -> str:
         return (

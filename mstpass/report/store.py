@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mstpass.plain_data import replace_text
 from mstpass.report.publish import publish
 from mstpass.report.report import Report
 from mstpass.torch_internals.compile_artifacts import cache_folder
@@ -43,36 +42,62 @@ def keep(report: Report, seconds: Mapping[str, float] | None = None) -> None:
     publish(report, seconds or {})
 
 
-def add(
-    report: Report, key: str, path: str | None = None, seconds: Mapping[str, float] | None = None
-) -> None:
-    """Keep and publish a new report; write it beside the compile cache and to the user's path.
+def add(report: Report, key: str, seconds: Mapping[str, float] | None = None) -> None:
+    """Keep and publish a new report, and write it beside the compile cache.
 
     Args:
         key: from `graph_key`.
-        path: of the option ``report``; a number is added to it if the file exists.
         seconds: the time of each stage of planning.
     """
     keep(report, seconds)
     remember(report, key)
-    if path is not None:
-        target = Path(path)
-        number = 1
-        while target.exists():
-            number += 1
-            target = Path(path).with_stem(f"{Path(path).stem}-{number}")
-        _write(report, target)
 
 
 def remember(report: Report, key: str) -> None:
-    """Write a report beside the compile cache, for `recall`; `reports` does not show it."""
-    _write(report, _file(key))
+    """Write a report beside the compile cache, for `recall`; `reports` does not show it.
+
+    Another process reads the whole file or none. A failure is logged and stops no compilation.
+    """
+    path = _file(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, report.json_text())
+    except Exception as error:
+        log.warning("mstpass could not write a report beside the compile cache: %s", error)
 
 
-def add_nested(reports: Sequence[Report], key: str, path: str | None = None) -> None:
+def write(report: Report, path: str) -> None:
+    """Write a report where the user asked for it, under a new name if the file exists.
+
+    Raises:
+        OSError: it cannot be written; then no part of it is left.
+    """
+    text = report.json_text()
+    target = _new_file(Path(path))
+    try:
+        target.write_text(text, encoding="utf-8")
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+
+
+def _new_file(path: Path) -> Path:
+    """An empty file at the path, with a number in its name if there is one already."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = path
+    for number in itertools.count(2):
+        try:
+            target.touch(exist_ok=False)
+            break
+        except FileExistsError:
+            target = path.with_stem(f"{path.stem}-{number}")
+    return target
+
+
+def add_nested(reports: Sequence[Report], key: str) -> None:
     """`add` the reports of the regions that a graph calls, in front of the graph's own."""
     for number, report in enumerate(reports):
-        add(report, _nested_key(key, number), path)
+        add(report, _nested_key(key, number))
 
 
 def recall_nested(key: str) -> list[Report]:
@@ -86,10 +111,14 @@ def _nested_key(key: str, number: int) -> str:
 
 
 def recall(key: str) -> Report | None:
-    """The report that an earlier process wrote beside the compile cache; None if there is none."""
+    """The report that an earlier process wrote beside the compile cache; None if there is none.
+
+    Raises:
+        ReportFileError: the file is broken.
+    """
     try:
         return Report.from_json(_file(key), cached=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
         log.debug("no report beside the compile cache for this graph: %s", error)
         return None
 
@@ -121,15 +150,3 @@ def graph_key(gm: fx.GraphModule, inputs: Sequence[Any], salt: str) -> str:
 
 def _file(key: str) -> Path:
     return cache_folder() / "mstpass" / f"{key}.json"
-
-
-def _write(report: Report, path: Path) -> None:
-    """Write the whole file or nothing. A failure is logged and does not stop a compilation."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        os.close(handle)
-        report.to_json(temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        log.warning("mstpass could not write a report to %s: %s", path, error)

@@ -38,7 +38,6 @@ APIS = PrivateApis(
         "torch.utils.checkpoint.CheckpointFunction.backward(ctx)",
         "torch._C._current_graph_task_id",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

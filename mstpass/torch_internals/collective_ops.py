@@ -14,7 +14,6 @@ from mstpass.torch_internals.private_apis import PrivateApis
 
 APIS = PrivateApis(
     names=("torch.ops._c10d_functional", "torch.ops._dtensor"),
-    checked=("2.11", "2.13", "2.15"),
 )
 NAMESPACE = "_c10d_functional"
 ALL_REDUCE = f"{NAMESPACE}::all_reduce"

@@ -26,7 +26,6 @@ APIS = PrivateApis(
         "torch._inductor.runtime.cache_dir_utils.cache_dir",
         "torch._logging._internal.trace_structured_artifact(name, encoding, payload_fn)",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

@@ -7,9 +7,11 @@ which they are called:
 - ``custom_partitioner_fn``: gets the joint graph, returns forward and backward;
 - ``post_grad_custom_pre_pass``, ``post_grad_custom_post_pass``: before and after Inductor's own
   rewrites of forward and backward;
-- ``_post_fusion_custom_pass``: gets the scheduler's kernels after fusion.
+- ``_pre_fusion_custom_pass``, ``_post_fusion_custom_pass``: get the scheduler's kernels before and
+  after fusion.
 
-The ``uuid()`` of each is a part of the keys of the compile caches; None keeps a graph out of them.
+The ``uuid()`` of each is a part of the keys of the compile caches. None keeps a graph out of them,
+but only that of the post-grad passes: of the others, None is a key like any other one.
 Source: torch/_inductor/compile_fx.py, custom_graph_pass.py.
 """
 
@@ -20,14 +22,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 try:
     from torch._inductor.custom_graph_pass import CustomSchedulerPass
-except ImportError:  # torch 2.11 takes any function with a uuid
-    CustomSchedulerPass = object  # type: ignore[assignment, misc]
+except ImportError:  # torch 2.11 wants a graph pass before fusion, and takes any function after it
+    CustomSchedulerPass = CustomGraphPass  # type: ignore[assignment, misc]
 
 from mstpass.torch_internals.private_apis import PrivateApis
 
@@ -36,7 +37,7 @@ __all__ = [
     "CustomPartitionerFn",
     "CustomSchedulerPass",
     "compile_fx",
-    "options_of_mode",
+    "key_of",
 ]
 
 APIS = PrivateApis(
@@ -45,20 +46,26 @@ APIS = PrivateApis(
         "torch._inductor.custom_graph_pass.CustomGraphPass.uuid",
         "torch._inductor.custom_graph_pass.CustomPartitionerFn.uuid",
         "torch._inductor.custom_graph_pass.CustomSchedulerPass"
-        " | torch._inductor.config._post_fusion_custom_pass",  # in 2.11 any function
-        "torch._inductor.list_mode_options(mode)",
+        " | torch._inductor.config._post_fusion_custom_pass",  # not in 2.11
         "torch._inductor.config.custom_partitioner_fn",
         "torch._inductor.config.post_grad_custom_pre_pass",
         "torch._inductor.config.post_grad_custom_post_pass",
+        "torch._inductor.config._pre_fusion_custom_pass",
         "torch._inductor.config._post_fusion_custom_pass",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 
-def options_of_mode(mode: str | None) -> dict[str, Any]:
-    """Inductor's settings under a ``mode`` of ``torch.compile``."""
-    return {} if mode in (None, "default") else dict(list_mode_options(mode))
+def key_of(users_pass: Any) -> Any:
+    """The ``uuid`` of a pass of ours that runs the user's pass too; None if theirs has none.
+
+    Our sources are in the keys of other hooks.
+    """
+    if users_pass is None:
+        return "mstpass"
+    uuid = getattr(users_pass, "uuid", None)
+    theirs = uuid() if uuid is not None else None
+    return None if theirs is None else f"mstpass-{theirs}"
 
 
 class _Reached(Exception):

@@ -19,7 +19,6 @@ APIS = PrivateApis(
         "torch._dynamo.compiled_autograd.compiled_autograd_enabled",
         "torch._dynamo.compiled_autograd._enable(compiler_fn)",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

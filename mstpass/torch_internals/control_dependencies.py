@@ -21,7 +21,6 @@ APIS = PrivateApis(
         "torch._inductor.fx_passes.control_dependencies.preserve_node_ordering",
         "torch.utils._ordered_set.OrderedSet",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

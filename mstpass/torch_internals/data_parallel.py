@@ -26,7 +26,6 @@ APIS = PrivateApis(
         "torch._dynamo.backends.distributed.propagate_dynamo_source",
         "torch.nn.parallel.DistributedDataParallel._get_active_ddp_module",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 DDP, FSDP2 = "DDP", "FSDP2"
 

@@ -23,7 +23,6 @@ APIS = PrivateApis(
         "torch._dynamo.backends.distributed.SubmodCompiler.run_node(n)",
         "torch._dynamo.backends.distributed.DDPOptimizer.compile_fn(gm)",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

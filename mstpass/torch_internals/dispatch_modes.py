@@ -18,7 +18,6 @@ __all__ = ["TorchDispatchMode", "storage_key"]
 
 APIS = PrivateApis(
     names=("torch.utils._python_dispatch.TorchDispatchMode", "torch.UntypedStorage._cdata"),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

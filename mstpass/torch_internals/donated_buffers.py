@@ -22,14 +22,12 @@ APIS = PrivateApis(
         "torch._guards.TracingContext.try_get",
         "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta.bw_donated_idxs",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 
 def keep_safe_donations(graph: fx.Graph) -> None:
     """Drop unsafe positions from the backward's donations, in place and for torch's own check."""
-    placeholders = graph.find_nodes(op="placeholder")
-    if not any("tangents" in str(n.target) for n in placeholders):
+    if not is_backward(graph):
         return
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
@@ -38,6 +36,11 @@ def keep_safe_donations(graph: fx.Graph) -> None:
         return
     largest = max(map(_num_inputs, _subgraphs(graph)), default=0)
     donated[:] = [position for position in donated if position >= largest]
+
+
+def is_backward(graph: fx.Graph) -> bool:
+    """Whether a graph that Inductor compiles is the backward of a step."""
+    return any("tangents" in str(n.target) for n in graph.find_nodes(op="placeholder"))
 
 
 def _subgraphs(graph: fx.Graph) -> list[fx.GraphModule]:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo.convert_frame import register_bytecode_hook
-from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._dynamo.exc import RestartAnalysis, TorchDynamoException, Unsupported
 from torch._dynamo.output_graph import GraphCompileReason
 
 from mstpass.torch_internals.private_apis import PrivateApis
@@ -23,6 +23,7 @@ from mstpass.torch_internals.private_apis import PrivateApis
 __all__ = [
     "TRACING_LOGGERS",
     "GraphCompileReason",
+    "RestartAnalysis",
     "TorchDynamoException",
     "Unsupported",
     "forget_backend",
@@ -35,6 +36,7 @@ APIS = PrivateApis(
         "torch._C._dynamo.eval_frame._debug_get_cache_entry_list",
         "torch._C._dynamo.eval_frame.reset_code",
         "torch._dynamo.convert_frame.register_bytecode_hook(hook)",
+        "torch._dynamo.exc.RestartAnalysis",
         "torch._dynamo.exc.TorchDynamoException",
         "torch._dynamo.exc.Unsupported",
         "torch._dynamo.output_graph.GraphCompileReason(reason, user_stack, graph_break)",
@@ -42,7 +44,6 @@ APIS = PrivateApis(
         "torch._dynamo.variables.tensor.log",
         "torch._dynamo.variables.ctx_manager.log",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 # They repeat what an error says, or warn of what only matters in a real run.

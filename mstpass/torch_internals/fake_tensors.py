@@ -33,7 +33,6 @@ APIS = PrivateApis(
         "torch._subclasses.fake_tensor.DataDependentOutputException",
         "torch._subclasses.fake_tensor.DynamicOutputShapeException",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

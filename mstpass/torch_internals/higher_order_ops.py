@@ -25,7 +25,6 @@ APIS = PrivateApis(
         "torch._C.DispatchKey.CompositeExplicitAutograd",
         "torch._subclasses.fake_tensor.FakeTensorMode",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

@@ -25,7 +25,6 @@ APIS = PrivateApis(
         "torch._inductor.ir.StorageBox.realize",
         "torch._inductor.decomposition.select_decomp_table",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

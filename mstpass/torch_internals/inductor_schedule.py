@@ -65,7 +65,6 @@ APIS = PrivateApis(
         "torch._inductor.virtualized.V",
         "torch.utils._ordered_set.OrderedSet",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 # torch.cond: `Conditional` up to 2.14, `Switch` from 2.15 on

@@ -22,7 +22,6 @@ APIS = PrivateApis(
         "torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE",
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 COMPILED = "_orig_mod"
 WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", COMPILED)

@@ -26,7 +26,6 @@ APIS = PrivateApis(
         "torch._higher_order_ops.flex_attention.FlexAttentionBackwardHOP.__call__"
         "(query, key, value, out, logsumexp, grad_out)",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 # What higher-order ops call their first arguments; they have no schema.
 _HIGHER_ORDER = {

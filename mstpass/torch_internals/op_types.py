@@ -20,7 +20,6 @@ APIS = PrivateApis(
         "torch.ops.aten.mm.default._schema",
         "torch._ops.HigherOrderOperator(name, cacheable)",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

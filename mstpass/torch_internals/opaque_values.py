@@ -23,7 +23,6 @@ APIS = PrivateApis(
         "torch._library.fake_class_registry.FakeScriptObject",
         "torch._functorch.partitioners",  # its is_opaque_node
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 _asks_torch: Any = getattr(partitioners, "is_opaque_node", None)  # from 2.12 on
 

@@ -41,7 +41,6 @@ APIS = PrivateApis(
         "torch._functorch.compile_utils.raise_getitems",
         "torch.utils._ordered_set.OrderedSet",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 _TAKES_OPAQUE_NODES = (  # from 2.12 on
     "saved_opaque_nodes" in inspect.signature(partitioners._extract_fwd_bwd_modules).parameters

@@ -12,16 +12,21 @@ FakeTensorMode                             it makes no real tensor to learn abou
 UniformValueConstantFolder                 it runs operators on one element: on the CPU instead
 pad_mm._should_pad                         it measures products; instead, none is padded
 
-It holds for the whole process, so no other thread may use CUDA. On a machine with a GPU, that GPU
-is hidden until the end. ``mstpass.torch_internals.pretended_triton`` adds what compiling needs.
+Other threads see no such GPU: each patch asks whose question it is. But the engine and the
+attention are those of the process, so no other thread may differentiate on CUDA meanwhile. On a
+machine with a GPU, that GPU is hidden until the end. ``mstpass.torch_internals.pretended_triton``
+adds what compiling needs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -52,7 +57,6 @@ APIS = PrivateApis(
         "torch._subclasses.fake_tensor.init_gpu_context",
         "torch.utils._triton.has_triton",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 
@@ -66,10 +70,15 @@ def pretended_gpu(kind: Gpu) -> Iterator[None]:
     if kind.name not in _patches:
         _patches[kind.name] = SharedPatch(lambda: _pretended(kind))
     with _patches[kind.name]():
-        yield
+        token = _here.set(True)
+        try:
+            yield
+        finally:
+            _here.reset(token)
 
 
 _patches: dict[str, SharedPatch] = {}
+_here: ContextVar[bool] = ContextVar("a GPU is pretended in this thread", default=False)
 
 
 def is_pretended() -> bool:
@@ -111,7 +120,23 @@ class _Patcher:
         self.stack = stack
 
     def __call__(self, owner: Any, name: str, value: Any) -> None:
-        self.stack.enter_context(mock.patch.object(owner, name, value))
+        patched = _pretended_here(value, inspect.getattr_static(owner, name))
+        self.stack.enter_context(mock.patch.object(owner, name, patched))
+
+
+def _pretended_here(value: Any, original: Any) -> Any:
+    """``value`` in threads that pretend a GPU, ``original`` in all others."""
+    if isinstance(value, property):
+        of_value, of_original = value.__get__, original.__get__
+        return property(lambda self: of_value(self) if _here.get() else of_original(self))
+    static = isinstance(value, staticmethod)
+    ours, theirs = (f.__func__ if isinstance(f, staticmethod) else f for f in (value, original))
+
+    @functools.wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (ours if _here.get() else theirs)(*args, **kwargs)
+
+    return staticmethod(call) if static else call
 
 
 def _answers(kind: Gpu) -> dict[str, Callable[..., Any]]:

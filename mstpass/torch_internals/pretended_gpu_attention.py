@@ -30,7 +30,6 @@ APIS = PrivateApis(
         "torch.ops.aten._scaled_dot_product_attention_math",
         "torch.library.Library._destroy",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)

@@ -15,6 +15,7 @@ c10/core/impl/DeviceGuardImplInterface.h.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -34,7 +35,6 @@ from mstpass.torch_internals.private_apis import PrivateApis
 
 APIS = PrivateApis(
     names=("torch.autograd.set_multithreading_enabled", "torch.backends.cuda.is_built"),
-    checked=("2.11", "2.13", "2.15"),
 )
 _GUARD = Path(__file__).with_name("pretended_gpu_guard.cpp")
 _ROOT = Path(torch.__file__).parent
@@ -119,9 +119,17 @@ def _library(name: str) -> ctypes.CDLL:
 @functools.cache
 def _load_guard() -> None:
     """Compile the guard, unless an earlier process did, and load it."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mstpass"
-    library = cache / f"pretended_gpu_guard-{torch.__version__}.so"
-    if not library.exists():
+    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    library = Path(cache, "mstpass", f"pretended_gpu_guard-{torch.__version__}.so")
+    with contextlib.suppress(OSError):  # it is not there, or broken
+        ctypes.CDLL(str(library))
+        return
+    try:
+        if cache.startswith("~"):
+            raise OSError("there is no home directory")
+        _compile_guard(library)
+    except OSError:
+        library = Path(tempfile.mkdtemp(), library.name)
         _compile_guard(library)
     ctypes.CDLL(str(library))
 

@@ -31,7 +31,6 @@ APIS = PrivateApis(
         "torch._inductor.select_algorithm.AlgorithmSelectorCache.make_benchmark_fn",
         "torch._inductor.select_algorithm.TritonTemplateCaller",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 _SETTINGS = {
     "fx_graph_cache": False,

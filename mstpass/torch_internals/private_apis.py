@@ -12,9 +12,21 @@ from pkgutil import resolve_name
 
 import torch
 
+from mstpass.torch_internals.versions import CHECKED
+
 
 class TorchChangedError(RuntimeError):
-    """The installed torch lacks a private API, or has changed it; the message says which."""
+    """The installed torch lacks a private API, or has changed it; ``wrong`` says which and how."""
+
+    def __init__(self, wrong: str):
+        versions = ", ".join(CHECKED)
+        super().__init__(
+            f"torch {torch.__version__}: {wrong} (mstpass was checked with torch {versions})"
+        )
+
+
+class LostLoopError(RuntimeError):
+    """A loop that was planned is not in what torch compiled, or not where it must be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +35,11 @@ class PrivateApis:
 
     Attributes:
         names: dotted, with the parameters that are passed by name in parentheses. ``a | b`` stands
-            for an API that has had several names.
-        checked: the versions of torch with which the file's probe and the tests have passed.
+            for an API that has had several names. The versions of torch that all of them were
+            checked on are in versions.py.
     """
 
     names: tuple[str, ...]
-    checked: tuple[str, ...]
 
     def require(self) -> None:
         """Check that all APIs exist and have their parameters.
@@ -47,10 +58,7 @@ class PrivateApis:
             TorchChangedError: it does not hold.
         """
         if not holds:
-            raise TorchChangedError(
-                f"torch {torch.__version__}: {wrong} (mstpass is checked with torch "
-                f"{', '.join(self.checked)})"
-            )
+            raise TorchChangedError(wrong)
 
 
 def _wrong(name: str) -> str:

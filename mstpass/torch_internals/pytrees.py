@@ -14,7 +14,6 @@ __all__ = ["tree_leaves", "tree_map"]
 
 APIS = PrivateApis(
     names=("torch.utils._pytree.tree_leaves", "torch.utils._pytree.tree_map"),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

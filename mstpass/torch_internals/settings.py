@@ -1,6 +1,6 @@
 """Read and patch the settings of Inductor, AOTAutograd and Dynamo.
 
-A patch holds for the thread that makes it: torch keeps settings in context variables. Up to 2.12
+A patch holds for the thread that makes it: torch keeps settings in context variables. Up to 2.11
 all threads share them; of threads that need the same patch at once, the first makes it and the last
 undoes it. Source: torch/_inductor/config.py, torch/_functorch/config.py, torch/_dynamo/config.py,
 torch/utils/_config_module.py.
@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch._dynamo.config as dynamo_config
@@ -23,6 +24,7 @@ from mstpass.torch_internals.private_apis import PrivateApis
 
 APIS = PrivateApis(
     names=(
+        "torch._inductor.config._config",
         "torch._inductor.config.patch",
         "torch._inductor.config.get_config_copy",
         "torch._inductor.config.fx_graph_cache",
@@ -39,16 +41,15 @@ APIS = PrivateApis(
         "torch._dynamo.config.automatic_dynamic_shapes",
         "torch._dynamo.config.error_on_recompile",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
-_PER_THREAD = hasattr(inductor_config, "_hash_dirty_var")
+_PER_THREAD = isinstance(inductor_config._config["fx_graph_cache"].user_override, ContextVar)
 
 Patch = Callable[[], AbstractContextManager[Any]]
 
 
 def inductor_setting(name: str) -> Any:
-    """The value in force."""
-    return getattr(inductor_config, name)
+    """The value in force; None if there is no such setting."""
+    return getattr(inductor_config, name, None)
 
 
 def inductor_settings() -> Set[str]:

@@ -16,7 +16,6 @@ APIS = PrivateApis(
         "torch.fx.experimental.symbolic_shapes.ShapeEnv.create_unbacked_symint",
         "torch._inductor.sizevars.SizeVarAllocator.optimization_hint(fallback)",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 

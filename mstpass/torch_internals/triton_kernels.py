@@ -56,7 +56,6 @@ APIS = PrivateApis(
         "torch._inductor.scheduler.SchedulerNode",
         "torch._inductor.virtualized.V",
     ),
-    checked=("2.11", "2.13", "2.15"),
 )
 _SPLITS_PER_MULTIPROCESSOR = 8
 _SPLIT_ROWS = (16, 128)  # the fewest and the most rows of a partial sum

@@ -15,7 +15,6 @@ from mstpass.torch_internals.private_apis import PrivateApis
 
 APIS = PrivateApis(
     names=("torch.Tensor._make_wrapper_subclass",),
-    checked=("2.11", "2.13", "2.15"),
 )
 
 Subclass = TypeVar("Subclass", bound=torch.Tensor)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mstpass.errors import MissingPackageError, require
+from mstpass.plain_data import printable
 from mstpass.report.data import ReportData
 from mstpass.report.details import BACKWARD, FORWARD, RECOMPUTED, RECONSTRUCTED, SAVED, Details
 from mstpass.report.drawing.boxes import AUTO, Amount, Box, Drawing, make_drawing
@@ -96,21 +97,29 @@ def to_dot(report: ReportData, details: Details, fold: str = AUTO) -> str:
 def render(dot_text: str, kind: str) -> bytes:
     """DOT text as a picture; ``kind`` is a format of the ``dot`` program, such as ``"svg"``.
 
+    Graphviz cannot always lead its curved edges around all boxes; then they are straight.
+
     Raises:
         MissingPackageError: without the ``graphviz`` package or the ``dot`` program.
     """
     require(["graphviz"], "viz", "a picture of the plan")
     import graphviz  # optional
 
+    def piped(text: str) -> bytes:
+        picture: bytes = graphviz.pipe("dot", kind, text.encode(), quiet=True)
+        return picture
+
     try:
-        picture: bytes = graphviz.pipe("dot", kind, dot_text.encode(), quiet=True)
+        try:
+            return piped(dot_text)
+        except graphviz.CalledProcessError:
+            return piped(dot_text.replace("{", "{\n\tsplines=line", 1))
     except graphviz.ExecutableNotFound as error:
         raise MissingPackageError(
             "a picture of the plan needs Graphviz's 'dot' program: apt install graphviz, "
             "brew install graphviz, or https://graphviz.org/download. "
             "Report.to_dot() gives the text without it"
         ) from error
-    return picture
 
 
 # ---- columns -----------------------------------------------------------------------------------
@@ -124,9 +133,11 @@ def _add_column(cluster: Any, column: str, title: str, drawing: Drawing) -> None
             _add_loops(cluster, column, "", inside, drawing)
             continue
         copies = max(box.copies for box in inside)
-        with cluster.subgraph(name=f"cluster_{column}_{layers}") as inner:
-            label = _escaped(layers) + (f"  (× {copies}, drawn once)" if copies > 1 else "")
-            inner.attr(label=label, fontsize="12", color=GRID, style="rounded", margin="10")
+        with cluster.subgraph(name=_escaped(f"cluster_{column}_{layers}")) as inner:
+            label = layers + (f"  (× {copies}, drawn once)" if copies > 1 else "")
+            inner.attr(
+                label=_escaped(label), fontsize="12", color=GRID, style="rounded", margin="10"
+            )
             _add_loops(inner, column, layers, inside, drawing)
 
 
@@ -139,9 +150,9 @@ def _add_loops(
             for box in inside:
                 _add_node(graph, box)
             continue
-        with graph.subgraph(name=f"cluster_{column}_{layers}_loop_{loop}") as frame:
+        with graph.subgraph(name=_escaped(f"cluster_{column}_{layers}_loop_{loop}")) as frame:
             frame.attr(
-                label=f"▤ {drawing.loops[loop]}",
+                label=_escaped(f"▤ {drawing.loops[loop]}"),
                 fontsize="10",
                 fontcolor=LOOP,
                 color=LOOP,
@@ -160,7 +171,14 @@ def _add_node(graph: Any, box: Box) -> None:
         graph.node(box.name, label=box_label(box), shape="box", color=GRID, tooltip=tooltip)
         return
     if box.title in VIEWS and not box.amounts:
-        graph.node(box.name, box.title, shape="plaintext", style="", fontcolor=FAINT, height="0.2")
+        graph.node(
+            box.name,
+            _escaped(box.title),
+            shape="plaintext",
+            style="",
+            fontcolor=FAINT,
+            height="0.2",
+        )
         return
     fate = box.amounts[0].fate if box.amounts else ""
     look = {
@@ -174,7 +192,8 @@ def _escaped(text: str) -> str:
     """Text as a plain label: DOT reads backslashes as escapes, and ``<...>`` as HTML."""
     import graphviz  # optional
 
-    return str(graphviz.escape(text))
+    escaped: str = graphviz.escape(printable(text))  # no plain str: its type says it is no HTML
+    return escaped
 
 
 # ---- rows and the cut --------------------------------------------------------------------------

@@ -5,9 +5,10 @@ Labels are Graphviz's HTML-like labels: https://graphviz.org/doc/info/shapes.htm
 
 from __future__ import annotations
 
-from html import escape
+import html
 
 from mstpass.byte_sizes import bytes_text
+from mstpass.plain_data import printable
 from mstpass.report.data import ReportData
 from mstpass.report.details import RECOMPUTED, RECONSTRUCTED, SAVED
 from mstpass.report.drawing.boxes import Amount, Box, Drawing
@@ -39,7 +40,7 @@ def title_label(report: ReportData, drawing: Drawing) -> str:
         legend += _legend_cell("▤ runs in chunks, one after the other", LOOP, LOOP_FILL)
     return (
         '<<table border="0" cellspacing="4"><tr><td colspan="4"><font point-size="15"><b>'
-        f"{escape(',  '.join(facts))}</b></font></td></tr><tr>{legend}</tr></table>>"
+        f"{_escaped(',  '.join(facts))}</b></font></td></tr><tr>{legend}</tr></table>>"
     )
 
 
@@ -52,25 +53,25 @@ def _legend_cell(text: str, color: str, fill: str) -> str:
 
 def box_label(box: Box) -> str:
     """Title, ops and amounts of the nodes of a module, one below the other."""
-    rows = [f'<tr><td align="left"><b>{escape(_heading(box))}</b></td></tr>']
+    rows = [f'<tr><td align="left"><b>{_escaped(_heading(box))}</b></td></tr>']
     facts = (_ops_text(box), box.source if box.layers and not box.title else "")
     rows += [f'<tr><td align="left">{_small(text)}</td></tr>' for text in facts if text]
     for amount in box.amounts:
         color, fill = COLORS[amount.fate], FILLS[amount.fate]
         rows.append(
             f'<tr><td align="left" bgcolor="{fill}"><font point-size="10" color="{color}">'
-            f"{escape(_amount_text(amount, box))}</font></td></tr>"
+            f"{_escaped(_amount_text(amount, box))}</font></td></tr>"
         )
     return f'<<table border="0" cellspacing="0" cellpadding="2">{"".join(rows)}</table>>'
 
 
 def node_label(box: Box) -> str:
     """Op, shape, size and fate of a single node, one below the other."""
-    rows = [escape(_op_text(box.title))]
+    rows = [_escaped(_op_text(box.title))]
     if box.bytes >= _LEAST_SHOWN_BYTES:
         rows.append(_small(f"{list(box.shape)}  {bytes_text(box.bytes)}"))
     if box.amounts:
-        text = escape(_amount_text(box.amounts[0], box))
+        text = _escaped(_amount_text(box.amounts[0], box))
         rows.append(f'<font point-size="10">{text}</font>')
     cells = "".join(f"<tr><td>{row}</td></tr>" for row in rows)
     return f'<<table border="0" cellspacing="0" cellpadding="1">{cells}</table>>'
@@ -111,5 +112,9 @@ def _ops_text(box: Box) -> str:
     return ", ".join([*shown[:_MOST_OPS], *([f"+{more}"] if more > 0 else [])])
 
 
+def _escaped(text: str) -> str:
+    return html.escape(printable(text))
+
+
 def _small(text: str) -> str:
-    return f'<font point-size="9" color="{FAINT}">{escape(text)}</font>'
+    return f'<font point-size="9" color="{FAINT}">{_escaped(text)}</font>'

@@ -1,0 +1,125 @@
+"""Whether torch called the hooks of mstpass while it compiled a graph, and what follows if not.
+
+A new torch may rename a hook, call it with other arguments, or not call it any more. That a name
+exists proves nothing, so each compilation is held to what it must have done::
+
+    the backward is compiled          => the partitioner was called           (LowerLoops)
+    every loop of a graph             => is in Inductor's schedule, in front of what reads its
+                                         results                              (ReadSchedule)
+    a graph was compiled afresh       => the last graph pass was called       (`check_calls`)
+    the partitioner returned loops    => all of them were lowered, and kernels were seen before
+                                         they were fused, and after
+
+The first two are checked inside of the hooks, before Inductor caches anything. The counts cost
+nothing, and the schedule is walked over once. Where a check fails, the graph is compiled by
+Inductor alone. If torch lacks what mstpass needs (`TorchChangedError`), every later graph of the
+process is, too: `switch_off`. Without the schedule, mstpass goes on. ``strict=True`` raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Iterator
+
+from mstpass.graph.loop_op import mst_loop
+from mstpass.inductor_hooks import LowerLoops, Partitioner
+from mstpass.memory.scheduled_peak import ReadSchedule
+from mstpass.torch_internals.caches import CacheCounts
+from mstpass.torch_internals.private_apis import LostLoopError, PrivateApis, TorchChangedError
+from mstpass.torch_internals.scheduler_dependencies import KeepNames
+from mstpass.torch_internals.versions import ADVICE
+
+_HOMES = "mstpass.torch_internals."
+FUSION_HOOK, SCHEDULE_HOOK = "_pre_fusion_custom_pass", "_post_fusion_custom_pass"
+_UNREAD = f"{SCHEDULE_HOOK} is not called"
+_off: list[TorchChangedError] = []  # why mstpass is off; empty while it is on
+
+
+def check_calls(
+    partitioner: Partitioner,
+    lowering: LowerLoops,
+    keeper: KeepNames,
+    reader: ReadSchedule,
+    counts: CacheCounts,
+) -> None:
+    """Check that torch called the hooks while it compiled one step.
+
+    Args:
+        counts: what came from a cache and what did not, of this compilation.
+
+    Raises:
+        TorchChangedError: a hook was not called.
+        LostLoopError: a loop that was planned was not lowered.
+    """
+    if counts.hits:  # graphs that were checked when they were compiled
+        return
+    if counts.fresh and not lowering.graphs:
+        raise TorchChangedError("post_grad_custom_post_pass is not called")
+    if lowering.loops < partitioner.loops:
+        raise LostLoopError(f"torch has compiled {lowering.loops} of {partitioner.loops} loops")
+    if lowering.loops and not keeper.graphs:
+        raise TorchChangedError(f"{FUSION_HOOK} is not called")
+    if lowering.loops and not reader.graphs:
+        if partitioner.options.strict:
+            raise TorchChangedError(_UNREAD)
+        _warn_unread()
+
+
+def check_failure(error: Exception, partitioner: Partitioner, lowering: LowerLoops) -> None:
+    """Check that it was not our loops, never lowered, that Inductor could not compile.
+
+    Raises:
+        TorchChangedError: the last graph pass, which lowers them, was not called.
+    """
+    if partitioner.loops and not lowering.graphs and str(mst_loop) in str(error):
+        raise TorchChangedError("post_grad_custom_post_pass is not called") from error
+
+
+@functools.cache
+def _warn_unread() -> None:
+    """Loops were lowered, so the step has them. What is not known is Inductor's final order."""
+    warnings.warn(
+        f"mstpass cannot see Inductor's schedule. Found with {TorchChangedError(_UNREAD)}. Budgets "
+        "are held to simulated peaks alone, and that kernels wait for loops is not checked. "
+        f"{ADVICE}.",
+        stacklevel=3,
+    )
+
+
+def torch_changed(error: BaseException) -> TorchChangedError | None:
+    """What the installed torch lacks, if that is why compiling failed."""
+    for cause in _chain(error):
+        if isinstance(cause, TorchChangedError):
+            return cause
+    for name, module in list(sys.modules.items()):
+        apis = getattr(module, "APIS", None) if name.startswith(_HOMES) else None
+        if isinstance(apis, PrivateApis):
+            try:
+                apis.require()
+            except TorchChangedError as lacking:
+                return lacking
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def switch_off(error: TorchChangedError) -> None:
+    """Leave all later graphs of this process to Inductor, with one warning."""
+    if not _off:
+        _off.append(error)
+        warnings.warn(
+            "mstpass is off from here on, and steps compile as under Inductor. Found with "
+            f"{error}. {ADVICE}.",
+            stacklevel=3,
+        )
+
+
+def why_off() -> TorchChangedError | None:
+    return _off[0] if _off else None
