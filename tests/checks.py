@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+import torch._inductor.compile_fx as inductor
 from torch import fx, nn
 
 import mstpass
+from mstpass import backend
 from mstpass.torch_internals.compile_fx import CustomPartitionerFn, compile_fx
+from mstpass.torch_internals.settings import inductor_setting
 
 Loss = Callable[..., torch.Tensor]
+KERNELS = "MSTPASS_TESTS_COMPILE_KERNELS"  # an environment variable, set by ``pytest --all``
 STRICT = {"strict": True}
 
 
@@ -134,3 +141,50 @@ def joint_graph(
     torch.compiler.reset()
     assert found, "the function has no joint graph"
     return found[0]
+
+
+# ---- without Inductor's kernels ------------------------------------------------------------------
+@contextlib.contextmanager
+def op_by_op() -> Iterator[None]:
+    """Within it, steps that mst or Inductor compiles run op by op: no C++ compiler is called.
+
+    Dynamo, AOTAutograd, Inductor's joint passes and all of mstpass run as ever: the graphs are
+    planned, rewritten, split, and their loops lowered. Only what Inductor does after its last graph
+    pass is left out: its schedule, and the kernels. Under ``pytest --all`` nothing is left out.
+    """
+    if KERNELS in os.environ:
+        yield
+        return
+    compile_op_by_op = functools.partial(compile_fx, inner_compile=_as_it_is)
+    with (
+        mock.patch.object(backend, "compile_fx", compile_op_by_op),
+        mock.patch.object(inductor, "compile_fx", compile_op_by_op),
+    ):
+        yield
+
+
+def _as_it_is(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """Stands where Inductor compiles the forward or the backward."""
+    last_pass = inductor_setting("post_grad_custom_post_pass")
+    if last_pass is not None:
+        last_pass(gm.graph)
+        gm.recompile()
+    interpreter = Seeded(gm)
+
+    def run(inputs: list[Any]) -> Any:
+        with torch.no_grad():
+            return interpreter.boxed_run(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # it takes, and empties, a list
+    return run
+
+
+class Seeded(fx.Interpreter):
+    """Runs a graph; a random node draws by its seed, so the order of the nodes does not matter."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.prims.inductor_random.default:
+            size, seed, mode = args
+            generator = torch.Generator().manual_seed(int(seed))
+            return getattr(torch, mode)(size, generator=generator)
+        return super().call_function(target, args, kwargs)
