@@ -1,7 +1,9 @@
 # Every target sets itself up: a Python >= 3.10 with its headers, pip, make and g++ are enough.
 #   make demo   train a small Llama with eager, Inductor and mst, and draw the difference
 #   make gallery   pictures of the plans of reference models
-#   make test   the test suite
+#   make test   the test suite: ten minutes on two cores
+#   make test-all   the same with kernels in every test, and the tests marked `full`: hours
+#   make coverage   the lines of mstpass that `make test` runs
 #   make test-versions   the tests on every torch and Python that mstpass supports; hours
 #   make test-cuda   the tests for CUDA; without a GPU: the code for one, compiled and checked
 #   make lint   ruff and mypy
@@ -11,8 +13,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PYTEST_ARGS := pytest -n 2 --dist worksteal
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m $(PYTEST_ARGS)
 
-.PHONY: demo gallery test test-versions test-cuda lint docs format bench setup clean
+.PHONY: demo gallery test test-all test-versions coverage test-cuda lint docs format bench setup clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -32,7 +36,17 @@ gallery: $(READY)
 
 # Two workers: half of a test is Python, which has one core. Threads that spin would take the other.
 test: $(READY)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not dry_run" $(ARGS)
+	$(PYTEST) -m "not dry_run" $(ARGS)
+
+test-all: $(READY)
+	$(PYTEST) --all -m "not dry_run" $(ARGS)
+
+# Of all processes that tests start. ARGS: a part of the tests, such as ARGS=tests/test_budget.py.
+coverage: $(READY)
+	$(BIN)/coverage erase
+	OMP_WAIT_POLICY=passive $(BIN)/coverage run -m $(PYTEST_ARGS) -m "not dry_run" $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 # Each torch and Python has an environment of its own: noxfile.py, docs/versions.md.
 test-versions: $(READY)
@@ -41,7 +55,7 @@ test-versions: $(READY)
 # A CPU build of torch comes without Triton, which compiles kernels for a GPU without having one.
 test-cuda: $(READY)
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet triton
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "dry_run or cuda" $(ARGS)
+	$(PYTEST) -m "dry_run or cuda" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -66,10 +80,11 @@ bench: $(READY)
 
 setup: $(READY)
 
-# torch comes first and pinned: the range in pyproject.toml then installs nothing more.
+# torch comes first and pinned: the range in pyproject.toml then installs nothing more. Python compiles
+# what is imported, which is little of what is installed.
 $(READY): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-compile -e ".[dev]"
 	@touch $@
 
 # Some distributions ship Python without ensurepip; pip itself can then fill the environment.
@@ -88,4 +103,4 @@ $(BIN)/python:
 	            "or name another Python: make PYTHON=/path/to/python3" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) demo-out site .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .coverage* demo-out site .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mstpass import pipeline
+from tests import checks
 from tests.planner_models import TINY
 
 _CACHE = pytest.StashKey[str]()
@@ -38,17 +39,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Every run compiles afresh: a warm cache on disk skips the passes, and their warnings.
 
+    The workers of a run share a cache, as the tests of a worker do.
+
     What was measured on this machine changes no test either, nor does its number of cores: an
     attention's workspace grows with the threads, and plans with it.
     """
     torch.set_num_threads(2)
+    if config.getoption("--all"):
+        os.environ[checks.KERNELS] = "1"
+    if hasattr(config, "workerinput"):  # a worker has the environment of the process that began
+        return
     config.stash[_CACHE] = tempfile.mkdtemp(prefix="mstpass-tests-")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.stash[_CACHE]
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # an empty cache would try the vector units: 10 s
     os.environ["MSTPASS_COSTS"] = os.path.join(config.stash[_CACHE], "none.json")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
+    if _CACHE in config.stash:
+        shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -78,6 +87,17 @@ def _fresh_dynamo() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
+def _op_by_op(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked `op_by_op` compile no kernels, but with ``--all``."""
+    marks = {mark.name for mark in request.node.iter_markers()}
+    if "op_by_op" in marks and not marks & {"kernels", "cuda"}:
+        with checks.op_by_op():
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(scope="session")

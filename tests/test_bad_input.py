@@ -13,6 +13,8 @@ import mstpass
 from tests.checks import compiled
 from tests.models import MLPS, Block, TinyLM, next_token_loss
 
+pytestmark = pytest.mark.op_by_op
+
 
 def _same(fn: Callable[..., object], *inputs: object) -> mstpass.Report:
     """Same outputs and gradients as eager; returns the report."""
@@ -112,6 +114,7 @@ def test_subclass_inputs() -> None:
     torch.testing.assert_close(found.b, expected.b)
 
 
+@pytest.mark.kernels
 def test_inference_and_optimizer_steps() -> None:
     model = TinyLM(600, 32)
     ids = torch.randint(0, 600, (2, 300))
@@ -124,6 +127,7 @@ def test_inference_and_optimizer_steps() -> None:
     assert not torch.equal(before, model.head.weight)
 
 
+@pytest.mark.kernels
 def test_mutated_buffers_and_dropout() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -186,6 +190,7 @@ def test_chunk_off() -> None:
     assert not mstpass.reports()[-1].regions
 
 
+@pytest.mark.kernels
 def test_a_failure_while_lowering_falls_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("on purpose")

@@ -12,6 +12,8 @@ from mstpass.bench import budget_models, budgets
 from mstpass.bench.models import Head
 from mstpass.errors import UserError
 
+pytestmark = pytest.mark.op_by_op
+
 CPU = torch.device("cpu")
 QUICK = ["--quick", "--device", "cpu", "--repeats", "1"]
 
@@ -39,6 +41,7 @@ def test_budgets_that_are_close_are_one() -> None:
     assert list(found) == [1.0]
 
 
+@pytest.mark.kernels
 def test_budgets_of_one_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
 

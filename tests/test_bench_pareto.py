@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from mstpass.bench import comparison, pareto, peers
 from mstpass.bench.models import LlamaSize
 
+pytestmark = pytest.mark.op_by_op
+
 CPU = torch.device("cpu")
 QUICK = ["--quick", "--device", "cpu", "--repeats", "1"]
 

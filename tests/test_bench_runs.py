@@ -22,6 +22,8 @@ from mstpass.graph import device_costs
 from mstpass.graph.measured_costs import ChunkCosts
 from mstpass.plans import Outcome, SavedValue, SavePlan
 
+pytestmark = pytest.mark.op_by_op
+
 CPU = torch.device("cpu")
 
 

@@ -25,6 +25,8 @@ from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.problem import CutProblem, Plan
 from tests.checks import check_against_float64, compiled, joint_graph
 
+pytestmark = pytest.mark.op_by_op
+
 SIZE = LlamaSize(128, 4, 4, 352, 6000, 1024)
 SMALL_HEAD = LlamaSize(128, 4, 4, 512, 300, 1024)
 _ABOVE = 1.05  # times the lowest simulated peak: a budget that can be met
@@ -101,6 +103,7 @@ def test_less_budget_never_means_more_peak_nor_less_time(size: LlamaSize) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("size", "share"),
     [

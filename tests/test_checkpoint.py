@@ -28,7 +28,7 @@ from mstpass.problem.saved_set import recomputed
 from tests.checks import check_against_float64, compiled, joint_graph, kinds
 from tests.models import MLPS
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*context_fn.*")
+pytestmark = [pytest.mark.op_by_op, pytest.mark.filterwarnings("ignore:.*context_fn.*")]
 
 SIZE = LlamaSize(128, 4, 4, 352, 6000, 1024)
 aten = torch.ops.aten
@@ -120,7 +120,7 @@ FULL = pytest.mark.full
     ("name", "budget"),
     [
         ("save matmuls", "free"),
-        ("must recompute", 0.0),
+        pytest.param("must recompute", 0.0, marks=pytest.mark.kernels),
         *(pytest.param(name, b, marks=FULL) for name in POLICIES for b in ("free", 0.0)),
     ],
 )
@@ -291,6 +291,7 @@ def test_draws_from_torch_s_generator_go_to_torch_s_partitioner() -> None:
 
 
 # ---- memory ------------------------------------------------------------------------------------
+@pytest.mark.kernels
 def test_a_checkpoint_per_layer_needs_no_more_than_under_inductor() -> None:
     peaks = {}
     for backend in ("inductor", "mst"):

@@ -26,9 +26,10 @@ from mstpass.partition.torch_fallback import needs_torch
 from mstpass.torch_internals.opaque_values import is_opaque
 from tests.checks import check_against_float64, joint_graph
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="torch without distributed"
-)
+pytestmark = [
+    pytest.mark.op_by_op,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
+]
 N, D, VOCABULARY = 256, 32, 1024
 aten = torch.ops.aten
 

@@ -16,6 +16,8 @@ import mstpass
 from mstpass.measure import peak_bytes
 from tests.models import TinyLM
 
+pytestmark = pytest.mark.op_by_op
+
 FULL = pytest.mark.full
 VOCAB = 600
 

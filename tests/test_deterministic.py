@@ -10,6 +10,8 @@ import torch
 from mstpass.bench.models import LlamaSize, llama
 from tests.checks import check_against_float64, compiled, gradients, kinds
 
+pytestmark = pytest.mark.op_by_op
+
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> Iterator[None]:

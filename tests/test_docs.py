@@ -11,6 +11,8 @@ import torch
 
 from mstpass.problem.solver_registry import registered
 
+pytestmark = pytest.mark.op_by_op
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])

@@ -18,6 +18,8 @@ from mstpass.measure import peak_bytes
 from tests.checks import check_against_float64, compiled, joint_graph, kinds
 from tests.losses import VOCAB, LossModel
 
+pytestmark = pytest.mark.op_by_op
+
 FULL = pytest.mark.full
 CHUNK = 64
 Step = Callable[[LossModel, Tensor], tuple[Any, ...]]
@@ -81,7 +83,11 @@ def _check(step: Step, device: str, **options: Any) -> mstpass.Report:
 
 
 @pytest.mark.parametrize(
-    "step", [_capped, *(pytest.param(s, marks=FULL) for s in (_plain, _two_heads, _tied))]
+    "step",
+    [
+        pytest.param(_capped, marks=pytest.mark.kernels),
+        *(pytest.param(s, marks=FULL) for s in (_plain, _two_heads, _tied)),
+    ],
 )
 def test_gradients(step: Step, device: str) -> None:
     _check(step, device)
@@ -143,6 +149,7 @@ def test_lengths_that_vary(device: str) -> None:
         assert logits.shape == (batch, length, VOCAB)
 
 
+@pytest.mark.kernels
 def test_the_peak_is_that_of_the_loss_alone() -> None:
     """No logits, and no zeros for their gradient."""
     model = LossModel()

@@ -22,6 +22,8 @@ from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from tests.checks import STRICT, errors, gradients, in_float64, joint_graph, kinds
 from tests.models import MLPS, Block, TinyLM, next_token_loss
 
+pytestmark = pytest.mark.op_by_op
+
 C, D, VOCAB = 40, 32, 600
 LENGTHS = (97, 7, C - 1, C, C + 1, 2 * C, 2 * C + 1, 1)
 
@@ -97,6 +99,7 @@ class TinyLlama(nn.Module):
 
 # ---- numerics ----------------------------------------------------------------------------------
 @pytest.mark.slow
+@pytest.mark.kernels
 def test_head_of_any_length() -> None:
     model = TinyLM(VOCAB, D)
     batches = [[_ids(1, n)] for n in LENGTHS]
@@ -137,7 +140,11 @@ def test_head_with_a_loss_of_its_own_per_sequence() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("budget", "mode"), [(1.0, "save"), pytest.param(0.0, "recompute", marks=pytest.mark.full)]
+    ("budget", "mode"),
+    [
+        pytest.param(1.0, "save", marks=pytest.mark.kernels),
+        pytest.param(0.0, "recompute", marks=pytest.mark.full),
+    ],
 )
 def test_mlp_of_any_length(budget: float, mode: str) -> None:
     model = Block(D, MLPS["swiglu_bias"](D))

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.op_by_op
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -32,6 +34,7 @@ def test_train_llama():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.kernels
 def test_compile_model():
     losses, peak, eager_peak = run("compile_model")
     assert losses[-1] < losses[0]
@@ -114,6 +117,7 @@ def test_torchtitan_blocks():
     assert error < 1e-5 and len(heads(reports)) == 1
 
 
+@pytest.mark.full
 def test_accelerate_loop():
     """By Accelerate's own command line, in a script that names no backend."""
     pytest.importorskip("accelerate")
@@ -145,6 +149,7 @@ def run_on_two_ranks(name):
     return float(error[1]), float(peaks[1]), float(peaks[2]), done.stdout
 
 
+@pytest.mark.full
 def test_fsdp2():
     error, inductor_mib, mst_mib, _ = run_on_two_ranks("fsdp2")
     assert mst_mib < 0.6 * inductor_mib

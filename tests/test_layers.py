@@ -36,7 +36,7 @@ LAYERS = (
     ("compiling", "tracing"),
     ("trainers",),
     ("explainer", "planner", "linter"),
-    ("measure",),
+    ("measure", "stdlib_text"),
     ("bench", "demo"),
     ("cli",),
     ("__main__",),

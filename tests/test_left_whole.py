@@ -15,6 +15,8 @@ from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.problem.apply_modes import with_modes
 from tests.checks import joint_graph
 
+pytestmark = pytest.mark.op_by_op
+
 HEAVY_HEAD = LlamaSize(256, 4, 4, 1024, 16_000, 2048)
 LIGHT_HEAD = LlamaSize(256, 4, 4, 1024, 1000, 2048)
 

@@ -13,6 +13,8 @@ from tests.checks import check_against_float64, compiled, gradients, joint_graph
 from tests.losses import FUSED, OUTSIDE, RECOMPUTED, REFUSED, VOCAB, Loss, LossModel
 from tests.models import TinyLM
 
+pytestmark = pytest.mark.op_by_op
+
 CHUNK = 128
 CHUNKED = {**FUSED, **RECOMPUTED}
 
@@ -30,10 +32,13 @@ ALIKE = (
     *("sum", "scaled", "bias", "num_items", "kl_to_reference", "masked_mse"),
     *("mean_over_tokens", "small_logits"),
 )
+COMPILED = ("policy_gradient", "preference")
+MARKS = dict.fromkeys(ALIKE, pytest.mark.full) | dict.fromkeys(COMPILED, pytest.mark.kernels)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full) if n in ALIKE else n for n in CHUNKED]
+    "name",
+    [pytest.param(n, marks=MARKS[n]) if n in MARKS else n for n in CHUNKED],
 )
 def test_loss(name: str, device: str) -> None:
     model = LossModel().to(device)
@@ -132,6 +137,7 @@ def test_returned_logits_with_a_gradient_of_their_own() -> None:
     assert len(report.regions[0].saved) == 1
 
 
+@pytest.mark.kernels
 def test_float16_gradients_wait_for_the_loss_scale() -> None:
     """A scale of 2**14 keeps gradients that would be zero in float16 without it."""
     hidden = torch.randn(400, 32).half().requires_grad_()
@@ -180,7 +186,11 @@ def test_a_slice_stays_where_the_whole_logits_are_needed() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sliced", pytest.param("policy_gradient", marks=pytest.mark.full)]
+    "name",
+    [
+        pytest.param("sliced", marks=pytest.mark.kernels),
+        pytest.param("policy_gradient", marks=pytest.mark.full),
+    ],
 )
 def test_sequences_of_any_length_share_one_graph(name: str) -> None:
     model = LossModel()

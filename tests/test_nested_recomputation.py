@@ -23,6 +23,8 @@ from tests.checks import check_against_float64, compiled, joint_graph
 from tests.models import MLPS, Attention, Block
 from tests.problems import residual_stream
 
+pytestmark = pytest.mark.op_by_op
+
 
 def test_the_peak_grows_with_the_root_of_the_blocks() -> None:
     problem = residual_stream(blocks=64, inner=8)

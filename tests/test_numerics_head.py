@@ -11,6 +11,8 @@ import mstpass
 from tests.checks import check_against_float64, compiled, errors, gradients, kinds
 from tests.models import TinyLM, next_token_loss
 
+pytestmark = pytest.mark.op_by_op
+
 VOCAB, D = 600, 32
 FUSED = [("lm_head", "fused")]
 
@@ -30,7 +32,9 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name", ["mean", "sum", pytest.param("smoothing", marks=pytest.mark.kernels)]
+)
 @pytest.mark.parametrize(("batch", "seq"), [pytest.param(1, 128, marks=pytest.mark.full), (3, 43)])
 def test_cross_entropy(name: str, batch: int, seq: int, device: str) -> None:
     model = TinyLM(VOCAB, D).to(device)
@@ -51,7 +55,9 @@ def test_bias_and_tied_embeddings(bias: bool, tied: bool, device: str) -> None:
     assert kinds(report) == FUSED, report
 
 
-@pytest.mark.parametrize("precision", ["parameters", "autocast"])
+@pytest.mark.parametrize(
+    "precision", ["parameters", pytest.param("autocast", marks=pytest.mark.kernels)]
+)
 def test_bfloat16(precision: str, device: str) -> None:
     model = TinyLM(VOCAB, D).to(device)
     if precision == "parameters":
@@ -112,7 +118,7 @@ def test_gradient_accumulation(device: str) -> None:
     assert max(errors(accumulated(step), [g.double() for g in accumulated(loss)])) < 2e-6
 
 
-@pytest.mark.parametrize("compiled_before", [False, True])
+@pytest.mark.parametrize("compiled_before", [pytest.param(False, marks=pytest.mark.kernels), True])
 def test_retain_graph_is_right_or_refused_by_torch(compiled_before: bool, device: str) -> None:
     model = TinyLM(VOCAB, D).to(device)
     ids = _ids(2, 70, device)
@@ -150,6 +156,7 @@ def test_the_last_row_counts(device: str) -> None:
     assert mstpass.reports()[-1].regions[0].num_chunks == 3
 
 
+@pytest.mark.kernels
 def test_per_token_losses_use_two_loops(device: str) -> None:
     model = TinyLM(VOCAB, D).to(device)
 

@@ -9,8 +9,12 @@ from torch import nn
 from tests.checks import check_against_float64, kinds
 from tests.models import MLPS, Block
 
+pytestmark = pytest.mark.op_by_op
 
-@pytest.mark.parametrize("name", MLPS)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.kernels) if n == "swiglu_bias" else n for n in MLPS]
+)
 def test_mlp_in_save_mode(name: str, device: str) -> None:
     model = Block(32, MLPS[name](32)).to(device)
     x = torch.randn(2, 96, 32, device=device, requires_grad=True)
@@ -23,7 +27,9 @@ def _loss_through_norm(model: nn.Module):
     return lambda x: torch.logsumexp(model(x).sin().sum(-1).flatten(), 0)
 
 
-@pytest.mark.parametrize("name", ["swiglu", "gelu", "fused_gate_up"])
+@pytest.mark.parametrize(
+    "name", ["swiglu", pytest.param("gelu", marks=pytest.mark.kernels), "fused_gate_up"]
+)
 def test_mlp_recomputes_with_budget_zero(name: str, device: str) -> None:
     model = Block(32, MLPS[name](32)).to(device)
     x = torch.randn(3, 67, 32, device=device, requires_grad=True)  # 201 tokens: a ragged tail
@@ -79,6 +85,7 @@ def test_loss_linear_in_the_mlp_is_fused(device: str) -> None:
     assert kinds(report) == [("mlp", "fused")], report
 
 
+@pytest.mark.kernels
 def test_blocks_with_no_attention_between_are_one_fused_region(device: str) -> None:
     """The loop contains norms, their gradients and the loss: the whole step is one loop."""
     model = nn.Sequential(*(Block(32, MLPS["swiglu"](32)) for _ in range(2))).to(device)

@@ -15,6 +15,8 @@ from mstpass.torch_internals.pytrees import tree_map
 from tests.checks import compiled, errors, gradients, kinds
 from tests.models import GatedMLP, TinyLM, next_token_loss
 
+pytestmark = pytest.mark.op_by_op
+
 VOCABULARY, WIDTH, RANK = 2048, 64, 4
 aten = torch.ops.aten
 

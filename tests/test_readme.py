@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytestmark = pytest.mark.op_by_op
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PEERS = ROOT / "docs" / "results" / "peers.md"

@@ -20,6 +20,8 @@ from tests.checks import check_against_float64, joint_graph
 from tests.models import Block, GatedMLP, TwoLayerMLP
 from tests.reconstructed import EVERY_PLACE, MODES, save_at_every_place, save_plan, split_step
 
+pytestmark = pytest.mark.op_by_op
+
 
 class RMSNorm(nn.Module):
     """As in Hugging Face's models: in float32, the result in the input's type."""
@@ -154,6 +156,7 @@ def test_the_report_tells_and_survives_json(tmp_path: Any) -> None:
 
 # ---- under Inductor -----------------------------------------------------------------------------
 @pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.parametrize("mode", ["exact", pytest.param("tolerant", marks=pytest.mark.full)])
 def test_gradients_under_inductor(mode: str) -> None:
     report = check_against_float64(
@@ -189,6 +192,7 @@ def test_masks_are_packed_where_they_are_made() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.kernels
 def test_dropout_masks_as_bits_under_inductor() -> None:
     """With equal seeds, gradients are the same whether masks cross as bits or as bytes."""
     model, x = _model("dropout"), torch.randn(2, 96, D)

@@ -23,6 +23,8 @@ import mstpass
 from tests.checks import check_against_float64, compiled, errors, gradients, kinds
 from tests.models import Attention, Block, GatedMLP, TinyLM, next_token_loss
 
+pytestmark = pytest.mark.op_by_op
+
 VOCABULARY, WIDTH, BATCH, LENGTH = 2048, 64, 2, 256
 IGNORED = -100
 
@@ -81,6 +83,7 @@ def _batch(packed: bool) -> tuple[Tensor, ...]:
 
 
 # ---- hooks ---------------------------------------------------------------------------------------
+@pytest.mark.kernels
 def test_an_optimizer_in_the_backward() -> None:
     """Each parameter is updated, and its gradient freed, as soon as the backward has it."""
     model, loss_of = _tiny()

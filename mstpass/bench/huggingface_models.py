@@ -76,6 +76,14 @@ def _common(size: Size) -> dict[str, int]:
     }
 
 
+def llama(size: Size, dropout: float) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**_common(size), num_key_value_heads=2, use_cache=False)
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
+
+
 def olmo2(size: Size, dropout: float) -> nn.Module:
     from transformers import Olmo2Config, Olmo2ForCausalLM
 

@@ -1,4 +1,4 @@
-"""Draws peak against time, for `mstpass bench solvers` and `mstpass bench pareto`."""
+"""Draws peak against time, for `mstpass bench solvers` and `pareto`; loss curves for `training`."""
 
 from __future__ import annotations
 
@@ -80,5 +80,34 @@ def _write(figure: Figure, axes: Any, title: str, time: str, peak: str, path: Pa
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def draw_training(panels: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
+    """Draw loss curves into a PNG file: a panel for each model, mst's lines over eager's."""
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    size = (5.5 * columns, 3.6 * rows)
+    figure = Figure(figsize=size, dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, (title, curves) in enumerate(panels.items()):
+        axes = figure.add_subplot(rows, columns, number + 1)
+        for index, (label, losses) in enumerate(curves.items()):
+            is_eager = label.startswith("eager")
+            axes.plot(
+                losses,
+                label=label,
+                color=_INK if is_eager else _COLORS[index % len(_COLORS)],
+                linewidth=4.0 if is_eager else 1.2,
+                alpha=0.25 if is_eager else 1.0,
+                linestyle="-" if is_eager else ("-", "--", ":")[index % 3],
+            )
+        axes.set_title(title, loc="left", color=_INK)
+        axes.set_xlabel("step", color=_INK)
+        axes.set_ylabel("loss", color=_INK)
+        axes.grid(True, color=_GRID, linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -27,6 +27,7 @@ BENCHES = {
     "budgets": "memory budgets in bytes: simulated and measured peaks of many models",
     "fsdp": "a Llama-like step under FSDP2 on two ranks: peak of a rank, and time",
     "trainers": "steps of transformers' Trainer and TRL's GRPO, in eager, Inductor and mst",
+    "training": "models trained from real text: loss curves of eager and mst, the same bits again",
     "gpu": "everything on a CUDA device, resumable: loops, heads, blocks, longest sequences",
     "record": "write the partition problems of real models, traced without memory",
     "all": "all benchmarks that measure steps, one after the other",

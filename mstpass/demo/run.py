@@ -14,13 +14,14 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 import mstpass
-from mstpass.demo import picture, text
+from mstpass import stdlib_text as text
+from mstpass.demo import picture
 from mstpass.demo.arguments import Arguments
 from mstpass.demo.train import Contender, Result, Setup, contenders, train
 from mstpass.measure import device_name
 
-_FULL = Setup(text.VOCABULARY)
-_QUICK = Setup(text.VOCABULARY, layers=2, batch=1, length=1024)
+_FULL = Setup(vocabulary=32_000)
+_QUICK = Setup(vocabulary=32_000, layers=2, batch=1, length=1024)
 _TEXT_CHARS, _QUICK_TEXT_CHARS = 8 * 2**20, 2**20
 _COLUMNS = (
     "peak\nMiB",
@@ -76,7 +77,7 @@ def table(results: Sequence[Result]) -> Table:
 def _batches(arguments: Arguments, setup: Setup, console: Console) -> list[torch.Tensor]:
     pieces = text.read_sources(_QUICK_TEXT_CHARS if arguments.quick else _TEXT_CHARS)
     with console.status("training a tokenizer on the standard library's sources"):
-        tokenizer = text.train_tokenizer(pieces)
+        tokenizer = text.train_tokenizer(pieces, setup.vocabulary)
         stream_T = text.encode(tokenizer, pieces)
     chars = sum(map(len, pieces))
     console.print(

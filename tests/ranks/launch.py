@@ -7,6 +7,7 @@ before the next one.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import json
@@ -15,22 +16,31 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.checks import op_by_op
+
 Found = dict[str, list[dict[str, Any]]]  # by case, the result of each rank
 ROOT = Path(__file__).parent.parent.parent
 _MEETING = datetime.timedelta(seconds=600)  # of a busy machine, whose ranks compile
 
 
-def run_ranks(module: str, cases: list[str], ranks: int = 2) -> Found:
-    """What each case of ``tests/ranks/<module>.py`` returned."""
+def run_ranks(
+    module: str, cases: Sequence[str], ranks: int = 2, kernels: Sequence[str] = ()
+) -> Found:
+    """What each case of ``tests/ranks/<module>.py`` returned.
+
+    Args:
+        kernels: the cases that compile kernels in every run; the others do so under ``--all``.
+    """
     with tempfile.TemporaryDirectory(prefix="mstpass-ranks-") as folder:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        program = ["-m", "tests.ranks.launch", folder, module, *cases]
+        program = ["-m", "tests.ranks.launch", folder, module, ",".join(kernels), *cases]
         threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         done = subprocess.run(
             [sys.executable, *launch, *program],
@@ -51,15 +61,17 @@ def run_ranks(module: str, cases: list[str], ranks: int = 2) -> Found:
     return found
 
 
-def main(folder: str, module: str, *cases: str) -> None:
+def main(folder: str, module: str, kernels: str, *cases: str) -> None:
     dist.init_process_group("gloo", timeout=_MEETING)
     found: dict[str, Any] = {}
     program = importlib.import_module(f"tests.ranks.{module}")
     for case in cases:
         torch.manual_seed(0)
         torch.compiler.reset()
+        whole = case in kernels.split(",")
         try:
-            found[case] = getattr(program, case)()
+            with contextlib.nullcontext() if whole else op_by_op():
+                found[case] = getattr(program, case)()
         except Exception:
             found[case] = {"failed": f"rank {dist.get_rank()}, {case}: {traceback.format_exc()}"}
         dist.barrier()

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from mstpass.errors import UserError
 
-VOCABULARY = 32_000
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 _CHUNK_CHARS = 16_384  # the tokenizer encodes pieces in parallel
 
@@ -48,12 +47,12 @@ def _source_files(root: Path) -> Iterator[Path]:
             yield path
 
 
-def train_tokenizer(pieces: list[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer of `VOCABULARY` tokens (fewer when the text is too short)."""
+def train_tokenizer(pieces: list[str], vocabulary: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of `vocabulary` tokens (fewer when the text is too short)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         min_frequency=1,  # rare merges too, so that the vocabulary gets full
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
