@@ -35,7 +35,7 @@ LAYERS = (
     ("trainers",),
     ("explainer", "planner", "linter"),
     ("measure",),
-    ("bench", "demo"),
+    ("bench", "demo", "fuzz"),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,120 @@
+"""A program compiled with mstpass: by Inductor, or fast, its rewritten graphs running op by op.
+
+The fast kind goes all the way that a compilation goes, with ``strict``: Dynamo, AOTAutograd,
+Inductor's joint passes, our pipeline and, if asked, the lowering of loops. Only then Inductor's
+compiler is replaced by a function that runs the graph as it is. So a case takes a fraction of a
+second, and what AOTAutograd does around the graphs (views, mutated inputs, unused outputs) is that
+of a real compilation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mstpass import pipeline
+from mstpass.fuzz.program import Call, Compile, Setup
+from mstpass.inductor_hooks import LowerLoops, Partitioner
+from mstpass.options import Options
+from mstpass.returned_logits import drop_logits
+from mstpass.torch_internals.compile_fx import compile_fx
+from mstpass.torch_internals.settings import backward_compiled_at_once, without_padding
+
+
+class Recording(Partitioner):
+    """Our partitioner, which remembers the joint graph that it was given."""
+
+    joint: fx.GraphModule | None = None
+    given: dict[str, Any]
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.joint, self.given = gm, kwargs
+        return super().__call__(gm, joint_inputs, **kwargs)
+
+
+def fast(setup: Setup, record: list[Recording], ours: bool = True) -> Compile:
+    """Compile for running op by op; ``record`` gets the partitioner of each graph.
+
+    Args:
+        ours: False leaves the graphs to torch's own partitioner: what then fails too is not ours.
+    """
+    options = Options.parse({**setup.options, "strict": True}, environ={})
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Call:
+        drop = drop_logits(gm, options)
+        patches = {"fx_graph_cache": False, "fallback_random": False, **without_padding()}
+        if ours:
+            record.append(Recording(options))
+            patches["custom_partitioner_fn"] = record[-1]
+        lower = LowerLoops(None, options.frees_memory_for_time) if setup.lowered else None
+
+        def compile_graph(graph: fx.GraphModule, *_: Any, **__: Any) -> Call:
+            return _op_by_op(graph, lower if ours else None)
+
+        with backward_compiled_at_once():
+            compiled = compile_fx(
+                gm, list(inputs), inner_compile=compile_graph, config_patches=patches
+            )
+        return drop.finish(compiled)
+
+    return lambda model: _compiled(model, backend, setup)
+
+
+def by_inductor(setup: Setup, ours: bool = True) -> Compile:
+    """Compile as users do, strictly; or, for comparison, by Inductor alone."""
+    if not ours:
+        return lambda model: _compiled(model, "inductor", setup)
+    options = {**setup.options, "strict": True}
+    return lambda model: _compiled(model, "mst", setup, options=options)
+
+
+def _compiled(model: nn.Module, backend: Any, setup: Setup, **options: Any) -> Call:
+    torch.compiler.reset()
+    dynamic = True if setup.dynamic == "all" else None
+    return torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic, **options)
+
+
+def _op_by_op(graph: fx.GraphModule, lower: LowerLoops | None) -> Call:
+    """A function that runs a graph, called as AOTAutograd calls compiled graphs."""
+    if lower is not None:
+        lower(graph.graph)
+    _draw_in_order(graph)
+    graph.recompile()
+
+    def run(given: list[Any]) -> Any:
+        values = list(given)
+        given.clear()
+        return graph(*values)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _draw_in_order(graph: fx.GraphModule) -> None:
+    """Draw random numbers as eager does: from the global generator, without seeds of their own."""
+    prims = torch.ops.prims
+    for node in graph.graph.nodes:
+        if node.target is prims.inductor_seeds.default:
+            node.target, node.args = torch.zeros, ((node.args[0],),)
+            node.kwargs = {"dtype": torch.int64}
+        elif node.target is prims.inductor_random.default:
+            size, _, kind = node.args
+            node.target, node.args, node.kwargs = getattr(torch, kind), (size,), {}
+
+
+@contextlib.contextmanager
+def forced_loops(setup: Setup) -> Iterator[None]:
+    """Loops that ``chunk_tokens`` asks for stay, as programs this small have none otherwise."""
+    before = pipeline.FORCED_MAY_RAISE
+    if setup.forced:
+        pipeline.FORCED_MAY_RAISE = float("inf")
+    try:
+        yield
+    finally:
+        pipeline.FORCED_MAY_RAISE = before
