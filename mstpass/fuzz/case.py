@@ -142,6 +142,19 @@ EXTRAS = (
 )
 MUTATIONS = ("counter", "running_mean", "input_counter", "input_scaled", "input_view")
 
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "least memory": {"memory_budget": 0.0},
+    "half": {"memory_budget": 0.5},
+    "a fifth, tolerant": {"memory_budget": 0.2, "reconstruct": "tolerant"},
+    "chunks of 3": {"chunk_tokens": 3},
+    "chunks of 5, least memory": {"chunk_tokens": 5, "memory_budget": 0.0},
+    "chunks of 16, a fifth": {"chunk_tokens": 16, "memory_budget": 0.2},
+    "checkpoints": {"solver": "checkpoints", "memory_budget": 0.3, "chunk_tokens": 7},
+    "greedy": {"solver": "greedy", "memory_budget": 0.3},
+    "recompute all": {"solver": "recompute_all", "chunk_tokens": 4},
+    "save all": {"solver": "save_all", "chunk_tokens": 4},
+}
+
 
 def choice(*values: Any) -> Any:
     """A field that has one of some values, the plainest first."""
@@ -191,6 +204,7 @@ class Case:
         forced: loops that ``chunk_tokens`` asks for stay, even where they raise the peak.
         budgets: plan at other budgets too, and compare the plans.
         lowered: (fast kind) run the loops as Inductor's ``while_loop``.
+        variants: (fast kind) other options, under which the graphs run in float64.
     """
 
     layers: tuple[Layer, ...] = dataclasses.field(
@@ -233,6 +247,7 @@ class Case:
     chunk: str = choice("auto", "off")
     budgets: bool = choice(False, True)
     lowered: bool = choice(False, True)
+    variants: tuple[str, ...] = several(*VARIANTS, most=3)
 
     @property
     def options(self) -> dict[str, Any]:

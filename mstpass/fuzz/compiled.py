@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from mstpass import pipeline
 from mstpass.fuzz.program import Call, Compile, Setup
@@ -26,16 +26,43 @@ from mstpass.torch_internals.settings import backward_compiled_at_once, without_
 
 
 class Recording(Partitioner):
-    """Our partitioner, which remembers the joint graph that it was given."""
+    """Our partitioner, which remembers the graphs that it was given and made, and one step.
+
+    Attributes:
+        joint, given: the joint graph, and what AOTAutograd gave with it.
+        modules: the forward and the backward graph, as they were made.
+        step: the inputs and the tangents of the first step, by the names that they have in the
+            joint graph; None until that has run.
+    """
 
     joint: fx.GraphModule | None = None
     given: dict[str, Any]
+    modules: tuple[fx.GraphModule, ...] | None = None
+    step: dict[str, Any] | None = None
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.joint, self.given = gm, kwargs
-        return super().__call__(gm, joint_inputs, **kwargs)
+        modules = super().__call__(gm, joint_inputs, **kwargs)
+        self.modules = tuple(fx.GraphModule(m, _copy(m.graph)) for m in modules)
+        return modules
+
+    def seen(self, graph: fx.Graph, values: Sequence[Any]) -> None:
+        """Remember the inputs of a graph that are inputs of the joint graph."""
+        names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
+        assert self.joint is not None
+        wanted = {str(n.target) for n in self.joint.graph.find_nodes(op="placeholder")}
+        self.step = self.step or {}
+        for name, value in zip(names, values, strict=True):
+            if name in wanted and name not in self.step:
+                self.step[name] = value.clone() if isinstance(value, Tensor) else value
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
 
 
 def fast(setup: Setup, record: list[Recording], ours: bool = True) -> Compile:
@@ -49,13 +76,16 @@ def fast(setup: Setup, record: list[Recording], ours: bool = True) -> Compile:
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Call:
         drop = drop_logits(gm, options)
         patches = {"fx_graph_cache": False, "fallback_random": False, **without_padding()}
-        if ours:
-            record.append(Recording(options))
-            patches["custom_partitioner_fn"] = record[-1]
-        lower = LowerLoops(None, options.frees_memory_for_time) if setup.lowered else None
+        recording = Recording(options) if ours else None
+        if recording is not None:
+            record.append(recording)
+            patches["custom_partitioner_fn"] = recording
+        lower = None
+        if ours and setup.lowered:
+            lower = LowerLoops(None, options.frees_memory_for_time)
 
         def compile_graph(graph: fx.GraphModule, *_: Any, **__: Any) -> Call:
-            return _op_by_op(graph, lower if ours else None)
+            return _op_by_op(graph, lower, recording)
 
         with backward_compiled_at_once():
             compiled = compile_fx(
@@ -80,23 +110,26 @@ def _compiled(model: nn.Module, backend: Any, setup: Setup, **options: Any) -> C
     return torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic, **options)
 
 
-def _op_by_op(graph: fx.GraphModule, lower: LowerLoops | None) -> Call:
+def _op_by_op(graph: fx.GraphModule, lower: LowerLoops | None, recording: Recording | None) -> Call:
     """A function that runs a graph, called as AOTAutograd calls compiled graphs."""
     if lower is not None:
         lower(graph.graph)
-    _draw_in_order(graph)
+    draw_in_order(graph)
     graph.recompile()
+    known = recording is not None and recording.joint is not None
 
     def run(given: list[Any]) -> Any:
         values = list(given)
         given.clear()
+        if known and recording is not None:
+            recording.seen(graph.graph, values)
         return graph(*values)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
-def _draw_in_order(graph: fx.GraphModule) -> None:
+def draw_in_order(graph: fx.GraphModule) -> None:
     """Draw random numbers as eager does: from the global generator, without seeds of their own."""
     prims = torch.ops.prims
     for node in graph.graph.nodes:

@@ -24,6 +24,7 @@ _PLAIN = {  # the share of cases in which a field has its plainest value; else a
     "memory_budget": 0.3,
     "budgets": 0.7,
     "lowered": 0.6,
+    "variants": 0.2,
     "chunk_tokens": 0.1,
     "loss": 0.15,
     "shift": 0.3,
@@ -34,12 +35,17 @@ _PLAIN = {  # the share of cases in which a field has its plainest value; else a
     "extras": 0.5,
     "mutations": 0.7,
 }
-_RARE = {  # values that end most of a case's interest: the share of them that is drawn again
-    "batch": (0, 0.8),
-    "length": (0, 0.8),
-    "loss": ("none", 0.5),
-    "norm": ("batch", 0.5),
+_RARE = {  # values that end most of a case's interest: four of five are drawn again
+    "batch": (0,),
+    "length": (0, 1, 2, 300),
+    "vocabulary": (2, 600),
+    "loss": ("none", "ignore_all"),
+    "norm": ("batch", "group"),
+    "final_norm": ("batch", "group"),
+    "frozen": ("head", "all_but_head"),
+    "source": ("plain_hidden",),
 }
+_AGAIN = 0.8
 _COUNTS = (1, 1, 1, 2, 2, 3, 0)  # layers
 
 
@@ -62,8 +68,7 @@ def _value(random: Random, field: dataclasses.Field[Any]) -> Any:
     if "items" in given:
         return tuple(random.sample(given["items"], random.randint(1, given["most"])))
     value = random.choice(given["values"])
-    rare, share = _RARE.get(field.name, (None, 0.0))
-    if value == rare and random.random() < share:
+    if value in _RARE.get(field.name, ()) and random.random() < _AGAIN:
         return random.choice(given["values"])
     return value
 

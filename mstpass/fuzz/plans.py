@@ -23,21 +23,17 @@ BUDGETS = ("free", 0.8, 0.5, 0.2, 0.0)
 _PLANS_BY_PEAK = ("auto", "peak_search")
 
 
-def broken_promises(recording: Recording, setup: Setup) -> Iterator[tuple[str, str]]:
+def broken_promises(outcome: Outcome, setup: Setup) -> Iterator[tuple[str, str]]:
     """Kind and description of each promise that the plan of one graph breaks."""
-    assert recording.report is not None
-    outcome = recording.report.outcome
     for rejection in outcome.rejections:
         if rejection.stage == "error" or not rejection.reason.strip():
             yield "refusal", f"{rejection.stage}: {rejection.node}: {rejection.reason!r}"
-    if recording.options.solver not in _PLANS_BY_PEAK or outcome.peak_bytes is None:
+    if setup.options.get("solver", "auto") not in _PLANS_BY_PEAK or outcome.peak_bytes is None:
         return
     if not _keeps_loops(outcome, setup) and outcome.baseline_peak_bytes is not None:
         if outcome.peak_bytes > TIE * outcome.baseline_peak_bytes:
             peak, before = outcome.peak_bytes, outcome.baseline_peak_bytes
             yield "higher peak", f"{peak} bytes, {before} without loops"
-    if setup.budgets:
-        yield from _broken_budgets(recording)
 
 
 def _keeps_loops(outcome: Outcome, setup: Setup) -> bool:
@@ -46,7 +42,10 @@ def _keeps_loops(outcome: Outcome, setup: Setup) -> bool:
     return bool(outcome.regions) and (forced or any(r.symbolic for r in outcome.regions))
 
 
-def _broken_budgets(recording: Recording) -> Iterator[tuple[str, str]]:
+def broken_budgets(recording: Recording) -> Iterator[tuple[str, str]]:
+    """The same for budgets that are met though they are lower, or missed though they can be met."""
+    if recording.options.solver not in _PLANS_BY_PEAK:
+        return
     peaks = {budget: _peak_bytes(recording, budget) for budget in BUDGETS}
     if None in peaks.values():
         return

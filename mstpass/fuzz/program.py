@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mstpass.fuzz.case import Case
 from mstpass.fuzz.render import source
+from mstpass.measure import peak_bytes
 from mstpass.returned_logits.placeholder import DroppedLogits
 from mstpass.torch_internals.dispatch_modes import TorchDispatchMode
 
@@ -37,6 +38,7 @@ class Setup:
     forced: bool = True
     budgets: bool = False
     lowered: bool = False
+    variants: tuple[str, ...] = ()
 
     @staticmethod
     def of(case: Case) -> Setup:
@@ -44,10 +46,14 @@ class Setup:
         return Setup(**{name: getattr(case, name) for name in names})
 
     @property
+    def is_symbolic(self) -> bool:
+        return self.dynamic != "no" and min(self.batch, self.length) > 1
+
+    @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Batch and length of each call. Sizes of 0 and 1 are never symbolic."""
         first = (self.batch, self.length)
-        if self.dynamic == "no" or min(first) < 2:
+        if not self.is_symbolic:
             return (first, first)
         batch = self.again[0] if self.dynamic in ("batch", "both", "all") else self.batch
         length = self.again[1] if self.dynamic in ("length", "both", "all") else self.length
@@ -87,37 +93,53 @@ class Program:
         ]
 
     def run(
-        self, compile: Compile = lambda model: model, seed: int = 0, exact: bool = False
+        self,
+        compile: Compile = lambda model: model,
+        seed: int = 0,
+        exact: bool = False,
+        peaks: list[int] | None = None,
     ) -> list[Values]:
         """The values of one step for each size, one after the other.
 
         Args:
             exact: in float64, from the same rounded parameters and inputs.
+            peaks: gets the measured peak of one more step of the first size.
         """
         dtype = torch.float64 if exact else _storage(self.setup)
         model = self.build(seed, dtype)
         step = compile(model)
-        return [
-            self._step(model, step, self.arguments(seed + number, size, dtype), exact)
-            for number, size in enumerate(self.setup.sizes)
-        ]
+        values = []
+        for number, size in enumerate(self.setup.sizes):
+            inputs = self.arguments(seed + number, size, dtype)
+            if not exact:
+                mark_dynamic(inputs, self.setup)
+            results = self._step(model, step, inputs, exact)
+            values.append(_left_behind(model, inputs, results))
+        if peaks is not None:
+            inputs = self.arguments(seed, self.setup.sizes[0], dtype)
+            model.zero_grad(set_to_none=True)
+            peaks.append(peak_bytes(lambda: self._step(model, step, inputs, exact)))
+        return values
 
-    def _step(self, model: nn.Module, step: Call, inputs: list[Tensor], exact: bool) -> Values:
-        if not exact:
-            mark_dynamic(inputs, self.setup)
+    def _step(self, model: nn.Module, step: Call, inputs: list[Tensor], exact: bool) -> list[Any]:
+        """Forward and backward; what the forward returns."""
         model.zero_grad(set_to_none=True)
         half = self.setup.autocast and not exact
         with torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext():
             results = step(*inputs)
         results = list(results) if isinstance(results, tuple) else [results]
         differentiate(results[:1] if self.setup.options.get("logits") == "drop" else results)
-        return {
-            **{f"output {i}": _kept(result) for i, result in enumerate(results)},
-            **{f"gradient of {name}": _grad(p) for name, p in model.named_parameters()},
-            **{f"gradient of input {i}": _grad(x) for i, x in enumerate(inputs)},
-            **{f"buffer {name}": b.clone() for name, b in model.named_buffers()},
-            **{f"input {i}": x.detach().clone() for i, x in enumerate(inputs)},
-        }
+        return results
+
+
+def _left_behind(model: nn.Module, inputs: Sequence[Tensor], results: Sequence[Any]) -> Values:
+    return {
+        **{f"output {i}": _kept(result) for i, result in enumerate(results)},
+        **{f"gradient of {name}": _grad(p) for name, p in model.named_parameters()},
+        **{f"gradient of input {i}": _grad(x) for i, x in enumerate(inputs)},
+        **{f"buffer {name}": b.clone() for name, b in model.named_buffers()},
+        **{f"input {i}": x.detach().clone() for i, x in enumerate(inputs)},
+    }
 
 
 def _storage(setup: Setup) -> torch.dtype:
@@ -161,10 +183,16 @@ class DrawInFloat32(TorchDispatchMode):
 
     Then a step in float64, one in eager and one by rewritten graphs have equal masks after equal
     seeds. Source: ``bernoulli`` in torch/_inductor/decomposition.py.
+
+    Attributes:
+        drew: a mask was drawn.
     """
+
+    drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli_.float:
             x, probability = args
+            self.drew = True
             return x.copy_(torch.rand(x.shape) < probability)
         return func(*args, **(kwargs or {}))
