@@ -10,9 +10,11 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +63,12 @@ class Campaign:
         left = _Shared(number for number in numbers if number not in self.known())
         lock = threading.Lock()
         self.folder.mkdir(parents=True, exist_ok=True)
+        left_open = self.results_file.exists() and not self.results_file.read_bytes().endswith(
+            b"\n"
+        )
         with self.results_file.open("a", encoding="utf-8") as file:
+            if left_open:
+                file.write("\n")
 
             def keep(result: Result) -> None:
                 with lock:
@@ -120,8 +127,12 @@ class _Worker:
     """A process of worker.py."""
 
     def __init__(self, kind: str, seed: int):
+        # Torch's partitioner writes a file where a cut fails.
+        self._scratch = tempfile.TemporaryDirectory(prefix="mstpass-fuzz-")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mstpass.fuzz.worker", kind, str(seed)],
+            cwd=self._scratch.name,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -158,6 +169,7 @@ class _Worker:
 
     def __exit__(self, *_: object) -> None:
         self._end()
+        self._scratch.cleanup()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None and not pipe.closed:
                 with contextlib.suppress(BrokenPipeError):

@@ -109,8 +109,12 @@ def _run_split(
 
 def _results(module: fx.GraphModule, inputs: Sequence[Any], seed: int = _SEED) -> list[Any]:
     torch.manual_seed(seed)
-    with torch.no_grad():
-        results = module(*map(_wide, inputs))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            results = module(*map(_wide, inputs))
+    finally:
+        torch.set_default_dtype(torch.float32)
     return list(results) if isinstance(results, tuple | list) else [results]
 
 

@@ -87,7 +87,7 @@ def _scaled(lines: Lines, layer: Layer, name: str) -> None:
 
 def _gated(lines: Lines, layer: Layer, name: str) -> None:
     d = lines.case.features
-    lines.add(f"x = torch.lerp(x, y, torch.sigmoid({lines.linear(f'{name}_open', d, d)}(x)))")
+    lines.add(f"x = x + torch.sigmoid({lines.linear(f'{name}_open', d, d)}(x)) * (y - x)")
 
 
 _RESIDUALS: Mapping[str, Callable[[Lines, Layer, str], None]] = {
@@ -161,10 +161,10 @@ def _attention(lines: Lines, layer: Layer, name: str) -> None:
             f"q = q * cos + torch.cat((-q[..., {size // 2} :], q[..., : {size // 2}]), -1) * sin",
             f"k = k * cos + torch.cat((-k[..., {size // 2} :], k[..., : {size // 2}]), -1) * sin",
         )
-    _ops(lines, layer, "v")
-    lines.add(*_mixed(lines, form, size))
+    lines.add(*_mixed(lines, form, size), "a = a.transpose(1, 2).flatten(2)")
+    _ops(lines, layer, "a")
     out = lines.linear(f"{name}_out", d, d, layer.bias)
-    lines.add(f"y = {ACTS[layer.act].format(out + '(a.transpose(1, 2).flatten(2))')}")
+    lines.add(f"y = {ACTS[layer.act].format(f'{out}(a)')}")
 
 
 _SDPA = "a = F.scaled_dot_product_attention(q, k, v{})"
@@ -243,7 +243,7 @@ def _experts(lines: Lines, layer: Layer, name: str) -> None:
             f"a = rows.unflatten(0, ({EXPERTS}, -1)) @ {up}",
             f"a = {ACTS[layer.act].format('a')}",
             f"a = (a @ {down}).flatten(0, 1)[: h.shape[:2].numel()] * best[order].unsqueeze(-1)",
-            "y = torch.zeros_like(h).flatten(0, 1).index_add(0, order, a).view(h.shape)",
+            "y = torch.zeros_like(h).flatten(0, 1).index_add(0, order, a.type_as(h)).view(h.shape)",
         )
         return
     if form in ("top1", "top2"):

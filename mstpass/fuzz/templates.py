@@ -37,7 +37,7 @@ ACTS: Mapping[str, str] = {
     "hardswish": "F.hardswish({})",
     "softmax": "torch.softmax({}, -1)",
     "exp": "torch.exp(-{})",
-    "relu_in_place": "F.relu({}, inplace=True)",
+    "relu_in_place": "F.relu({} * 1, inplace=True)",
 }
 
 OPS: Mapping[str, str] = {
