@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mstpass import pipeline
-from mstpass.fuzz.program import Call, Compile, Setup
+from mstpass.fuzz.program import Call, Compile, Setup, drawn, new_seed
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.options import Options
 from mstpass.returned_logits import drop_logits
@@ -130,15 +130,17 @@ def _op_by_op(graph: fx.GraphModule, lower: LowerLoops | None, recording: Record
 
 
 def draw_in_order(graph: fx.GraphModule) -> None:
-    """Draw random numbers as eager does: from the global generator, without seeds of their own."""
+    """Draw random numbers as eager does under `DrawInFloat32`, each by a seed of its own."""
     prims = torch.ops.prims
     for node in graph.graph.nodes:
         if node.target is prims.inductor_seeds.default:
-            node.target, node.args = torch.zeros, ((node.args[0],),)
-            node.kwargs = {"dtype": torch.int64}
+            node.target, node.args, node.kwargs = _seeds, node.args[:1], {}
         elif node.target is prims.inductor_random.default:
-            size, _, kind = node.args
-            node.target, node.args, node.kwargs = getattr(torch, kind), (size,), {}
+            node.target, node.args, node.kwargs = drawn, node.args[:3], {}
+
+
+def _seeds(count: int) -> Tensor:
+    return torch.stack([new_seed() for _ in range(count)])
 
 
 @contextlib.contextmanager

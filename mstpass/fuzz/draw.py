@@ -33,7 +33,7 @@ _PLAIN = {  # the share of cases in which a field has its plainest value; else a
     "ops": 0.6,
     "logit_ops": 0.5,
     "extras": 0.5,
-    "mutations": 0.85,
+    "mutations": 0.9,
 }
 _RARE = {  # values that end most of a case's interest: four of five are drawn again
     "batch": (0,),

@@ -178,11 +178,22 @@ def _grad(leaf: Tensor) -> Tensor | None:
     return None if leaf.grad is None else leaf.grad.clone()
 
 
+# ---- random numbers ----------------------------------------------------------------------------
+def new_seed() -> Tensor:
+    return torch.randint(2**62, ())
+
+
+def drawn(size: Sequence[int], seed: Tensor, kind: str = "rand") -> Tensor:
+    """What Inductor's random op stands for: the same numbers whenever it runs with one seed."""
+    generator = torch.Generator().manual_seed(int(seed))
+    return getattr(torch, kind)(size, generator=generator, dtype=torch.float32)
+
+
 class DrawInFloat32(TorchDispatchMode):
-    """Eager dropout draws its mask as Inductor does: in float32, whatever the precision is.
+    """Eager dropout draws its mask as Inductor's graphs do: in float32, by a seed for each mask.
 
     Then a step in float64, one in eager and one by rewritten graphs have equal masks after equal
-    seeds. Source: ``bernoulli`` in torch/_inductor/decomposition.py.
+    global seeds. Source: ``bernoulli`` in torch/_inductor/decomposition.py.
 
     Attributes:
         drew: a mask was drawn.
@@ -194,5 +205,5 @@ class DrawInFloat32(TorchDispatchMode):
         if func is torch.ops.aten.bernoulli_.float:
             x, probability = (*args, 0.5)[:2]  # the default is left out of the call
             self.drew = True
-            return x.copy_(torch.rand(x.shape) < probability)
+            return x.copy_(drawn(x.shape, new_seed()) < probability)
         return func(*args, **(kwargs or {}))
