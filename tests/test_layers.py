@@ -37,7 +37,7 @@ LAYERS = (
     ("trainers",),
     ("explainer", "planner", "linter"),
     ("measure", "stdlib_text"),
-    ("bench", "demo"),
+    ("bench", "demo", "fuzz"),
     ("cli",),
     ("__main__",),
 )

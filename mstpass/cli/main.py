@@ -36,6 +36,7 @@ COMMANDS = {  # name -> module, help
     "explain": ("mstpass.cli.explain", "show the plan of a training step, without running it"),
     "lint": ("mstpass.cli.lint", "find forwards that a step runs more often than needed"),
     "plan": ("mstpass.cli.plan", "find the longest sequence that fits on a device, without it"),
+    "fuzz": ("mstpass.cli.fuzz", "compile random programs, and check what mstpass promises"),
     "demo": ("mstpass.demo", "train a small Llama with eager, Inductor and mst"),
 }
 INTERRUPTED = 130  # what a shell reports for SIGINT

@@ -1,0 +1,18 @@
+"""A fuzzer: random models and losses, compiled with random options, held to what mstpass promises.
+
+    case.py      a case as plain frozen data, and what each of its choices may be
+    draw.py      the case of a seed and a number
+    render.py    a case as short Python source; what is printed is what ran
+    program.py   the model and the inputs of that source
+    compiled.py  the program compiled: its rewritten graphs op by op (fast), or by Inductor
+    checks.py    the oracles: values against float64, plans against their promises
+    reduce.py    the smallest case that fails in the same way
+    worker.py    one process that runs cases; campaign.py runs many, and keeps their results
+
+Why not Hypothesis, which shrinks well: it draws a case as a sequence of choices that only the
+version of the strategy that drew it can read. A failure here is a record of fields instead, which
+can be stored, read, edited and run after the generator has changed; the number of a case names it
+for ever, in any order, on any number of workers; and cases are drawn evenly, where Hypothesis
+prefers small ones and drops what looks alike. Shrinking needs no more than forty lines, because
+every field lists its values from the plainest on.
+"""

@@ -1,0 +1,217 @@
+"""Run one case, and say what is wrong with it.
+
+A program that eager mode cannot run is *invalid*. A failure is ours only if the same program, split
+by torch's own partitioner and run in the same way, does not fail; a wrong value must be wrong with
+other parameters and inputs too, as a rounding that turns a ReLU the other way is no error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+import mstpass
+from mstpass.fuzz.case import Case
+from mstpass.fuzz.compiled import Recording, by_inductor, fast, forced_loops
+from mstpass.fuzz.graphs import wrong_graphs
+from mstpass.fuzz.plans import broken_budgets, broken_promises
+from mstpass.fuzz.program import Compile, DrawInFloat32, Inputs, Program, Setup, Values
+from mstpass.fuzz.values import wrong_values
+from mstpass.report.report import Report
+
+FAST, INDUCTOR = "fast", "inductor"
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What is wrong: its kind, which stays while a case shrinks, and the details."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What became of one case.
+
+    Attributes:
+        status: "held", "failed", "invalid" (eager cannot run it) or "torch fails" (without us).
+        facts: what the plans did, for the summary: how many regions of each mode, and so on.
+        peaks: (under Inductor, where the step returns its loss alone) bytes of the simulated, the
+            scheduled and the measured peak.
+    """
+
+    status: str
+    failures: tuple[Failure, ...] = ()
+    reason: str = ""
+    facts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    peaks: tuple[int, int, int] | None = None
+    seconds: float = 0.0
+
+
+def check_case(case: Case, kind: str = FAST) -> Checked:
+    """Run a case, and say what is wrong with it."""
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checked = check_program(Program.of(case), kind)
+    gc.collect(1)
+    return dataclasses.replace(checked, seconds=round(time.perf_counter() - start, 2))
+
+
+def hold(model: Callable[[], nn.Module], inputs: Inputs, kind: str = FAST, **setup: Any) -> None:
+    """Check a program, as a test.
+
+    Args:
+        setup: the attributes of ``Setup`` that are not plain.
+
+    Raises:
+        AssertionError: a value is wrong, a promise is broken, or mstpass fails.
+    """
+    checked = check_program(Program(model, inputs, Setup(**setup)), kind)
+    assert checked.status == "held", (checked.reason, *map(str, checked.failures))
+
+
+def check_program(program: Program, kind: str = FAST) -> Checked:
+    """Run a program by one kind, and compare."""
+    try:
+        references = _references(program, kind, seed=0)
+    except Exception as error:
+        return Checked("invalid", reason=_text(error))
+    try:
+        with forced_loops(program.setup):
+            ran = (_run_fast if kind == FAST else _run_inductor)(program)
+    except Exception as error:
+        return _crashed(program, kind, error)
+    failures = list(ran.failures)
+    wrong = wrong_values(ran.values, *references, program.setup)
+    if wrong:
+        failures += _confirmed(program, kind, wrong)
+    facts = _facts(ran.reports)
+    return Checked("failed" if failures else "held", tuple(failures), "", facts, ran.peaks)
+
+
+# ---- the two kinds -----------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class _Ran:
+    """The values of a program, the reports of its graphs, and the promises that these break."""
+
+    values: list[Values]
+    reports: Sequence[Report]
+    failures: tuple[Failure, ...]
+    peaks: tuple[int, int, int] | None = None
+
+
+def _run_fast(program: Program) -> _Ran:
+    setup, record = program.setup, list[Recording]()
+    values = program.run(fast(setup, record))
+    broken: list[tuple[str, str]] = []
+    graphs = [graph for graph in record if graph.report is not None]  # those with a backward
+    for graph in graphs:
+        assert graph.report is not None
+        broken += broken_promises(graph.report.outcome, setup)
+        broken += wrong_graphs(graph, setup.variants)
+        broken += broken_budgets(graph) if setup.budgets else ()
+    reports = [graph.report for graph in graphs if graph.report is not None]
+    return _Ran(values, reports, tuple(Failure(*one) for one in broken))
+
+
+def _run_inductor(program: Program) -> _Ran:
+    before, measured = len(mstpass.reports()), list[int]()
+    values = program.run(by_inductor(program.setup), peaks=measured)
+    reports = mstpass.reports()[before:]
+    broken = [b for report in reports for b in broken_promises(report.outcome, program.setup)]
+    peaks = None
+    if len(reports) == 1 and "output 1" not in values[0] and not program.setup.is_symbolic:
+        outcome = reports[0].outcome
+        if outcome.peak_bytes is not None and outcome.scheduled_peak_bytes is not None:
+            peaks = (outcome.peak_bytes, outcome.scheduled_peak_bytes, measured[0])
+    return _Ran(values, reports, tuple(Failure(*one) for one in broken), peaks)
+
+
+def _compile(program: Program, kind: str, ours: bool) -> Compile:
+    return fast(program.setup, [], ours) if kind == FAST else by_inductor(program.setup, ours)
+
+
+def _references(program: Program, kind: str, seed: int) -> tuple[list[Values], list[Values]]:
+    """The values of eager mode, and those in float64.
+
+    Inductor draws other random numbers than eager mode does: what draws is compared with Inductor
+    alone, after the same seed.
+    """
+    with DrawInFloat32() as draws:
+        eager, exact = program.run(seed=seed), program.run(seed=seed, exact=True)
+    if draws.drew and kind == INDUCTOR:
+        alone = program.run(by_inductor(program.setup, ours=False), seed)
+        return alone, alone
+    return eager, exact
+
+
+# ---- failures ----------------------------------------------------------------------------------
+def _crashed(program: Program, kind: str, error: Exception) -> Checked:
+    """A failure of ours, unless the program fails without us too."""
+    text = _text(error)
+    try:
+        program.run(_compile(program, kind, ours=False))
+    except Exception as other:
+        return Checked("torch fails", reason=_text(other))
+    return Checked("failed", (Failure("crash", text),))
+
+
+def _confirmed(program: Program, kind: str, wrong: Mapping[str, str]) -> Iterator[Failure]:
+    """The wrong values that are wrong after another seed too, and right without us."""
+    seed = 1000
+    references = _references(program, kind, seed)
+    with forced_loops(program.setup):
+        ours = program.run(_compile(program, kind, ours=True), seed)
+    again = wrong_values(ours, *references, program.setup)
+    if not again.keys() & wrong.keys():
+        return
+    try:
+        without = program.run(_compile(program, kind, ours=False), seed)
+        torchs = wrong_values(without, *references, program.setup)
+    except Exception:
+        torchs = {}
+    for name, reason in wrong.items():
+        if name in again and name not in torchs:
+            yield Failure("wrong value", f"{name}: {reason}")
+
+
+def _facts(reports: Sequence[Report]) -> dict[str, int]:
+    facts: Counter[str] = Counter()
+    for report in reports:
+        facts["graphs"] += 1
+        for region in report.regions:
+            symbolic = " symbolic" if region.symbolic else ""
+            facts[f"{region.kind} {region.mode}{symbolic}"] += 1
+        facts["refused"] += len(report.rejections)
+        save_plan = report.outcome.save_plan
+        if save_plan is not None:
+            facts["split by torch"] += save_plan.solver == "torch"
+            facts["reconstructed"] += len(save_plan.reconstructed)
+    return {name: number for name, number in facts.items() if number}
+
+
+def _text(error: BaseException) -> str:
+    """The innermost cause of an error, and the deepest function of ours that it came through."""
+    while (inner := getattr(error, "inner_exception", None) or error.__cause__) is not None:
+        error = inner
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "/mstpass/" in f.filename and "/fuzz/" not in f.filename]
+    place = ""
+    if ours:
+        file = ours[-1].filename.split("/mstpass/")[-1]
+        place = f" at {file}:{ours[-1].name}"
+    message = str(error).strip().splitlines()
+    return f"{type(error).__name__}{place}: {message[0][:300] if message else ''}"

@@ -1,0 +1,155 @@
+"""A program compiled with mstpass: by Inductor, or fast, its rewritten graphs running op by op.
+
+The fast kind goes all the way that a compilation goes, with ``strict``: Dynamo, AOTAutograd,
+Inductor's joint passes, our pipeline and, if asked, the lowering of loops. Only then Inductor's
+compiler is replaced by a function that runs the graph as it is. So a case takes a fraction of a
+second, and what AOTAutograd does around the graphs (views, mutated inputs, unused outputs) is that
+of a real compilation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from mstpass import pipeline
+from mstpass.fuzz.program import Call, Compile, Setup, drawn, new_seed
+from mstpass.inductor_hooks import LowerLoops, Partitioner
+from mstpass.options import Options
+from mstpass.returned_logits import drop_logits
+from mstpass.torch_internals.compile_fx import compile_fx
+from mstpass.torch_internals.settings import backward_compiled_at_once, without_padding
+
+
+class Recording(Partitioner):
+    """Our partitioner, which remembers the graphs that it was given and made, and one step.
+
+    Attributes:
+        joint, given: the joint graph, and what AOTAutograd gave with it.
+        modules: the forward and the backward graph, as they were made.
+        step: the inputs and the tangents of the first step, by the names that they have in the
+            joint graph; None until that has run.
+    """
+
+    joint: fx.GraphModule | None = None
+    given: dict[str, Any]
+    modules: tuple[fx.GraphModule, ...] | None = None
+    step: dict[str, Any] | None = None
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.joint, self.given = gm, kwargs
+        modules = super().__call__(gm, joint_inputs, **kwargs)
+        self.modules = tuple(fx.GraphModule(m, _copy(m.graph)) for m in modules)
+        return modules
+
+    def seen(self, graph: fx.Graph, values: Sequence[Any]) -> None:
+        """Remember the inputs of a graph that are inputs of the joint graph."""
+        names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
+        assert self.joint is not None
+        wanted = {str(n.target) for n in self.joint.graph.find_nodes(op="placeholder")}
+        self.step = self.step or {}
+        for name, value in zip(names, values, strict=True):
+            if name in wanted and name not in self.step:
+                self.step[name] = value.clone() if isinstance(value, Tensor) else value
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
+
+
+def fast(setup: Setup, record: list[Recording], ours: bool = True) -> Compile:
+    """Compile for running op by op; ``record`` gets the partitioner of each graph.
+
+    Args:
+        ours: False leaves the graphs to torch's own partitioner: what then fails too is not ours.
+    """
+    options = Options.parse({**setup.options, "strict": True}, environ={})
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Call:
+        drop = drop_logits(gm, options)
+        patches = {"fx_graph_cache": False, "fallback_random": False, **without_padding()}
+        recording = Recording(options) if ours else None
+        if recording is not None:
+            record.append(recording)
+            patches["custom_partitioner_fn"] = recording
+        lower = None
+        if ours and setup.lowered:
+            lower = LowerLoops(None, options.frees_memory_for_time)
+
+        def compile_graph(graph: fx.GraphModule, *_: Any, **__: Any) -> Call:
+            return _op_by_op(graph, lower, recording)
+
+        with backward_compiled_at_once():
+            compiled = compile_fx(
+                gm, list(inputs), inner_compile=compile_graph, config_patches=patches
+            )
+        return drop.finish(compiled)
+
+    return lambda model: _compiled(model, backend, setup)
+
+
+def by_inductor(setup: Setup, ours: bool = True) -> Compile:
+    """Compile as users do, strictly; or, for comparison, by Inductor alone."""
+    if not ours:
+        return lambda model: _compiled(model, "inductor", setup)
+    options = {**setup.options, "strict": True}
+    return lambda model: _compiled(model, "mst", setup, options=options)
+
+
+def _compiled(model: nn.Module, backend: Any, setup: Setup, **options: Any) -> Call:
+    torch.compiler.reset()
+    dynamic = True if setup.dynamic == "all" else None
+    return torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic, **options)
+
+
+def _op_by_op(graph: fx.GraphModule, lower: LowerLoops | None, recording: Recording | None) -> Call:
+    """A function that runs a graph, called as AOTAutograd calls compiled graphs."""
+    if lower is not None:
+        lower(graph.graph)
+    draw_in_order(graph)
+    graph.recompile()
+    known = recording is not None and recording.joint is not None
+
+    def run(given: list[Any]) -> Any:
+        values = list(given)
+        given.clear()
+        if known and recording is not None:
+            recording.seen(graph.graph, values)
+        return graph(*values)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def draw_in_order(graph: fx.GraphModule) -> None:
+    """Draw random numbers as eager does under `DrawInFloat32`, each by a seed of its own."""
+    prims = torch.ops.prims
+    for node in graph.graph.nodes:
+        if node.target is prims.inductor_seeds.default:
+            node.target, node.args, node.kwargs = _seeds, node.args[:1], {}
+        elif node.target is prims.inductor_random.default:
+            node.target, node.args, node.kwargs = drawn, node.args[:3], {}
+
+
+def _seeds(count: int) -> Tensor:
+    return torch.stack([new_seed() for _ in range(count)])
+
+
+@contextlib.contextmanager
+def forced_loops(setup: Setup) -> Iterator[None]:
+    """Loops that ``chunk_tokens`` asks for stay, as programs this small have none otherwise."""
+    before = pipeline.FORCED_MAY_RAISE
+    if setup.forced:
+        pipeline.FORCED_MAY_RAISE = float("inf")
+    try:
+        yield
+    finally:
+        pipeline.FORCED_MAY_RAISE = before

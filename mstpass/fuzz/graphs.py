@@ -1,0 +1,142 @@
+"""The second oracle: the rewritten graphs compute in float64 what the joint graph computes.
+
+Every type of a graph, and of the bodies of its loops, becomes float64, so that nothing rounds: an
+error of 1e-7 is an error. The graphs run on the inputs and tangents of a real step. As a joint
+graph is traced once and planned quickly, one case can be checked under several options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mstpass import pipeline
+from mstpass.fuzz.case import VARIANTS
+from mstpass.fuzz.compiled import Recording, draw_in_order
+from mstpass.inductor_hooks import pipeline_kwargs
+
+TOLERANCE = 1e-8  # times the root mean square of a value, or of all values if it is smaller
+_HALF = (torch.float16, torch.bfloat16, torch.float32)
+_READS_BITS = (torch.ops.aten.view.dtype,)
+_SEED = 5
+
+
+def wrong_graphs(recording: Recording, variants: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Kind and description of each rewritten graph that computes something else."""
+    joint, step = recording.joint, recording.step
+    if joint is None or step is None or recording.modules is None or _reads_bits(joint):
+        return
+    expected = _run(in_float64(joint), step)
+    plans = {"these options": recording.modules}
+    for name in variants:
+        options = dataclasses.replace(recording.options, **VARIANTS[name])
+        result = pipeline.run(joint, options, **pipeline_kwargs(recording.given))
+        assert result.modules is not None
+        plans[name] = result.modules
+    for name, modules in plans.items():
+        if any(map(_reads_bits, modules)):
+            continue
+        found = _run_split(*map(in_float64, modules), step, len(expected))
+        scale = max((_rms(value) for value in expected), default=0.0)
+        for position, (mine, true) in enumerate(zip(found, expected, strict=True)):
+            reason = _difference(mine, true, scale)
+            if reason:
+                yield "wrong graph", f"{name}: result {position} of the joint graph {reason}"
+                break
+
+
+def in_float64(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph in which every type is float64, and so in its subgraphs."""
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(module.graph, {}))
+    result = fx.GraphModule(module, copied)
+    for node in copied.nodes:
+        node.args = _wide_types(node.args)
+        node.kwargs = _wide_types(node.kwargs)
+        if node.op == "get_attr":
+            value = getattr(module, node.target)
+            wide = in_float64(value) if isinstance(value, fx.GraphModule) else _wide(value)
+            setattr(result, node.target, wide)
+    draw_in_order(result)
+    result.recompile()
+    return result
+
+
+def _wide_types(argument: Any) -> Any:
+    if isinstance(argument, torch.dtype):
+        return torch.float64 if argument in _HALF else argument
+    if isinstance(argument, tuple | list):
+        return type(argument)(map(_wide_types, argument))
+    if isinstance(argument, dict):
+        return {name: _wide_types(value) for name, value in argument.items()}
+    return argument
+
+
+def _wide(value: Any) -> Any:
+    """A value in float64; a copy, as graphs may write to their inputs."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.double() if value.dtype in _HALF else value.clone()
+
+
+def _reads_bits(module: fx.GraphModule) -> bool:
+    """Whether a graph reads the bits of a value, so that its type matters."""
+    return any(node.target in _READS_BITS for node in module.graph.nodes)
+
+
+def _run(joint: fx.GraphModule, step: Mapping[str, Any]) -> list[Any]:
+    names = [str(node.target) for node in joint.graph.find_nodes(op="placeholder")]
+    return _results(joint, [step[name] for name in names])
+
+
+def _run_split(
+    forward: fx.GraphModule, backward: fx.GraphModule, step: Mapping[str, Any], results: int
+) -> list[Any]:
+    """The results of the joint graph: those of the forward, then the gradients."""
+    names = [str(node.target) for node in forward.graph.find_nodes(op="placeholder")]
+    values = _results(forward, [step[name] for name in names])
+    returned: Any = forward.graph.output_node().args[0]
+    saved = {str(node): value for node, value in zip(returned, values, strict=True)}
+    inputs = backward.graph.find_nodes(op="placeholder")
+    given = [saved.get(node.name, step.get(str(node.target))) for node in inputs]
+    gradients = _results(backward, given, seed=_SEED + 1)
+    return [*values[: results - len(gradients)], *gradients]
+
+
+def _results(module: fx.GraphModule, inputs: Sequence[Any], seed: int = _SEED) -> list[Any]:
+    torch.manual_seed(seed)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            results = module(*map(_wide, inputs))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
+def _difference(mine: Any, true: Any, scale: float) -> str:
+    """How a result differs from that of the joint graph; empty if it does not."""
+    if not isinstance(mine, Tensor) or not isinstance(true, Tensor):
+        return "" if type(mine) is type(true) else f"is {mine}, not {true}"
+    if mine.shape != true.shape:
+        return f"has the shape {tuple(mine.shape)}, not {tuple(true.shape)}"
+    if not true.is_floating_point():
+        return "" if torch.equal(mine, true) else "has other numbers"
+    if not torch.equal(mine.isfinite(), true.isfinite()):
+        return "is not finite elsewhere"
+    error = _rms((mine - true)[true.isfinite()])
+    limit = TOLERANCE * max(_rms(true), scale)
+    return (
+        f"has the error {error:.1e}, its values are about {_rms(true):.1e}" if error > limit else ""
+    )
+
+
+def _rms(value: Any) -> float:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+        return 0.0
+    finite = value[value.isfinite()].double()
+    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0

@@ -1,0 +1,209 @@
+"""One step of a program: its model and inputs, and the values that the step leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mstpass.fuzz.case import Case
+from mstpass.fuzz.render import source
+from mstpass.measure import peak_bytes
+from mstpass.returned_logits.placeholder import DroppedLogits
+from mstpass.torch_internals.dispatch_modes import TorchDispatchMode
+
+Values = dict[str, Tensor | None]
+Call = Callable[..., Any]
+Compile = Callable[[nn.Module], Call]
+Inputs = Callable[[int, int], list[Tensor]]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How a program is called and compiled; each attribute is that of a ``Case``."""
+
+    batch: int = 2
+    length: int = 8
+    dtype: str = "float32"
+    autocast: bool = False
+    dynamic: str = "no"
+    again: tuple[int, int] = (3, 11)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    forced: bool = True
+    budgets: bool = False
+    lowered: bool = False
+    variants: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(case: Case) -> Setup:
+        names = {field.name for field in dataclasses.fields(Setup)}
+        return Setup(**{name: getattr(case, name) for name in names})
+
+    @property
+    def is_symbolic(self) -> bool:
+        return self.dynamic != "no" and min(self.batch, self.length) > 1
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Batch and length of each call. Sizes of 0 and 1 are never symbolic."""
+        first = (self.batch, self.length)
+        if not self.is_symbolic:
+            return (first, first)
+        batch = self.again[0] if self.dynamic in ("batch", "both", "all") else self.batch
+        length = self.again[1] if self.dynamic in ("length", "both", "all") else self.length
+        return (first, (max(2, batch), max(2, length)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model's class, the function that makes its inputs, and how both are called."""
+
+    model: Callable[[], nn.Module]
+    inputs: Inputs
+    setup: Setup
+
+    @staticmethod
+    def of(case: Case) -> Program:
+        """The program of a case."""
+        text = source(case)
+        name = f"<fuzz {hash(text)}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        defined: dict[str, Any] = {"__name__": name}
+        exec(compile(text, name, "exec"), defined)
+        return Program(defined["Model"], defined["inputs"], Setup.of(case))
+
+    def build(self, seed: int, dtype: torch.dtype) -> nn.Module:
+        """The model, with the same parameters in each precision, but for their rounding."""
+        torch.manual_seed(seed)
+        return self.model().to(_storage(self.setup)).to(dtype)
+
+    def arguments(self, seed: int, size: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+        torch.manual_seed(seed + 1)
+        return [
+            x.detach().to(_storage(self.setup)).to(dtype).requires_grad_(x.requires_grad)
+            if x.is_floating_point()
+            else x
+            for x in self.inputs(*size)
+        ]
+
+    def run(
+        self,
+        compile: Compile = lambda model: model,
+        seed: int = 0,
+        exact: bool = False,
+        peaks: list[int] | None = None,
+    ) -> list[Values]:
+        """The values of one step for each size, one after the other.
+
+        Args:
+            exact: in float64, from the same rounded parameters and inputs.
+            peaks: gets the measured peak of one more step of the first size.
+        """
+        dtype = torch.float64 if exact else _storage(self.setup)
+        model = self.build(seed, dtype)
+        step = compile(model)
+        values = []
+        for number, size in enumerate(self.setup.sizes):
+            inputs = self.arguments(seed + number, size, dtype)
+            if not exact:
+                mark_dynamic(inputs, self.setup)
+            results = self._step(model, step, inputs, exact)
+            values.append(_left_behind(model, inputs, results))
+        if peaks is not None:
+            inputs = self.arguments(seed, self.setup.sizes[0], dtype)
+            model.zero_grad(set_to_none=True)
+            peaks.append(peak_bytes(lambda: self._step(model, step, inputs, exact)))
+        return values
+
+    def _step(self, model: nn.Module, step: Call, inputs: list[Tensor], exact: bool) -> list[Any]:
+        """Forward and backward; what the forward returns."""
+        model.zero_grad(set_to_none=True)
+        half = self.setup.autocast and not exact
+        with torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext():
+            results = step(*inputs)
+        results = list(results) if isinstance(results, tuple) else [results]
+        differentiate(results[:1] if self.setup.options.get("logits") == "drop" else results)
+        return results
+
+
+def _left_behind(model: nn.Module, inputs: Sequence[Tensor], results: Sequence[Any]) -> Values:
+    return {
+        **{f"output {i}": _kept(result) for i, result in enumerate(results)},
+        **{f"gradient of {name}": _grad(p) for name, p in model.named_parameters()},
+        **{f"gradient of input {i}": _grad(x) for i, x in enumerate(inputs)},
+        **{f"buffer {name}": b.clone() for name, b in model.named_buffers()},
+        **{f"input {i}": x.detach().clone() for i, x in enumerate(inputs)},
+    }
+
+
+def _storage(setup: Setup) -> torch.dtype:
+    return DTYPES[setup.dtype]
+
+
+def mark_dynamic(inputs: Sequence[Tensor], setup: Setup) -> None:
+    """Mark the batch, the length or both as sizes that vary from call to call."""
+    dims = {"batch": (0,), "length": (1,), "both": (0, 1)}.get(setup.dynamic, ())
+    for x in inputs:
+        for dim in dims:
+            if dim < x.ndim and x.shape[dim] > 1:
+                torch._dynamo.maybe_mark_dynamic(x, dim)
+
+
+def differentiate(results: Sequence[Any]) -> None:
+    """Run the backward of all results, each with a gradient that is the same in each precision."""
+    roots = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [_tangent(root) for root in roots])
+
+
+def _tangent(root: Tensor) -> Tensor:
+    if root.ndim == 0:
+        return torch.ones_like(root)
+    return torch.arange(1, root.numel() + 1).remainder(7).div(8).view(root.shape).to(root)
+
+
+def _kept(result: Any) -> Tensor | None:
+    if not isinstance(result, Tensor) or isinstance(result, DroppedLogits):
+        return None
+    return result.detach().clone()
+
+
+def _grad(leaf: Tensor) -> Tensor | None:
+    return None if leaf.grad is None else leaf.grad.clone()
+
+
+# ---- random numbers ----------------------------------------------------------------------------
+def new_seed() -> Tensor:
+    return torch.randint(2**62, ())
+
+
+def drawn(size: Sequence[int], seed: Tensor, kind: str = "rand") -> Tensor:
+    """What Inductor's random op stands for: the same numbers whenever it runs with one seed."""
+    generator = torch.Generator().manual_seed(int(seed))
+    return getattr(torch, kind)(size, generator=generator, dtype=torch.float32)
+
+
+class DrawInFloat32(TorchDispatchMode):
+    """Eager dropout draws its mask as Inductor's graphs do: in float32, by a seed for each mask.
+
+    Then a step in float64, one in eager and one by rewritten graphs have equal masks after equal
+    global seeds. Source: ``bernoulli`` in torch/_inductor/decomposition.py.
+
+    Attributes:
+        drew: a mask was drawn.
+    """
+
+    drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bernoulli_.float:
+            x, probability = (*args, 0.5)[:2]  # the default is left out of the call
+            self.drew = True
+            return x.copy_(drawn(x.shape, new_seed()) < probability)
+        return func(*args, **(kwargs or {}))

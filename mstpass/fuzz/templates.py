@@ -1,0 +1,198 @@
+"""The choices of a case as Python expressions, and the helpers that some of them call.
+
+``h`` is a value of shape [batch, length, any]; ``ids`` are token numbers, [batch, length]. The
+precision is nowhere written down, so that a program runs in float64 as well: ``wide`` casts half
+precision to float32, and leaves float64 as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+NORMS: Mapping[str, tuple[str, str]] = {  # what __init__ makes; the norm of h
+    "none": ("", "h"),
+    "layer": ("nn.LayerNorm({d})", "{n}(h)"),
+    "layer_plain": ("", "F.layer_norm(h, (h.shape[-1],))"),
+    "rms": ("nn.RMSNorm({d})", "{n}(h)"),
+    "rms_by_hand": (
+        "nn.Parameter(torch.ones({d}))",
+        "h * torch.rsqrt(wide(h).square().mean(-1, keepdim=True) + 1e-5).type_as(h) * {n}",
+    ),
+    "unit": ("", "F.normalize(h, dim=-1)"),
+    "group": ("nn.GroupNorm(2, {d})", "{n}(h.transpose(1, 2)).transpose(1, 2)"),
+    "batch": ("nn.BatchNorm1d({d})", "{n}(h.transpose(1, 2)).transpose(1, 2)"),
+}
+
+ACTS: Mapping[str, str] = {
+    "none": "{}",
+    "relu": "F.relu({})",
+    "gelu": "F.gelu({})",
+    "gelu_tanh": 'F.gelu({}, approximate="tanh")',
+    "silu": "F.silu({})",
+    "tanh": "torch.tanh({})",
+    "sigmoid": "torch.sigmoid({})",
+    "square_relu": "F.relu({}).square()",
+    "softplus": "F.softplus({})",
+    "leaky_relu": "F.leaky_relu({}, 0.1)",
+    "hardswish": "F.hardswish({})",
+    "softmax": "torch.softmax({}, -1)",
+    "exp": "torch.exp(-{})",
+    "relu_in_place": "F.relu({} * 1, inplace=True)",
+}
+
+OPS: Mapping[str, str] = {
+    # token by token
+    "square": "h * h",
+    "sine": "h.sin()",
+    "row_softmax": "3 * torch.softmax(h, -1)",
+    "row_norm": "F.layer_norm(h, (h.shape[-1],))",
+    "row_scale": "h * (1 + ids % 3).to(h.dtype).unsqueeze(-1)",
+    "sequence_scale": "h * (1 + ids[:, :1] % 3).to(h.dtype).unsqueeze(-1)",
+    "feature_scale": "h * torch.linspace(0.5, 1.5, h.shape[-1], dtype=h.dtype)",
+    "mask": "h.masked_fill((ids % 3 == 0).unsqueeze(-1), 0.0)",
+    "halves": "torch.cat((h[..., h.shape[-1] // 2 :], -h[..., : h.shape[-1] // 2]), -1)",
+    "flat_and_back": "h.flatten(0, 1).sin().view(h.shape)",
+    "swap_and_back": "h.transpose(1, 2).sigmoid().transpose(1, 2)",
+    "top": "h + h.amax(-1, keepdim=True)",
+    "flip_features": "h.flip(-1)",
+    "clamp": "h.clamp(-0.5, 1.5)",
+    "detached_scale": "h * torch.rsqrt(1 + h.detach().square().mean(-1, keepdim=True))",
+    "sort_features": "h + h.sort(-1).values",
+    "strided": "h[..., ::2].repeat_interleave(2, -1)[..., : h.shape[-1]]",
+    "wide_and_back": "wide(h).sigmoid().type_as(h)",
+    # these mix tokens
+    "running_sum": "h.cumsum(1) / 8",
+    "token_softmax": "torch.softmax(h, 1)",
+    "flip_tokens": "h.flip(1)",
+    "roll_tokens": "h + h.roll(1, 1)",
+    "center": "h - h.mean(1, keepdim=True)",
+    "shift": "h + F.pad(h, (0, 0, 1, -1))",
+    "self_product": "torch.softmax(h @ h.transpose(1, 2), -1) @ h",
+    "mean_of_all": "h + h.mean()",
+    "last_token": "h + h[:, -1:]",
+    # of logits
+    "cap": "torch.tanh(h / 3.0) * 3.0",
+    "scale": "h * 0.5",
+    "wide": "wide(h)",
+    "temperature": "h / self.temperature",
+    "bias": "h + self.word_bias",
+    "hide_words": "h.masked_fill(torch.arange({v}) % 5 == 4, -8.0)",
+    "detached_max": "h - h.detach().amax(-1, keepdim=True)",
+}
+OP_PARAMETERS = {  # what __init__ makes for an op
+    "temperature": ("temperature", "nn.Parameter(torch.tensor(0.7))"),
+    "bias": ("word_bias", "nn.Parameter(torch.randn({v}))"),
+}
+
+_CE = "F.cross_entropy(logits.flatten(0, 1), labels.flatten(){})"
+_CE_SUM, _CE_NONE = (_CE.format(f', reduction="{kind}"') for kind in ("sum", "none"))
+_LOG_P = (
+    "words = labels.clamp_min(0).unsqueeze(-1)",
+    "log_p = torch.log_softmax(logits, -1).gather(-1, words).squeeze(-1)",
+)
+LOSSES: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": (f"loss = {_CE.format('')}",),
+    "sum": (f"loss = {_CE_SUM} / 100",),
+    "smoothing": (f"loss = {_CE.format(', label_smoothing=0.1')}",),
+    "class_weights": (
+        "class_weight = torch.linspace(0.5, 1.5, {v}, dtype=logits.dtype)",
+        f"loss = {_CE.format(', weight=class_weight')}",
+    ),
+    "z_loss": (f"loss = {_CE.format('')} + 0.01 * torch.logsumexp(logits, -1).square().mean()",),
+    "log_probabilities": (*_LOG_P, "loss = -(log_p * (labels % 5 != 0)).mean()"),
+    "num_items": (f"loss = {_CE_SUM} / (labels != -100).sum()",),
+    "policy_gradient": (
+        *_LOG_P,
+        "ratio = torch.exp(log_p - (log_p.detach() + 0.1 * (labels % 3)))",
+        "gain = (labels[:, :1] % 5) - 1.5",
+        "loss = -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean(1).mean()",
+    ),
+    "preference": (
+        *_LOG_P,
+        "total = log_p.sum(1)",
+        "loss = -F.logsigmoid(0.1 * (total[:1] - total)).mean()",
+    ),
+    "entropy": (
+        "log_p = torch.log_softmax(logits, -1)",
+        f"loss = {_CE.format('')} + 0.1 * (log_p.exp() * log_p).sum(-1).mean()",
+    ),
+    "distillation": (
+        "student = torch.log_softmax(logits / 2, -1)",
+        'loss = F.kl_div(student, torch.softmax(teacher, -1), reduction="batchmean")',
+    ),
+    "multi_hot": (
+        "words = F.one_hot(labels.clamp_min(0), {v}).to(logits.dtype)",
+        "loss = F.binary_cross_entropy_with_logits(logits, words)",
+    ),
+    "mse": ("loss = F.mse_loss(logits, teacher)",),
+    "per_token": (f"loss = {_CE_NONE}",),
+    "per_sequence": (*_LOG_P, "loss = log_p.sum(1)"),
+    "balance": (
+        "words = (3 * logits).softmax(-1).mean((0, 1))",
+        "loss = (words.log() * torch.linspace(0.5, 1.5, {v}, dtype=words.dtype)).sum() / 100",
+    ),
+    "sine_sum": ("loss = logits.sin().sum() / 100",),
+    "ignore_all": (
+        "labels = torch.full_like(labels, -100)",
+        f"loss = {_CE_SUM}",
+    ),
+    "focal": (*_LOG_P, "loss = -((1 - log_p.exp()).square() * log_p).mean()"),
+    "top_margin": (
+        "top = logits.topk(2, -1).values",
+        "loss = F.softplus(1 - (top[..., 0] - top[..., 1])).mean()",
+    ),
+    # these mix tokens
+    "token_softmax": ("loss = torch.softmax(logits, 1).square().sum()",),
+    "running_sum": ("logits = logits.cumsum(1) / 8", f"loss = {_CE.format('')}"),
+    "neighbours": ("logits = logits + logits.roll(1, 1)", f"loss = {_CE.format('')}"),
+    "centered": ("logits = logits * logits.mean((0, 1)).cos()", f"loss = {_CE.format('')}"),
+    "mean_of_sequence": ("loss = logits.mean(1).square().sum()",),
+    "token_max": ("loss = logits.amax(1).square().mean()",),
+    "none": ("loss = h.sin().mean()",),
+}
+
+EXTRAS: Mapping[str, str] = {
+    "logits": "logits",
+    "hidden": "h",
+    "hidden_view": "x[:, -1:]",
+    "metric": "2 * loss.detach()",
+    "second_loss": "x.square().mean()",
+    "unused": "x.detach().exp()",
+    "input": "ids",
+    "accuracy": "(logits.detach().argmax(-1) == labels).sum()",
+    "alias": "x.view(-1)",
+    "labels_view": "ids[:, 1:]",
+}
+
+CUTS: Mapping[str, str] = {  # of logits and labels
+    "logits": "[:, {}]",
+    "first": "[:, 3:]",
+    "every_other": "[:, ::2]",
+    "last": "[:, -1:]",
+}
+
+HELPERS: Mapping[str, str] = {  # put before the model where its source has the name
+    "wide": """\
+def wide(h):
+    return h.float() if h.dtype == torch.bfloat16 else h
+""",
+    "save_products": """\
+def save_products(context, op, *args, **kwargs):
+    saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+""",
+    "prefer_products": """\
+def prefer_products(context, op, *args, **kwargs):
+    saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.PREFER_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+""",
+    "recompute_all": """\
+def recompute_all(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_RECOMPUTE
+""",
+    "save_attention": """\
+def save_attention(context, op, *args, **kwargs):
+    saved = "scaled_dot_product" in str(op)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
+""",
+}

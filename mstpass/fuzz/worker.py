@@ -1,0 +1,69 @@
+"""One process that runs cases, one after the other: ``python -m mstpass.fuzz.worker KIND SEED``.
+
+It reads a request a line, ``check NUMBER`` or ``reduce NUMBER``, and answers with a line of JSON. A
+case that ends the process, or never ends, ends only this one; campaign.py starts another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mstpass.fuzz.as_test import as_test
+from mstpass.fuzz.case import Case, to_json
+from mstpass.fuzz.checks import Checked, Failure, check_case
+from mstpass.fuzz.draw import draw
+from mstpass.fuzz.reduce import reduce
+
+
+def main(argv: Sequence[str]) -> None:
+    kind, seed = argv[0], int(argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a case prints is no answer
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    for line in sys.stdin:
+        command, number = line.split()
+        answer = {"check": _check, "reduce": _reduce}[command](draw(seed, int(number)), kind)
+        print(json.dumps({"number": int(number), **answer}), file=answers, flush=True)
+
+
+def _check(case: Case, kind: str) -> dict[str, Any]:
+    """What became of a case; one that failed is kept, as a changed generator draws others."""
+    try:
+        checked = check_case(case, kind)
+    except Exception as error:
+        failure = Failure("crash", f"{type(error).__name__}: {error}"[:300])
+        checked = Checked("failed", (failure,))
+    answer = dataclasses.asdict(checked)
+    return {**answer, "case": to_json(case)} if checked.failures else answer
+
+
+def _reduce(case: Case, kind: str) -> dict[str, Any]:
+    """The smallest case that fails as the case does, and the test that it makes."""
+    sought = {signature(failure) for failure in check_case(case, kind).failures}
+
+    def fails(smaller: Case) -> bool:
+        return any(signature(f) in sought for f in check_case(smaller, kind).failures)
+
+    smallest = reduce(case, fails)
+    checked: Checked = check_case(smallest, kind)
+    return {"case": to_json(smallest), "test": as_test(smallest, kind, checked.failures)}
+
+
+def signature(failure: Failure) -> str:
+    """What stays of a failure while its case shrinks, and what tells it from other failures."""
+    if failure.kind != "crash":
+        return failure.kind
+    return "".join(c for c in f"{failure.kind}: {failure.text}" if not c.isdigit())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

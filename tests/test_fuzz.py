@@ -1,0 +1,134 @@
+"""The fuzzer: cases are drawn again as they were, errors are found, shrunk and made into tests."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mstpass.cli import fuzz
+from mstpass.fuzz.as_test import as_test
+from mstpass.fuzz.campaign import Campaign
+from mstpass.fuzz.case import KINDS, Case, Layer, from_json, to_json
+from mstpass.fuzz.checks import FAST, INDUCTOR, check_case
+from mstpass.fuzz.draw import draw
+from mstpass.fuzz.reduce import reduce
+from mstpass.fuzz.render import source
+from mstpass.graph import loop_op
+
+LOOP = Case(chunk_tokens=3, length=13)  # a head whose loss runs in chunks
+
+
+def test_a_case_is_named_by_its_seed_and_number() -> None:
+    assert draw(3, 14) == draw(3, 14) != draw(3, 15) != draw(4, 15)
+
+
+def test_a_case_is_read_as_it_was_written() -> None:
+    for number in range(200):
+        case = draw(0, number)
+        assert from_json(json.loads(json.dumps(to_json(case)))) == case
+
+
+def test_every_case_has_a_source() -> None:
+    for number in range(300):
+        ast.parse(source(draw(1, number)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_runs(kind: str) -> None:
+    for variant in range(len(KINDS[kind])):
+        case = Case((Layer(kind, variant, act="tanh"),), chunk="off")
+        checked = check_case(case) if variant == 0 else None
+        assert checked is None or checked.status == "held", checked
+        exec(compile(source(case), "case", "exec"), {"__name__": "case"})
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_cases_hold(number: int) -> None:
+    checked = check_case(draw(20, number))
+    assert checked.status != "failed", checked.failures
+
+
+@pytest.mark.slow
+def test_a_case_holds_under_inductor() -> None:
+    checked = check_case(dataclasses.replace(LOOP, length=64, vocabulary=600), INDUCTOR)
+    assert checked.status == "held", checked.failures
+    assert checked.peaks is not None and checked.facts["lm_head fused"] == 1
+
+
+@pytest.fixture
+def last_chunk_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = loop_op._chunks
+
+    def without_the_last(*args: Any) -> Iterator[Any]:
+        yield from list(chunks(*args))[:-1]
+
+    monkeypatch.setattr(loop_op, "_chunks", without_the_last)
+
+
+@pytest.mark.usefixtures("last_chunk_is_lost")
+def test_an_error_is_found_shrunk_and_made_into_a_test() -> None:
+    layer = Layer("attention", norm="rms", residual="add")
+    case = dataclasses.replace(LOOP, layers=(layer,), loss="smoothing", dtype="float64")
+    kinds = {failure.kind for failure in check_case(case).failures}
+    assert kinds == {"wrong value", "wrong graph"}
+    smallest = reduce(case, lambda other: bool(check_case(other).failures), budget=20)
+    assert smallest.layers == () and smallest.loss == "cross_entropy"
+    test = as_test(smallest, FAST, check_case(smallest).failures)
+    assert len(test.splitlines()) < 40
+    defined: dict[str, Any] = {"__name__": "shrunk"}
+    exec(test, defined)
+    with pytest.raises(AssertionError, match="wrong value"):
+        defined["test_a_case_of_the_fuzzer"]()
+
+
+def test_a_case_that_eager_cannot_run_is_no_failure() -> None:
+    checked = check_case(Case(length=0, loss="token_max"))
+    assert checked.status == "invalid" and "IndexError" in checked.reason
+
+
+def test_the_smallest_case_has_nothing_but_the_reason() -> None:
+    def fails(case: Case) -> bool:
+        return any(l.kind == "experts" and l.norm != "none" for l in case.layers)
+
+    number = next(n for n in range(1000) if fails(draw(0, n)) and len(draw(0, n).layers) == 3)
+    layers = (Layer(kind="experts", norm="layer"),)
+    assert reduce(draw(0, number), fails, budget=1000) == Case(layers)
+
+
+def test_the_command_keeps_results_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = ["--folder", str(tmp_path), "--seed", "20"]
+    assert fuzz.main(["--cases", "1", *folder]) == fuzz.HELD
+    first = (tmp_path / "fast-20.jsonl").read_text()
+    with (tmp_path / "fast-20.jsonl").open("a") as file:
+        file.write('{"number": 1, "sta')  # a line cut short is run again
+    assert fuzz.main(["--cases", "2", *folder]) == fuzz.HELD
+    assert (tmp_path / "fast-20.jsonl").read_text().startswith(first)
+    assert "2 cases" in capsys.readouterr().out
+    assert sorted(Campaign(FAST, 20, tmp_path).known()) == [0, 1]
+
+
+def test_a_case_that_hangs_fails_and_the_next_one_runs(tmp_path: Path) -> None:
+    results: list[dict[str, Any]] = []
+    Campaign(FAST, 0, tmp_path, case_s=0.01).run(range(2), jobs=1, done=results.append)
+    assert [r["failures"][0]["kind"] for r in results] == ["hung", "hung"]
+
+
+def test_one_case_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzz.main(["--only", "3", "--seed", "20"]) == fuzz.HELD
+    shown = capsys.readouterr().out
+    assert "class Model(nn.Module):" in shown and "# held" in shown
+
+
+def test_torch_is_left_as_it_was() -> None:
+    threads = torch.get_num_threads()
+    check_case(LOOP)
+    assert torch.get_num_threads() == threads
