@@ -36,6 +36,7 @@ def test_two_ranks() -> None:
         assert [r["error"] < limit for r, limit in zip(results, limits, strict=True)] == [True] * 2
     for case in HEAD_IN_CHUNKS:
         assert all("lm_head" in kinds(result["reports"]) for result in found[case]), case
+    assert "lm_head" in kinds(found["explained"][0]["reports"])
     _weights_are_gathered_as_often_as_in_eager_mode(found)
     _a_head_that_is_wrapped_without_its_loss_is_refused_with_both_sides(found)
     for result in found["symbolic_lengths"]:

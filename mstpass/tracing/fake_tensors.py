@@ -11,11 +11,13 @@ import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mstpass.torch_internals import fsdp_states
 from mstpass.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from mstpass.torch_internals.modules import is_compiled, own_tensors, uncompiled
 from mstpass.torch_internals.pytrees import tree_leaves, tree_map
@@ -72,7 +74,10 @@ class FakeTensors:
             step: a tree of functions, modules and arguments.
         """
         with contextlib.ExitStack() as restored:
-            for value, put in list(_tensor_places(tree_leaves(step))):
+            of_fsdp = fsdp_states.containers(_modules(step))
+            restored.enter_context(fsdp_states.contents_kept(of_fsdp))
+            places = chain(_tensor_places(tree_leaves(step)), *map(_items, of_fsdp))
+            for value, put in list(places):
                 fake = self.fake_of(value)
                 if fake is not value:
                     if value.is_leaf:  # a step with zero_grad() may drop the gradient
@@ -85,9 +90,7 @@ class FakeTensors:
 # ---- what torch.compile made -------------------------------------------------------------------
 def calls_compiled(step: Any) -> bool:
     """Whether a function or module in a step (a tree) is compiled, or calls one that is."""
-    reached = list(_reachable(tree_leaves(step)))
-    modules = {id(m): m for leaf in reached for root in modules_near(leaf) for m in root.modules()}
-    return any(map(is_compiled, (*reached, *modules.values())))
+    return any(map(is_compiled, (*_reachable(tree_leaves(step)), *_modules(step))))
 
 
 def _default_device() -> torch.device:
@@ -123,6 +126,13 @@ def _tensor_places(leaves: Sequence[Any]) -> Iterator[tuple[Any, Setter]]:
             for value, put in _globals_and_cells(fn):
                 yield value, put
                 yield from _items(value)
+
+
+def _modules(step: Any) -> list[nn.Module]:
+    """All modules that the functions and modules in a step (a tree) are, hold or contain."""
+    reached = map(uncompiled, _reachable(tree_leaves(step)))
+    roots = (root for leaf in reached for root in modules_near(leaf))
+    return list({id(m): m for root in roots for m in root.modules()}.values())
 
 
 def _reachable(leaves: Sequence[Any]) -> Iterator[Any]:

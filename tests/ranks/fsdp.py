@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 
+import mstpass
 from tests.ranks import steps
 
 STRICT = {"strict": True}
@@ -84,6 +86,26 @@ def _num_gathers(step: Callable[[], object]) -> int:
 
 
 # ---- cases ---------------------------------------------------------------------------------------
+def explained() -> dict[str, Any]:
+    """`explain` and `explain_all` on one rank alone, before the first step and after it."""
+    model = _sharded(steps.made(steps.Model))
+    fn = functools.partial(model, *steps.batch())
+    reports: list[mstpass.Report] = []
+    gradients: list[list[Tensor]] = []
+    for is_last in (False, False, True):
+        if dist.get_rank() == 0 and not is_last:
+            reports += mstpass.explain_all(fn)
+            with pytest.raises(mstpass.ExplainError, match=r"FSDP2.*mstpass\.explain_all"):
+                mstpass.explain(fn)
+        fn().backward()
+        gradients.append(steps.gradients(model))
+        model.zero_grad()
+    return {
+        "reports": [steps.summary(report) for report in reports],
+        "error": max(steps.error(each, gradients[-1]) for each in gradients),
+    }
+
+
 def whole() -> dict[str, Any]:
     return _tried()
 
