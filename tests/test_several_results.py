@@ -158,6 +158,26 @@ def test_an_operand_that_is_a_symbolic_float() -> None:
     assert _reasons(result) == ["an operand of clamp_max is not a tensor"]
 
 
+def test_a_constant_of_the_graph() -> None:
+    """It is an attribute of the graph's module, as the graph's subgraphs are."""
+    model = _logits()
+
+    def step(ids: Tensor) -> Tensor:
+        return _loss(model(ids) * torch.tensor([0.5, 2.0]).repeat(VOCAB // 2), ids)
+
+    module, _ = joint_graph(step, _ids())
+    constants = module.graph.find_nodes(op="get_attr")
+    assert [node for node in constants if "_tensor_constant" in str(node.target)]
+    assert [plan.kind for plan in _planned(step, _ids()).outcome.regions] == ["lm_head"]
+
+
+def test_a_region_that_reads_constants_only() -> None:
+    mlp = TwoLayerMLP(WIDTH, 8 * WIDTH, "gelu", bias=True)
+    x = torch.randn(128, WIDTH, requires_grad=True)
+    result = _planned(lambda x: mlp(torch.ones(128, WIDTH)) * x, x)
+    assert _reasons(result) == ["a loop would read constants only, and nothing with tokens"]
+
+
 @pytest.mark.parametrize("of_tokens", [True, pytest.param(False, marks=FULL)])
 def test_padding_by_a_symbolic_size(of_tokens: bool) -> None:
     model = _logits()

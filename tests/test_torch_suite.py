@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.torch_suite.files import FILES, TestFile
+from tests.torch_suite.files import FILES, SuiteFile
 from tests.torch_suite.runner import MST, TORCH, Runner, read
 from tests.torch_suite.table import markdown, own_failures
 
-FILE = TestFile("functorch/test_small.py", "small tests")
+FILE = SuiteFile("functorch/test_small.py", "small tests")
 TESTS = """
 import os
 import time

@@ -37,7 +37,7 @@ _ADVICE = {  # a part of an error's text -> what to change
     "logging.Logger method": "do not log there, or have torch leave the call out, with "
     "torch._dynamo.config.ignore_logging_functions; where transformers warns that a model has no "
     "loss_type, set model.loss_type = 'ForCausalLM', as mstpass.compile(model) does",
-    "`disable` in file": "a hook that torch keeps out of graphs, such as those of FSDP2 around each "
+    "`disable` in file": "a hook that torch keeps out of graphs, such as FSDP2's around each "
     "module that it wraps, ends the graph here: plan each graph on its own, with "
     "mstpass.explain_all or on the command line without --fullgraph",
     " and meta": "no fake tensor stands for a tensor on the meta device: give that tensor, or the "

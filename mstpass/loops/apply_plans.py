@@ -117,6 +117,8 @@ class _GraphWriter:
         for name, child in self.joint.module.named_children():
             setattr(self.root, name, child)
         for node in self.joint.nodes:
+            if node.op == "get_attr" and not hasattr(self.root, str(node.target)):  # a constant
+                setattr(self.root, str(node.target), getattr(self.joint.module, str(node.target)))
             if node.op == "placeholder":
                 self.env[node] = self.graph.node_copy(node)
                 self.sizes.learn(self.env[node])

@@ -41,6 +41,8 @@ class RegionPlanner:
         """
         facts, region = self.facts, self.region
         loops = self._loops_of(mode, may_recompute)
+        if not all(any(item.spec for item in loop.inputs) for loop in loops.loops):
+            return self._rejection("a loop would read constants only, and nothing with tokens")
         chunk_tokens = chunk_length(facts, loops, self.options, short)
         if isinstance(chunk_tokens, Refusal):
             return self._rejection(chunk_tokens.reason)

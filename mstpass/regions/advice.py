@@ -80,6 +80,10 @@ _ADVICE = (
     ),
     # ---- chunks are possible but gain nothing
     (
+        r"read constants only",
+        f"{_NOTHING}; or compute this part for one token and expand it: all tokens are equal here",
+    ),
+    (
         r"would hold as much memory",
         f"{_NOTHING}; memory_budget=0.0 recomputes values where that is possible",
     ),

@@ -9,7 +9,7 @@ OWN = Path(__file__).with_name("loss_opinfos.py")
 
 
 @dataclasses.dataclass(frozen=True)
-class TestFile:
+class SuiteFile:
     """One file.
 
     Attributes:
@@ -31,26 +31,26 @@ class TestFile:
 _NO_PARTITIONER = "not OpInfo and not ModuleInfo and not Export"
 
 FILES = (
-    TestFile("functorch/test_aotdispatch.py", "AOTAutograd", _NO_PARTITIONER),
-    TestFile("dynamo/test_aot_autograd.py", "AOTAutograd under Dynamo"),
-    TestFile("dynamo/test_aot_autograd_cache.py", "AOTAutograd's cache"),
-    TestFile("functorch/test_aot_joint_with_descriptors.py", "AOTAutograd in stages"),
-    TestFile("functorch/test_memory_efficient_fusion.py", "partitioner: fewest saved bytes"),
-    TestFile("functorch/test_ac.py", "partitioner: memory budgets"),
-    TestFile("inductor/test_control_flow.py", "control flow in Inductor"),
-    TestFile("functorch/test_control_flow.py", "control flow", "AutoGrad or autograd or compile"),
-    TestFile("higher_order_ops/test_invoke_subgraph.py", "nested compile regions"),
-    TestFile("dynamo/test_activation_checkpointing.py", "checkpointing"),
-    TestFile("dynamo/test_wrap_inductor_compiled_regions.py", "checkpointing of compiled regions"),
-    TestFile("test_dynamic_shapes.py", "dynamic shapes"),
-    TestFile(
+    SuiteFile("functorch/test_aotdispatch.py", "AOTAutograd", _NO_PARTITIONER),
+    SuiteFile("dynamo/test_aot_autograd.py", "AOTAutograd under Dynamo"),
+    SuiteFile("dynamo/test_aot_autograd_cache.py", "AOTAutograd's cache"),
+    SuiteFile("functorch/test_aot_joint_with_descriptors.py", "AOTAutograd in stages"),
+    SuiteFile("functorch/test_memory_efficient_fusion.py", "partitioner: fewest saved bytes"),
+    SuiteFile("functorch/test_ac.py", "partitioner: memory budgets"),
+    SuiteFile("inductor/test_control_flow.py", "control flow in Inductor"),
+    SuiteFile("functorch/test_control_flow.py", "control flow", "AutoGrad or autograd or compile"),
+    SuiteFile("higher_order_ops/test_invoke_subgraph.py", "nested compile regions"),
+    SuiteFile("dynamo/test_activation_checkpointing.py", "checkpointing"),
+    SuiteFile("dynamo/test_wrap_inductor_compiled_regions.py", "checkpointing of compiled regions"),
+    SuiteFile("test_dynamic_shapes.py", "dynamic shapes"),
+    SuiteFile(
         "inductor/test_torchinductor_dynamic_shapes.py",
         "dynamic shapes in Inductor",
         "TestInductorDynamic",
     ),
-    TestFile("inductor/test_mmdecomp.py", "products under dynamic shapes"),
-    TestFile("inductor/test_auto_functionalize.py", "ops that write to their operands"),
-    TestFile("inductor/test_compiled_optimizers.py", "compiled optimizers", "adamw or sgd"),
-    TestFile("distributed/_composable/fsdp/test_fully_shard_compile.py", "FSDP2"),
-    TestFile(str(OWN), "loss functions, on torch's samples"),
+    SuiteFile("inductor/test_mmdecomp.py", "products under dynamic shapes"),
+    SuiteFile("inductor/test_auto_functionalize.py", "ops that write to their operands"),
+    SuiteFile("inductor/test_compiled_optimizers.py", "compiled optimizers", "adamw or sgd"),
+    SuiteFile("distributed/_composable/fsdp/test_fully_shard_compile.py", "FSDP2"),
+    SuiteFile(str(OWN), "loss functions, on torch's samples"),
 )

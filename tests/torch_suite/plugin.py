@@ -88,6 +88,7 @@ class Suite:
         sys.path.insert(0, str(module_path.parent))
         _supply_missing_names(module_path)
 
+    @pytest.hookimpl(trylast=True)  # -k comes first
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         names = {name_of(item): item for item in items}
         self.write(collected=len(names))

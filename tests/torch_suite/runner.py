@@ -24,7 +24,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from tests.torch_suite.files import TestFile
+from tests.torch_suite.files import SuiteFile
 from tests.torch_suite.plugin import VARIABLE
 
 MST, TORCH = "mst", "torch"
@@ -86,14 +86,14 @@ class Runner:
         self.folder, self.results = folder, results.resolve()
         self.limit_s, self.until, self.most = limit_s, until, most
 
-    def run(self, files: Sequence[TestFile]) -> None:
+    def run(self, files: Sequence[SuiteFile]) -> None:
         for file in files:
             self._run(file, MST, None)
             failed = failures(read(self.results).get((file.name, MST), Results()))
             if failed:
                 self._run(file, TORCH, frozenset(failed))
 
-    def _run(self, file: TestFile, backend: str, only: Set[str] | None) -> None:
+    def _run(self, file: SuiteFile, backend: str, only: Set[str] | None) -> None:
         """Start processes until every test has an outcome, or the time is over."""
         while time.monotonic() < self.until:
             known = read(self.results).get((file.name, backend), Results())
@@ -120,7 +120,7 @@ class Runner:
 
     def _process(
         self,
-        file: TestFile,
+        file: SuiteFile,
         backend: str,
         known: Results,
         only: Set[str] | None,

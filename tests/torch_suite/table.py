@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tests.torch_suite.files import TestFile
+from tests.torch_suite.files import SuiteFile
 from tests.torch_suite.runner import MST, TORCH, Results, failures
 
 _HEAD = (
@@ -18,7 +18,7 @@ _HEAD = (
 Known = Mapping[tuple[str, str], Results]
 
 
-def markdown(files: Sequence[TestFile], known: Known) -> str:
+def markdown(files: Sequence[SuiteFile], known: Known) -> str:
     """The table, the failures that Inductor does not have, and why others were skipped."""
     rows = [_HEAD, "|" + "---|" * (_HEAD.count("|") - 1)]
     rows += [_row(file, known) for file in files]
@@ -29,7 +29,7 @@ def markdown(files: Sequence[TestFile], known: Known) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def _row(file: TestFile, known: Known) -> str:
+def _row(file: SuiteFile, known: Known) -> str:
     results = known.get((file.name, MST), Results())
     rows = results.tests.values()
     kinds = Counter(row["outcome"] for row in rows)
@@ -49,7 +49,7 @@ def _row(file: TestFile, known: Known) -> str:
     return f"| {name} | {file.about} | " + " | ".join(map(str, numbers)) + " |"
 
 
-def own_failures(file: TestFile, known: Known) -> list[str]:
+def own_failures(file: SuiteFile, known: Known) -> list[str]:
     """The tests that fail, and of which it is not known that they fail under Inductor as well."""
     theirs = known.get((file.name, TORCH), Results()).tests
     failed = failures(known.get((file.name, MST), Results()))
@@ -61,7 +61,7 @@ def _titled(title: str, lines: Iterator[str]) -> list[str]:
     return [f"## {title}", "\n".join(found)] if found else []
 
 
-def _unrun(files: Sequence[TestFile], known: Known) -> Iterator[str]:
+def _unrun(files: Sequence[SuiteFile], known: Known) -> Iterator[str]:
     for file in files:
         error = known.get((file.name, MST), Results()).error
         if error:
@@ -69,14 +69,14 @@ def _unrun(files: Sequence[TestFile], known: Known) -> Iterator[str]:
             yield f"- {file.name}: {(lines or ['no test is found'])[-1].lstrip('E ')}"
 
 
-def _failed(files: Sequence[TestFile], known: Known) -> Iterator[str]:
+def _failed(files: Sequence[SuiteFile], known: Known) -> Iterator[str]:
     for file in files:
         tests = known.get((file.name, MST), Results()).tests
         for name in own_failures(file, known):
             yield f"- {file.name} `{name}`: {_first_line(tests[name])}"
 
 
-def _skipped(files: Sequence[TestFile], known: Known) -> Iterator[str]:
+def _skipped(files: Sequence[SuiteFile], known: Known) -> Iterator[str]:
     """How many tests were skipped, by reason."""
     reasons: Counter[str] = Counter()
     for file in files:
