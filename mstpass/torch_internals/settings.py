@@ -42,7 +42,8 @@ APIS = PrivateApis(
         "torch._dynamo.config.error_on_recompile",
     ),
 )
-_PER_THREAD = isinstance(inductor_config._config["fx_graph_cache"].user_override, ContextVar)
+_ENTRIES: Any = vars(inductor_config)["_config"]
+_PER_THREAD = isinstance(_ENTRIES["fx_graph_cache"].user_override, ContextVar)
 
 Patch = Callable[[], AbstractContextManager[Any]]
 
