@@ -1,6 +1,7 @@
 """The versions of torch that mstpass was checked on, for every file of this package.
 
-A version is here once all probes and the tests of noxfile.py have passed on it: docs/versions.md.
+A version is here once all probes and the tests of hooks have passed on it; docs/versions.md says
+what else has been run.
 """
 
 from __future__ import annotations
