@@ -42,8 +42,8 @@ APIS = PrivateApis(
         "torch._dynamo.config.error_on_recompile",
     ),
 )
-_SETTINGS = vars(inductor_config)["_config"]
-_PER_THREAD = isinstance(_SETTINGS["fx_graph_cache"].user_override, ContextVar)
+_ENTRIES: Any = vars(inductor_config)["_config"]
+_PER_THREAD = isinstance(_ENTRIES["fx_graph_cache"].user_override, ContextVar)
 
 Patch = Callable[[], AbstractContextManager[Any]]
 
