@@ -27,7 +27,7 @@ _ON_CPU = {  # of the generated code, each with what it becomes
     "async_compile.triton(": "interpreted(",
     "device(type='cuda', index=0)": "device(type='cpu')",
 }
-_BLOCKS = {"XBLOCK": 1024, "YBLOCK": 16, "R0_BLOCK": 128, "R1_BLOCK": 16}
+_BLOCKS = {"XBLOCK": 64, "YBLOCK": 16, "R0_BLOCK": 128, "R1_BLOCK": 16}
 
 
 def run_interpreted(run: DryRun, folder: Path) -> tuple[list[Any], list[Any]]:
