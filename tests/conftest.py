@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="tests marked `full` too, and every architecture under Inductor: an hour",
+        help="tests marked `full` too, and every step of every test under Inductor: hours",
     )
     parser.addoption(
         "--write-docs", action="store_true", help="with --all: write docs/architectures.md"
@@ -84,7 +84,6 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
     torch.manual_seed(0)
-    torch.compiler.reset()
     yield
     torch.compiler.reset()
 

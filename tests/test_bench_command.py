@@ -16,13 +16,6 @@ from mstpass.cli.main import main
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 def arguments(**changes):
     return dataclasses.replace(parse("x", ["--device", "cpu", "--quick"], "", ""), **changes)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -14,13 +13,6 @@ from mstpass.bench.arguments import parse
 from mstpass.bench.models import Head, LlamaSize, Step, llama
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def arguments(**changes):

@@ -27,13 +27,6 @@ pytestmark = pytest.mark.op_by_op
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 def arguments(**changes):
     return dataclasses.replace(parse("x", ["--device", "cpu", "--quick"], "", ""), **changes)
 

@@ -28,6 +28,7 @@ from tests.checks import check_against_float64, compiled, joint_graph
 pytestmark = pytest.mark.op_by_op
 
 SIZE = LlamaSize(128, 4, 4, 352, 6000, 1024)
+TWO_LAYERS = dataclasses.replace(SIZE, layers=2)
 SMALL_HEAD = LlamaSize(128, 4, 4, 512, 300, 1024)
 _ABOVE = 1.05  # times the lowest simulated peak: a budget that can be met
 
@@ -107,8 +108,8 @@ def test_less_budget_never_means_more_peak_nor_less_time(size: LlamaSize) -> Non
 @pytest.mark.parametrize(
     ("size", "share"),
     [
-        (SIZE, 0.15),
-        pytest.param(SIZE, 0.6, marks=pytest.mark.full),
+        (TWO_LAYERS, 0.15),
+        *(pytest.param(SIZE, share, marks=pytest.mark.full) for share in (0.15, 0.6)),
         pytest.param(SMALL_HEAD, 0.3, marks=pytest.mark.full),
     ],
 )

@@ -30,7 +30,6 @@ from tests.models import MLPS
 
 pytestmark = [pytest.mark.op_by_op, pytest.mark.filterwarnings("ignore:.*context_fn.*")]
 
-SIZE = LlamaSize(128, 4, 4, 352, 6000, 1024)
 aten = torch.ops.aten
 Policy = Callable[..., CheckpointPolicy]
 MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
@@ -292,11 +291,12 @@ def test_draws_from_torch_s_generator_go_to_torch_s_partitioner() -> None:
 
 # ---- memory ------------------------------------------------------------------------------------
 @pytest.mark.kernels
-def test_a_checkpoint_per_layer_needs_no_more_than_under_inductor() -> None:
-    peaks = {}
+@pytest.mark.parametrize("layers", [2, pytest.param(4, marks=FULL)])
+def test_a_checkpoint_per_layer_needs_no_more_than_under_inductor(layers: int) -> None:
+    peaks, size = {}, LlamaSize(128, layers, 4, 352, 6000, 1024)
     for backend in ("inductor", "mst"):
         torch.compiler.reset()
-        model, ids, target = llama(SIZE, torch.device("cpu"))
+        model, ids, target = llama(size, torch.device("cpu"))
         step = torch.compile(
             lambda ids, target, m=model: m(ids, target, checkpointed=True), backend=backend
         )

@@ -176,14 +176,14 @@ def test_the_peak_that_was_published_for_mini_sequences():
 
 @pytest.mark.usefixtures("one_cublas_workspace")
 def test_gaps_make_sequences_shorter(tiny):
-    ask = functools.partial(asked, tiny, 64)
+    ask = functools.partial(asked, tiny, 32)
     without, caching = plan(ask()), plan(ask(allocator=CACHING))
     for one, other in zip(without.rows, caching.rows, strict=True):
         assert 0.3 * one.length < other.length < one.length, other.name
         assert other.fits and other.parts.gaps > 0 == one.parts.gaps
-        assert other.total_bytes <= 64 * MIB
+        assert other.total_bytes <= 32 * MIB
     longer = plan(ask(allocator=CACHING, length=without.rows[0].length)).rows[0]
-    assert longer.name == EAGER and not longer.fits and longer.total_bytes > 64 * MIB
+    assert longer.name == EAGER and not longer.fits and longer.total_bytes > 32 * MIB
 
 
 @pytest.mark.usefixtures("one_cublas_workspace")

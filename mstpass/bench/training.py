@@ -63,7 +63,7 @@ class Setup:
     text_chars: int
 
 
-FULL = Setup(Size(64, 2, 192, 4096, 4, 256), 300, _WINDOW, SEEDS, BUDGETS, _TEXT_CHARS)
+FULL = Setup(Size(64, 2, 192, 4096, 8, 256), 300, _WINDOW, SEEDS, BUDGETS, _TEXT_CHARS)
 QUICK = Setup(Size(32, 1, 96, 1024, 4, 128), 6, 2, SEEDS[:2], BUDGETS[-1:], 2**17)
 
 

@@ -27,7 +27,9 @@ def test_attention_is_left_as_the_gpu_has_it(gpu: str, masked: bool, kernel: str
     assert f"_scaled_dot_product_{kernel}" in run.text
 
 
-@pytest.mark.parametrize("budget", ["auto", "free", 0.0, "1200MiB"])
+@pytest.mark.parametrize(
+    "budget", ["auto", pytest.param("free", marks=pytest.mark.full), 0.0, "1200MiB"]
+)
 def test_budgets(budget: object) -> None:
     pytest.importorskip("transformers")
     run = dry_run(*causal_lm("Llama"), memory_budget=budget, strict=False)
@@ -43,7 +45,13 @@ def test_a_mixture_of_experts() -> None:
     assert "_grouped_mm" in run.text
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *("reduce-overhead", "max-autotune"),
+        pytest.param("max-autotune-no-cudagraphs", marks=pytest.mark.full),
+    ],
+)
 def test_modes_of_inductor(mode: str) -> None:
     check_lean(dry_run(*head(), mode=mode))
 
