@@ -36,7 +36,14 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _check(case: Case, kind: str) -> dict[str, Any]:
-    return dataclasses.asdict(check_case(case, kind))
+    """What became of a case; one that failed is kept, as a changed generator draws others."""
+    try:
+        checked = check_case(case, kind)
+    except Exception as error:
+        failure = Failure("crash", f"{type(error).__name__}: {error}"[:300])
+        checked = Checked("failed", (failure,))
+    answer = dataclasses.asdict(checked)
+    return {**answer, "case": to_json(case)} if checked.failures else answer
 
 
 def _reduce(case: Case, kind: str) -> dict[str, Any]:
