@@ -15,6 +15,11 @@ def policy_meta(node: fx.Node) -> dict[str, Any]:
     return _selected(node, _POLICY_KEYS)
 
 
+def origin_meta(node: fx.Node) -> dict[str, Any]:
+    """The place in the user's code, and what torch's partitioner reads besides a policy."""
+    return _selected(node, _ORIGIN_KEYS)
+
+
 def replacement_meta(node: fx.Node) -> dict[str, Any]:
     """The checkpoint policy, the place in the user's code, and what torch's partitioner reads."""
     return _selected(node, (*_ORIGIN_KEYS, *_POLICY_KEYS))

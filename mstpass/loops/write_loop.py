@@ -20,10 +20,10 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.builder import Builder, SizeNodes, fake_values
-from mstpass.graph.checkpoint_policies import policies_of
+from mstpass.graph.checkpoint_policies import policies_of, tag_of
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import STACK, SUM, OutputSpec, mst_loop
-from mstpass.graph.node_meta import policy_meta, replacement_meta
+from mstpass.graph.node_meta import origin_meta, policy_meta, replacement_meta
 from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.build import build_body
@@ -173,8 +173,19 @@ class LoopWriter:
             raise CannotTake(
                 node, f"the loop returns shape {tuple(shape)}, not {tuple(value.shape)}"
             )
-        result.meta.update(replacement_meta(node))
+        result.meta.update(self._meta(result, node))
         return result
+
+    def _meta(self, result: fx.Node, node: fx.Node) -> dict[str, Any]:
+        """The metadata of a result, which is the loop's item itself or computed from it.
+
+        An item is recomputed with its loop or not at all. Torch's partitioner finds no cut where
+        only the item asks for it.
+        """
+        is_item = result.target is operator.getitem
+        if is_item and not policy_meta(result) and tag_of(node) in RECOMPUTED:
+            return origin_meta(node)
+        return replacement_meta(node)
 
 
 def _layout(value: torch.Tensor | int) -> object:
