@@ -82,7 +82,7 @@ def train(job: Job, stream_T: Tensor, device: torch.device) -> Run:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / _WARMUP_STEPS)
     )
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     if job.first:
         for name, state in torch.load(job.checkpoint, weights_only=True).items():
             parts[name].load_state_dict(state)
@@ -90,7 +90,7 @@ def train(job: Job, stream_T: Tensor, device: torch.device) -> Run:
     batches = stdlib_text.batches(stream_T, job.steps, size.batch, size.length)
     loss_fn = loss_of(case, model)
     if job.budget is not None:
-        options = {"memory_budget": job.budget, "strict": True}
+        options: dict[str, Any] = {"memory_budget": job.budget, "strict": True}
         loss_fn = torch.compile(loss_fn, backend="mst", fullgraph=True, options=options)
     losses = []
     for ids_BS in batches[job.first : job.last]:
