@@ -84,11 +84,11 @@ def fast(setup: Setup, record: list[Recording], ours: bool = True) -> Compile:
         if ours and setup.lowered:
             lower = LowerLoops(None, options.frees_memory_for_time)
 
-        def compile_graph(graph: fx.GraphModule, *_: Any, **__: Any) -> Call:
+        def compile_graph(graph: fx.GraphModule, *_: Any, **__: Any) -> Any:
             return _op_by_op(graph, lower, recording)
 
         with backward_compiled_at_once():
-            compiled = compile_fx(
+            compiled: Any = compile_fx(
                 gm, list(inputs), inner_compile=compile_graph, config_patches=patches
             )
         return drop.finish(compiled)

@@ -40,7 +40,8 @@ def wrong_graphs(recording: Recording, variants: Sequence[str]) -> Iterator[tupl
     for name, modules in plans.items():
         if any(map(_reads_bits, modules)):
             continue
-        found = _run_split(*map(in_float64, modules), step, len(expected))
+        forward, backward = map(in_float64, modules)
+        found = _run_split(forward, backward, step, len(expected))
         scale = max((_rms(value) for value in expected), default=0.0)
         for position, (mine, true) in enumerate(zip(found, expected, strict=True)):
             reason = _difference(mine, true, scale)
