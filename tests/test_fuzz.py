@@ -49,7 +49,10 @@ def test_every_layer_runs(kind: str) -> None:
         exec(compile(source(case), "case", "exec"), {"__name__": "case"})
 
 
-@pytest.mark.parametrize("number", range(12))
+_MORE = [pytest.param(number, marks=pytest.mark.full) for number in range(4, 40)]
+
+
+@pytest.mark.parametrize("number", [*range(4), *_MORE])
 def test_cases_hold(number: int) -> None:
     checked = check_case(draw(20, number))
     assert checked.status != "failed", checked.failures
