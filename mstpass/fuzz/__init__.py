@@ -11,8 +11,8 @@
 
 Why not Hypothesis, which shrinks well: it draws a case as a sequence of choices that only the
 version of the strategy that drew it can read. A failure here is a record of fields instead, which
-can be stored, read, edited and run after the generator has changed; the number of a case names it
-for ever, in any order, on any number of workers; and cases are drawn evenly, where Hypothesis
+can be stored, read, edited and run after the generator has changed; a seed and a number name a
+case in any order, on any number of workers; and cases are drawn evenly, where Hypothesis
 prefers small ones and drops what looks alike. Shrinking needs no more than forty lines, because
 every field lists its values from the plainest on.
 """
