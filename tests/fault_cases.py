@@ -332,6 +332,7 @@ def workers_that_are_spawned() -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     result, *names = sys.argv[1:]
     failed: dict[str, str] = {}
     seconds: dict[str, float] = {}

@@ -30,7 +30,7 @@ HEAD_IN_CHUNKS = (*GATHERS, "mixed", "symbolic_lengths")
 
 def test_two_ranks() -> None:
     compiled = ("whole", "head_and_loss_of_their_own")
-    found = run_ranks("fsdp", [*HEAD_IN_CHUNKS, "head_of_its_own"], kernels=compiled)
+    found = run_ranks("fsdp", [*HEAD_IN_CHUNKS, "head_of_its_own", "explained"], kernels=compiled)
     for case, results in found.items():
         limits = [1.2 * r["eager"] if case == "mixed" else 1e-5 for r in results]
         assert [r["error"] < limit for r, limit in zip(results, limits, strict=True)] == [True] * 2

@@ -22,7 +22,7 @@ from mstpass.fuzz.reduce import reduce
 from mstpass.fuzz.render import source
 from mstpass.graph import loop_op
 
-LOOP = Case(chunk_tokens=3, length=13)  # a head whose loss runs in chunks
+LOOP = Case(chunk_tokens=3, length=64)  # a head whose loss runs in chunks
 
 
 def test_a_case_is_named_by_its_seed_and_number() -> None:

@@ -323,7 +323,7 @@ def test_a_program_that_inductor_cannot_compile_is_not_ours() -> None:
     with pytest.raises(Exception, match="a pass of the user's"):
         _run(_Head(), inductor={"_post_fusion_custom_pass": _Fails()})
     assert hook_checks.why_off() is None
-    assert [bool(r.regions) for r in mstpass.reports()[before:]] == [True]
+    assert not mstpass.reports()[before:]
 
 
 # ---- names that mstpass imports ------------------------------------------------------------------

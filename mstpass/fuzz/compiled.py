@@ -21,7 +21,7 @@ from mstpass.fuzz.program import Call, Compile, Setup, drawn, new_seed
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.options import Options
 from mstpass.returned_logits import drop_logits
-from mstpass.torch_internals.compile_fx import compile_fx
+from mstpass.torch_internals.compile_fx import boxed, compile_fx
 from mstpass.torch_internals.settings import backward_compiled_at_once, without_padding
 
 
@@ -126,8 +126,7 @@ def _op_by_op(graph: fx.GraphModule, lower: LowerLoops | None, recording: Record
             recording.seen(graph.graph, values)
         return graph(*values)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return boxed(run)
 
 
 def draw_in_order(graph: fx.GraphModule) -> None:

@@ -16,6 +16,7 @@ from mstpass.fuzz.render import source
 from mstpass.measure import peak_bytes
 from mstpass.returned_logits.placeholder import DroppedLogits
 from mstpass.torch_internals.dispatch_modes import TorchDispatchMode
+from mstpass.torch_internals.dynamo import maybe_mark_dynamic
 
 Values = dict[str, Tensor | None]
 Call = Callable[..., Any]
@@ -152,7 +153,7 @@ def mark_dynamic(inputs: Sequence[Tensor], setup: Setup) -> None:
     for x in inputs:
         for dim in dims:
             if dim < x.ndim and x.shape[dim] > 1:
-                torch._dynamo.maybe_mark_dynamic(x, dim)
+                maybe_mark_dynamic(x, dim)
 
 
 def differentiate(results: Sequence[Any]) -> None:

@@ -18,6 +18,7 @@ Source: torch/_inductor/compile_fx.py, custom_graph_pass.py.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
     "CustomSchedulerPass",
+    "boxed",
     "compile_fx",
     "key_of",
 ]
@@ -54,6 +56,12 @@ APIS = PrivateApis(
         "torch._inductor.config._post_fusion_custom_pass",
     ),
 )
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A compiled graph that takes a list and empties it, marked so for AOTAutograd."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def key_of(users_pass: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
+from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.exc import RestartAnalysis, TorchDynamoException, Unsupported
 from torch._dynamo.output_graph import GraphCompileReason
@@ -28,6 +29,7 @@ __all__ = [
     "Unsupported",
     "forget_backend",
     "graph_break_after",
+    "maybe_mark_dynamic",
     "register_bytecode_hook",
 ]
 
@@ -39,6 +41,7 @@ APIS = PrivateApis(
         "torch._dynamo.exc.RestartAnalysis",
         "torch._dynamo.exc.TorchDynamoException",
         "torch._dynamo.exc.Unsupported",
+        "torch._dynamo.maybe_mark_dynamic",
         "torch._dynamo.output_graph.GraphCompileReason(reason, user_stack, graph_break)",
         "torch._subclasses.fake_tensor.log",
         "torch._dynamo.variables.tensor.log",
