@@ -143,6 +143,7 @@ def _llama() -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.kernels
 def test_a_hugging_face_model_has_the_peak_of_its_loss(tmp_path: Path) -> None:
     ids = torch.randint(2, 2048, (2, 256))
     model, eager = _llama(), _llama()
@@ -161,7 +162,7 @@ def test_a_hugging_face_model_has_the_peak_of_its_loss(tmp_path: Path) -> None:
         got.grad = None
     of_loss.zero_grad()
     peak = peak_bytes(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward())
-    assert peak <= 1.03 * peak_bytes(lambda: fn(ids).backward())
+    assert peak <= 1.02 * peak_bytes(lambda: fn(ids).backward())
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     torch.testing.assert_close(again.state_dict(), model.state_dict())
