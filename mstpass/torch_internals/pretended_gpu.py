@@ -124,6 +124,11 @@ class _Patcher:
         self.stack.enter_context(mock.patch.object(owner, name, patched))
 
 
+@torch.compiler.assume_constant_result  # Dynamo cannot trace a context variable
+def _is_here() -> bool:
+    return _here.get()
+
+
 def _pretended_here(value: Any, original: Any) -> Any:
     """``value`` in threads that pretend a GPU, ``original`` in all others."""
     if isinstance(value, property):
@@ -134,7 +139,7 @@ def _pretended_here(value: Any, original: Any) -> Any:
 
     @functools.wraps(theirs)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (ours if _here.get() else theirs)(*args, **kwargs)
+        return (ours if _is_here() else theirs)(*args, **kwargs)
 
     return staticmethod(call) if static else call
 
