@@ -13,6 +13,7 @@ from mstpass import TrainerError
 from mstpass.bench.trainer_models import Tokens, config, llama, text, tokenizer
 from mstpass.trainers import exchange
 from tests.ranks.launch import run_ranks
+from tests.ranks.trainers import common
 
 pytest.importorskip("accelerate")
 
@@ -36,21 +37,6 @@ def short_chunks(monkeypatch):
     _before = len(mstpass.reports())
     monkeypatch.setenv("MSTPASS_CHUNK_TOKENS", str(CHUNK))
     monkeypatch.setenv("MSTPASS_STRICT", "True")
-
-
-def common(folder, **changes):
-    return {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "learning_rate": 1e-2,
-        **changes,
-    }
 
 
 def log(trainer, prefix=""):

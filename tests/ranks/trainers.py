@@ -40,9 +40,10 @@ def _tried(
     return {"losses": [losses, right], "kinds": [r.kind for r in regions]}
 
 
-def _common(**changes: Any) -> dict[str, Any]:
+def common(folder: object, **changes: Any) -> dict[str, Any]:
+    """Arguments of a trainer that runs two steps on the CPU and saves nothing."""
     return {
-        "output_dir": tempfile.gettempdir(),
+        "output_dir": str(folder),
         "use_cpu": True,
         "max_steps": 2,
         "per_device_train_batch_size": 2,
@@ -56,7 +57,7 @@ def _common(**changes: Any) -> dict[str, Any]:
 
 
 def _hugging_face(**changes: Any) -> Trainer:
-    arguments = TrainingArguments(**_common(**changes))
+    arguments = TrainingArguments(**common(tempfile.gettempdir(), **changes))
     return Trainer(llama(VOCABULARY), arguments, train_dataset=Tokens(8, LENGTH, VOCABULARY))
 
 
@@ -77,7 +78,12 @@ def sft() -> dict[str, Any]:
         rows = [text(LENGTH, VOCABULARY, i) for i in range(8)]
         return trl.SFTTrainer(
             llama(VOCABULARY),
-            trl.SFTConfig(**_common(), bf16=False, gradient_checkpointing=False, max_length=LENGTH),
+            trl.SFTConfig(
+                **common(tempfile.gettempdir()),
+                bf16=False,
+                gradient_checkpointing=False,
+                max_length=LENGTH,
+            ),
             train_dataset=Dataset.from_dict({"text": rows}),
             processing_class=tokenizer(VOCABULARY),
         )
