@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mstpass import pipeline
@@ -96,6 +96,7 @@ COSTS: list[Costs] = [_cpu_costs(_CPU), *map(GpuCosts, map(gpu, sorted(GPUS)))]
 
 
 @given(st.sampled_from(COSTS), st.integers(2, 200_000), st.integers(2, 64))
+@example(COSTS[0], 66, 2)  # two chunks of fewer rows than products should have
 def test_chunks_of_any_count_cover_the_tokens(costs: Costs, tokens: int, num_chunks: int) -> None:
     work = head(max(tokens, 32 * num_chunks), 512, 32_000)
     fewest = costs.least_rows_of_products(work, costs.tolerable)

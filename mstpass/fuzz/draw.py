@@ -26,6 +26,7 @@ _PLAIN = {  # the share of cases in which a field has its plainest value; else a
     "lowered": 0.6,
     "variants": 0.2,
     "chunk_tokens": 0.1,
+    "forced": 0.8,
     "loss": 0.15,
     "shift": 0.3,
     "kind": 0.45,
@@ -44,15 +45,18 @@ _RARE = {  # values that end most of a case's interest: four of five are drawn a
     "final_norm": ("batch", "group"),
     "frozen": ("head", "all_but_head"),
     "source": ("plain_hidden",),
+    "chunk_tokens": (None, 64, 1000),
 }
 _AGAIN = 0.8
+_LARGE = 0.3  # the share of cases that are so large that loops lower the peak without being forced
 _COUNTS = (1, 1, 1, 2, 2, 3, 0)  # layers
 
 
 def draw(seed: int, number: int) -> Case:
     """The case of this number."""
-    case: Case = _record(Random(f"mstpass {seed} {number}"), Case)
-    return _smaller(case)
+    random = Random(f"mstpass {seed} {number}")
+    case: Case = _record(random, Case)
+    return _large(random, case) if random.random() < _LARGE else _smaller(case)
 
 
 def _record(random: Random, kind: type[Any]) -> Any:
@@ -71,6 +75,18 @@ def _value(random: Random, field: dataclasses.Field[Any]) -> Any:
     if value in _RARE.get(field.name, ()) and random.random() < _AGAIN:
         return random.choice(given["values"])
     return value
+
+
+def _large(random: Random, case: Case) -> Case:
+    """The case with more tokens and words, and the loops that the plan chooses."""
+    return dataclasses.replace(
+        case,
+        batch=random.choice((1, 2, 3)),
+        length=random.choice((96, 131, 200, 256)),
+        vocabulary=random.choice((499, 600)),
+        chunk_tokens=random.choice((None, None, 32, 64, 100)),
+        forced=False,
+    )
 
 
 def _smaller(case: Case) -> Case:

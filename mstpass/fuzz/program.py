@@ -194,7 +194,8 @@ class DrawInFloat32(TorchDispatchMode):
     """Eager dropout draws its mask as Inductor's graphs do: in float32, by a seed for each mask.
 
     Then a step in float64, one in eager and one by rewritten graphs have equal masks after equal
-    global seeds. Source: ``bernoulli`` in torch/_inductor/decomposition.py.
+    global seeds. Source: ``native_dropout`` in torch/_decomp/decompositions.py, which keeps what is
+    drawn above the share to drop, where eager mode asks for the share to keep.
 
     Attributes:
         drew: a mask was drawn.
@@ -206,5 +207,5 @@ class DrawInFloat32(TorchDispatchMode):
         if func is torch.ops.aten.bernoulli_.float:
             x, probability = (*args, 0.5)[:2]  # the default is left out of the call
             self.drew = True
-            return x.copy_(drawn(x.shape, new_seed()) < probability)
+            return x.copy_(drawn(x.shape, new_seed()) > 1 - probability)
         return func(*args, **(kwargs or {}))

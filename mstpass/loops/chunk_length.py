@@ -95,7 +95,7 @@ def _equal_chunks(num_chunks: int, work: LoopWork, costs: Costs, fewest_rows: in
 
     given = _rows(tokens, num_chunks, costs.grain)
     limit = time(given) + _OVERLAP_TIME
-    most = min(num_chunks * 4 // 3, tokens // fewest_rows)
+    most = max(num_chunks, min(num_chunks * 4 // 3, tokens // fewest_rows))
     for count in range(num_chunks, most + 1):
         rows = _rows(tokens, count, costs.grain)
         if tokens % rows == 0 and time(rows) <= limit:
