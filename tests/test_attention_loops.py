@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from mstpass.graph.heads import HeadDim, is_attention, is_product, through_view
@@ -168,6 +169,34 @@ def test_cross_attention_sums_two_gradients() -> None:
     (region,), _ = detect_attention(joint)
     plan = check_loops(joint, region)
     assert _kinds(joint, plan.loops[1])[1] == 2
+
+
+@pytest.mark.full
+def test_two_attentions_that_share_their_keys() -> None:
+    """Each has its own loops; the second one reads the keys and values of the first in slices."""
+    torch.manual_seed(0)
+    first, second = (Layer(Form(mask="causal")).double() for _ in range(2))
+    x = torch.randn(*TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        q, k, v = (p(x).view(*TOKENS, HEADS, -1).transpose(1, 2) for p in projections(first))
+        y = x + merged(first, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        q = second.attention.q(y).view(*TOKENS, HEADS, -1).transpose(1, 2)
+        return merged(second, F.scaled_dot_product_attention(q, k, v)).square().mean()
+
+    joint = JointGraph(*joint_graph(step, x))
+    regions, rejections = detect_attention(joint)
+    assert len(regions) == 2 and not rejections
+    for region in regions:
+        check_loops(joint, region)
+
+
+def projections(layer: Layer) -> tuple[nn.Module, nn.Module, nn.Module]:
+    return layer.attention.q, layer.attention.k, layer.attention.v
+
+
+def merged(layer: Layer, heads: Tensor) -> Tensor:
+    return layer.attention.out(heads.transpose(1, 2).flatten(2))
 
 
 def test_a_norm_over_all_heads_stays_outside() -> None:

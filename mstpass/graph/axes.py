@@ -91,8 +91,6 @@ class HeadAxis:
     num_heads: int
 
     def operand_specs(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
-        if not spec:
-            return heads.item_source(node, self.num_heads)
         return heads.operand_heads(node, HeadDim(*spec), self.num_heads)
 
     def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:

@@ -35,7 +35,7 @@ from mstpass.graph.joint import value_of
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, shape_of, tensor_inputs
 from mstpass.graph.token_rules.views import view_forward
-from mstpass.graph.tokens import WHOLE, Refusal, Spec, Sum, group_of
+from mstpass.graph.tokens import WHOLE, Refusal, Sum, group_of
 from mstpass.torch_internals.op_types import OpOverload, schema_of
 
 
@@ -48,6 +48,7 @@ class HeadDim(NamedTuple):
 
 MIXED = "a view mixes heads with other dims"
 DROPOUT = "dropout in attention: a group of heads cannot draw only its own random numbers"
+STATE = "the state of attention's random generator has no heads"
 FEW_KEYS = "attention's key-value heads do not divide into the groups"
 
 _ATTENTION = {
@@ -86,6 +87,15 @@ def is_attention_item(node: fx.Node) -> bool:
     return node.target is operator.getitem and is_attention(node.all_input_nodes[0])
 
 
+def forward_of(node: fx.Node) -> fx.Node:
+    """The fused attention op to which a node belongs, of which it may be the backward."""
+    if not _is_backward(node):
+        return node
+    result = argument(node, "out")
+    assert isinstance(result, fx.Node)
+    return result.all_input_nodes[0]
+
+
 def _is_backward(node: fx.Node) -> bool:
     assert isinstance(node.target, OpOverload)
     return schema_of(node.target).name.endswith("_backward")
@@ -96,9 +106,11 @@ def result_has_heads(node: fx.Node, position: int) -> bool:
     return not is_attention(node) or position < _RESULTS_WITH_HEADS[_is_backward(node)]
 
 
-def item_source(item: fx.Node, num_heads: int) -> OperandSpecs:
+def _item_source(item: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
     """Where an attention op whose result has this item holds its heads."""
     (source,) = item.all_input_nodes
+    if not result_has_heads(source, item.args[1]):  # type: ignore[arg-type]
+        return Refusal(STATE)
     return {source: HeadDim(_HEADS, shape_of(source)[_HEADS] // num_heads)}
 
 
@@ -137,16 +149,13 @@ def _attention_result(
 # ---- rules ---------------------------------------------------------------------------------------
 def result_heads(
     node: fx.Node, operand: fx.Node, held: HeadDim, num_heads: int
-) -> Spec | Sum | Refusal:
-    """Where the node's result holds its heads if one of its operands holds them in ``held``.
-
-    ``WHOLE`` for an item of attention that has no heads.
-    """
+) -> HeadDim | Sum | Refusal:
+    """Where the node's result holds its heads if one of its operands holds them in ``held``."""
     if is_attention(node):
         return _attention_result(node, operand, held, num_heads)
     if is_attention_item(node):
         if not result_has_heads(operand, node.args[1]):  # type: ignore[arg-type]
-            return WHOLE
+            return Refusal(STATE)
         return HeadDim(_HEADS, shape_of(node)[_HEADS] // num_heads)
     row = ops.lookup(node)
     if isinstance(row, Refusal):
@@ -168,7 +177,7 @@ def operand_heads(node: fx.Node, held: HeadDim, num_heads: int) -> OperandSpecs 
     if is_attention(node):
         return _attention_heads(node, num_heads)
     if is_attention_item(node):
-        return item_source(node, num_heads)
+        return _item_source(node, num_heads)
     row = ops.lookup(node)
     if isinstance(row, Refusal):
         return _in_terms_of_heads(row)

@@ -19,13 +19,28 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes
-from mstpass.loops.candidate_modes import RegionCandidates
+from mstpass.loops.candidate_modes import RegionCandidates, find_candidates
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
+from mstpass.options import Options
 from mstpass.plans import RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
 from mstpass.regions.attention import detect_attention
 
 _GROUPS = (2, 4, 8)
+
+
+def all_candidates(
+    joint: JointGraph, options: Options
+) -> tuple[list[RegionCandidates], list[Rejection]]:
+    """The candidates of all regions; attention's only where a budget may ask for less memory."""
+    candidates, rejections = find_candidates(joint, options)
+    if not options.frees_memory_for_time:
+        return candidates, rejections
+    plans = (candidate.plans[0][1] for candidate in candidates)
+    members = {joint.by_name[name] for plan in plans for name, _ in plan.members}
+    taken = {node for node in members if not ops.is_cheap_view(node)}
+    attention, refused = attention_candidates(joint, taken)
+    return [*candidates, *attention], [*rejections, *refused]
 
 
 def attention_candidates(

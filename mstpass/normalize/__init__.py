@@ -8,6 +8,7 @@ move_token_slices.py   a slice over tokens moves from the result of a matmul to 
 sink_token_slices.py   a slice over tokens moves from a wide value to an argmax or an entropy of it
 expand_to_tokens.py    an operand with one row per sequence gets one row per token
 products_by_section.py a product that projects queries, keys and values at once becomes three
+unused_random_state.py attention without dropout is given no state of a random generator
 bias_after_product.py  the bias of attention's output is added after its product
 """
 
@@ -23,6 +24,7 @@ from mstpass.normalize.move_token_slices import move_slices
 from mstpass.normalize.products_by_section import products_by_section
 from mstpass.normalize.sink_token_slices import sink_slices
 from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
+from mstpass.normalize.unused_random_state import unused_random_state
 
 
 def normalized(
@@ -49,5 +51,6 @@ def normalized(
     if for_heads:
         prepared, divided = products_by_section(prepared)
         prepared, unbiased = bias_after_product(prepared)
-        for_attention = divided | unbiased
+        prepared, stateless = unused_random_state(prepared)
+        for_attention = divided | unbiased | stateless
     return joint, prepared, indexed | local | sums | moved | sunk | expanded | for_attention

@@ -22,7 +22,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.axes import HEADS
-from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
+from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
 from mstpass.graph.sizes import is_static
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake, Sum
@@ -122,11 +122,13 @@ def _check_operands(growth: HeadGrowth, outputs: list[fx.Node]) -> None:
     """Check that a loop can take what crosses the region's boundary.
 
     Raises:
-        CannotTake: it is not one tensor, or is sliced and has a symbolic size.
+        CannotTake: it is not one tensor, or a member has a symbolic size.
     """
     for node in (*growth.sliced, *outputs):
-        value = value_of(node)
-        if value is None:
+        if value_of(node) is None:
             raise CannotTake(node, growth.barriers.get(node, "it is not one tensor"))
-        if node in growth.sliced and not is_static(value):
-            raise CannotTake(node, "is sliced by heads, and has a symbolic size")
+    for node in (*growth.sliced, *growth.held):
+        if not all(map(is_static, tensors_of(node.meta.get("val")))):
+            raise CannotTake(
+                node, "attention over heads needs static sizes: it has a symbolic size"
+            )

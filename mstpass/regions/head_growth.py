@@ -24,6 +24,8 @@ from torch import fx
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.heads import (
     HeadDim,
+    forward_of,
+    is_attention,
     is_sum_of_sums,
     operand_heads,
     result_heads,
@@ -32,12 +34,13 @@ from mstpass.graph.heads import (
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.sizes import is_size
 from mstpass.graph.token_rules import OperandSpecs
-from mstpass.graph.tokens import SUM, CannotTake, Refusal, Spec, Sum
+from mstpass.graph.tokens import SUM, CannotTake, Refusal, Sum
 from mstpass.regions.attention_seeds import Seed
 
-Held = Spec | Sum
+Held = HeadDim | Sum
 ANOTHER = "already belongs to another region"
 ONCE = "a collective runs once on all heads, in step with the other ranks"
+OTHER_ATTENTION = "another attention reads the same keys and values"
 ROUND_TRIP = "is computed from all heads, and the heads need it again"
 
 
@@ -78,8 +81,7 @@ class HeadGrowth:
         left_out: nodes that are no members, with the reason.
 
     Attributes:
-        held: where each member holds its heads; SUM for a sum over heads, WHOLE for an item
-            of attention without heads.
+        held: where each member holds its heads; SUM for a sum over heads.
         sliced: the same of the values that the members read, but that are no members.
         barriers: why nodes that read members, or that members read, are none themselves.
     """
@@ -129,7 +131,7 @@ class HeadGrowth:
         for operand in node.all_input_nodes:
             source = self.held.get(operand)
             if isinstance(source, HeadDim):
-                return summed_heads(node, operand, source) if held == SUM else {operand: source}
+                return summed_heads(node, operand, source)
         return {}
 
     # ---- growing -------------------------------------------------------------------------------
@@ -159,10 +161,9 @@ class HeadGrowth:
         """Why an operand cannot be computed head by head; None if it can."""
         if operand.op != "call_function":
             return f"is a {operand.op}"
-        if is_collective(operand) or is_wait(operand):
-            return ONCE
-        if operand in self.taken or operand in self.left_out:
-            return self.left_out.get(operand, ANOTHER)
+        outside = self._why_outside(operand)
+        if outside is not None:
+            return outside
         needs = operand_heads(operand, held, self.num_heads)
         if isinstance(needs, Refusal):
             return needs.reason
@@ -172,6 +173,16 @@ class HeadGrowth:
             return self._why_not(source, of_source)
         return None
 
+    def _why_outside(self, node: fx.Node) -> str | None:
+        """Why a node can be no member, whatever its op; None if it can."""
+        if is_collective(node) or is_wait(node):
+            return ONCE
+        if node in self.taken or node in self.left_out:
+            return self.left_out.get(node, ANOTHER)
+        if is_attention(node) and forward_of(node) not in self.held:
+            return OTHER_ATTENTION
+        return None
+
     def _push_users(self, member: fx.Node) -> None:
         held = self.held[member]
         if not isinstance(held, HeadDim):
@@ -179,10 +190,9 @@ class HeadGrowth:
         for user in self.joint.users(member):
             if user in self.held or user.op == "output":
                 continue
-            result: Held | Refusal = Refusal(ONCE)
-            if user in self.taken or user in self.left_out:
-                result = Refusal(self.left_out.get(user, ANOTHER))
-            elif not is_collective(user) and not is_wait(user):
+            outside = self._why_outside(user)
+            result: Held | Refusal = Refusal(outside or "")
+            if outside is None:
                 result = result_heads(user, member, held, self.num_heads)
             if isinstance(result, HeadDim):
                 needs = operand_heads(user, result, self.num_heads)
