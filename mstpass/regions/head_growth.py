@@ -169,7 +169,7 @@ class HeadGrowth:
             return needs.reason
         if operand.target is operator.getitem:  # an item joins with the op that returns it
             ((source, of_source),) = needs.items()
-            assert of_source is not None
+            assert isinstance(of_source, HeadDim)
             return self._why_not(source, of_source)
         return None
 
