@@ -15,7 +15,8 @@ from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake
 from mstpass.loops.apply_plans import Applied, CycleError, apply_plans
-from mstpass.loops.candidate_modes import RegionCandidates, find_candidates
+from mstpass.loops.attention_modes import all_candidates
+from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.mode_costs import WHOLE, region_modes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import simulate_plan, step_memory
@@ -68,10 +69,10 @@ def detect(joint: JointGraph, options: Options, loops_in_backward: bool = True) 
         return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
     if options.chunk != "auto":
         return Detected(joint)
-    joint, prepared, changed = normalized(joint)
-    candidates, rejections = find_candidates(prepared, options)
+    joint, prepared, changed = normalized(joint, options.frees_memory_for_time)
+    candidates, rejections = all_candidates(prepared, options)
     if prepared is not joint and not any(changed.intersection(_members(c)) for c in candidates):
-        prepared, (candidates, _) = joint, find_candidates(joint, options)
+        prepared, (candidates, _) = joint, all_candidates(joint, options)
     if not loops_in_backward:
         refused = [candidate for candidate in candidates if not candidate.fused]
         candidates = [candidate for candidate in candidates if candidate.fused]

@@ -28,11 +28,12 @@ budget 0 only the landmarks are compared.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
 from mstpass.partition.solvers.checkpoints import Places, save_at
-from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_modes
+from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_loops, first_modes
 from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.low_memory_plans import (
     Checkpointed,
@@ -56,13 +57,33 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     if budget_bytes is None or free.peak_bytes <= budget_bytes:
         return free.plan
     if budget_bytes == 0:
-        lowest = min(_landmarks(problem), key=lambda candidate: candidate.peak_bytes)
-        return with_slack_spent(problem, lowest.plan, 0)
+        return with_slack_spent(problem, _lowest(problem).plan, 0)
     for candidate in _sequence(problem):
         if candidate.saved_bytes <= budget_bytes and candidate.simulation.within(budget_bytes):
             return with_slack_spent(problem, candidate.plan, budget_bytes)
     lowest = min((free, *_sequence(problem)), key=lambda candidate: candidate.peak_bytes)
     return with_slack_spent(problem, lowest.plan, budget_bytes)
+
+
+def _lowest(problem: CutProblem) -> Candidate:
+    """The landmark of the lowest peak; one without loops that take time, if it is no higher then.
+
+    Such loops are those of regions that are whole until a budget asks for them.
+    """
+    lowest = min(_landmarks(problem), key=lambda candidate: candidate.peak_bytes)
+    whole = problem.once(_without_loops_that_take_time)
+    if whole is problem:
+        return lowest
+    other = min(_landmarks(whole), key=lambda candidate: candidate.peak_bytes)
+    return other if other.peak_bytes <= lowest.peak_bytes else lowest
+
+
+def _without_loops_that_take_time(problem: CutProblem) -> CutProblem:
+    regions = tuple(
+        region if region.modes[0].loops else dataclasses.replace(region, modes=region.modes[:1])
+        for region in problem.regions
+    )
+    return problem if regions == problem.regions else dataclasses.replace(problem, regions=regions)
 
 
 def _landmarks(problem: CutProblem) -> Iterator[Candidate]:
@@ -96,13 +117,18 @@ def _sequence(problem: CutProblem) -> Iterator[Candidate]:
 
 
 def _towards_fewest_bytes(problem: CutProblem) -> Iterator[Candidate]:
-    """Put region after region in the mode of the fewest bytes, the forward's first region first."""
+    """Put region after region in the mode of the fewest bytes, the forward's first region first.
+
+    Regions that are whole until a budget asks for loops have their first mode with loops before.
+    """
     fewest = fewest_bytes_modes(problem)
     before = {**first_modes(problem), **problem.once(free_plan).plan.modes}
-    regions = [name for name in fewest if fewest[name] != before[name]]
-    for count in _counts(len(regions)):
-        changed = {name: fewest[name] for name in regions[:count]}
-        yield fewest_saved_bytes(problem, {**before, **changed})
+    for modes in ({**fewest, **first_loops(problem)}, fewest):
+        regions = [name for name in modes if modes[name] != before[name]]
+        for count in _counts(len(regions)):
+            changed = {name: modes[name] for name in regions[:count]}
+            yield fewest_saved_bytes(problem, {**before, **changed})
+        before = {**before, **modes}
 
 
 def _towards_checkpoints(upper: Candidate, lower: Candidate, places: Places) -> Iterator[Candidate]:
