@@ -49,15 +49,15 @@ FILES = (
     SuiteFile("higher_order_ops/test_invoke_subgraph.py", "nested compile regions"),
     SuiteFile("dynamo/test_activation_checkpointing.py", "checkpointing"),
     SuiteFile("dynamo/test_wrap_inductor_compiled_regions.py", "checkpointing of compiled regions"),
-    SuiteFile("test_dynamic_shapes.py", "dynamic shapes"),
+    SuiteFile("inductor/test_unbacked_symints.py", "sizes that depend on data"),
     SuiteFile(
         "inductor/test_torchinductor_dynamic_shapes.py",
         "dynamic shapes in Inductor",
         "TestInductorDynamic",
     ),
-    SuiteFile("inductor/test_mmdecomp.py", "products under dynamic shapes"),
     SuiteFile("inductor/test_auto_functionalize.py", "ops that write to their operands"),
     SuiteFile("inductor/test_compiled_optimizers.py", "compiled optimizers", "adamw or sgd"),
+    SuiteFile("inductor/test_distributed_patterns.py", "what FSDP2 does, in one process"),
     # these start processes of their own, in which mst has no other name
     SuiteFile("distributed/_composable/fsdp/test_fully_shard_compile.py", "FSDP2", on_cpu=False),
     SuiteFile(str(OWN), "loss functions, on torch's samples"),
