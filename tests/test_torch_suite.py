@@ -34,6 +34,9 @@ class Small(unittest.TestCase):
     def test_graphs(self):
         torch.testing.assert_close(gradient("aot_eager"), torch.ones(4).cos())
 
+    def test_default_backend(self):
+        torch.compile(lambda x: x.sin())(torch.ones(4))
+
     def test_calls_no_backend(self):
         pass
 
@@ -146,6 +149,7 @@ def test_the_runner(tmp_path: Path) -> None:
     of_mst = {name: row["outcome"] for name, row in known[FILE.name, MST].tests.items()}
     assert of_mst == {
         "Small::test_graphs": "passed",
+        "Small::test_default_backend": "passed",
         "Small::test_calls_no_backend": "passed",
         "Small::test_names_a_gpu": "passed",
         "Small::test_fails": "failed",
@@ -155,7 +159,8 @@ def test_the_runner(tmp_path: Path) -> None:
         "Small::test_kills_its_process": "failed",
     }
     tests = known[FILE.name, MST].tests
-    assert tests["Small::test_graphs"]["calls"] == 1
+    for name in ("Small::test_graphs", "Small::test_default_backend"):
+        assert tests[name]["calls"] == 1, name
     assert tests["Small::test_calls_no_backend"]["calls"] == 0
     assert "a_name_that_no_torch_has" in tests["Small::test_a_name_is_missing"]["reason"]
     assert "longer than 20 s" in tests["Small::test_hangs"]["reason"]

@@ -55,6 +55,7 @@ FILES = (
         "dynamic shapes in Inductor",
         "TestInductorDynamic",
     ),
+    SuiteFile("inductor/test_mmdecomp.py", "products of many shapes"),
     SuiteFile("inductor/test_auto_functionalize.py", "ops that write to their operands"),
     SuiteFile("inductor/test_compiled_optimizers.py", "compiled optimizers", "adamw or sgd"),
     SuiteFile("inductor/test_distributed_patterns.py", "what FSDP2 does, in one process"),
