@@ -20,7 +20,7 @@ PARTS = {"outside": 3, "inside": 3, "in_place": 3, "whole": 1, "loss_outside": 3
 
 
 def test_two_ranks() -> None:
-    found = run_ranks("ddp", [*COMPILED, "loss_outside"], kernels=["outside"])
+    found = run_ranks("ddp", [*COMPILED, "loss_outside"])
     for case, results in found.items():
         assert all(result["error"] < 1e-5 for result in results), case
     for case in COMPILED[:-1]:
