@@ -119,7 +119,7 @@ FULL = pytest.mark.full
     ("name", "budget"),
     [
         ("save matmuls", "free"),
-        pytest.param("must recompute", 0.0, marks=pytest.mark.kernels),
+        ("must recompute", 0.0),
         *(pytest.param(name, b, marks=FULL) for name in POLICIES for b in ("free", 0.0)),
     ],
 )

@@ -101,7 +101,9 @@ def test_an_empty_graph_needs_nothing() -> None:
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        (LlamaSize(64, 2, 2, 192, 4096, 512), {"chunk_tokens": 128}),
+        pytest.param(
+            LlamaSize(64, 2, 2, 192, 4096, 512), {"chunk_tokens": 128}, marks=pytest.mark.full
+        ),
         pytest.param(
             LlamaSize(128, 3, 4, 384, 512, 1024), {"memory_budget": 0.0}, marks=pytest.mark.full
         ),
