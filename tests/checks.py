@@ -149,6 +149,11 @@ def compiles_kernels() -> bool:
     return KERNELS in os.environ
 
 
+def examples(number: int) -> int:
+    """How many random examples a property has: all of them under ``pytest --all``, else a third."""
+    return number if compiles_kernels() else number // 3
+
+
 @contextlib.contextmanager
 def op_by_op() -> Iterator[None]:
     """Within it, steps that mst or Inductor compiles run op by op: no C++ compiler is called.

@@ -12,9 +12,10 @@ import torch
 from tests.ranks.launch import Found, run_ranks
 from tests.ranks.steps import kinds
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="torch without distributed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
+]
 # how often the weights of the root, which has the head, and those of the two blocks are gathered
 GATHERS = {
     "whole": 1 + 2 * 2,

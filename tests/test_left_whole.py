@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from tests.checks import joint_graph
 
 pytestmark = pytest.mark.op_by_op
 
-HEAVY_HEAD = LlamaSize(256, 4, 4, 1024, 16_000, 2048)
-LIGHT_HEAD = LlamaSize(256, 4, 4, 1024, 1000, 2048)
+HEAVY_HEAD = LlamaSize(256, 2, 4, 1024, 16_000, 2048)
+LIGHT_HEAD = LlamaSize(256, 2, 4, 1024, 1000, 2048)
 
 
+@functools.cache
 def _run(size: LlamaSize, **options: Any) -> pipeline.Result:
     model, ids, target = llama(size, torch.device("cpu"))
     joint, outputs = joint_graph(lambda ids, target: model(ids, target), ids, target)

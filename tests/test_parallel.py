@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="torch without distributed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
+]
 ROOT = Path(__file__).parent.parent
 SHORT = ("token rules", "sharded head", "plans apart")
 LONG = (
