@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checks import compiles_kernels
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
@@ -85,8 +87,11 @@ def test_a_sharded_head_needs_hardly_more_than_its_floor(found: Findings) -> Non
     tokens, width, vocabulary = 512, 64, 4096
     floor = 4 * (vocabulary // 2 * width + tokens * width + 64 * vocabulary // 2)
     for each in _both(found, "sharded head"):
-        assert floor <= each["peak"] <= 1.1 * floor
-        assert each["simulated"][0] == pytest.approx(each["peak"], rel=0.05)
+        (simulated,) = each["simulated"]
+        assert floor <= simulated <= 1.1 * floor
+        if compiles_kernels():
+            assert floor <= each["peak"] <= 1.1 * floor
+            assert simulated == pytest.approx(each["peak"], rel=0.05)
 
 
 def test_ranks_with_different_plans_and_shards_do_not_wait_for_each_other(found: Findings) -> None:
