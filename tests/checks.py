@@ -213,7 +213,4 @@ class Seeded(fx.Interpreter):
             size, seed, mode = args
             generator = torch.Generator().manual_seed(int(seed))
             return getattr(torch, mode)(size, generator=generator)
-        if str(target) == "control_deps":  # torch 2.11 has no kernel for it outside of Inductor
-            _, body, *operands = args
-            return body(*operands, **kwargs)
         return super().call_function(target, args, kwargs)
