@@ -145,6 +145,16 @@ def joint_graph(
 
 
 # ---- without Inductor's kernels ------------------------------------------------------------------
+def compiles_kernels() -> bool:
+    """Whether all tests do, as under ``pytest --all``."""
+    return KERNELS in os.environ
+
+
+def examples(number: int) -> int:
+    """How many random examples a property has: all of them under ``pytest --all``, else a third."""
+    return number if compiles_kernels() else number // 3
+
+
 @contextlib.contextmanager
 def op_by_op() -> Iterator[None]:
     """Within it, steps that mst or Inductor compiles run op by op: no C++ compiler is called.
@@ -153,7 +163,7 @@ def op_by_op() -> Iterator[None]:
     planned, rewritten, split, and their loops lowered. Only what Inductor does after its last graph
     pass is left out: its schedule, and the kernels. Under ``pytest --all`` nothing is left out.
     """
-    if KERNELS in os.environ:
+    if compiles_kernels():
         yield
         return
     compile_op_by_op = functools.partial(compile_fx, inner_compile=_as_it_is)

@@ -121,7 +121,7 @@ def _run_fast(program: Program) -> _Ran:
     for graph in graphs:
         assert graph.report is not None
         broken += broken_promises(graph.report.outcome, setup)
-        broken += wrong_graphs(graph, setup.variants)
+        broken += wrong_graphs(graph, setup)
         broken += broken_budgets(graph) if setup.budgets else ()
     reports = [graph.report for graph in graphs if graph.report is not None]
     return _Ran(values, reports, tuple(Failure(*one) for one in broken))

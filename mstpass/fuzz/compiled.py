@@ -130,13 +130,22 @@ def _op_by_op(graph: fx.GraphModule, lower: LowerLoops | None, recording: Record
 
 
 def draw_in_order(graph: fx.GraphModule) -> None:
-    """Draw random numbers as eager does under `DrawInFloat32`, each by a seed of its own."""
+    """Draw random numbers as eager does under `DrawInFloat32`, each by a seed of its own.
+
+    Besides, run what waits for other nodes at its place: torch 2.11 cannot outside of Inductor.
+    """
     prims = torch.ops.prims
     for node in graph.graph.nodes:
         if node.target is prims.inductor_seeds.default:
             node.target, node.args, node.kwargs = _seeds, node.args[:1], {}
         elif node.target is prims.inductor_random.default:
             node.target, node.args, node.kwargs = drawn, node.args[:3], {}
+        elif str(node.target) == "control_deps":
+            node.target = _at_its_place
+
+
+def _at_its_place(waits_for: Any, body: Call, *operands: Any, **kwargs: Any) -> Any:
+    return body(*operands, **kwargs)
 
 
 def _seeds(count: int) -> Tensor:

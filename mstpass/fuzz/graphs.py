@@ -17,28 +17,39 @@ from torch import Tensor, fx
 from mstpass import pipeline
 from mstpass.fuzz.case import VARIANTS
 from mstpass.fuzz.compiled import Recording, draw_in_order
+from mstpass.fuzz.plans import broken_promises
+from mstpass.fuzz.program import Setup
 from mstpass.inductor_hooks import pipeline_kwargs
+from mstpass.torch_internals.fake_tensors import as_while_tracing
 
 TOLERANCE = 1e-8  # times the root mean square of a value, or of all values if it is smaller
 _HALF = (torch.float16, torch.bfloat16, torch.float32)
 _READS_BITS = (torch.ops.aten.view.dtype,)
+_REPEATS_DRAWS = "run_with_rng_state"  # torch's partitioner hands on the generator's state
 _SEED = 5
 
 
-def wrong_graphs(recording: Recording, variants: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Kind and description of each rewritten graph that computes something else."""
+def wrong_graphs(recording: Recording, setup: Setup) -> Iterator[tuple[str, str]]:
+    """Kind and description of each rewritten graph that computes something else.
+
+    The plans of other options are held to their promises as well.
+    """
     joint, step = recording.joint, recording.step
-    if joint is None or step is None or recording.modules is None or _reads_bits(joint):
+    if joint is None or step is None or recording.modules is None or _is_other_in_float64(joint):
         return
     expected = _run(in_float64(joint), step)
     plans = {"these options": recording.modules}
-    for name in variants:
+    for name in setup.variants:
         options = dataclasses.replace(recording.options, **VARIANTS[name])
-        result = pipeline.run(joint, options, **pipeline_kwargs(recording.given))
+        with as_while_tracing(joint.graph):  # torch's partitioner asks for the fake tensors' mode
+            result = pipeline.run(joint, options, **pipeline_kwargs(recording.given))
         assert result.modules is not None
         plans[name] = result.modules
+        other = dataclasses.replace(setup, options={**setup.options, **VARIANTS[name]})
+        for kind, text in broken_promises(result.outcome, other):
+            yield kind, f"{name}: {text}"
     for name, modules in plans.items():
-        if any(map(_reads_bits, modules)):
+        if any(map(_is_other_in_float64, modules)):
             continue
         forward, backward = map(in_float64, modules)
         found = _run_split(forward, backward, step, len(expected))
@@ -84,9 +95,10 @@ def _wide(value: Any) -> Any:
     return value.double() if value.dtype in _HALF else value.clone()
 
 
-def _reads_bits(module: fx.GraphModule) -> bool:
-    """Whether a graph reads the bits of a value, so that its type matters."""
-    return any(node.target in _READS_BITS for node in module.graph.nodes)
+def _is_other_in_float64(module: fx.GraphModule) -> bool:
+    """Whether a graph reads the bits of a value, or draws by a generator's state."""
+    targets = [node.target for node in module.graph.nodes]
+    return any(t in _READS_BITS or str(t) == _REPEATS_DRAWS for t in targets)
 
 
 def _run(joint: fx.GraphModule, step: Mapping[str, Any]) -> list[Any]:

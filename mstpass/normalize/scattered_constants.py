@@ -36,9 +36,11 @@ def scattered_constants(joint: JointGraph) -> JointGraph:
         if dtype is None:
             continue
         node = new.by_name[name]
+        users = list(node.users)
         with graph.inserting_after(node):
             cast = Builder(graph, fake_mode_of(new.nodes)).call(_cast, node, dtype)
-        node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+        for user in users:
+            user.replace_input_with(node, cast)
     graph.lint()
     new.module.recompile()
     return JointGraph(new.module, new.num_fwd_outputs)
