@@ -32,9 +32,9 @@ from mstpass.torch_internals.pretended_gpu import pretended_gpu
 from tests import checks
 
 THREADS = 4
-# Not looked into: whether Dynamo alone crashes, too.
+# docs/versions.md says what is known of the crashes.
 at_once = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="on torch 2.11 threads that compile at once crash"
+    torch.__version__ < "2.12", reason="on torch 2.11 threads that compile at once may crash"
 )
 
 
