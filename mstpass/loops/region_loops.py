@@ -138,11 +138,11 @@ def _members_and_inputs(
         for operand, spec in facts.operand_specs(node).items():
             if operand.name == unit:
                 continue
-            # Other token dims than the operand has as a member: a constant that is read both whole
-            # and in slices.
-            if facts.specs.get(operand) == spec and operand not in saved:
+            # Other dims than the operand has as a member: a constant that is read both whole and in
+            # slices.
+            if operand in facts.specs and facts.specs[operand] == spec and operand not in saved:
                 stack.append(operand)
             else:
-                inputs.add((operand, spec))
+                inputs.add((operand, spec or WHOLE))
         inputs.update((size, WHOLE) for size in ops.size_operands(node))
     return members, inputs

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.buffer_ops import is_written_in_place
+from mstpass.graph.buffer_ops import parts_in_place
 from mstpass.graph.collectives import is_wait_op
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
@@ -107,7 +107,7 @@ def op_of(
     """One node as plain data.
 
     Args:
-        in_place: products that write their result into a loop's buffer, so that they have no
+        in_place: nodes whose result goes straight into a loop's buffer, so that they have no
             buffer of their own.
         scatters_delayed: as in ``simulate_step``.
     """
@@ -167,7 +167,7 @@ def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node]) -> int:
     Args:
         parts: the nodes that it returns.
     """
-    in_place = {part for part in parts if is_written_in_place(part)}
+    in_place = {node for part in parts for node in parts_in_place(part)}
     timeline_ops = [
         op_of(n, in_place) for n in graph.nodes if n.op in ("placeholder", "call_function")
     ]

@@ -1,4 +1,4 @@
-"""The body of a loop: a region's nodes on one chunk of tokens, as a pure graph.
+"""The body of a loop: a region's nodes on one chunk of tokens or heads, as a pure graph.
 
     body([rows,] *chunks, *whole[, valid]) -> results
 
@@ -26,15 +26,18 @@ wherever an argument holds it. The body is built and checked at the length that 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import Builder
+from mstpass.graph.axes import axis_of
+from mstpass.graph.builder import Builder, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.sizes import hint, is_size
-from mstpass.graph.tokens import CannotTake, Refusal, Spec, chunk_shape
+from mstpass.graph.sizes import hint, is_size, same_shape
+from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
 from mstpass.loops.body.gather_one_per_row import (
     gather_one,
@@ -74,6 +77,7 @@ class _Body:
     ):
         self.joint, self.loop, self.builder = joint, loop, builder
         self.chunk_tokens, self.accumulate = plan.chunk_tokens, accumulate
+        self.axis = axis_of(plan.axis, plan.num_tokens)
         covered = plan.num_chunks * plan.chunk_tokens
         self.symbolic = plan.symbolic
         self.overlaps = not plan.symbolic and covered != plan.num_tokens
@@ -107,13 +111,13 @@ class _Body:
         chunks = []
         for position, item in enumerate(sliced):
             value = self._value(item.node)
-            rest = [size for d, size in enumerate(value.shape) if d not in item.spec]
-            fake = self.builder.empty([self.chunk_tokens, *rest], value)
+            shape = self.axis.rows(value.shape, item.spec, self.chunk_tokens).shape
+            fake = self.builder.empty(shape, value)
             chunks.append(self.builder.placeholder(f"chunk_{position}", fake))
         self._add_whole_inputs()
         for item, chunk in zip(sliced, chunks, strict=True):
             node = self.joint.by_name[item.node]
-            self.env[node, item.spec] = self._from_rows(chunk, self._value(item.node), item.spec)
+            self.env[node, item.spec] = self._from_rows(chunk, node, item.spec)
         if self.loop.unit is not None:
             value = self._value(self.loop.unit)
             unit = self.builder.call(
@@ -146,37 +150,36 @@ class _Body:
             )
         return value
 
-    def _from_rows(self, rows: fx.Node, value: torch.Tensor, spec: Spec) -> fx.Node:
-        """``[c, rest]`` in chunk form: the token dims, in their places, have sizes 1, ..., 1, c."""
-        rest = [d for d in range(value.dim()) if d not in spec]
-        order = [*spec, *rest]
-        node = rows
-        if len(spec) > 1:
-            shape = [1] * (len(spec) - 1) + [self.rows] + [value.shape[d] for d in rest]
-            node = self.builder.call(aten.reshape.default, node, shape)
-        if order != sorted(order):
-            inverse = [order.index(d) for d in range(len(order))]
-            node = self.builder.call(aten.permute.default, node, inverse)
-        return node
+    def _from_rows(self, rows: fx.Node, node: fx.Node, spec: Spec) -> fx.Node:
+        """``[c, rest]`` in chunk form: the tokens or heads in their places."""
+        layout = self.axis.rows(node.meta["val"].shape, spec, self.rows)
+        built = self._reshaped(rows, layout.ordered)
+        if layout.order != sorted(layout.order):
+            built = self.builder.call(aten.permute.default, built, layout.inverse)
+        (shape,) = self.axis.chunk_shapes(node, spec, self.rows)
+        return self._reshaped(built, shape)
 
     def _result(self, node: fx.Node, spec: Spec | None) -> fx.Node:
         """What the body returns for a node: ``[c, rest]``, or the partial sum as it is."""
         built = self.env[node, spec]
         if spec is None:
             return built
-        order = [*spec, *(d for d in range(len(built.meta["val"].shape)) if d not in spec)]
-        if order != sorted(order):
-            built = self.builder.call(aten.permute.default, built, order)
-        if len(spec) > 1:
-            rest = list(built.meta["val"].shape[len(spec) :])
-            built = self.builder.call(aten.reshape.default, built, [self.rows, *rest])
-        return built
+        layout = self.axis.rows(node.meta["val"].shape, spec, self.rows)
+        built = self._reshaped(built, layout.apart)
+        if layout.order != sorted(layout.order):
+            built = self.builder.call(aten.permute.default, built, layout.order)
+        return self._reshaped(built, layout.shape)
+
+    def _reshaped(self, node: fx.Node, shape: list[Any]) -> fx.Node:
+        if same_shape(node.meta["val"].shape, fake_values(shape)):
+            return node
+        return self.builder.call(aten.reshape.default, node, shape)
 
     # ---- nodes ---------------------------------------------------------------------------------
     def _chunk_of(self, node: fx.Node, spec: Spec) -> fx.Node:
         rows = self.rows if isinstance(self.rows, fx.Node) else None
         target, args, kwargs = chunk_call(
-            node, spec, self.chunk_tokens, lambda n, s: self.env[n, s], rows
+            node, spec, self.chunk_tokens, lambda n, s: self.env[n, s], rows, self.axis
         )
         built: fx.Node | None
         if is_gather_of_one(node):
@@ -187,15 +190,16 @@ class _Body:
             built = rewritten_row_sum(self.builder, target, args, kwargs)
         if built is None:
             built = self.builder.call(target, *args, **kwargs)
-        check_chunk(node, spec, self.chunk_tokens, built)
+        check_chunk(node, spec, self.chunk_tokens, built, self.axis)
         return built
 
     def _partial_sum(self, node: fx.Node) -> fx.Node:
         """The sum over the chunk's tokens, in the accumulator's dtype."""
-        source = next(n for n in node.all_input_nodes if self.specs.get(n))
-        needs = ops.sum_operands(node, source, self.specs[source] or ())
-        if isinstance(needs, Refusal):
-            raise CannotTake(node, needs.reason)
+        source = next((n for n in node.all_input_nodes if self.specs.get(n)), None)
+        if source is None:  # a sum of sums: the parts are in the accumulator's dtype already
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n, None])
+            return self.builder.call(node.target, *args, **kwargs)
+        needs = self.axis.sum_operands(node, source, self.specs[source] or ())
         value = value_of(node)
         assert value is not None
         widen = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
