@@ -173,11 +173,14 @@ class _Result:
     def write_to(self, rows: torch.Tensor) -> None:
         """Write a stacked output into its rows of the buffer."""
         products = self._products()
-        if len(products) != 1:
+        for number, (left, right) in enumerate(products):
+            part = _like_product(rows, left, right)
+            if number:
+                add_product_(part, left, right, 1)
+            else:
+                write_product_(part, left, right)
+        if not products:
             rows.copy_(self.value())
-            return
-        left, right = products[0]
-        write_product_(_like_product(rows, left, right), left, right)
 
     def add_to(self, buffer: torch.Tensor, start: Size) -> None:
         """Add a summed output to its buffer, into which the chunk at 0 writes it."""
