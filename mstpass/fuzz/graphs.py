@@ -8,7 +8,7 @@ graph is traced once and planned quickly, one case can be checked under several 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,16 +29,23 @@ _REPEATS_DRAWS = "run_with_rng_state"  # torch's partitioner hands on the genera
 _SEED = 5
 
 
-def wrong_graphs(recording: Recording, setup: Setup) -> Iterator[tuple[str, str]]:
-    """Kind and description of each rewritten graph that computes something else.
+@dataclasses.dataclass(frozen=True)
+class CheckedGraphs:
+    """How many pairs of rewritten graphs ran, one for each plan, and the kind and description of
+    what is wrong with them."""
 
-    The plans of other options are held to their promises as well.
-    """
+    plans: int = 0
+    wrong: tuple[tuple[str, str], ...] = ()
+
+
+def check_graphs(recording: Recording, setup: Setup) -> CheckedGraphs:
+    """Run the rewritten graphs, and those of other options, which have their own promises."""
     joint, step = recording.joint, recording.step
     if joint is None or step is None or recording.modules is None or _is_other_in_float64(joint):
-        return
+        return CheckedGraphs()
     expected = _run(in_float64(joint), step)
-    plans = {"these options": recording.modules}
+    wrong: list[tuple[str, str]] = []
+    plans: dict[str, Sequence[fx.GraphModule]] = {"these options": recording.modules}
     for name in setup.variants:
         options = dataclasses.replace(recording.options, **VARIANTS[name])
         with as_while_tracing(joint.graph):  # torch's partitioner asks for the fake tensors' mode
@@ -46,36 +53,39 @@ def wrong_graphs(recording: Recording, setup: Setup) -> Iterator[tuple[str, str]
         assert result.modules is not None
         plans[name] = result.modules
         other = dataclasses.replace(setup, options={**setup.options, **VARIANTS[name]})
-        for kind, text in broken_promises(result.outcome, other):
-            yield kind, f"{name}: {text}"
-    for name, modules in plans.items():
-        if any(map(_is_other_in_float64, modules)):
-            continue
-        forward, backward = map(in_float64, modules)
-        found = _run_split(forward, backward, step, len(expected))
-        scale = max((_rms(value) for value in expected), default=0.0)
-        for position, (mine, true) in enumerate(zip(found, expected, strict=True)):
-            reason = _difference(mine, true, scale)
-            if reason:
-                yield "wrong graph", f"{name}: result {position} of the joint graph {reason}"
-                break
+        wrong += [
+            (kind, f"{name}: {text}") for kind, text in broken_promises(result.outcome, other)
+        ]
+    ran = {name: m for name, m in plans.items() if not any(map(_is_other_in_float64, m))}
+    for name, (forward, backward) in ran.items():
+        found = _run_split(in_float64(forward), in_float64(backward), step, len(expected))
+        if reason := _first_difference(found, expected):
+            wrong.append(("wrong graph", f"{name}: {reason}"))
+    return CheckedGraphs(len(ran), tuple(wrong))
+
+
+def _first_difference(found: Sequence[Any], expected: Sequence[Any]) -> str:
+    scale = max((_rms(value) for value in expected), default=0.0)
+    for position, (mine, true) in enumerate(zip(found, expected, strict=True)):
+        if reason := _difference(mine, true, scale):
+            return f"result {position} of the joint graph {reason}"
+    return ""
 
 
 def in_float64(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph in which every type is float64, and so in its subgraphs."""
-    copied = fx.Graph()
+    copied, held = fx.Graph(), {}
     copied.output(copied.graph_copy(module.graph, {}))
-    result = fx.GraphModule(module, copied)
     for node in copied.nodes:
         node.args = _wide_types(node.args)
         node.kwargs = _wide_types(node.kwargs)
         if node.op == "get_attr":
             value = getattr(module, node.target)
-            wide = in_float64(value) if isinstance(value, fx.GraphModule) else _wide(value)
-            setattr(result, node.target, wide)
-    draw_in_order(result)
-    result.recompile()
-    return result
+            held[node.target] = (
+                in_float64(value) if isinstance(value, fx.GraphModule) else _wide(value)
+            )
+    draw_in_order(copied)
+    return fx.GraphModule(held, copied)
 
 
 def _wide_types(argument: Any) -> Any:
