@@ -58,7 +58,7 @@ from mstpass.report.report import Report, ReportFileError
 from mstpass.returned_logits import Drop, drop_logits
 from mstpass.torch_internals.caches import cache_counts
 from mstpass.torch_internals.compile_fx import compile_fx
-from mstpass.torch_internals.compiled_autograd import traces_backward_again
+from mstpass.torch_internals.compiled_autograd import has_backward_hooks, traces_backward_again
 from mstpass.torch_internals.compiler_collectives import least_of_ranks
 from mstpass.torch_internals.dynamo import RestartAnalysis
 from mstpass.torch_internals.plain_inductor import by_inductor_alone, options_of_mode
@@ -292,9 +292,10 @@ def _compiled(
     of_scheduler = {FUSION_HOOK: keeper, SCHEDULE_HOOK: reader}
     hooks |= {name: hook for name, hook in of_scheduler.items() if is_inductor_setting(name)}
     # Compile the backward now: if it failed at its first call, nothing could fall back any more.
+    now = not has_backward_hooks(example_inputs)
     patches = {**_OURS, **without_padding(), **users, **hooks}
     before = cache_counts()
-    with backward_compiled_at_once():
+    with backward_compiled_at_once() if now else contextlib.nullcontext():
         try:
             compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
         except Exception as error:

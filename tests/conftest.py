@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -47,6 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(2)
     if config.getoption("--all"):
         os.environ[checks.KERNELS] = "1"
+    else:  # the random examples of a property are the same in every run
+        hypothesis.settings.register_profile("same examples", derandomize=True)
+        hypothesis.settings.load_profile("same examples")
     if hasattr(config, "workerinput"):  # a worker has the environment of the process that began
         return
     config.stash[_CACHE] = tempfile.mkdtemp(prefix="mstpass-tests-")
@@ -61,6 +66,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests run first: at the end of a run no worker then waits for another one's."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not config.getoption("--all"):
         skip = pytest.mark.skip(reason="runs with --all")
         for item in items:
@@ -74,6 +81,13 @@ def forced_loops_stay() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "FORCED_MAY_RAISE", math.inf)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _older_objects_stay() -> None:
+    """What was there before a file's tests is not looked through again at every collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", CUDA])

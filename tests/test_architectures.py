@@ -136,7 +136,10 @@ def test_the_rewritten_graph_computes_the_same(name: str, request: pytest.Fixtur
     _check_rewrite(name, dropout=0.0)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "phi", "vit"])
+@pytest.mark.parametrize(
+    "name",
+    ["bert", "t5", *(pytest.param(n, marks=pytest.mark.full) for n in ("gpt2", "phi", "vit"))],
+)
 def test_with_dropout_too(name: str) -> None:
     _check_rewrite(name, dropout=0.1)
 

@@ -127,7 +127,6 @@ def test_inference_and_optimizer_steps() -> None:
     assert not torch.equal(before, model.head.weight)
 
 
-@pytest.mark.kernels
 def test_mutated_buffers_and_dropout() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

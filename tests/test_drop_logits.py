@@ -84,10 +84,7 @@ def _check(step: Step, device: str, **options: Any) -> mstpass.Report:
 
 @pytest.mark.parametrize(
     "step",
-    [
-        pytest.param(_capped, marks=pytest.mark.kernels),
-        *(pytest.param(s, marks=FULL) for s in (_plain, _two_heads, _tied)),
-    ],
+    [_capped, *(pytest.param(s, marks=FULL) for s in (_plain, _two_heads, _tied))],
 )
 def test_gradients(step: Step, device: str) -> None:
     _check(step, device)

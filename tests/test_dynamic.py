@@ -237,7 +237,12 @@ CASES: dict[str, tuple[LossOf, Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# MLPs whose ops are those of others; they run with --all
+ALIKE = ("gelu", "gelu_tanh", "relu", "geglu", "swiglu")
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=FULL) if n in ALIKE else n for n in CASES])
 def test_a_dynamic_plan_equals_the_static_one_and_adds_no_guards(name: str) -> None:
     loss_of, build, ids = CASES[name]
     loss = loss_of(build())

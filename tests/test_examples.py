@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checks import compiles_kernels
+
 pytestmark = pytest.mark.op_by_op
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -27,11 +29,10 @@ def test_train_llama():
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.kernels
 def test_compile_model():
     losses, peak, eager_peak = run("compile_model")
     assert losses[-1] < losses[0]
-    assert peak < 0.5 * eager_peak
+    assert peak < 0.5 * eager_peak or not compiles_kernels()
 
 
 def test_plain_pytorch():

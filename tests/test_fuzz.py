@@ -36,7 +36,7 @@ def test_a_case_is_read_as_it_was_written() -> None:
 
 
 def test_every_case_has_a_source() -> None:
-    for number in range(300):
+    for number in range(100):
         ast.parse(source(draw(1, number)))
 
 
@@ -109,10 +109,8 @@ def test_the_command_keeps_results_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = ["--folder", str(tmp_path), "--seed", "20"]
-    assert fuzz.main(["--cases", "1", *folder]) == fuzz.HELD
-    first = (tmp_path / "fast-20.jsonl").read_text()
-    with (tmp_path / "fast-20.jsonl").open("a") as file:
-        file.write('{"number": 1, "sta')  # a line cut short is run again
+    first = '{"number": 0, "status": "held"}\n'
+    (tmp_path / "fast-20.jsonl").write_text(first + '{"number": 1, "sta')  # cut short: runs again
     assert fuzz.main(["--cases", "2", *folder]) == fuzz.HELD
     assert (tmp_path / "fast-20.jsonl").read_text().startswith(first)
     assert "2 cases" in capsys.readouterr().out

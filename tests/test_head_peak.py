@@ -77,7 +77,9 @@ _QUICK = ("entropy_bonus", "reference_penalty", "kl")
 
 
 @pytest.mark.skipif(OLD, reason="no thresholds of the CPU's own")
-@pytest.mark.parametrize("name", ["entropy_bonus", "z_loss_and_entropy"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("entropy_bonus", marks=pytest.mark.full), "z_loss_and_entropy"]
+)
 def test_peak_at_a_gpu_s_thresholds(name: str) -> None:
     with inductor_config.patch(realize_cpu_opcount_threshold=30, realize_cpu_acc_reads_threshold=8):
         _check_peak(name, "cpu")

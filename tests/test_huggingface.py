@@ -92,7 +92,7 @@ def _check(
     "name",
     [
         "llama",
-        pytest.param("gpt2", marks=pytest.mark.kernels),
+        "gpt2",
         "bert",
         *(pytest.param(n, marks=FULL) for n in ("llama_tied", "qwen3")),
     ],

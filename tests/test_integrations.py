@@ -119,7 +119,9 @@ USE = "from accelerate.utils import TorchDynamoPlugin as P; print(P(backend='mst
 
 
 @pytest.mark.parametrize(
-    "imports", ["import mstpass", "import torch", "import accelerate; import mstpass", ""]
+    "imports",
+    ["import accelerate; import mstpass", ""]
+    + [pytest.param(f"import {name}", marks=pytest.mark.full) for name in ("mstpass", "torch")],
 )
 def test_order_of_imports(imports):
     """One import at most; none where mstpass is installed, because torch calls it."""

@@ -28,11 +28,11 @@ from mstpass.problem.problem import CutProblem, Loop, Mode, Plan, RegionModes, R
 from mstpass.problem.saved_set import saved_where
 from mstpass.problem.solver_registry import OWN_SOLVERS, registered
 from mstpass.tracing.joint_graphs import trace_joint
-from tests.checks import joint_graph
+from tests.checks import examples, joint_graph
 from tests.problems import steps
 from tests.test_solvers import EXAMPLES
 
-FEWER = settings(EXAMPLES, max_examples=100)
+FEWER = settings(EXAMPLES, max_examples=examples(100))
 
 MODES = st.randoms(use_true_random=False)
 

@@ -32,8 +32,7 @@ ALIKE = (
     *("sum", "scaled", "bias", "num_items", "kl_to_reference", "masked_mse"),
     *("mean_over_tokens", "small_logits"),
 )
-COMPILED = ("policy_gradient", "preference")
-MARKS = dict.fromkeys(ALIKE, pytest.mark.full) | dict.fromkeys(COMPILED, pytest.mark.kernels)
+MARKS = {**dict.fromkeys(ALIKE, pytest.mark.full), "preference": pytest.mark.kernels}
 
 
 @pytest.mark.parametrize(
@@ -186,11 +185,7 @@ def test_a_slice_stays_where_the_whole_logits_are_needed() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("sliced", marks=pytest.mark.kernels),
-        pytest.param("policy_gradient", marks=pytest.mark.full),
-    ],
+    "name", ["sliced", pytest.param("policy_gradient", marks=pytest.mark.full)]
 )
 def test_sequences_of_any_length_share_one_graph(name: str) -> None:
     model = LossModel()

@@ -75,6 +75,7 @@ def test_frozen_mlp_still_gives_input_gradients(device: str) -> None:
     assert kinds(report) == [("mlp", "save")], report
 
 
+@pytest.mark.kernels
 def test_loss_linear_in_the_mlp_is_fused(device: str) -> None:
     model = MLPS["gelu"](32).to(device)
     x = torch.randn(2, 96, 32, device=device, requires_grad=True)
@@ -85,7 +86,6 @@ def test_loss_linear_in_the_mlp_is_fused(device: str) -> None:
     assert kinds(report) == [("mlp", "fused")], report
 
 
-@pytest.mark.kernels
 def test_blocks_with_no_attention_between_are_one_fused_region(device: str) -> None:
     """The loop contains norms, their gradients and the loss: the whole step is one loop."""
     model = nn.Sequential(*(Block(32, MLPS["swiglu"](32)) for _ in range(2))).to(device)

@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="torch without distributed"
-)
+from tests.checks import compiles_kernels
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
+]
 ROOT = Path(__file__).parent.parent
 SHORT = ("token rules", "sharded head", "plans apart")
 LONG = (
@@ -84,8 +87,11 @@ def test_a_sharded_head_needs_hardly_more_than_its_floor(found: Findings) -> Non
     tokens, width, vocabulary = 512, 64, 4096
     floor = 4 * (vocabulary // 2 * width + tokens * width + 64 * vocabulary // 2)
     for each in _both(found, "sharded head"):
-        assert floor <= each["peak"] <= 1.1 * floor
-        assert each["simulated"][0] == pytest.approx(each["peak"], rel=0.05)
+        simulated = each["simulated"][0]
+        assert 0.95 * floor <= simulated <= 1.1 * floor
+        if compiles_kernels():
+            assert floor <= each["peak"] <= 1.1 * floor
+            assert simulated == pytest.approx(each["peak"], rel=0.05)
 
 
 def test_ranks_with_different_plans_and_shards_do_not_wait_for_each_other(found: Findings) -> None:

@@ -26,7 +26,7 @@ from mstpass.problem.op import CALL, INPUT, ITEM, VIEW
 from mstpass.problem.problem import CutProblem, Value
 from mstpass.problem.saved_set import recomputed
 from mstpass.problem.verify import InvalidPlan, verify
-from tests.checks import joint_graph
+from tests.checks import examples, joint_graph
 from tests.models import Attention, Block, GatedMLP
 from tests.problems import forwards, residual_stream
 
@@ -50,7 +50,7 @@ CUTS = {"min_cut": min_cut, "checkpoints": lambda problem: checkpoints(problem).
 
 @pytest.mark.parametrize("name", CUTS)
 @given(problem=forwards())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_solvers_against_brute_force(name: str, problem: CutProblem) -> None:
     best = _cheapest(problem)
     if best is None:
@@ -62,7 +62,7 @@ def test_solvers_against_brute_force(name: str, problem: CutProblem) -> None:
 
 
 @given(problem=forwards())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_a_contracted_network_has_the_same_cut(problem: CutProblem) -> None:
     values, network = network_of(problem)
     try:

@@ -21,7 +21,7 @@ from torch import Tensor
 from mstpass import pipeline
 from mstpass.options import Options
 from mstpass.torch_internals.partitioners import merge_equal_nodes
-from tests.checks import joint_graph
+from tests.checks import examples, joint_graph
 
 D, WIDE = 8, 64
 Op = Callable[[Tensor, Tensor], Tensor]  # the wide value, [B, S, WIDE]; token numbers, [B, S]
@@ -128,7 +128,7 @@ programs = st.lists(
     end=st.sampled_from(sorted(ENDS)),
 )
 @settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     print_blob=True,
     database=DirectoryBasedExampleDatabase(Path(__file__).parent / "random_graph_failures"),

@@ -9,6 +9,7 @@ from tests.ranks.agree import PATIENCE_S
 from tests.ranks.launch import Found, run_ranks
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_two_ranks() -> None:
     found = run_ranks("agree", ["least", "evaluation", "alone"])

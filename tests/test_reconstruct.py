@@ -72,6 +72,11 @@ def _model(name: str) -> nn.Module:
     return nn.Sequential(*MODELS[name](), nn.Linear(D, D)).train()
 
 
+def _one_block(name: str) -> nn.Module:
+    """As small as it can be, for kernels."""
+    return nn.Sequential(MODELS[name]()[0], nn.Linear(D, D)).train()
+
+
 def _loss(model: nn.Module, autocast: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
     def loss(x: torch.Tensor) -> torch.Tensor:
         context = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
@@ -160,7 +165,7 @@ def test_the_report_tells_and_survives_json(tmp_path: Any) -> None:
 @pytest.mark.parametrize("mode", ["exact", pytest.param("tolerant", marks=pytest.mark.full)])
 def test_gradients_under_inductor(mode: str) -> None:
     report = check_against_float64(
-        _model("rms"),
+        _one_block("rms"),
         lambda model: lambda x: torch.tanh(model(x).float()).square().mean(),
         [torch.randn(2, 96, D)],
         autocast="cpu",
@@ -195,7 +200,7 @@ def test_masks_are_packed_where_they_are_made() -> None:
 @pytest.mark.kernels
 def test_dropout_masks_as_bits_under_inductor() -> None:
     """With equal seeds, gradients are the same whether masks cross as bits or as bytes."""
-    model, x = _model("dropout"), torch.randn(2, 96, D)
+    model, x = _one_block("dropout"), torch.randn(2, 96, D)
 
     def gradients(mode: str) -> list[torch.Tensor]:
         torch.compiler.reset()

@@ -101,11 +101,14 @@ def test_an_empty_graph_needs_nothing() -> None:
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        (LlamaSize(64, 2, 2, 192, 4096, 512), {"chunk_tokens": 128}),
+        pytest.param(
+            LlamaSize(64, 2, 2, 192, 4096, 512), {"chunk_tokens": 128}, marks=pytest.mark.full
+        ),
         pytest.param(
             LlamaSize(128, 3, 4, 384, 512, 1024), {"memory_budget": 0.0}, marks=pytest.mark.full
         ),
-        (LlamaSize(64, 1, 2, 192, 2048, 512), {"chunk": "off"}),
+        (LlamaSize(64, 0, 2, 192, 2048, 512), {"chunk": "off"}),
+        pytest.param(LlamaSize(64, 1, 2, 192, 2048, 512), {"chunk": "off"}, marks=pytest.mark.full),
         pytest.param(LlamaSize(128, 8, 4, 352, 8000, 1024), {}, marks=pytest.mark.full),
     ],
 )

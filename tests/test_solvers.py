@@ -16,10 +16,11 @@ from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.saved_set import recomputed
 from mstpass.problem.verify import verify
+from tests.checks import examples
 from tests.problems import every_plan, steps
 
 EXAMPLES = settings(
-    max_examples=400,
+    max_examples=examples(400),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -55,7 +56,7 @@ def test_milp_and_the_others_against_every_plan(problem: CutProblem, share: floa
 
 
 @given(problem=steps(forward=4, backward=4, regions=1))
-@settings(EXAMPLES, max_examples=100)
+@settings(EXAMPLES, max_examples=examples(100))
 def test_milp_says_where_no_plan_is_within_the_budget(problem: CutProblem) -> None:
     lowest = min(peak for _, peak, _ in every_plan(problem))
     proof = prove(problem, lowest - 1)
@@ -82,7 +83,7 @@ def test_memory_bounds_are_below_the_simulation(problem: CutProblem) -> None:
 
 @pytest.mark.parametrize("name", SEQUENCES)
 @given(problem=steps(forward=12, backward=12), shares=st.lists(SHARES, min_size=2, max_size=4))
-@settings(EXAMPLES, max_examples=100)
+@settings(EXAMPLES, max_examples=examples(100))
 def test_less_budget_never_means_a_higher_peak(
     name: str, problem: CutProblem, shares: list[float]
 ) -> None:
@@ -94,14 +95,14 @@ def test_less_budget_never_means_a_higher_peak(
 
 
 @given(problem=steps(forward=12, backward=12, regions=3), budget=st.none() | st.integers(0, 300))
-@settings(EXAMPLES, max_examples=100)
+@settings(EXAMPLES, max_examples=examples(100))
 def test_every_solver_s_plan_is_valid(problem: CutProblem, budget: int | None) -> None:
     for solve in SOLVERS.values():
         evaluated(problem, solve(problem, budget))
 
 
 @given(problem=steps(forward=12, backward=12))
-@settings(EXAMPLES, max_examples=100)
+@settings(EXAMPLES, max_examples=examples(100))
 def test_save_all_repeats_nothing_and_is_never_slower(problem: CutProblem) -> None:
     whole = CutProblem(problem.values, True, problem.backward, problem.outputs, problem.gradients)
     _, least_us = evaluated(whole, SOLVERS["save_all"](whole, 0))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import tarfile
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.torch_suite import sources
 from tests.torch_suite.files import FILES, SuiteFile
+from tests.torch_suite.on_cpu import on_cpu
 from tests.torch_suite.runner import MST, TORCH, Runner, read
 from tests.torch_suite.table import markdown, own_failures
 
@@ -29,8 +34,15 @@ class Small(unittest.TestCase):
     def test_graphs(self):
         torch.testing.assert_close(gradient("aot_eager"), torch.ones(4).cos())
 
+    def test_default_backend(self):
+        torch.compile(lambda x: x.sin())(torch.ones(4))
+
     def test_calls_no_backend(self):
         pass
+
+    @unittest.skipIf(not torch.cuda.is_available(), "requires a GPU")
+    def test_names_a_gpu(self):
+        self.assertEqual(torch.ones(4, device="cuda").cuda().device.type, "cpu")
 
     def test_fails(self):
         self.fail("as it should")
@@ -79,6 +91,51 @@ def test_every_file_is_named_once() -> None:
     assert len({file.name for file in FILES}) == len(FILES)
 
 
+ON_A_GPU = """
+@requires_cuda
+@unittest.skipIf(not HAS_GPU, 'requires a GPU')
+@unittest.skipIf(TEST_WITH_ROCM, 'other')
+@parametrize('device', ['cpu', GPU_TYPE])
+def test(self, device):
+    x = torch.ones(4, device='cuda:0').cuda(non_blocking=True).to(GPU_TYPE)
+    if device == GPU_TYPE:
+        x = x.xpu()
+"""
+ON_THE_CPU = """
+@unittest.skipIf(TEST_WITH_ROCM, 'other')
+@parametrize('device', ['cpu', GPU_TYPE])
+def test(self, device):
+    x = torch.ones(4, device='cpu').cpu().to('cpu')
+    if device == GPU_TYPE:
+        x = x.cpu()
+"""
+
+
+def test_the_cpu_takes_the_place_of_a_gpu() -> None:
+    assert ast.unparse(on_cpu(ON_A_GPU)) == ON_THE_CPU.strip()
+
+
+def test_a_release_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = tmp_path / "pytorch-1"
+    for name in ("test/functorch/test_small.py", "torch/__init__.py"):
+        (checkout / name).parent.mkdir(parents=True)
+        (checkout / name).write_text(TESTS, encoding="utf-8")
+    version = torch.__version__.partition("+")[0]
+    release = tmp_path / f"v{version}.tar.gz"
+    monkeypatch.setattr(sources, "_RELEASE", f"file://{tmp_path}/v{{version}}.tar.gz")
+    monkeypatch.setattr(sources, "_CACHE", tmp_path / "cache")
+    with pytest.raises(sources.DownloadError, match=rf"torch {version} from file://.*--source"):
+        sources.test_folder(None)
+    with tarfile.open(release, "w:gz") as tar:
+        tar.add(checkout, arcname=checkout.name)
+    for _ in range(2):  # the second time without the release
+        folder = sources.test_folder(None)
+        files = [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()]
+        assert files == ["functorch/test_small.py"]
+        release.unlink(missing_ok=True)
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [f"v{version}"]
+
+
 @pytest.mark.full
 def test_the_runner(tmp_path: Path) -> None:
     folder = tmp_path / "test"
@@ -92,7 +149,9 @@ def test_the_runner(tmp_path: Path) -> None:
     of_mst = {name: row["outcome"] for name, row in known[FILE.name, MST].tests.items()}
     assert of_mst == {
         "Small::test_graphs": "passed",
+        "Small::test_default_backend": "passed",
         "Small::test_calls_no_backend": "passed",
+        "Small::test_names_a_gpu": "passed",
         "Small::test_fails": "failed",
         "Small::test_fails_under_mst_only": "failed",
         "Small::test_a_name_is_missing": "skipped",
@@ -100,7 +159,8 @@ def test_the_runner(tmp_path: Path) -> None:
         "Small::test_kills_its_process": "failed",
     }
     tests = known[FILE.name, MST].tests
-    assert tests["Small::test_graphs"]["calls"] == 1
+    for name in ("Small::test_graphs", "Small::test_default_backend"):
+        assert tests[name]["calls"] == 1, name
     assert tests["Small::test_calls_no_backend"]["calls"] == 0
     assert "a_name_that_no_torch_has" in tests["Small::test_a_name_is_missing"]["reason"]
     assert "longer than 20 s" in tests["Small::test_hangs"]["reason"]

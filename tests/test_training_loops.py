@@ -190,6 +190,23 @@ def test_compiled_autograd_compiles_the_backward_whole() -> None:
     assert kinds(mstpass.reports()[-1]) == [("lm_head", "fused")]
 
 
+def test_a_hook_on_a_gradient_under_compiled_autograd() -> None:
+    """The hook is an input of the graph, whose backward Inductor alone could not compile."""
+
+    def loss(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+        hidden_ND = x_ND.tanh()
+        hidden_ND.register_hook(lambda gradient: 2 * gradient)
+        return F.cross_entropy(hidden_ND @ weight_VD.t(), labels_N)
+
+    leaves = [torch.randn(n, WIDTH, requires_grad=True) for n in (512, VOCABULARY)]
+    labels = torch.arange(512)
+    right = torch.autograd.grad(loss(*leaves, labels), leaves)
+    with _compiled_autograd("mst"):
+        compiled(loss, chunk_tokens=128)(*leaves, labels).backward()
+    found = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    assert len(found) == 2 and max(errors(found, right)) < 1e-5
+
+
 # ---- nested compile regions ----------------------------------------------------------------------
 @torch.compiler.nested_compile_region
 def _region(block: nn.Module, x_BSD: Tensor) -> Tensor:

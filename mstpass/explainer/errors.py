@@ -29,6 +29,15 @@ _MOVE_LINE = "keep the value a tensor, or move that line out of the function"
 _NO_MASK_AS_INDEX = (
     "to leave tokens out, use `ignore_index` or torch.where instead of indexing with a mask"
 )
+_HOOK_OUT_OF_GRAPHS = (
+    "a hook that torch keeps out of graphs, such as FSDP2's around each module that it wraps, ends "
+    "the graph here: plan each graph on its own, with mstpass.explain_all or on the command line "
+    "without --fullgraph"
+)
+_NO_GPU_BETWEEN_GRAPHS = (
+    "a GPU that is not there makes no tensors between two graphs: make them in the function "
+    "`inputs` of the file, or give them as arguments"
+)
 _ADVICE = {  # a part of an error's text -> what to change
     "Tensor.backward()": "give the function that returns the loss, and call backward outside of it",
     "autograd.grad": "give the function that returns the loss, and take its gradient outside of it",
@@ -37,13 +46,12 @@ _ADVICE = {  # a part of an error's text -> what to change
     "logging.Logger method": "do not log there, or have torch leave the call out, with "
     "torch._dynamo.config.ignore_logging_functions; where transformers warns that a model has no "
     "loss_type, set model.loss_type = 'ForCausalLM', as mstpass.compile(model) does",
-    "`disable` in file": "a hook that torch keeps out of graphs, such as FSDP2's around each "
-    "module that it wraps, ends the graph here: plan each graph on its own, with "
-    "mstpass.explain_all or on the command line without --fullgraph",
+    "`disable` in file": _HOOK_OUT_OF_GRAPHS,
+    "Call to `torch._dynamo.disable()`": _HOOK_OUT_OF_GRAPHS,  # torch 2.15
     " and meta": "no fake tensor stands for a tensor on the meta device: give that tensor, or the "
     "module that holds it, as an argument",
-    "from the 'CUDA' backend": "a GPU that is not there makes no tensors between two graphs: make "
-    "them in the function `inputs` of the file, or give them as arguments",
+    "from the 'CUDA' backend": _NO_GPU_BETWEEN_GRAPHS,
+    "Found no NVIDIA driver": _NO_GPU_BETWEEN_GRAPHS,  # torch built for CUDA
     "aten.nonzero": _NO_MASK_AS_INDEX,
     "ata-dependent": "compute both branches with torch.where, or move that line out of the step",
 }

@@ -247,7 +247,7 @@ class Case:
     chunk: str = choice("auto", "off")
     budgets: bool = choice(False, True)
     lowered: bool = choice(False, True)
-    variants: tuple[str, ...] = several(*VARIANTS, most=3)
+    variants: tuple[str, ...] = several(*VARIANTS, most=5)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import nn
 import mstpass
 from mstpass.fuzz.case import Case
 from mstpass.fuzz.compiled import Recording, by_inductor, fast, forced_loops
-from mstpass.fuzz.graphs import wrong_graphs
+from mstpass.fuzz.graphs import check_graphs
 from mstpass.fuzz.plans import broken_budgets, broken_promises
 from mstpass.fuzz.program import Compile, DrawInFloat32, Inputs, Program, Setup, Values
 from mstpass.fuzz.values import wrong_values
@@ -98,7 +98,7 @@ def check_program(program: Program, kind: str = FAST) -> Checked:
     wrong = wrong_values(ran.values, *references, program.setup)
     if wrong:
         failures += _confirmed(program, kind, wrong)
-    facts = _facts(ran.reports)
+    facts = {**_facts(ran.reports), "plans checked": ran.plans}
     return Checked("failed" if failures else "held", tuple(failures), "", facts, ran.peaks)
 
 
@@ -111,20 +111,23 @@ class _Ran:
     reports: Sequence[Report]
     failures: tuple[Failure, ...]
     peaks: tuple[int, int, int] | None = None
+    plans: int = 0
 
 
 def _run_fast(program: Program) -> _Ran:
     setup, record = program.setup, list[Recording]()
     values = program.run(fast(setup, record))
-    broken: list[tuple[str, str]] = []
+    broken, plans = list[tuple[str, str]](), 0
     graphs = [graph for graph in record if graph.report is not None]  # those with a backward
     for graph in graphs:
         assert graph.report is not None
         broken += broken_promises(graph.report.outcome, setup)
-        broken += wrong_graphs(graph, setup.variants)
+        checked = check_graphs(graph, setup)
+        broken += checked.wrong
+        plans += checked.plans
         broken += broken_budgets(graph) if setup.budgets else ()
     reports = [graph.report for graph in graphs if graph.report is not None]
-    return _Ran(values, reports, tuple(Failure(*one) for one in broken))
+    return _Ran(values, reports, tuple(Failure(*one) for one in broken), plans=plans)
 
 
 def _run_inductor(program: Program) -> _Ran:

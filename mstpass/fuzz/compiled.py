@@ -115,7 +115,7 @@ def _op_by_op(graph: fx.GraphModule, lower: LowerLoops | None, recording: Record
     """A function that runs a graph, called as AOTAutograd calls compiled graphs."""
     if lower is not None:
         lower(graph.graph)
-    draw_in_order(graph)
+    draw_in_order(graph.graph)
     graph.recompile()
     known = recording is not None and recording.joint is not None
 
@@ -129,14 +129,23 @@ def _op_by_op(graph: fx.GraphModule, lower: LowerLoops | None, recording: Record
     return boxed(run)
 
 
-def draw_in_order(graph: fx.GraphModule) -> None:
-    """Draw random numbers as eager does under `DrawInFloat32`, each by a seed of its own."""
+def draw_in_order(graph: fx.Graph) -> None:
+    """Draw random numbers as eager does under `DrawInFloat32`, each by a seed of its own.
+
+    Besides, run what waits for other nodes at its place: torch 2.11 cannot outside of Inductor.
+    """
     prims = torch.ops.prims
-    for node in graph.graph.nodes:
+    for node in graph.nodes:
         if node.target is prims.inductor_seeds.default:
             node.target, node.args, node.kwargs = _seeds, node.args[:1], {}
         elif node.target is prims.inductor_random.default:
             node.target, node.args, node.kwargs = drawn, node.args[:3], {}
+        elif str(node.target) == "control_deps":
+            node.target = _at_its_place
+
+
+def _at_its_place(waits_for: Any, body: Call, *operands: Any, **kwargs: Any) -> Any:
+    return body(*operands, **kwargs)
 
 
 def _seeds(count: int) -> Tensor:

@@ -24,7 +24,7 @@ _PLAIN = {  # the share of cases in which a field has its plainest value; else a
     "memory_budget": 0.3,
     "budgets": 0.7,
     "lowered": 0.6,
-    "variants": 0.2,
+    "variants": 0.1,
     "chunk_tokens": 0.1,
     "forced": 0.8,
     "loss": 0.15,
@@ -46,6 +46,7 @@ _RARE = {  # values that end most of a case's interest: four of five are drawn a
     "frozen": ("head", "all_but_head"),
     "source": ("plain_hidden",),
     "chunk_tokens": (None, 64, 1000),
+    "width": (24,),
 }
 _AGAIN = 0.8
 _LARGE = 0.3  # the share of cases that are so large that loops lower the peak without being forced

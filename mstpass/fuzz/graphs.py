@@ -8,7 +8,7 @@ graph is traced once and planned quickly, one case can be checked under several 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,54 +17,75 @@ from torch import Tensor, fx
 from mstpass import pipeline
 from mstpass.fuzz.case import VARIANTS
 from mstpass.fuzz.compiled import Recording, draw_in_order
+from mstpass.fuzz.plans import broken_promises
+from mstpass.fuzz.program import Setup
 from mstpass.inductor_hooks import pipeline_kwargs
+from mstpass.torch_internals.fake_tensors import as_while_tracing
 
 TOLERANCE = 1e-8  # times the root mean square of a value, or of all values if it is smaller
 _HALF = (torch.float16, torch.bfloat16, torch.float32)
 _READS_BITS = (torch.ops.aten.view.dtype,)
+_REPEATS_DRAWS = "run_with_rng_state"  # torch's partitioner hands on the generator's state
 _SEED = 5
 
 
-def wrong_graphs(recording: Recording, variants: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Kind and description of each rewritten graph that computes something else."""
+@dataclasses.dataclass(frozen=True)
+class CheckedGraphs:
+    """How many pairs of rewritten graphs ran, one for each plan, and the kind and description of
+    what is wrong with them."""
+
+    plans: int = 0
+    wrong: tuple[tuple[str, str], ...] = ()
+
+
+def check_graphs(recording: Recording, setup: Setup) -> CheckedGraphs:
+    """Run the rewritten graphs, and those of other options, which have their own promises."""
     joint, step = recording.joint, recording.step
-    if joint is None or step is None or recording.modules is None or _reads_bits(joint):
-        return
+    if joint is None or step is None or recording.modules is None or _is_other_in_float64(joint):
+        return CheckedGraphs()
     expected = _run(in_float64(joint), step)
-    plans = {"these options": recording.modules}
-    for name in variants:
+    wrong: list[tuple[str, str]] = []
+    plans: dict[str, Sequence[fx.GraphModule]] = {"these options": recording.modules}
+    for name in setup.variants:
         options = dataclasses.replace(recording.options, **VARIANTS[name])
-        result = pipeline.run(joint, options, **pipeline_kwargs(recording.given))
+        with as_while_tracing(joint.graph):  # torch's partitioner asks for the fake tensors' mode
+            result = pipeline.run(joint, options, **pipeline_kwargs(recording.given))
         assert result.modules is not None
         plans[name] = result.modules
-    for name, modules in plans.items():
-        if any(map(_reads_bits, modules)):
-            continue
-        forward, backward = map(in_float64, modules)
-        found = _run_split(forward, backward, step, len(expected))
-        scale = max((_rms(value) for value in expected), default=0.0)
-        for position, (mine, true) in enumerate(zip(found, expected, strict=True)):
-            reason = _difference(mine, true, scale)
-            if reason:
-                yield "wrong graph", f"{name}: result {position} of the joint graph {reason}"
-                break
+        other = dataclasses.replace(setup, options={**setup.options, **VARIANTS[name]})
+        wrong += [
+            (kind, f"{name}: {text}") for kind, text in broken_promises(result.outcome, other)
+        ]
+    ran = {name: m for name, m in plans.items() if not any(map(_is_other_in_float64, m))}
+    for name, (forward, backward) in ran.items():
+        found = _run_split(in_float64(forward), in_float64(backward), step, len(expected))
+        if reason := _first_difference(found, expected):
+            wrong.append(("wrong graph", f"{name}: {reason}"))
+    return CheckedGraphs(len(ran), tuple(wrong))
+
+
+def _first_difference(found: Sequence[Any], expected: Sequence[Any]) -> str:
+    scale = max((_rms(value) for value in expected), default=0.0)
+    for position, (mine, true) in enumerate(zip(found, expected, strict=True)):
+        if reason := _difference(mine, true, scale):
+            return f"result {position} of the joint graph {reason}"
+    return ""
 
 
 def in_float64(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph in which every type is float64, and so in its subgraphs."""
-    copied = fx.Graph()
+    copied, held = fx.Graph(), {}
     copied.output(copied.graph_copy(module.graph, {}))
-    result = fx.GraphModule(module, copied)
     for node in copied.nodes:
         node.args = _wide_types(node.args)
         node.kwargs = _wide_types(node.kwargs)
         if node.op == "get_attr":
             value = getattr(module, node.target)
-            wide = in_float64(value) if isinstance(value, fx.GraphModule) else _wide(value)
-            setattr(result, node.target, wide)
-    draw_in_order(result)
-    result.recompile()
-    return result
+            held[node.target] = (
+                in_float64(value) if isinstance(value, fx.GraphModule) else _wide(value)
+            )
+    draw_in_order(copied)
+    return fx.GraphModule(held, copied)
 
 
 def _wide_types(argument: Any) -> Any:
@@ -84,9 +105,10 @@ def _wide(value: Any) -> Any:
     return value.double() if value.dtype in _HALF else value.clone()
 
 
-def _reads_bits(module: fx.GraphModule) -> bool:
-    """Whether a graph reads the bits of a value, so that its type matters."""
-    return any(node.target in _READS_BITS for node in module.graph.nodes)
+def _is_other_in_float64(module: fx.GraphModule) -> bool:
+    """Whether a graph reads the bits of a value, or draws by a generator's state."""
+    targets = [node.target for node in module.graph.nodes]
+    return any(t in _READS_BITS or str(t) == _REPEATS_DRAWS for t in targets)
 
 
 def _run(joint: fx.GraphModule, step: Mapping[str, Any]) -> list[Any]:

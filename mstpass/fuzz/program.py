@@ -207,5 +207,7 @@ class DrawInFloat32(TorchDispatchMode):
         if func is torch.ops.aten.bernoulli_.float:
             x, probability = (*args, 0.5)[:2]  # the default is left out of the call
             self.drew = True
-            return x.copy_(drawn(x.shape, new_seed()) > 1 - probability)
+            dense = sorted(range(x.ndim), key=x.stride, reverse=True)  # as x lies in memory
+            draws = drawn([x.shape[dim] for dim in dense], new_seed()) > 1 - probability
+            return x.copy_(draws.permute([dense.index(dim) for dim in range(x.ndim)]))
         return func(*args, **(kwargs or {}))

@@ -93,6 +93,9 @@ def _add_checkpointed(lines: Lines, inner: Lines, name: str, policy: str) -> Non
     if policy != "plain":
         context = f"functools.partial(create_selective_checkpoint_contexts, {policy})"
         how = f", context_fn={context}"
+    for name, made in lines.init.items():  # eager mode updates the statistics twice, a graph once
+        if made.startswith("nn.BatchNorm1d") and f"self.{name}(" in "".join(inner.forward):
+            lines.init[name] = f"nn.BatchNorm1d({lines.case.features}, track_running_stats=False)"
     lines.add(f"def {name}(x):", *(f"    {line}" for line in inner.forward), "    return x")
     lines.add(f"x = checkpoint({name}, x, use_reentrant=False{how})")
 

@@ -50,7 +50,7 @@ def token_count(shape: Sequence[int], spec: Spec) -> int:
     return math.prod(shape[dim] for dim in spec)
 
 
-def chunk_shape(shape: Sequence[int], spec: Spec, chunk_tokens: Size) -> list[Any]:
+def chunk_shape(shape: Sequence[Size], spec: Spec, chunk_tokens: Size) -> list[Any]:
     """The shape of one chunk of a value: ``[B, S, D]`` with spec ``(0, 1)`` -> ``[1, c, D]``."""
     result: list[Any] = list(shape)
     for dim in spec:

@@ -173,11 +173,14 @@ class _Result:
     def write_to(self, rows: torch.Tensor) -> None:
         """Write a stacked output into its rows of the buffer."""
         products = self._products()
-        if len(products) != 1:
+        for number, (left, right) in enumerate(products):
+            part = _like_product(rows, left, right)
+            if number:
+                add_product_(part, left, right, 1)
+            else:
+                write_product_(part, left, right)
+        if not products:
             rows.copy_(self.value())
-            return
-        left, right = products[0]
-        write_product_(_like_product(rows, left, right), left, right)
 
     def add_to(self, buffer: torch.Tensor, start: Size) -> None:
         """Add a summed output to its buffer, into which the chunk at 0 writes it."""
@@ -193,7 +196,8 @@ class _Result:
         if self.node in self.env:
             return []
         products = (node for node in parts_in_place(self.node) if is_product(node))
-        return [fx.map_arg(node.args[:2], self.env.__getitem__) for node in products]
+        factors: list[Any] = [fx.map_arg(node.args[:2], self.env.__getitem__) for node in products]
+        return factors
 
 
 def _like_product(buffer: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -208,10 +212,9 @@ def _run(body: fx.GraphModule, inputs: tuple[torch.Tensor | Size, ...]) -> list[
 
     The last op of an output, unless another op reads it, runs when the output is written.
     """
-    outputs = body.graph.output_node().args[0]
-    assert isinstance(outputs, tuple | list)
+    outputs: Any = body.graph.output_node().args[0]
     left = {part for node in outputs for part in parts_in_place(node)}
-    left |= {node for node in outputs if len(node.users) == 1}  # type: ignore[union-attr]
+    left |= {node for node in outputs if len(node.users) == 1}
     env: dict[fx.Node, Any] = {}
     remaining = iter(inputs)
     for node in body.graph.nodes:
@@ -220,4 +223,4 @@ def _run(body: fx.GraphModule, inputs: tuple[torch.Tensor | Size, ...]) -> list[
         elif node.op == "call_function" and node not in left:
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = node.target(*args, **kwargs)
-    return [_Result(node, env) for node in outputs]  # type: ignore[arg-type]
+    return [_Result(node, env) for node in outputs]

@@ -1,5 +1,6 @@
 """Rewrite the joint graph to a form in which more regions are found, with the same results.
 
+scattered_constants.py scattered constants have their own dtype
 sizes_from_inputs.py   symbolic sizes come from the inputs of the step
 index_by_token.py      indexing with the tokens' numbers becomes a gather or a scatter
 local_sums.py          a softmax over shards sums before it knows the maximum of all shards
@@ -22,6 +23,7 @@ from mstpass.normalize.local_sums import local_sums
 from mstpass.normalize.means_as_sums import means_as_sums
 from mstpass.normalize.move_token_slices import move_slices
 from mstpass.normalize.products_by_section import products_by_section
+from mstpass.normalize.scattered_constants import scattered_constants
 from mstpass.normalize.sink_token_slices import sink_slices
 from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
 from mstpass.normalize.unused_random_state import unused_random_state
@@ -36,11 +38,11 @@ def normalized(
         for_heads: attention may run in loops over heads, so apply what these need as well.
 
     Returns:
-        The graph with its sizes taken from its inputs. The normalized graph, which is the first one
-        if no further rewrite applies. The names of the nodes in it that the rewrites changed or
-        made.
+        The graph with its sizes taken from its inputs, and scattered constants in their dtype. The
+        normalized graph, which is the first one if no further rewrite applies. The names of the
+        nodes in it that the rewrites changed or made.
     """
-    joint = sizes_from_inputs(joint)
+    joint = scattered_constants(sizes_from_inputs(joint))
     prepared, indexed = index_by_token(joint)
     prepared, local = local_sums(prepared)
     prepared, sums = means_as_sums(prepared)

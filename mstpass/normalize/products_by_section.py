@@ -210,7 +210,8 @@ class _Division:
             division = _division(reader, source)
             assert division is not None
             with self.builder.graph.inserting_before(reader):
-                parts = [self._as_matrix(part, source) for part in self.gradient.args[0]]  # type: ignore[union-attr]
+                given: Any = self.gradient.args[0]
+                parts = [self._as_matrix(part, source) for part in given]
                 result = division(self.builder, reader, parts, self.bounds)
             reader.replace_all_uses_with(result)
         return products

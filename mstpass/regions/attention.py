@@ -67,8 +67,8 @@ def _best_growth(joint: JointGraph, seed: Seed, taken: Set[fx.Node]) -> HeadGrow
     """
     best: HeadGrowth | None = None
     first_refusal: CannotTake | None = None
-    for num_heads in range(seed.count, 1, -1):
-        if seed.count % num_heads:
+    for num_heads in range(seed.num_heads, 1, -1):
+        if seed.num_heads % num_heads:
             continue
         try:
             growth = grow(joint, seed, num_heads, taken)

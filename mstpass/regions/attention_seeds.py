@@ -23,11 +23,11 @@ aten = torch.ops.aten
 
 
 class Seed(NamedTuple):
-    """A value with heads: where it holds them, and how many there are."""
+    """A value with heads: where it holds them, and their number."""
 
     node: fx.Node
     held: HeadDim
-    count: int
+    num_heads: int
 
 
 def attention_seeds(joint: JointGraph) -> list[Seed]:

@@ -65,7 +65,7 @@ def grow(joint: JointGraph, seed: Seed, num_heads: int, taken: Set[fx.Node]) -> 
     while True:
         growth = HeadGrowth(joint, num_heads, taken, left_out)
         try:
-            growth.grow(seed.node, HeadDim(seed.held.dim, seed.count // num_heads))
+            growth.grow(seed.node, HeadDim(seed.held.dim, seed.num_heads // num_heads))
         except RoundTrip as trip:
             if seed.node in trip.sources or left_out.keys() & trip.sources:
                 raise

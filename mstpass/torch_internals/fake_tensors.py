@@ -7,8 +7,12 @@ be traced, or run without computing. Source: torch/_subclasses/fake_tensor.py.
 from __future__ import annotations
 
 import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,6 +27,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "as_while_tracing",
 ]
 
 APIS = PrivateApis(
@@ -32,8 +37,17 @@ APIS = PrivateApis(
         "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor",
         "torch._subclasses.fake_tensor.DataDependentOutputException",
         "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+        "torch._guards.tracing(context)",
+        "torch._guards.TracingContext(fake_mode)",
     ),
 )
+
+
+def as_while_tracing(graph: fx.Graph) -> AbstractContextManager[Any]:
+    """Let torch find the mode of a graph's fake tensors, as it does while the graph is traced."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    return tracing(TracingContext(mode))
 
 
 def probe() -> None:
@@ -50,4 +64,9 @@ def probe() -> None:
         with mode, contextlib.suppress(expected):
             op(fake)
             raised.append(expected.__name__)
+    graph = fx.Graph()
+    graph.placeholder("x").meta["val"] = fake
+    with as_while_tracing(graph):
+        found = TracingContext.try_get()
+    APIS.expect(found is not None and found.fake_mode is mode, "a TracingContext has no fake_mode")
     APIS.expect(not raised, f"fake tensors do not raise {', '.join(raised)}")

@@ -55,6 +55,7 @@ def _tried(
     change: Callable[[steps.Model], object] = lambda model: None,
     step: Step = _one_step,
     new: Callable[[], steps.Model] = steps.Model,
+    measured: bool = True,
     **how: Any,
 ) -> dict[str, Any]:
     """A step in eager mode and under mst: gradients, peaks, and how often weights are gathered.
@@ -62,6 +63,7 @@ def _tried(
     Args:
         change: what is done to the model before it is sharded.
         new: makes the model.
+        measured: whether gathers and peaks are.
         how: arguments of ``fully_shard``.
     """
     found: dict[str, Any] = {"gathers": [], "peaks": []}
@@ -72,6 +74,8 @@ def _tried(
         fn = build(_sharded(model, **how))
         found["reports"] = steps.reports_of(lambda: step(model, fn))  # noqa: B023
         gradients.append(steps.gradients(model))
+        if not measured:
+            continue
         model.zero_grad()
         found["gathers"].append(_num_gathers(lambda: step(model, fn)))  # noqa: B023
         model.zero_grad()
@@ -235,7 +239,7 @@ def _lengths(*lengths: tuple[int, int], **how: Any) -> dict[str, Any]:
             fn(*steps.batch(by_rank[dist.get_rank() % 2], seed=k)).backward()
             graphs.append(counters["stats"]["unique_graphs"] - before)
 
-    found = _tried(functools.partial(_whole, **how), step=step)
+    found = _tried(functools.partial(_whole, **how), step=step, measured=False)
     return {**found, "graphs": graphs[len(graphs) // 2 :]}  # the first half is of eager mode
 
 

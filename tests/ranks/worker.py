@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 tests/ranks/worker.py "tensor parallel" "sharded hea
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import traceback
@@ -17,8 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.checks import op_by_op
 from tests.ranks.parallel_cases import CASES
 
-COMPILED = ("sharded head",)  # compiles kernels in every run; the others do so under ``--all``
-
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
@@ -26,7 +23,7 @@ def main(names: list[str]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name in names:
         try:
-            with contextlib.nullcontext() if name in COMPILED else op_by_op():
+            with op_by_op():
                 found = CASES[name](mesh)
         except Exception:
             found = {"raised": traceback.format_exc()}

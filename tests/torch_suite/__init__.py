@@ -7,6 +7,7 @@
 files.py         which of PyTorch's test files are run, and for what
 sources.py       where they come from: a folder, or the release of the installed version
 rename.py        mst in the place of Inductor and of torch's partitioner
+on_cpu.py        the CPU in the place of a GPU
 plugin.py        a pytest plugin: one line of results for each test, a time limit, names that the
                  installed torch lacks
 runner.py        a process for each file; a later call goes on where one has ended

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.torch_suite.files import FILES
 from tests.torch_suite.runner import Runner, read
-from tests.torch_suite.sources import test_folder
+from tests.torch_suite.sources import DownloadError, test_folder
 from tests.torch_suite.table import markdown
 
 
@@ -25,7 +25,10 @@ def main() -> None:
     files = [f for f in FILES if not args.file or any(part in f.name for part in args.file)]
     if not args.table:
         until = time.monotonic() + 60 * args.minutes
-        folder = test_folder(args.source)
+        try:
+            folder = test_folder(args.source)
+        except (DownloadError, FileNotFoundError) as error:
+            parser.exit(1, f"{error}\n")
         Runner(folder, args.results, args.limit, until, args.most).run(files)
     print(markdown(files, read(args.results)))
 

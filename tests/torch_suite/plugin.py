@@ -25,6 +25,8 @@ from typing import Any
 
 import pytest
 
+from tests.torch_suite.on_cpu import import_on_cpu
+
 VARIABLE = "MSTPASS_TORCH_SUITE"  # the path of the settings, a file of JSON
 _MOST_MISSING = 40  # of one import statement
 
@@ -68,7 +70,7 @@ class Suite:
         self.backend, self.file = settings["backend"], settings["file"]
         self.done = frozenset(settings["done"])
         self.only = frozenset(settings["only"]) if settings["only"] is not None else None
-        self.most = settings["most"]
+        self.most, self.on_cpu = settings["most"], settings["on_cpu"]
         self.calls: Any = None
         if self.backend == "mst":
             from tests.torch_suite.rename import Calls, rename
@@ -87,6 +89,8 @@ class Suite:
         """pytest imports the file next."""
         sys.path.insert(0, str(module_path.parent))
         _supply_missing_names(module_path)
+        if self.on_cpu:
+            import_on_cpu(module_path)
 
     @pytest.hookimpl(trylast=True)  # -k comes first
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

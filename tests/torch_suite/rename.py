@@ -28,6 +28,7 @@ from mstpass.options import Options
 
 compile_module = importlib.import_module("torch._inductor.compile_fx")  # a function hides its name
 
+_OF_ITSELF = {"inner_compile", "decompositions", "ignore_shape_env"}  # of Inductor's own calls
 _EAGER = ("aot_eager", "aot_eager_decomp_partition")
 
 
@@ -45,8 +46,8 @@ def rename(calls: Calls) -> None:
     @functools.wraps(original)
     def compile_fx(gm: Any, example_inputs: Any, *args: Any, **kwargs: Any) -> Any:
         patches = kwargs.get("config_patches") or {}
-        if args or set(kwargs) - {"config_patches"} or "custom_partitioner_fn" in patches:
-            return original(gm, example_inputs, *args, **kwargs)  # Inductor calls itself
+        if args or _OF_ITSELF & set(kwargs) or "custom_partitioner_fn" in patches:
+            return original(gm, example_inputs, *args, **kwargs)
         calls.count += 1
         return mst(gm, example_inputs, options={"strict": True, "inductor": dict(patches)})
 

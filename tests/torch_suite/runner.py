@@ -135,6 +135,7 @@ class Runner:
             "done": sorted(known.tests),
             "only": None if only is None else sorted(only),
             "most": most,
+            "on_cpu": file.on_cpu,
         }
         settings_file = self.results.with_suffix(".settings")
         settings_file.write_text(json.dumps(settings), encoding="utf-8")

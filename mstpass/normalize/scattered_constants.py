@@ -1,0 +1,84 @@
+"""Give scattered constants their own dtype again.
+
+Inductor rewrites ``scatter(full(shape, b, dtype), dim, index, a)``, with numbers a and b, as
+``where(index == iota, a, b)``. Up to torch 2.12 the result has the default dtype instead of
+``dtype``, and the metadata of its readers stays as it was: the gradient of a loss of bfloat16
+logits is float32 and is said to be bfloat16. Torch 2.13 casts the result, and so does this pass,
+wherever a reader's dtype is not the one that its operands give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from mstpass.graph.builder import Builder, fake_mode_of, fake_values
+from mstpass.graph.joint import JointGraph, value_of
+from mstpass.torch_internals.fake_tensors import FakeTensorMode
+from mstpass.torch_internals.op_types import OpOverload
+
+aten = torch.ops.aten
+_cast = torch.ops.prims.convert_element_type.default
+
+
+def scattered_constants(joint: JointGraph) -> JointGraph:
+    """A copy of the graph with the casts; the graph itself if none is missing."""
+    found = [node for node in joint.nodes if _is_choice_of_numbers(node)]
+    mode = fake_mode_of(joint.nodes) if found else None
+    dtypes = {node.name: _lost_dtype(node, mode) for node in found if mode is not None}
+    if not any(dtypes.values()):
+        return joint
+    new = joint.copy()
+    graph = new.module.graph
+    for name, dtype in dtypes.items():
+        if dtype is None:
+            continue
+        node = new.by_name[name]
+        users = list(node.users)
+        with graph.inserting_after(node):
+            cast = Builder(graph, fake_mode_of(new.nodes)).call(_cast, node, dtype)
+        for user in users:
+            user.replace_input_with(node, cast)
+    graph.lint()
+    new.module.recompile()
+    return JointGraph(new.module, new.num_fwd_outputs)
+
+
+def _is_choice_of_numbers(node: fx.Node) -> bool:
+    if node.target is not aten.where.self:
+        return False
+    return all(
+        isinstance(branch, fx.Node) and branch.target is aten.scalar_tensor.default
+        for branch in node.args[1:]
+    )
+
+
+def _lost_dtype(node: fx.Node, mode: FakeTensorMode) -> torch.dtype | None:
+    """The dtype that the node must have for its readers to have theirs; None if it has it."""
+    for user in node.users:
+        said = value_of(user)
+        if said is None or _dtype(user, {}, mode) == said.dtype:
+            continue
+        with mode:
+            cast = fake_values(node).to(said.dtype)
+        if _dtype(user, {node: cast}, mode) == said.dtype:
+            return said.dtype
+    return None
+
+
+def _dtype(
+    node: fx.Node, instead: Mapping[fx.Node, torch.Tensor], mode: FakeTensorMode
+) -> torch.dtype | None:
+    """The dtype of a pointwise op's result by its operands; None for other ops."""
+    op = node.target
+    if not isinstance(op, OpOverload) or torch.Tag.pointwise not in op.tags:
+        return None
+    arguments = fx.map_arg(
+        (node.args, node.kwargs), lambda operand: instead.get(operand, operand.meta["val"])
+    )
+    args, kwargs = arguments
+    with mode:
+        value = op(*args, **kwargs)
+    return value.dtype if isinstance(value, torch.Tensor) else None
