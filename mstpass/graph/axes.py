@@ -22,7 +22,7 @@ from torch import fx
 from mstpass.graph import heads, ops
 from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import tensors_of
-from mstpass.graph.sizes import Size
+from mstpass.graph.sizes import Size, generic, is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import Refusal, Spec, chunk_shape
 
@@ -55,6 +55,9 @@ class Axis(Protocol):
     def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
         """The specs of the operands of a node that sums ``operand`` over the axis."""
 
+    def size_operands(self, node: fx.Node) -> list[fx.Node]:
+        """The symbolic sizes that one chunk of a node is computed with."""
+
     def chunk_shapes(self, node: fx.Node, spec: Spec, length: Any) -> list[list[Any]]:
         """The shape of one chunk of each tensor of a node; it holds ``length`` tokens or heads."""
 
@@ -71,6 +74,9 @@ class TokenAxis:
 
     def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
         return ops.sum_operands(node, operand, spec)
+
+    def size_operands(self, node: fx.Node) -> list[fx.Node]:
+        return ops.size_operands(node)
 
     def chunk_shapes(self, node: fx.Node, spec: Spec, length: Any) -> list[list[Any]]:
         return [chunk_shape(v.shape, spec, length) for v in tensors_of(node.meta["val"])]
@@ -96,6 +102,9 @@ class HeadAxis:
     def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
         return heads.summed_heads(node, operand, HeadDim(*spec))
 
+    def size_operands(self, node: fx.Node) -> list[fx.Node]:
+        return [operand for operand in node.all_input_nodes if is_size(operand)]
+
     def chunk_shapes(self, node: fx.Node, spec: Spec, length: Any) -> list[list[Any]]:
         shapes: list[list[Any]] = [list(v.shape) for v in tensors_of(node.meta["val"])]
         for position, shape in enumerate(shapes):
@@ -110,7 +119,7 @@ class HeadAxis:
     def rows(self, shape: Sequence[Size], spec: Spec, length: Any = None) -> Rows:
         dim, inner = spec
         rounds = shape[dim] // (self.num_heads * inner)
-        before = [*shape[:dim], *([] if rounds == 1 else [rounds])]
+        before = [*shape[:dim], *([] if generic(rounds) == 1 else [rounds])]
         after = [*([] if inner == 1 else [inner]), *shape[dim + 1 :]]
         count = self.num_heads if length is None else length
         rest = [d for d in range(len(before) + 1 + len(after)) if d != len(before)]

@@ -15,6 +15,7 @@ from mstpass.graph import ops
 from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.products import TokenProduct, head_product, token_product
+from mstpass.graph.sizes import hint
 from mstpass.graph.tokens import Spec
 from mstpass.graph.traffic import moved_bytes
 
@@ -90,7 +91,7 @@ def head_loop_work(
 def features_of_head(members: Mapping[fx.Node, Spec | None], num_heads: int) -> int:
     """The features of one head in the products of its region; the most that one of them has."""
     sizes = (value_of(n).shape[s[0]] for n, s in members.items() if s and ops.is_matmul(n))  # type: ignore[union-attr]
-    return max(1, max(map(int, sizes), default=1) // num_heads)
+    return max(1, max(map(hint, sizes), default=1) // num_heads)
 
 
 def _work(

@@ -18,7 +18,7 @@ from collections.abc import Set
 
 from torch import fx
 
-from mstpass.graph import ops
+from mstpass.graph.axes import HEADS
 from mstpass.graph.joint import nbytes
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.region_facts import RegionFacts
@@ -144,5 +144,8 @@ def _members_and_inputs(
                 stack.append(operand)
             else:
                 inputs.add((operand, spec or WHOLE))
-        inputs.update((size, WHOLE) for size in ops.size_operands(node))
+        inputs.update((size, WHOLE) for size in facts.axis.size_operands(node))
+    if facts.region.axis == HEADS:  # of tokens, only a chunk's length may be symbolic
+        crossing = {operand for operand, _ in inputs}.union(outputs)
+        inputs.update((size, WHOLE) for size in facts.joint.inputs_with_symbols_of(crossing))
     return members, inputs

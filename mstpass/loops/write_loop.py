@@ -61,7 +61,7 @@ class LoopWriter:
         whole = [env[node] for node, spec in inputs if not spec]
         body_name, parts = self._body(plan, loop)
         specs = tuple(
-            self._output_spec(plan, item, part)
+            self._output_spec(plan, item, part.dtype)
             for item, part in zip(loop.outputs, parts, strict=True)
         )
         (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
@@ -108,13 +108,13 @@ class LoopWriter:
             self.bodies[key] = name
         return self.bodies[key], [part.meta["val"] for part in parts]
 
-    def _output_spec(self, plan: ChunkPlan, item: LoopOutput, part: torch.Tensor) -> OutputSpec:
-        if item.spec is None:
-            return SUM, tuple(self.sizes.arguments(part.shape)), part.dtype
+    def _output_spec(self, plan: ChunkPlan, item: LoopOutput, dtype: torch.dtype) -> OutputSpec:
         value = value_of(self.joint.by_name[item.node])
         assert value is not None
-        count, *_ = axis_of(plan.axis, plan.num_tokens).rows(value.shape, item.spec).shape
-        return STACK, tuple(self.sizes.arguments((count, *part.shape[1:]))), part.dtype
+        if item.spec is None:
+            return SUM, tuple(self.sizes.arguments(value.shape)), dtype
+        rows = axis_of(plan.axis, plan.num_tokens).rows(value.shape, item.spec)
+        return STACK, tuple(self.sizes.arguments(rows.shape)), dtype
 
     def _fake_results(
         self, specs: tuple[OutputSpec, ...], device: torch.device

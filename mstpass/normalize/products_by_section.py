@@ -28,8 +28,9 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.heads import is_attention
-from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import policy_meta
+from mstpass.graph.token_rules.arguments import shape_of
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -77,7 +78,9 @@ def _match(joint: JointGraph, product: fx.Node) -> _Sections | None:
     items = list(split.users)
     if not any(map(_reaches_attention, items)):
         return None
-    sizes = [int(value.shape[-1]) for value in split.meta["val"]]
+    sizes = [value.shape[-1] for value in split.meta["val"]]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
     ends = list(itertools.accumulate(sizes))
     gradient = _gradient(joint, product, sizes)
     if gradient is None:
@@ -88,12 +91,12 @@ def _match(joint: JointGraph, product: fx.Node) -> _Sections | None:
 
 def _only_reader_through_reshapes(node: fx.Node) -> fx.Node | None:
     """The reader of a product, if there is one and the columns stay one dim on the way to it."""
-    columns = node.meta["val"].shape[-1]
+    columns = shape_of(node)[-1]
     while len(node.users) == 1:
         (reader,) = node.users
         if reader.target not in _RESHAPES:
             return reader
-        if reader.meta["val"].shape[-1] != columns:
+        if shape_of(reader)[-1] != columns:
             return None
         node = reader
     return None
@@ -130,7 +133,7 @@ def _gradient(joint: JointGraph, product: fx.Node, sizes: list[int]) -> fx.Node 
         if left.target is not aten.cat.default or ops.base_of(right) is not weight:
             continue
         parts: Any = left.args[0]
-        if [value_of(p).shape[-1] for p in parts] != sizes or len(left.args) < 2:  # type: ignore[union-attr]
+        if [shape_of(p)[-1] for p in parts] != sizes or len(left.args) < 2:
             continue
         readers = list(_readers(left))
         if left.args[1] in (-1, left.meta["val"].dim() - 1) and all(

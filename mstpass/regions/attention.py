@@ -22,8 +22,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.axes import HEADS
-from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
-from mstpass.graph.sizes import is_static
+from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake, Sum
 from mstpass.plans import Region, Rejection
@@ -127,8 +126,3 @@ def _check_operands(growth: HeadGrowth, outputs: list[fx.Node]) -> None:
     for node in (*growth.sliced, *outputs):
         if value_of(node) is None:
             raise CannotTake(node, growth.barriers.get(node, "it is not one tensor"))
-    for node in (*growth.sliced, *growth.held):
-        if not all(map(is_static, tensors_of(node.meta.get("val")))):
-            raise CannotTake(
-                node, "attention over heads needs static sizes: it has a symbolic size"
-            )

@@ -21,7 +21,10 @@ pass over them: gathers and scatters of one element per row (gather_one_per_row.
 gradient_in_place.py, rematerialize_pointwise.py.
 
 If the token count is symbolic, a chunk's length is known only at run time, so ``rows`` stands
-wherever an argument holds it. The body is built and checked at the length that the plan chose.
+wherever an argument holds it. The body is built and checked at the length that the plan chose. Of
+heads, the other sizes may be symbolic: they are among the whole inputs, and the body is built and
+checked at the generic point (graph/sizes.py). At the end its values get the sizes of the traced
+batch, by which bytes are counted.
 """
 
 from __future__ import annotations
@@ -32,11 +35,11 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import axis_of
-from mstpass.graph.builder import Builder, fake_values
+from mstpass.graph.axes import TOKEN_AXIS, axis_of
+from mstpass.graph.builder import Builder, SizeNodes, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.sizes import hint, is_size, same_shape
+from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
 from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
 from mstpass.loops.body.gather_one_per_row import (
@@ -85,6 +88,8 @@ class _Body:
         self.specs: dict[fx.Node, Spec | None] = {
             joint.by_name[name]: spec for name, spec in plan.members
         }
+        self.sizes = SizeNodes(builder)  # the symbolic sizes among the inputs of the body
+        self.traced: dict[fx.Node, Any] = {}  # inputs with such sizes, at those of the batch
         self.valid: fx.Node | None = None
         self.env: dict[tuple[fx.Node, Spec | None], fx.Node] = {}
 
@@ -98,9 +103,12 @@ class _Body:
         results = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         output = self.builder.graph.output(tuple(results))
         eliminate_common_subexpressions(self.builder)
-        write_gradients_in_place(self.builder, self.symbolic)
+        if not self.traced:
+            write_gradients_in_place(self.builder, self.symbolic)
         materialize_row_values(self.builder.graph)
         rematerialize_at_readers(self.builder.graph)
+        if self.traced:
+            self.builder.compute_values(self.traced)
         return list(output.args[0])
 
     # ---- inputs and results --------------------------------------------------------------------
@@ -112,8 +120,8 @@ class _Body:
         for position, item in enumerate(sliced):
             value = self._value(item.node)
             shape = self.axis.rows(value.shape, item.spec, self.chunk_tokens).shape
-            fake = self.builder.empty(shape, value)
-            chunks.append(self.builder.placeholder(f"chunk_{position}", fake))
+            chunk = self._placeholder(f"chunk_{position}", self.builder.empty(shape, value))
+            chunks.append(chunk)
         self._add_whole_inputs()
         for item, chunk in zip(sliced, chunks, strict=True):
             node = self.joint.by_name[item.node]
@@ -129,12 +137,24 @@ class _Body:
         whole = [item for item in self.loop.inputs if not item.spec]
         for position, item in enumerate(whole):
             node = self.joint.by_name[item.node]
-            value = hint(node.meta["val"]) if is_size(node) else self._value(item.node)
-            self.env[node, ()] = self.builder.placeholder(f"whole_{position}", value)
+            value: Any = node.meta["val"] if is_size(node) else self._value(item.node)
+            self.env[node, ()] = self._placeholder(f"whole_{position}", value)
+            if is_size(node):
+                self.sizes.known[expression(value)] = self.env[node, ()]
         if self.overlaps:
             with self.builder.mode:
                 mask = torch.empty([self.chunk_tokens], dtype=torch.bool, device=self._device())
             self.valid = self.builder.placeholder("valid", mask)
+
+    def _placeholder(self, name: str, value: Any) -> fx.Node:
+        """An input of the body; of heads, with its symbolic sizes at the generic point."""
+        if self.axis is TOKEN_AXIS:
+            fixed = hint(value) if isinstance(value, torch.SymInt) else value
+            return self.builder.placeholder(name, fixed)
+        node = self.builder.placeholder(name, self.builder.sized(value, generic))
+        if symbols_of(value):
+            self.traced[node] = self.builder.sized(value, hint)
+        return node
 
     def _device(self) -> torch.device:
         """The device of the last whole tensor; of the last sliced one if there is no whole one."""
@@ -173,7 +193,7 @@ class _Body:
     def _reshaped(self, node: fx.Node, shape: list[Any]) -> fx.Node:
         if same_shape(node.meta["val"].shape, fake_values(shape)):
             return node
-        return self.builder.call(aten.reshape.default, node, shape)
+        return self.builder.call(aten.reshape.default, node, self.sizes.arguments(shape))
 
     # ---- nodes ---------------------------------------------------------------------------------
     def _chunk_of(self, node: fx.Node, spec: Spec) -> fx.Node:
@@ -181,8 +201,12 @@ class _Body:
         target, args, kwargs = chunk_call(
             node, spec, self.chunk_tokens, lambda n, s: self.env[n, s], rows, self.axis
         )
+        if self.traced:
+            args, kwargs = fx.node.map_aggregate((args, kwargs), self._as_argument)
         built: fx.Node | None
-        if is_gather_of_one(node):
+        if self.traced:  # the forms below have sizes of the chunk as plain ints
+            built = self._constant(*args, **kwargs) if target is aten.full.default else None
+        elif is_gather_of_one(node):
             built = gather_one(self.builder, *args[:3])
         elif is_scatter_of_one(node):
             built = scatter_one(self.builder, *args[:4])
@@ -193,11 +217,21 @@ class _Body:
         check_chunk(node, spec, self.chunk_tokens, built, self.axis)
         return built
 
+    def _as_argument(self, value: Any) -> Any:
+        return self.sizes.arguments([value])[0] if isinstance(value, torch.SymInt) else value
+
+    def _constant(self, shape: list[Any], value: Any, **kwargs: Any) -> fx.Node:
+        """A constant of a symbolic shape: FX cannot trace, nor unpickle, sizes without a tensor."""
+        one = self.builder.call(aten.full.default, [1] * len(shape), value, **kwargs)
+        return self.builder.call(aten.expand.default, one, shape)
+
     def _partial_sum(self, node: fx.Node) -> fx.Node:
         """The sum over the chunk's tokens, in the accumulator's dtype."""
         source = next((n for n in node.all_input_nodes if self.specs.get(n)), None)
         if source is None:  # a sum of sums: the parts are in the accumulator's dtype already
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.env[n, None])
+            args, kwargs = fx.map_arg(
+                (node.args, node.kwargs), lambda n: self.env[n, () if is_size(n) else None]
+            )
             return self.builder.call(node.target, *args, **kwargs)
         needs = self.axis.sum_operands(node, source, self.specs[source] or ())
         value = value_of(node)
@@ -219,10 +253,12 @@ class _Body:
             left, right = (parts[n] for n in ops.matmul_factors(node))
             product = aten.mm.dtype if value.dim() == 2 else aten.bmm.dtype
             return self.builder.call(product, left, right, torch.float32)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: parts[n])
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: self.env[n, ()] if is_size(n) else parts[n]
+        )
         built = self.builder.call(node.target, *args, **kwargs)
         shape, expected = list(built.meta["val"].shape), list(value.shape)
-        if shape != expected:
+        if not same_shape(shape, expected):
             raise CannotTake(node, f"its partial sum has shape {shape}, not {expected}")
         return built
 
