@@ -181,3 +181,46 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         return x + self.attention(self.norm(x), other)
+
+
+class LatentLayer(nn.Module):
+    """Attention of queries, keys and values from latents, as DeepSeek-V3's: after a norm, added.
+
+    Each key has a part of its own and a rotated part that all heads share. Keys may be longer than
+    values, which are then padded if the kernel asks for equal lengths.
+    """
+
+    def __init__(self, padded: bool = False, width: int = WIDTH, heads: int = HEADS):
+        super().__init__()
+        self.padded, self.heads, self.own, self.rotated, self.value = padded, heads, 8, 4, 6
+        self.norm = nn.RMSNorm(width)
+        self.q_down, self.q_norm = nn.Linear(width, 24, bias=False), nn.RMSNorm(24)
+        self.q_up = nn.Linear(24, heads * (self.own + self.rotated), bias=False)
+        self.kv_down, self.kv_norm = nn.Linear(width, 16 + self.rotated, bias=False), nn.RMSNorm(16)
+        self.kv_up = nn.Linear(16, heads * (self.own + self.value), bias=False)
+        self.out = nn.Linear(heads * self.value, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q = self._heads(self.q_up(self.q_norm(self.q_down(h))))
+        latent, shared = self.kv_down(h).split([16, self.rotated], -1)
+        kv = self._heads(self.kv_up(self.kv_norm(latent)))
+        own, v = kv.split([self.own, self.value], -1)
+        q_own, q_rotated = q.split([self.own, self.rotated], -1)
+        q = torch.cat([q_own, _rotated_by_position(q_rotated)], -1)
+        shared = _rotated_by_position(shared[:, None]).expand(-1, self.heads, -1, -1)
+        k = torch.cat([own, shared], -1)
+        if self.padded:
+            v = F.pad(v, [0, k.shape[-1] - self.value])
+        result = F.scaled_dot_product_attention(q, k, v, is_causal=True)[..., : self.value]
+        return x + self.out(result.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+def _rotated_by_position(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[-2])[:, None] * torch.linspace(1, 0.1, half).repeat(2)
+    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)

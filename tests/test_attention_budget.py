@@ -14,7 +14,7 @@ from mstpass.loops import attention_modes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.options import Options
 from mstpass.partition.budget import memory_of
-from tests.attention_models import HEADS, WIDTH, Form, Layer
+from tests.attention_models import HEADS, WIDTH, Form, LatentLayer, Layer
 from tests.checks import check_against_float64, joint_graph, kinds
 
 pytestmark = pytest.mark.op_by_op
@@ -87,6 +87,19 @@ def test_gradients(form: Form, autocast: str | None) -> None:
         memory_budget=0.0,
     )
     assert ("attention", "recompute") in kinds(report)
+
+
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=FULL)])
+def test_latent_attention(padded: bool) -> None:
+    torch.manual_seed(0)
+    report = check_against_float64(
+        LatentLayer(padded),
+        lambda model: lambda x: model(x).square().mean(),
+        [_input()],
+        memory_budget=0.0,
+    )
+    assert kinds(report) == [("attention", "recompute")]
+    assert report.regions[0].num_chunks == HEADS
 
 
 @pytest.mark.full
