@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -37,6 +37,17 @@ class Builder:
         """A contiguous fake tensor of this shape, with the dtype and device of ``like``."""
         with self.mode:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def compute_values(self, inputs: Mapping[fx.Node, torch.Tensor | int]) -> None:
+        """Compute the values of all nodes once more, with these values of the inputs."""
+        for node in self.graph.nodes:
+            if node in inputs:
+                node.meta["val"] = inputs[node]
+            elif node.op == "call_function":
+                with self.mode:
+                    node.meta["val"] = node.target(
+                        *fake_values(node.args), **fake_values(node.kwargs)
+                    )
 
 
 class UnknownSize(Exception):

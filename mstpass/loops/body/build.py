@@ -21,10 +21,13 @@ pass over them: gathers and scatters of one element per row (gather_one_per_row.
 gradient_in_place.py, rematerialize_pointwise.py.
 
 If the token count is symbolic, a chunk's length is known only at run time, so ``rows`` stands
-wherever an argument holds it. The body is built and checked at the length that the plan chose.
+wherever an argument holds it. The body is built and checked at the length that the plan chose. At
+the end its values get the length of the traced batch's chunks, by which bytes are counted.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
@@ -33,6 +36,7 @@ from mstpass.graph import ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.loop_op import fitted_length
 from mstpass.graph.sizes import hint, is_size
 from mstpass.graph.tokens import CannotTake, Refusal, Spec, chunk_shape
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
@@ -81,6 +85,8 @@ class _Body:
         self.specs: dict[fx.Node, Spec | None] = {
             joint.by_name[name]: spec for name, spec in plan.members
         }
+        self.fitted: dict[fx.Node, Any] = {}  # inputs with the length of the traced batch's chunks
+        self.fitted_rows = min(plan.num_tokens, fitted_length(plan.chunk_tokens, plan.num_tokens))
         self.valid: fx.Node | None = None
         self.env: dict[tuple[fx.Node, Spec | None], fx.Node] = {}
 
@@ -97,6 +103,8 @@ class _Body:
         write_gradients_in_place(self.builder, self.symbolic)
         materialize_row_values(self.builder.graph)
         rematerialize_at_readers(self.builder.graph)
+        if self.fitted:
+            self.builder.compute_values(self.fitted)
         return list(output.args[0])
 
     # ---- inputs and results --------------------------------------------------------------------
@@ -104,12 +112,16 @@ class _Body:
         sliced = [item for item in self.loop.inputs if item.spec]
         if self.symbolic:
             self.rows = self.builder.placeholder("rows", self.chunk_tokens)
+            self.fitted[self.rows] = self.fitted_rows
         chunks = []
         for position, item in enumerate(sliced):
             value = self._value(item.node)
             rest = [size for d, size in enumerate(value.shape) if d not in item.spec]
             fake = self.builder.empty([self.chunk_tokens, *rest], value)
-            chunks.append(self.builder.placeholder(f"chunk_{position}", fake))
+            chunk = self.builder.placeholder(f"chunk_{position}", fake)
+            chunks.append(chunk)
+            if self.symbolic:
+                self.fitted[chunk] = self.builder.empty([self.fitted_rows, *rest], value)
         self._add_whole_inputs()
         for item, chunk in zip(sliced, chunks, strict=True):
             node = self.joint.by_name[item.node]
