@@ -20,3 +20,21 @@ def test_torch_finds_a_cut_where_one_result_of_a_loop_is_recomputed() -> None:
         norm="layer_plain", residual="add", variant=3, act="square_relu", checkpoint="save_products"
     )
     held(Case((mlp,), mutations=("input_counter",), chunk_tokens=3, length=64))
+
+
+def test_gradients_that_several_ops_read_are_defined_before_all_of_them() -> None:
+    """A bias of logits and a z-loss, in chunks that overlap: a loop's body read a value too early.
+
+    What depends on a side value was put in front of the reader that was made first, which need not
+    be the first in the graph.
+    """
+    held(Case(logit_ops=("bias",), loss="z_loss", length=5, vocabulary=600, chunk_tokens=4))
+
+
+def test_a_batch_shorter_than_a_chunk_of_symbolic_length() -> None:
+    """The simulated peak counted a chunk of the greatest length, which the batch does not have."""
+    held(
+        Case(
+            (Layer(),), loss="running_sum", dynamic="all", length=5, chunk_tokens=1000, budgets=True
+        )
+    )

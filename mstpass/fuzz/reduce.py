@@ -9,6 +9,7 @@ debugging on a record instead of on text, and as each case is valid, no step is 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,4 +54,4 @@ def _smaller_values(field: dataclasses.Field[Any], value: Any) -> Iterator[Any]:
                     yield (*value[:position], smaller, *value[position + 1 :])
     elif "values" in field.metadata:
         values = field.metadata["values"]
-        yield from values[: values.index(value)]
+        yield from itertools.takewhile(lambda plainer: plainer != value, values)

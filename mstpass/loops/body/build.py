@@ -24,7 +24,7 @@ If the token count is symbolic, a chunk's length is known only at run time, so `
 wherever an argument holds it. The body is built and checked at the length that the plan chose. Of
 heads, the other sizes may be symbolic: they are among the whole inputs, and the body is built and
 checked at the generic point (graph/sizes.py). At the end its values get the sizes of the traced
-batch, by which bytes are counted.
+batch, and the length of its chunks, by which bytes are counted.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from mstpass.graph.axes import TOKEN_AXIS, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.loop_op import fitted_length
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
 from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
@@ -89,7 +90,8 @@ class _Body:
             joint.by_name[name]: spec for name, spec in plan.members
         }
         self.sizes = SizeNodes(builder)  # the symbolic sizes among the inputs of the body
-        self.traced: dict[fx.Node, Any] = {}  # inputs with such sizes, at those of the batch
+        self.traced: dict[fx.Node, Any] = {}  # inputs of other sizes in the traced batch
+        self.traced_rows = min(plan.num_tokens, fitted_length(plan.chunk_tokens, plan.num_tokens))
         self.valid: fx.Node | None = None
         self.env: dict[tuple[fx.Node, Spec | None], fx.Node] = {}
 
@@ -103,7 +105,7 @@ class _Body:
         results = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         output = self.builder.graph.output(tuple(results))
         eliminate_common_subexpressions(self.builder)
-        if not self.traced:
+        if not self.has_sizes:
             write_gradients_in_place(self.builder, self.symbolic)
         materialize_row_values(self.builder.graph)
         rematerialize_at_readers(self.builder.graph)
@@ -111,17 +113,25 @@ class _Body:
             self.builder.compute_values(self.traced)
         return list(output.args[0])
 
+    @property
+    def has_sizes(self) -> bool:
+        """Whether symbolic sizes, other than a chunk's length, are among the inputs."""
+        return self.axis is not TOKEN_AXIS and bool(self.traced)
+
     # ---- inputs and results --------------------------------------------------------------------
     def _add_inputs(self) -> None:
         sliced = [item for item in self.loop.inputs if item.spec]
         if self.symbolic:
             self.rows = self.builder.placeholder("rows", self.chunk_tokens)
+            self.traced[self.rows] = self.traced_rows
         chunks = []
         for position, item in enumerate(sliced):
             value = self._value(item.node)
             shape = self.axis.rows(value.shape, item.spec, self.chunk_tokens).shape
             chunk = self._placeholder(f"chunk_{position}", self.builder.empty(shape, value))
             chunks.append(chunk)
+            if self.symbolic:
+                self.traced[chunk] = self.builder.empty([self.traced_rows, *shape[1:]], value)
         self._add_whole_inputs()
         for item, chunk in zip(sliced, chunks, strict=True):
             node = self.joint.by_name[item.node]
@@ -201,10 +211,10 @@ class _Body:
         target, args, kwargs = chunk_call(
             node, spec, self.chunk_tokens, lambda n, s: self.env[n, s], rows, self.axis
         )
-        if self.traced:
+        if self.has_sizes:
             args, kwargs = fx.node.map_aggregate((args, kwargs), self._as_argument)
         built: fx.Node | None
-        if self.traced:  # the forms below have sizes of the chunk as plain ints
+        if self.has_sizes:  # the forms below have sizes of the chunk as plain ints
             built = self._constant(*args, **kwargs) if target is aten.full.default else None
         elif is_gather_of_one(node):
             built = gather_one(self.builder, *args[:3])

@@ -82,7 +82,7 @@ def _depending_on(builder: Builder, gradient: fx.Node, side: fx.Node, any_length
     if shape is None:
         return gradient
     users = list(gradient.users)
-    with builder.graph.inserting_before(users[0]):
+    with builder.graph.inserting_before(gradient.next):  # users are in the order of creation
         rows = builder.call(aten.reshape.default, side, shape)
         same = builder.call(aten.eq.Tensor, rows, rows)
         dependent = builder.call(aten.where.self, same, gradient, gradient)
