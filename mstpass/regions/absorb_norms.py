@@ -158,7 +158,7 @@ def _is_weight(joint: JointGraph, operand: fx.Node, spec: Spec) -> bool:
 
 
 def _may_leave(joint: JointGraph, trial: Growth, node: fx.Node) -> bool:
-    """Whether an added node may stay, with regard to its readers: only gradients leave the loops."""
+    """Whether an added node may stay, by its readers: only gradients leave the loops."""
     if node not in joint.backward:
         return all(user in trial.specs for user in node.users)
     return not ops.is_view(node) or any(user in trial.specs for user in node.users)
