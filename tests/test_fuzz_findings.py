@@ -42,7 +42,7 @@ def test_a_batch_shorter_than_a_chunk_of_symbolic_length() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_batched_products_of_symbolic_length_under_inductor() -> None:
     """Inductor asks of a ``bmm`` on the CPU whether it has one row, which a loop cannot tell."""
     experts = Layer(kind="experts", variant=4, norm="group", act="softmax", width=96)
