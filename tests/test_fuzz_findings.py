@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mstpass.fuzz.case import Case, Layer
 from mstpass.fuzz.checks import check_case
 
 
-def held(case: Case) -> None:
-    checked = check_case(case)
+def held(case: Case, kind: str = "fast") -> None:
+    checked = check_case(case, kind)
     assert checked.status == "held", (checked.reason, *map(str, checked.failures))
 
 
@@ -38,3 +40,20 @@ def test_a_batch_shorter_than_a_chunk_of_symbolic_length() -> None:
             (Layer(),), loss="running_sum", dynamic="all", length=5, chunk_tokens=1000, budgets=True
         )
     )
+
+
+@pytest.mark.full
+def test_batched_products_of_symbolic_length_under_inductor() -> None:
+    """Inductor asks of a ``bmm`` on the CPU whether it has one row, which a loop cannot tell."""
+    experts = Layer(kind="experts", variant=4, norm="group", act="softmax", width=96)
+    case = Case(
+        (experts,),
+        logit_ops=("center",),
+        loss="log_probabilities",
+        batch=7,
+        length=13,
+        dynamic="all",
+        memory_budget=0.5,
+        chunk_tokens=3,
+    )
+    held(case, "inductor")

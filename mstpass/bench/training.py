@@ -223,7 +223,11 @@ def result_of(curves: Sequence[Curves], setup: Setup) -> Result:
         "greatest.",
         "Repeated and resumed: two new processes trained the same, the first up to a checkpoint "
         "at half of the steps, the second from there; same bits: of all losses and weights.",
-        *(f"{one}, {_name(b)}: {run.plan}." for one in curves for b, run in one.mst.items()),
+        *(
+            f"{one}, {_name(b)}: {run.plan or 'no loops'}."
+            for one in curves
+            for b, run in one.mst.items()
+        ),
     ]
     result.records["curves"] = [_record(one) for one in curves]
     return result

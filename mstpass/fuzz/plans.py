@@ -65,9 +65,11 @@ def broken_budgets(recording: Recording) -> Iterator[tuple[str, str]]:
 
 
 def _peak_bytes(recording: Recording, budget: str | float | int) -> int | None:
-    """The simulated peak of the plan under another budget."""
+    """The simulated peak of the plan under another budget; None if torch splits the graph."""
     assert recording.joint is not None
     options = dataclasses.replace(recording.options, memory_budget=budget, strict=False)
     kwargs = pipeline_kwargs(recording.given)
     with as_while_tracing(recording.joint.graph):
-        return pipeline.run(recording.joint, options, **kwargs).outcome.peak_bytes
+        outcome = pipeline.run(recording.joint, options, **kwargs).outcome
+    by_torch = outcome.save_plan is not None and outcome.save_plan.solver == "torch"
+    return None if by_torch else outcome.peak_bytes

@@ -42,7 +42,7 @@ from mstpass.graph.buffer_ops import (
     write_product_,
 )
 from mstpass.graph.loop_op import STACK, OutputSpec, fitted_length
-from mstpass.graph.sizes import Size
+from mstpass.graph.sizes import Size, is_static
 from mstpass.torch_internals.symbols import set_hint
 
 aten = torch.ops.aten
@@ -165,8 +165,7 @@ class _Result:
 
     def value(self) -> torch.Tensor:
         if self.node not in self.env:
-            args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), self.env.__getitem__)
-            self.env[self.node] = self.node.target(*args, **kwargs)  # type: ignore[operator]
+            self.env[self.node] = _call(self.node, self.env)
         result: torch.Tensor = self.env[self.node]
         return result
 
@@ -221,6 +220,21 @@ def _run(body: fx.GraphModule, inputs: tuple[torch.Tensor | Size, ...]) -> list[
         if node.op == "placeholder":
             env[node] = next(remaining)
         elif node.op == "call_function" and node not in left:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = node.target(*args, **kwargs)
+            env[node] = _call(node, env)
     return [_Result(node, env) for node in outputs]
+
+
+def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+    """What a node of a body computes.
+
+    On the CPU, Inductor asks of a ``bmm`` whether a matrix has one row, which fails for a length
+    that only the running program knows (``is_preferred_layout_as_bmm_input`` in
+    torch/_inductor/kernel/bmm.py, 2.11 to 2.15). It does not ask of ``baddbmm``.
+    """
+    mapped: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    args, kwargs = mapped
+    if node.target is aten.bmm.default:
+        left, right = args
+        if left.device.type == "cpu" and not (is_static(left) and is_static(right)):
+            return aten.baddbmm.default(left.new_zeros([1, 1, 1]), left, right, beta=0)
+    return node.target(*args, **kwargs)  # type: ignore[operator]

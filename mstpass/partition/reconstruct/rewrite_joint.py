@@ -15,6 +15,7 @@ from torch import fx
 
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.sizes import same_shape
 from mstpass.partition.reconstruct.choose_drops import Decision, Step
 from mstpass.partition.reconstruct.encodings import decode, encode
@@ -137,6 +138,7 @@ class _Rewriting:
         target = aten.reshape.default if node.target is aten.view.default else node.target
         built = self.writer.call(target, *args, **kwargs)
         built.meta.update({key: node.meta[key] for key in _COPIED_META if key in node.meta})
+        built.meta.update(policy_meta(node))  # only a policy lets backward sort again, for example
         return built
 
     def _write_loop(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:
