@@ -79,3 +79,22 @@ def test_a_value_recomputed_from_a_reconstructed_one_keeps_its_policy() -> None:
         variants=("half",),
     )
     held(case)
+
+
+@pytest.mark.full
+def test_a_gradient_of_labels_alone_has_no_buffer() -> None:
+    """Recomputation waited for it, so that it was written: the peak was half above Inductor's."""
+    experts = Layer(kind="experts", variant=5, norm="layer_plain", act="sigmoid", width=37)
+    case = Case(
+        (experts,),
+        logit_ops=("hide_words", "bias"),
+        shift="logits",
+        checkpoint="all",
+        batch=3,
+        length=131,
+        features=12,
+        vocabulary=499,
+        autocast=True,
+        forced=False,
+    )
+    held(case, "inductor")
