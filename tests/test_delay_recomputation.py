@@ -47,9 +47,16 @@ def test_nothing_waits_if_no_matmul_is_recomputed() -> None:
     assert recomputation_waits(_backward(3)) == {}
 
 
-@pytest.mark.parametrize(("device", "waits"), [("cpu", True), ("cuda", False)])
-def test_on_a_gpu_nothing_waits_for_a_value_without_a_buffer(device: str, waits: bool) -> None:
-    """A node that others wait for is written to memory: here a scaled gradient of all rows."""
+@pytest.mark.parametrize(
+    ("device", "tangent_rows", "waits"), [("cpu", 8, True), ("cpu", 1, False), ("cuda", 8, False)]
+)
+def test_nothing_waits_for_a_value_that_needs_no_buffer(
+    device: str, tangent_rows: int, waits: bool
+) -> None:
+    """A node that others wait for is written to memory: here a scaled gradient of all rows.
+
+    On a CPU that frees the gradient it is computed from, so it is worth it if that is as large.
+    """
     graph = fx.Graph()
     tangent, x = graph.placeholder("tangents_1"), graph.placeholder("x")
     scaled = graph.call_function(aten.mul.Tensor, (tangent, 2))
@@ -59,9 +66,9 @@ def test_on_a_gpu_nothing_waits_for_a_value_without_a_buffer(device: str, waits:
     gradient = graph.call_function(aten.sum.dim_IntList, (gradient, [1]))
     graph.output((gradient,))
     with FakeTensorMode():
-        value = torch.empty(8, 8, device=device)
-        for node in (tangent, x, scaled):
-            node.meta["val"] = value
+        tangent.meta["val"] = torch.empty(tangent_rows, 8, device=device)
+        for node in (x, scaled):
+            node.meta["val"] = torch.empty(8, 8, device=device)
         for node in (total, product, gradient.all_input_nodes[0], gradient):
             node.meta["val"] = torch.empty(8, 1, device=device)
     found = recomputation_waits(graph)

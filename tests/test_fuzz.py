@@ -18,7 +18,7 @@ from mstpass.fuzz.campaign import Campaign
 from mstpass.fuzz.case import KINDS, Case, Layer, from_json, to_json
 from mstpass.fuzz.checks import FAST, INDUCTOR, check_case
 from mstpass.fuzz.draw import draw
-from mstpass.fuzz.reduce import reduce
+from mstpass.fuzz.reduce import reduce, smaller_cases
 from mstpass.fuzz.render import source
 from mstpass.graph import loop_op
 
@@ -133,3 +133,9 @@ def test_torch_is_left_as_it_was() -> None:
     threads = torch.get_num_threads()
     check_case(LOOP)
     assert torch.get_num_threads() == threads
+
+
+def test_a_value_outside_of_its_fields_list_shrinks_too() -> None:
+    """Large cases have lengths that no field lists."""
+    smaller = [case.length for case in smaller_cases(Case(length=96))]
+    assert {2, 8, 300} <= set(smaller), "all listed lengths are plainer"

@@ -57,3 +57,44 @@ def test_batched_products_of_symbolic_length_under_inductor() -> None:
         chunk_tokens=3,
     )
     held(case, "inductor")
+
+
+def test_a_value_recomputed_from_a_reconstructed_one_keeps_its_policy() -> None:
+    """Only a checkpoint's policy lets backward sort again; the copy of the sort had lost it."""
+    layers = (
+        Layer(variant=7),
+        Layer(kind="experts", variant=5, width=48, dropout=0.5),
+        Layer(kind="experts", variant=3, checkpoint="save_attention"),
+    )
+    case = Case(
+        layers,
+        loss="mse",
+        batch=1,
+        length=96,
+        features=24,
+        vocabulary=499,
+        chunk_tokens=100,
+        forced=False,
+        reconstruct="tolerant",
+        variants=("half",),
+    )
+    held(case)
+
+
+@pytest.mark.full
+def test_a_gradient_of_labels_alone_has_no_buffer() -> None:
+    """Recomputation waited for it, so that it was written: the peak was half above Inductor's."""
+    experts = Layer(kind="experts", variant=5, norm="layer_plain", act="sigmoid", width=37)
+    case = Case(
+        (experts,),
+        logit_ops=("hide_words", "bias"),
+        shift="logits",
+        checkpoint="all",
+        batch=3,
+        length=131,
+        features=12,
+        vocabulary=499,
+        autocast=True,
+        forced=False,
+    )
+    held(case, "inductor")

@@ -53,6 +53,49 @@ def test_a_value_that_only_its_fused_kernel_reads_has_no_buffer() -> None:
     assert _peak(lambda x: torch.softmax(x.exp(), -1).sum(-1), X) < 1
 
 
+def test_a_value_computed_from_a_slow_one_is_slow_as_well() -> None:
+    def peak(slow: Callable[[Tensor], Tensor]) -> float:
+        return _peak(lambda x: [(y := slow(x) + 1).sum(-1), y.flip(1).sum(-1)], X)
+
+    assert 1 <= peak(torch.tanh) < 1.2
+    assert peak(torch.relu) < 0.2
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda y: y[::2].sum(-1),
+        lambda y: y.flip(0).sum(-1),
+        lambda y: y.gather(1, torch.zeros(64, 1, dtype=torch.long)),
+        lambda y: y.sum(0),
+    ],
+    ids=["part", "flip", "gather", "outer dim"],
+)
+def test_a_kernel_with_loops_of_its_own_reads_a_buffer(read: Callable[[Tensor], Tensor]) -> None:
+    assert 1 <= _peak(lambda x: [(y := x.exp()).sum(-1), read(y)], X) < 1.2
+    assert _peak(lambda x: [(y := x.exp()).sum(-1), (y + 1).sum(-1)], X) < 0.2
+
+
+def test_outer_dims_are_those_of_memory() -> None:
+    assert _peak(lambda x: [(y := x.exp()).sum(-1), y.t().sum(0)], X) < 0.2
+
+
+def test_kernels_without_a_call_in_between_are_one_function_on_the_cpu() -> None:
+    """What they read is freed after all of them; elsewhere each frees its own operands."""
+
+    def fn(x: Tensor) -> list[Tensor]:
+        y = (x @ x).flip(0).exp()
+        return [y.flip(0), y.flip(1)]
+
+    assert _peak(fn, X) == 4
+    assert _peak(fn, X.to("meta")) == 3
+
+
+def test_kernels_that_run_as_one_write_over_no_operand_that_both_read() -> None:
+    assert _peak(lambda x: [(y := x @ x).sin(), y.cos()], X) == 3
+    assert _peak(lambda x: (y := x @ x).sin() * y.sum(-1), X) < 1.2  # the sum comes first
+
+
 def test_each_result_of_a_call_has_a_buffer_of_its_own() -> None:
     """Attention's first result is read; its sums, one per row and head, are freed at once."""
     q = torch.randn(1, 2, 64, 32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -189,6 +190,8 @@ def _no_thread_is_left() -> None:
 
 
 def test_who_hangs_outside_of_python_is_left_behind() -> None:
+    if sys.gettrace() is not None and sys.version_info < (3, 12):
+        pytest.skip("Python 3.11 never ends where a tracer sees another thread's pending exception")
     end = threading.Event()
     with pytest.raises(TimeLimitError):
         within(0.1, end.wait)

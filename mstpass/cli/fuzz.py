@@ -21,8 +21,8 @@ gradients with float64, the plan with what it promises. A case is named by a
 seed and a number, and is the same on every machine.
 
 Without --inductor the rewritten graphs run op by op, and no C++ compiler is
-needed: one to three cases a second on one core. With --inductor every case is
-compiled by Inductor, and its peak memory is measured.
+needed: a case takes two to three seconds of one core. With --inductor it takes
+about ten: it is compiled by Inductor, and its peak memory is measured.
 
 Results are kept in --folder as they come. The same command goes on where an
 interrupted one ended. A case that fails is shrunk to a few lines of Python,

@@ -22,7 +22,7 @@ import mstpass
 from mstpass.fuzz.case import Case
 from mstpass.fuzz.compiled import Recording, by_inductor, fast, forced_loops
 from mstpass.fuzz.graphs import check_graphs
-from mstpass.fuzz.plans import broken_budgets, broken_promises
+from mstpass.fuzz.plans import broken_budgets, broken_peak, broken_promises
 from mstpass.fuzz.program import Compile, DrawInFloat32, Inputs, Program, Setup, Values
 from mstpass.fuzz.values import wrong_values
 from mstpass.report.report import Report
@@ -47,7 +47,8 @@ class Checked:
 
     Attributes:
         status: "held", "failed", "invalid" (eager cannot run it) or "torch fails" (without us).
-        facts: what the plans did, for the summary: how many regions of each mode, and so on.
+        facts: what the plans did, for the summary: how many regions of each mode, and so on; and
+            (fast kind) how many plans were checked.
         peaks: (under Inductor, where the step returns its loss alone) bytes of the simulated, the
             scheduled and the measured peak.
     """
@@ -98,7 +99,9 @@ def check_program(program: Program, kind: str = FAST) -> Checked:
     wrong = wrong_values(ran.values, *references, program.setup)
     if wrong:
         failures += _confirmed(program, kind, wrong)
-    facts = {**_facts(ran.reports), "plans checked": ran.plans}
+    facts = _facts(ran.reports)
+    if ran.plans:
+        facts["plans checked"] = ran.plans
     return Checked("failed" if failures else "held", tuple(failures), "", facts, ran.peaks)
 
 
@@ -140,7 +143,15 @@ def _run_inductor(program: Program) -> _Ran:
         outcome = reports[0].outcome
         if outcome.peak_bytes is not None and outcome.scheduled_peak_bytes is not None:
             peaks = (outcome.peak_bytes, outcome.scheduled_peak_bytes, measured[0])
+            broken += broken_peak(outcome, measured[0], program.setup, lambda: _alone(program))
     return _Ran(values, reports, tuple(Failure(*one) for one in broken), peaks)
+
+
+def _alone(program: Program) -> int:
+    """The measured peak of a program that Inductor compiles without us, in bytes."""
+    measured: list[int] = []
+    program.run(by_inductor(program.setup, ours=False), peaks=measured)
+    return measured[0]
 
 
 def _compile(program: Program, kind: str, ours: bool) -> Compile:

@@ -2,9 +2,9 @@
 
 The fast kind goes all the way that a compilation goes, with ``strict``: Dynamo, AOTAutograd,
 Inductor's joint passes, our pipeline and, if asked, the lowering of loops. Only then Inductor's
-compiler is replaced by a function that runs the graph as it is. So a case takes a fraction of a
-second, and what AOTAutograd does around the graphs (views, mutated inputs, unused outputs) is that
-of a real compilation.
+compiler is replaced by a function that runs the graph as it is. So no C++ compiler runs, and what
+AOTAutograd does around the graphs (views, mutated inputs, unused outputs) is that of a real
+compilation.
 """
 
 from __future__ import annotations

@@ -31,8 +31,13 @@ _SEED = 5
 
 @dataclasses.dataclass(frozen=True)
 class CheckedGraphs:
-    """How many pairs of rewritten graphs ran, one for each plan, and the kind and description of
-    what is wrong with them."""
+    """What became of the rewritten graphs of one joint graph.
+
+    Attributes:
+        plans: how many plans' graphs ran.
+        wrong: kind and description of each graph that computes something else, and of each broken
+            promise.
+    """
 
     plans: int = 0
     wrong: tuple[tuple[str, str], ...] = ()

@@ -29,9 +29,13 @@ class Builder:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node that calls ``target``; nodes may stand anywhere in the arguments."""
         node = self.graph.call_function(target, args, kwargs)
-        with self.mode:
-            node.meta["val"] = target(*fake_values(args), **fake_values(kwargs))
+        self._compute_value(node)
         return node
+
+    def _compute_value(self, node: fx.Node) -> None:
+        target: Any = node.target
+        with self.mode:
+            node.meta["val"] = target(*fake_values(node.args), **fake_values(node.kwargs))
 
     def empty(self, shape: list[int], like: torch.Tensor) -> torch.Tensor:
         """A contiguous fake tensor of this shape, with the dtype and device of ``like``."""
@@ -52,10 +56,7 @@ class Builder:
             if node in inputs:
                 node.meta["val"] = inputs[node]
             elif node.op == "call_function":
-                with self.mode:
-                    node.meta["val"] = node.target(
-                        *fake_values(node.args), **fake_values(node.kwargs)
-                    )
+                self._compute_value(node)
 
 
 class UnknownSize(Exception):

@@ -9,14 +9,15 @@ from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mstpass.graph import ops
 from mstpass.graph.buffer_ops import parts_in_place
 from mstpass.graph.collectives import is_wait_op
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.sizes import depends_on_data
+from mstpass.graph.sizes import depends_on_data, hint
+from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal
 from mstpass.memory.allocation import buffer_bytes
@@ -29,11 +30,34 @@ aten = torch.ops.aten
 
 # Pointwise ops that Inductor does not compute again for every reader
 # (StorageBox.should_realize_on_reuse in torch/_inductor/ir.py).
-_SLOW_ON_CPU = frozenset({aten.exp.default, aten.sigmoid.default})
-# Kinds of ops that run as calls; so does cat, which writes each part into its place
-# (ConcatKernel in torch/_inductor/ir.py).
+_SLOW_ON_CPU = frozenset(
+    {
+        aten.exp.default,
+        aten.log.default,
+        aten.log10.default,
+        aten.log1p.default,
+        aten.log2.default,
+        aten.sigmoid.default,
+        aten.tanh.default,
+    }
+)
+# Kinds of ops that run as calls; so do cat, which writes each part into its place (ConcatKernel in
+# torch/_inductor/ir.py), and cumsum, whose Scan has a loop nest of its own.
 _CALLED_KINDS = frozenset({"matmul", "sort", "write", "collective"})
-_CALLED = frozenset({aten.cat.default})
+_CALLED = frozenset({aten.cat.default, aten.cumsum.default})
+# Views of a part of their operand; and ops of the kind "index" that read where they write.
+_PARTS = frozenset(
+    {
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unbind.int,
+    }
+)
+_IN_PLACE = frozenset(
+    {aten.tril.default, aten.triu.default, aten._softmax.default, aten._log_softmax.default}
+)
 # Kernels that compute the values they write, as reductions do (Scatter in torch/_inductor/ir.py).
 _SCATTERS = frozenset(
     {
@@ -119,6 +143,8 @@ def op_of(
         kind=CALL if scatters_delayed and kind == SCATTER else kind,
         inner_bytes=_inner_bytes(node),
         dear=_is_slow_pointwise(node),
+        own_loops=_has_own_loops(node),
+        on_cpu=_is_on_cpu(node),
     )
 
 
@@ -144,9 +170,35 @@ def _kind_of(target: Any) -> str:
     return REDUCTION if row.kind == "reduce" else POINTWISE
 
 
+def _has_own_loops(node: fx.Node) -> bool:
+    if node.op != "call_function" or _kind_of(node.target) != REDUCTION:
+        return _reads_elsewhere(node.target)
+    operand = value_of(node.all_input_nodes[0])
+    return operand is not None and _reduces_outer_dims(operand, reduced_dims(node, operand.dim()))
+
+
+@functools.cache
+def _reads_elsewhere(target: Any) -> bool:
+    row = ops.row_of(target)
+    is_index = not isinstance(row, Refusal) and row.kind == "index"
+    return target in _PARTS or (is_index and target not in _IN_PLACE)
+
+
+def _reduces_outer_dims(operand: Tensor, dims: Sequence[int]) -> bool:
+    """Whether a reduction runs over a dim that lies outside, in memory, of one that it keeps."""
+    sizes, strides = operand.shape, operand.stride()
+    long = [d for d in range(operand.dim()) if hint(sizes[d]) > 1]
+    reduced = [hint(strides[d]) for d in long if d in dims]
+    kept = [hint(strides[d]) for d in long if d not in dims and hint(strides[d])]
+    return bool(reduced and kept) and max(reduced) > min(kept)
+
+
 def _is_slow_pointwise(node: fx.Node) -> bool:
-    value = value_of(node)
-    return node.target in _SLOW_ON_CPU and value is not None and value.device.type == "cpu"
+    return node.target in _SLOW_ON_CPU and _is_on_cpu(node)
+
+
+def _is_on_cpu(node: fx.Node) -> bool:
+    return any(tensor.device.type == "cpu" for tensor in tensors_of(node.meta.get("val")))
 
 
 def _inner_bytes(node: fx.Node) -> int:

@@ -73,6 +73,8 @@ def _value(
         kind=op.kind,
         inner_bytes=op.inner_bytes,
         dear=op.dear,
+        own_loops=op.own_loops,
+        on_cpu=op.on_cpu,
         us=time_us(joint, node),
         free=free,
         heavy=is_heavy(node) or node in policies.boundary,

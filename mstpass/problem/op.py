@@ -23,6 +23,10 @@ class Op:
         inner_bytes: memory that it needs while it runs, besides operands and results.
         dear: a pointwise op too slow to be computed once more in each kernel that reads it, so
             that its result gets a buffer.
+        own_loops: its kernel is not fused with those that write its operands: it reads a part of
+            them, as slices do, at other places, as flips and gathers do, or reduces over outer
+            dims.
+        on_cpu: it runs on the CPU, where kernels without a call in between are one function.
     """
 
     name: str
@@ -31,3 +35,5 @@ class Op:
     kind: str = POINTWISE
     inner_bytes: int = 0
     dear: bool = False
+    own_loops: bool = False
+    on_cpu: bool = False

@@ -135,16 +135,33 @@ def _kernel(node: fx.Node) -> fx.Node | None:
 
 
 def _is_inlined(node: fx.Node) -> bool:
-    """Whether a GPU's kernels compute the value where they read it, so that it has no buffer.
+    """Whether the value is better computed where it is read, so that it has no buffer.
 
-    A node that others wait for is written to memory. On a CPU the kernels that follow each other
-    are one function, which frees the value at once; a GPU would hold it.
+    A node that others wait for is written to memory. A GPU would hold it besides what it is
+    computed from, which the next kernels may read too. On a CPU the kernels that follow each other
+    are one function, after which the operands are freed: there it is worth its buffer if that is
+    not larger than theirs.
     """
     value = value_of(node)
-    if value is None or value.device.type == "cpu" or not ops.is_pointwise(node):
+    if value is None or not ops.is_pointwise(node):
         return False
     readers = ops.readers_through_views(node)
-    return all(ops.is_pointwise(reader) or ops.is_reduction(reader) for reader in readers)
+    if not all(ops.is_pointwise(reader) or ops.is_reduction(reader) for reader in readers):
+        return False
+    return value.device.type != "cpu" or nbytes(node) > _operand_bytes(node)
+
+
+def _operand_bytes(node: fx.Node) -> int:
+    """The bytes of the buffers, parameters left out, that a pointwise value is computed from."""
+    buffers: list[fx.Node] = []
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        for operand in map(viewed, stack.pop().all_input_nodes):
+            if operand not in seen:
+                seen.add(operand)
+                (stack if ops.is_pointwise(operand) else buffers).append(operand)
+    return sum(nbytes(n) for n in buffers if not str(n.target).startswith("primals"))
 
 
 # ---- gradients that leave the graph --------------------------------------------------------------

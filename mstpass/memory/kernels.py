@@ -1,0 +1,189 @@
+"""Which ops run as kernels, which kernels run as one, and which of their results have a buffer.
+
+The rules are those of memory/simulate_ops.py: 1, 2, 5 and 7 are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+
+from mstpass.memory.kernel_fusion import fused_groups
+from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, REDUCTION, SCATTER, VIEW, Op
+
+_KERNELS = frozenset({CALL, REDUCTION, SCATTER})
+_MANY_READS = 4  # config.realize_reads_threshold
+_MANY_OPS = 30  # config.realize_opcount_threshold
+_NOTHING = frozenset[str]()
+
+
+class Kernels:
+    """Which ops are kernels, and what each of them reads and writes.
+
+    Attributes:
+        kept: names of the buffers that leave the graph.
+        read_by: of each kernel the buffers that it reads, in the order of the kernels.
+        results: of each kernel the buffers that it writes.
+        readers: of each buffer the kernels that read it.
+    """
+
+    def __init__(self, ops: Sequence[Op], kept: Iterable[str], freed: Set[str]):
+        self.ops, self.freed = ops, freed
+        self.op = {op.name: op for op in ops}
+        self.users: dict[str, list[str]] = {}
+        for op in ops:
+            for name in op.inputs:
+                self.users.setdefault(name, []).append(op.name)
+        self.kept = {self._base(name) for name in kept if name in self.op}
+        self.read_by: dict[str, frozenset[str]] = {}
+        self.results: dict[str, list[str]] = {}
+        self._from_call: set[str] = set()  # values in buffers that a call writes
+        # Of each value, kernel or not: the buffers that it is computed from, how many ops that
+        # takes, and its stage: the most calls on a path to it.
+        self._reads: dict[str, frozenset[str]] = {}
+        self._num_ops: dict[str, int] = {}
+        self._stage: dict[str, int] = {}
+        # Of each value: the buffers of ``_reads`` that it reads in loops of its own. The same of
+        # each kernel. And which values no kernel holds that are dear to compute.
+        self._apart_reads: dict[str, frozenset[str]] = {}
+        self.read_apart: dict[str, frozenset[str]] = {}
+        self._dear: set[str] = set()
+        for op in ops:
+            self._add(op)
+        self.readers: dict[str, list[str]] = {}
+        for kernel, read in self.read_by.items():
+            for buffer in read:
+                self.readers.setdefault(buffer, []).append(kernel)
+        self._writer = {name: kernel for kernel, names in self.results.items() for name in names}
+
+    def _add(self, op: Op) -> None:
+        name = op.name
+        if op.kind == INPUT:
+            self._reads[name] = frozenset({name} & self.freed)
+            self._num_ops[name] = self._stage[name] = 0
+            self._apart_reads[name] = _NOTHING
+            return
+        if self._is_from_call(op):
+            self._from_call.add(name)
+        operands = [operand for operand in op.inputs if operand in self._reads]
+        self._combine(op, operands)
+        if op.kind == ITEM and operands and operands[0] in self.results:
+            self._reads[name] = frozenset({name})
+            self._stage[name] = self._stage[operands[0]]
+            self._num_ops[name] = 0
+            self._apart_reads[name] = _NOTHING
+        elif self._is_kernel(op):
+            self.read_by[name] = self._reads[name]
+            items = [user for user in self.users.get(name, ()) if self.op[user].kind == ITEM]
+            self.results[name] = items or [name]
+            self.read_apart[name] = self._apart_reads[name]
+            self._reads[name] = frozenset({name})
+            self._num_ops[name] = 0
+            self._apart_reads[name] = _NOTHING
+            self._dear.discard(name)
+
+    def _combine(self, op: Op, operands: list[str]) -> None:
+        """Buffers, number of ops and stage of the op, as if it had no buffer of its own."""
+        if len(operands) == 1:  # the common case, faster
+            (name,) = operands
+            self._reads[op.name] = self._reads[name]
+            self._num_ops[op.name] = 1 + self._num_ops[name]
+            self._stage[op.name] = self._stage[name] + (name in self._from_call)
+            self._apart_reads[op.name] = self._apart_reads[name]
+        else:
+            self._reads[op.name] = _NOTHING.union(*[self._reads[name] for name in operands])
+            self._num_ops[op.name] = 1 + sum([self._num_ops[name] for name in operands])
+            stages = [self._stage[name] + (name in self._from_call) for name in operands]
+            self._stage[op.name] = max(stages, default=0)
+            apart = [self._apart_reads[name] for name in operands]
+            self._apart_reads[op.name] = _NOTHING.union(*apart)
+        if op.own_loops:
+            self._apart_reads[op.name] = self._reads[op.name]
+        if op.dear or not self._dear.isdisjoint(operands):
+            self._dear.add(op.name)
+
+    def _is_from_call(self, op: Op) -> bool:
+        if op.kind == VIEW:
+            return op.inputs[0] in self._from_call
+        if op.kind == ITEM:
+            return op.inputs[0] in self.op and self.op[op.inputs[0]].kind == CALL
+        return op.kind == CALL
+
+    def _is_kernel(self, op: Op) -> bool:
+        if op.kind == VIEW:
+            return False
+        if op.kind in _KERNELS:
+            return True
+        readers = self._readers_through_views(op.name)
+        if op.name in self.kept or any(self.op[name].kind == CALL for name in readers):
+            return op.kind != CONSTANT or op.name in self.kept
+        if len(readers) < 2:
+            return False
+        reads, num_ops = self._reads[op.name], self._num_ops[op.name]
+        return op.name in self._dear or len(reads) > _MANY_READS or num_ops > _MANY_OPS
+
+    def _readers_through_views(self, name: str) -> list[str]:
+        found: list[str] = []
+        for user in self.users.get(name, ()):
+            is_view = self.op[user].kind == VIEW
+            found.extend(self._readers_through_views(user) if is_view else [user])
+        return found
+
+    def _base(self, name: str) -> str:
+        """The value that a view shows; any other value itself."""
+        while self.op[name].kind == VIEW and self.op[name].inputs[0] in self.op:
+            name = self.op[name].inputs[0]
+        return name
+
+    def fused_away(self) -> set[str]:
+        """The buffers that only kernels of their own stage read (rule 5)."""
+        return {
+            buffer
+            for buffer in self.readers.keys() & self.read_by.keys()
+            if self.op[buffer].kind not in (CALL, SCATTER) and buffer not in self.kept
+            if all(
+                self.op[kernel].kind != CALL
+                and self._stage[kernel] == self._stage[buffer]
+                and buffer not in self.read_apart[kernel]
+                for kernel in self.readers[buffer]
+            )
+        }
+
+    def functions(self, fuse: bool) -> list[list[tuple[str, ...]]]:
+        """The kernels that run as one, in order, and which of them are one function (rule 7)."""
+        functions: list[list[tuple[str, ...]]] = []
+        open_function = False
+        for group in self._fused(fuse):
+            joins = self.op[group[0]].on_cpu and self.op[group[0]].kind != CALL
+            if joins and open_function:
+                functions[-1].append(group)
+            else:
+                functions.append([group])
+            open_function = joins
+        return functions
+
+    def _fused(self, fuse: bool) -> list[tuple[str, ...]]:
+        if not fuse:
+            return [(kernel,) for kernel in self.read_by]
+        calls = {kernel for kernel in self.read_by if self.op[kernel].kind in (CALL, SCATTER)}
+        return fused_groups(self.read_by, self._writer, lambda kernel: self.op[kernel].bytes, calls)
+
+    def run_as_one(self, kernel: str, other: str, group: tuple[str, ...], buffer: str) -> bool:
+        """Whether Inductor may fuse two kernels because both read the buffer."""
+        if not self.op[kernel].on_cpu:
+            return other in group
+        same_stage = self._stage[kernel] == self._stage[other] and self.op[other].kind != CALL
+        apart = buffer in self.read_apart[other]
+        return same_stage and not apart and not self._depends(kernel, other)
+
+    def _depends(self, kernel: str, other: str) -> bool:
+        """Whether a kernel reads, directly or not, what another kernel of its stage writes."""
+        stage = self._stage[other]
+        seen, stack = {kernel}, [kernel]
+        while stack:
+            writers = {self._writer.get(buffer, "") for buffer in self.read_by[stack.pop()]}
+            if other in writers:
+                return True
+            new = {k for k in writers - seen if k and self._stage[k] >= stage}
+            seen |= new
+            stack += new
+        return False
