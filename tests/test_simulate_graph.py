@@ -76,6 +76,12 @@ def test_a_kernel_with_loops_of_its_own_reads_a_buffer(read: Callable[[Tensor], 
     assert _peak(lambda x: [(y := x.exp()).sum(-1), (y + 1).sum(-1)], X) < 0.2
 
 
+def test_a_copy_in_another_order_is_not_written_over_its_operand() -> None:
+    assert _peak(lambda x: (x @ x).t().contiguous() @ x, X) == 2
+    assert _peak(lambda x: [(x @ x).t().contiguous()], X) == 2
+    assert _peak(lambda x: [(x @ x).t().clone()], X) == 1  # keeps the order
+
+
 def test_outer_dims_are_those_of_memory() -> None:
     assert _peak(lambda x: [(y := x.exp()).sum(-1), y.t().sum(0)], X) < 0.2
 

@@ -171,10 +171,22 @@ def _kind_of(target: Any) -> str:
 
 
 def _has_own_loops(node: fx.Node) -> bool:
-    if node.op != "call_function" or _kind_of(node.target) != REDUCTION:
-        return _reads_elsewhere(node.target)
-    operand = value_of(node.all_input_nodes[0])
-    return operand is not None and _reduces_outer_dims(operand, reduced_dims(node, operand.dim()))
+    """``Op.own_loops``. A copy in another order of dims reads at other places than it writes."""
+    operand = value_of(node.all_input_nodes[0]) if node.all_input_nodes else None
+    value = value_of(node)
+    if operand is None or value is None or node.op != "call_function":
+        return False
+    if _kind_of(node.target) == REDUCTION:
+        return _reduces_outer_dims(operand, reduced_dims(node, operand.dim()))
+    if node.target is aten.clone.default:
+        return _outer_to_inner(operand) != _outer_to_inner(value)
+    return _reads_elsewhere(node.target)
+
+
+def _outer_to_inner(value: Tensor) -> list[int]:
+    """The dims of more than one element, in the order in which they lie in memory."""
+    long = [d for d in range(value.dim()) if hint(value.shape[d]) > 1]
+    return sorted(long, key=lambda d: -hint(value.stride()[d]))
 
 
 @functools.cache
