@@ -16,7 +16,7 @@ from mstpass.graph.buffer_ops import is_written_in_place
 from mstpass.graph.collectives import is_wait_op
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.sizes import depends_on_data, hint
+from mstpass.graph.sizes import depends_on_data, hint, is_size
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal
@@ -24,7 +24,18 @@ from mstpass.memory.allocation import buffer_bytes
 from mstpass.memory.simulate_ops import held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.memory.workspaces import node_workspace_bytes
-from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, POINTWISE, REDUCTION, SCATTER, VIEW, Op
+from mstpass.problem.op import (
+    CALL,
+    CONSTANT,
+    INPUT,
+    ITEM,
+    POINTWISE,
+    REDUCTION,
+    SCATTER,
+    SIZE,
+    VIEW,
+    Op,
+)
 
 aten = torch.ops.aten
 
@@ -149,6 +160,8 @@ def op_of(
 
 
 def _kind(node: fx.Node) -> str:
+    if is_size(node):
+        return SIZE
     if node.op == "placeholder":
         return INPUT
     kind = _kind_of(node.target)

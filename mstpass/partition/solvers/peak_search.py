@@ -23,7 +23,7 @@ needs its values last: it recomputes them when all others are gone. ::
     plan = plan with the slack of the budget spent                              (spend_slack.py)
 
 The sequence does not depend on the budget, so a smaller budget never gives a higher peak. For the
-budget 0 only the landmarks are compared.
+budget 0 only the landmarks of large graphs are compared, which takes less time.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.verify import InvalidPlan, verify
 
 _BETWEEN = 24  # plans between two landmarks, at most
+_FEW_OPS = 500  # a hundred simulations of so many take half a second
 
 
 def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
@@ -56,7 +57,9 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     if budget_bytes is None or free.peak_bytes <= budget_bytes:
         return free.plan
     if budget_bytes == 0:
-        lowest = min(_landmarks(problem), key=lambda candidate: candidate.peak_bytes)
+        few_ops = len(problem.values) + len(problem.backward) <= _FEW_OPS
+        plans = (free, *_sequence(problem)) if few_ops else _landmarks(problem)
+        lowest = min(plans, key=lambda candidate: candidate.peak_bytes)
         return with_slack_spent(problem, lowest.plan, 0)
     for candidate in _sequence(problem):
         if candidate.saved_bytes <= budget_bytes and candidate.simulation.within(budget_bytes):
