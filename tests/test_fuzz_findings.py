@@ -44,6 +44,29 @@ def test_a_batch_shorter_than_a_chunk_of_symbolic_length() -> None:
     )
 
 
+def test_a_sum_over_rows_is_no_value_of_a_row() -> None:
+    """With as many features as tokens in a chunk it was taken for one, and no other length fit."""
+    mlp = Layer(variant=9, residual="add", act="hardswish", bias=True)
+    case = Case(
+        (mlp,),
+        batch=3,
+        length=256,
+        features=12,
+        vocabulary=499,
+        dynamic="length",
+        memory_budget=0.0,
+        chunk_tokens=64,
+        forced=False,
+    )
+    held(case)
+
+
+def test_what_is_compared_is_reconstructed_bit_for_bit() -> None:
+    """Zeros of a ReLU, from the norm behind it, were no zeros: its gradient was let through."""
+    layer = Layer(kind="attention", act="relu")
+    held(Case((layer,), final_norm="layer", solver="checkpoints", variants=("a fifth, tolerant",)))
+
+
 def test_symbolic_sizes_are_no_buffers_that_a_kernel_reads() -> None:
     """The rewritten graph's simulated peak was above that of its plan, which has no sizes."""
     head = Case(head="low_rank", logit_ops=("center",), shift="first", loss="num_items")
