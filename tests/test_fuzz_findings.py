@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from mstpass.fuzz.case import Case, Layer
@@ -40,6 +42,62 @@ def test_a_batch_shorter_than_a_chunk_of_symbolic_length() -> None:
             (Layer(),), loss="running_sum", dynamic="all", length=5, chunk_tokens=1000, budgets=True
         )
     )
+
+
+def test_a_sum_over_rows_is_no_value_of_a_row() -> None:
+    """With as many features as tokens in a chunk it was taken for one, and no other length fit."""
+    mlp = Layer(variant=9, residual="add", act="hardswish", bias=True)
+    case = Case(
+        (mlp,),
+        batch=3,
+        length=256,
+        features=12,
+        vocabulary=499,
+        dynamic="length",
+        memory_budget=0.0,
+        chunk_tokens=64,
+        forced=False,
+    )
+    held(case)
+
+
+def test_what_is_compared_is_reconstructed_bit_for_bit() -> None:
+    """Zeros of a ReLU, from the norm behind it, were no zeros: its gradient was let through."""
+    layer = Layer(kind="attention", act="relu")
+    held(Case((layer,), final_norm="layer", solver="checkpoints", variants=("a fifth, tolerant",)))
+
+
+def test_symbolic_sizes_are_no_buffers_that_a_kernel_reads() -> None:
+    """The rewritten graph's simulated peak was above that of its plan, which has no sizes."""
+    head = Case(head="low_rank", logit_ops=("center",), shift="first", loss="num_items")
+    held(
+        dataclasses.replace(
+            head, checkpoint="all", length=64, features=8, vocabulary=97, dynamic="batch"
+        )
+    )
+
+
+def test_the_least_memory_may_lie_between_landmarks() -> None:
+    experts = Layer(kind="experts", variant=4, norm="layer_plain", residual="sandwich")
+    layers = tuple(
+        dataclasses.replace(layer, act="hardswish", width=48)
+        for layer in (Layer(variant=5, norm="layer_plain", residual="parallel", bias=True), experts)
+    )
+    case = Case(
+        layers,
+        source="ids",
+        final_norm="layer_plain",
+        head="frozen",
+        logit_ops=("last_token",),
+        shift="last",
+        loss="class_weights",
+        batch=4,
+        length=5,
+        memory_budget="free",
+        chunk_tokens=3,
+        budgets=True,
+    )
+    held(case)
 
 
 @pytest.mark.full

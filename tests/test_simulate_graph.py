@@ -15,6 +15,8 @@ import mstpass
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import simulate_graph
+from mstpass.memory.simulate_ops import simulate_ops
+from mstpass.problem.op import CALL, Op
 from tests.checks import compiled
 
 SIZE = 4 * 64 * 64  # bytes of every value below
@@ -76,6 +78,12 @@ def test_a_kernel_with_loops_of_its_own_reads_a_buffer(read: Callable[[Tensor], 
     assert _peak(lambda x: [(y := x.exp()).sum(-1), (y + 1).sum(-1)], X) < 0.2
 
 
+def test_a_copy_in_another_order_is_not_written_over_its_operand() -> None:
+    assert _peak(lambda x: (x @ x).t().contiguous() @ x, X) == 2
+    assert _peak(lambda x: [(x @ x).t().contiguous()], X) == 2
+    assert _peak(lambda x: [(x @ x).t().clone()], X) == 1  # keeps the order
+
+
 def test_outer_dims_are_those_of_memory() -> None:
     assert _peak(lambda x: [(y := x.exp()).sum(-1), y.t().sum(0)], X) < 0.2
 
@@ -89,6 +97,16 @@ def test_kernels_without_a_call_in_between_are_one_function_on_the_cpu() -> None
 
     assert _peak(fn, X) == 4
     assert _peak(fn, X.to("meta")) == 3
+
+
+def test_a_symbolic_size_ends_no_function() -> None:
+    ops = [
+        Op("product", 4, kind=CALL, on_cpu=True),
+        Op("one", 4, ("product",), on_cpu=True),
+        Op("size", 0, ("one",), kind="size"),
+        Op("other", 4, ("product",), on_cpu=True),
+    ]
+    assert simulate_ops(ops, ["one", "other"]).peak.bytes == 12
 
 
 def test_kernels_that_run_as_one_write_over_no_operand_that_both_read() -> None:

@@ -112,7 +112,8 @@ def test_a_loss_outside_of_the_model(changes, tmp_path):
     assert "compute_loss" in mstpass.compile_trainer(ours)
     ours.train()
     same(log(ours), log(right))
-    assert len(heads()) == 1
+    if torch.__version__ >= "2.12" or "compute_loss_func" in changes:
+        assert len(heads()) == 1  # 2.11 breaks the graph before the smoothed loss: docs/versions.md
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 
 from mstpass.memory.kernel_fusion import fused_groups
-from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, REDUCTION, SCATTER, VIEW, Op
+from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, REDUCTION, SCATTER, SIZE, VIEW, Op
 
 _KERNELS = frozenset({CALL, REDUCTION, SCATTER})
 _MANY_READS = 4  # config.realize_reads_threshold
@@ -57,8 +57,8 @@ class Kernels:
 
     def _add(self, op: Op) -> None:
         name = op.name
-        if op.kind == INPUT:
-            self._reads[name] = frozenset({name} & self.freed)
+        if op.kind in (INPUT, SIZE):
+            self._reads[name] = frozenset({name} & self.freed) if op.kind == INPUT else _NOTHING
             self._num_ops[name] = self._stage[name] = 0
             self._apart_reads[name] = _NOTHING
             return

@@ -16,7 +16,7 @@ from mstpass.graph.buffer_ops import parts_in_place
 from mstpass.graph.collectives import is_wait_op
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.sizes import depends_on_data, hint
+from mstpass.graph.sizes import depends_on_data, hint, is_size
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal
@@ -24,7 +24,18 @@ from mstpass.memory.allocation import buffer_bytes
 from mstpass.memory.simulate_ops import held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.memory.workspaces import node_workspace_bytes
-from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, POINTWISE, REDUCTION, SCATTER, VIEW, Op
+from mstpass.problem.op import (
+    CALL,
+    CONSTANT,
+    INPUT,
+    ITEM,
+    POINTWISE,
+    REDUCTION,
+    SCATTER,
+    SIZE,
+    VIEW,
+    Op,
+)
 
 aten = torch.ops.aten
 
@@ -149,6 +160,8 @@ def op_of(
 
 
 def _kind(node: fx.Node) -> str:
+    if is_size(node):
+        return SIZE
     if node.op == "placeholder":
         return INPUT
     kind = _kind_of(node.target)
@@ -171,10 +184,22 @@ def _kind_of(target: Any) -> str:
 
 
 def _has_own_loops(node: fx.Node) -> bool:
-    if node.op != "call_function" or _kind_of(node.target) != REDUCTION:
-        return _reads_elsewhere(node.target)
-    operand = value_of(node.all_input_nodes[0])
-    return operand is not None and _reduces_outer_dims(operand, reduced_dims(node, operand.dim()))
+    """``Op.own_loops``. A copy in another order of dims reads at other places than it writes."""
+    operand = value_of(node.all_input_nodes[0]) if node.all_input_nodes else None
+    value = value_of(node)
+    if operand is None or value is None or node.op != "call_function":
+        return False
+    if _kind_of(node.target) == REDUCTION:
+        return _reduces_outer_dims(operand, reduced_dims(node, operand.dim()))
+    if node.target is aten.clone.default:
+        return _outer_to_inner(operand) != _outer_to_inner(value)
+    return _reads_elsewhere(node.target)
+
+
+def _outer_to_inner(value: Tensor) -> list[int]:
+    """The dims of more than one element, in the order in which they lie in memory."""
+    long = [d for d in range(value.dim()) if hint(value.shape[d]) > 1]
+    return sorted(long, key=lambda d: -hint(value.stride()[d]))
 
 
 @functools.cache

@@ -33,6 +33,7 @@ Ops are plain data (problem/op.py), so that a plan is simulated without a graph.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from mstpass.memory.kernels import Kernels
@@ -102,10 +103,13 @@ class _Run:
                 for kernel in group:
                     self.last_use.update(dict.fromkeys(kernels.read_by[kernel], i))
                     self.last_reader.update(dict.fromkeys(kernels.read_by[kernel], group))
+        # The number of kernels before each function, and before the end of the graph.
+        sizes = (sum(map(len, function)) for function in self.functions)
+        self.begins = list(itertools.accumulate(sizes, initial=0))
         self.alive = {op.name: op.bytes for op in kernels.ops if op.name in kernels.freed}
         self.now = sum(self.alive.values())  # bytes
         # First moment, and the first without the buffer; until it is freed, the end of the graph.
-        self.lives = dict.fromkeys(self.alive, (0, len(self.functions)))
+        self.lives = dict.fromkeys(self.alive, (0, self.begins[-1]))
 
     def timeline(self) -> Timeline:
         dies_at: dict[int, list[str]] = {}
@@ -113,18 +117,17 @@ class _Run:
             if buffer not in self.kernels.kept:
                 dies_at.setdefault(i, []).append(buffer)
         moments: list[Moment] = []
-        sizes: list[int] = []
         for i, function in enumerate(self.functions):
             dying = dies_at.get(i, [])
             born = [name for group in function for name in self._allocate(i, group, dying)]
             inner_bytes = max(self.op[kernel].inner_bytes for g in function for kernel in g)
-            sizes.append(self.now + inner_bytes)
             moments += [Moment(kernel, self.now + inner_bytes) for g in function for kernel in g]
             unused = [b for b in born if b not in self.last_use and b not in self.kernels.kept]
             for buffer in (*dying, *unused):
                 if buffer in self.alive:
                     self._free(buffer, i + 1)
-        peak = sizes.index(max(sizes)) if any(sizes) else len(self.functions)
+        sizes = [moment.bytes for moment in moments]
+        peak = sizes.index(max(sizes)) if any(sizes) else len(moments)
         there = (
             Moment(b, self.op[b].bytes) for b, life in self.lives.items() if peak in range(*life)
         )
@@ -142,13 +145,13 @@ class _Run:
                 self._free(operand, i)
             born |= new
         self.alive |= born
-        self.lives |= dict.fromkeys(born, (i, len(self.functions)))
+        self.lives |= dict.fromkeys(born, (self.begins[i], self.begins[-1]))
         self.now += sum(born.values())
         return born
 
     def _free(self, buffer: str, end: int) -> None:
         self.now -= self.alive.pop(buffer)
-        self.lives[buffer] = self.lives[buffer][0], end
+        self.lives[buffer] = self.lives[buffer][0], self.begins[end]
 
     def _results_read_outside(self, kernel: str, group: tuple[str, ...]) -> list[str]:
         """The results that need a buffer: not only kernels of the group read them."""

@@ -41,7 +41,7 @@ class Timeline:
         moments: one for each kernel, in the order in which they run.
         alive: name and bytes of each buffer that is alive at the peak, the largest first.
         lives: of each buffer the number of its first moment, and of the first one without it.
-            Kernels that are fused share one number.
+            Kernels that run as one, or in one function, have the same buffers in all their moments.
         ops: all ops by name.
     """
 

@@ -10,6 +10,7 @@ import dataclasses
 
 INPUT, VIEW, ITEM, CONSTANT = "input", "view", "item", "constant"
 CALL, REDUCTION, SCATTER, POINTWISE = "call", "reduction", "scatter", "pointwise"
+SIZE = "size"  # a symbolic size, which is no tensor
 
 
 @dataclasses.dataclass(frozen=True)

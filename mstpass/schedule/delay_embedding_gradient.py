@@ -107,7 +107,7 @@ def _freed_bytes(rows: fx.Node) -> int:
         if ops.is_pointwise(node) or ops.is_cheap_view(node):
             pointwise.add(node)
             stack.extend(node.all_input_nodes)
-        elif node.op == "call_function":
+        elif node.op == "call_function" and not ops.is_constant(node):
             buffers.add(node)
     return sum(
         nbytes(node) for node in buffers if pointwise.issuperset(ops.readers_through_views(node))

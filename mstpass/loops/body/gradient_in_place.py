@@ -21,6 +21,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import ancestors, numel, value_of
+from mstpass.graph.token_rules.arguments import dims_of, has_argument
 from mstpass.graph.tokens import Refusal
 
 aten = torch.ops.aten
@@ -68,9 +69,18 @@ def _side_readers(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
         value = value_of(node)
         narrow = value is not None and numel(node) * 4 < numel(product)
         if narrow and any(numel(i) >= numel(product) for i in node.all_input_nodes):
-            if product in ancestors([node]):
+            if _works_along_rows(node) and product in ancestors([node]):
                 found.append(node)
     return found
+
+
+def _works_along_rows(node: fx.Node) -> bool:
+    """Whether an op gives something for each row; a sum over rows may have as many elements."""
+    operand = value_of(node.all_input_nodes[0])
+    if operand is None or not has_argument(node, "dim"):
+        return True
+    dims = dims_of(node, operand.dim(), "dim")
+    return all(operand.shape[d] == 1 for d in dims if d != operand.dim() - 1)
 
 
 def _depending_on(builder: Builder, gradient: fx.Node, side: fx.Node, any_length: bool) -> fx.Node:

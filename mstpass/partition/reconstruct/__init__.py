@@ -22,6 +22,7 @@ from mstpass.partition.reconstruct.choose_drops import (
     choose_drops,
     most_dropped_bytes,
 )
+from mstpass.partition.reconstruct.comparisons import is_compared
 from mstpass.partition.reconstruct.encodings import BITS, NARROW, encoded_bytes, encoding_of
 from mstpass.partition.reconstruct.rewrite_joint import CannotWrite, rewrite
 from mstpass.partition.reconstruct.rule import EXACT, TOLERANT, Inverse, Refused
@@ -66,7 +67,7 @@ def reconstruct(
     if mode == OFF:
         return unchanged
     found = [i for node in joint.nodes if node not in joint.backward for i in inverses_of(node)]
-    usable = [i for i in found if isinstance(i, Inverse) and i.grade in (EXACT, mode)]
+    usable = [i for i in found if isinstance(i, Inverse) and _may_be_used(joint, i, mode)]
     decision = choose_drops(problem, saved, usable)
     encodings = _encodings(joint, decision.saved, (NARROW, BITS) if pack_masks else (NARROW,))
     if not decision.drops and not encodings:
@@ -77,6 +78,12 @@ def reconstruct(
         log.info("nothing is reconstructed: %s", refusal)
         return unchanged
     return rewritten, kept, (*_reconstructed(joint, decision), *_encoded(joint, encodings))
+
+
+def _may_be_used(joint: JointGraph, inverse: Inverse, mode: str) -> bool:
+    if inverse.grade == EXACT:
+        return True
+    return mode == TOLERANT and not is_compared(joint.by_name[inverse.target])
 
 
 def most_won_bytes(joint: JointGraph, problem: CutProblem, saved: Set[str], mode: str) -> int:

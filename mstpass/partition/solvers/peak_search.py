@@ -23,7 +23,7 @@ needs its values last: it recomputes them when all others are gone. ::
     plan = plan with the slack of the budget spent                              (spend_slack.py)
 
 The sequence does not depend on the budget, so a smaller budget never gives a higher peak. For the
-budget 0 only the landmarks are compared.
+budget 0 only the landmarks of large graphs are compared, which takes less time.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.verify import InvalidPlan, verify
 
 _BETWEEN = 24  # plans between two landmarks, at most
+_FEW_OPS = 500  # a hundred simulations of so many take half a second
 
 
 def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
@@ -70,11 +71,11 @@ def _lowest(problem: CutProblem) -> Candidate:
 
     Such loops are those of regions that are whole until a budget asks for them.
     """
-    lowest = min(_landmarks(problem), key=lambda candidate: candidate.peak_bytes)
+    lowest = min(_compared(problem), key=lambda candidate: candidate.peak_bytes)
     whole = problem.once(_without_loops_that_take_time)
     if whole is problem:
         return lowest
-    other = min(_landmarks(whole), key=lambda candidate: candidate.peak_bytes)
+    other = min(_compared(whole), key=lambda candidate: candidate.peak_bytes)
     return other if other.peak_bytes <= lowest.peak_bytes else lowest
 
 
@@ -84,6 +85,15 @@ def _without_loops_that_take_time(problem: CutProblem) -> CutProblem:
         for region in problem.regions
     )
     return problem if regions == problem.regions else dataclasses.replace(problem, regions=regions)
+
+
+def _compared(problem: CutProblem) -> Iterator[Candidate]:
+    """The plans that are compared for the least memory."""
+    if len(problem.values) + len(problem.backward) <= _FEW_OPS:
+        yield problem.once(free_plan)
+        yield from _sequence(problem)
+    else:
+        yield from _landmarks(problem)
 
 
 def _landmarks(problem: CutProblem) -> Iterator[Candidate]:
