@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import mstpass
 from mstpass import pipeline
+from mstpass.partition.reconstruct.comparisons import is_compared
 from mstpass.partition.reconstruct.rule import EXACT, TOLERANT
 from mstpass.problem import solver_registry
 from mstpass.report.report import Report
@@ -217,3 +219,20 @@ def test_dropout_masks_as_bits_under_inductor() -> None:
     assert "bits" in {item.rule for item in exact.reconstructed}
     for a, b in zip(bytes_, bits, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("read", "compared"),
+    [
+        (lambda x: x.le(0), True),
+        (lambda x: (2 * x).flip(0)[1:] > 0, True),
+        (lambda x: x.sign(), True),
+        (lambda x: x.bool(), True),
+        (lambda x: (x @ x).le(0), False),
+        (lambda x: x.sum() > 0, False),
+        (lambda x: x.exp(), False),
+    ],
+)
+def test_which_values_are_compared(read: Any, compared: bool) -> None:
+    graph = make_fx(read, tracing_mode="fake")(torch.randn(4, 4)).graph
+    assert is_compared(next(iter(graph.nodes))) == compared

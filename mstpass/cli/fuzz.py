@@ -22,7 +22,7 @@ seed and a number, and is the same on every machine.
 
 Without --inductor the rewritten graphs run op by op, and no C++ compiler is
 needed: a case takes two to three seconds of one core. With --inductor it takes
-about ten: it is compiled by Inductor, and its peak memory is measured.
+ten to twenty: it is compiled by Inductor, and its peak memory is measured.
 
 Results are kept in --folder as they come. The same command goes on where an
 interrupted one ended. A case that fails is shrunk to a few lines of Python,

@@ -17,6 +17,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.op_table import Op
 
 aten = torch.ops.aten
 
@@ -38,9 +39,9 @@ _JUMPS = frozenset(
 
 
 def is_compared(value: fx.Node) -> bool:
-    """Whether an op that jumps reads the value, or what pointwise ops and views make of it.
+    """Whether an op that jumps reads the value, or what is computed from it element by element.
 
-    The bodies of loops count as well.
+    That is by pointwise ops, views, and ops that move elements; in the bodies of loops as well.
     """
     seen = {value}
     stack = [value]
@@ -48,8 +49,7 @@ def is_compared(value: fx.Node) -> bool:
         for reader in _readers(stack.pop()):
             if _jumps(reader):
                 return True
-            goes_on = reader.op == "placeholder" or ops.is_pointwise(reader)
-            if (goes_on or ops.is_cheap_view(reader)) and reader not in seen:
+            if reader not in seen and _hands_on(reader):
                 seen.add(reader)
                 stack.append(reader)
     return False
@@ -74,9 +74,18 @@ def _inputs_of_body(loop: fx.Node, operand: fx.Node) -> Iterator[fx.Node]:
             yield placeholder
 
 
+def _hands_on(node: fx.Node) -> bool:
+    if node.op == "placeholder" or ops.is_pointwise(node) or ops.is_cheap_view(node):
+        return True
+    row = ops.lookup(node) if node.op == "call_function" else None
+    return isinstance(row, Op) and row.kind == "index"
+
+
 def _jumps(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target in _JUMPS:
-        return node.op == "call_function"
+    if node.op != "call_function":
+        return False
+    if node.target in _JUMPS:
+        return True
     value = value_of(node)
     floats = value is None or value.is_floating_point()
     return not floats and any(
