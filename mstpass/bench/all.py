@@ -6,6 +6,7 @@ from mstpass.bench import (
     budgets,
     compile,
     dynamic,
+    long,
     loops,
     losses,
     pareto,
@@ -20,7 +21,18 @@ Run every benchmark that measures steps, one after the other."""
 EXAMPLES = """  mstpass bench all --markdown today.md
   mstpass bench all --quick
 """
-BENCHES = (peers, loops, losses, dynamic, reconstruct, compile, planning_time, pareto, budgets)
+BENCHES = (
+    peers,
+    loops,
+    losses,
+    dynamic,
+    reconstruct,
+    compile,
+    planning_time,
+    pareto,
+    budgets,
+    long,
+)
 
 
 main = Command("all", tuple(bench.run for bench in BENCHES), _DESCRIPTION, EXAMPLES)

@@ -29,12 +29,17 @@ from mstpass.regions.attention import detect_attention
 _GROUPS = (2, 4, 8)
 
 
+def loops_over_heads(options: Options) -> bool:
+    """Whether attention may run in loops: where a budget may ask for less memory."""
+    return options.frees_memory_for_time and options.chunk == "auto"
+
+
 def all_candidates(
     joint: JointGraph, options: Options
 ) -> tuple[list[RegionCandidates], list[Rejection]]:
-    """The candidates of all regions; attention's only where a budget may ask for less memory."""
+    """The candidates of all regions."""
     candidates, rejections = find_candidates(joint, options)
-    if not options.frees_memory_for_time:
+    if not loops_over_heads(options):
         return candidates, rejections
     plans = (candidate.plans[0][1] for candidate in candidates)
     members = {joint.by_name[name] for plan in plans for name, _ in plan.members}
