@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, library
 
+from mstpass.graph.grouped_products import GROUPED_OPS, grouped_sums
 from mstpass.graph.sizes import same_shape
 from mstpass.torch_internals.inductor_lowerings import call_as_it_is
 from mstpass.torch_internals.op_types import OpOverload
@@ -78,12 +79,15 @@ write_product_: OpOverload = torch.ops.mstpass.write_product_.default
 counter: OpOverload = torch.ops.mstpass.counter.default
 
 _RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mm.dtype, aten.bmm.dtype)
+_PRODUCTS = (
+    *(aten.mm.default, aten.bmm.default, aten.mm.dtype, aten.bmm.dtype),
+    grouped_sums,
+)
 
 
 def call_buffer_ops_as_they_are() -> None:
     """Have Inductor call the ops, and those in place that a loop may need besides."""
-    for op in (add_product_, write_product_, counter, aten.abs_.default):
+    for op in (add_product_, write_product_, counter, aten.abs_.default, *GROUPED_OPS):
         call_as_it_is(op)
 
 

@@ -31,6 +31,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mstpass.graph import ops
 from mstpass.graph.buffer_ops import call_buffer_ops_as_they_are, counter
 from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.grouped_products import GROUPED_OPS
 from mstpass.graph.loop_op import CONDITION, OutputSpec, mst_loop
 from mstpass.graph.sizes import Size, expression, is_size, symbols_of
 from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step
@@ -44,9 +45,10 @@ _RUN_IN_PLACE = (aten.index_put.default, aten._unsafe_index_put.default)
 def lower_loops(graph: fx.Graph) -> int:
     """Lower every ``mst_loop`` of the graph in place. Returns how many there were."""
     calls = graph.find_nodes(op="call_function", target=mst_loop)
+    if calls or any(graph.find_nodes(op="call_function", target=op) for op in GROUPED_OPS):
+        call_buffer_ops_as_they_are()
     if not calls:
         return 0
-    call_buffer_ops_as_they_are()
     lowering = _Lowering(graph)
     for call in calls:
         lowering.lower(call)

@@ -41,6 +41,7 @@ from mstpass.graph.buffer_ops import (
     parts_in_place,
     write_product_,
 )
+from mstpass.graph.grouped_products import add_grouped_, grouped_sums
 from mstpass.graph.loop_op import STACK, OutputSpec, fitted_length
 from mstpass.graph.sizes import Size, is_static
 from mstpass.torch_internals.symbols import set_hint
@@ -172,7 +173,7 @@ class _Result:
     def write_to(self, rows: torch.Tensor) -> None:
         """Write a stacked output into its rows of the buffer."""
         products = self._products()
-        for number, (left, right) in enumerate(products):
+        for number, (_, left, right) in enumerate(products):
             part = _like_product(rows, left, right)
             if number:
                 add_product_(part, left, right, 1)
@@ -184,19 +185,28 @@ class _Result:
     def add_to(self, buffer: torch.Tensor, start: Size) -> None:
         """Add a summed output to its buffer, into which the chunk at 0 writes it."""
         products = self._products()
-        for left, right in products:
-            add_product_(_like_product(buffer, left, right), left, right, start)
+        for target, *operands in products:
+            if target is grouped_sums:
+                add_grouped_(buffer, *operands[:4], start)
+            else:
+                left, right = operands
+                add_product_(_like_product(buffer, left, right), left, right, start)
             start = 1
         if not products:
             buffer.add_(self.value())
 
-    def _products(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The factors of each product that goes straight into the buffer, in order."""
+    def _products(self) -> list[tuple[Any, ...]]:
+        """Op and operands of each product that goes straight into the buffer, in order."""
         if self.node in self.env:
             return []
         products = (node for node in parts_in_place(self.node) if is_product(node))
-        factors: list[Any] = [fx.map_arg(node.args[:2], self.env.__getitem__) for node in products]
-        return factors
+        return [
+            (n.target, *fx.map_arg(n.args[: _operands(n)], self.env.__getitem__)) for n in products
+        ]
+
+
+def _operands(product: fx.Node) -> int:
+    return 4 if product.target is grouped_sums else 2
 
 
 def _like_product(buffer: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

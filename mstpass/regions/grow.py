@@ -213,9 +213,10 @@ class Growth:
         value = value_of(operand)
         if value is None:
             return True  # no tuple can enter a loop, so its producer joins with its items
-        # To compute masks and indices from labels again is cheaper than to read them.
+        # To compute masks and indices from labels again is cheaper than to read them; to read rows
+        # of a table than rows of a copy that is larger than the table.
         labels = not value.is_floating_point() and ops.is_pointwise(operand)
-        return self.wide(operand) or labels
+        return self.wide(operand) or labels or ops.gathers_rows(operand)
 
     def _can_pull(self, operand: fx.Node, spec: Spec) -> bool:
         required = self.operand_specs(operand, spec)

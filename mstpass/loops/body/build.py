@@ -29,6 +29,7 @@ batch, and the length of its chunks, by which bytes are counted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -247,18 +248,24 @@ class _Body:
         value = value_of(node)
         assert value is not None
         widen = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
-        matmul_widens = ops.is_matmul(node) and value.device.type == "cuda"
+        is_grouped = ops.is_grouped_matmul(node)
+        matmul_widens = is_grouped or (ops.is_matmul(node) and value.device.type == "cuda")
         parts = {n: self.env[n, spec] for n, spec in needs.items()}
         if widen and not matmul_widens:
             # Casting the chunk's operands is cheaper than casting a product of the weight's size.
-            parts = {n: self._cast(part, torch.float32) for n, part in parts.items()}
+            parts |= {n: self._cast(parts[n], torch.float32) for n in _floating(parts)}
         if _sums_features(node, parts[source], needs[source]):
             parts[source] = self.builder.call(
                 aten.sum.dim_IntList, parts[source], [-1], True, **node.kwargs
             )
         if self.valid is not None:
-            smallest = min(parts, key=lambda n: parts[n].meta["val"].numel())
+            per_token = {n: part for n, part in parts.items() if needs[n]}
+            summed = _floating(per_token) or per_token  # not indices, if there are values
+            smallest = min(summed, key=lambda n: parts[n].meta["val"].numel())
             parts[smallest] = self._masked(parts[smallest], needs[smallest])
+        if is_grouped:
+            dtype = torch.float32 if widen else value.dtype
+            return self.builder.call(node.target, *(parts[n] for n in node.args[:4]), dtype)  # type: ignore[index]
         if widen and matmul_widens:
             left, right = (parts[n] for n in ops.matmul_factors(node))
             product = aten.mm.dtype if value.dim() == 2 else aten.bmm.dtype
@@ -282,6 +289,10 @@ class _Body:
         valid = self.builder.call(aten.reshape.default, self.valid, shape)
         zero = self.builder.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
         return self.builder.call(aten.where.self, valid, node, zero)
+
+
+def _floating(parts: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
+    return [n for n, part in parts.items() if part.meta["val"].is_floating_point()]
 
 
 def _sums_features(node: fx.Node, operand: fx.Node, spec: Spec) -> bool:
