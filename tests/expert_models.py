@@ -26,6 +26,7 @@ class Form:
         products: "fallback" or "native", the op of the products.
         gate: "fused" (one product for gate and up), "apart" or "none".
         bias: each expert has biases, as in gpt-oss.
+        clamp: gate and up are clamped, as there.
         shared: an expert that all tokens pass, as in DeepSeek.
         routing: "spread", "empty" (one expert gets no row) or "one" (the first choice of all
             tokens is one expert).
@@ -37,6 +38,7 @@ class Form:
     products: str = "fallback"
     gate: str = "fused"
     bias: bool = False
+    clamp: bool = False
     shared: bool = False
     routing: str = "spread"
     joined: str = "permuted"
@@ -116,6 +118,8 @@ class Experts(nn.Module):
             up = F.silu(grouped(rows, self.gate.transpose(1, 2), ends, native)) * up
         elif form.gate == "fused":
             gate, up = up.chunk(2, -1)
+            if form.clamp:
+                gate, up = gate.clamp(max=1.0), up.clamp(-1.0, 1.0)
             up = F.silu(gate) * up
         else:
             up = F.gelu(up)

@@ -43,11 +43,9 @@ LossOf = Callable[[nn.Module], Callable[..., torch.Tensor]]
 DOCS = Path(__file__).parent.parent / "docs" / "architectures.md"
 CHUNK_TOKENS = 64
 
-# Numbers of chunked heads and MLPs, where they are not 1 and 2. Experts are grouped matmuls.
+# Numbers of chunked heads and MLPs, where they are not 1 and 2.
 REGIONS = {
-    "mixtral": (1, 0),
-    "qwen3-moe": (1, 0),
-    "gpt-oss": (1, 0),
+    "deepseek-v3": (1, 3),
     "vit": (0, 2),
     "t5": (1, 4),
     "bart": (1, 4),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.op_by_op
 TOKENS = (2, 300)
 FORMS = {
     "mixtral": Form(),
-    "gpt-oss": Form(bias=True),
+    "gpt-oss": Form(bias=True, clamp=True),
     "deepseek": Form(shared=True),
     "plain": Form(gate="none"),
     "empty expert": Form(routing="empty"),
@@ -78,7 +78,7 @@ def test_any_number_of_tokens(dynamic: bool | None) -> None:
 
 def test_two_layers_under_a_checkpoint() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Experts(Form()), Experts(Form(shared=True)))
+    model = nn.Sequential(Experts(Form()), Experts(Form(shared=True, bias=True, clamp=True)))
     report = check_against_float64(
         model,
         lambda model: lambda x: checkpoint(model, x, use_reentrant=False).square().mean(),
@@ -86,6 +86,15 @@ def test_two_layers_under_a_checkpoint() -> None:
         memory_budget=0.0,
     )
     assert kinds(report)
+
+
+def test_layers_share_no_region() -> None:
+    """The zeros of a clamp's gradient are one constant for both layers."""
+    torch.manual_seed(0)
+    form = Form(bias=True, clamp=True)
+    model = nn.Sequential(Experts(form), Experts(form))
+    report = check_against_float64(model, _loss, [_input()], chunk_tokens=128)
+    assert kinds(report) == [("mlp", "save")] * 2 and not report.rejections
 
 
 def test_rows_outside_of_all_experts_are_zero() -> None:

@@ -6,6 +6,7 @@ from mstpass.bench import (
     budgets,
     compile,
     dynamic,
+    experts,
     long,
     loops,
     losses,
@@ -32,6 +33,7 @@ BENCHES = (
     pareto,
     budgets,
     long,
+    experts,
 )
 
 

@@ -25,6 +25,7 @@ BENCHES = {
     "solvers": "every partition solver on recorded problems of real models",
     "pareto": "measured peak against time, at many budgets: torch's partitioner and mst",
     "long": "a long sequence at the least memory, with and without loops over heads",
+    "experts": "a layer of experts whose rows are sorted: peak and time at several budgets",
     "budgets": "memory budgets in bytes: simulated and measured peaks of many models",
     "fsdp": "a Llama-like step under FSDP2 on two ranks: peak of a rank, and time",
     "trainers": "steps of transformers' Trainer and TRL's GRPO, in eager, Inductor and mst",

@@ -5,13 +5,15 @@ A chunk of the rows is told by ``positions``, the numbers of its rows: those of 
 ``clamp(ends[e] - positions[0], 0, rows of the chunk)`` in it. So the ops below give for a chunk of
 ``rows`` and ``positions`` what they give for these rows among all::
 
-    mstpass::grouped_rows(rows, weights, positions, ends)         rows of e @ weights[e], for each e
-    mstpass::grouped_sums(left, right, positions, ends, dtype)    left[:, rows of e] @ right[rows of e]
+    mstpass::grouped_rows(rows, weights, positions, ends)         y[e] = rows[e] @ weights[e]
+    mstpass::grouped_sums(left, right, positions, ends, dtype)    z[e] = left[:, e] @ right[e]
     mstpass::add_grouped_(total, left, right, positions, ends, chunk)
-                                                                  total (+)= grouped_sums
+                                                                  total  = z    if chunk is 0
+                                                                  total += z    otherwise
 
-Shapes: rows [R, k], weights [E, k, n], left [k, R], right [R, n], positions [R], ends [E], total
-[E, k, n]. Rows behind ``ends[-1]`` belong to no expert: their results are zero.
+where ``e`` among rows stands for the rows of expert e. Shapes: rows [R, k], weights [E, k, n],
+left [k, R], right [R, n], positions [R], ends [E], total [E, k, n]. Rows behind ``ends[-1]`` belong
+to no expert: their results are zero.
 
 The semantics are those of ``aten._grouped_mm`` (aten/src/ATen/native/GroupedMMUtils.h), which does
 the work on CUDA in bfloat16. Elsewhere each expert is a product of its own.

@@ -80,11 +80,13 @@ class _Lowering:
             )
             device = call.meta["val"][0].device
             has_chunks = sizes[0] is not None  # a batch of any length may have no tokens
+            # Before the buffers: on the CPU, Inductor writes out the kernels so far where a call
+            # stands. What these read is freed then, and the buffers are allocated after that.
+            zero = self.builder.call(counter, 0)
             buffers = [
                 self._buffer(spec, device, loop_call.starts_empty(position, has_chunks))
                 for position, spec in enumerate(specs)
             ]
-            zero = self.builder.call(counter, 0)
             extra = (*sliced, *whole, *self._symbols((*buffers, *sliced, *whole)))
             names = self._subgraphs(call, loop_call, (zero, *buffers, *extra))
             cond, step = (self.graph.get_attr(name) for name in names)

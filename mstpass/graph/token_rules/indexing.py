@@ -190,7 +190,7 @@ def put_sum_specs(node: fx.Node) -> OperandSpecs:
 
     The tokens are all rows of the one index tensor, and the values have a row for each.
     """
-    base, indices, values = node.args[:3]
+    base, _, values = node.args[:3]
     assert isinstance(base, fx.Node) and isinstance(values, fx.Node)
     if len(node.args) < 4 or not node.args[3] or len(_indices(node)) != 1 or not is_zero(base):
         return {}
