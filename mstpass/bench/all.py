@@ -10,6 +10,7 @@ from mstpass.bench import (
     long,
     loops,
     losses,
+    optimizer,
     pareto,
     peers,
     planning_time,
@@ -34,6 +35,7 @@ BENCHES = (
     budgets,
     long,
     experts,
+    optimizer,
 )
 
 
