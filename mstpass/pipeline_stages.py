@@ -7,9 +7,8 @@ goes on with the others.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterator, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.source_location import source_of
@@ -23,10 +22,9 @@ from mstpass.memory.simulate_plan import simulate_plan, step_memory
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize import normalized
 from mstpass.options import Options
-from mstpass.partition.budget import limit_of
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.reconstruct import most_won_bytes, reconstruct
-from mstpass.partition.solvers import AUTO, SOLVERS
+from mstpass.partition.solve import solve
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes, without_loops
 from mstpass.partition.solvers.loops_that_help import loops_that_help
 from mstpass.partition.solvers.min_cut import min_cut
@@ -40,12 +38,10 @@ from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Mode, Plan
 from mstpass.problem.saved_set import read_by_backward
-from mstpass.problem.solver_registry import Solver
-from mstpass.problem.verify import InvalidPlan, checked_plan, verify
+from mstpass.problem.verify import InvalidPlan, verify
 from mstpass.schedule.second_rematerialization import add_second_rematerialization
 from mstpass.torch_internals.partitioners import has_torch_budget
 
-LAST = "min_cut"  # the solver that is asked last, whose plan is simple
 TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a loop in it"
 
 
@@ -130,7 +126,7 @@ def plan(
 ) -> Planned:
     """Choose each region's mode and the saved values, by the simulated peak."""
     problem, left, refused = _problem(joint, list(candidates), options)
-    solved = _solve(problem, options, limit_bytes, needs_torch(joint))
+    solved = solve(problem, options, limit_bytes, needs_torch(joint))
     return Planned(problem, solved.plan, tuple(left), tuple(refused), *solved[1:])
 
 
@@ -195,53 +191,6 @@ def _problem(
 
 def _rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:
     return Rejection(stage, plan.members[0][0], reason, plan.source, plan.bytes_before)
-
-
-class _Solved(NamedTuple):
-    """A verified plan; the attributes are those of ``Planned``."""
-
-    plan: Plan
-    solver: str
-    notes: tuple[str, ...] = ()
-    limit_bytes: int | None = None
-
-
-def _solve(
-    problem: CutProblem, options: Options, limit_bytes: int | None, left_to_torch: str
-) -> _Solved:
-    """The solver's plan; if it fails, another one's, and why.
-
-    Args:
-        left_to_torch: why torch's partitioner will choose the saved values of this graph, or "".
-            Then only the modes of the plan count, and no valid saved set need exist.
-    """
-    asked = AUTO if options.solver == "auto" else options.solver
-    notes: list[str] = []
-    for solver in dict.fromkeys((asked, AUTO)):
-        try:
-            solve = _verified(solver)
-            limit = limit_of(problem, options, solve, limit_bytes)
-            return _Solved(solve(problem, limit), solver, tuple(notes), limit)
-        except Exception as error:  # a user's function may raise anything
-            if left_to_torch:
-                return _Solved(Plan(frozenset(), {}), solver)
-            said = f"solver {solver!r} failed: {type(error).__name__}: {error}"
-            if options.strict:
-                raise InvalidPlan(said) from error
-            notes.append(f"{said}; {LAST if solver == AUTO else AUTO} solves instead")
-            warnings.warn(f"mstpass: {notes[-1]}", stacklevel=2)
-    return _Solved(SOLVERS[LAST](problem, None), LAST, tuple(notes))
-
-
-def _verified(name: str) -> Solver:
-    """The solver of that name, which raises where its plan is not valid."""
-
-    def solve(problem: CutProblem, budget_bytes: int | None) -> Plan:
-        plan = checked_plan(problem, SOLVERS[name](problem, budget_bytes))
-        verify(with_modes(problem, plan.modes).allowing(True), plan.saved, plan.nested)
-        return plan
-
-    return solve
 
 
 def _left_whole(candidate: RegionCandidates) -> Rejection:

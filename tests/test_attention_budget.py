@@ -14,6 +14,7 @@ from mstpass.loops import attention_modes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.options import Options
 from mstpass.partition.budget import memory_of
+from mstpass.partition.solve import solve
 from tests.attention_models import HEADS, WIDTH, Form, LatentLayer, Layer
 from tests.checks import check_against_float64, joint_graph, kinds
 
@@ -50,7 +51,7 @@ def test_the_least_memory_is_that_of_a_group_of_heads(monkeypatch: pytest.Monkey
     assert region.num_chunks == HEADS
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
-    plan, *_ = pipeline_stages._solve(result.problem, Options(memory_budget=0.0), None, "")
+    plan, *_ = solve(result.problem, Options(memory_budget=0.0), None, "")
     planned = memory_of(result.problem, plan)
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
     assert planned.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.01)

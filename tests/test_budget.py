@@ -20,6 +20,7 @@ from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.memory.timeline import Moment, StepMemory
 from mstpass.options import Options
 from mstpass.partition.budget import MEASURED_OVER_SIMULATED, memory_of
+from mstpass.partition.solve import solve
 from mstpass.partition.solvers import SOLVERS
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.problem import CutProblem, Plan
@@ -60,7 +61,7 @@ def test_plans_are_simulated_as_the_graphs_they_become(
     result = pipeline.run(joint, options, num_fwd_outputs=outputs)
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
-    plan, *_ = pipeline_stages._solve(result.problem, options, None, "")
+    plan, *_ = solve(result.problem, options, None, "")
     planned = memory_of(result.problem, plan)
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
     assert planned.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.01)
@@ -80,7 +81,7 @@ def test_operands_that_no_view_shows_token_by_token_are_planned() -> None:
     result = pipeline.run(joint, options, num_fwd_outputs=outputs)
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
-    plan, *_ = pipeline_stages._solve(result.problem, options, None, "")
+    plan, *_ = solve(result.problem, options, None, "")
     planned = memory_of(result.problem, plan)
     assert [region.mode for region in result.outcome.regions] == ["fused"]
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.001)

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, library
+from torch.nn.functional import grouped_mm
 
 from mstpass.torch_internals.op_types import OpOverload
 
@@ -46,7 +47,7 @@ def _grouped_rows(rows: Tensor, weights: Tensor, positions: Tensor, ends: Tensor
     found = rows.new_zeros(rows.shape[0], weights.shape[2])
     if _is_native(rows):
         here = _ends_in_chunk(positions, ends)
-        result = torch._grouped_mm(rows, weights, here.to(torch.int32))
+        result = grouped_mm(rows, weights, offs=here.to(torch.int32))
         inside = torch.arange(len(rows), device=rows.device) < here[-1]
         return torch.where(inside[:, None], result, found)  # it leaves the other rows as they were
     for expert, start, end in _groups(positions, ends):

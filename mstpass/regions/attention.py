@@ -54,7 +54,7 @@ def detect_attention(
             where = source_of(node), nbytes(node)
             rejections.append(Rejection("detect", refusal.node.name, refusal.reason, *where))
         else:
-            known |= growth.held.keys()
+            known |= {node for node in growth.held if not ops.is_constant(node)}
     return regions, rejections
 
 

@@ -15,12 +15,14 @@ the queries through a norm over all heads: the region then begins after that pat
 
 from __future__ import annotations
 
+import heapq
 import operator
 from collections import deque
 from collections.abc import Mapping, Set
 
 from torch import fx
 
+from mstpass.graph import ops
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.heads import (
     HeadDim,
@@ -185,7 +187,7 @@ class HeadGrowth:
 
     def _push_users(self, member: fx.Node) -> None:
         held = self.held[member]
-        if not isinstance(held, HeadDim):
+        if not isinstance(held, HeadDim) or ops.is_constant(member):  # it may serve all layers
             return
         for user in self.joint.users(member):
             if user in self.held or user.op == "output":
@@ -207,11 +209,17 @@ class HeadGrowth:
     def _add_sums(self) -> None:
         """Add what adds up several sums over heads, so that the loop returns one of them."""
         added: list[fx.Node] = []
-        for node in self.joint.nodes:
+        index, nodes = self.joint.index, self.joint.nodes
+        readers = [index[user] for n, held in self.held.items() if held == SUM for user in n.users]
+        heapq.heapify(readers)
+        while readers:
+            node = nodes[heapq.heappop(readers)]
             sums = {n for n in node.all_input_nodes if self.held.get(n) == SUM}
-            if sums and node not in self.held and node.op != "output" and self._joins(node, sums):
+            if node not in self.held and node.op != "output" and self._joins(node, sums):
                 self.held[node] = SUM
                 added.append(node)
+                for user in node.users:
+                    heapq.heappush(readers, index[user])
         for node in reversed(added):  # a view that leads to no such sum stays outside
             several = sum(not is_size(n) for n in node.all_input_nodes) > 1
             if not several and not any(user in self.held for user in node.users):
@@ -242,10 +250,12 @@ class HeadGrowth:
         Raises:
             RoundTrip: a node outside lies between two members of one phase.
         """
+        index = self.joint.index
         for backward in (False, True):
             part = {n for n in self.held if (n in self.joint.backward) == backward}
             outside: dict[fx.Node, fx.Node] = {}  # what depends on the part: the first on its path
-            for node in self.joint.nodes:
+            places = [index[node] for node in part] or [0]
+            for node in self.joint.nodes[min(places) : max(places) + 1]:
                 before = [outside[n] for n in node.all_input_nodes if n in outside]
                 if node in part and before:
                     first = before[0]
