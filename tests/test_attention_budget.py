@@ -113,3 +113,20 @@ def test_checkpointed_attention() -> None:
 
     report = check_against_float64(model, loss_of, [_input()], memory_budget=0.0)
     assert kinds(report) == [("attention", "recompute")]
+
+
+def test_every_layer_of_a_hugging_face_llama() -> None:
+    """The gradient of ``rotate_half`` has zeros that are one constant for all layers."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 200}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(**sizes, **heads, num_hidden_layers=2)
+    torch.manual_seed(0)
+    model, ids = transformers.LlamaForCausalLM(config), torch.randint(200, (1, 1024))
+    report = check_against_float64(
+        model,
+        lambda model: lambda ids: model(input_ids=ids, labels=ids).loss,
+        [ids],
+        memory_budget=0.0,
+    )
+    assert kinds(report).count(("attention", "recompute")) == 2, report.rejections

@@ -88,12 +88,12 @@ def _crossing_bytes(growth: HeadGrowth) -> int:
 
 
 def _outputs(growth: HeadGrowth) -> list[fx.Node]:
-    """The members that nodes outside the region read."""
+    """The members that nodes outside the region read; these make constants themselves."""
     joint = growth.joint
     return [
         node
         for node in joint.sorted(growth.held)
-        if any(user not in growth.held for user in node.users)
+        if any(user not in growth.held for user in node.users) and not ops.is_constant(node)
     ]
 
 
