@@ -250,9 +250,9 @@ Each model is built from a tiny configuration (1 layer, or 2 where layers differ
 and trained for one step in chunks of {chunk} tokens. In each row, the loss and every gradient
 differ from float64 by no more than eager's do, to within 1e-6 of their norm. *Peak* is that of
 forward and backward, relative to plain Inductor's. At these sizes attention and weights weigh
-more than in real models, so the peaks do not tell what a real model saves. Grouped products of
-experts are refused, because their rows are not consecutive tokens. torch has these products in
-float32 only, so models with them are compared with eager instead, to within 1e-5.
+more than in real models, so the peaks do not tell what a real model saves. Experts run in
+chunks of the rows that are sorted by expert. torch has their products in float32 only, so models
+with them are compared with eager instead, to within 1e-5.
 
 | architecture | class | taken | refused | peak | run |
 |---|---|---|---|---:|---|

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+import torch
 from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.axes import HEADS
-from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
+from mstpass.graph.heads import is_attention
+from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake, Sum
 from mstpass.plans import Region, Rejection
@@ -30,6 +32,7 @@ from mstpass.regions.attention_seeds import Seed, attention_seeds
 from mstpass.regions.head_growth import HeadGrowth, grow
 
 KIND = "attention"
+_WRONG_TYPE = "this torch says that the logarithms of float64 attention are float32"
 
 
 def detect_attention(
@@ -48,6 +51,7 @@ def detect_attention(
         if node in known:
             continue
         try:
+            _check_types(node)
             growth = _best_growth(joint, seed, known)
             regions.append(_region(joint, growth, node))
         except CannotTake as refusal:
@@ -56,6 +60,18 @@ def detect_attention(
         else:
             known |= {node for node in growth.held if not ops.is_constant(node)}
     return regions, rejections
+
+
+def _check_types(attention: fx.Node) -> None:
+    """Check that the results have the types that torch says: torch 2.11 says float32 on the CPU.
+
+    Raises:
+        CannotTake: they have not, so that a loop's buffer would have another type than its rows.
+    """
+    results = list(tensors_of(attention.meta["val"]))
+    on_cpu = is_attention(attention) and results[0].device.type == "cpu"
+    if on_cpu and results[0].dtype == torch.float64 != results[1].dtype:
+        raise CannotTake(attention, _WRONG_TYPE)
 
 
 def _best_growth(joint: JointGraph, seed: Seed, taken: Set[fx.Node]) -> HeadGrowth:
