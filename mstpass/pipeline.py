@@ -190,7 +190,7 @@ def _rewritten(
         return Result(outcome, planned.problem, applied)
     rewritten = JointGraph(applied.module, joint.num_fwd_outputs)
     crossing = pipeline_stages.split(rewritten, applied, planned, joint, options, torch_kwargs)
-    modules, memory = pipeline_stages.scheduled(crossing, options, limit_bytes)
+    modules, memory = pipeline_stages.scheduled(crossing, options, planned.limit_bytes)
     outcome = dataclasses.replace(
         outcome,
         save_plan=crossing.save_plan,

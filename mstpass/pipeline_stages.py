@@ -7,7 +7,6 @@ goes on with the others.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -15,17 +14,17 @@ from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake
 from mstpass.loops.apply_plans import Applied, CycleError, apply_plans
-from mstpass.loops.candidate_modes import RegionCandidates, find_candidates
+from mstpass.loops.attention_modes import all_candidates, loops_over_heads
+from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.mode_costs import WHOLE, region_modes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import simulate_plan, step_memory
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize import normalized
 from mstpass.options import Options
-from mstpass.partition.budget import solve_within
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.reconstruct import most_won_bytes, reconstruct
-from mstpass.partition.solvers import AUTO, SOLVERS
+from mstpass.partition.solve import solve
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes, without_loops
 from mstpass.partition.solvers.loops_that_help import loops_that_help
 from mstpass.partition.solvers.min_cut import min_cut
@@ -39,12 +38,10 @@ from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Mode, Plan
 from mstpass.problem.saved_set import read_by_backward
-from mstpass.problem.solver_registry import Solver
-from mstpass.problem.verify import InvalidPlan, checked_plan, verify
+from mstpass.problem.verify import InvalidPlan, verify
 from mstpass.schedule.second_rematerialization import add_second_rematerialization
 from mstpass.torch_internals.partitioners import has_torch_budget
 
-LAST = "min_cut"  # the solver that is asked last, whose plan is simple
 TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a loop in it"
 
 
@@ -66,12 +63,12 @@ def detect(joint: JointGraph, options: Options, loops_in_backward: bool = True) 
     """
     if has_torch_budget(joint.nodes):  # torch wants it on every node, so on loops as well
         return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
-    if options.chunk != "auto":
+    if options.chunk == "off":
         return Detected(joint)
-    joint, prepared, changed = normalized(joint)
-    candidates, rejections = find_candidates(prepared, options)
+    joint, prepared, changed = normalized(joint, loops_over_heads(options))
+    candidates, rejections = all_candidates(prepared, options)
     if prepared is not joint and not any(changed.intersection(_members(c)) for c in candidates):
-        prepared, (candidates, _) = joint, find_candidates(joint, options)
+        prepared, (candidates, _) = joint, all_candidates(joint, options)
     if not loops_in_backward:
         refused = [candidate for candidate in candidates if not candidate.fused]
         candidates = [candidate for candidate in candidates if candidate.fused]
@@ -93,6 +90,7 @@ class Planned:
         refused: the regions whose loops cannot be written, which the problem does not have.
         solver: the name of the solver that made the plan.
         notes: why that is not the solver of the options, if it is not.
+        limit_bytes: the limit on the simulated peak that it was asked for.
     """
 
     problem: CutProblem
@@ -101,6 +99,7 @@ class Planned:
     refused: tuple[Rejection, ...]
     solver: str
     notes: tuple[str, ...] = ()
+    limit_bytes: int | None = None
 
     @property
     def chunk_plans(self) -> tuple[ChunkPlan, ...]:
@@ -127,8 +126,8 @@ def plan(
 ) -> Planned:
     """Choose each region's mode and the saved values, by the simulated peak."""
     problem, left, refused = _problem(joint, list(candidates), options)
-    solved, solver, notes = _solve(problem, options, limit_bytes, needs_torch(joint))
-    return Planned(problem, solved, tuple(left), tuple(refused), solver, notes)
+    solved = solve(problem, options, limit_bytes, needs_torch(joint))
+    return Planned(problem, solved.plan, tuple(left), tuple(refused), *solved[1:])
 
 
 def with_fewer_loops(planned: Planned) -> Iterator[Planned]:
@@ -192,43 +191,6 @@ def _problem(
 
 def _rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:
     return Rejection(stage, plan.members[0][0], reason, plan.source, plan.bytes_before)
-
-
-def _solve(
-    problem: CutProblem, options: Options, limit_bytes: int | None, left_to_torch: str
-) -> tuple[Plan, str, tuple[str, ...]]:
-    """The solver's plan, verified, with the solver's name; if it fails, another one's, and why.
-
-    Args:
-        left_to_torch: why torch's partitioner will choose the saved values of this graph, or "".
-            Then only the modes of the plan count, and no valid saved set need exist.
-    """
-    asked = AUTO if options.solver == "auto" else options.solver
-    notes: list[str] = []
-    for solver in dict.fromkeys((asked, AUTO)):
-        try:
-            plan = solve_within(problem, options, _verified(solver), limit_bytes)
-            return plan, solver, tuple(notes)
-        except Exception as error:  # a user's function may raise anything
-            if left_to_torch:
-                return Plan(frozenset(), {}), solver, ()
-            said = f"solver {solver!r} failed: {type(error).__name__}: {error}"
-            if options.strict:
-                raise InvalidPlan(said) from error
-            notes.append(f"{said}; {LAST if solver == AUTO else AUTO} solves instead")
-            warnings.warn(f"mstpass: {notes[-1]}", stacklevel=2)
-    return SOLVERS[LAST](problem, None), LAST, tuple(notes)
-
-
-def _verified(name: str) -> Solver:
-    """The solver of that name, which raises where its plan is not valid."""
-
-    def solve(problem: CutProblem, budget_bytes: int | None) -> Plan:
-        plan = checked_plan(problem, SOLVERS[name](problem, budget_bytes))
-        verify(with_modes(problem, plan.modes).allowing(True), plan.saved, plan.nested)
-        return plan
-
-    return solve
 
 
 def _left_whole(candidate: RegionCandidates) -> Rejection:
@@ -366,14 +328,13 @@ def scheduled(
 ) -> tuple[Modules, StepMemory]:
     """The graphs with their simulated memory, cheap values recomputed once more where that helps.
 
-    That second rematerialization is for the least memory, and for a peak above ``limit_bytes``.
+    Args:
+        limit_bytes: the limit on the simulated peak: values are recomputed once more above it.
     """
     scatters_delayed = options.frees_memory_for_time
     modules = crossing.modules
     memory = simulate_step(modules[0].graph, modules[1].graph, scatters_delayed)
-    wanted = options.memory_budget == 0.0 or (
-        limit_bytes is not None and memory.peak_bytes > limit_bytes
-    )
+    wanted = limit_bytes is not None and memory.peak_bytes > limit_bytes
     if wanted and not crossing.by_torch:
         return add_second_rematerialization(modules, memory, scatters_delayed)
     return modules, memory

@@ -4,13 +4,14 @@ A ``Region`` is found, a ``ChunkPlan`` says how it runs, a ``SavePlan`` says wha
 forward to backward, and an ``Outcome`` holds all of one joint graph. A ``Rejection`` says why a
 large part was left as it is.
 
-A ``Spec`` (graph/tokens.py) names the dims of a value that run over tokens.
+A ``Spec`` (graph/axes.py) says where a value holds the tokens, or the heads, that a loop runs over.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from mstpass.graph.axes import TOKENS
 from mstpass.graph.tokens import Spec
 
 FUSED, RECOMPUTE, SAVE = "fused", "recompute", "save"
@@ -59,6 +60,8 @@ class Region:
             in place of the unit.
         symbolic: the token count varies from batch to batch; ``num_tokens`` is then the count of
             the batch that the graph was traced with.
+        axis: what its loops run over, ``"tokens"`` or ``"heads"``. If it is heads, ``num_tokens``
+            is their number.
     """
 
     kind: str
@@ -74,6 +77,7 @@ class Region:
     returned: tuple[str, ...] = ()
     note: str = ""
     symbolic: bool = False
+    axis: str = TOKENS
 
     @property
     def name(self) -> str:
@@ -131,6 +135,8 @@ class ChunkPlan:
             then those of the batch that the graph was traced with, and ``chunk_tokens`` is the most
             that a chunk holds: the loop divides each batch into chunks of equal length
             (graph/loop_op.py).
+        axis: what the loops run over, ``"tokens"`` or ``"heads"``. If it is heads, ``num_tokens``
+            is their number, and ``chunk_tokens`` that of one chunk.
     """
 
     kind: str
@@ -146,6 +152,7 @@ class ChunkPlan:
     members: tuple[tuple[str, Spec | None], ...]
     note: str = ""
     symbolic: bool = False
+    axis: str = TOKENS
 
     def __post_init__(self) -> None:
         if self.symbolic:

@@ -44,7 +44,10 @@ def test_markdown_replaces_its_section_and_keeps_the_rest(tmp_path):
     assert "- time: 2.000, target <= 1.00: missed" in text
 
 
-@pytest.mark.parametrize("bench", ["loops", "peers", "compile", "pareto", "budgets", "all"])
+@pytest.mark.parametrize(
+    "bench",
+    ["loops", "peers", "compile", "pareto", "budgets", "long", "experts", "optimizer", "all"],
+)
 def test_help_has_examples(bench, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["bench", bench, "--help"])

@@ -19,10 +19,14 @@ from mstpass.graph.joint import tensors_of
 from mstpass.options import Options
 from mstpass.torch_internals.caches import counters
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
+from tests.attention_models import WIDTH, Form
+from tests.attention_models import Layer as AttentionLayer
 from tests.checks import STRICT, errors, gradients, in_float64, joint_graph, kinds
 from tests.models import MLPS, Block, TinyLM, next_token_loss
 
 pytestmark = pytest.mark.op_by_op
+
+FULL = pytest.mark.full
 
 C, D, VOCAB = 40, 32, 600
 LENGTHS = (97, 7, C - 1, C, C + 1, 2 * C, 2 * C + 1, 1)
@@ -109,6 +113,32 @@ def test_head_of_any_length() -> None:
     assert kinds(symbolic) == [("lm_head", "fused")], symbolic
     assert symbolic.regions[0].symbolic and "up to 40" in str(symbolic)
     assert not report.regions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(kv_heads=2, rope="halves", mask="causal"),
+        Form(kernel="matmul", bias=True, norm="head", mask="sink"),
+        pytest.param(Form(fused="sections", bias=True, rope="pairs"), marks=FULL),
+        pytest.param(Form(fused="heads", mask="window"), marks=FULL),
+        pytest.param(Form(kernel="matmul", mask="heads", cap=5.0), marks=FULL),
+        pytest.param(Form(lora=4, kv_heads=1), marks=FULL),
+    ],
+    ids=lambda form: f"{form.kernel} {form.mask} {form.fused}",
+)
+def test_attention_of_any_length(form: Form) -> None:
+    model = AttentionLayer(form)
+
+    def loss_of(model: nn.Module) -> Callable[..., torch.Tensor]:
+        return lambda x: model(x).square().mean()
+
+    shapes = [(2, 96), (3, 70), (5, 71), (2, 200)]
+    batches = [[torch.randn(*shape, WIDTH, requires_grad=True)] for shape in shapes]
+    report, graphs = _check(model, loss_of, batches, dynamic=True, memory_budget=0.0)
+    assert kinds(report) == [("attention", "recompute")], report
+    assert graphs == 1
 
 
 @pytest.mark.slow

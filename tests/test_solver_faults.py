@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import mstpass
-from mstpass import pipeline_stages
 from mstpass.bench import problems
 from mstpass.options import Options
+from mstpass.partition.solve import solve
 from mstpass.partition.solvers import SOLVERS
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
@@ -88,18 +88,18 @@ def test_nonsense_is_refused(name: str, budget: str | float) -> None:
     mstpass.register_solver("users", answer)
     options = Options(solver="users", memory_budget=budget)
     with pytest.warns(UserWarning, match=reason) as told:
-        plan, solver, notes = pipeline_stages._solve(PROBLEM, options, None, "")
+        plan, solver, notes, _ = solve(PROBLEM, options, None, "")
     assert len(told) == 1 and "solver 'users' failed" in str(told[0].message)
     assert solver == "peak_search" and "peak_search solves instead" in notes[0]
     auto = dataclasses.replace(options, solver="auto")
-    assert plan == pipeline_stages._solve(PROBLEM, auto, None, "")[0]
+    assert plan == solve(PROBLEM, auto, None, "")[0]
     with pytest.raises(InvalidPlan, match=reason):
-        pipeline_stages._solve(PROBLEM, dataclasses.replace(options, strict=True), None, "")
+        solve(PROBLEM, dataclasses.replace(options, strict=True), None, "")
 
 
 def test_a_right_plan_is_taken_as_it_is() -> None:
     mstpass.register_solver("users", lambda problem, _: RIGHT)
-    plan, solver, notes = pipeline_stages._solve(PROBLEM, Options(solver="users"), None, "")
+    plan, solver, notes, _ = solve(PROBLEM, Options(solver="users"), None, "")
     assert (plan, solver, notes) == (RIGHT, "users", ())
 
 
@@ -111,7 +111,7 @@ def test_if_our_own_solver_fails_the_simplest_one_solves(monkeypatch: pytest.Mon
 
     monkeypatch.setitem(solvers._OWN, "peak_search", fails)
     with pytest.warns(UserWarning, match="'peak_search' failed: .* min_cut solves instead"):
-        _, solver, _ = pipeline_stages._solve(PROBLEM, Options(), None, "")
+        _, solver, *_ = solve(PROBLEM, Options(), None, "")
     assert solver == "min_cut"
 
 
@@ -171,15 +171,15 @@ def test_a_solver_that_never_returns_is_stopped() -> None:
     start = time.monotonic()
     options = Options(solver="users", memory_budget=0.5)  # asks more than once
     with pytest.warns(UserWarning, match=r"no result within 0\.2 s; register.*allows more"):
-        _, solver, _ = pipeline_stages._solve(PROBLEM, options, None, "")
+        _, solver, *_ = solve(PROBLEM, options, None, "")
     assert solver == "peak_search" and time.monotonic() - start < 20
     _no_thread_is_left()
     start = time.monotonic()
     with pytest.raises(InvalidPlan, match=r"no result within 0\.2 s"):
-        pipeline_stages._solve(PROBLEM, dataclasses.replace(options, strict=True), None, "")
+        solve(PROBLEM, dataclasses.replace(options, strict=True), None, "")
     assert time.monotonic() - start < 0.2, "it is not asked again"
     mstpass.register_solver("users", lambda *_: RIGHT, time_limit_s=0.2)
-    assert pipeline_stages._solve(PROBLEM, Options(solver="users"), None, "")[1] == "users"
+    assert solve(PROBLEM, Options(solver="users"), None, "")[1] == "users"
 
 
 def _no_thread_is_left() -> None:

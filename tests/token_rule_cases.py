@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.tokens import Spec
 
 aten = torch.ops.aten
@@ -220,6 +221,16 @@ CASES = [
         (2,),
     ),
     # matmuls
+    case(
+        grouped_rows,
+        lambda: (x(S, D), x(2, D, E), torch.arange(S), torch.tensor([1, S])),
+        (0,),
+    ),
+    case(
+        grouped_sums,
+        lambda: (x(D, S), x(S, E), torch.arange(S), torch.tensor([3, S]), torch.float64),
+        sums=[(0, (1,)), (1, (0,)), (2, (0,))],
+    ),
     case(aten.mm.default, lambda: (x(S, D), x(D, E)), (0,), (1,), sums=[(0, (1,)), (1, (0,))]),
     case(aten.addmm.default, lambda: (x(E), x(S, D), x(D, E)), (0,), (1,)),
     case(aten.addmm.default, lambda: (x(S, E), x(S, D), x(D, E)), (0,), (1,)),

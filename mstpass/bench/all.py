@@ -6,8 +6,11 @@ from mstpass.bench import (
     budgets,
     compile,
     dynamic,
+    experts,
+    long,
     loops,
     losses,
+    optimizer,
     pareto,
     peers,
     planning_time,
@@ -20,7 +23,20 @@ Run every benchmark that measures steps, one after the other."""
 EXAMPLES = """  mstpass bench all --markdown today.md
   mstpass bench all --quick
 """
-BENCHES = (peers, loops, losses, dynamic, reconstruct, compile, planning_time, pareto, budgets)
+BENCHES = (
+    peers,
+    loops,
+    losses,
+    dynamic,
+    reconstruct,
+    compile,
+    planning_time,
+    pareto,
+    budgets,
+    long,
+    experts,
+    optimizer,
+)
 
 
 main = Command("all", tuple(bench.run for bench in BENCHES), _DESCRIPTION, EXAMPLES)

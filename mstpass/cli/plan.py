@@ -132,7 +132,7 @@ def _add_training(group: Any) -> None:
         choices=OPTIMIZER_STEPS,
         default="fused",
         help="foreach, the default of torch.optim, needs temporary values for all parameters at "
-        "once (default: %(default)s)",
+        'once; compiled: torch.compile(optimizer.step, backend="mst") (default: %(default)s)',
     )
     add(
         "--sharding",

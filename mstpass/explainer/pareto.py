@@ -10,7 +10,7 @@ from torch import fx
 from mstpass import pipeline
 from mstpass.memory.simulate_plan import simulate_plan, step_us
 from mstpass.options import Options
-from mstpass.partition.budget import solve_within
+from mstpass.partition.budget import limit_of
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.problem.apply_modes import Cycle
@@ -46,9 +46,11 @@ def pareto_points(
         if budget == at_hand:
             continue
         try:
-            plan = solve_within(problem, dataclasses.replace(options, memory_budget=budget), solve)
-            step = simulate_plan(problem, plan)
+            limit = limit_of(problem, dataclasses.replace(options, memory_budget=budget), solve)
+            step = simulate_plan(problem, solve(problem, limit))
             peak_bytes, extra = step.peak_bytes, step.us / before_us - 1
+            if limit is not None and peak_bytes > limit:
+                peak_bytes = step.lowered_peak_bytes
         except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded):
             continue  # a user's own solver may fail at some budgets
         points.append(ParetoPoint(_label(budget), peak_bytes, extra))

@@ -244,7 +244,7 @@ class Case:
     reconstruct: str = choice("exact", "tolerant", "off")
     accumulate: str = choice("float32", "input")
     logits: str = choice("keep", "drop")
-    chunk: str = choice("auto", "off")
+    chunk: str = choice("auto", "off", "tokens")
     budgets: bool = choice(False, True)
     lowered: bool = choice(False, True)
     variants: tuple[str, ...] = several(*VARIANTS, most=5)

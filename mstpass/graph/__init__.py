@@ -3,6 +3,7 @@
 joint.py, builder.py          a graph read, and a graph built node by node
 op_table.py, ops.py           what is known about each op; token_rules/, linearity.py: its rules
 tokens.py, chunk_form.py      token dims, and a node for one chunk of tokens
+heads.py, axes.py             dims of heads; what tokens and heads have in common
 token_dataflow.py             the token dims of all values of a graph
 sizes.py                      symbolic sizes
 products.py, loop_work.py, traffic.py    products, loops and memory traffic as plain data

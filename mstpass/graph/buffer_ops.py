@@ -18,6 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, library
 
+from mstpass.graph.grouped_products import GROUPED_OPS, grouped_sums
+from mstpass.graph.sizes import same_shape
 from mstpass.torch_internals.inductor_lowerings import call_as_it_is
 from mstpass.torch_internals.op_types import OpOverload
 
@@ -76,18 +78,60 @@ add_product_: OpOverload = torch.ops.mstpass.add_product_.default
 write_product_: OpOverload = torch.ops.mstpass.write_product_.default
 counter: OpOverload = torch.ops.mstpass.counter.default
 
-_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mm.dtype, aten.bmm.dtype)
+_RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_PRODUCTS = (
+    *(aten.mm.default, aten.bmm.default, aten.mm.dtype, aten.bmm.dtype),
+    grouped_sums,
+)
 
 
 def call_buffer_ops_as_they_are() -> None:
     """Have Inductor call the ops, and those in place that a loop may need besides."""
-    for op in (add_product_, write_product_, counter, aten.abs_.default):
+    for op in (add_product_, write_product_, counter, aten.abs_.default, *GROUPED_OPS):
         call_as_it_is(op)
 
 
-def is_written_in_place(node: fx.Node) -> bool:
-    """Whether a result of a loop's body goes straight into the loop's buffer.
+def parts_in_place(result: fx.Node) -> list[fx.Node]:
+    """The nodes of a result of a loop's body that need no buffers of their own, the result first.
 
-    It does if it is a product that nothing else reads.
+    A product goes straight into the loop's buffer, if nothing else reads it. Of a sum of products
+    they do so one after the other, views between them and the sum or not. Empty for other results.
     """
-    return node.op == "call_function" and node.target in _PRODUCTS and len(node.users) == 1
+    found: list[fx.Node] = []
+    stack = [result]
+    while stack:
+        node = stack.pop()
+        if node.op != "call_function" or len(node.users) != 1:
+            return []
+        found.append(node)
+        if node.target in _RESHAPES:
+            stack.append(node.all_input_nodes[0])
+        elif _is_plain_sum(node):
+            stack.extend(reversed(node.all_input_nodes))
+        elif not is_product(node) or not _has_shape_of(node, result):
+            return []
+    return found
+
+
+def _has_shape_of(product: fx.Node, result: fx.Node) -> bool:
+    """Whether the buffer can be viewed as the product, by its rank."""
+    shape, other = product.meta["val"].shape, result.meta["val"].shape
+    return len(shape) != len(other) or same_shape(shape, other)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a loop can add the node's result to a buffer in one op."""
+    return node.target in _PRODUCTS
+
+
+def is_written_in_place(result: fx.Node) -> bool:
+    """Whether a result of a loop's body goes straight into the loop's buffer."""
+    return bool(parts_in_place(result))
+
+
+def _is_plain_sum(node: fx.Node) -> bool:
+    """Whether the node adds two different values of its own shape and dtype."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
+        return False
+    values = [n.meta["val"] for n in (node, *node.all_input_nodes)]
+    return all(v.dtype == values[0].dtype and same_shape(v.shape, values[0].shape) for v in values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -41,6 +41,14 @@ class Builder:
         """A contiguous fake tensor of this shape, with the dtype and device of ``like``."""
         with self.mode:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def sized(self, value: torch.Tensor | Size, size: Callable[[Size], int]) -> torch.Tensor | int:
+        """A fake value like this one, with plain ints in place of its symbolic sizes."""
+        if not isinstance(value, torch.Tensor):
+            return size(value)
+        shape, stride = (list(map(size, sizes)) for sizes in (value.shape, value.stride()))
+        with self.mode:
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
     def compute_values(self, inputs: Mapping[fx.Node, torch.Tensor | int]) -> None:
         """Compute the values of all nodes once more, with these values of the inputs."""
@@ -82,13 +90,15 @@ class SizeNodes:
         if is_size(node):
             self.known.setdefault(expression(node.meta["val"]), node)
 
-    def arguments(self, shape: Iterable[Size]) -> list[int | fx.Node]:
+    def arguments(self, shape: Iterable[Size | fx.Node]) -> list[int | fx.Node]:
         """A shape as an op's argument: ints and nodes. Adds nodes for sums and products of sizes.
+
+        A size that is a node already stays as it is.
 
         Raises:
             UnknownSize: a size cannot be written.
         """
-        return [size if isinstance(size, int) else self._node(expression(size)) for size in shape]
+        return [s if isinstance(s, int | fx.Node) else self._node(expression(s)) for s in shape]
 
     def _node(self, expr: sympy.Expr) -> int | fx.Node:
         if isinstance(expr, sympy.Integer):

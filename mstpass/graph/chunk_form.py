@@ -1,6 +1,7 @@
-"""One node for one chunk of tokens: the same op on operands in chunk form.
+"""One node for one chunk of tokens or heads: the same op on operands in chunk form.
 
-The *chunk form* of a value has the chunk's tokens in the place of all tokens (tokens.py). Besides
+The *chunk form* of a value has the chunk's tokens in the place of all tokens (tokens.py), or its
+heads in the place of all heads. Besides
 the operands only the sizes among the arguments change; the op table says where they stand. The
 shape of the new node is checked against the chunk form of the old one, so a wrong token rule is
 refused here.
@@ -15,10 +16,12 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.axes import TOKEN_AXIS, Axis
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import tensors_of
+from mstpass.graph.op_table import Op
 from mstpass.graph.sizes import Size, same_shape
-from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec, chunk_shape
+from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
 
 aten = torch.ops.aten
 _VIEWS_BY_SHAPE = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -32,6 +35,7 @@ def chunk_call(
     chunk_tokens: Size,
     operand_chunk: OperandChunk,
     rows: int | fx.Node | None = None,
+    axis: Axis = TOKEN_AXIS,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The target, the arguments and the keyword arguments that compute one chunk of ``node``.
 
@@ -40,44 +44,45 @@ def chunk_call(
         chunk_tokens: the length of a chunk.
         operand_chunk: gives the chunk of an operand; a size comes back as it is.
         rows: the argument that holds the length, if it is known at run time only.
+        axis: what the chunks divide.
 
     Raises:
-        CannotTake: the op has no token rule for this spec.
+        CannotTake: the op has no rule for this spec.
     """
-    row = ops.lookup(node)
-    if isinstance(row, Refusal):
-        raise CannotTake(node, row.reason)
-    needs = ops.operand_specs(node, spec)
+    needs = axis.operand_specs(node, spec)
     if isinstance(needs, Refusal):
         raise CannotTake(node, needs.reason)
+    row = ops.lookup(node)
     target: Any = node.target
     args: tuple[Any, ...] = node.args
     shape: list[Any] | None = None
-    position = row.shape_arg
+    position = row.shape_arg if isinstance(row, Op) else None
     if position is not None and spec:
-        shape = [*chunk_shape(next(tensors_of(node.meta["val"])).shape, spec, chunk_tokens)]
+        shape = axis.shape_argument(node, spec, args[position], chunk_tokens)
         if rows is not None:
             shape[spec[-1]] = rows
-        # The old sizes are left out, for their nodes have no chunk.
         args = (*args[:position], None, *args[position + 1 :])
     if target in _VIEWS_BY_SHAPE:
         target = aten.reshape.default
     mapped: Any = fx.map_arg((args, node.kwargs), lambda n: operand_chunk(n, needs.get(n, WHOLE)))
     args, kwargs = mapped
     if shape is not None and position is not None:
-        args = (*args[:position], shape, *args[position + 1 :])
+        sizes = fx.map_arg(shape, lambda n: n if n is rows else operand_chunk(n, WHOLE))
+        args = (*args[:position], sizes, *args[position + 1 :])
     return target, args, kwargs
 
 
-def check_chunk(node: fx.Node, spec: Spec, chunk_tokens: Size, built: fx.Node) -> None:
+def check_chunk(
+    node: fx.Node, spec: Spec, chunk_tokens: Size, built: fx.Node, axis: Axis = TOKEN_AXIS
+) -> None:
     """Check that ``built`` has the chunk form of the node's value.
 
     Raises:
         CannotTake: it has another shape or dtype.
     """
     olds, news = tensors_of(node.meta["val"]), tensors_of(built.meta["val"])
-    for old, new in zip(olds, news, strict=True):
-        expected = chunk_shape(old.shape, spec, chunk_tokens)
+    shapes = axis.chunk_shapes(node, spec, chunk_tokens)
+    for old, new, expected in zip(olds, news, shapes, strict=True):
         if not same_shape(new.shape, expected) or new.dtype != old.dtype:
             raise CannotTake(
                 node,

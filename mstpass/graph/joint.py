@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from mstpass.graph.sizes import generic_numel, hint_numel
+from mstpass.graph.sizes import expression, generic_numel, hint_numel, is_size, symbols_of
 from mstpass.torch_internals.op_types import OpOverload, schema_of
 
 T = TypeVar("T")
@@ -146,6 +146,13 @@ class JointGraph:
     def sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """The nodes in the graph's order."""
         return sorted(nodes, key=self.index.__getitem__)
+
+    def inputs_with_symbols_of(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """The inputs of the step that hold the symbols in the sizes of the nodes' tensors."""
+        values = (value for node in nodes for value in tensors_of(node.meta.get("val")))
+        symbols = {symbol for value in values for symbol in symbols_of(value)}
+        inputs = self.module.graph.find_nodes(op="placeholder")
+        return [n for n in inputs if is_size(n) and expression(n.meta["val"]) in symbols]
 
     def users(self, node: fx.Node) -> list[fx.Node]:
         """The users of a node in the graph's order (``node.users`` has the order of creation)."""

@@ -1,4 +1,4 @@
-"""What a loop over tokens computes, as plain data: its products, other memory traffic, kernels.
+"""What a loop over tokens or heads computes, as plain data: products, other traffic, kernels.
 
 The costs of a device (device_costs.py) turn it into a time, for each length of a chunk.
 """
@@ -6,14 +6,16 @@ The costs of a device (device_costs.py) turn it into a time, for each length of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.joint import JointGraph, nbytes
-from mstpass.graph.products import TokenProduct, token_product
+from mstpass.graph.heads import is_attention
+from mstpass.graph.joint import JointGraph, nbytes, value_of
+from mstpass.graph.products import TokenProduct, head_product, token_product
+from mstpass.graph.sizes import hint
 from mstpass.graph.tokens import Spec
 from mstpass.graph.traffic import moved_bytes
 
@@ -65,11 +67,39 @@ class LoopWork:
 def loop_work(
     joint: JointGraph, members: Mapping[fx.Node, Spec | None], num_tokens: int
 ) -> LoopWork:
-    """The work of a loop.
+    """The work of a loop over tokens.
 
     Args:
         members: what it computes, in the graph's order, with its token dims; None marks a sum.
     """
+    return _work(joint, members, num_tokens, token_product)
+
+
+def head_loop_work(
+    joint: JointGraph, members: Mapping[fx.Node, Spec | None], num_heads: int
+) -> LoopWork:
+    """The work of a loop over heads, as one over the features of all heads.
+
+    A product is as slow for a group of heads of few features as for a chunk of few tokens: one of
+    its sizes is small. Attention is no part of it: its time does not depend on the groups.
+    """
+    features = num_heads * features_of_head(members, num_heads)
+    rest = {node: spec for node, spec in members.items() if not is_attention(node)}
+    return _work(joint, rest, features, lambda n, spec: head_product(n, spec, features))
+
+
+def features_of_head(members: Mapping[fx.Node, Spec | None], num_heads: int) -> int:
+    """The features of one head in the products of its region; the most that one of them has."""
+    sizes = (value_of(n).shape[s[0]] for n, s in members.items() if s and ops.is_matmul(n))  # type: ignore[union-attr]
+    return max(1, max(map(hint, sizes), default=1) // num_heads)
+
+
+def _work(
+    joint: JointGraph,
+    members: Mapping[fx.Node, Spec | None],
+    num_tokens: int,
+    product_in_loop: Callable[[fx.Node, Spec | None], TokenProduct | None],
+) -> LoopWork:
     products, result_bytes, moved = [], 0, 0.0
     stages: dict[fx.Node, int] = {}
     kernels = set()
@@ -79,7 +109,7 @@ def loop_work(
         )
         if ops.is_view(node):
             continue
-        product = token_product(node, spec)
+        product = product_in_loop(node, spec)
         if product is not None:
             products.append(product)
         else:

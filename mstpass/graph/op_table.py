@@ -31,6 +31,7 @@ from mstpass.graph.token_rules import (
     ForwardRule,
     along_dims,
     collectives,
+    grouped_matmul,
     indexing,
     matmul,
     pointwise,
@@ -64,6 +65,7 @@ def pointwise_row(linear: LinearRule) -> Op:
 def _rows() -> dict[Any, Op]:
     copies = pointwise_row(first_only)
     scaled = Op("matmul", scaled_matmul.scaled_forward, scaled_matmul.scaled_backward, never)
+    grouped = Op("matmul", grouped_matmul.grouped_forward, grouped_matmul.grouped_backward, never)
     product = Op("matmul", matmul.matmul_forward, matmul.matmul_backward, linearity.linear_matmul)
     return {
         aten.clone.default: copies,
@@ -71,6 +73,7 @@ def _rows() -> dict[Any, Op]:
         prims.convert_element_type.default: copies,
         **dict.fromkeys(matmul.MATMULS, product),
         **dict.fromkeys(matmul.SCALED, scaled),
+        **dict.fromkeys(grouped_matmul.GROUPED, grouped),
         **_views(),
         **_reductions(),
         **_along_dims(),
@@ -196,7 +199,7 @@ def _indexing() -> dict[Any, Op]:
             "index", indexing.embedding_forward, indexing.embedding_backward, never
         ),
         **dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), read),
-        **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), write),
+        **dict.fromkeys(indexing.PUTS, write),
     }
 
 

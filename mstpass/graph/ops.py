@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph.joint import tensors_of, value_of
+from mstpass.graph.joint import numel, tensors_of, value_of
 from mstpass.graph.linearity import linear_in
 from mstpass.graph.op_table import (
     GROUPED_BY_EXPERT,
@@ -25,12 +25,15 @@ from mstpass.graph.op_table import (
 from mstpass.graph.sizes import is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import shape_of, tensor_inputs
+from mstpass.graph.token_rules.grouped_matmul import GROUPED
+from mstpass.graph.token_rules.indexing import PUTS, put_sum_specs
 from mstpass.graph.token_rules.matmul import MATMULS, bias_and_factors, contracted_specs
 from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal, Spec, Sum, without_ones
 from mstpass.torch_internals.op_types import OpOverload, schema_of
 from mstpass.torch_internals.opaque_values import is_opaque
 
+aten = torch.ops.aten
 prims = torch.ops.prims
 
 
@@ -100,6 +103,8 @@ def _can_be_operand(node: fx.Node) -> bool:
 
 def sum_operands(node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
     """The specs of the operands of a node that sums over the tokens of ``operand``."""
+    if node.target in PUTS:
+        return put_sum_specs(node)
     return contracted_specs(node) if node.target in MATMULS else {operand: spec}
 
 
@@ -148,11 +153,22 @@ def matmul_factors(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     return bias_and_factors(node)[1:]
 
 
+def gathers_rows(node: fx.Node) -> bool:
+    """Whether each row of the result is a row of a table that has no more elements."""
+    if node.target not in (aten.index.Tensor, aten._unsafe_index.Tensor):
+        return False
+    table = node.args[0]
+    assert isinstance(table, fx.Node)
+    indices = [i for i in node.args[1] if isinstance(i, fx.Node)]  # type: ignore[union-attr]
+    return len(indices) == 1 and node.args[1][0] is indices[0] and numel(table) <= numel(node)  # type: ignore[index]
+
+
 def is_grouped_matmul(node: fx.Node) -> bool:
     """Whether the op multiplies rows that are grouped by expert, each group by its own weights."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
-    return NOT_TOKEN_PARALLEL.get(schema_of(node.target).name) == GROUPED_BY_EXPERT
+    by_expert = NOT_TOKEN_PARALLEL.get(schema_of(node.target).name) == GROUPED_BY_EXPERT
+    return by_expert or node.target in GROUPED
 
 
 def is_weight(node: fx.Node) -> bool:

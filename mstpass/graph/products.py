@@ -59,15 +59,21 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class TokenProduct:
-    """A product over all tokens, and which of its sizes they are."""
+    """A product over all tokens, and which of its sizes they are.
+
+    ``block`` is that size for one token. It is not 1 where a loop runs over the features of heads,
+    of which keys and values may have fewer than queries.
+    """
 
     whole: Product
     tokens_in: str
+    block: float = 1.0
 
     def over(self, tokens: int) -> TokenProduct:
         """The same product over another number of tokens."""
-        whole = dataclasses.replace(self.whole, **{self.tokens_in: tokens})  # type: ignore[arg-type]
-        return TokenProduct(whole, self.tokens_in)
+        size = max(1, round(tokens * self.block))
+        whole = dataclasses.replace(self.whole, **{self.tokens_in: size})  # type: ignore[arg-type]
+        return TokenProduct(whole, self.tokens_in, self.block)
 
     def of_chunk(self, rows: int) -> Product:
         """The product of a chunk of ``rows`` tokens."""
@@ -75,7 +81,7 @@ class TokenProduct:
         if self.tokens_in != CONTRACTED:
             return chunk
         wide = max(torch.float32.itemsize, self.whole.result_bytes)
-        later = 1 - rows / self.whole.contracted  # the first chunk has nothing to add to
+        later = 1 - rows * self.block / self.whole.contracted  # the first chunk adds to nothing
         return dataclasses.replace(chunk, accumulates=max(0.0, later), result_bytes=wide)
 
 
@@ -128,10 +134,23 @@ def _name(node: fx.Node) -> str:
 def token_product(node: fx.Node, spec: Spec | None) -> TokenProduct | None:
     """The product of a region's node; ``spec`` are the token dims of its result, None for a sum."""
     product = product_of(node)
-    out = value_of(node)
-    if product is None or out is None:
+    if product is None:
         return None
-    if not spec:
-        return TokenProduct(product, CONTRACTED)
-    from_right = spec[-1] - out.dim()
-    return TokenProduct(product, {-1: COLUMNS, -2: ROWS}.get(from_right, BATCH))
+    return TokenProduct(product, _tokens_in(node, spec[-1] if spec else None))
+
+
+def head_product(node: fx.Node, spec: Spec | None, features: int) -> TokenProduct | None:
+    """The product of a node of a region of heads, as one over the features of all heads."""
+    product = product_of(node)
+    if product is None:
+        return None
+    tokens_in = _tokens_in(node, spec[0] if spec else None)
+    return TokenProduct(product, tokens_in, getattr(product, tokens_in) / features)
+
+
+def _tokens_in(node: fx.Node, dim: int | None) -> str:
+    """Which size of a product a dim of its result is; None: the contracted one."""
+    out = value_of(node)
+    if dim is None or out is None:
+        return CONTRACTED
+    return {-1: COLUMNS, -2: ROWS}.get(dim - out.dim(), BATCH)

@@ -50,7 +50,7 @@ def token_count(shape: Sequence[int], spec: Spec) -> int:
     return math.prod(shape[dim] for dim in spec)
 
 
-def chunk_shape(shape: Sequence[int], spec: Spec, chunk_tokens: Size) -> list[Any]:
+def chunk_shape(shape: Sequence[Size], spec: Spec, chunk_tokens: Size) -> list[Any]:
     """The shape of one chunk of a value: ``[B, S, D]`` with spec ``(0, 1)`` -> ``[1, c, D]``."""
     result: list[Any] = list(shape)
     for dim in spec:
@@ -97,7 +97,7 @@ def through_view(in_shape: Sequence[int], out_shape: Sequence[int], spec: Spec) 
     for dim in spec:
         if dim in seen:
             continue
-        ins, outs = _group_of(in_shape, out_shape, dim)
+        ins, outs = group_of(in_shape, out_shape, dim)
         if not outs or any(i not in spec for i in ins):
             return Refusal("a view mixes token dims with other dims")
         if [d for d in spec if d in ins] != ins:
@@ -107,10 +107,12 @@ def through_view(in_shape: Sequence[int], out_shape: Sequence[int], spec: Spec) 
     return tuple(result)
 
 
-def _group_of(
+def group_of(
     in_shape: Sequence[int], out_shape: Sequence[int], dim: int
 ) -> tuple[list[int], list[int]]:
-    """The smallest groups of input and output dims with equal products, the one that holds ``dim``.
+    """The smallest groups of dims of a view's operand and result that correspond, for one dim.
+
+    The products of both groups are equal, and ``dim``, one of the operand's, is in the first one.
 
     Dims of size 1 belong to no group. Both groups are empty if the shapes do not match.
     """

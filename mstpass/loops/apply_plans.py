@@ -160,7 +160,13 @@ class _GraphWriter:
 
     def _needed(self) -> set[fx.Node]:
         """The nodes that the graph's output or an op with side effects depends on."""
-        stack: list[_Task] = [n for n in self.joint.nodes if n.op == "output" or n.is_impure()]
+        # Attention counts as impure, because it might draw random numbers; in a loop it does not.
+        members = {name for plan in self.plan_of.values() for name, _ in plan.members}
+        stack: list[_Task] = [
+            node
+            for node in self.joint.nodes
+            if node.op == "output" or (node.is_impure() and node.name not in members)
+        ]
         seen: set[int] = set()
         needed: set[fx.Node] = set()
         while stack:
@@ -211,7 +217,9 @@ class _GraphWriter:
             self.written.add(id(task))
         elif task in self.producers:
             loop, item = self.producers[task]
-            self.env[task] = self.loops.finish(self.results[task], loop, item, self.env)
+            self.env[task] = self.loops.finish(
+                self.results[task], self.plan_of[id(loop)], loop, item, self.env
+            )
         else:
             self.env[task] = self.graph.node_copy(task, self.env.__getitem__)
             self.sizes.learn(self.env[task])

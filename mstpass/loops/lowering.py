@@ -31,6 +31,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mstpass.graph import ops
 from mstpass.graph.buffer_ops import call_buffer_ops_as_they_are, counter
 from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.grouped_products import GROUPED_OPS
 from mstpass.graph.loop_op import CONDITION, OutputSpec, mst_loop
 from mstpass.graph.sizes import Size, expression, is_size, symbols_of
 from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step
@@ -44,9 +45,10 @@ _RUN_IN_PLACE = (aten.index_put.default, aten._unsafe_index_put.default)
 def lower_loops(graph: fx.Graph) -> int:
     """Lower every ``mst_loop`` of the graph in place. Returns how many there were."""
     calls = graph.find_nodes(op="call_function", target=mst_loop)
+    if calls or any(graph.find_nodes(op="call_function", target=op) for op in GROUPED_OPS):
+        call_buffer_ops_as_they_are()
     if not calls:
         return 0
-    call_buffer_ops_as_they_are()
     lowering = _Lowering(graph)
     for call in calls:
         lowering.lower(call)
@@ -78,11 +80,13 @@ class _Lowering:
             )
             device = call.meta["val"][0].device
             has_chunks = sizes[0] is not None  # a batch of any length may have no tokens
+            # Before the buffers: on the CPU, Inductor writes out the kernels so far where a call
+            # stands. What these read is freed then, and the buffers are allocated after that.
+            zero = self.builder.call(counter, 0)
             buffers = [
                 self._buffer(spec, device, loop_call.starts_empty(position, has_chunks))
                 for position, spec in enumerate(specs)
             ]
-            zero = self.builder.call(counter, 0)
             extra = (*sliced, *whole, *self._symbols((*buffers, *sliced, *whole)))
             names = self._subgraphs(call, loop_call, (zero, *buffers, *extra))
             cond, step = (self.graph.get_attr(name) for name in names)

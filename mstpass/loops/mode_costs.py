@@ -15,10 +15,13 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from mstpass.graph.axes import HEADS
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.device_costs import costs_of
+from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
-from mstpass.graph.loop_work import loop_work
+from mstpass.graph.loop_work import head_loop_work, loop_work
+from mstpass.graph.node_cost import time_us
 from mstpass.graph.sizes import hint_shape
 from mstpass.loops.body.build import build_body
 from mstpass.loops.candidate_modes import RegionCandidates
@@ -73,7 +76,7 @@ class _Loops:
             members=loop.members,
             needs=self._needs(loop),
             results=tuple(_result(self.joint, loop, o, self.accumulate) for o in loop.outputs),
-            inner_bytes=self._chunk_bytes(plan, loop) + self._copied_bytes(loop),
+            inner_bytes=self._chunk_bytes(plan, loop) + self._copied_bytes(plan, loop),
             us=self._time_us(plan, loop),
         )
 
@@ -86,11 +89,13 @@ class _Loops:
             needs += [n.name for n in operands if n.name not in prelude and n.name != loop.unit]
         return tuple(n for n in dict.fromkeys(needs) if self.joint.by_name[n].op != "get_attr")
 
-    def _copied_bytes(self, loop: LoopPlan) -> int:
+    def _copied_bytes(self, plan: ChunkPlan, loop: LoopPlan) -> int:
         """Size of the sliced inputs that are copied first, because no view of them is ``[N, ...]``.
 
-        ``x[:, 1:]`` of a ``[B, S, D]`` tensor is one.
+        ``x[:, 1:]`` of a ``[B, S, D]`` tensor is one. Heads have a view of their own in any value.
         """
+        if plan.axis == HEADS:
+            return 0
         operands = ((self.joint.by_name[item.node], item.spec) for item in loop.inputs)
         return sum(
             buffer_bytes(node)
@@ -112,6 +117,11 @@ class _Loops:
         specs = dict(plan.members)
         members = {self.joint.by_name[name]: specs[name] for name in loop.members}
         device = next(value.device for node in members for value in tensors_of(node.meta["val"]))
+        if plan.axis == HEADS:
+            work = head_loop_work(self.joint, members, plan.num_tokens)
+            rows = work.tokens // plan.num_tokens * plan.chunk_tokens
+            attention_us = sum(time_us(self.joint, n) for n in members if is_attention(n))
+            return costs_of(device).loop_us(work, rows) + attention_us
         work = loop_work(self.joint, members, plan.num_tokens)
         return costs_of(device).loop_us(work, plan.chunk_tokens)
 
@@ -134,7 +144,7 @@ def _structure(joint: JointGraph, plan: ChunkPlan, loop: LoopPlan) -> object:
     """Equal for loops whose bodies have the same ops, on values of the same shapes and dtypes."""
     specs = dict(plan.members)
     number: dict[fx.Node, int] = {}
-    rows: list[object] = [plan.chunk_tokens, plan.num_tokens, plan.symbolic]
+    rows: list[object] = [plan.axis, plan.chunk_tokens, plan.num_tokens, plan.symbolic]
     rows += [item.spec for item in loop.inputs]
     rows += [(item.spec, loop.members.index(item.node)) for item in loop.outputs]
     for name in (*(item.node for item in loop.inputs), *loop.members):

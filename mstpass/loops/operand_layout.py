@@ -6,27 +6,19 @@ If the operand's strides allow it, this is a view; otherwise the operand is copi
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
 
+from mstpass.graph.axes import TOKEN_AXIS
 from mstpass.graph.sizes import Size, generic, generic_shape, generic_stride
 from mstpass.graph.tokens import Spec
 
 
-def tokens_first(value: torch.Tensor, spec: Spec) -> tuple[list[int], list[Size]]:
-    """The order of dims with the token dims first, and the shape ``[N, rest]``."""
-    rest = [d for d in range(value.dim()) if d not in spec]
-    tokens: Size = math.prod(value.shape[d] for d in spec)
-    shape: list[Size] = [tokens, *(value.shape[d] for d in rest)]
-    return [*spec, *rest], shape
-
-
 def is_copied(value: torch.Tensor, spec: Spec) -> bool:
-    """Whether no view of the value is ``[N, rest]``."""
-    order, shape = tokens_first(value, spec)
-    return not is_viewable(value, shape, order)
+    """Whether no view of the value is ``[N, rest]``, where N counts tokens."""
+    layout = TOKEN_AXIS.rows(value.shape, spec)
+    return not is_viewable(value, layout.shape, layout.order)
 
 
 def is_viewable(value: torch.Tensor, shape: Sequence[Size], order: Sequence[int] = ()) -> bool:

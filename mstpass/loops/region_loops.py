@@ -18,7 +18,7 @@ from collections.abc import Set
 
 from torch import fx
 
-from mstpass.graph import ops
+from mstpass.graph.axes import HEADS
 from mstpass.graph.joint import nbytes
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.region_facts import RegionFacts
@@ -138,11 +138,14 @@ def _members_and_inputs(
         for operand, spec in facts.operand_specs(node).items():
             if operand.name == unit:
                 continue
-            # Other token dims than the operand has as a member: a constant that is read both whole
-            # and in slices.
-            if facts.specs.get(operand) == spec and operand not in saved:
+            # Other dims than the operand has as a member: a constant that is read both whole and in
+            # slices.
+            if operand in facts.specs and facts.specs[operand] == spec and operand not in saved:
                 stack.append(operand)
             else:
-                inputs.add((operand, spec))
-        inputs.update((size, WHOLE) for size in ops.size_operands(node))
+                inputs.add((operand, spec or WHOLE))
+        inputs.update((size, WHOLE) for size in facts.axis.size_operands(node))
+    if facts.region.axis == HEADS:  # of tokens, only a chunk's length may be symbolic
+        crossing = {operand for operand, _ in inputs}.union(outputs)
+        inputs.update((size, WHOLE) for size in facts.joint.inputs_with_symbols_of(crossing))
     return members, inputs

@@ -33,7 +33,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph.buffer_ops import add_product_, counter, is_written_in_place, write_product_
+from mstpass.graph.buffer_ops import (
+    add_product_,
+    counter,
+    is_product,
+    is_written_in_place,
+    parts_in_place,
+    write_product_,
+)
+from mstpass.graph.grouped_products import add_grouped_, grouped_sums
 from mstpass.graph.loop_op import STACK, OutputSpec, fitted_length
 from mstpass.graph.sizes import Size, is_static
 from mstpass.torch_internals.symbols import set_hint
@@ -151,7 +159,7 @@ def fitted_step(call: LoopCall, chunk_tokens: int) -> tuple[_Cond, _Step]:
 
 
 class _Result:
-    """An output of the body whose last op has not run, so that a product can be summed in place."""
+    """An output of the body, whose last op has not run, nor what goes straight into the buffer."""
 
     def __init__(self, node: fx.Node, env: dict[fx.Node, Any]):
         self.node, self.env = node, env
@@ -164,39 +172,66 @@ class _Result:
 
     def write_to(self, rows: torch.Tensor) -> None:
         """Write a stacked output into its rows of the buffer."""
-        if self._is_left():
-            write_product_(rows, *self._factors())
-        else:
+        products = self._products()
+        for number, (_, left, right) in enumerate(products):
+            part = _like_product(rows, left, right)
+            if number:
+                add_product_(part, left, right, 1)
+            else:
+                write_product_(part, left, right)
+        if not products:
             rows.copy_(self.value())
 
     def add_to(self, buffer: torch.Tensor, start: Size) -> None:
         """Add a summed output to its buffer, into which the chunk at 0 writes it."""
-        if self._is_left():
-            add_product_(buffer, *self._factors(), start)
-        else:
+        products = self._products()
+        for target, *operands in products:
+            if target is grouped_sums:
+                add_grouped_(buffer, *operands[:4], start)
+            else:
+                left, right = operands
+                add_product_(_like_product(buffer, left, right), left, right, start)
+            start = 1
+        if not products:
             buffer.add_(self.value())
 
-    def _is_left(self) -> bool:
-        """Whether it is a product that has not run, and that nothing else reads."""
-        return self.node not in self.env and is_written_in_place(self.node)
+    def _products(self) -> list[tuple[Any, ...]]:
+        """Op and operands of each product that goes straight into the buffer, in order."""
+        if self.node in self.env:
+            return []
+        products = (node for node in parts_in_place(self.node) if is_product(node))
+        return [
+            (n.target, *fx.map_arg(n.args[: _operands(n)], self.env.__getitem__)) for n in products
+        ]
 
-    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        factors: Any = fx.map_arg(self.node.args[:2], self.env.__getitem__)
-        return factors
+
+def _operands(product: fx.Node) -> int:
+    return 4 if product.target is grouped_sums else 2
+
+
+def _like_product(buffer: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The buffer in the shape of a product that is added to it."""
+    if buffer.dim() == left.dim():
+        return buffer
+    return aten.view.default(buffer, [*left.shape[:-1], right.shape[-1]])
 
 
 def _run(body: fx.GraphModule, inputs: tuple[torch.Tensor | Size, ...]) -> list[_Result]:
-    """Run a body; the last op of an output runs later, unless another op reads it as well."""
-    outputs = body.graph.output_node().args[0]
-    assert isinstance(outputs, tuple | list)
+    """Run a body, but for what goes straight into the loop's buffers.
+
+    The last op of an output, unless another op reads it, runs when the output is written.
+    """
+    outputs: Any = body.graph.output_node().args[0]
+    left = {part for node in outputs for part in parts_in_place(node)}
+    left |= {node for node in outputs if len(node.users) == 1}
     env: dict[fx.Node, Any] = {}
     remaining = iter(inputs)
     for node in body.graph.nodes:
         if node.op == "placeholder":
             env[node] = next(remaining)
-        elif node.op == "call_function" and not (node in outputs and len(node.users) == 1):
+        elif node.op == "call_function" and node not in left:
             env[node] = _call(node, env)
-    return [_Result(node, env) for node in outputs]  # type: ignore[arg-type]
+    return [_Result(node, env) for node in outputs]
 
 
 def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Any:

@@ -3,22 +3,22 @@
 The nodes of a loop, in order::
 
     prelude    of a fused loop: written once more, with 1 in place of the unit
-    operands   sliced inputs as [N, rest], tokens first; whole inputs as they are
+    operands   sliced inputs as [N, rest], tokens or heads first; whole inputs as they are
     mst_loop   one node; loops with equal bodies share one body module
     results    one getitem each; then times the unit, cast, and its dims in the node's order
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.axes import Axis, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, fake_values
 from mstpass.graph.checkpoint_policies import policies_of, tag_of
 from mstpass.graph.joint import JointGraph, value_of
@@ -27,7 +27,7 @@ from mstpass.graph.node_meta import origin_meta, policy_meta, replacement_meta
 from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.build import build_body
-from mstpass.loops.operand_layout import is_viewable, tokens_first
+from mstpass.loops.operand_layout import is_viewable
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import RECOMPUTED
 
@@ -56,11 +56,13 @@ class LoopWriter:
         """The loop's results, unfinished, by the old nodes that they stand for."""
         env = self._with_prelude(loop, env)
         inputs = [(self.joint.by_name[item.node], item.spec) for item in loop.inputs]
-        sliced = [self._tokens_first(env[node], spec) for node, spec in inputs if spec]
+        axis = axis_of(plan.axis, plan.num_tokens)
+        sliced = [self._as_rows(env[node], spec, axis) for node, spec in inputs if spec]
         whole = [env[node] for node, spec in inputs if not spec]
         body_name, parts = self._body(plan, loop)
         specs = tuple(
-            self._output_spec(item, part) for item, part in zip(loop.outputs, parts, strict=True)
+            self._output_spec(plan, item, part.dtype)
+            for item, part in zip(loop.outputs, parts, strict=True)
         )
         (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
         sizes = (None if plan.symbolic else plan.num_chunks, plan.chunk_tokens, num_tokens)
@@ -106,13 +108,13 @@ class LoopWriter:
             self.bodies[key] = name
         return self.bodies[key], [part.meta["val"] for part in parts]
 
-    def _output_spec(self, item: LoopOutput, part: torch.Tensor) -> OutputSpec:
-        if item.spec is None:
-            return SUM, tuple(part.shape), part.dtype
+    def _output_spec(self, plan: ChunkPlan, item: LoopOutput, dtype: torch.dtype) -> OutputSpec:
         value = value_of(self.joint.by_name[item.node])
         assert value is not None
-        tokens = self.sizes.arguments([math.prod(value.shape[d] for d in item.spec)])
-        return STACK, (*tokens, *part.shape[1:]), part.dtype
+        if item.spec is None:
+            return SUM, tuple(self.sizes.arguments(value.shape)), dtype
+        rows = axis_of(plan.axis, plan.num_tokens).rows(value.shape, item.spec)
+        return STACK, tuple(self.sizes.arguments(rows.shape)), dtype
 
     def _fake_results(
         self, specs: tuple[OutputSpec, ...], device: torch.device
@@ -132,14 +134,15 @@ class LoopWriter:
         return policy_meta(nodes[0])
 
     # ---- layouts -------------------------------------------------------------------------------
-    def _tokens_first(self, built: fx.Node, spec: Spec) -> fx.Node:
+    def _as_rows(self, built: fx.Node, spec: Spec, axis: Axis) -> fx.Node:
         """The value as ``[N, rest]``."""
-        order, shape = tokens_first(built.meta["val"], spec)
-        if order != sorted(order):
-            built = self.builder.call(aten.permute.default, built, order)
-        return self._reshaped(built, shape)
+        layout = axis.rows(built.meta["val"].shape, spec)
+        built = self._reshaped(built, layout.apart)
+        if layout.order != sorted(layout.order):
+            built = self.builder.call(aten.permute.default, built, layout.order)
+        return self._reshaped(built, layout.shape)
 
-    def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:
+    def _reshaped(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
         """The value in a shape: a view if its strides allow one, else a copy."""
         value = node.meta["val"]
         if same_shape(value.shape, shape):
@@ -151,7 +154,9 @@ class LoopWriter:
         return self.builder.call(aten.view.default, node, self.sizes.arguments(shape))
 
     # ---- results -------------------------------------------------------------------------------
-    def finish(self, result: fx.Node, loop: LoopPlan, item: LoopOutput, env: Env) -> fx.Node:
+    def finish(
+        self, result: fx.Node, plan: ChunkPlan, loop: LoopPlan, item: LoopOutput, env: Env
+    ) -> fx.Node:
         """A result as the node that it stands for: scaled, cast, its dims in their places."""
         node = self.joint.by_name[item.node]
         value = value_of(node)
@@ -163,11 +168,11 @@ class LoopWriter:
             cast = torch.ops.prims.convert_element_type.default
             result = self.builder.call(cast, result, value.dtype)
         if item.spec is not None:
-            order = [*item.spec, *(d for d in range(value.dim()) if d not in item.spec)]
-            result = self._reshaped(result, [value.shape[d] for d in order])
-            if order != sorted(order):
-                inverse = [order.index(d) for d in range(len(order))]
-                result = self.builder.call(aten.permute.default, result, inverse)
+            layout = axis_of(plan.axis, plan.num_tokens).rows(value.shape, item.spec)
+            result = self._reshaped(result, layout.ordered)
+            if layout.order != sorted(layout.order):
+                result = self.builder.call(aten.permute.default, result, layout.inverse)
+            result = self._reshaped(result, value.shape)
         shape = result.meta["val"].shape
         if not same_shape(shape, value.shape):
             raise CannotTake(

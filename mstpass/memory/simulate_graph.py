@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections import Counter
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from mstpass.graph import ops
-from mstpass.graph.buffer_ops import is_written_in_place
+from mstpass.graph.buffer_ops import parts_in_place
 from mstpass.graph.collectives import is_wait_op
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
@@ -21,7 +22,7 @@ from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal
 from mstpass.memory.allocation import buffer_bytes
-from mstpass.memory.simulate_ops import held_outputs, simulate_ops
+from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.memory.workspaces import node_workspace_bytes
 from mstpass.problem.op import (
@@ -94,6 +95,21 @@ def simulate_step(
         scatters_delayed: scatters read their rows from memory instead of computing them
             (schedule/delay_embedding_gradient.py).
     """
+    ops = step_ops(forward, backward, scatters_delayed)
+    return StepMemory(ops.forward.simulated(), ops.backward.simulated(), ops.known)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOps:
+    """The ops of the two graphs of a step; ``known`` as in ``StepMemory``."""
+
+    forward: GraphOps
+    backward: GraphOps
+    known: bool
+
+
+def step_ops(forward: fx.Graph, backward: fx.Graph, scatters_delayed: bool = False) -> StepOps:
+    """The ops of a step; arguments as of ``simulate_step``."""
     inputs = backward.find_nodes(op="placeholder")
     crossing = {n.name for n in inputs if not str(n.target).startswith("primals")}
     forward_ops, backward_ops = _ops(forward, scatters_delayed), _ops(backward, scatters_delayed)
@@ -101,7 +117,6 @@ def simulate_step(
     # The forward also returns each crossing value once, for the backward.
     outputs = [name for name, times in returned.items() if times > (name in crossing)]
     held, kept = held_outputs(forward_ops, outputs, crossing, backward_ops)
-    freed = [*crossing, *(op.name for op in held)]
     gradients = [n.name for n in _results(backward)]
     values = (
         value
@@ -109,9 +124,10 @@ def simulate_step(
         for node in graph.nodes
         for value in tensors_of(node.meta.get("val"))
     )
-    return StepMemory(
-        simulate_ops(forward_ops, returned),
-        simulate_ops([*held, *backward_ops], [*gradients, *kept], freed),
+    freed = (*crossing, *(op.name for op in held))
+    return StepOps(
+        GraphOps(tuple(forward_ops), tuple(returned)),
+        GraphOps((*held, *backward_ops), (*gradients, *kept), freed),
         known=not any(map(depends_on_data, values)),
     )
 
@@ -143,7 +159,7 @@ def op_of(
     """One node as plain data.
 
     Args:
-        in_place: products that write their result into a loop's buffer, so that they have no
+        in_place: nodes whose result goes straight into a loop's buffer, so that they have no
             buffer of their own.
         scatters_delayed: as in ``simulate_step``.
     """
@@ -245,7 +261,7 @@ def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node]) -> int:
     Args:
         parts: the nodes that it returns.
     """
-    in_place = {part for part in parts if is_written_in_place(part)}
+    in_place = {node for part in parts for node in parts_in_place(part)}
     timeline_ops = [
         op_of(n, in_place) for n in graph.nodes if n.op in ("placeholder", "call_function")
     ]

@@ -33,6 +33,7 @@ Ops are plain data (problem/op.py), so that a plan is simulated without a graph.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 
@@ -55,6 +56,19 @@ def simulate_ops(
     """
     kernels = Kernels(ops, kept, set(freed))
     return _Run(kernels, fuse).timeline()
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphOps:
+    """The ops of one graph, with what leaves it and what it frees: see ``simulate_ops``."""
+
+    ops: tuple[Op, ...]
+    kept: tuple[str, ...]
+    freed: tuple[str, ...] = ()
+
+    def simulated(self) -> Timeline:
+        """The memory of the graph."""
+        return simulate_ops(self.ops, self.kept, self.freed)
 
 
 def held_outputs(

@@ -16,7 +16,8 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Set
 
-from mstpass.memory.simulate_ops import held_outputs, simulate_ops
+from mstpass.memory.repeated_values import CHEAP_KINDS, MOST_LOWERED, repeated_values
+from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import CALL, INPUT, POINTWISE
@@ -59,13 +60,17 @@ class StepSimulation:
 
     @functools.cached_property
     def backward(self) -> Timeline:
+        return self.backward_ops.simulated()
+
+    @property
+    def backward_ops(self) -> GraphOps:
         ops = self.schedule.backward
         tangents = [op.name for op in ops if op.kind == INPUT and op.name not in self.saved]
         free = {value.name for value in self.problem.values if value.free}
         outputs = [name for name in self.problem.outputs if name not in free]
         held, kept = held_outputs(self.schedule.forward, outputs, self.saved, ops)
-        freed = [*self.saved, *(t for t in tangents if t not in free), *(o.name for o in held)]
-        return simulate_ops([*held, *ops], [*self.problem.gradients, *kept], freed)
+        freed = (*self.saved, *(t for t in tangents if t not in free), *(o.name for o in held))
+        return GraphOps((*held, *ops), (*self.problem.gradients, *kept), freed)
 
     @property
     def memory(self) -> StepMemory:
@@ -74,6 +79,19 @@ class StepSimulation:
     @functools.cached_property
     def peak_bytes(self) -> int:
         return self.memory.peak_bytes
+
+    @functools.cached_property
+    def lowered_peak_bytes(self) -> int:
+        """The peak once backward computes some cheap values twice (memory/repeated_values.py)."""
+        ops = self.backward_ops
+        cheap = {op.name for op in ops.ops if isinstance(op, Value) and _is_cheap(op)}
+        return repeated_values(self.memory, ops, cheap).memory.peak_bytes
+
+    def lowered_within(self, limit_bytes: float) -> bool:
+        """Whether the lowered peak is at most the limit; it is computed only if need be."""
+        if self.forward.peak.bytes > limit_bytes or self.peak_bytes > MOST_LOWERED * limit_bytes:
+            return False
+        return self.peak_bytes <= limit_bytes or self.lowered_peak_bytes <= limit_bytes
 
     def within(self, limit_bytes: float) -> bool:
         """Whether the peak is at most the limit; the backward is simulated only if need be."""
@@ -136,6 +154,10 @@ def _backward_ops(problem: CutProblem, saved: Set[str], nested: Set[str]) -> tup
 
 def _index(problem: CutProblem) -> dict[str, int]:
     return {value.name: i for i, value in enumerate(problem.values)}
+
+
+def _is_cheap(value: Value) -> bool:
+    return value.kind in CHEAP_KINDS and not (value.heavy or value.pinned)
 
 
 def _as_input(value: Value) -> Value:

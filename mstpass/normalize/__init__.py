@@ -8,23 +8,36 @@ means_as_sums.py       a mean over tokens becomes a sum, divided by their number
 move_token_slices.py   a slice over tokens moves from the result of a matmul to its operand
 sink_token_slices.py   a slice over tokens moves from a wide value to an argmax or an entropy of it
 expand_to_tokens.py    an operand with one row per sequence gets one row per token
+grouped_by_chunk.py    products of experts are told which rows a chunk has
+products_by_section.py a product that projects queries, keys and values at once becomes three
+unused_random_state.py attention without dropout is given no state of a random generator
+bias_after_product.py  the bias of attention's output is added after its product
 """
 
 from __future__ import annotations
 
 from mstpass.graph.joint import JointGraph
+from mstpass.normalize.bias_after_product import bias_after_product
 from mstpass.normalize.expand_to_tokens import expand_to_tokens
+from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
 from mstpass.normalize.index_by_token import index_by_token
 from mstpass.normalize.local_sums import local_sums
 from mstpass.normalize.means_as_sums import means_as_sums
 from mstpass.normalize.move_token_slices import move_slices
+from mstpass.normalize.products_by_section import products_by_section
 from mstpass.normalize.scattered_constants import scattered_constants
 from mstpass.normalize.sink_token_slices import sink_slices
 from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
+from mstpass.normalize.unused_random_state import unused_random_state
 
 
-def normalized(joint: JointGraph) -> tuple[JointGraph, JointGraph, frozenset[str]]:
+def normalized(
+    joint: JointGraph, for_heads: bool = False
+) -> tuple[JointGraph, JointGraph, frozenset[str]]:
     """Apply the rewrites to copies; ``joint`` itself stays as it is.
+
+    Args:
+        for_heads: attention may run in loops over heads, so apply what these need as well.
 
     Returns:
         The graph with its sizes taken from its inputs, and scattered constants in their dtype. The
@@ -38,4 +51,15 @@ def normalized(joint: JointGraph) -> tuple[JointGraph, JointGraph, frozenset[str
     prepared, moved = move_slices(prepared)
     prepared, sunk = sink_slices(prepared)
     prepared, expanded = expand_to_tokens(prepared)
-    return joint, prepared, indexed | local | sums | moved | sunk | expanded
+    prepared, grouped = grouped_by_chunk(prepared)
+    for_attention: frozenset[str] = frozenset()
+    if for_heads:
+        prepared, divided = products_by_section(prepared)
+        prepared, unbiased = bias_after_product(prepared)
+        prepared, stateless = unused_random_state(prepared)
+        for_attention = divided | unbiased | stateless
+    return (
+        joint,
+        prepared,
+        indexed | local | sums | moved | sunk | expanded | grouped | for_attention,
+    )

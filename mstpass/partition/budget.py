@@ -34,25 +34,25 @@ class BudgetError(RuntimeError):
     """No plan stays within the memory budget; the message names the lowest peak found."""
 
 
-def solve_within(
+def limit_of(
     problem: CutProblem, options: Options, solve: Solver, limit_bytes: int | None = None
-) -> Plan:
-    """The solver's plan for the budget of the options.
+) -> int | None:
+    """The limit on the simulated peak that the options ask a solver for; None: no limit.
 
     Args:
-        limit_bytes: the limit on the simulated peak, where the budget is in bytes.
+        limit_bytes: the limit, where the budget is in bytes.
     """
     if not options.frees_memory_for_time:
-        return solve(problem, None)
+        return None
     if limit_bytes is not None:
-        return solve(problem, limit_bytes)
+        return limit_bytes
     share = options.memory_budget
     assert isinstance(share, float)
     if share == 0.0:
-        return solve(problem, 0)
+        return 0
     highest = memory_of(problem, solve(problem, None)).peak_bytes
-    lowest = memory_of(problem, solve(problem, 0)).peak_bytes
-    return solve(problem, int(lowest + share * max(0, highest - lowest)))
+    lowest = simulate_plan(problem, solve(problem, 0)).lowered_peak_bytes
+    return int(lowest + share * max(0, highest - lowest))
 
 
 def simulated_limit_bytes(options: Options) -> int | None:

@@ -40,7 +40,7 @@ def _what_would_fit(request: Request, sizes: Sizes) -> str:
 
     eightbit, bf16 = {"optimizer": "adamw-8bit"}, {"dtype": "bf16"}
     foreach = request.training.optimizer_step == "foreach"
-    found = ["--optimizer-step fused"] if foreach and fits(optimizer_step="fused") else []
+    found = ["--optimizer-step compiled"] if foreach and fits(optimizer_step="compiled") else []
     found += ["--optimizer adamw-8bit"] if fits(**eightbit) else []
     found += ["--dtype bf16"] if request.training.dtype != "bf16" and fits(**bf16) else []
     if not found and fits(**eightbit, **bf16, master_weights=False):

@@ -3,7 +3,8 @@
 The joint graph is traced with N tokens such that no other size of the model has N's prime factor
 (`traced_step.distinct_length`). The bytes of a value therefore tell whether it has N rows. At
 another length, values with N rows grow in proportion; so does the time of ops and loops, and the
-workspace of attention, whose time grows with the square. A loop's chunk keeps its length.
+workspace of attention, whose time grows with the square. A loop's chunk keeps its length, but a
+loop over groups of heads holds all tokens of one group.
 
 This holds for lengths of many chunks, and serves to search for a length. The length that is
 reported is traced itself.
@@ -35,7 +36,7 @@ def scaled(problem: CutProblem, batch: int, length: int, new_length: int) -> Cut
     growing = {v.name for v in (*problem.values, *problem.backward) if scale(v.bytes) != v.bytes}
 
     def scaled_value(value: Value) -> Value:
-        attention = value.kind == CALL and "scaled_dot_product" in value.name
+        attention = value.kind == CALL and _is_attention(value.name)
         us, inner_bytes = value.us * factor, value.inner_bytes
         if attention:
             grows = not growing.isdisjoint(value.inputs)
@@ -61,4 +62,11 @@ def _region(region: RegionModes, scale: Scale, factor: float) -> RegionModes:
 
 def _loop(loop: Loop, scale: Scale, factor: float) -> Loop:
     results = tuple(dataclasses.replace(r, bytes=scale(r.bytes)) for r in loop.results)
-    return dataclasses.replace(loop, results=results, us=loop.us * factor)
+    if not any(map(_is_attention, loop.members)):
+        return dataclasses.replace(loop, results=results, us=loop.us * factor)
+    inner_bytes, us = int(loop.inner_bytes * factor), loop.us * factor**2
+    return dataclasses.replace(loop, results=results, inner_bytes=inner_bytes, us=us)
+
+
+def _is_attention(name: str) -> bool:
+    return "scaled_dot_product" in name

@@ -6,7 +6,7 @@ import dataclasses
 
 SHARDINGS = ("none", "zero1", "zero2", "zero3")
 DTYPES = ("bf16", "fp32", "autocast")
-OPTIMIZER_STEPS = ("fused", "foreach")
+OPTIMIZER_STEPS = ("fused", "compiled", "foreach")
 _SCALE_BYTES = 4 / 256  # 8-bit states: an fp32 scale for each block of 256 (bitsandbytes)
 _MASTER_BYTES = 4
 
@@ -55,8 +55,8 @@ class Training:
         master_weights: whether the optimizer keeps an fp32 copy of bf16 weights.
         optimizer_in_backward: whether the optimizer uses and frees each gradient as soon as the
             backward has finished it.
-        optimizer_step: ``"fused"`` allocates nothing; ``"foreach"`` allocates
-            ``Optimizer.temporaries``.
+        optimizer_step: ``"fused"`` and ``"compiled"`` (``torch.compile(optimizer.step)``) allocate
+            nothing; ``"foreach"`` allocates ``Optimizer.temporaries``.
         sharding: one of ``SHARDINGS``, the stages of ZeRO.
         ranks: number of devices that the sharding divides by.
         batch: sequences per device.
@@ -105,7 +105,7 @@ class Training:
     def temporary_bytes(self) -> float:
         """Bytes per parameter that exist only while the optimizer's step runs."""
         optimizer = OPTIMIZERS[self.optimizer]
-        if self.optimizer_step == "fused" or optimizer.bytes_each is None:
+        if self.optimizer_step != "foreach" or optimizer.bytes_each is None:
             return 0.0
         return optimizer.temporaries * optimizer.bytes_each
 

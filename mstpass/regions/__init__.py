@@ -1,4 +1,5 @@
-"""Find regions: the token-parallel nodes around a wide matmul that a loop over chunks can run.
+"""Find regions: the token-parallel nodes around a wide matmul that a loop over chunks can run, and
+attention, which is parallel over heads.
 
 detect.py        all regions of a graph, and what was refused; calls the others in this order:
 anchors.py       the matmuls that widen, from which regions grow
@@ -6,5 +7,7 @@ grow.py          a region while it grows: its members and their token dims
 close_fused.py   complete a region whose backward can run in the forward
 absorb.py        add users that reduce what leaves a region
 make_region.py   the finished region as plain data, and the last checks
+attention.py     attention that a loop over groups of heads can run, and what was refused:
+  attention_seeds.py, head_growth.py   where it is, and what is computed head by head with it
 advice.py        what a user can do about a refusal
 """

@@ -133,6 +133,19 @@ _ADVICE = (
         "of the compiled step",
     ),
     (
+        r"dropout in attention",
+        "apply dropout to the result of attention, or set attention's probability of it to 0",
+    ),
+    (
+        r"key-value heads|a single head",
+        f"{_NOTHING}: attention runs in groups of heads only if its heads divide into groups",
+    ),
+    (
+        r"\bheads\b|every head|read along several dims",
+        "keep heads apart between the projections and attention: in a dim of their own, and norms, "
+        "slices and softmax over the features of one head",
+    ),
+    (
         r"attention|neighbouring positions",
         f"{_NOTHING}: attention and convolutions need all tokens of their input at once",
     ),

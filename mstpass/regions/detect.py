@@ -28,6 +28,7 @@ from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec, token_count
 from mstpass.plans import Region, Rejection
 from mstpass.regions.absorb import absorb_users
+from mstpass.regions.absorb_norms import absorb_norms
 from mstpass.regions.anchors import (
     SYMBOLIC_WIDTH,
     anchors,
@@ -124,6 +125,7 @@ def _close_apart(joint: JointGraph, growth: Growth) -> None:
         if part:
             growth.close(part)
             absorb_users(joint, growth, _part(joint, growth, in_backward))
+    absorb_norms(joint, growth)
 
 
 def _part(joint: JointGraph, growth: Growth, in_backward: bool) -> set[fx.Node]:

@@ -92,7 +92,12 @@ class Growth:
         return numel(node) >= self.wide_numel
 
     def may_repeat(self, node: fx.Node) -> bool:
-        """Whether several regions may compute the node, such as narrow masks from labels."""
+        """Whether several regions may compute the node.
+
+        So they may narrow masks from labels, constants, and rows gathered from a table.
+        """
+        if ops.is_constant(node) or ops.gathers_rows(node):
+            return True
         value = value_of(node)
         return value is not None and not value.is_floating_point() and not self.wide(node)
 
@@ -129,7 +134,7 @@ class Growth:
         while self._queue:
             member = self._queue.popleft()
             self._pull_operands(member)
-            carries = self.specs[member] not in (SUM, WHOLE)
+            carries = self.specs[member] not in (SUM, WHOLE) and not ops.is_constant(member)
             if carries and (self.wide(member) or value_of(member) is None):
                 self._push_users(member)
 
@@ -213,9 +218,10 @@ class Growth:
         value = value_of(operand)
         if value is None:
             return True  # no tuple can enter a loop, so its producer joins with its items
-        # To compute masks and indices from labels again is cheaper than to read them.
+        # To compute masks and indices from labels again is cheaper than to read them; to read rows
+        # of a table than rows of a copy that is larger than the table.
         labels = not value.is_floating_point() and ops.is_pointwise(operand)
-        return self.wide(operand) or labels
+        return self.wide(operand) or labels or ops.gathers_rows(operand)
 
     def _can_pull(self, operand: fx.Node, spec: Spec) -> bool:
         required = self.operand_specs(operand, spec)

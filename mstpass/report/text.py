@@ -99,7 +99,9 @@ def _region_lines(regions: Sequence[ChunkPlan], nodes: Nodes, most: int) -> list
 
 
 def _chunks_text(region: ChunkPlan) -> str:
-    chunks = f"{region.num_tokens} tokens in {region.num_chunks} chunks of {region.chunk_tokens}"
+    chunks = (
+        f"{region.num_tokens} {region.axis} in {region.num_chunks} chunks of {region.chunk_tokens}"
+    )
     if region.symbolic:
         chunks = f"{region.num_tokens} tokens when traced, in chunks of up to {region.chunk_tokens}"
     before, after = bytes_text(region.bytes_before), bytes_text(region.bytes_after)

@@ -11,6 +11,9 @@ Indexing is token-parallel in two cases:
 - The tokens run over the block, so each token has indices of its own, and x is a table that all
   tokens share, as in an embedding.
 
+An ``index_put`` that accumulates the values of all tokens in a small table of zeros is a sum over
+the tokens: the gradient of such a table, for example that of each expert's bias.
+
 Indices along a token dim of x would pick or move tokens, so they are refused.
 """
 
@@ -22,9 +25,21 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from mstpass.graph.joint import numel
+from mstpass.graph.linearity import is_zero
+from mstpass.graph.sizes import same_shape
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, shape_of
-from mstpass.graph.tokens import WHOLE, Refusal, Spec, align, broadcast_source
+from mstpass.graph.tokens import (
+    SUM,
+    WHOLE,
+    Refusal,
+    Spec,
+    Sum,
+    align,
+    broadcast_source,
+    without_ones,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +142,15 @@ def _specs_for_block(
 
 
 # ---- writing ------------------------------------------------------------------------------------
-def put_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
+PUTS = frozenset({torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default})
+_FEWER = 8  # a table that is summed up in chunks has fewer elements than all values by this factor
+
+
+def put_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Refusal:
     """``index_put``: token-parallel only if no token dim is indexed."""
+    summed = put_sum_specs(node)
+    if summed and spec and summed.get(operand) == spec:
+        return SUM
     layout = _layout(node)
     if isinstance(layout, Refusal):
         return layout
@@ -151,7 +173,7 @@ def put_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     layout, base, values = _layout(node), node.args[0], node.args[2]
     assert isinstance(base, fx.Node) and isinstance(values, fx.Node)
     result = put_forward(node, base, spec)
-    if isinstance(layout, Refusal) or isinstance(result, Refusal):
+    if isinstance(layout, Refusal) or not isinstance(result, tuple):
         return result  # type: ignore[return-value]
     target = layout.result_shape(shape_of(base))
     result_spec = tuple(layout.result_dim(d) for d in spec)
@@ -161,6 +183,31 @@ def put_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     if not all(_has_one_role(node, n) for n in node.all_input_nodes):
         return Refusal(f"{node.target} uses one value in two roles")
     return {**dict.fromkeys(_indices(node), WHOLE), base: spec, values: need}
+
+
+def put_sum_specs(node: fx.Node) -> OperandSpecs:
+    """The specs of the operands of an ``index_put`` that sums over the tokens; empty if none does.
+
+    The tokens are all rows of the one index tensor, and the values have a row for each.
+    """
+    base, _, values = node.args[:3]
+    assert isinstance(base, fx.Node) and isinstance(values, fx.Node)
+    if len(node.args) < 4 or not node.args[3] or len(_indices(node)) != 1 or not is_zero(base):
+        return {}
+    layout, (index,) = _layout(node), _indices(node)
+    if isinstance(layout, Refusal) or not all(_has_one_role(node, n) for n in (index, values)):
+        return {}
+    shape = list(shape_of(values))
+    if not same_shape(shape, layout.result_shape(shape_of(base))):
+        return {}
+    if _FEWER * numel(base) > numel(values):
+        return {}
+    block = tuple(range(layout.start, layout.start + len(layout.block)))
+    return {
+        base: WHOLE,
+        index: without_ones(shape_of(index), tuple(range(len(layout.block)))),
+        values: without_ones(shape, block),
+    }
 
 
 # ---- embedding ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The body of a loop: a region's nodes on one chunk of tokens, as a pure graph.
+"""The body of a loop: a region's nodes on one chunk of tokens or heads, as a pure graph.
 
     body([rows,] *chunks, *whole[, valid]) -> results
 
@@ -21,24 +21,28 @@ pass over them: gathers and scatters of one element per row (gather_one_per_row.
 gradient_in_place.py, rematerialize_pointwise.py.
 
 If the token count is symbolic, a chunk's length is known only at run time, so ``rows`` stands
-wherever an argument holds it. The body is built and checked at the length that the plan chose. At
-the end its values get the length of the traced batch's chunks, by which bytes are counted.
+wherever an argument holds it. The body is built and checked at the length that the plan chose. Of
+heads, the other sizes may be symbolic: they are among the whole inputs, and the body is built and
+checked at the generic point (graph/sizes.py). At the end its values get the sizes of the traced
+batch, and the length of its chunks, by which bytes are counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import Builder
+from mstpass.graph.axes import TOKEN_AXIS, axis_of
+from mstpass.graph.builder import Builder, SizeNodes, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import fitted_length
-from mstpass.graph.sizes import hint, is_size
-from mstpass.graph.tokens import CannotTake, Refusal, Spec, chunk_shape
+from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
+from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
 from mstpass.loops.body.gather_one_per_row import (
     gather_one,
@@ -78,6 +82,7 @@ class _Body:
     ):
         self.joint, self.loop, self.builder = joint, loop, builder
         self.chunk_tokens, self.accumulate = plan.chunk_tokens, accumulate
+        self.axis = axis_of(plan.axis, plan.num_tokens)
         covered = plan.num_chunks * plan.chunk_tokens
         self.symbolic = plan.symbolic
         self.overlaps = not plan.symbolic and covered != plan.num_tokens
@@ -85,8 +90,9 @@ class _Body:
         self.specs: dict[fx.Node, Spec | None] = {
             joint.by_name[name]: spec for name, spec in plan.members
         }
-        self.fitted: dict[fx.Node, Any] = {}  # inputs with the length of the traced batch's chunks
-        self.fitted_rows = min(plan.num_tokens, fitted_length(plan.chunk_tokens, plan.num_tokens))
+        self.sizes = SizeNodes(builder)  # the symbolic sizes among the inputs of the body
+        self.traced: dict[fx.Node, Any] = {}  # inputs of other sizes in the traced batch
+        self.traced_rows = min(plan.num_tokens, fitted_length(plan.chunk_tokens, plan.num_tokens))
         self.valid: fx.Node | None = None
         self.env: dict[tuple[fx.Node, Spec | None], fx.Node] = {}
 
@@ -100,32 +106,37 @@ class _Body:
         results = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         output = self.builder.graph.output(tuple(results))
         eliminate_common_subexpressions(self.builder)
-        write_gradients_in_place(self.builder, self.symbolic)
+        if not self.has_sizes:
+            write_gradients_in_place(self.builder, self.symbolic)
         materialize_row_values(self.builder.graph)
         rematerialize_at_readers(self.builder.graph)
-        if self.fitted:
-            self.builder.compute_values(self.fitted)
+        if self.traced:
+            self.builder.compute_values(self.traced)
         return list(output.args[0])
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether symbolic sizes, other than a chunk's length, are among the inputs."""
+        return self.axis is not TOKEN_AXIS and bool(self.traced)
 
     # ---- inputs and results --------------------------------------------------------------------
     def _add_inputs(self) -> None:
         sliced = [item for item in self.loop.inputs if item.spec]
         if self.symbolic:
             self.rows = self.builder.placeholder("rows", self.chunk_tokens)
-            self.fitted[self.rows] = self.fitted_rows
+            self.traced[self.rows] = self.traced_rows
         chunks = []
         for position, item in enumerate(sliced):
             value = self._value(item.node)
-            rest = [size for d, size in enumerate(value.shape) if d not in item.spec]
-            fake = self.builder.empty([self.chunk_tokens, *rest], value)
-            chunk = self.builder.placeholder(f"chunk_{position}", fake)
+            shape = self.axis.rows(value.shape, item.spec, self.chunk_tokens).shape
+            chunk = self._placeholder(f"chunk_{position}", self.builder.empty(shape, value))
             chunks.append(chunk)
             if self.symbolic:
-                self.fitted[chunk] = self.builder.empty([self.fitted_rows, *rest], value)
+                self.traced[chunk] = self.builder.empty([self.traced_rows, *shape[1:]], value)
         self._add_whole_inputs()
         for item, chunk in zip(sliced, chunks, strict=True):
             node = self.joint.by_name[item.node]
-            self.env[node, item.spec] = self._from_rows(chunk, self._value(item.node), item.spec)
+            self.env[node, item.spec] = self._from_rows(chunk, node, item.spec)
         if self.loop.unit is not None:
             value = self._value(self.loop.unit)
             unit = self.builder.call(
@@ -137,12 +148,24 @@ class _Body:
         whole = [item for item in self.loop.inputs if not item.spec]
         for position, item in enumerate(whole):
             node = self.joint.by_name[item.node]
-            value = hint(node.meta["val"]) if is_size(node) else self._value(item.node)
-            self.env[node, ()] = self.builder.placeholder(f"whole_{position}", value)
+            value: Any = node.meta["val"] if is_size(node) else self._value(item.node)
+            self.env[node, ()] = self._placeholder(f"whole_{position}", value)
+            if is_size(node):
+                self.sizes.known[expression(value)] = self.env[node, ()]
         if self.overlaps:
             with self.builder.mode:
                 mask = torch.empty([self.chunk_tokens], dtype=torch.bool, device=self._device())
             self.valid = self.builder.placeholder("valid", mask)
+
+    def _placeholder(self, name: str, value: Any) -> fx.Node:
+        """An input of the body; of heads, with its symbolic sizes at the generic point."""
+        if self.axis is TOKEN_AXIS:
+            fixed = hint(value) if isinstance(value, torch.SymInt) else value
+            return self.builder.placeholder(name, fixed)
+        node = self.builder.placeholder(name, self.builder.sized(value, generic))
+        if symbols_of(value):
+            self.traced[node] = self.builder.sized(value, hint)
+        return node
 
     def _device(self) -> torch.device:
         """The device of the last whole tensor; of the last sliced one if there is no whole one."""
@@ -158,40 +181,43 @@ class _Body:
             )
         return value
 
-    def _from_rows(self, rows: fx.Node, value: torch.Tensor, spec: Spec) -> fx.Node:
-        """``[c, rest]`` in chunk form: the token dims, in their places, have sizes 1, ..., 1, c."""
-        rest = [d for d in range(value.dim()) if d not in spec]
-        order = [*spec, *rest]
-        node = rows
-        if len(spec) > 1:
-            shape = [1] * (len(spec) - 1) + [self.rows] + [value.shape[d] for d in rest]
-            node = self.builder.call(aten.reshape.default, node, shape)
-        if order != sorted(order):
-            inverse = [order.index(d) for d in range(len(order))]
-            node = self.builder.call(aten.permute.default, node, inverse)
-        return node
+    def _from_rows(self, rows: fx.Node, node: fx.Node, spec: Spec) -> fx.Node:
+        """``[c, rest]`` in chunk form: the tokens or heads in their places."""
+        layout = self.axis.rows(node.meta["val"].shape, spec, self.rows)
+        built = self._reshaped(rows, layout.ordered)
+        if layout.order != sorted(layout.order):
+            built = self.builder.call(aten.permute.default, built, layout.inverse)
+        (shape,) = self.axis.chunk_shapes(node, spec, self.rows)
+        return self._reshaped(built, shape)
 
     def _result(self, node: fx.Node, spec: Spec | None) -> fx.Node:
         """What the body returns for a node: ``[c, rest]``, or the partial sum as it is."""
         built = self.env[node, spec]
         if spec is None:
             return built
-        order = [*spec, *(d for d in range(len(built.meta["val"].shape)) if d not in spec)]
-        if order != sorted(order):
-            built = self.builder.call(aten.permute.default, built, order)
-        if len(spec) > 1:
-            rest = list(built.meta["val"].shape[len(spec) :])
-            built = self.builder.call(aten.reshape.default, built, [self.rows, *rest])
-        return built
+        layout = self.axis.rows(node.meta["val"].shape, spec, self.rows)
+        built = self._reshaped(built, layout.apart)
+        if layout.order != sorted(layout.order):
+            built = self.builder.call(aten.permute.default, built, layout.order)
+        return self._reshaped(built, layout.shape)
+
+    def _reshaped(self, node: fx.Node, shape: list[Any]) -> fx.Node:
+        if same_shape(node.meta["val"].shape, fake_values(shape)):
+            return node
+        return self.builder.call(aten.reshape.default, node, self.sizes.arguments(shape))
 
     # ---- nodes ---------------------------------------------------------------------------------
     def _chunk_of(self, node: fx.Node, spec: Spec) -> fx.Node:
         rows = self.rows if isinstance(self.rows, fx.Node) else None
         target, args, kwargs = chunk_call(
-            node, spec, self.chunk_tokens, lambda n, s: self.env[n, s], rows
+            node, spec, self.chunk_tokens, lambda n, s: self.env[n, s], rows, self.axis
         )
+        if self.has_sizes:
+            args, kwargs = fx.node.map_aggregate((args, kwargs), self._as_argument)
         built: fx.Node | None
-        if is_gather_of_one(node):
+        if self.has_sizes:  # the forms below have sizes of the chunk as plain ints
+            built = self._constant(*args, **kwargs) if target is aten.full.default else None
+        elif is_gather_of_one(node):
             built = gather_one(self.builder, *args[:3])
         elif is_scatter_of_one(node):
             built = scatter_one(self.builder, *args[:4])
@@ -199,38 +225,57 @@ class _Body:
             built = rewritten_row_sum(self.builder, target, args, kwargs)
         if built is None:
             built = self.builder.call(target, *args, **kwargs)
-        check_chunk(node, spec, self.chunk_tokens, built)
+        check_chunk(node, spec, self.chunk_tokens, built, self.axis)
         return built
+
+    def _as_argument(self, value: Any) -> Any:
+        return self.sizes.arguments([value])[0] if isinstance(value, torch.SymInt) else value
+
+    def _constant(self, shape: list[Any], value: Any, **kwargs: Any) -> fx.Node:
+        """A constant of a symbolic shape: FX cannot trace, nor unpickle, sizes without a tensor."""
+        one = self.builder.call(aten.full.default, [1] * len(shape), value, **kwargs)
+        return self.builder.call(aten.expand.default, one, shape)
 
     def _partial_sum(self, node: fx.Node) -> fx.Node:
         """The sum over the chunk's tokens, in the accumulator's dtype."""
-        source = next(n for n in node.all_input_nodes if self.specs.get(n))
-        needs = ops.sum_operands(node, source, self.specs[source] or ())
-        if isinstance(needs, Refusal):
-            raise CannotTake(node, needs.reason)
+        source = next((n for n in node.all_input_nodes if self.specs.get(n)), None)
+        if source is None:  # a sum of sums: the parts are in the accumulator's dtype already
+            args, kwargs = fx.map_arg(
+                (node.args, node.kwargs), lambda n: self.env[n, () if is_size(n) else None]
+            )
+            return self.builder.call(node.target, *args, **kwargs)
+        needs = self.axis.sum_operands(node, source, self.specs[source] or ())
         value = value_of(node)
         assert value is not None
         widen = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
-        matmul_widens = ops.is_matmul(node) and value.device.type == "cuda"
+        is_grouped = ops.is_grouped_matmul(node)
+        matmul_widens = is_grouped or (ops.is_matmul(node) and value.device.type == "cuda")
         parts = {n: self.env[n, spec] for n, spec in needs.items()}
         if widen and not matmul_widens:
             # Casting the chunk's operands is cheaper than casting a product of the weight's size.
-            parts = {n: self._cast(part, torch.float32) for n, part in parts.items()}
+            parts |= {n: self._cast(parts[n], torch.float32) for n in _floating(parts)}
         if _sums_features(node, parts[source], needs[source]):
             parts[source] = self.builder.call(
                 aten.sum.dim_IntList, parts[source], [-1], True, **node.kwargs
             )
         if self.valid is not None:
-            smallest = min(parts, key=lambda n: parts[n].meta["val"].numel())
+            per_token = {n: part for n, part in parts.items() if needs[n]}
+            summed = _floating(per_token) or per_token  # not indices, if there are values
+            smallest = min(summed, key=lambda n: parts[n].meta["val"].numel())
             parts[smallest] = self._masked(parts[smallest], needs[smallest])
+        if is_grouped:
+            dtype = torch.float32 if widen else value.dtype
+            return self.builder.call(node.target, *(parts[n] for n in node.args[:4]), dtype)  # type: ignore[index]
         if widen and matmul_widens:
             left, right = (parts[n] for n in ops.matmul_factors(node))
             product = aten.mm.dtype if value.dim() == 2 else aten.bmm.dtype
             return self.builder.call(product, left, right, torch.float32)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: parts[n])
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: self.env[n, ()] if is_size(n) else parts[n]
+        )
         built = self.builder.call(node.target, *args, **kwargs)
         shape, expected = list(built.meta["val"].shape), list(value.shape)
-        if shape != expected:
+        if not same_shape(shape, expected):
             raise CannotTake(node, f"its partial sum has shape {shape}, not {expected}")
         return built
 
@@ -244,6 +289,10 @@ class _Body:
         valid = self.builder.call(aten.reshape.default, self.valid, shape)
         zero = self.builder.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
         return self.builder.call(aten.where.self, valid, node, zero)
+
+
+def _floating(parts: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
+    return [n for n, part in parts.items() if part.meta["val"].is_floating_point()]
 
 
 def _sums_features(node: fx.Node, operand: fx.Node, spec: Spec) -> bool:

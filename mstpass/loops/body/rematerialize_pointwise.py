@@ -5,8 +5,8 @@ exp, log or sigmoid on the CPU, or an expression of many reads or many ops
 (``StorageBox.should_realize_on_reuse`` in torch/_inductor/ir.py, 2.11 and 2.13). A softmax that its
 entropy, its row sums and the gradient read is then one more buffer of chunk x vocabulary. Given a
 copy of its own, each reader absorbs it, and the readers become one kernel that computes it once in
-each pass over the row. Values that a matmul reads or that leave the chunk need a buffer in any
-case, so they are not copied.
+each pass over the row. Values that a matmul or attention reads or that leave the chunk need a
+buffer in any case, so they are not copied.
 
 The number of reads and ops is that of the whole expression, with what it reads of each row, such as
 the logarithm of a sum. Those narrow values (``c`` elements) are materialized, so that each of them
@@ -18,6 +18,7 @@ from __future__ import annotations
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.heads import is_product
 from mstpass.graph.joint import numel
 from mstpass.graph.materialization import materialize
 
@@ -65,5 +66,5 @@ def _can_be_absorbed(node: fx.Node) -> bool:
     while ops.is_cheap_view(node):
         node = node.all_input_nodes[0]
     return ops.is_pointwise(node) and not any(
-        reader.op == "output" or ops.is_matmul(reader) for reader in ops.readers_through_views(node)
+        reader.op == "output" or is_product(reader) for reader in ops.readers_through_views(node)
     )

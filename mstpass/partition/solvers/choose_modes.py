@@ -22,6 +22,15 @@ def whole_modes(problem: CutProblem) -> dict[str, str]:
     }
 
 
+def first_loops(problem: CutProblem) -> dict[str, str]:
+    """Of each region that is whole at first, the first mode with loops."""
+    return {
+        region.region: next(mode.name for mode in region.modes if mode.loops)
+        for region in problem.regions
+        if not region.modes[0].loops and any(mode.loops for mode in region.modes)
+    }
+
+
 def fewest_bytes_modes(problem: CutProblem) -> dict[str, str]:
     """Of each region the mode whose loops return the fewest bytes."""
     return {region.region: min(region.modes, key=_returned).name for region in problem.regions}

@@ -24,15 +24,24 @@ needs its values last: it recomputes them when all others are gone. ::
 
 The sequence does not depend on the budget, so a smaller budget never gives a higher peak. For the
 budget 0 only the landmarks of large graphs are compared, which takes less time.
+
+Attention is whole until a budget asks for its loops, which take time. Three *families* of plans
+have each a sequence of their own: without such loops, with those that keep what backward needs, and
+with all of them. The fastest plan within the budget is taken.
+
+A peak is the one that is left once backward computes some cheap values twice (memory/
+repeated_values.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 
+from mstpass.memory.repeated_values import MOST_LOWERED
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
 from mstpass.partition.solvers.checkpoints import Places, save_at
-from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_modes
+from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_loops, first_modes
 from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.low_memory_plans import (
     Checkpointed,
@@ -43,29 +52,85 @@ from mstpass.partition.solvers.low_memory_plans import (
     with_slow_results,
 )
 from mstpass.partition.solvers.min_cut import complete
-from mstpass.partition.solvers.spend_slack import with_slack_spent
-from mstpass.problem.problem import CutProblem, Plan
+from mstpass.partition.solvers.spend_slack import slack_spent
+from mstpass.problem.problem import CutProblem, Mode, Plan
 from mstpass.problem.verify import InvalidPlan, verify
 
+_SAVE = "save"  # modes whose backward loop reads what the forward loop kept
 _BETWEEN = 24  # plans between two landmarks, at most
 _FEW_OPS = 500  # a hundred simulations of so many take half a second
 
 
 def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
-    """The first plan of the sequence within the budget; the one of the lowest peak if none is."""
+    """The fastest of the plans that the families have for the budget; see above."""
     free = problem.once(free_plan)
     if budget_bytes is None or free.peak_bytes <= budget_bytes:
         return free.plan
-    if budget_bytes == 0:
-        few_ops = len(problem.values) + len(problem.backward) <= _FEW_OPS
-        plans = (free, *_sequence(problem)) if few_ops else _landmarks(problem)
-        lowest = min(plans, key=lambda candidate: candidate.peak_bytes)
-        return with_slack_spent(problem, lowest.plan, 0)
-    for candidate in _sequence(problem):
-        if candidate.saved_bytes <= budget_bytes and candidate.simulation.within(budget_bytes):
-            return with_slack_spent(problem, candidate.plan, budget_bytes)
-    lowest = min((free, *_sequence(problem)), key=lambda candidate: candidate.peak_bytes)
-    return with_slack_spent(problem, lowest.plan, budget_bytes)
+    families = problem.once(_families)
+    firsts = [_first_within(family, budget_bytes) for family in families] if budget_bytes else []
+    spent = [slack_spent(problem, c.plan, budget_bytes) for c in firsts if c is not None]
+    if spent:
+        return min(spent, key=lambda found: found.us).plan
+    lowest = min((_lowest(family) for family in families), key=_lowered)
+    return slack_spent(problem, lowest.plan, 0).plan
+
+
+def _families(problem: CutProblem) -> tuple[CutProblem, ...]:
+    """The problem, and before it those with fewer of the loops that take time.
+
+    Such loops are those of regions that are whole until a budget asks for them.
+    """
+    families = (_without(problem, lambda _: True), _without(problem, _repeats_work), problem)
+    return tuple(dict.fromkeys(families))
+
+
+def _repeats_work(mode: Mode) -> bool:
+    return not mode.name.startswith(_SAVE)
+
+
+def _without(problem: CutProblem, dropped: Callable[[Mode], bool]) -> CutProblem:
+    """The problem without these loops of regions that are whole at first."""
+    regions = tuple(
+        region
+        if region.modes[0].loops
+        else dataclasses.replace(
+            region, modes=tuple(m for m in region.modes if not m.loops or not dropped(m))
+        )
+        for region in problem.regions
+    )
+    return problem if regions == problem.regions else dataclasses.replace(problem, regions=regions)
+
+
+def _first_within(problem: CutProblem, budget_bytes: int) -> Candidate | None:
+    """The first plan of the sequence that is within the budget, if any is."""
+    for candidate in (problem.once(free_plan), *_sequence(problem)):
+        if candidate.saved_bytes <= budget_bytes:
+            if candidate.simulation.lowered_within(budget_bytes):
+                return candidate
+    return None
+
+
+def _lowest(problem: CutProblem) -> Candidate:
+    """The plan of the sequence with the lowest peak."""
+    lowest, *others = sorted(_compared(problem), key=lambda candidate: candidate.peak_bytes)
+    for candidate in others:
+        if candidate.peak_bytes > MOST_LOWERED * _lowered(lowest):
+            break
+        lowest = min(lowest, candidate, key=_lowered)
+    return lowest
+
+
+def _lowered(candidate: Candidate) -> int:
+    return candidate.simulation.lowered_peak_bytes
+
+
+def _compared(problem: CutProblem) -> Iterator[Candidate]:
+    """The plans that are compared for the least memory."""
+    if len(problem.values) + len(problem.backward) <= _FEW_OPS:
+        yield problem.once(free_plan)
+        yield from _sequence(problem)
+    else:
+        yield from _landmarks(problem)
 
 
 def _landmarks(problem: CutProblem) -> Iterator[Candidate]:
@@ -99,13 +164,18 @@ def _sequence(problem: CutProblem) -> Iterator[Candidate]:
 
 
 def _towards_fewest_bytes(problem: CutProblem) -> Iterator[Candidate]:
-    """Put region after region in the mode of the fewest bytes, the forward's first region first."""
+    """Put region after region in the mode of the fewest bytes, the forward's first region first.
+
+    Regions that are whole until a budget asks for loops have their first mode with loops before.
+    """
     fewest = fewest_bytes_modes(problem)
     before = {**first_modes(problem), **problem.once(free_plan).plan.modes}
-    regions = [name for name in fewest if fewest[name] != before[name]]
-    for count in _counts(len(regions)):
-        changed = {name: fewest[name] for name in regions[:count]}
-        yield fewest_saved_bytes(problem, {**before, **changed})
+    for modes in ({**fewest, **first_loops(problem)}, fewest):
+        regions = [name for name in modes if modes[name] != before[name]]
+        for count in _counts(len(regions)):
+            changed = {name: modes[name] for name in regions[:count]}
+            yield fewest_saved_bytes(problem, {**before, **changed})
+        before = {**before, **modes}
 
 
 def _towards_checkpoints(upper: Candidate, lower: Candidate, places: Places) -> Iterator[Candidate]:

@@ -43,15 +43,20 @@ def with_slack_spent(problem: CutProblem, plan: Plan, budget_bytes: int) -> Plan
 
     If the given plan exceeds the budget itself, its own peak is the limit.
     """
+    return slack_spent(problem, plan, budget_bytes).plan
+
+
+def slack_spent(problem: CutProblem, plan: Plan, budget_bytes: int) -> MeasuredPlan:
+    """The same, with its peak and time. Peaks are those that copies of cheap values lower."""
     step = simulate_plan(problem, plan)
-    start = MeasuredPlan(plan, step.peak_bytes, step.us)
+    start = MeasuredPlan(plan, step.lowered_peak_bytes, step.us)
     size = len(problem.values) + len(problem.backward)
-    limit_bytes = max(budget_bytes, step.peak_bytes)
+    limit_bytes = max(budget_bytes, start.peak_bytes)
     search = _Search(problem, start, limit_bytes, min(_TRIES, _OPS // max(1, size)))
     for rank in range(max((len(r.modes) for r in problem.regions), default=0)):
         search.accept(search.mode_moves(rank))
     search.accept(search.save_moves())
-    return search.best.plan
+    return search.best
 
 
 class _Search:
@@ -116,9 +121,9 @@ class _Search:
         nested = self.best.plan.nested & {value.name for value in closed.values}
         plan = Plan(kept, modes, nested)
         step = simulate_plan(self.problem, plan)
-        if step.us >= self.best.us or not step.within(self.limit_bytes):
+        if step.us >= self.best.us or not step.lowered_within(self.limit_bytes):
             return False
-        if step.peak_bytes < self.best.peak_bytes:
+        if step.lowered_peak_bytes < self.best.peak_bytes:
             return False
-        self.best = MeasuredPlan(plan, step.peak_bytes, step.us)
+        self.best = MeasuredPlan(plan, step.lowered_peak_bytes, step.us)
         return True

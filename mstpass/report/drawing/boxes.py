@@ -134,7 +134,7 @@ def loop_label(region: ChunkPlan) -> str:
     """``mlp, recompute: 4 chunks of 512 tokens``."""
     if region.symbolic:
         return f"{region.kind}, {region.mode}: chunks of up to {region.chunk_tokens} tokens"
-    chunks = f"{region.num_chunks} chunks of {region.chunk_tokens} tokens"
+    chunks = f"{region.num_chunks} chunks of {region.chunk_tokens} {region.axis}"
     return f"{region.kind}, {region.mode}: {chunks}"
 
 

@@ -1,0 +1,87 @@
+"""`mstpass bench long`: a long sequence at the least memory, with and without loops over heads.
+
+At this length attention has the peak of the step. Each budget is measured with loops over tokens
+alone (``chunk="tokens"``), and with loops over heads as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mstpass.bench import tables
+from mstpass.bench.arguments import Arguments
+from mstpass.bench.command import Command, Progress
+from mstpass.bench.comparison import (
+    INDUCTOR,
+    Contender,
+    Row,
+    compare,
+    inductor,
+    mst,
+    ratios,
+    records,
+)
+from mstpass.bench.estimates import peaks_and_times
+from mstpass.bench.models import LlamaSize, Step, llama
+from mstpass.bench.tables import Result, Target
+
+SIZE = LlamaSize(width=512, layers=4, heads=8, mlp_width=2048, vocabulary=32_000, length=16_384)
+QUICK = LlamaSize(width=64, layers=2, heads=4, mlp_width=128, vocabulary=512, length=1024)
+BUDGETS = (0.0, 0.1)
+PEAK_LIMIT, TIME_LIMIT, DEVIATION_LIMIT = 0.65, 1.05, 0.03
+_DESCRIPTION = """\
+Measure the peak and the time of a Llama-like step with a long sequence under
+memory budgets, with loops over tokens alone and with loops over heads."""
+EXAMPLES = """  mstpass bench long --repeats 3
+  mstpass bench long --quick
+"""
+
+
+def run(arguments: Arguments) -> Result:
+    size = QUICK if arguments.quick else SIZE
+    model, ids, labels = llama(size, arguments.device)
+    loss_fn = lambda: model(ids, labels)
+    contenders = [inductor(), *(c for budget in BUDGETS for c in _pair(budget))]
+    with Progress("long", len(contenders) * (2 + arguments.repeats)) as advance:
+        rows = compare(
+            contenders,
+            loss_fn,
+            lambda fn: Step(fn, list(model.parameters())),
+            repeats=arguments.repeats,
+            device=arguments.device,
+            advance=advance,
+        )
+    result = Result("long", f"A long sequence: {size}")
+    result.tables.append(peaks_and_times("steps", list(rows.values()), rows[INDUCTOR]))
+    result.targets += _targets(rows)
+    result.notes.append(
+        "Time: median ratio to Inductor over interleaved rounds (least-greatest). The targets "
+        "compare the steps at memory_budget=0.0 with and without loops over heads."
+    )
+    result.records["rows"] = records(rows)
+    return result
+
+
+def _pair(budget: float) -> tuple[Contender, Contender]:
+    return (
+        mst(_name(budget, heads=False), memory_budget=budget, chunk="tokens"),
+        mst(_name(budget, heads=True), memory_budget=budget),
+    )
+
+
+def _name(budget: float, heads: bool) -> str:
+    return f"mst, memory_budget={budget:g}" + ("" if heads else ', chunk="tokens"')
+
+
+def _targets(rows: Mapping[str, Row]) -> list[Target]:
+    ours, base = rows[_name(0.0, heads=True)], rows[_name(0.0, heads=False)]
+    ratio, peak = ratios(ours, base), tables.quotient(ours.peak_bytes, base.peak_bytes)
+    simulated = tables.quotient(ours.peak_bytes, ours.simulated_bytes)
+    return [
+        Target("peak / without loops over heads", peak, PEAK_LIMIT),
+        Target("time / without loops over heads", ratio and ratio[0], TIME_LIMIT),
+        Target("|measured / simulated - 1|", simulated and abs(simulated - 1), DEVIATION_LIMIT),
+    ]
+
+
+main = Command("long", (run,), _DESCRIPTION, EXAMPLES)

@@ -1,0 +1,135 @@
+"""The axis along which a loop's chunks cut values: tokens, or heads.
+
+Terms:
+    *spec*: where a value holds what the axis runs over: its token dims (tokens.py), or its
+        ``HeadDim`` (heads.py). ``WHOLE``, the empty spec, marks a value that every chunk reads in
+        full, and None, where a spec is optional, a sum over chunks.
+    *rows*: the layout in which a loop slices and stacks a value: ``[N, rest]``, with one row for
+        each token or head.
+
+Both axes answer the same questions, so that one writer of loops serves them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import fx
+
+from mstpass.graph import heads, ops
+from mstpass.graph.heads import HeadDim
+from mstpass.graph.joint import tensors_of
+from mstpass.graph.sizes import Size, generic, is_size
+from mstpass.graph.token_rules import OperandSpecs
+from mstpass.graph.tokens import Refusal, Spec, chunk_shape
+
+TOKENS, HEADS = "tokens", "heads"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How a value becomes rows: a view as ``apart``, its dims in ``order``, a view as ``shape``."""
+
+    apart: list[Any]
+    order: list[int]
+    shape: list[Any]
+
+    @property
+    def ordered(self) -> list[Any]:
+        return [self.apart[d] for d in self.order]
+
+    @property
+    def inverse(self) -> list[int]:
+        return [self.order.index(d) for d in range(len(self.order))]
+
+
+class Axis(Protocol):
+    """What the loops need to know of an axis."""
+
+    def operand_specs(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+        """The specs that a node's operands must have for its result to have ``spec``."""
+
+    def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
+        """The specs of the operands of a node that sums ``operand`` over the axis."""
+
+    def size_operands(self, node: fx.Node) -> list[fx.Node]:
+        """The symbolic sizes that one chunk of a node is computed with."""
+
+    def chunk_shapes(self, node: fx.Node, spec: Spec, length: Any) -> list[list[Any]]:
+        """The shape of one chunk of each tensor of a node; it holds ``length`` tokens or heads."""
+
+    def shape_argument(self, node: fx.Node, spec: Spec, given: Any, length: Any) -> list[Any]:
+        """The sizes in an op's arguments, ``given`` for the whole value, for one chunk of it."""
+
+    def rows(self, shape: Sequence[Size], spec: Spec, length: Any = None) -> Rows:
+        """The rows of a value of this shape; with ``length`` those of one chunk of it."""
+
+
+class TokenAxis:
+    def operand_specs(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+        return ops.operand_specs(node, spec)
+
+    def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
+        return ops.sum_operands(node, operand, spec)
+
+    def size_operands(self, node: fx.Node) -> list[fx.Node]:
+        return ops.size_operands(node)
+
+    def chunk_shapes(self, node: fx.Node, spec: Spec, length: Any) -> list[list[Any]]:
+        return [chunk_shape(v.shape, spec, length) for v in tensors_of(node.meta["val"])]
+
+    def shape_argument(self, node: fx.Node, spec: Spec, given: Any, length: Any) -> list[Any]:
+        # The old sizes are left out, for their nodes have no chunk.
+        return chunk_shape(next(tensors_of(node.meta["val"])).shape, spec, length)
+
+    def rows(self, shape: Sequence[Size], spec: Spec, length: Any = None) -> Rows:
+        rest = [d for d in range(len(shape)) if d not in spec]
+        apart = list(shape) if length is None else chunk_shape(shape, spec, length)
+        count = math.prod(shape[d] for d in spec) if length is None else length
+        return Rows(apart, [*spec, *rest], [count, *(shape[d] for d in rest)])
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadAxis:
+    num_heads: int
+
+    def operand_specs(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+        return heads.operand_heads(node, HeadDim(*spec), self.num_heads)
+
+    def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
+        return heads.summed_heads(node, operand, HeadDim(*spec))
+
+    def size_operands(self, node: fx.Node) -> list[fx.Node]:
+        return [operand for operand in node.all_input_nodes if is_size(operand)]
+
+    def chunk_shapes(self, node: fx.Node, spec: Spec, length: Any) -> list[list[Any]]:
+        shapes: list[list[Any]] = [list(v.shape) for v in tensors_of(node.meta["val"])]
+        for position, shape in enumerate(shapes):
+            if spec and heads.result_has_heads(node, position):
+                shape[spec[0]] = shape[spec[0]] // self.num_heads * length
+        return shapes
+
+    def shape_argument(self, node: fx.Node, spec: Spec, given: Any, length: Any) -> list[Any]:
+        (shape,) = self.chunk_shapes(node, spec, length)
+        return [size if d == spec[0] else given[d] for d, size in enumerate(shape)]
+
+    def rows(self, shape: Sequence[Size], spec: Spec, length: Any = None) -> Rows:
+        dim, inner = spec
+        rounds = shape[dim] // (self.num_heads * inner)
+        before = [*shape[:dim], *([] if generic(rounds) == 1 else [rounds])]
+        after = [*([] if inner == 1 else [inner]), *shape[dim + 1 :]]
+        count = self.num_heads if length is None else length
+        rest = [d for d in range(len(before) + 1 + len(after)) if d != len(before)]
+        order = [len(before), *rest]
+        return Rows([*before, count, *after], order, [count, *before, *after])
+
+
+TOKEN_AXIS: Axis = TokenAxis()
+
+
+def axis_of(name: str, count: int) -> Axis:
+    """The axis of a plan, along which it has ``count`` tokens or heads."""
+    return HeadAxis(count) if name == HEADS else TOKEN_AXIS

@@ -1,0 +1,130 @@
+"""Products of rows that are grouped by expert, of a chunk of the rows.
+
+The rows are sorted by expert; ``ends[e]`` is the number of the row behind the last one of expert e.
+A chunk of the rows is told by ``positions``, the numbers of its rows: those of expert e end at
+``clamp(ends[e] - positions[0], 0, rows of the chunk)`` in it. So the ops below give for a chunk of
+``rows`` and ``positions`` what they give for these rows among all::
+
+    mstpass::grouped_rows(rows, weights, positions, ends)         y[e] = rows[e] @ weights[e]
+    mstpass::grouped_sums(left, right, positions, ends, dtype)    z[e] = left[:, e] @ right[e]
+    mstpass::add_grouped_(total, left, right, positions, ends, chunk)
+                                                                  total  = z    if chunk is 0
+                                                                  total += z    otherwise
+
+where ``e`` among rows stands for the rows of expert e. Shapes: rows [R, k], weights [E, k, n],
+left [k, R], right [R, n], positions [R], ends [E], total [E, k, n]. Rows behind ``ends[-1]`` belong
+to no expert: their results are zero.
+
+The semantics are those of ``aten._grouped_mm`` (aten/src/ATen/native/GroupedMMUtils.h), which does
+the work on CUDA in bfloat16. Elsewhere each expert is a product of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, library
+from torch.nn.functional import grouped_mm
+
+from mstpass.torch_internals.op_types import OpOverload
+
+_LIBRARY = library.Library("mstpass", "FRAGMENT")
+_LIBRARY.define(
+    "grouped_rows(Tensor rows, Tensor weights, Tensor positions, Tensor ends) -> Tensor"
+)
+_LIBRARY.define(
+    "grouped_sums(Tensor left, Tensor right, Tensor positions, Tensor ends, ScalarType dtype)"
+    " -> Tensor"
+)
+_LIBRARY.define(
+    "add_grouped_(Tensor(a!) total, Tensor left, Tensor right, Tensor positions, Tensor ends, "
+    "SymInt chunk) -> ()"
+)
+
+
+def _grouped_rows(rows: Tensor, weights: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+    found = rows.new_zeros(rows.shape[0], weights.shape[2])
+    if _is_native(rows):
+        here = _ends_in_chunk(positions, ends)
+        result = grouped_mm(rows, weights, offs=here.to(torch.int32))
+        inside = torch.arange(len(rows), device=rows.device) < here[-1]
+        return torch.where(inside[:, None], result, found)  # it leaves the other rows as they were
+    for expert, start, end in _groups(positions, ends):
+        torch.mm(rows[start:end], weights[expert], out=found[start:end])
+    return found
+
+
+def _grouped_sums(
+    left: Tensor, right: Tensor, positions: Tensor, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    shape = ends.shape[0], left.shape[0], right.shape[1]
+    total = torch.empty(shape, dtype=dtype, device=right.device)
+    _add_grouped(total, left, right, positions, ends, 0)
+    return total
+
+
+def _add_grouped(
+    total: Tensor, left: Tensor, right: Tensor, positions: Tensor, ends: Tensor, chunk: int
+) -> None:
+    """Add to the total; the first chunk, of number 0, writes it."""
+    if not chunk:
+        total.zero_()
+    for expert, start, end in _groups(positions, ends):
+        factors = left[:, start:end], right[start:end]
+        if left.dtype == total.dtype:
+            total[expert].addmm_(*factors)
+        elif total.is_cuda:
+            part = total[expert]
+            torch.addmm(part, *factors, out_dtype=total.dtype, out=part)
+        else:
+            total[expert].addmm_(*(factor.to(total.dtype) for factor in factors))
+
+
+def _is_native(rows: Tensor) -> bool:
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and len(rows) > 0
+
+
+def _ends_in_chunk(positions: Tensor, ends: Tensor) -> Tensor:
+    return (ends.to(torch.int64) - positions[:1]).clamp(0, len(positions))
+
+
+def _groups(positions: Tensor, ends: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Of each expert that has rows in the chunk: its number, its first row, and the row behind."""
+    start = 0
+    for expert, end in enumerate(
+        _ends_in_chunk(positions, ends).tolist() if len(positions) else ()
+    ):
+        if end > start:
+            yield expert, start, end
+            start = end
+
+
+_LIBRARY.impl("grouped_rows", _grouped_rows, "CompositeExplicitAutograd")
+_LIBRARY.impl("grouped_sums", _grouped_sums, "CompositeExplicitAutograd")
+_LIBRARY.impl("add_grouped_", _add_grouped, "CompositeExplicitAutograd")
+
+
+@library.register_fake("mstpass::grouped_rows", lib=_LIBRARY)
+def _(rows: Tensor, weights: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+@library.register_fake("mstpass::grouped_sums", lib=_LIBRARY)
+def _(left: Tensor, right: Tensor, positions: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    return right.new_empty(ends.shape[0], left.shape[0], right.shape[1], dtype=dtype)
+
+
+@library.register_fake("mstpass::add_grouped_", lib=_LIBRARY)
+def _(
+    total: Tensor, left: Tensor, right: Tensor, positions: Tensor, ends: Tensor, chunk: int
+) -> None:
+    return None
+
+
+grouped_rows: OpOverload = torch.ops.mstpass.grouped_rows.default
+grouped_sums: OpOverload = torch.ops.mstpass.grouped_sums.default
+add_grouped_: OpOverload = torch.ops.mstpass.add_grouped_.default
+
+
+GROUPED_OPS = (grouped_rows, grouped_sums, add_grouped_)

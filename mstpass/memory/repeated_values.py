@@ -1,0 +1,182 @@
+"""Which cheap values backward computes once more for their later readers.
+
+Backward computes each recomputed value once, just before its first use, and keeps it to the last.
+The least-memory plan recomputes the operands of attention from the norm before it. That norm is
+read first by attention's projections and again, when attention's backward is over, by the gradients
+of their weights; the peak of the step lies in between. The search::
+
+    repeat, while the backward has the peak:
+        for each value alive at the peak, the largest first:
+            if it has readers before and after the peak, and is cheap to compute:
+                copy it, and what it is computed from, to just before the first later reader,
+                    down to values that are alive there in any case
+                take these copies if the step's peak does not rise and the bytes at this place fall
+
+The ops are plain data, so that a plan is compared with others by the peak that it has in the end.
+schedule/second_rematerialization.py writes the copies into the graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence, Set
+
+from mstpass.memory.simulate_ops import GraphOps
+from mstpass.memory.timeline import Moment, StepMemory
+from mstpass.problem.op import CONSTANT, INPUT, POINTWISE, REDUCTION, VIEW, Op
+
+CHEAP_KINDS = (POINTWISE, REDUCTION, VIEW, CONSTANT)
+MOST_LOWERED = 1.25  # a peak is hardly more than this factor above what the copies leave
+_MOST = 16  # values of one graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Values to compute once more.
+
+    Attributes:
+        names: of each value, and the name that its copy has in later ``Copies``; in the order in
+            which the copies run.
+        before: the op that they run in front of.
+        readers: the ops that read the copies from then on.
+    """
+
+    names: tuple[tuple[str, str], ...]
+    before: str
+    readers: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeated:
+    """The copies, in the order in which they were found, and the memory of the step with them."""
+
+    copies: tuple[Copies, ...]
+    memory: StepMemory
+
+
+def repeated_values(memory: StepMemory, backward: GraphOps, cheap: Set[str]) -> Repeated:
+    """The copies that lower the memory of a step.
+
+    Args:
+        memory: the simulated memory of the step.
+        backward: the ops of its backward.
+        cheap: names of those that may be computed twice.
+    """
+    taken: list[Copies] = []
+    names = set(cheap)
+    while len(taken) < _MOST and memory.peak is memory.backward:
+        found = _one_more(memory, backward, names, len(taken))
+        if found is None:
+            break
+        copies, backward, memory = found
+        taken.append(copies)
+        names.update(new for _, new in copies.names)
+    return Repeated(tuple(taken), memory)
+
+
+def _one_more(
+    memory: StepMemory, backward: GraphOps, cheap: Set[str], number: int
+) -> tuple[Copies, GraphOps, StepMemory] | None:
+    """The copies of the first value that lower the memory. None if there is no such value."""
+    peak, graph = memory.backward.peak, _Graph(backward)
+    for alive in memory.backward.alive:
+        copies = graph.copies(alive.node, peak.node, cheap, number)
+        if copies is None:
+            continue
+        other = graph.with_copies(copies)
+        after = dataclasses.replace(memory, backward=other.simulated())
+        if after.peak_bytes <= memory.peak_bytes and _bytes_at(peak, after) < peak.bytes:
+            return copies, other, after
+    return None
+
+
+def _bytes_at(place: Moment, memory: StepMemory) -> int:
+    return next(m.bytes for m in memory.backward.moments if m.node == place.node)
+
+
+class _Graph:
+    """The ops of a graph, with their order and readers."""
+
+    def __init__(self, graph: GraphOps):
+        self.graph = graph
+        self.op = {op.name: op for op in graph.ops}
+        self.order = {op.name: i for i, op in enumerate(graph.ops)}
+        self.users: dict[str, list[str]] = {}
+        for op in graph.ops:
+            for name in dict.fromkeys(op.inputs):
+                self.users.setdefault(name, []).append(op.name)
+        self.kept = {self._viewed(name) for name in graph.kept if name in self.op}
+
+    def copies(self, name: str, place: str, cheap: Set[str], number: int) -> Copies | None:
+        """The copies of a value for its readers behind a place, if it has readers on both sides."""
+        if name not in cheap or name in self.kept:
+            return None
+        readers = self._readers(name)
+        later = sorted({r for r in readers if self.order[r] > self.order[place]}, key=self._at)
+        if not later or len(later) == len(set(readers)):
+            return None
+        chain = self._chain(name, later, cheap)
+        if not chain:
+            return None
+        return Copies(tuple((one, f"{one}:again:{number}") for one in chain), later[0], (*later,))
+
+    def with_copies(self, copies: Copies) -> GraphOps:
+        """The ops of the graph with the copies in place."""
+        new, readers = dict(copies.names), set(copies.readers)
+        ops: list[Op] = []
+        for op in self.graph.ops:
+            if op.name == copies.before:
+                ops += [_reading(self.op[o], new, name=name) for o, name in copies.names]
+            ops.append(_reading(op, new, op.name) if op.name in readers else op)
+        return dataclasses.replace(self.graph, ops=tuple(ops))
+
+    def _at(self, name: str) -> int:
+        return self.order[name]
+
+    def _viewed(self, name: str) -> str:
+        while self.op[name].kind == VIEW and self.op[name].inputs[0] in self.op:
+            name = self.op[name].inputs[0]
+        return name
+
+    def _readers(self, name: str) -> list[str]:
+        """The readers of a value, with views replaced by their own readers."""
+        found: list[str] = []
+        for user in self.users.get(name, ()):
+            found += self._readers(user) if self.op[user].kind == VIEW else [user]
+        return found
+
+    def _chain(self, value: str, later: Sequence[str], cheap: Set[str]) -> list[str]:
+        """What to copy, in order: the value, its views that are read later, and its operands.
+
+        Operands end at values that others keep alive until the first later reader. Empty if an op
+        on the way is not cheap.
+        """
+        found: set[str] = set()
+        stack = [i for reader in later for i in self._inputs(reader) if self._viewed(i) == value]
+        while stack:
+            name = stack.pop()
+            if name in found or (
+                self._viewed(name) != value and self._is_alive_until(name, later[0])
+            ):
+                continue
+            if name not in cheap:
+                return []
+            found.add(name)
+            stack += self._inputs(name)
+        return sorted(found, key=self._at)
+
+    def _inputs(self, name: str) -> list[str]:
+        """The operands that are ops of the graph; others, such as parameters, exist all along."""
+        return [i for i in self.op[name].inputs if i in self.op]
+
+    def _is_alive_until(self, name: str, place: str) -> bool:
+        """Whether the value is an input of the graph, or is read at the place or after it."""
+        base = self._viewed(name)
+        if self.op[base].kind == INPUT or base in self.kept:
+            return True
+        return any(self.order[r] >= self.order[place] for r in self._readers(base))
+
+
+def _reading(op: Op, by: dict[str, str], name: str) -> Op:
+    """The op under a name, with operands replaced."""
+    return dataclasses.replace(op, name=name, inputs=tuple(by.get(i, i) for i in op.inputs))

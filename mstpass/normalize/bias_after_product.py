@@ -1,0 +1,61 @@
+"""Add the bias of attention's output projection after its product, because heads can add up sums.
+
+    addmm(bias, x, weight)  =  mm(x, weight) + bias
+
+Each group of heads has its share of the product; the bias is added once. Only products of values
+that attention returns are rewritten, seen through views and copies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.heads import is_attention_item
+from mstpass.graph.joint import JointGraph
+from mstpass.graph.node_meta import policy_meta
+
+aten = torch.ops.aten
+_COPIES = (aten.clone.default, torch.ops.prims.convert_element_type.default)
+
+
+def bias_after_product(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+    """Rewrite the biased products of attention's results, in a copy of the graph.
+
+    Returns:
+        The copy and the names of the products in it; the graph itself if it has no such product.
+    """
+    found = [node.name for node in joint.nodes if _is_output_projection(node)]
+    if not found:
+        return joint, frozenset()
+    new = joint.copy()
+    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
+    products = frozenset(_split(builder, new.by_name[name]).name for name in found)
+    new.module.graph.lint()
+    new.module.recompile()
+    return JointGraph(new.module, new.num_fwd_outputs), products
+
+
+def _is_output_projection(node: fx.Node) -> bool:
+    if node.target is not aten.addmm.default or node.kwargs:
+        return False
+    source = node.args[1]
+    assert isinstance(source, fx.Node)
+    while (ops.is_cheap_view(source) or source.target in _COPIES) and source.all_input_nodes:
+        source = source.all_input_nodes[0]
+    return is_attention_item(source) or source.target is aten.bmm.default
+
+
+def _split(builder: Builder, biased: fx.Node) -> fx.Node:
+    """Replace the node by a product and a sum; returns the product."""
+    bias, left, right = biased.args
+    with builder.graph.inserting_before(biased):
+        product = builder.call(aten.mm.default, left, right)
+        total = builder.call(aten.add.Tensor, product, bias)
+    for node in (product, total):
+        node.meta.update(policy_meta(biased))
+    biased.replace_all_uses_with(total)
+    builder.graph.erase_node(biased)
+    return product

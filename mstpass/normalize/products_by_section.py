@@ -1,0 +1,255 @@
+"""Divide the product that projects queries, keys and values at once, because heads run across it.
+
+A *section* is a range of the columns of a product, which one reader takes. With two of them::
+
+    q, k = split(x @ W)                       q = x @ W[:, :a],   k = x @ W[:, a:]
+
+    G = cat(dq, dk)
+    dx = G @ W'                               dx = dq @ W'[:a] + dk @ W'[a:]
+    dW = G.t() @ x                            dW = cat(dq.t() @ x, dk.t() @ x)
+    db = sum(G)                               db = cat(sum(dq), sum(dk))
+
+A group of heads has columns in every section, so no slice of the undivided product belongs to it.
+Only products of which attention reads sections are divided, and only with their gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.heads import is_attention
+from mstpass.graph.joint import JointGraph
+from mstpass.graph.node_meta import policy_meta
+from mstpass.graph.token_rules.arguments import shape_of
+
+aten = torch.ops.aten
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+_RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sections:
+    """A product, the split of its result, and the gradient that its sections' gradients make up."""
+
+    product: str
+    split: str
+    gradient: str
+    bounds: tuple[tuple[int, int], ...]
+
+
+def products_by_section(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+    """Divide the products of which attention reads sections, in a copy of the graph.
+
+    Returns:
+        The copy and the names of the new products in it; the graph itself if there are none.
+    """
+    found = [match for node in joint.nodes if (match := _match(joint, node)) is not None]
+    if not found:
+        return joint, frozenset()
+    new = joint.copy()
+    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
+    names: set[str] = set()
+    for match in found:
+        names.update(node.name for node in _Division(builder, new, match).divide())
+    new.module.graph.eliminate_dead_code()
+    new.module.graph.lint()
+    new.module.recompile()
+    return JointGraph(new.module, new.num_fwd_outputs), frozenset(names)
+
+
+# ---- which products ------------------------------------------------------------------------------
+def _match(joint: JointGraph, product: fx.Node) -> _Sections | None:
+    if product.target not in _PRODUCTS or product in joint.backward or product.kwargs:
+        return None
+    split = _only_reader_through_reshapes(product)
+    if split is None or split.target not in _SPLITS or not _along_last(split):
+        return None
+    items = list(split.users)
+    if not any(map(_reaches_attention, items)):
+        return None
+    sizes = [value.shape[-1] for value in split.meta["val"]]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    ends = list(itertools.accumulate(sizes))
+    gradient = _gradient(joint, product, sizes)
+    if gradient is None:
+        return None
+    bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    return _Sections(product.name, split.name, gradient.name, bounds)
+
+
+def _only_reader_through_reshapes(node: fx.Node) -> fx.Node | None:
+    """The reader of a product, if there is one and the columns stay one dim on the way to it."""
+    columns = shape_of(node)[-1]
+    while len(node.users) == 1:
+        (reader,) = node.users
+        if reader.target not in _RESHAPES:
+            return reader
+        if shape_of(reader)[-1] != columns:
+            return None
+        node = reader
+    return None
+
+
+def _along_last(split: fx.Node) -> bool:
+    rank = split.all_input_nodes[0].meta["val"].dim()
+    dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+    return dim in (-1, rank - 1)
+
+
+def _reaches_attention(item: fx.Node) -> bool:
+    """Whether attention reads what is computed from an item without another projection."""
+    stack, seen = [item], {item}
+    while stack:
+        for user in stack.pop().users:
+            if is_attention(user) or user.target is aten.bmm.default:
+                return True
+            if user not in seen and not ops.is_matmul(user) and user.op == "call_function":
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _gradient(joint: JointGraph, product: fx.Node, sizes: list[int]) -> fx.Node | None:
+    """The gradient of the product's result, if every reader of it can be divided."""
+    weight = ops.base_of(ops.matmul_factors(product)[1])
+    for node in joint.nodes:
+        if node.target is not aten.mm.default or node not in joint.backward:
+            continue
+        left, right = ops.matmul_factors(node)
+        while left.target in _RESHAPES:
+            left = left.all_input_nodes[0]
+        if left.target is not aten.cat.default or ops.base_of(right) is not weight:
+            continue
+        parts: Any = left.args[0]
+        if [shape_of(p)[-1] for p in parts] != sizes or len(left.args) < 2:
+            continue
+        readers = list(_readers(left))
+        if left.args[1] in (-1, left.meta["val"].dim() - 1) and all(
+            _division(reader, source) for source, reader in readers
+        ):
+            return left
+    return None
+
+
+def _readers(gradient: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Pairs of the gradient as a matrix, or of that transposed, and a reader of it."""
+    for user in gradient.users:
+        is_reshape = user.target in _RESHAPES
+        if is_reshape or (user.target is aten.permute.default and user.meta["val"].dim() == 2):
+            yield from _readers(user)
+        else:
+            yield gradient, user
+
+
+_Divide = Callable[[Builder, fx.Node, "list[fx.Node]", "tuple[tuple[int, int], ...]"], fx.Node]
+
+
+def _division(reader: fx.Node, source: fx.Node) -> _Divide | None:
+    """How a reader of the gradient becomes several; None if that is not known."""
+    transposed = source.target is aten.permute.default
+    if reader.target is aten.mm.default and reader.args[0] is source:
+        return _weight_gradient if transposed else _input_gradient
+    if reader.target is aten.sum.dim_IntList and not transposed and list(reader.args[1]) == [0]:  # type: ignore[arg-type]
+        return _bias_gradient
+    return None
+
+
+def _input_gradient(
+    builder: Builder, node: fx.Node, parts: list[fx.Node], bounds: tuple[tuple[int, int], ...]
+) -> fx.Node:
+    terms = []
+    for part, (start, end) in zip(parts, bounds, strict=True):
+        rows = builder.call(aten.slice.Tensor, node.args[1], 0, start, end)
+        terms.append(builder.call(aten.mm.default, part, rows))
+    return functools.reduce(lambda a, b: builder.call(aten.add.Tensor, a, b), terms)
+
+
+def _weight_gradient(
+    builder: Builder, node: fx.Node, parts: list[fx.Node], bounds: tuple[tuple[int, int], ...]
+) -> fx.Node:
+    rows = []
+    for part in parts:
+        transposed = builder.call(aten.permute.default, part, [1, 0])
+        rows.append(builder.call(aten.mm.default, transposed, node.args[1]))
+    return builder.call(aten.cat.default, rows, 0)
+
+
+def _bias_gradient(
+    builder: Builder, node: fx.Node, parts: list[fx.Node], bounds: tuple[tuple[int, int], ...]
+) -> fx.Node:
+    sums = [builder.call(node.target, part, *node.args[1:], **node.kwargs) for part in parts]
+    return builder.call(aten.cat.default, sums, -1)
+
+
+# ---- the rewrite ---------------------------------------------------------------------------------
+class _Division:
+    """Divides one product and the readers of its gradient."""
+
+    def __init__(self, builder: Builder, joint: JointGraph, match: _Sections):
+        self.builder, self.bounds = builder, match.bounds
+        self.product = joint.by_name[match.product]
+        self.split = joint.by_name[match.split]
+        self.gradient = joint.by_name[match.gradient]
+
+    def divide(self) -> list[fx.Node]:
+        """Returns the products of the forward."""
+        products = []
+        for number, item in enumerate(self._items()):
+            if item is not None:
+                products.append(self._divide_forward(number, item))
+        for source, reader in list(_readers(self.gradient)):
+            division = _division(reader, source)
+            assert division is not None
+            with self.builder.graph.inserting_before(reader):
+                given: Any = self.gradient.args[0]
+                parts = [self._as_matrix(part, source) for part in given]
+                result = division(self.builder, reader, parts, self.bounds)
+            reader.replace_all_uses_with(result)
+        return products
+
+    def _items(self) -> list[fx.Node | None]:
+        items: dict[Any, fx.Node] = {user.args[1]: user for user in self.split.users}
+        assert all(user.target is operator.getitem for user in self.split.users)
+        return [items.get(number) for number in range(len(self.bounds))]
+
+    def _divide_forward(self, number: int, item: fx.Node) -> fx.Node:
+        start, end = self.bounds[number]
+        builder, product = self.builder, self.product
+        *bias, left, right = product.args
+        with builder.graph.inserting_before(product):
+            columns = builder.call(aten.slice.Tensor, right, 1, start, end)
+            parts = [builder.call(aten.slice.Tensor, b, -1, start, end) for b in bias]
+            built = builder.call(product.target, *parts, left, columns)
+            built.meta.update(policy_meta(product))
+        with builder.graph.inserting_before(item):
+            result = self._reshaped(built, self.split.all_input_nodes[0], end - start)
+        item.replace_all_uses_with(result)
+        return built
+
+    def _reshaped(self, section: fx.Node, whole: fx.Node, columns: int) -> fx.Node:
+        """The section in the shape that the undivided product has in front of the split."""
+        if whole is self.product:
+            return section
+        sizes: Any = whole.args[1]
+        return self.builder.call(aten.view.default, section, [*sizes[:-1], columns])
+
+    def _as_matrix(self, part: fx.Node, source: fx.Node) -> fx.Node:
+        """A section of the gradient as a matrix ``[N, columns]``."""
+        matrix = source.all_input_nodes[0] if source.target is aten.permute.default else source
+        if matrix is self.gradient:
+            return part
+        sizes: Any = matrix.args[1]
+        columns = part.meta["val"].shape[-1]
+        return self.builder.call(aten.reshape.default, part, [*sizes[:-1], columns])

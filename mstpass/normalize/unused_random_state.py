@@ -1,0 +1,59 @@
+"""Give attention's backward zeros in place of a random generator's state that it does not read.
+
+Some attention ops return, besides their result, the state of the generator from which their forward
+drew its dropout; the backward draws the same numbers from it. Without dropout nobody reads it. It
+has no heads, so a loop over heads could neither slice nor stack it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.heads import is_attention, is_attention_item, result_has_heads
+from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.sizes import is_static
+from mstpass.graph.token_rules.arguments import argument
+
+aten = torch.ops.aten
+
+
+def unused_random_state(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+    """Replace the state that backwards of attention without dropout are given, in a copy.
+
+    Returns:
+        The copy and the names of the backwards in it that read zeros now; the graph itself if there
+        is no such state.
+    """
+    if not any(_is_unused_state(node) for node in joint.nodes):
+        return joint, frozenset()
+    new = joint.copy()
+    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
+    readers: set[str] = set()
+    for node in new.nodes:
+        value = value_of(node)
+        if value is not None and _is_unused_state(node):
+            with builder.graph.inserting_before(node.next):
+                kind = {"dtype": value.dtype, "device": value.device}
+                zero = builder.call(aten.full.default, list(value.shape), 0, **kind)
+            readers.update(user.name for user in node.users)
+            node.replace_all_uses_with(zero)
+            builder.graph.erase_node(node)
+    new.module.graph.lint()
+    new.module.recompile()
+    return JointGraph(new.module, new.num_fwd_outputs), frozenset(readers)
+
+
+def _is_unused_state(node: fx.Node) -> bool:
+    """Whether only backwards of attention read the node, a state from which they do not draw."""
+    if not is_attention_item(node) or result_has_heads(node.all_input_nodes[0], node.args[1]):  # type: ignore[arg-type]
+        return False
+    value = value_of(node)
+    readers = list(node.users)
+    return (
+        value is not None
+        and is_static(value)
+        and bool(readers)
+        and all(is_attention(n) and argument(n, "dropout_p") == 0 for n in readers)
+    )

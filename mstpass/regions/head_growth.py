@@ -1,0 +1,265 @@
+"""Grow a region of heads from an attention product: to all that is computed head by head.
+
+Pseudo-code::
+
+    add(attention's result)
+    until nothing changes, for each member with heads:
+        add its operands with heads that an op computes
+        add its users, with heads or as a sum over heads
+    add the nodes that only add sums over heads up
+
+A user or an operand whose op mixes heads stays outside. The values between it and the members are
+then read in slices, or stacked by the loop. No path may leave the members and come back, as from
+the queries through a norm over all heads: the region then begins after that path.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections import deque
+from collections.abc import Mapping, Set
+
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.collectives import is_collective, is_wait
+from mstpass.graph.heads import (
+    HeadDim,
+    forward_of,
+    is_attention,
+    is_sum_of_sums,
+    operand_heads,
+    result_heads,
+    summed_heads,
+)
+from mstpass.graph.joint import JointGraph
+from mstpass.graph.sizes import is_size
+from mstpass.graph.token_rules import OperandSpecs
+from mstpass.graph.tokens import SUM, CannotTake, Refusal, Sum
+from mstpass.regions.attention_seeds import Seed
+
+Held = HeadDim | Sum
+ANOTHER = "already belongs to another region"
+ONCE = "a collective runs once on all heads, in step with the other ranks"
+OTHER_ATTENTION = "another attention reads the same keys and values"
+ROUND_TRIP = "is computed from all heads, and the heads need it again"
+
+
+class RoundTrip(CannotTake):
+    """A path leaves the region and comes back; ``sources`` are the members at which it begins."""
+
+    def __init__(self, node: fx.Node, reason: str, sources: Set[fx.Node]):
+        super().__init__(node, reason)
+        self.sources = sources
+
+
+def grow(joint: JointGraph, seed: Seed, num_heads: int, taken: Set[fx.Node]) -> HeadGrowth:
+    """The region around a seed, in which ``num_heads`` heads are told apart.
+
+    Where a path leaves the region and comes back, the members at which it begins are left out, so
+    that the region begins after the path: after a norm over all heads, for example.
+
+    Raises:
+        CannotTake: there is no such region.
+    """
+    left_out: dict[fx.Node, str] = {}
+    while True:
+        growth = HeadGrowth(joint, num_heads, taken, left_out)
+        try:
+            growth.grow(seed.node, HeadDim(seed.held.dim, seed.num_heads // num_heads))
+        except RoundTrip as trip:
+            if seed.node in trip.sources or left_out.keys() & trip.sources:
+                raise
+            left_out.update(dict.fromkeys(trip.sources, trip.reason))
+        else:
+            return growth
+
+
+class HeadGrowth:
+    """A region of heads while it grows.
+
+    Args:
+        left_out: nodes that are no members, with the reason.
+
+    Attributes:
+        held: where each member holds its heads; SUM for a sum over heads.
+        sliced: the same of the values that the members read, but that are no members.
+        barriers: why nodes that read members, or that members read, are none themselves.
+    """
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        num_heads: int,
+        taken: Set[fx.Node],
+        left_out: Mapping[fx.Node, str] | None = None,
+    ):
+        self.joint, self.num_heads, self.taken = joint, num_heads, taken
+        self.left_out = left_out or {}
+        self.held: dict[fx.Node, Held] = {}
+        self.sliced: dict[fx.Node, HeadDim] = {}
+        self.barriers: dict[fx.Node, str] = {}
+        self._queue: deque[fx.Node] = deque()
+
+    def grow(self, seed: fx.Node, held: HeadDim) -> None:
+        """Add the seed and all that is computed head by head with it.
+
+        Raises:
+            RoundTrip: see ``_check_round_trips``.
+            CannotTake: a member's heads do not come apart.
+        """
+        self._put(seed, held)
+        while self._queue:
+            node = self._queue.popleft()
+            self._pull_operands(node)
+            self._push_users(node)
+        self._add_sums()
+        self._check_members()
+        self._check_round_trips()
+
+    def operand_heads(self, node: fx.Node) -> OperandSpecs:
+        """Where a member's operands hold their heads; those of a sum of sums are left out.
+
+        Raises:
+            CannotTake: the node's op mixes heads.
+        """
+        held = self.held[node]
+        if isinstance(held, HeadDim):
+            found = operand_heads(node, held, self.num_heads)
+            if isinstance(found, Refusal):
+                raise CannotTake(node, found.reason)
+            return found
+        for operand in node.all_input_nodes:
+            source = self.held.get(operand)
+            if isinstance(source, HeadDim):
+                return summed_heads(node, operand, source)
+        return {}
+
+    # ---- growing -------------------------------------------------------------------------------
+    def _put(self, node: fx.Node, held: Held) -> None:
+        if node not in self.held:
+            if node in self.taken or node in self.left_out:
+                raise CannotTake(node, self.left_out.get(node, ANOTHER))
+            self.held[node] = held
+            self._queue.append(node)
+        elif self.held[node] != held:
+            raise CannotTake(node, f"holds its heads in {self.held[node]} and in {held}")
+
+    def _pull_operands(self, node: fx.Node) -> None:
+        for operand, held in self.operand_heads(node).items():
+            if not isinstance(held, HeadDim):
+                continue
+            reason = self._why_not(operand, held)
+            if reason is None:
+                self._put(operand, held)
+                continue
+            if self.sliced.setdefault(operand, held) != held:
+                raise CannotTake(operand, "is read along several dims")
+            if operand.op == "call_function":
+                self.barriers[operand] = reason
+
+    def _why_not(self, operand: fx.Node, held: HeadDim) -> str | None:
+        """Why an operand cannot be computed head by head; None if it can."""
+        if operand.op != "call_function":
+            return f"is a {operand.op}"
+        outside = self._why_outside(operand)
+        if outside is not None:
+            return outside
+        needs = operand_heads(operand, held, self.num_heads)
+        if isinstance(needs, Refusal):
+            return needs.reason
+        if operand.target is operator.getitem:  # an item joins with the op that returns it
+            ((source, of_source),) = needs.items()
+            assert isinstance(of_source, HeadDim)
+            return self._why_not(source, of_source)
+        return None
+
+    def _why_outside(self, node: fx.Node) -> str | None:
+        """Why a node can be no member, whatever its op; None if it can."""
+        if is_collective(node) or is_wait(node):
+            return ONCE
+        if node in self.taken or node in self.left_out:
+            return self.left_out.get(node, ANOTHER)
+        if is_attention(node) and forward_of(node) not in self.held:
+            return OTHER_ATTENTION
+        return None
+
+    def _push_users(self, member: fx.Node) -> None:
+        held = self.held[member]
+        if not isinstance(held, HeadDim) or ops.is_constant(member):  # it may serve all layers
+            return
+        for user in self.joint.users(member):
+            if user in self.held or user.op == "output":
+                continue
+            outside = self._why_outside(user)
+            result: Held | Refusal = Refusal(outside or "")
+            if outside is None:
+                result = result_heads(user, member, held, self.num_heads)
+            if isinstance(result, HeadDim):
+                needs = operand_heads(user, result, self.num_heads)
+                if isinstance(needs, Refusal):
+                    result = needs
+            if isinstance(result, Refusal):
+                self.barriers[user] = result.reason
+                continue
+            self._put(user, result)
+
+    # ---- sums over heads -----------------------------------------------------------------------
+    def _add_sums(self) -> None:
+        """Add what adds up several sums over heads, so that the loop returns one of them."""
+        added: list[fx.Node] = []
+        index, nodes = self.joint.index, self.joint.nodes
+        readers = [index[user] for n, held in self.held.items() if held == SUM for user in n.users]
+        heapq.heapify(readers)
+        while readers:
+            node = nodes[heapq.heappop(readers)]
+            sums = {n for n in node.all_input_nodes if self.held.get(n) == SUM}
+            if node not in self.held and node.op != "output" and self._joins(node, sums):
+                self.held[node] = SUM
+                added.append(node)
+                for user in node.users:
+                    heapq.heappush(readers, index[user])
+        for node in reversed(added):  # a view that leads to no such sum stays outside
+            several = sum(not is_size(n) for n in node.all_input_nodes) > 1
+            if not several and not any(user in self.held for user in node.users):
+                del self.held[node]
+
+    def _joins(self, node: fx.Node, sums: set[fx.Node]) -> bool:
+        same_phase = len({n in self.joint.backward for n in (node, *sums)}) == 1
+        alone = all(user is node or user in self.held for n in sums for user in n.users)
+        return same_phase and alone and is_sum_of_sums(node, sums)
+
+    # ---- paths that leave the region and come back ---------------------------------------------
+    def _check_members(self) -> None:
+        """Check what each member reads, now that all are known.
+
+        Raises:
+            CannotTake: a member needs all heads of another one.
+        """
+        for node in self.joint.sorted(self.held):
+            for operand, needed in self.operand_heads(node).items():
+                held = self.held.get(operand, self.sliced.get(operand))
+                in_loop = (node in self.joint.backward) == (operand in self.joint.backward)
+                if held != needed and (isinstance(held, HeadDim) or (held == SUM and in_loop)):
+                    raise CannotTake(node, f"every head needs all of {operand.name}")
+
+    def _check_round_trips(self) -> None:
+        """Check that no loop needs what is computed from its own results.
+
+        Raises:
+            RoundTrip: a node outside lies between two members of one phase.
+        """
+        index = self.joint.index
+        for backward in (False, True):
+            part = {n for n in self.held if (n in self.joint.backward) == backward}
+            outside: dict[fx.Node, fx.Node] = {}  # what depends on the part: the first on its path
+            places = [index[node] for node in part] or [0]
+            for node in self.joint.nodes[min(places) : max(places) + 1]:
+                before = [outside[n] for n in node.all_input_nodes if n in outside]
+                if node in part and before:
+                    first = before[0]
+                    sources = {n for n in first.all_input_nodes if n in part}
+                    raise RoundTrip(first, self.barriers.get(first, ROUND_TRIP), sources)
+                if node not in part and (before or any(n in part for n in node.all_input_nodes)):
+                    outside[node] = before[0] if before else node

@@ -1,0 +1,132 @@
+"""Attention's loops over heads as modes of the partition problem: when they are taken, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mstpass import pipeline, pipeline_stages
+from mstpass.loops import attention_modes
+from mstpass.memory.simulate_graph import simulate_step
+from mstpass.options import Options
+from mstpass.partition.budget import memory_of
+from mstpass.partition.solve import solve
+from tests.attention_models import HEADS, WIDTH, Form, LatentLayer, Layer
+from tests.checks import check_against_float64, joint_graph, kinds
+
+pytestmark = pytest.mark.op_by_op
+
+FULL = pytest.mark.full
+LLAMA = Form(kv_heads=2, rope="halves", mask="causal")
+TOKENS = (2, 512)
+
+
+def _input() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(*TOKENS, WIDTH, requires_grad=True)
+
+
+def _planned(form: Form, budget: float | str) -> pipeline.Result:
+    torch.manual_seed(0)
+    model = Layer(form)
+    module, outputs = joint_graph(lambda x: model(x).square().mean(), _input())
+    options = Options(memory_budget=budget, reconstruct="off", strict=True)
+    return pipeline.run(module, options, num_fwd_outputs=outputs)
+
+
+def test_the_least_memory_is_that_of_a_group_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        pipeline_stages,
+        "add_second_rematerialization",
+        lambda modules, memory, _: (modules, memory),
+    )
+    form = dataclasses.replace(LLAMA, kv_heads=HEADS)
+    result = _planned(form, 0.0)
+    (region,) = result.outcome.regions
+    assert (region.kind, region.mode, region.axis) == ("attention", "recompute", "heads")
+    assert region.num_chunks == HEADS
+    assert result.problem is not None and result.modules is not None
+    real = simulate_step(*(module.graph for module in result.modules))
+    plan, *_ = solve(result.problem, Options(memory_budget=0.0), None, "")
+    planned = memory_of(result.problem, plan)
+    assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
+    assert planned.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.01)
+    monkeypatch.setattr(attention_modes, "attention_candidates", lambda *_: ([], []))
+    without = _planned(form, 0.0)
+    assert without.outcome.peak_bytes and not without.outcome.regions
+    assert real.peak_bytes < 0.85 * without.outcome.peak_bytes
+
+
+def test_attention_stays_whole_without_a_budget() -> None:
+    result = _planned(LLAMA, "free")
+    assert not result.outcome.regions and not result.outcome.rejections
+
+
+@pytest.mark.parametrize(
+    ("form", "autocast"),
+    [
+        (LLAMA, None),
+        pytest.param(Form(fused="sections", bias=True), None, marks=FULL),
+        pytest.param(LLAMA, "cpu", marks=FULL),
+        pytest.param(Form(kernel="matmul", norm="head", mask="sink"), None, marks=FULL),
+        pytest.param(Form(norm="all", mask="window"), "cpu", marks=FULL),
+        pytest.param(dataclasses.replace(LLAMA, kv_heads=1), None, marks=FULL),
+    ],
+)
+def test_gradients(form: Form, autocast: str | None) -> None:
+    torch.manual_seed(0)
+    model = Layer(form)
+    report = check_against_float64(
+        model,
+        lambda model: lambda x: model(x).square().mean(),
+        [_input()],
+        autocast=autocast,
+        memory_budget=0.0,
+    )
+    assert ("attention", "recompute") in kinds(report)
+
+
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=FULL)])
+def test_latent_attention(padded: bool) -> None:
+    torch.manual_seed(0)
+    report = check_against_float64(
+        LatentLayer(padded),
+        lambda model: lambda x: model(x).square().mean(),
+        [_input()],
+        memory_budget=0.0,
+    )
+    assert kinds(report) == [("attention", "recompute")]
+    assert report.regions[0].num_chunks == HEADS
+
+
+@pytest.mark.full
+def test_checkpointed_attention() -> None:
+    torch.manual_seed(0)
+    model = Layer(LLAMA)
+
+    def loss_of(model: nn.Module):  # type: ignore[no-untyped-def]
+        return lambda x: checkpoint(model, x, use_reentrant=False).square().mean()
+
+    report = check_against_float64(model, loss_of, [_input()], memory_budget=0.0)
+    assert kinds(report) == [("attention", "recompute")]
+
+
+def test_every_layer_of_a_hugging_face_llama() -> None:
+    """The gradient of ``rotate_half`` has zeros that are one constant for all layers."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 200}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(**sizes, **heads, num_hidden_layers=2)
+    torch.manual_seed(0)
+    model, ids = transformers.LlamaForCausalLM(config), torch.randint(200, (1, 1024))
+    report = check_against_float64(
+        model,
+        lambda model: lambda ids: model(input_ids=ids, labels=ids).loss,
+        [ids],
+        memory_budget=0.0,
+    )
+    assert kinds(report).count(("attention", "recompute")) == 2, report.rejections

@@ -1,0 +1,295 @@
+"""Attention in loops over groups of heads: what is taken, what is refused, and the gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from mstpass.graph.heads import HeadDim, is_attention, is_product, through_view
+from mstpass.graph.joint import JointGraph
+from mstpass.graph.tokens import Refusal
+from mstpass.loops.apply_plans import apply_plans
+from mstpass.loops.region_facts import RegionFacts
+from mstpass.loops.region_loops import region_loops
+from mstpass.normalize.bias_after_product import bias_after_product
+from mstpass.normalize.products_by_section import products_by_section
+from mstpass.plans import ChunkPlan, LoopPlan, Region
+from mstpass.regions.attention import detect_attention
+from mstpass.torch_internals.fake_tensors import FakeTensorMode
+from tests.attention_models import HEADS, WIDTH, Form, Layer
+from tests.checks import Seeded, joint_graph
+
+aten = torch.ops.aten
+FULL = pytest.mark.full
+TOKENS = (2, 16)
+
+
+# ---- helpers -------------------------------------------------------------------------------------
+@pytest.fixture(autouse=True)
+def _float64_attention() -> None:
+    """These tests run in float64."""
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 16, 8, dtype=torch.float64)
+        logsumexp = aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)[1]
+    if logsumexp.dtype != torch.float64:
+        pytest.skip("torch 2.11 says that the logarithms of float64 attention are float32")
+
+
+def traced(form: Form, cross: bool = False) -> JointGraph:
+    """The joint graph of a layer in float64, prepared as the pipeline prepares it."""
+    torch.manual_seed(0)
+    model = Layer(form).double()
+    inputs = [torch.randn(*TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)]
+    if cross:
+        inputs.append(torch.randn(2, 24, WIDTH, dtype=torch.float64, requires_grad=True))
+
+    def step(*args: Tensor) -> Tensor:
+        return model(*args).square().mean()
+
+    joint, _ = products_by_section(JointGraph(*joint_graph(step, *inputs)))
+    return bias_after_product(joint)[0]
+
+
+def plan_of(
+    joint: JointGraph, region: Region, heads: int, kept: Callable[[fx.Node], bool] | None = None
+) -> ChunkPlan:
+    """The region in loops over groups of this many heads.
+
+    ``kept`` says which products backward may not compute again; None: all of them may be.
+    """
+    facts = RegionFacts(joint, region)
+    products = frozenset(n.name for n in facts.specs if is_product(n) and not (kept and kept(n)))
+    loops = region_loops(facts, "save" if kept else "recompute", products)
+    return ChunkPlan(
+        kind=region.kind,
+        mode=loops.mode,
+        source=region.source,
+        num_tokens=region.num_tokens,
+        chunk_tokens=heads,
+        num_chunks=region.num_tokens // heads,
+        bytes_before=facts.bytes_before,
+        bytes_after=0,
+        loops=loops.loops,
+        saved=tuple(node.name for node in loops.saved),
+        members=region.members,
+        axis=region.axis,
+    )
+
+
+def results(module: fx.GraphModule) -> list[Tensor]:
+    """What a joint graph returns for random inputs, the same ones for equal placeholders."""
+    torch.manual_seed(1)
+    inputs: list[Any] = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        value = node.meta["val"]
+        inputs.append(torch.randn(value.shape, dtype=value.dtype))
+    returned = pytree.tree_leaves(Seeded(module).run(*inputs))
+    return [value for value in returned if isinstance(value, Tensor)]
+
+
+def check_loops(joint: JointGraph, region: Region) -> ChunkPlan:
+    """Run the graph with its loops, in several modes and lengths, against the graph without."""
+    exact = results(joint.module)
+    kept: tuple[Callable[[fx.Node], bool] | None, ...] = (
+        None,
+        lambda node: "attention" in str(node.target),
+        lambda node: True,
+    )
+    for heads in {1, region.num_tokens // 2}:
+        for which in kept:
+            plan = plan_of(joint, region, heads, which)
+            loops = results(apply_plans(joint, [plan]).module)
+            for value, right in zip(loops, exact, strict=True):
+                assert (value - right).norm() <= 1e-9 * right.norm()
+    return plan_of(joint, region, 1)
+
+
+def _sources(joint: JointGraph, loop: LoopPlan) -> set[str]:
+    """The ops of what a loop reads in slices; "placeholder" for inputs of the step."""
+    nodes = (joint.by_name[item.node] for item in loop.inputs if item.spec)
+    return {str(n.target).split(".")[1] if n.op == "call_function" else n.op for n in nodes}
+
+
+def _kinds(joint: JointGraph, loop: LoopPlan) -> tuple[int, int]:
+    """How many outputs a loop stacks, and how many it sums."""
+    stacked = sum(item.spec is not None for item in loop.outputs)
+    return stacked, len(loop.outputs) - stacked
+
+
+# ---- what is taken -------------------------------------------------------------------------------
+LLAMA = Form(kv_heads=2, rope="halves", mask="causal")
+
+
+@pytest.mark.parametrize(
+    ("form", "num_heads"),
+    [
+        pytest.param(LLAMA, 2, id="grouped queries"),
+        pytest.param(
+            Form(kernel="matmul", kv_heads=2, bias=True, norm="head", mask="causal"),
+            2,
+            id="written out",
+        ),
+        pytest.param(Form(rope="pairs", mask="window", bias=True), 4, id="window", marks=FULL),
+        pytest.param(Form(lora=4, rope="halves"), 4, id="low rank", marks=FULL),
+        pytest.param(Form(kernel="matmul", mask="sink", cap=5.0), 4, id="sinks", marks=FULL),
+        pytest.param(Form(kernel="matmul", mask="heads"), 4, id="bias by head", marks=FULL),
+        pytest.param(Form(mask="heads"), 4, id="mask by head", marks=FULL),
+        pytest.param(Form(fused="heads", norm="head"), 4, id="fused by head", marks=FULL),
+        pytest.param(
+            Form(fused="sections", bias=True, rope="halves", mask="causal"), 4, id="in sections"
+        ),
+        pytest.param(
+            dataclasses.replace(LLAMA, shared_kv=True), 2, id="shared keys and values", marks=FULL
+        ),
+    ],
+)
+def test_projections_and_attention_are_one_loop(form: Form, num_heads: int) -> None:
+    """Only weights are sliced, and only their gradients stacked."""
+    joint = traced(form)
+    (region,), rejections = detect_attention(joint)
+    assert not rejections and region.num_tokens == num_heads
+    plan = check_loops(joint, region)
+    forward, backward = plan.loops
+    weights = {"placeholder", "slice"} if form.fused == "sections" else {"placeholder"}
+    assert _sources(joint, forward) <= weights
+    assert _kinds(joint, forward) == (0, 1 + (form.lora > 0))
+    assert _sources(joint, backward) <= weights
+    # The gradient of the input; besides it, those of what all heads share.
+    shared = 2 * (form.norm == "head") + (3 if form.lora else 0)
+    assert _kinds(joint, backward)[1] == 1 + shared
+
+
+@pytest.mark.full
+def test_one_head_of_keys_is_shared_by_all_groups() -> None:
+    joint = traced(dataclasses.replace(LLAMA, kv_heads=1))
+    (region,), _ = detect_attention(joint)
+    assert region.num_tokens == HEADS
+    plan = check_loops(joint, region)
+    assert _kinds(joint, plan.loops[1])[1] == 3  # gradients of the input, of keys and of values
+
+
+@pytest.mark.full
+def test_cross_attention_sums_two_gradients() -> None:
+    joint = traced(Form(), cross=True)
+    (region,), _ = detect_attention(joint)
+    plan = check_loops(joint, region)
+    assert _kinds(joint, plan.loops[1])[1] == 2
+
+
+@pytest.mark.full
+def test_two_attentions_that_share_their_keys() -> None:
+    """Each has its own loops; the second one reads the keys and values of the first in slices."""
+    torch.manual_seed(0)
+    first, second = (Layer(Form(mask="causal")).double() for _ in range(2))
+    x = torch.randn(*TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        q, k, v = (p(x).view(*TOKENS, HEADS, -1).transpose(1, 2) for p in projections(first))
+        y = x + merged(first, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        q = second.attention.q(y).view(*TOKENS, HEADS, -1).transpose(1, 2)
+        return merged(second, F.scaled_dot_product_attention(q, k, v)).square().mean()
+
+    joint = JointGraph(*joint_graph(step, x))
+    regions, rejections = detect_attention(joint)
+    assert len(regions) == 2 and not rejections
+    for region in regions:
+        check_loops(joint, region)
+
+
+def projections(layer: Layer) -> tuple[nn.Module, nn.Module, nn.Module]:
+    return layer.attention.q, layer.attention.k, layer.attention.v
+
+
+def merged(layer: Layer, heads: Tensor) -> Tensor:
+    return layer.attention.out(heads.transpose(1, 2).flatten(2))
+
+
+def test_a_norm_over_all_heads_stays_outside() -> None:
+    """The region begins after it: the queries and keys are read in slices."""
+    joint = traced(Form(norm="all", mask="causal"))
+    (region,), rejections = detect_attention(joint)
+    assert not rejections
+    plan = check_loops(joint, region)
+    assert _sources(joint, plan.loops[0]) > {"placeholder"}
+    members = dict(region.members)
+    means = [n for n in joint.nodes if "mean" in str(n.target)]
+    assert means and not any(n.name in members for n in means)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+def test_dropout_in_attention_is_refused_by_name() -> None:
+    joint = traced(LLAMA)
+    for node in joint.nodes:
+        if is_attention(node):
+            node.update_arg(joint_argument(node, "dropout_p"), 0.1)
+    regions, (rejection,) = detect_attention(joint)
+    assert not regions and "dropout in attention" in rejection.reason
+
+
+def joint_argument(node: fx.Node, name: str) -> int:
+    """The position of an argument."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    return [argument.name for argument in arguments].index(name)
+
+
+@pytest.mark.full
+def test_the_mask_of_dropout_is_drawn_for_all_heads_at_once() -> None:
+    joint = traced(Form(kernel="matmul", dropout=0.1))
+    (region,), _ = detect_attention(joint)
+    members = dict(region.members)
+    drawn = [n.name for n in joint.nodes if "random" in str(n.target)]
+    assert drawn and not members.keys() & set(drawn)
+    check_loops(joint, region)
+
+
+def test_members_of_other_regions_are_left_to_them() -> None:
+    joint = traced(LLAMA)
+    (whole,), _ = detect_attention(joint)
+    (product,) = (
+        n
+        for n, spec in whole.members
+        if spec is None and n in whole.outputs and n not in whole.backward
+    )
+    (region,), _ = detect_attention(joint, {joint.by_name[product]})
+    assert product not in dict(region.members)
+    check_loops(joint, region)
+
+
+# ---- views ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("ins", "outs", "held", "result"),
+    [
+        ([6, 32], [6, 4, 8], (1, 8), (1, 1)),
+        ([6, 4, 8], [6, 32], (1, 1), (1, 8)),
+        ([2, 4, 3, 6, 8], [2, 12, 6, 8], (1, 1), (1, 3)),
+        ([2, 12, 6, 8], [2, 4, 3, 6, 8], (1, 3), (1, 1)),
+        ([2, 4, 6, 8], [8, 6, 8], (1, 1), (0, 1)),  # [B * heads, ...]
+        ([8, 6, 8], [2, 4, 6, 8], (0, 1), (1, 1)),
+        ([6, 96], [6, 3, 4, 8], (1, 8), (2, 1)),  # three rounds of heads
+        ([6, 96], [6, 4, 24], (1, 24), (1, 1)),  # head by head
+        ([6, 32], [6, 8, 4], (1, 8), (1, 2)),
+        ([2, 12, 6], [2, 6, 2, 6], (1, 3), None),  # heads in parts of a dim
+        ([6, 32], [192], (1, 8), (0, 8)),
+    ],
+)
+def test_views(
+    ins: list[int], outs: list[int], held: tuple[int, int], result: tuple[int, int] | None
+) -> None:
+    found = through_view(ins, outs, HeadDim(*held), num_heads=4)
+    assert isinstance(found, Refusal) if result is None else found == result
+    x = torch.arange(torch.Size(ins).numel()).view(ins)
+    if result is not None:  # certificate: a head's elements are the same ones before and after
+        assert all(_of_head(x, held, h) == _of_head(x.view(outs), result, h) for h in range(4))
+
+
+def _of_head(x: Tensor, held: tuple[int, int], head: int) -> set[int]:
+    dim, inner = held
+    apart = x.unflatten(dim, (-1, 4, inner))
+    return set(apart.select(dim + 1, head).flatten().tolist())

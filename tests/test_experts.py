@@ -1,0 +1,116 @@
+"""Products of experts run in chunks of the rows that are sorted by expert."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mstpass.graph.grouped_products import add_grouped_, grouped_rows, grouped_sums
+from tests.checks import check_against_float64, errors, gradients, in_float64, kinds
+from tests.expert_models import WIDTH, Experts, Form
+
+pytestmark = pytest.mark.op_by_op
+
+TOKENS = (2, 300)
+FORMS = {
+    "mixtral": Form(),
+    "gpt-oss": Form(bias=True, clamp=True),
+    "deepseek": Form(shared=True),
+    "plain": Form(gate="none"),
+    "empty expert": Form(routing="empty"),
+    "one expert": Form(routing="one"),
+    "added": Form(joined="added", gate="apart", early=True),
+}
+
+
+def _input() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(*TOKENS, WIDTH, requires_grad=True)
+
+
+def _loss(model: nn.Module):  # type: ignore[no-untyped-def]
+    return lambda x: model(x).square().mean()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("options", [{"memory_budget": 0.0}, {"chunk_tokens": 128}], ids=str)
+def test_gradients(form: Form, options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    report = check_against_float64(Experts(form), _loss, [_input()], **options)
+    assert "mlp" in [kind for kind, _ in kinds(report)], report.rejections
+    assert not report.rejections
+
+
+NATIVE = Form(products="native", joined="added", gate="apart")
+
+
+@pytest.mark.parametrize("form", [NATIVE, Form(bias=True)], ids=["native", "biased"])
+@pytest.mark.parametrize("options", [{"memory_budget": 0.0}, {"chunk_tokens": 128}], ids=str)
+def test_bfloat16(form: Form, options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    model, x = Experts(form).bfloat16(), _input().detach().bfloat16().requires_grad_()
+    report = check_against_float64(model, _loss, [x], **options)
+    assert kinds(report) and not report.rejections
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_any_number_of_tokens(dynamic: bool | None) -> None:
+    """A batch without tokens for an expert, one shorter than a chunk, and lengths around it."""
+    torch.manual_seed(0)
+    model = Experts(Form())
+    step = torch.compile(
+        _loss(model),
+        backend="mst",
+        fullgraph=True,
+        dynamic=dynamic,
+        options={"strict": True, "chunk_tokens": 64, "memory_budget": 0.0},
+    )
+    for tokens in (300, 97, 7, 32, 33, 1):
+        x = torch.randn(2, tokens, WIDTH, requires_grad=True)
+        wide_model, wide_inputs = in_float64(model, [x])
+        exact = gradients(wide_model, _loss(wide_model), wide_inputs)
+        eager = errors(gradients(model, _loss(model), [x]), exact)
+        ours = errors(gradients(model, step, [x]), exact)
+        assert all(mine <= theirs + 1e-6 for mine, theirs in zip(ours, eager, strict=True)), tokens
+
+
+def test_two_layers_under_a_checkpoint() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Experts(Form()), Experts(Form(shared=True, bias=True, clamp=True)))
+    report = check_against_float64(
+        model,
+        lambda model: lambda x: checkpoint(model, x, use_reentrant=False).square().mean(),
+        [_input()],
+        memory_budget=0.0,
+    )
+    assert kinds(report)
+
+
+def test_layers_share_no_region() -> None:
+    """The zeros of a clamp's gradient are one constant for both layers."""
+    torch.manual_seed(0)
+    form = Form(bias=True, clamp=True)
+    model = nn.Sequential(Experts(form), Experts(form))
+    report = check_against_float64(model, _loss, [_input()], chunk_tokens=128)
+    assert kinds(report) == [("mlp", "save")] * 2 and not report.rejections
+
+
+def test_rows_outside_of_all_experts_are_zero() -> None:
+    """``ends`` may stop before the last row, as with experts of other ranks."""
+    rows, weights = torch.randn(10, 4), torch.randn(3, 4, 5)
+    positions, ends = torch.arange(10), torch.tensor([2, 2, 7], dtype=torch.int32)
+    whole = grouped_rows(rows, weights, positions, ends)
+    chunks = [grouped_rows(rows[i : i + 3], weights, positions[i : i + 3], ends) for i in (0, 3, 6)]
+    torch.testing.assert_close(whole[:9], torch.cat(chunks))
+    assert whole[7:].eq(0).all() and not whole[:7].eq(0).any()
+    other = torch.randn(10, 5)
+    total = torch.full((3, 4, 5), torch.nan)
+    for number, i in enumerate((0, 3, 6, 9)):
+        part = slice(i, i + 3)
+        add_grouped_(total, rows.t()[:, part], other[part], positions[part], ends, number)
+    sums = grouped_sums(rows.t(), other, positions, ends, torch.float32)
+    torch.testing.assert_close(total, sums)
+    torch.testing.assert_close(sums[2], rows[2:7].t() @ other[2:7])
+    assert sums[1].eq(0).all()
