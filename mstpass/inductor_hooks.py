@@ -84,8 +84,12 @@ def _sources_hash() -> str:
 
 
 def uuid(options: Options, loops_in_backward: bool = True) -> str:
-    """A cache key of all that decides a plan besides the graph: sources, options, stored costs."""
-    key = f"mstpass-{_sources_hash()}-{options.fingerprint()}-{device_costs.fingerprint()}"
+    """A cache key of all that decides a plan besides the graph: sources, options, stored costs.
+
+    So does the number of threads, with which attention's workspace grows on the CPU.
+    """
+    decides = _sources_hash(), options.fingerprint(), device_costs.fingerprint()
+    key = f"mstpass-{'-'.join(decides)}-{torch.get_num_threads()}"
     return key if loops_in_backward else f"{key}-forward-loops"
 
 

@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from mstpass.inductor_hooks import uuid
+from mstpass.options import Options
 
 FULL = pytest.mark.full
 PROGRAM = """
@@ -73,3 +77,14 @@ def test_second_process_hits_the_caches(tmp_path: Path, dynamic: bool, mlp: bool
     assert cold["text"] == warm["text"]
     assert cold["details"] and cold["details"] == warm["details"]
     assert (cold["gradient"], cold["norm"]) == (warm["gradient"], warm["norm"])
+
+
+def test_a_plan_is_that_of_so_many_threads() -> None:
+    """With more threads attention needs more memory: a plan made for fewer may exceed a budget."""
+    before, threads = uuid(Options()), torch.get_num_threads()
+    assert uuid(Options()) == before
+    torch.set_num_threads(threads + 1)
+    try:
+        assert uuid(Options()) != before
+    finally:
+        torch.set_num_threads(threads)
