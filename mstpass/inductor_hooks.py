@@ -88,8 +88,8 @@ def uuid(options: Options, loops_in_backward: bool = True) -> str:
 
     So does the number of threads, with which attention's workspace grows on the CPU.
     """
-    decides = _sources_hash(), options.fingerprint(), device_costs.fingerprint()
-    key = f"mstpass-{'-'.join(decides)}-{torch.get_num_threads()}"
+    plan = f"{options.fingerprint()}-{device_costs.fingerprint()}"
+    key = f"mstpass-{_sources_hash()}-{torch.get_num_threads()}-{plan}"
     return key if loops_in_backward else f"{key}-forward-loops"
 
 
