@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from mstpass.graph.buffer_ops import is_written_in_place
 from mstpass.graph.grouped_products import add_grouped_, grouped_rows, grouped_sums
 from tests.checks import check_against_float64, errors, gradients, in_float64, kinds
 from tests.expert_models import WIDTH, Experts, Form
@@ -114,3 +115,17 @@ def test_rows_outside_of_all_experts_are_zero() -> None:
     torch.testing.assert_close(total, sums)
     torch.testing.assert_close(sums[2], rows[2:7].t() @ other[2:7])
     assert sums[1].eq(0).all()
+
+
+@pytest.mark.parametrize(("shape", "in_place"), [((3, 4, 5), True), ((12, 5), False)])
+def test_sums_in_another_shape_get_a_buffer_of_their_own(
+    shape: tuple[int, ...], in_place: bool
+) -> None:
+    """``add_grouped_`` tells the experts by the first dim of the loop's buffer."""
+    graph = fx.Graph()
+    operands = [graph.placeholder(name) for name in ("left", "right", "positions", "ends")]
+    sums = graph.call_function(grouped_sums, (*operands, torch.float32))
+    result = graph.call_function(torch.ops.aten.view.default, (sums, list(shape)))
+    graph.output((result,))
+    sums.meta["val"], result.meta["val"] = torch.empty(3, 4, 5), torch.empty(shape)
+    assert is_written_in_place(result) == in_place

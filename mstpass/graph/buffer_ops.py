@@ -114,9 +114,11 @@ def parts_in_place(result: fx.Node) -> list[fx.Node]:
 
 
 def _has_shape_of(product: fx.Node, result: fx.Node) -> bool:
-    """Whether the buffer can be viewed as the product, by its rank."""
+    """Whether the buffer can be viewed as the product, by its rank; that of experts must be it."""
     shape, other = product.meta["val"].shape, result.meta["val"].shape
-    return len(shape) != len(other) or same_shape(shape, other)
+    if len(shape) != len(other):
+        return product.target is not grouped_sums
+    return same_shape(shape, other)
 
 
 def is_product(node: fx.Node) -> bool:

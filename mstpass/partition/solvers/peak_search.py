@@ -29,8 +29,8 @@ Attention is whole until a budget asks for its loops, which take time. Three *fa
 have each a sequence of their own: without such loops, with those that keep what backward needs, and
 with all of them. The fastest plan within the budget is taken.
 
-A peak is the one that is left once backward computes some cheap values twice (memory/
-repeated_values.py).
+A peak is the one that is left once backward computes some cheap values twice
+(memory/repeated_values.py).
 """
 
 from __future__ import annotations
