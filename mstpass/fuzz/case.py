@@ -153,6 +153,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"solver": "greedy", "memory_budget": 0.3},
     "recompute all": {"solver": "recompute_all", "chunk_tokens": 4},
     "save all": {"solver": "save_all", "chunk_tokens": 4},
+    "over heads": {"solver": "recompute_all", "chunk_tokens": 4, "memory_budget": 0.0},
 }
 
 
