@@ -44,6 +44,8 @@ class Gpu:
         flops_per_us: peak rate of matrix products by the dtype of their operands; ``"tf32"`` is
             float32 rounded to TF32. A dtype that is not named has no matrix units on this GPU.
         source: where the figures are from.
+        host_bytes_per_us: attainable bandwidth of copies from or to pinned host memory, in one
+            direction: that of its kind of link (``_HOST_GB_PER_S``).
     """
 
     name: str
@@ -56,6 +58,7 @@ class Gpu:
     memory_bytes_per_us: float
     flops_per_us: Mapping[torch.dtype | str, float] = dataclasses.field(hash=False)
     source: str
+    host_bytes_per_us: float
 
     def with_multiprocessors(self, count: int) -> Gpu:
         """The same kind with another number of multiprocessors, and speeds in proportion.
@@ -85,6 +88,13 @@ _SHARED_KIB = {
 }
 
 
+# What copies from pinned memory reach: some 80 % of PCI Express with 16 lanes, of generations 3 to
+# 5; 85 % of NVLink-C2C.
+_PCIE3, _PCIE4, _PCIE5, _C2C = 12.0, 25.0, 50.0, 380.0
+_HOST_GB_PER_S = {(7, 0): _PCIE3, (7, 5): _PCIE3, (8, 0): _PCIE4, (8, 6): _PCIE4, (8, 9): _PCIE4,
+                  (9, 0): _PCIE5, (10, 0): _PCIE5, (12, 0): _PCIE5}  # fmt: skip
+
+
 def _gpu(
     name: str,
     full_name: str,
@@ -95,6 +105,7 @@ def _gpu(
     gb_per_s: float,
     tflops: tuple[float | None, float | None, float | None, float, float | None],
     source: str,
+    host_gb_per_s: float | None = None,
 ) -> Gpu:
     """A row of the table; ``tflops`` are those of fp8, bf16, fp16, fp32 and tf32."""
     dtypes: tuple[torch.dtype | str, ...] = (
@@ -115,6 +126,7 @@ def _gpu(
         memory_bytes_per_us=gb_per_s * 1e3,
         flops_per_us={d: t * 1e6 for d, t in zip(dtypes, tflops, strict=True) if t is not None},
         source=source,
+        host_bytes_per_us=(host_gb_per_s or _HOST_GB_PER_S[capability]) * 1e3,
     )
 
 
@@ -149,7 +161,7 @@ _TABLE = (
     ),
     _gpu(
         "gh200", "NVIDIA GH200 480GB", (9, 0), 132, 94.5, 50, 4000, _HOPPER,
-        f"{_NVIDIA}/data-center/grace-hopper-superchip/",
+        f"{_NVIDIA}/data-center/grace-hopper-superchip/", _C2C,
     ),
     _gpu(
         "b200", "NVIDIA B200", (10, 0), 148, 178.3, 126.5, 7700,

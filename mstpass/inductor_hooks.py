@@ -33,9 +33,15 @@ from mstpass.report.details import Details
 from mstpass.report.report import Report
 from mstpass.schedule.attention_masks import materialize_masks
 from mstpass.schedule.delay_embedding_gradient import delay_scatters
-from mstpass.schedule.delay_recomputation import delay_recomputation, recomputation_waits
+from mstpass.schedule.delay_recomputation import (
+    delay_recomputation,
+    joined,
+    recomputation_waits,
+)
+from mstpass.schedule.offload_saved_values import host_copy_waits
 from mstpass.torch_internals.compile_fx import CustomGraphPass, CustomPartitionerFn
 from mstpass.torch_internals.compiled_autograd import traces_backward_again
+from mstpass.torch_internals.control_dependencies import make_wait
 from mstpass.torch_internals.donated_buffers import is_backward, keep_safe_donations
 from mstpass.torch_internals.partitioners import merge_equal_nodes
 from mstpass.torch_internals.private_apis import TorchChangedError
@@ -204,8 +210,10 @@ class LowerLoops(CustomGraphPass):
         self.loops += lower_loops(graph)
         if self.hold:
             delay_scatters(graph)
+        waits = host_copy_waits(graph)
         if self.hold or recomputation_waits(graph):
-            delay_recomputation(graph)
+            waits = joined(delay_recomputation(graph), waits)
+        make_wait(graph, waits)
         materialize_masks(graph)
         keep_safe_donations(graph)
         if self.users_pass is not None:

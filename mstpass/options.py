@@ -41,6 +41,7 @@ class Options:
     reconstruct: str = "exact"
     accumulate: str = "float32"
     logits: str = "keep"
+    host_budget: int = 0
     strict: bool = False
     inductor: tuple[tuple[str, Any], ...] = ()
     report: str | None = None
@@ -138,12 +139,18 @@ def _memory_budget(value: Any, where: str) -> str | float | int:
 
 
 def _reserve(value: Any, where: str) -> str | int:
-    if value == "auto":
-        return "auto"
+    return "auto" if value == "auto" else _bytes(value, where, "'auto', ")
+
+
+def _host_budget(value: Any, where: str) -> int:
+    return _bytes(value, where)
+
+
+def _bytes(value: Any, where: str, or_else: str = "") -> int:
     size = parse_bytes(value) if isinstance(value, str) else value
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
         raise OptionError(
-            f"{where} must be 'auto', a number of bytes, or a size like '4GiB', got {value!r}"
+            f"{where} must be {or_else}a number of bytes, or a size like '4GiB', got {value!r}"
         )
     return size
 
@@ -207,6 +214,7 @@ _CHECKS: dict[str, Check] = {
     "reconstruct": _one_of("exact", "tolerant", "off"),
     "accumulate": _one_of("float32", "input"),
     "logits": _one_of("keep", "drop"),
+    "host_budget": _host_budget,
     "strict": _strict,
     "inductor": _inductor,
     "report": _report,

@@ -23,6 +23,8 @@ from mstpass.memory.timeline import StepMemory
 from mstpass.normalize import normalized
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
+from mstpass.partition.host import host_memory
+from mstpass.partition.offload import offload
 from mstpass.partition.reconstruct import most_won_bytes, reconstruct
 from mstpass.partition.solve import solve
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes, without_loops
@@ -37,7 +39,7 @@ from mstpass.partition.torch_fallback import (
 from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Mode, Plan
-from mstpass.problem.saved_set import read_by_backward
+from mstpass.problem.saved_set import must_offload, read_by_backward
 from mstpass.problem.verify import InvalidPlan, verify
 from mstpass.schedule.second_rematerialization import add_second_rematerialization
 from mstpass.torch_internals.partitioners import has_torch_budget
@@ -163,10 +165,11 @@ def _problem(
 ) -> tuple[CutProblem, list[RegionCandidates], list[Rejection]]:
     """The partition problem, without the regions whose loops cannot be written."""
     rejections: list[Rejection] = []
+    host = host_memory(joint, options)
     while True:
         try:
             modes = region_modes(joint, candidates, options.accumulate)
-            problem = cut_problem(joint, modes, options.frees_memory_for_time)
+            problem = cut_problem(joint, modes, options.frees_memory_for_time, host)
             with_modes(problem, {})
             broken = broken_policies(problem)
             if not broken:
@@ -256,19 +259,30 @@ def split(
     name = planned.solver
     saved = frozenset(applied.names.get(value, "") for value in solved.saved)
     nested = frozenset(applied.names[v] for v in solved.nested if v in applied.names)
-    problem = cut_problem(rewritten, scatters_delayed=options.frees_memory_for_time)
+    offloaded = frozenset(applied.names.get(value, "") for value in solved.offloaded)
+    host = planned.problem.host
+    problem = cut_problem(rewritten, (), options.frees_memory_for_time, host)
     notes = planned.notes
     try:
-        verify(problem.allowing(True), saved)
+        verify(problem.allowing(True), saved, offloaded=offloaded)
         saved = read_by_backward(problem, saved)
     except InvalidPlan as error:  # a region was left out after the plan was made
-        name, saved, nested = "min_cut", min_cut(problem), frozenset()
+        name, saved, nested, offloaded = "min_cut", min_cut(problem), frozenset(), frozenset()
         said = f"min_cut chose the saved values, because those of the plan are not valid: {error}"
         notes = (*notes, said)
-    reduced, saved, reconstructed = _reconstruct(rewritten, problem, saved, nested, options)
+    chosen = Plan(saved, {}, nested, offloaded | (saved & must_offload(problem)))
+    reduced, saved, reconstructed = _reconstruct(rewritten, problem, chosen, options)
     modules, save_plan = split_graph(reduced, saved, name, nested, **torch_kwargs)
     save_plan = dataclasses.replace(save_plan, reconstructed=reconstructed)
-    return Split(modules, _named(save_plan, applied, joint), notes)
+    save_plan = offload(
+        modules,
+        _named(save_plan, applied, joint),
+        chosen.offloaded & saved,
+        rewritten.num_fwd_outputs,
+        with_modes(planned.problem, solved.modes),
+        applied.old_names(),
+    )
+    return Split(modules, save_plan, notes)
 
 
 def _named(save_plan: SavePlan, applied: Applied, joint: JointGraph) -> SavePlan:
@@ -287,20 +301,20 @@ def _named(save_plan: SavePlan, applied: Applied, joint: JointGraph) -> SavePlan
 def _reconstruct(
     joint: JointGraph,
     problem: CutProblem,
-    saved: frozenset[str],
-    nested: frozenset[str],
+    plan: Plan,
     options: Options,
 ) -> tuple[JointGraph, frozenset[str], tuple[Reconstructed, ...]]:
     """Save fewer values by reconstructing some in backward, unless that raises the peak."""
-    pack_masks = options.frees_memory_for_time
+    pack_masks, saved = options.frees_memory_for_time, plan.saved
     allowed = problem.allowing(True)
     reduced, kept, done = reconstruct(joint, allowed, saved, options.reconstruct, pack_masks)
     if not done:
         return joint, saved, ()
-    other = cut_problem(reduced, scatters_delayed=options.frees_memory_for_time)
+    other = cut_problem(reduced, (), options.frees_memory_for_time, problem.host)
     verify(other.allowing(True), kept)
-    peak_bytes = step_memory(problem, saved, nested).peak_bytes
-    if step_memory(other, kept, nested).peak_bytes > peak_bytes:
+    peak_bytes = simulate_plan(problem, plan).peak_bytes
+    after = dataclasses.replace(plan, saved=kept, offloaded=plan.offloaded & kept)
+    if simulate_plan(other, after).peak_bytes > peak_bytes:
         return joint, saved, ()
     return reduced, kept, done
 
@@ -316,7 +330,7 @@ def is_lower_without_loops(
     won_bytes = most_won_bytes(joint, before.problem, saved, options.reconstruct)
     if before.peak_bytes - won_bytes >= peak_bytes:
         return False
-    reduced, kept, done = _reconstruct(joint, before.problem, saved, frozenset(), options)
+    reduced, kept, done = _reconstruct(joint, before.problem, before.plan, options)
     if not done:
         return False
     other = cut_problem(reduced, scatters_delayed=options.frees_memory_for_time)

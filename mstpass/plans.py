@@ -13,6 +13,7 @@ import dataclasses
 
 from mstpass.graph.axes import TOKENS
 from mstpass.graph.tokens import Spec
+from mstpass.problem.host_memory import pinned_bytes
 
 FUSED, RECOMPUTE, SAVE = "fused", "recompute", "save"
 
@@ -174,12 +175,34 @@ class SavedValue:
         source: the place in the user's model that computes it.
         value: the node of the joint graph that it is the value of. Empty for values that the plan
             adds, such as a mask packed into bits.
+        on_host: it waits in host memory.
     """
 
     node: str
     bytes: int
     source: str = ""
     value: str = ""
+    on_host: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A copy of a saved value to the host, in the forward, or back, in the backward.
+
+    Attributes:
+        node: the node of the joint graph whose value it copies.
+        to_host: False: back to the device.
+        start_us: when the copy runs, from the beginning of its graph, by the cost model.
+        end_us: when it ends.
+        stall_us: how long the device waits for it, as it has nothing else to do.
+    """
+
+    node: str
+    bytes: int
+    to_host: bool
+    start_us: float
+    end_us: float
+    stall_us: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,16 +240,34 @@ class SavePlan:
         solver: the name of the solver that chose them; ``"torch"`` for torch's partitioner.
         nested: values that backward recomputes in a pass of their own, between two saved values
             (schedule/nested_recomputation.py). They do not cross.
+        transfers: the copies of what waits in host memory, in the order in which they run.
+        forward_us: the time of the forward's ops by the cost model, beside which copies run; 0
+            without transfers.
+        backward_us: the same of the backward.
     """
 
     saved: tuple[SavedValue, ...]
     solver: str
     reconstructed: tuple[Reconstructed, ...] = ()
     nested: tuple[str, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    forward_us: float = 0.0
+    backward_us: float = 0.0
 
     @property
     def saved_bytes(self) -> int:
-        return sum(v.bytes for v in self.saved)
+        """Bytes that wait on the device between forward and backward."""
+        return sum(v.bytes for v in self.saved if not v.on_host)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that wait in host memory; ``pinned_bytes`` tells what they take there."""
+        return sum(v.bytes for v in self.saved if v.on_host)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned host memory that these take from torch's allocator."""
+        return pinned_bytes(v.bytes for v in self.saved if v.on_host)
 
 
 @dataclasses.dataclass(frozen=True)

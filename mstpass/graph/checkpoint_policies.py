@@ -6,6 +6,7 @@ policy is PREFER_RECOMPUTE. ``policies_of`` translates the policies to *tags* of
 problem (``Value.tag``):
 
     MUST_SAVE          the value is never recomputed; of a view, this holds for its base
+    MUST_CPU_OFFLOAD   the same, and it crosses by way of the host (``Policies.offloaded``)
     PREFER_SAVE        no tag, as if the op had no policy
     PREFER_RECOMPUTE,  the value is not saved but recomputed, even if it is a matmul
     MUST_RECOMPUTE
@@ -44,6 +45,7 @@ from mstpass.problem.problem import MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE,
 _SEEDS_OF_GRAPH = ("prims.inductor_seeds.default", "prims.inductor_rand_eager_offsets.default")
 _TAG_OF_POLICY = {
     CheckpointPolicy.MUST_SAVE: MUST_SAVE,
+    CheckpointPolicy.MUST_CPU_OFFLOAD: MUST_SAVE,
     CheckpointPolicy.MUST_RECOMPUTE: MUST_RECOMPUTE,
     CheckpointPolicy.PREFER_RECOMPUTE: PREFER_RECOMPUTE,
 }
@@ -56,10 +58,12 @@ class Policies:
     Attributes:
         tags: the tag of each node that has one (problem/problem.py); views have none.
         boundary: values that leave a checkpointed region and depend on a heavy op of it.
+        offloaded: values that must cross by way of the host.
     """
 
     tags: Mapping[fx.Node, str]
     boundary: Set[fx.Node]
+    offloaded: Set[fx.Node] = frozenset()
 
 
 def tag_of(node: fx.Node) -> str:
@@ -91,7 +95,9 @@ def policies_of(joint: JointGraph) -> Policies:
     for node in [n for n in tags if not _recomputable(n, tags)]:
         if tags[node] in RECOMPUTED:
             del tags[node]
-    return Policies(tags, boundary)
+    must_offload: Any = CheckpointPolicy.MUST_CPU_OFFLOAD
+    offloaded = {ops.base_of(n) for n in own_tags if n.meta.get("recompute") is must_offload}
+    return Policies(tags, boundary, offloaded)
 
 
 def _with_heavy_op_before(tagged: Iterable[fx.Node]) -> set[fx.Node]:

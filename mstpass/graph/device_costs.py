@@ -97,6 +97,12 @@ def costs_of(device: torch.device) -> Costs:
     return _gpu_costs(*_reported(device), _rounds_to_tf32(), table)
 
 
+def host_bytes_per_us(device: torch.device) -> float:
+    """The speed of copies between a GPU and pinned memory of its host, in one direction."""
+    name, capability, _ = _reported(device)
+    return gpus.nearest_gpu(name, capability).host_bytes_per_us
+
+
 @functools.cache
 def _cpu_costs(table: ChunkCosts) -> Costs:
     return MeasuredCosts(table, table.copied_bytes_per_us or _CPU_BYTES_PER_US)

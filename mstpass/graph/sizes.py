@@ -115,6 +115,21 @@ def generic_shape(value: torch.Tensor) -> torch.Size:
     return shape if _all_ints(shape) else torch.Size(map(generic, shape))
 
 
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether the elements fill a block of memory, each once; symbolic ones in row-major order."""
+    shape = generic_shape(value)
+    strides = [generic(stride) for stride in value.stride()]
+    dims = [d for d in range(len(shape)) if shape[d] != 1]
+    if is_static(value):
+        dims.sort(key=lambda d: -strides[d])
+    expected = 1
+    for d in reversed(dims):
+        if strides[d] != expected:
+            return False
+        expected *= shape[d]
+    return True
+
+
 def generic_numel(value: torch.Tensor) -> int:
     count = value.numel()
     return count if type(count) is int else math.prod(generic_shape(value))

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from mstpass.graph import ops
 from mstpass.graph.buffer_ops import parts_in_place
 from mstpass.graph.collectives import is_wait_op
+from mstpass.graph.host_copies import is_on_host, is_wait_for_reload
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.sizes import depends_on_data, hint, is_size
@@ -166,7 +167,7 @@ def op_of(
     kind = _kind(node)
     return Op(
         name=node.name,
-        bytes=0 if node in in_place else buffer_bytes(node),
+        bytes=0 if node in in_place or is_on_host(node) else buffer_bytes(node),
         inputs=tuple(n.name for n in node.all_input_nodes),
         kind=CALL if scatters_delayed and kind == SCATTER else kind,
         inner_bytes=_inner_bytes(node),
@@ -181,6 +182,8 @@ def _kind(node: fx.Node) -> str:
         return SIZE
     if node.op == "placeholder":
         return INPUT
+    if is_wait_for_reload(node):
+        return VIEW
     kind = _kind_of(node.target)
     return CONSTANT if kind == POINTWISE and ops.is_constant(node) else kind
 

@@ -7,7 +7,8 @@ The order is that of torch's partitioner (torch/_functorch/partitioners.py)::
                 just before its first use
 
 With nested recomputation (schedule/nested_recomputation.py), what a nested value is computed from
-runs in front of that, in a pass of its own whose results nothing else reads.
+runs in front of that, in a pass of its own whose results nothing else reads. Saved values that wait
+on the host are copied there and back beside these ops (host_copies.py).
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Set
 
+from mstpass.memory.host_copies import (
+    OpsWithCopies,
+    offloaded_name,
+    with_offloads,
+    with_reloads,
+)
 from mstpass.memory.repeated_values import CHEAP_KINDS, MOST_LOWERED, repeated_values
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import CALL, INPUT, POINTWISE
 from mstpass.problem.problem import CutProblem, Plan, Value
+from mstpass.problem.saved_set import must_offload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,23 +48,45 @@ class StepSimulation:
     Args:
         saved: names of the values that cross from forward to backward.
         nested: names of the values that backward computes in passes of their own.
+        offloaded: names of the saved values that cross by way of the host, besides those that
+            must.
     """
 
-    def __init__(self, problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()):
+    def __init__(
+        self,
+        problem: CutProblem,
+        saved: Set[str],
+        nested: Set[str] = frozenset(),
+        offloaded: Set[str] = frozenset(),
+    ):
         self.problem, self.saved, self.nested = problem, saved, frozenset(nested)
+        self.offloaded = frozenset(offloaded) | (saved & must_offload(problem))
 
     @functools.cached_property
-    def _forward_ops(self) -> tuple[Value, ...]:
-        """Apart from ``schedule``, because the backward's order takes longer to find."""
-        return _forward_ops(self.problem, self.saved)
+    def forward_copies(self) -> OpsWithCopies:
+        """The ops of the forward. Apart from ``schedule``: the backward's takes longer to find."""
+        ops, host = _forward_ops(self.problem, self.saved), self.problem.host
+        if not self.offloaded or host is None:
+            return OpsWithCopies(ops)
+        return with_offloads(ops, self.offloaded, host)
+
+    @functools.cached_property
+    def backward_copies(self) -> OpsWithCopies:
+        """The ops of the backward, its inputs first."""
+        ops, host = _backward_ops(self.problem, self.saved, self.nested), self.problem.host
+        if not self.offloaded or host is None:
+            return OpsWithCopies(ops)
+        return with_reloads(ops, self.offloaded, host)
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        return Schedule(self._forward_ops, _backward_ops(self.problem, self.saved, self.nested))
+        return Schedule(self.forward_copies.ops, self.backward_copies.ops)
 
     @functools.cached_property
     def forward(self) -> Timeline:
-        return simulate_ops(self._forward_ops, [*self.problem.outputs, *self.saved])
+        waits = map(offloaded_name, self.offloaded)
+        kept = [*self.problem.outputs, *(self.saved - self.offloaded), *waits]
+        return simulate_ops(self.forward_copies.ops, kept)
 
     @functools.cached_property
     def backward(self) -> Timeline:
@@ -69,7 +99,8 @@ class StepSimulation:
         free = {value.name for value in self.problem.values if value.free}
         outputs = [name for name in self.problem.outputs if name not in free]
         held, kept = held_outputs(self.schedule.forward, outputs, self.saved, ops)
-        freed = (*self.saved, *(t for t in tangents if t not in free), *(o.name for o in held))
+        on_device = self.saved - self.offloaded
+        freed = (*on_device, *(t for t in tangents if t not in free), *(o.name for o in held))
         return GraphOps((*held, *ops), (*self.problem.gradients, *kept), freed)
 
     @property
@@ -106,13 +137,15 @@ class StepSimulation:
 
     @functools.cached_property
     def us(self) -> float:
-        """Time of forward and backward by the cost model, recomputation included."""
-        return sum(value.us for value in (*self.schedule.forward, *self.schedule.backward))
+        """Time of forward and backward by the cost model: recomputation, waits for copies."""
+        ops_us = sum(value.us for value in (*self.schedule.forward, *self.schedule.backward))
+        return ops_us + self.forward_copies.stall_us + self.backward_copies.stall_us
 
 
 def simulate_plan(problem: CutProblem, plan: Plan) -> StepSimulation:
     """The step of a plan, for a problem with regions."""
-    return StepSimulation(with_modes(problem, plan.modes), plan.saved, plan.nested)
+    closed = with_modes(problem, plan.modes)
+    return StepSimulation(closed, plan.saved, plan.nested, plan.offloaded)
 
 
 def step_memory(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()) -> StepMemory:

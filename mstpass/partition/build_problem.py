@@ -13,12 +13,15 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.checkpoint_policies import Policies, policies_of
 from mstpass.graph.collectives import is_pending
-from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.node_cost import time_us
 from mstpass.graph.recompute_rules import is_heavy, is_pinned
-from mstpass.graph.sizes import is_size
+from mstpass.graph.sizes import is_dense, is_size
 from mstpass.memory.simulate_graph import op_of
+from mstpass.problem.host_memory import Host
 from mstpass.problem.problem import (
+    MAY_OFFLOAD,
+    MUST_OFFLOAD,
     MUST_SAVE,
     RECOMPUTED,
     CutProblem,
@@ -28,21 +31,28 @@ from mstpass.problem.problem import (
 )
 from mstpass.torch_internals.opaque_values import is_opaque
 
+_LEAST_OFFLOADED_BYTES = 2**20
+
 
 def cut_problem(
-    joint: JointGraph, regions: tuple[RegionModes, ...] = (), scatters_delayed: bool = False
+    joint: JointGraph,
+    regions: tuple[RegionModes, ...] = (),
+    scatters_delayed: bool = False,
+    host: Host | None = None,
 ) -> CutProblem:
     """The partition problem of one joint graph.
 
     Args:
         regions: the modes in which each region can run.
         scatters_delayed: as in ``memory.simulate_graph.simulate_step``.
+        host: the host memory that saved values may use.
     """
+    held = {ops.base_of(node) for node in joint.forward_outputs} if host is not None else set()
     nodes = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
     names, policies = {n.name for n in nodes}, policies_of(joint)
     forward, backward = (
         tuple(
-            _value(joint, n, names, policies, scatters_delayed)
+            _value(joint, n, names, policies, scatters_delayed, host is None or n in held)
             for n in nodes
             if (n in joint.backward) == in_backward
         )
@@ -55,17 +65,33 @@ def cut_problem(
         outputs=tuple(n.name for n in joint.forward_outputs),
         gradients=gradients,
         regions=regions,
+        host=host,
     )
 
 
 def _value(
-    joint: JointGraph, node: fx.Node, names: Set[str], policies: Policies, scatters_delayed: bool
+    joint: JointGraph,
+    node: fx.Node,
+    names: Set[str],
+    policies: Policies,
+    scatters_delayed: bool,
+    stays: bool,
 ) -> Value:
+    """One node; ``stays``: its value must not cross by way of the host."""
     op = op_of(node, scatters_delayed=scatters_delayed)
     free = (node.op == "placeholder" and node not in joint.backward) or (
         is_size(node) or is_opaque(node)
     )
     tag = "" if is_opaque(node) else policies.tags.get(node, "")
+    savable = (
+        tag not in RECOMPUTED
+        and value_of(node) is not None
+        and not ops.shares_storage(node)
+        and not is_pending(node)
+    )
+    offload = ""
+    if savable and not free and not stays and node not in joint.backward:
+        offload = _offload(node, must=node in policies.offloaded)
     return Value(
         name=node.name,
         bytes=op.bytes if value_of(node) is not None else 0,
@@ -79,10 +105,22 @@ def _value(
         free=free,
         heavy=is_heavy(node) or node in policies.boundary,
         pinned=tag == MUST_SAVE or (is_pinned(node) and tag not in RECOMPUTED),
-        savable=tag not in RECOMPUTED
-        and value_of(node) is not None
-        and not ops.shares_storage(node)
-        and not is_pending(node),
+        savable=savable,
         forward=node in joint.forward,
         tag=tag,
+        offload=offload,
     )
+
+
+def _offload(node: fx.Node, must: bool) -> str:
+    """Whether a value may cross by way of the host, or must, as in ``Value.offload``.
+
+    It must lie dense in a GPU's memory. Small values may not, unless they must: a copy takes some
+    microseconds whatever its size.
+    """
+    value = value_of(node)
+    if value is None or value.device.type != "cuda" or is_size(node):
+        return ""
+    if not is_dense(value) or not (must or nbytes(node) >= _LEAST_OFFLOADED_BYTES):
+        return ""
+    return MUST_OFFLOAD if must else MAY_OFFLOAD

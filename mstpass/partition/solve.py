@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from mstpass.partition.budget import limit_of
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.saved_set import must_offload
 from mstpass.problem.solver_registry import Solver
 from mstpass.problem.verify import InvalidPlan, checked_plan, verify
 
@@ -63,7 +65,11 @@ def _verified(name: str) -> Solver:
 
     def solve(problem: CutProblem, budget_bytes: int | None) -> Plan:
         plan = checked_plan(problem, SOLVERS[name](problem, budget_bytes))
-        verify(with_modes(problem, plan.modes).allowing(True), plan.saved, plan.nested)
+        closed = with_modes(problem, plan.modes)
+        plan = dataclasses.replace(
+            plan, offloaded=plan.offloaded | (plan.saved & must_offload(closed))
+        )
+        verify(closed.allowing(True), plan.saved, plan.nested, plan.offloaded)
         return plan
 
     return solve

@@ -103,6 +103,7 @@ def loop_values(loop: Loop, nodes: Mapping[str, Value]) -> list[Value]:
             ITEM,
             savable=not recompute,
             tag=tag if recompute else "",
+            offload=nodes[result.node].offload if result.name == result.node else "",
         )
         for result, tag in zip(loop.results, tags, strict=True)
     )

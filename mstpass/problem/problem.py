@@ -21,10 +21,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from mstpass.problem import problem_json
+from mstpass.problem.host_memory import Host
 from mstpass.problem.op import POINTWISE, Op
 
 MUST_SAVE, MUST_RECOMPUTE = "must_save", "must_recompute"
 PREFER_RECOMPUTE = "prefer_recompute"
+MAY_OFFLOAD, MUST_OFFLOAD = "may", "must"
 LOOP = "loop:"  # prefix of a name: see loop_name()
 UNFINISHED = ":unfinished"  # suffix of a name: see unfinished()
 RECOMPUTED = (MUST_RECOMPUTE, PREFER_RECOMPUTE)
@@ -49,6 +51,8 @@ class Value(Op):
         tag: the user's checkpoint policy that binds the value (graph/checkpoint_policies.py), or
             "". A value with ``MUST_SAVE`` is pinned. A value with ``MUST_RECOMPUTE`` or
             ``PREFER_RECOMPUTE`` is not savable, and backward may recompute it even if it is heavy.
+        offload: whether the value may cross by way of the host: ``""`` (no), ``MAY_OFFLOAD``, or
+            ``MUST_OFFLOAD``, by a checkpoint policy, if it is saved.
     """
 
     us: float = 0.0
@@ -59,8 +63,11 @@ class Value(Op):
     needed: bool = False
     forward: bool = True
     tag: str = ""
+    offload: str = ""
 
     def __post_init__(self) -> None:
+        if self.offload not in ("", MAY_OFFLOAD, MUST_OFFLOAD):
+            raise ValueError(f"{self.name}: offload={self.offload!r} is unknown")
         if self.tag not in ("", MUST_SAVE, *RECOMPUTED):
             raise ValueError(f"{self.name} has the unknown tag {self.tag!r}")
         if self.tag == MUST_SAVE and not self.pinned:
@@ -158,6 +165,7 @@ class CutProblem:
         gradients: names of the values that the backward returns.
         regions: the regions whose mode is still open; empty once ``with_modes`` has chosen them.
         recompute_heavy: whether backward may recompute heavy values: less memory for more time.
+        host: the host memory that saved values may use; None where there is none, as on a CPU.
     """
 
     values: tuple[Value, ...]
@@ -166,6 +174,7 @@ class CutProblem:
     outputs: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     regions: tuple[RegionModes, ...] = ()
+    host: Host | None = None
 
     def keeps(self, value: Value) -> bool:
         """Whether backward must not recompute the value."""
@@ -227,11 +236,13 @@ class Plan:
         nested: names of values that backward recomputes ahead of time, for nested checkpoints. The
             values on the way to a nested value are dropped after it is computed; backward
             recomputes them a second time where it uses them.
+        offloaded: names of the saved values that cross by way of the host.
     """
 
     saved: frozenset[str]
     modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     nested: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
 
 
 def loop_name(first: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 
-from mstpass.problem.problem import CutProblem, Value
+from mstpass.problem.problem import MUST_OFFLOAD, CutProblem, Value
 
 
 def saved_where(problem: CutProblem, keep: Callable[[Value], bool]) -> frozenset[str]:
@@ -55,6 +55,17 @@ def recomputed(problem: CutProblem, saved: Set[str]) -> list[str]:
 def read_by_backward(problem: CutProblem, saved: Set[str]) -> frozenset[str]:
     """The saved values that backward reads, in order to use them or to recompute others."""
     return frozenset(_reached(problem, saved) & saved)
+
+
+def must_offload(problem: CutProblem) -> frozenset[str]:
+    """The values that must cross by way of the host if they are saved."""
+    return problem.once(_must_offload)
+
+
+def _must_offload(problem: CutProblem) -> frozenset[str]:
+    if problem.host is None:
+        return frozenset()
+    return frozenset(value.name for value in problem.values if value.offload == MUST_OFFLOAD)
 
 
 def _reached(problem: CutProblem, saved: Set[str]) -> set[str]:

@@ -1,8 +1,8 @@
 """Check a solver's plan: backward gets each value it needs, and checkpoint policies hold.
 
 A value is *available* in backward if it is free, if it is saved, or if it may be recomputed and all
-its inputs are available. A plan is valid if every needed value is available, and if no value is
-saved that cannot be.
+its inputs are available. A plan is valid if every needed value is available, if no value is saved
+that cannot be, and if what it offloads fits into the host's budget.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Set
 
+from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.problem import MUST_SAVE, RECOMPUTED, CutProblem, Plan, Value
+from mstpass.problem.saved_set import must_offload
 
 
 class InvalidPlan(Exception):
@@ -26,7 +28,8 @@ def checked_plan(problem: CutProblem, plan: object) -> Plan:
     """
     if not isinstance(plan, Plan):
         raise InvalidPlan(f"it returned {reprlib.repr(plan)}, which is no Plan")
-    for what, names in (("saved", plan.saved), ("nested", plan.nested)):
+    for what in ("saved", "nested", "offloaded"):
+        names = getattr(plan, what)
         if not isinstance(names, Set) or not all(isinstance(name, str) for name in names):
             raise InvalidPlan(f"Plan.{what} is {reprlib.repr(names)}, which is no set of names")
     if not isinstance(plan.modes, Mapping):
@@ -36,19 +39,25 @@ def checked_plan(problem: CutProblem, plan: object) -> Plan:
     for region, mode in modes.items():
         if mode not in known.get(region, ()):
             raise InvalidPlan(f"the problem has no region {region!r} with a mode {mode!r}")
-    return Plan(frozenset(plan.saved), modes, frozenset(plan.nested))
+    return Plan(frozenset(plan.saved), modes, frozenset(plan.nested), frozenset(plan.offloaded))
 
 
-def verify(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()) -> None:
+def verify(
+    problem: CutProblem,
+    saved: Set[str],
+    nested: Set[str] = frozenset(),
+    offloaded: Set[str] = frozenset(),
+) -> None:
     """Check a plan for a problem whose modes are chosen.
 
     Args:
         saved: names of the values that cross from forward to backward, as in ``Plan.saved``.
         nested: names of the values recomputed ahead of time, as in ``Plan.nested``.
+        offloaded: names of the values that cross by way of the host, as in ``Plan.offloaded``.
 
     Raises:
-        InvalidPlan: a needed value is not available, a saved one cannot be saved, or a name is not
-            one of the problem's values.
+        InvalidPlan: a needed value is not available, a saved one cannot be saved, an offloaded one
+            cannot be offloaded, or a name is not one of the problem's values.
     """
     available: dict[str, bool] = {}
     for value in problem.values:
@@ -70,6 +79,28 @@ def verify(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset())
             raise InvalidPlan(
                 f"the plan has {what} values that the problem does not have: {sorted(unknown)}"
             )
+
+    _verify_offloaded(problem, saved, offloaded)
+
+
+def _verify_offloaded(problem: CutProblem, saved: Set[str], offloaded: Set[str]) -> None:
+    if not offloaded:
+        return
+    if problem.host is None:
+        raise InvalidPlan("the plan offloads values, but this step has no host memory to use")
+    if not offloaded <= saved:
+        raise InvalidPlan(f"offloaded values are not saved: {sorted(offloaded - saved)}")
+    values = [value for value in problem.values if value.name in offloaded]
+    for value in values:
+        if not value.offload:
+            raise InvalidPlan(f"{value.name} cannot be offloaded: the caller holds it, or it is "
+                              "small, not on a GPU, or not dense in memory")  # fmt: skip
+    own = offloaded - must_offload(problem)
+    needed = pinned_bytes(value.bytes for value in values if value.name in own)
+    if needed > problem.host.budget_bytes:
+        raise InvalidPlan(
+            f"the plan offloads {needed} bytes, and host_budget is {problem.host.budget_bytes}"
+        )
 
 
 def _why_not_savable(value: Value) -> str:

@@ -31,7 +31,6 @@ from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import is_tangent, nbytes, value_of
 from mstpass.graph.recompute_rules import is_heavy
 from mstpass.schedule.cheap_values import is_cheap, viewed
-from mstpass.torch_internals.control_dependencies import make_wait
 from mstpass.torch_internals.op_types import OpOverload
 
 _LOOP = torch.ops.higher_order.while_loop
@@ -39,20 +38,20 @@ _LOOP = torch.ops.higher_order.while_loop
 Waits = dict[fx.Node, tuple[fx.Node, ...]]  # for each node the nodes that it waits for
 
 
-def delay_recomputation(graph: fx.Graph) -> None:
-    """Make the recomputations of a backward wait for the gradients before them, in place.
-
-    A graph without tangents, such as a forward, stays as it is.
-    """
+def delay_recomputation(graph: fx.Graph) -> Waits:
+    """What nodes of a backward wait for by the rules above; nothing in a graph without tangents."""
     if not any(is_tangent(node) for node in graph.find_nodes(op="placeholder")):
-        return
-    every = (recomputation_waits(graph), gradient_waits(graph), copy_waits(graph))
-    waits = {
-        node: tuple(other for waits in every for other in waits.get(node, ()))
-        for node in graph.nodes
-        if any(node in waits for waits in every)
-    }
-    make_wait(graph, waits)
+        return {}
+    return joined(recomputation_waits(graph), gradient_waits(graph), copy_waits(graph))
+
+
+def joined(*every: Waits) -> Waits:
+    """All that the nodes wait for."""
+    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for waits in every:
+        for node, others in waits.items():
+            found[node] = (*found.get(node, ()), *others)
+    return found
 
 
 # ---- recomputations ------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.saved_set import must_offload
 
 TIE = 1.005  # peaks up to this factor apart count as equal: the simulation is no more exact
 
@@ -23,7 +24,8 @@ class Candidate:
 
     @functools.cached_property
     def simulation(self) -> StepSimulation:
-        return StepSimulation(self.problem, self.plan.saved, self.plan.nested)
+        plan = self.plan
+        return StepSimulation(self.problem, plan.saved, plan.nested, plan.offloaded)
 
     @property
     def peak_bytes(self) -> int:
@@ -31,8 +33,10 @@ class Candidate:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that cross: a lower bound of the peak, as all are in memory when forward ends."""
-        return sum(v.bytes for v in self.problem.values if v.name in self.plan.saved)
+        """Bytes that cross on the device: all are in memory when forward ends, so that the peak is
+        no lower."""
+        on_device = self.plan.saved - self.plan.offloaded - must_offload(self.problem)
+        return sum(v.bytes for v in self.problem.values if v.name in on_device)
 
 
 def fewest_saved_bytes(problem: CutProblem, modes: Mapping[str, str]) -> Candidate:

@@ -29,6 +29,10 @@ Attention is whole until a budget asks for its loops, which take time. Three *fa
 have each a sequence of their own: without such loops, with those that keep what backward needs, and
 with all of them. The fastest plan within the budget is taken.
 
+Where saved values may wait on the host (``CutProblem.host``), plans of the sequence that exceed the
+budget are tried with values offloaded (offload.py): the first one that is then within the budget,
+and two between it and the one that needs no host. For the least memory, the landmarks are tried.
+
 A peak is the one that is left once backward computes some cheap values twice
 (memory/repeated_values.py).
 """
@@ -36,10 +40,10 @@ A peak is the one that is left once backward computes some cheap values twice
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from mstpass.memory.repeated_values import MOST_LOWERED
-from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
+from mstpass.partition.solvers.candidate import TIE, Candidate, fewest_saved_bytes
 from mstpass.partition.solvers.checkpoints import Places, save_at
 from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_loops, first_modes
 from mstpass.partition.solvers.free_plan import free_plan
@@ -52,6 +56,8 @@ from mstpass.partition.solvers.low_memory_plans import (
     with_slow_results,
 )
 from mstpass.partition.solvers.min_cut import complete
+from mstpass.partition.solvers.offload import offloaded_for_least_memory, offloaded_within
+from mstpass.partition.solvers.plan_sequence import MeasuredPlan
 from mstpass.partition.solvers.spend_slack import slack_spent
 from mstpass.problem.problem import CutProblem, Mode, Plan
 from mstpass.problem.verify import InvalidPlan, verify
@@ -67,14 +73,54 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     if budget_bytes is None or free.peak_bytes <= budget_bytes:
         return free.plan
     families = problem.once(_families)
-    firsts = [_first_within(family, budget_bytes) for family in families] if budget_bytes else []
-    spent = [slack_spent(problem, c.plan, budget_bytes) for c in firsts if c is not None]
+    firsts = [c for f in families for c in _firsts(f, budget_bytes)] if budget_bytes else []
+    spent = [slack_spent(problem, candidate.plan, budget_bytes) for candidate in firsts]
     if spent:
         return min(spent, key=lambda found: found.us).plan
     lowest = min((_lowest(family) for family in families), key=_lowered)
-    return slack_spent(problem, lowest.plan, 0).plan
+    least = slack_spent(problem, lowest.plan, 0)
+    return _least_offloaded(problem, families, least).plan if _uses_host(problem) else least.plan
 
 
+# ---- with values on the host -------------------------------------------------------------------
+def _uses_host(problem: CutProblem) -> bool:
+    return problem.host is not None and problem.host.budget_bytes > 0
+
+
+def _with_offloading(tried: Sequence[Candidate], budget_bytes: int) -> Iterator[Candidate]:
+    """Plans of a sequence that are within the budget with values offloaded.
+
+    Earlier plans are faster, but need more copies, for which the device may have to wait.
+    """
+    low, high = 0, len(tried)
+    while low < high:
+        middle = (low + high) // 2
+        if offloaded_within(tried[middle], budget_bytes) is not None:
+            high = middle
+        else:
+            low = middle + 1
+    if low < len(tried):
+        for i in sorted({low, (low + len(tried)) // 2, len(tried) - 1}):
+            if found := offloaded_within(tried[i], budget_bytes):
+                yield found
+
+
+def _least_offloaded(
+    problem: CutProblem, families: tuple[CutProblem, ...], least: MeasuredPlan
+) -> MeasuredPlan:
+    """The fastest of the plans that have the lowest peak, this one among them.
+
+    Peaks of which the simulation cannot tell which is lower count as equal.
+    """
+    plans = [least]
+    for family in families:
+        found = [offloaded_for_least_memory(candidate) for candidate in _landmarks(family)]
+        plans += [slack_spent(problem, c.plan, 0) for c in found if c is not None]
+    lowest = min(plan.peak_bytes for plan in plans)
+    return min((p for p in plans if p.peak_bytes <= TIE * lowest), key=lambda plan: plan.us)
+
+
+# ---- without -----------------------------------------------------------------------------------
 def _families(problem: CutProblem) -> tuple[CutProblem, ...]:
     """The problem, and before it those with fewer of the loops that take time.
 
@@ -101,13 +147,20 @@ def _without(problem: CutProblem, dropped: Callable[[Mode], bool]) -> CutProblem
     return problem if regions == problem.regions else dataclasses.replace(problem, regions=regions)
 
 
-def _first_within(problem: CutProblem, budget_bytes: int) -> Candidate | None:
-    """The first plan of the sequence that is within the budget, if any is."""
+def _firsts(problem: CutProblem, budget_bytes: int) -> list[Candidate]:
+    """The first plan of the sequence that is within the budget, if any is; and the same of those
+    before it, with values on the host."""
+    found: list[Candidate] = []
+    tried: list[Candidate] = []
     for candidate in (problem.once(free_plan), *_sequence(problem)):
         if candidate.saved_bytes <= budget_bytes:
             if candidate.simulation.lowered_within(budget_bytes):
-                return candidate
-    return None
+                found.append(candidate)
+                break
+        tried.append(candidate)
+    if _uses_host(problem):
+        found += _with_offloading(tried, budget_bytes)
+    return found
 
 
 def _lowest(problem: CutProblem) -> Candidate:

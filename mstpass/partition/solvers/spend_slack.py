@@ -119,7 +119,7 @@ class _Search:
             return False
         kept = saved_where(closed, lambda value: value.name in saved)
         nested = self.best.plan.nested & {value.name for value in closed.values}
-        plan = Plan(kept, modes, nested)
+        plan = Plan(kept, modes, nested, self.best.plan.offloaded & kept)
         step = simulate_plan(self.problem, plan)
         if step.us >= self.best.us or not step.lowered_within(self.limit_bytes):
             return False

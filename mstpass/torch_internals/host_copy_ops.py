@@ -1,0 +1,151 @@
+"""The ops that copy a value from a GPU to pinned memory of the host and back, beside computation.
+
+torch has them from 2.12 on: ``ao::offload`` and ``ao::reload`` begin a copy on a stream of their
+own, and ``ao::wait_tensor`` makes the current stream wait for its end::
+
+    copy = offload(x)                          back = reload(host, device, sizes, strides)
+    host = wait(copy, None, x)                 x    = wait(back, None, host)
+
+The last argument only keeps a tensor alive until the wait. The one before it, ``keepalive``, would
+also free the tensor's storage, which neither Inductor's reuse of buffers nor a second backward over
+the same graph (``retain_graph=True``) expects, so it is left out.
+
+For a torch without these ops this file has the same three, named ``mstpass::``. Source:
+torch/_functorch/_activation_offloading/offload_ops.py, read in torch 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, library
+
+from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.private_apis import PrivateApis
+
+_TORCHS = "torch._functorch._activation_offloading.offload_ops"
+_SCHEMAS = (
+    "offload(Tensor tensor) -> Tensor",
+    "reload(Tensor tensor, Device device, SymInt[]? original_size=None, "
+    "SymInt[]? original_stride=None) -> Tensor",
+    "wait_tensor(Tensor(a) tensor, Tensor? keepalive=None, Tensor? last_use_of_storage=None) "
+    "-> Tensor(a)",
+)
+_KEPT = "last_use_of_storage"
+
+APIS = PrivateApis(
+    names=(
+        "torch.accelerator.current_stream",
+        "torch.accelerator.set_stream",
+    ),
+)
+
+
+def _torchs() -> Any:
+    """The namespace of torch's own ops; None if this torch lacks them, or a part."""
+    try:
+        importlib.import_module(_TORCHS)  # it defines them
+        arguments = schema_of(torch.ops.ao.wait_tensor.default).arguments
+    except (ImportError, AttributeError):
+        return None
+    return torch.ops.ao if any(a.name == _KEPT for a in arguments) else None
+
+
+_NAMESPACE = _torchs()
+IS_TORCHS = _NAMESPACE is not None
+
+
+# ---- the same, for a torch without them --------------------------------------------------------
+_streams: dict[torch.device, torch.Stream] = {}
+_events: dict[int, tuple[torch.Event, torch.device]] = {}  # of pending copies, by their address
+
+
+def _stream_of(device: torch.device) -> torch.Stream:
+    if device not in _streams:
+        _streams[device] = torch.Stream(device=device)
+    return _streams[device]
+
+
+def _copy(source: Tensor, target: Tensor, device: torch.device) -> Tensor:
+    """Begin to copy behind all that the device's current stream has been given."""
+    current, ours = torch.accelerator.current_stream(device), _stream_of(device)
+    ours.wait_stream(current)
+    torch.accelerator.set_stream(ours)
+    try:
+        target.copy_(source, non_blocking=True)
+        event = torch.Event()
+        ours.record_event(event)
+    finally:
+        torch.accelerator.set_stream(current)
+    _events[target.data_ptr()] = event, device
+    return target
+
+
+def _offload(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return _copy(tensor, host, tensor.device)
+
+
+def _reload(
+    tensor: Tensor,
+    device: torch.device,
+    original_size: list[int] | None = None,
+    original_stride: list[int] | None = None,
+) -> Tensor:
+    return _copy(tensor, _on_device(tensor, device, original_size, original_stride), device)
+
+
+def _on_device(
+    tensor: Tensor,
+    device: torch.device,
+    original_size: list[int] | None = None,
+    original_stride: list[int] | None = None,
+) -> Tensor:
+    size = tensor.shape if original_size is None else original_size
+    stride = tensor.stride() if original_stride is None else original_stride
+    return torch.empty_strided(size, stride, dtype=tensor.dtype, device=device)
+
+
+def _wait(
+    tensor: Tensor, keepalive: Tensor | None = None, last_use_of_storage: Tensor | None = None
+) -> Tensor:
+    event, device = _events.pop(tensor.data_ptr())
+    torch.accelerator.current_stream(device).wait_event(event)
+    return tensor
+
+
+def _define() -> Any:
+    defined = library.Library("mstpass", "FRAGMENT")
+    for schema in _SCHEMAS:
+        defined.define(schema)
+    for name, run, fake in (
+        ("offload", _offload, lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu")),
+        ("reload", _reload, _on_device),
+        ("wait_tensor", _wait, lambda x, keepalive=None, last_use_of_storage=None: x),
+    ):
+        defined.impl(name, run, "CompositeExplicitAutograd")
+        library.register_fake(f"mstpass::{name}", fake, lib=defined)
+    _kept.append(defined)
+    return torch.ops.mstpass
+
+
+_kept: list[library.Library] = []  # a library that is collected takes its ops away
+_ops = _NAMESPACE if IS_TORCHS else _define()
+OFFLOAD: OpOverload = _ops.offload.default
+RELOAD: OpOverload = _ops.reload.default
+WAIT: OpOverload = _ops.wait_tensor.default
+
+
+def probe() -> None:
+    APIS.require()
+    names = [schema_of(op).name.partition("::")[2] for op in (OFFLOAD, RELOAD, WAIT)]
+    APIS.expect(names == ["offload", "reload", "wait_tensor"], f"copies are named {names}")
+    if not IS_TORCHS:
+        return
+    expected = [["tensor"], ["tensor", "device", "original_size", "original_stride"],
+                ["tensor", "keepalive", _KEPT]]  # fmt: skip
+    for op, arguments in zip((OFFLOAD, RELOAD, WAIT), expected, strict=True):
+        found = [argument.name for argument in schema_of(op).arguments]
+        APIS.expect(found == arguments, f"{schema_of(op).name} has the arguments {found}")
