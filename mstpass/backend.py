@@ -127,7 +127,7 @@ def _compile(
         return by_inductor_alone(gm, example_inputs, users)
     try:
         return _planned(gm, example_inputs, users, options, drop)
-    except RestartAnalysis:
+    except (RestartAnalysis, OptionError):
         raise
     except Exception as error:
         if options.strict:

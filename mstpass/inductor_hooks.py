@@ -21,9 +21,10 @@ from torch import fx
 
 from mstpass import pipeline
 from mstpass.graph import device_costs
+from mstpass.graph.host_copies import is_host_copy
 from mstpass.graph.loop_op import mst_loop
 from mstpass.loops.lowering import lower_loops
-from mstpass.options import Options
+from mstpass.options import OptionError, Options
 from mstpass.partition.budget import fits
 from mstpass.plans import Outcome, Rejection
 from mstpass.problem.solver_registry import is_own
@@ -43,6 +44,7 @@ from mstpass.torch_internals.compile_fx import CustomGraphPass, CustomPartitione
 from mstpass.torch_internals.compiled_autograd import traces_backward_again
 from mstpass.torch_internals.control_dependencies import make_wait
 from mstpass.torch_internals.donated_buffers import is_backward, keep_safe_donations
+from mstpass.torch_internals.inductor_lowerings import call_with_aligned_result
 from mstpass.torch_internals.partitioners import merge_equal_nodes
 from mstpass.torch_internals.private_apis import TorchChangedError
 
@@ -146,6 +148,8 @@ class Partitioner(CustomPartitionerFn):
                 loops_in_backward=self.loops_in_backward,
                 **pipeline_kwargs(kwargs),
             )
+        except OptionError:
+            raise
         except Exception as error:
             if self.options.strict:
                 raise MstpassError(f"mstpass failed (strict=True): {error}") from error
@@ -211,6 +215,8 @@ class LowerLoops(CustomGraphPass):
         if self.hold:
             delay_scatters(graph)
         waits = host_copy_waits(graph)
+        for op in {node.target for node in graph.nodes if is_host_copy(node)}:
+            call_with_aligned_result(op)
         if self.hold or recomputation_waits(graph):
             waits = joined(delay_recomputation(graph), waits)
         make_wait(graph, waits)

@@ -34,9 +34,11 @@ from mstpass.partition.budget import (
     BudgetError,
     budget_bytes,
     infeasible,
+    simulated_limit,
     simulated_limit_bytes,
 )
 from mstpass.partition.solvers.candidate import TIE
+from mstpass.partition.solvers.host_budget import more_host_memory
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
 from mstpass.regions.advice import with_fix
@@ -125,6 +127,8 @@ def run(
         return result
     assert result.memory is not None
     note = infeasible(budget, result.memory)
+    if result.problem is not None:
+        note += more_host_memory(result.problem, simulated_limit(budget))
     if options.strict:
         raise BudgetError(note)
     warnings.warn(f"mstpass: {note}", stacklevel=2)

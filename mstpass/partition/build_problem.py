@@ -10,7 +10,7 @@ from collections.abc import Set
 
 from torch import fx
 
-from mstpass.graph import ops
+from mstpass.graph import host_copies, ops
 from mstpass.graph.checkpoint_policies import Policies, policies_of
 from mstpass.graph.collectives import is_pending
 from mstpass.graph.joint import JointGraph, nbytes, value_of
@@ -31,7 +31,7 @@ from mstpass.problem.problem import (
 )
 from mstpass.torch_internals.opaque_values import is_opaque
 
-_LEAST_OFFLOADED_BYTES = 2**20
+LEAST_OFFLOADED_BYTES = 2**20
 
 
 def cut_problem(
@@ -119,8 +119,8 @@ def _offload(node: fx.Node, must: bool) -> str:
     microseconds whatever its size.
     """
     value = value_of(node)
-    if value is None or value.device.type != "cuda" or is_size(node):
+    if value is None or value.device.type != host_copies.DEVICE_TYPE or is_size(node):
         return ""
-    if not is_dense(value) or not (must or nbytes(node) >= _LEAST_OFFLOADED_BYTES):
+    if not is_dense(value) or not (must or nbytes(node) >= LEAST_OFFLOADED_BYTES):
         return ""
     return MUST_OFFLOAD if must else MAY_OFFLOAD

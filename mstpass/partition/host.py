@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from mstpass.byte_sizes import bytes_text
-from mstpass.errors import UserError
-from mstpass.graph import device_costs
+from mstpass.graph import device_costs, host_copies
 from mstpass.graph.joint import JointGraph, tensors_of
-from mstpass.options import Options
+from mstpass.options import OptionError, Options
 from mstpass.problem.host_memory import Host
 
 
-class NoDeviceError(UserError):
+class NoDeviceError(OptionError):
     """``host_budget`` is given for a step that runs on the CPU."""
 
 
@@ -38,4 +37,6 @@ def host_memory(joint: JointGraph, options: Options) -> Host | None:
 
 def _gpu_of(joint: JointGraph) -> torch.device | None:
     values = (value for node in joint.nodes for value in tensors_of(node.meta.get("val")))
-    return next((value.device for value in values if value.device.type == "cuda"), None)
+    return next(
+        (value.device for value in values if value.device.type == host_copies.DEVICE_TYPE), None
+    )

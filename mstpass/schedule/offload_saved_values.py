@@ -29,7 +29,7 @@ from mstpass.graph.sizes import is_static
 from mstpass.memory.host_copies import HostCopy, Moved, offload_copies, reload_copies
 from mstpass.problem.host_memory import Host
 from mstpass.schedule.delay_recomputation import Waits
-from mstpass.torch_internals.host_copy_ops import OFFLOAD, RELOAD, WAIT
+from mstpass.torch_internals import host_copy_ops
 from mstpass.torch_internals.op_types import OpOverload
 
 TimeOf = Callable[[fx.Node], float]  # the time of a node's op in microseconds
@@ -87,13 +87,15 @@ def _offload(
         assert tensor is not None
         fake = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
         with graph.inserting_before(places[copy.begun]):
-            begun = _call(graph, OFFLOAD, (value,), f"{value.name}_offload", fake)
+            begun = _call(graph, host_copy_ops.OFFLOAD, (value,), f"{value.name}_offload", fake)
     for copy in copies:
         value = by_name[copy.name]
-        begun = next(user for user in value.users if user.target is OFFLOAD)
+        begun = next(user for user in value.users if user.target is host_copy_ops.OFFLOAD)
         with graph.inserting_before(places[copy.awaited]):
             args = (begun, None, value)
-            waits[value] = _call(graph, WAIT, args, f"{value.name}_host", begun.meta["val"])
+            waits[value] = _call(
+                graph, host_copy_ops.WAIT, args, f"{value.name}_host", begun.meta["val"]
+            )
     results = graph.output_node().args[0]
     assert isinstance(results, tuple | list)
     crossing = [waits.get(n, n) if isinstance(n, fx.Node) else n for n in results[num_fwd_outputs:]]
@@ -133,9 +135,11 @@ def _reload(
         )
         with graph.inserting_before(places[copy.begun]):
             args = (on_host, tensor.device, *layout)
-            begun = _call(graph, RELOAD, args, f"{copy.name}_reload", tensor)
+            begun = _call(graph, host_copy_ops.RELOAD, args, f"{copy.name}_reload", tensor)
         with graph.inserting_before(places[copy.awaited]):
-            waited = _call(graph, WAIT, (begun, None, on_host), f"{copy.name}_back", tensor)
+            waited = _call(
+                graph, host_copy_ops.WAIT, (begun, None, on_host), f"{copy.name}_back", tensor
+            )
         for reader in readers:
             reader.replace_input_with(given, waited)
         graph.erase_node(given)

@@ -26,7 +26,7 @@ from mstpass.torch_internals.op_types import OpOverload, schema_of
 from mstpass.torch_internals.private_apis import PrivateApis
 
 _TORCHS = "torch._functorch._activation_offloading.offload_ops"
-_SCHEMAS = (
+SCHEMAS = (
     "offload(Tensor tensor) -> Tensor",
     "reload(Tensor tensor, Device device, SymInt[]? original_size=None, "
     "SymInt[]? original_stride=None) -> Tensor",
@@ -94,10 +94,10 @@ def _reload(
     original_size: list[int] | None = None,
     original_stride: list[int] | None = None,
 ) -> Tensor:
-    return _copy(tensor, _on_device(tensor, device, original_size, original_stride), device)
+    return _copy(tensor, on_device(tensor, device, original_size, original_stride), device)
 
 
-def _on_device(
+def on_device(
     tensor: Tensor,
     device: torch.device,
     original_size: list[int] | None = None,
@@ -118,11 +118,11 @@ def _wait(
 
 def _define() -> Any:
     defined = library.Library("mstpass", "FRAGMENT")
-    for schema in _SCHEMAS:
+    for schema in SCHEMAS:
         defined.define(schema)
     for name, run, fake in (
         ("offload", _offload, lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu")),
-        ("reload", _reload, _on_device),
+        ("reload", _reload, on_device),
         ("wait_tensor", _wait, lambda x, keepalive=None, last_use_of_storage=None: x),
     ):
         defined.impl(name, run, "CompositeExplicitAutograd")
@@ -136,6 +136,10 @@ _ops = _NAMESPACE if IS_TORCHS else _define()
 OFFLOAD: OpOverload = _ops.offload.default
 RELOAD: OpOverload = _ops.reload.default
 WAIT: OpOverload = _ops.wait_tensor.default
+
+
+def all_ops() -> tuple[OpOverload, ...]:
+    return OFFLOAD, RELOAD, WAIT
 
 
 def probe() -> None:

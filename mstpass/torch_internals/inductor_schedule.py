@@ -43,6 +43,7 @@ APIS = PrivateApis(
         "torch._inductor.config.reorder_for_peak_memory",
         "torch._inductor.codegen.wrapper.can_match_buffer_size",
         "torch._inductor.graph.GraphLowering.get_allocation_storage_size",
+        "torch._inductor.graph.GraphLowering.add_device_info",
         "torch._inductor.graph.GraphLowering.get_output_names",
         "torch._inductor.graph.SubgraphLowering",
         "torch._inductor.ir.FallbackKernel(unflatten_args)",
@@ -142,10 +143,19 @@ def read_schedule(
     Raises:
         NotCountedError: what it needs cannot be told.
     """
+    if any(kind != "cpu" for kind in V.graph.device_types):
+        allocated = _off_host(allocated)
     is_body = isinstance(V.graph, SubgraphLowering)
     inputs = {} if is_body else _freed_inputs(allocated)
     calls = tuple(_Walk(nodes, inputs, wanted, allocated).calls()) if nodes else ()
     return Schedule(str(V.graph.name), is_body, inputs, calls)
+
+
+def _off_host(allocated: Allocated) -> Allocated:
+    """The same for a graph on another device, of whose memory values on the CPU take nothing."""
+    return lambda size, device: (
+        0 if device is not None and device.type == "cpu" else allocated(size, device)
+    )
 
 
 def _freed_inputs(allocated: Allocated) -> dict[str, int]:
