@@ -26,6 +26,11 @@ def allocated_bytes(size: int, device: torch.device | None) -> int:
     return rounded(size) if device is not None and device.type == "cuda" else size
 
 
+def bytes_on_gpu(size: int, device: torch.device | None) -> int:
+    """The same of a GPU's memory, of which a buffer on the host takes nothing."""
+    return 0 if device is not None and device.type == "cpu" else allocated_bytes(size, device)
+
+
 def buffer_bytes(node: fx.Node) -> int:
     """What the tensors of a node take; symbolic sizes count with their hint."""
     return sum(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mstpass.graph.loop_op import CONDITION
-from mstpass.memory.allocation import allocated_bytes
+from mstpass.memory.allocation import allocated_bytes, bytes_on_gpu
 from mstpass.memory.workspaces import KNOWN, workspace_bytes
 from mstpass.torch_internals.compile_fx import CustomSchedulerPass, key_of
 from mstpass.torch_internals.private_apis import LostLoopError
@@ -48,13 +48,15 @@ class ReadSchedule(CustomSchedulerPass):
         try:
             # Imported here: a torch that lacks what the reader needs still compiles.
             from mstpass.torch_internals import inductor_schedule as reader
+            from mstpass.torch_internals.kernel_order import in_final_order, is_for_cpu
             from mstpass.torch_internals.scheduled_loops import check_loops
         except Exception as error:
             return self._failed(nodes, error, expected=False)
         try:
-            nodes = reader.in_final_order(nodes)
+            nodes = in_final_order(nodes)
             check_loops(nodes, CONDITION)
-            self._schedules.append(reader.read_schedule(nodes, KNOWN, allocated_bytes))
+            allocated = allocated_bytes if is_for_cpu() else bytes_on_gpu
+            self._schedules.append(reader.read_schedule(nodes, KNOWN, allocated))
         except LostLoopError:
             raise
         except Exception as error:

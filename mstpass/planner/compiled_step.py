@@ -20,7 +20,7 @@ class CompiledStep:
     def __init__(self, traced: TracedStep, problem: CutProblem, plan: Plan):
         self.traced, self.problem, self.plan = traced, problem, plan
         closed = with_modes(problem, plan.modes)
-        self._simulation = StepSimulation(closed, plan.saved, plan.nested)
+        self._simulation = StepSimulation(closed, plan.saved, plan.nested, plan.offloaded)
 
     @functools.cached_property
     def us(self) -> float:

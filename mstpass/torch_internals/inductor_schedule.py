@@ -5,8 +5,7 @@ C++ kernels on the CPU that follow each other, which are one function. A buffer 
 kernel and freed after the last call that reads it. A pointwise kernel may write over an operand
 that it is the last to read.
 
-Source: torch/_inductor/scheduler.py (``decide_inplace_update``, ``free_buffers``), memory.py
-(``reorder_for_peak_memory`` runs after the hook, so it has to run in it as well), ir.py.
+Source: torch/_inductor/scheduler.py (``decide_inplace_update``, ``free_buffers``), ir.py.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._inductor import config, ir
+from torch._inductor import ir
 from torch._inductor.codegen.wrapper import can_match_buffer_size
 from torch._inductor.graph import SubgraphLowering
-from torch._inductor.memory import reorder_for_peak_memory
 from torch._inductor.scheduler import NopKernelSchedulerNode, OutputNode
 from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._ordered_set import OrderedSet
 
 from mstpass.torch_internals.compile_fx import CustomSchedulerPass, compile_fx
+from mstpass.torch_internals.kernel_order import in_final_order
 from mstpass.torch_internals.op_calls import Argument, OpCall, Operand, name_of, op_call
 from mstpass.torch_internals.private_apis import PrivateApis
 from mstpass.torch_internals.triton_kernels import (
@@ -40,10 +38,8 @@ from mstpass.torch_internals.triton_kernels import (
 APIS = PrivateApis(
     names=(
         "torch._inductor.config._post_fusion_custom_pass",
-        "torch._inductor.config.reorder_for_peak_memory",
         "torch._inductor.codegen.wrapper.can_match_buffer_size",
         "torch._inductor.graph.GraphLowering.get_allocation_storage_size",
-        "torch._inductor.graph.GraphLowering.add_device_info",
         "torch._inductor.graph.GraphLowering.get_output_names",
         "torch._inductor.graph.SubgraphLowering",
         "torch._inductor.ir.FallbackKernel(unflatten_args)",
@@ -57,14 +53,12 @@ APIS = PrivateApis(
         " | torch._inductor.ir.Buffer.get_inputs_that_alias_output",
         "torch._inductor.ir.Switch | torch._inductor.ir.Conditional",
         "torch._inductor.ir.WhileLoop",
-        "torch._inductor.memory.reorder_for_peak_memory",
         "torch._inductor.scheduler.BaseSchedulerNode.used_or_aliased_buffer_names",
         "torch._inductor.scheduler.NopKernelSchedulerNode",
         "torch._inductor.scheduler.OutputNode",
         "torch._inductor.scheduler.SchedulerBuffer.can_free",
         "torch._inductor.sizevars.SizeVarAllocator.optimization_hint(fallback)",
         "torch._inductor.virtualized.V",
-        "torch.utils._ordered_set.OrderedSet",
     ),
 )
 
@@ -117,20 +111,6 @@ class Schedule:
     calls: tuple[Call, ...]
 
 
-def in_final_order(nodes: list[Any]) -> list[Any]:
-    """The scheduler's nodes as Inductor orders them after this hook."""
-    if not config.reorder_for_peak_memory or not nodes:
-        return nodes
-    scheduler = nodes[0].scheduler
-    return reorder_for_peak_memory(
-        nodes,
-        scheduler.name_to_buf,
-        scheduler.name_to_fused_node,
-        OrderedSet(V.graph.graph_inputs.keys()),
-        OrderedSet(V.graph.get_output_names()),
-    )
-
-
 def read_schedule(
     nodes: Sequence[Any], wanted: Container[str] = (), allocated: Allocated = lambda size, _: size
 ) -> Schedule:
@@ -143,19 +123,10 @@ def read_schedule(
     Raises:
         NotCountedError: what it needs cannot be told.
     """
-    if any(kind != "cpu" for kind in V.graph.device_types):
-        allocated = _off_host(allocated)
     is_body = isinstance(V.graph, SubgraphLowering)
     inputs = {} if is_body else _freed_inputs(allocated)
     calls = tuple(_Walk(nodes, inputs, wanted, allocated).calls()) if nodes else ()
     return Schedule(str(V.graph.name), is_body, inputs, calls)
-
-
-def _off_host(allocated: Allocated) -> Allocated:
-    """The same for a graph on another device, of whose memory values on the CPU take nothing."""
-    return lambda size, device: (
-        0 if device is not None and device.type == "cpu" else allocated(size, device)
-    )
 
 
 def _freed_inputs(allocated: Allocated) -> dict[str, int]:
