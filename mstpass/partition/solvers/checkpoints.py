@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.forward_places import ForwardPlaces
@@ -69,6 +69,22 @@ def checkpoints(problem: CutProblem) -> Checkpoints:
     Of equal peaks, those that recompute least.
     """
     return min(itertools.chain(*problem.once(_candidates)), key=_peak_and_time)
+
+
+def checkpoints_by_host(
+    problem: CutProblem, peak_and_time: Callable[[Checkpoints], tuple[int, float]]
+) -> Checkpoints:
+    """The checkpoints of one level of the lowest peak, if their values may wait on the host.
+
+    Args:
+        peak_and_time: of the step whose saved values wait there.
+    """
+    line = ForwardPlaces(problem)
+    found: list[tuple[tuple[int, float], Checkpoints]] = []
+    for choice in line.choices():
+        saved = save_at(problem, {place: line.names_at(place) for place in choice})
+        found.append((peak_and_time(saved), saved))
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def nested_checkpoints(problem: CutProblem) -> Checkpoints | None:

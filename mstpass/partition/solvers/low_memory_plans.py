@@ -6,6 +6,7 @@
 | ``checkpointed`` | the same | what is alive at the checkpoints |
 | ``with_slow_results`` | the same | that, and the results of ops that are slow for their bytes |
 | ``nested_checkpointed`` | the same | what is alive at the coarse checkpoints |
+| ``checkpointed_by_host`` | the same | what is alive at checkpoints that are chosen for the host |
 """
 
 from __future__ import annotations
@@ -14,8 +15,14 @@ import dataclasses
 from collections.abc import Mapping
 
 from mstpass.partition.solvers.candidate import TIE, Candidate, fewest_saved_bytes
-from mstpass.partition.solvers.checkpoints import Checkpoints, checkpoints, nested_checkpoints
+from mstpass.partition.solvers.checkpoints import (
+    Checkpoints,
+    checkpoints,
+    checkpoints_by_host,
+    nested_checkpoints,
+)
 from mstpass.partition.solvers.choose_modes import least_memory_modes
+from mstpass.partition.solvers.offload import all_offloaded
 from mstpass.partition.solvers.recomputed_heavy_ops import recomputed_heavy_ops
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.saved_set import read_by_backward
@@ -57,6 +64,21 @@ def nested_checkpointed(problem: CutProblem) -> Checkpointed | None:
     if found is None or found.simulation.peak_bytes * TIE > one_level.candidate.peak_bytes:
         return None
     return from_checkpoints(closed, one_level.candidate.plan.modes, found)
+
+
+def checkpointed_by_host(problem: CutProblem) -> Candidate | None:
+    """The same modes with checkpoints whose values may wait on the host, where they cost next to
+    nothing: there are more of them. None if checkpoints do not lower the peak."""
+    one_level = problem.once(checkpointed)
+    if one_level is None:
+        return None
+    closed, modes = one_level.candidate.problem, one_level.candidate.plan.modes
+
+    def peak_and_time(found: Checkpoints) -> tuple[int, float]:
+        step = all_offloaded(Candidate(closed, Plan(found.saved, modes))).simulation
+        return step.peak_bytes, step.us
+
+    return from_checkpoints(closed, modes, checkpoints_by_host(closed, peak_and_time)).candidate
 
 
 def with_slow_results(checkpoint_plan: Candidate) -> Candidate:

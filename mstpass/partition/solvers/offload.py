@@ -15,21 +15,32 @@ from mstpass.problem.host_memory import Host, pinned_bytes
 from mstpass.problem.problem import MAY_OFFLOAD
 
 
+def all_offloaded(candidate: Candidate) -> Candidate:
+    """The plan with as many values on the host as may be there."""
+    names = _offloadable(candidate)
+    return _with_first(candidate, names, len(names))
+
+
+def fits_with_host(candidate: Candidate, limit_bytes: int) -> bool:
+    """Whether the plan is within a limit with as many values on the host as it may have there."""
+    every = all_offloaded(candidate)
+    return bool(every.plan.offloaded) and _is_within(every, limit_bytes)
+
+
 def offloaded_within(candidate: Candidate, limit_bytes: int) -> Candidate | None:
     """The plan with the fewest values on the host that is within a limit; None if none is."""
-    names = _offloadable(candidate)
-    every = _with_first(candidate, names, len(names))
-    if not names or not _is_within(every, limit_bytes):
+    if not fits_with_host(candidate, limit_bytes):
         return None
+    names = _offloadable(candidate)
     return _fewest(candidate, names, lambda found: _is_within(found, limit_bytes))
 
 
 def offloaded_for_least_memory(candidate: Candidate) -> Candidate | None:
     """The plan with the fewest values on the host that lower its peak as far as all of them do."""
-    names = _offloadable(candidate)
-    every = _with_first(candidate, names, len(names))
-    if not names or every.peak_bytes >= candidate.peak_bytes:
+    every = all_offloaded(candidate)
+    if every.peak_bytes >= candidate.peak_bytes:
         return None
+    names = _offloadable(candidate)
     return _fewest(candidate, names, lambda found: found.peak_bytes <= every.peak_bytes)
 
 

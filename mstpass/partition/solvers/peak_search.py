@@ -31,7 +31,8 @@ with all of them. The fastest plan within the budget is taken.
 
 Where saved values may wait on the host (``CutProblem.host``), plans of the sequence that exceed the
 budget are tried with values offloaded (offload.py): the first one that is then within the budget,
-and two between it and the one that needs no host. For the least memory, the landmarks are tried.
+and two behind it. So are checkpoints that are chosen for the host, with slow results and without.
+For the least memory, these and the landmarks are tried.
 
 A peak is the one that is left once backward computes some cheap values twice
 (memory/repeated_values.py).
@@ -50,13 +51,18 @@ from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.low_memory_plans import (
     Checkpointed,
     checkpointed,
+    checkpointed_by_host,
     from_checkpoints,
     least_memory_loops,
     nested_checkpointed,
     with_slow_results,
 )
 from mstpass.partition.solvers.min_cut import complete
-from mstpass.partition.solvers.offload import offloaded_for_least_memory, offloaded_within
+from mstpass.partition.solvers.offload import (
+    fits_with_host,
+    offloaded_for_least_memory,
+    offloaded_within,
+)
 from mstpass.partition.solvers.plan_sequence import MeasuredPlan
 from mstpass.partition.solvers.spend_slack import slack_spent
 from mstpass.problem.problem import CutProblem, Mode, Plan
@@ -64,6 +70,7 @@ from mstpass.problem.verify import InvalidPlan, verify
 
 _SAVE = "save"  # modes whose backward loop reads what the forward loop kept
 _BETWEEN = 24  # plans between two landmarks, at most
+_LOOKED_AT = 8  # plans of a sequence that are tried with values on the host, at first
 _FEW_OPS = 500  # a hundred simulations of so many take half a second
 
 
@@ -90,19 +97,32 @@ def _uses_host(problem: CutProblem) -> bool:
 def _with_offloading(tried: Sequence[Candidate], budget_bytes: int) -> Iterator[Candidate]:
     """Plans of a sequence that are within the budget with values offloaded.
 
-    Earlier plans are faster, but need more copies, for which the device may have to wait.
+    Earlier plans are faster, but need more copies, for which the device may have to wait; later
+    ones may save too little to be helped. So some of all are looked at, and of the first one that
+    is within the budget those just before it.
     """
-    low, high = 0, len(tried)
+    looked_at = sorted({len(tried) * i // _LOOKED_AT for i in range(_LOOKED_AT)})
+    within = [i for i in looked_at if tried and fits_with_host(tried[i], budget_bytes)]
+    if not within:
+        return
+    low = max((i + 1 for i in looked_at if i < within[0]), default=0)
+    high = within[0]
     while low < high:
         middle = (low + high) // 2
-        if offloaded_within(tried[middle], budget_bytes) is not None:
+        if fits_with_host(tried[middle], budget_bytes):
             high = middle
         else:
             low = middle + 1
-    if low < len(tried):
-        for i in sorted({low, (low + len(tried)) // 2, len(tried) - 1}):
-            if found := offloaded_within(tried[i], budget_bytes):
-                yield found
+    for i in sorted({high, within[len(within) // 2], within[-1]}):
+        if found := offloaded_within(tried[i], budget_bytes):
+            yield found
+
+
+def _checkpoints_by_host(problem: CutProblem) -> Iterator[Candidate]:
+    found = problem.once(checkpointed_by_host)
+    if found is not None:
+        yield with_slow_results(found)
+        yield found
 
 
 def _least_offloaded(
@@ -114,7 +134,8 @@ def _least_offloaded(
     """
     plans = [least]
     for family in families:
-        found = [offloaded_for_least_memory(candidate) for candidate in _landmarks(family)]
+        every = (*_landmarks(family), *_checkpoints_by_host(family))
+        found = [offloaded_for_least_memory(candidate) for candidate in every]
         plans += [slack_spent(problem, c.plan, 0) for c in found if c is not None]
     lowest = min(plan.peak_bytes for plan in plans)
     return min((p for p in plans if p.peak_bytes <= TIE * lowest), key=lambda plan: plan.us)
@@ -160,6 +181,8 @@ def _firsts(problem: CutProblem, budget_bytes: int) -> list[Candidate]:
         tried.append(candidate)
     if _uses_host(problem):
         found += _with_offloading(tried, budget_bytes)
+        by_host = (offloaded_within(c, budget_bytes) for c in _checkpoints_by_host(problem))
+        found += [candidate for candidate in by_host if candidate is not None]
     return found
 
 

@@ -1,0 +1,215 @@
+"""Copies to the host and back as plain data: where they are placed, simulated and chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mstpass.memory.host_copies import HostCopy, Moved, offload_copies, reload_copies
+from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
+from mstpass.partition.solvers.host_budget import least_host_bytes
+from mstpass.partition.solvers.peak_search import peak_search
+from mstpass.problem.host_memory import Host, pinned_bytes
+from mstpass.problem.op import CALL, INPUT
+from mstpass.problem.problem import MAY_OFFLOAD, MUST_OFFLOAD, CutProblem, Plan, Value
+from mstpass.problem.verify import InvalidPlan, verify
+
+LAYERS, BYTES, US = 6, 1024, 10.0
+times = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=12)
+
+
+def chain(speed: float, budget_bytes: int = 2**30, layers: int = LAYERS) -> CutProblem:
+    """Layers ``x1 = f(x0), ...`` of which backward reads every ``x``; each op takes ``US``.
+
+    Args:
+        speed: the bytes that a copy moves in the time of one op.
+    """
+    values = [Value("x0", BYTES, kind=INPUT, free=True)]
+    backward = [Value("t", 8, kind=INPUT)]
+    for i in range(1, layers + 1):
+        values.append(
+            Value(
+                f"x{i}",
+                BYTES,
+                (f"x{i - 1}",),
+                CALL,
+                us=US,
+                heavy=True,
+                offload=MAY_OFFLOAD,
+                needed=True,
+            )  # fmt: skip
+        )
+    values.append(Value("loss", 8, (f"x{layers}",), CALL, us=US, heavy=True))
+    for i in range(layers, 0, -1):
+        before = backward[-1].name
+        backward.append(Value(f"g{i}", 8, (before, f"x{i}"), CALL, us=US))
+    return CutProblem(
+        tuple(values),
+        recompute_heavy=True,
+        backward=tuple(backward),
+        outputs=("loss",),
+        gradients=(backward[-1].name,),
+        host=Host(budget_bytes, speed / US, speed / US),
+    )
+
+
+ALL = frozenset(f"x{i}" for i in range(1, LAYERS + 1))
+
+
+def _without_host(problem: CutProblem) -> CutProblem:
+    return dataclasses.replace(problem, host=None)
+
+
+# ---- placement -----------------------------------------------------------------------------------
+@given(times, st.data())
+def test_copies_to_the_host_begin_behind_their_values_and_end_before_the_waits(
+    times_us: list[float], data: st.DataObject
+) -> None:
+    values = _values(times_us, data)
+    copies = offload_copies(times_us, values, bytes_per_us=1.0)
+    clock = [0.0, *itertools.accumulate(times_us)]
+    _check_one_after_the_other(copies)
+    position = {value.name: value.position for value in values}
+    for copy in copies:
+        assert copy.begun == position[copy.name] + 1 <= copy.awaited <= len(times_us)
+        assert copy.start_us >= clock[copy.begun]
+        waits_at_end = copy.awaited == len(times_us)
+        assert copy.end_us <= clock[copy.awaited] or waits_at_end
+        if copy.awaited > copy.begun:  # and no later than need be
+            assert copy.end_us > clock[copy.awaited - 1]
+    stalls_us = sum(copy.stall_us for copy in copies)
+    assert stalls_us == max([0.0, *(copy.end_us - clock[-1] for copy in copies)])
+
+
+@given(times, st.data())
+def test_copies_from_the_host_are_there_when_they_are_read(
+    times_us: list[float], data: st.DataObject
+) -> None:
+    values = _values(times_us, data)
+    copies = reload_copies(times_us, values, bytes_per_us=1.0)
+    clock = [0.0, *itertools.accumulate(times_us)]
+    _check_one_after_the_other(copies)
+    stalled_us = 0.0
+    for copy in copies:
+        assert copy.begun <= copy.awaited == {v.name: v.position for v in values}[copy.name]
+        stalled_us += copy.stall_us
+        assert copy.end_us <= clock[copy.awaited] + stalled_us
+    if stalled_us:  # only if copies need all the time there is from the start
+        assert copies[0].begun == 0
+
+
+def _values(times_us: list[float], data: st.DataObject) -> list[Moved]:
+    places = st.lists(st.integers(0, len(times_us) - 1), max_size=6)
+    sizes = st.integers(1, 60)
+    return [Moved(f"v{i}", data.draw(sizes), p) for i, p in enumerate(data.draw(places))]
+
+
+def _check_one_after_the_other(copies: list[HostCopy]) -> None:
+    for copy, after in itertools.pairwise(copies):
+        assert copy.end_us <= after.start_us
+    for copy in copies:
+        assert copy.end_us - copy.start_us == pytest.approx(copy.bytes)
+
+
+def test_a_reload_begins_just_early_enough() -> None:
+    (copy,) = reload_copies([10.0] * 8, [Moved("v", 16, 6)], bytes_per_us=1.0)
+    assert (copy.begun, copy.awaited, copy.stall_us) == (4, 6, 0.0)  # 20 us for 16 of copying
+
+
+# ---- simulation ----------------------------------------------------------------------------------
+def test_a_value_on_the_host_is_freed_behind_its_copy_and_allocated_again() -> None:
+    problem = chain(speed=BYTES)  # a copy takes as long as an op
+    step = StepSimulation(problem, ALL, offloaded=ALL)
+    at = {moment.node: moment.bytes for moment in step.forward.moments}
+    assert at["x1"] == BYTES  # x0 is an input of the step
+    assert max(at.values()) <= 3 * BYTES  # one is computed, one read, one copied
+    at = {moment.node: moment.bytes for moment in step.backward.moments}
+    assert max(at.values()) <= 3 * BYTES + 16
+    names = [op.name for op in step.schedule.backward]
+    assert names.index("x1:reload") < names.index("x1") < names.index("g1")
+    assert StepSimulation(problem, ALL).peak_bytes >= LAYERS * BYTES
+
+
+def test_slow_copies_take_time_and_memory() -> None:
+    fast, slow = (StepSimulation(chain(speed), ALL, offloaded=ALL) for speed in (BYTES, BYTES / 4))
+    assert slow.us > 2 * 4 * LAYERS * US > fast.us
+    assert slow.peak_bytes > fast.peak_bytes
+
+
+# ---- choice --------------------------------------------------------------------------------------
+def test_the_search_meets_a_budget_by_the_host_in_less_time() -> None:
+    problem = chain(speed=4 * BYTES)
+    without = _without_host(problem)
+    budget = 4 * BYTES
+    plan, other = peak_search(problem, budget), peak_search(without, budget)
+    assert plan.offloaded and not other.offloaded
+    ours, theirs = simulate_plan(problem, plan), simulate_plan(without, other)
+    assert ours.peak_bytes <= budget
+    assert ours.us < theirs.us
+    verify(problem, plan.saved, plan.nested, plan.offloaded)
+
+
+@pytest.mark.parametrize("values_on_host", [1, 2, 3])
+def test_a_plan_stays_within_the_hosts_budget(values_on_host: int) -> None:
+    problem = chain(speed=4 * BYTES, budget_bytes=values_on_host * BYTES)
+    for budget in (0, 3 * BYTES, 4 * BYTES, 5 * BYTES):
+        assert len(peak_search(problem, budget).offloaded) <= values_on_host
+
+
+def test_without_a_budget_nothing_is_offloaded() -> None:
+    assert not peak_search(chain(speed=4 * BYTES), None).offloaded
+
+
+def test_the_least_host_budget_is_enough_and_half_of_it_is_not() -> None:
+    problem, limit = chain(speed=4 * BYTES, budget_bytes=0, layers=12), 3 * BYTES
+    assert simulate_plan(problem, peak_search(problem, limit)).lowered_peak_bytes > limit
+    needed = least_host_bytes(problem, limit)
+    assert needed
+
+    def lowest(host_bytes: int) -> int:
+        host = Host(host_bytes, 4 * BYTES / US, 4 * BYTES / US)
+        given_host = dataclasses.replace(problem, host=host)
+        return simulate_plan(given_host, peak_search(given_host, limit)).lowered_peak_bytes
+
+    assert lowest(needed) <= limit < lowest(needed // 2)
+
+
+def test_pinned_memory_is_handed_out_in_powers_of_two() -> None:
+    assert pinned_bytes([1024, 1025, 3, 0]) == 1024 + 2048 + 4
+
+
+# ---- verification --------------------------------------------------------------------------------
+def test_plans_that_cannot_be_carried_out() -> None:
+    problem = chain(BYTES, budget_bytes=BYTES)
+    with pytest.raises(InvalidPlan, match="no host memory"):
+        verify(_without_host(problem), ALL, offloaded={"x1"})
+    with pytest.raises(InvalidPlan, match=r"not saved: \['x2'\]"):
+        verify(problem, ALL - {"x2"}, offloaded={"x2"})
+    with pytest.raises(InvalidPlan, match="host_budget is 1024"):
+        verify(problem, ALL, offloaded={"x1", "x2"})
+    held = dataclasses.replace(problem.values[1], offload="")
+    stays = dataclasses.replace(problem, values=(problem.values[0], held, *problem.values[2:]))
+    with pytest.raises(InvalidPlan, match="x1 cannot be offloaded"):
+        verify(stays, ALL, offloaded={"x1"})
+    with pytest.raises(ValueError, match="offload='maybe' is unknown"):
+        dataclasses.replace(held, offload="maybe")
+
+
+def test_what_must_be_offloaded_is_so_in_every_plan_and_needs_no_budget() -> None:
+    problem = chain(4 * BYTES, budget_bytes=0)
+    first = dataclasses.replace(problem.values[1], offload=MUST_OFFLOAD)
+    problem = dataclasses.replace(problem, values=(problem.values[0], first, *problem.values[2:]))
+    verify(problem, ALL, offloaded={"x1"})
+    step = simulate_plan(problem, Plan(ALL))
+    assert step.offloaded == {"x1"}
+    assert step.peak_bytes < simulate_plan(_without_host(problem), Plan(ALL)).peak_bytes
+
+
+@pytest.mark.parametrize("speeds", [(0.0, 1.0), (1.0, -1.0), (float("nan"), 1.0)])
+def test_a_host_has_positive_speeds(speeds: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        Host(0, *speeds)
