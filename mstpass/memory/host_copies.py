@@ -8,10 +8,13 @@ Copies run one after the other on a stream of their own, beside the ops of the g
     backward    the copies are ordered by the first use of their values
                 copy begins so early that it and all later ones end before these uses
                 the value's memory is allocated when the copy begins
+                a value is copied again for later uses, if a long op lies in between (reloads.py)
 
-Only at the end of forward, and in the beginning of backward, do ops have to wait for copies: there
-is nothing left to compute meanwhile. Times of ops are estimates, so backward begins a copy earlier
-than need be (``_MARGIN``). The two functions ``offload_copies`` and ``reload_copies`` know nothing
+So ops have to wait for copies only at the end of forward and in the beginning of backward, where
+there is nothing to compute meanwhile; and where the op that a copy would run beside is so long that
+the wait is nothing against it (``TOLERABLE_STALL``), but the value's memory would be there for all
+that time. Times of ops are estimates, so backward begins a copy earlier than need be (``_MARGIN``).
+The two functions ``offload_copies`` and ``reload_copies`` know nothing
 of graphs, so that a plan is simulated as its graphs are written (schedule/offload_saved_values.py).
 """
 
@@ -20,8 +23,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
+from mstpass.memory.reloads import TOLERABLE_STALL, Reload, reloads
 from mstpass.problem.host_memory import Host
 from mstpass.problem.op import CALL, INPUT, VIEW
 from mstpass.problem.problem import Value
@@ -31,7 +35,7 @@ _MARGIN = 1.25  # of a reload's time: it begins that much earlier than the estim
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """A value to be copied: its position is that of its first use or, in a forward, of its op."""
+    """A value to be copied to the host, with the position of its op."""
 
     name: str
     bytes: int
@@ -68,49 +72,69 @@ def offload_copies(
         times_us: the time of each op of the graph, in order.
     """
     clock = _clock(times_us)
-    copies: list[HostCopy] = []
+    copies: list[tuple[str, int, int, int]] = []
     free_us = 0.0  # when the stream has done all copies before
-    waited_us = clock[-1]
     for value in sorted(values, key=lambda value: value.position):
         begun = value.position + 1
-        start_us = max(clock[begun], free_us)
-        free_us = start_us + value.bytes / bytes_per_us
-        awaited = max(begun, bisect.bisect_left(clock, free_us))
-        stall_us = max(0.0, free_us - waited_us)
-        waited_us = max(waited_us, free_us)
-        awaited = min(awaited, len(times_us))
-        copies.append(
-            HostCopy(value.name, value.bytes, begun, awaited, start_us, free_us, stall_us)
-        )
-    return copies
+        free_us = max(clock[begun], free_us) + value.bytes / bytes_per_us
+        behind = max(begun, bisect.bisect_left(clock, free_us))
+        copies.append((value.name, value.bytes, begun, min(behind, len(times_us))))
+    return timed_copies(times_us, copies, bytes_per_us)
 
 
 def reload_copies(
-    times_us: Sequence[float], values: Sequence[Moved], bytes_per_us: float
+    times_us: Sequence[float], found: Sequence[Reload], bytes_per_us: float
 ) -> list[HostCopy]:
-    """The copies of a backward from the host; arguments as of ``offload_copies``."""
+    """The copies of a backward from the host, in the order of their first uses.
+
+    Args:
+        times_us: as of ``offload_copies``.
+        found: the copies, in this order.
+    """
     clock = _clock(times_us)
     begun: list[int] = []
     latest_us = clock[-1]
-    ordered = sorted(values, key=lambda value: value.position)
-    for value in reversed(ordered):
-        latest_us = min(latest_us, clock[value.position]) - _MARGIN * value.bytes / bytes_per_us
-        begun.append(max(0, bisect.bisect_right(clock, latest_us) - 1))
-    copies: list[HostCopy] = []
-    free_us = stalled_us = 0.0
-    stalls: list[tuple[int, float]] = []  # position of an op that waits, and how long all had to
-    for value, first in zip(ordered, reversed(begun), strict=True):
-        before_us = max((us for position, us in stalls if position <= first), default=0.0)
-        start_us = max(clock[first] + before_us, free_us)
-        free_us = start_us + value.bytes / bytes_per_us
-        stall_us = max(0.0, free_us - clock[value.position] - stalled_us)
+    for reload in reversed(found):
+        latest_us = min(latest_us, clock[reload.first_use]) - _MARGIN * reload.bytes / bytes_per_us
+        begun.append(_last_beginning(clock, latest_us))
+        latest_us = max(latest_us, clock[begun[-1]])
+    pairs = zip(found, reversed(begun), strict=True)
+    copies = [(reload.name, reload.bytes, first, reload.first_use) for reload, first in pairs]
+    return timed_copies(times_us, copies, bytes_per_us)
+
+
+def _last_beginning(clock: Sequence[float], latest_us: float) -> int:
+    """The op in front of which a copy begins that should begin at this time."""
+    before = max(0, bisect.bisect_right(clock, latest_us) - 1)
+    behind = min(before + 1, len(clock) - 1)
+    late_us, op_us = clock[behind] - max(0.0, latest_us), clock[behind] - clock[before]
+    return behind if latest_us > 0 and late_us <= TOLERABLE_STALL * op_us else before
+
+
+def timed_copies(
+    times_us: Sequence[float], copies: Sequence[tuple[str, int, int, int]], bytes_per_us: float
+) -> list[HostCopy]:
+    """When given copies run, and how long the device waits for each.
+
+    Args:
+        times_us: as of ``offload_copies``.
+        copies: of each, in the order in which they begin, the name of the value, its bytes, and the
+            positions of the ops in front of which it begins and is waited for.
+    """
+    clock = _clock(times_us)
+    found: list[HostCopy] = []
+    free_us = 0.0
+    stalls: dict[int, float] = {}  # by the position of an op that waits
+    for name, size, begun, awaited in copies:
+        before_us = sum(us for position, us in stalls.items() if position <= begun)
+        start_us = max(clock[begun] + before_us, free_us)
+        free_us = start_us + size / bytes_per_us
+        there_us = clock[awaited] + sum(us for p, us in stalls.items() if p <= awaited)
+        stall_us = max(0.0, free_us - there_us)
         if stall_us:
-            stalled_us += stall_us
-            stalls.append((value.position, stalled_us))
-        copies.append(
-            HostCopy(value.name, value.bytes, first, value.position, start_us, free_us, stall_us)
-        )
-    return copies
+            stalls[awaited] = stalls.get(awaited, 0.0) + stall_us
+        found.append(HostCopy(name, size, begun, awaited, start_us, free_us, stall_us))
+    return found
 
 
 def _clock(times_us: Sequence[float]) -> list[float]:
@@ -155,31 +179,49 @@ def with_offloads(ops: Sequence[Value], names: Set[str], host: Host) -> OpsWithC
     return OpsWithCopies(_inserted(ops, added), tuple(copies))
 
 
-def with_reloads(ops: Sequence[Value], names: Set[str], host: Host) -> OpsWithCopies:
-    """The ops of a backward that copies these values back; among the ops they are inputs."""
-    last = len(ops)
-    first_use = dict.fromkeys(names, last)
-    for i in range(last - 1, -1, -1):
-        for name in ops[i].inputs:
-            if name in first_use:
-                first_use[name] = i
-    given = {op.name: op for op in ops if op.name in names}
-    values = [Moved(name, op.bytes, first_use[name]) for name, op in given.items()]
-    copies = reload_copies([op.us for op in ops], values, host.reload_bytes_per_us)
-    first_op = next((i for i, op in enumerate(ops) if op.kind != INPUT), last)
+def with_reloads(
+    ops: Sequence[Value], names: Set[str], cheap: Set[str], free: Set[str], host: Host
+) -> OpsWithCopies:
+    """The ops of a backward that copies these values back; among the ops they are inputs.
+
+    What belongs to a value's second copy ends with ``:2``.
+
+    Args:
+        cheap: as of ``reloads``, like ``free``.
+    """
+    times_us, speed = [op.us for op in ops], host.reload_bytes_per_us
+    sizes = {op.name: op.bytes for op in ops if op.name in names}
+    found = reloads(ops, times_us, sizes, cheap, free, speed)
+    copies = reload_copies(times_us, found.copies, speed)
+    first_op = next((i for i, op in enumerate(ops) if op.kind != INPUT), len(ops))
     added: dict[int, list[Value]] = {}
-    for copy in copies:
-        reload = f"{copy.name}:reload"
-        begun = max(copy.begun, first_op)
-        begin = _copy_op(reload, (_host_name(copy.name),), copy.bytes)
-        added.setdefault(begun, []).append(begin)
-        wait = dataclasses.replace(_copy_op(copy.name, (reload,), copy.bytes), kind=VIEW)
-        added.setdefault(max(copy.awaited, begun), []).append(wait)
-    on_host = [
+    changed = [
         dataclasses.replace(op, name=_host_name(op.name), bytes=0) if op.name in names else op
         for op in ops
     ]
-    return OpsWithCopies(_inserted(on_host, added), tuple(copies))
+    count: dict[str, int] = {}
+    for reload, copy in zip(found.copies, copies, strict=True):
+        name = reload.name
+        count[name] = count.get(name, 0) + 1
+        number = f":{count[name]}" if count[name] > 1 else ""
+        begun, awaited = max(copy.begun, first_op), max(copy.awaited, first_op)
+        begin = _copy_op(f"{name}:reload{number}", (_host_name(name),), reload.bytes)
+        added.setdefault(begun, []).append(begin)
+        wait = _copy_op(f"{name}{number}", (begin.name,), reload.bytes)
+        added.setdefault(awaited, []).append(dataclasses.replace(wait, kind=VIEW))
+        if number:
+            new = {ops[i].name: f"{ops[i].name}{number}" for i in reload.chain} | {name: wait.name}
+            added[awaited] += [_reading(ops[i], new, new[ops[i].name]) for i in reload.chain]
+            for i in reload.readers:
+                changed[i] = _reading(changed[i], new, changed[i].name)
+    unread = {ops[i].name for i in found.unread}
+    inserted = (op for op in _inserted(changed, added) if op.name not in unread)
+    return OpsWithCopies(tuple(inserted), tuple(copies))
+
+
+def _reading(op: Value, by: Mapping[str, str], name: str) -> Value:
+    """The op under a name, with operands replaced."""
+    return dataclasses.replace(op, name=name, inputs=tuple(by.get(i, i) for i in op.inputs))
 
 
 def _host_name(name: str) -> str:

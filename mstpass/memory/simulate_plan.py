@@ -76,7 +76,9 @@ class StepSimulation:
         ops, host = _backward_ops(self.problem, self.saved, self.nested), self.problem.host
         if not self.offloaded or host is None:
             return OpsWithCopies(ops)
-        return with_reloads(ops, self.offloaded, host)
+        cheap = {op.name for op in ops if _is_cheap(op)}
+        free = {value.name for value in self.problem.values if value.free}
+        return with_reloads(ops, self.offloaded, cheap - set(self.problem.gradients), free, host)
 
     @functools.cached_property
     def schedule(self) -> Schedule:

@@ -47,7 +47,8 @@ def cut_problem(
         scatters_delayed: as in ``memory.simulate_graph.simulate_step``.
         host: the host memory that saved values may use.
     """
-    held = {ops.base_of(node) for node in joint.forward_outputs} if host is not None else set()
+    # The caller holds what forward returns to it; what backward returns is not read by an op.
+    held = {ops.base_of(n) for n in (*joint.forward_outputs, *joint.backward_outputs)}
     nodes = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
     names, policies = {n.name for n in nodes}, policies_of(joint)
     forward, backward = (

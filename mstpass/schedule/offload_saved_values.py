@@ -19,15 +19,19 @@ import dataclasses
 from collections.abc import Callable, Mapping, Set
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.host_copies import is_host_copy
 from mstpass.graph.joint import Modules, nbytes, value_of
+from mstpass.graph.node_copies import copy_nodes
 from mstpass.graph.recompute_rules import is_heavy
 from mstpass.graph.sizes import is_static
 from mstpass.memory.host_copies import HostCopy, Moved, offload_copies, reload_copies
+from mstpass.memory.reloads import reloads
+from mstpass.memory.simulate_graph import op_of
 from mstpass.problem.host_memory import Host
+from mstpass.schedule.cheap_values import is_cheap
 from mstpass.schedule.delay_recomputation import Waits
 from mstpass.torch_internals import host_copy_ops
 from mstpass.torch_internals.op_types import OpOverload
@@ -83,9 +87,7 @@ def _offload(
     waits: dict[fx.Node, fx.Node] = {}
     for copy in copies:
         value = by_name[copy.name]
-        tensor = value_of(value)
-        assert tensor is not None
-        fake = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
+        fake = _on_host(value.meta["val"])
         with graph.inserting_before(places[copy.begun]):
             begun = _call(graph, host_copy_ops.OFFLOAD, (value,), f"{value.name}_offload", fake)
     for copy in copies:
@@ -106,44 +108,65 @@ def _offload(
 def _reload(
     graph: fx.Graph, names: Mapping[str, str], host: Host, time_of: TimeOf
 ) -> tuple[list[HostCopy], float]:
-    nodes = _calls(graph)
-    index = {node: i for i, node in enumerate(nodes)}
-    times_us = [time_of(node) for node in nodes]
+    nodes = [n for n in graph.nodes if n.op != "output"]
+    ops, times_us = [op_of(node) for node in nodes], [time_of(node) for node in nodes]
     inputs = {n.name: n for n in graph.find_nodes(op="placeholder") if n.name in names}
-    first_use = {
-        name: min((index.get(user, len(nodes)) for user in node.users), default=len(nodes))
-        for name, node in inputs.items()
-    }
-    moved = [Moved(name, nbytes(node), first_use[name]) for name, node in inputs.items()]
-    copies = reload_copies(times_us, moved, host.reload_bytes_per_us)
+    sizes = {name: nbytes(node) for name, node in inputs.items()}
+    returned = set(graph.output_node().all_input_nodes)
+    cheap = {n.name for n in nodes if is_cheap(n) and n not in returned}
+    free = {n.name for n in nodes if n.op == "placeholder" and str(n.target).startswith("primals")}
+    found = reloads(ops, times_us, sizes, cheap, free, host.reload_bytes_per_us)
+    copies = reload_copies(times_us, found.copies, host.reload_bytes_per_us)
     places = [*nodes, graph.output_node()]
-    for copy in copies:
-        given = inputs[copy.name]
-        tensor = value_of(given)
-        assert tensor is not None
-        readers = list(given.users)
-        with graph.inserting_before(given):
-            on_host = graph.placeholder(names[copy.name])
-        assert on_host.name == names[copy.name]  # by which forward returns it
-        fake = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
-        on_host.meta.update(given.meta, val=fake)
-        on_host.meta.pop("tensor_meta", None)
-        layout = (
-            (list(tensor.shape), list(tensor.stride()))
-            if is_static(tensor) and not tensor.is_contiguous()
-            else ()
+    first_op = next(i for i, node in enumerate(places) if node.op != "placeholder")
+    for name, given in inputs.items():
+        _put_on_host(given, names[name])
+    for reload, copy in zip(found.copies, copies, strict=True):
+        given = inputs[reload.name]
+        back = _reloaded(given, places[max(copy.begun, first_op)], places[copy.awaited])
+        new = {given: back}
+        chain, readers = (
+            [nodes[i] for i in positions] for positions in (reload.chain, reload.readers)
         )
-        with graph.inserting_before(places[copy.begun]):
-            args = (on_host, tensor.device, *layout)
-            begun = _call(graph, host_copy_ops.RELOAD, args, f"{copy.name}_reload", tensor)
-        with graph.inserting_before(places[copy.awaited]):
-            waited = _call(
-                graph, host_copy_ops.WAIT, (begun, None, on_host), f"{copy.name}_back", tensor
-            )
-        for reader in readers:
-            reader.replace_input_with(given, waited)
+        if reload.again:
+            copied = copy_nodes(chain, places[copy.awaited])
+            new |= copied
+            chain = list(copied.values())
+        for reader in (*chain, *readers):
+            for old in set(new).intersection(reader.all_input_nodes):
+                reader.replace_input_with(old, new[old])
+    for i in sorted(found.unread, reverse=True):
+        graph.erase_node(nodes[i])
+    for given in inputs.values():
         graph.erase_node(given)
     return copies, sum(times_us)
+
+
+def _reloaded(given: fx.Node, begun: fx.Node, awaited: fx.Node) -> fx.Node:
+    """A value that is copied back from the host, which is the input in front of ``given``."""
+    graph, value, on_host = given.graph, given.meta["val"], given.prev
+    strided = is_static(value) and not value.is_contiguous()
+    layout = (list(value.shape), list(value.stride())) if strided else ()
+    with graph.inserting_before(begun):
+        args = (on_host, value.device, *layout)
+        copy = _call(graph, host_copy_ops.RELOAD, args, f"{given.name}_reload", value)
+    with graph.inserting_before(awaited):
+        waited = (copy, None, on_host)
+        return _call(graph, host_copy_ops.WAIT, waited, f"{given.name}_back", value)
+
+
+def _put_on_host(given: fx.Node, name: str) -> None:
+    """Put an input for the value on the host in front of the one that backward has now."""
+    graph = given.graph
+    with graph.inserting_before(given):
+        on_host = graph.placeholder(name)
+    assert on_host.name == name  # by which forward returns it
+    on_host.meta.update(given.meta, val=_on_host(given.meta["val"]))
+    on_host.meta.pop("tensor_meta", None)
+
+
+def _on_host(value: Tensor) -> Tensor:
+    return torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
 
 
 def _calls(graph: fx.Graph) -> list[fx.Node]:

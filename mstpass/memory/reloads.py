@@ -1,0 +1,137 @@
+"""How often backward copies a value back from the host, and which ops read each copy.
+
+A value is used by the ops that read it, itself or through its *cheap chain*: views and pointwise
+ops that are computed from it and little else, which Inductor computes inside the kernels that read
+them. If an op so long lies between two uses that a second copy is nothing against its time, the
+value is copied back once for the uses before it and once for those behind: its memory is free in
+between. The later uses read copies of the chain. ::
+
+    x = reload(host);  n = norm(x.float());  attention(n), 60 s;  gradient of the norm(x.float())
+
+A gradient of a norm, behind attention's backward over a long sequence, is such a use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+from mstpass.problem.op import POINTWISE, VIEW, Op
+
+TOLERABLE_STALL = 0.01  # the part of an op's time that waiting for a copy may take beside it
+_SMALL = 1 / 64  # of the value's bytes: other operands of its chain
+
+
+@dataclasses.dataclass(frozen=True)
+class Reload:
+    """One copy of a value back to the device.
+
+    Attributes:
+        readers: the positions of the ops that use it, in order.
+        chain: the positions of the ops of its cheap chain that these are computed from.
+        again: it is not the value's first copy: the readers use copies of the chain.
+    """
+
+    name: str
+    bytes: int
+    readers: tuple[int, ...]
+    chain: tuple[int, ...] = ()
+    again: bool = False
+
+    @property
+    def first_use(self) -> int:
+        """The position of the first op that needs it."""
+        return self.readers[0] if self.again else min((*self.readers, *self.chain))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reloads:
+    """All copies of a backward, by their first uses.
+
+    Attributes:
+        unread: the positions of ops of chains that nothing reads any more, but for their copies.
+    """
+
+    copies: tuple[Reload, ...]
+    unread: frozenset[int]
+
+
+def reloads(
+    ops: Sequence[Op],
+    times_us: Sequence[float],
+    sizes: Mapping[str, int],
+    cheap: Set[str],
+    free: Set[str],
+    bytes_per_us: float,
+) -> Reloads:
+    """The copies of a backward's values.
+
+    Args:
+        sizes: the bytes of each value to be copied back; it is an input among the ops.
+        cheap: names of ops that may be computed twice.
+        free: names of inputs that are in memory all along.
+    """
+    bytes_of = {op.name: 0 if op.name in free else op.bytes for op in ops}
+    found: list[Reload] = []
+    unread: set[int] = set()
+    for name, size in sizes.items():
+        chain, uses = _chain_and_uses(ops, name, size, bytes_of, cheap)
+        for number, group in enumerate(_groups(uses, times_us, size / bytes_per_us)):
+            needed = _needed(ops, group, chain)
+            found.append(Reload(name, size, tuple(group), needed, again=number > 0))
+            if not number:
+                unread.update(set(chain.values()) - set(needed))
+    found.sort(key=lambda reload: reload.first_use)
+    return Reloads(tuple(found), frozenset(unread))
+
+
+def _chain_and_uses(
+    ops: Sequence[Op], name: str, size: int, bytes_of: Mapping[str, int], cheap: Set[str]
+) -> tuple[dict[str, int], dict[int, bool]]:
+    """The positions of the ops of a value's cheap chain, by name, and of those that use it.
+
+    Each use with whether it reads the value's own memory. What a call reads of the chain besides is
+    in memory of its own before the call.
+    """
+    chain: dict[str, int] = {}
+    uses: dict[int, bool] = {}
+    own = {name}  # the value and views of it
+    for i, op in enumerate(ops):
+        inside = [n for n in op.inputs if n == name or n in chain]
+        if not inside:
+            continue
+        others = (bytes_of.get(n, 0) for n in op.inputs if n not in inside)
+        small = sum(others) <= _SMALL * size
+        if op.name in cheap and op.kind in (POINTWISE, VIEW) and small:
+            chain[op.name] = i
+            if op.kind == VIEW:
+                own.update({op.name} if own.intersection(inside) else ())
+        else:
+            uses[i] = not own.isdisjoint(inside)
+    return chain, uses
+
+
+def _groups(uses: Mapping[int, bool], times_us: Sequence[float], copy_us: float) -> list[list[int]]:
+    """The uses, divided where a long op runs between two of them."""
+    groups: list[list[int]] = []
+    free_from = 0  # behind the last use, or with it where it does not read the value's own memory
+    for position, reads_own in uses.items():
+        between_us = max(times_us[free_from:position], default=0.0)
+        if groups and copy_us > TOLERABLE_STALL * between_us:
+            groups[-1].append(position)
+        else:
+            groups.append([position])
+        free_from = position + reads_own
+    return groups
+
+
+def _needed(ops: Sequence[Op], readers: Iterable[int], chain: Mapping[str, int]) -> tuple[int, ...]:
+    """The positions of the ops of a chain that these readers are computed from."""
+    found: set[int] = set()
+    stack = list(readers)
+    while stack:
+        for name in ops[stack.pop()].inputs:
+            if name in chain and chain[name] not in found:
+                found.add(chain[name])
+                stack.append(chain[name])
+    return tuple(sorted(found))
