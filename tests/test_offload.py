@@ -45,7 +45,7 @@ def test_gradients_are_those_of_eager(budget: float) -> None:
         )
         assert report.outcome.save_plan is not None
         assert report.outcome.save_plan.host_bytes
-        assert copies.offloaded == copies.reloaded > 0
+        assert copies.reloaded >= copies.offloaded > 0  # some are copied back twice
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -143,7 +143,7 @@ def test_gradients_whatever_the_speed_of_copies(bytes_per_us: float) -> None:
         waits_us = sum(transfer.stall_us for transfer in plan.transfers)
         copies_us = 2 * plan.host_bytes / bytes_per_us
         ops_us = plan.forward_us + plan.backward_us
-        assert waits_us == pytest.approx(max(0.0, copies_us - ops_us), rel=0.1)
+        assert waits_us == pytest.approx(max(0.0, copies_us - ops_us), rel=0.1, abs=1.0)
 
 
 def test_must_cpu_offload_saves_on_the_cpu() -> None:
