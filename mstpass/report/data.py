@@ -42,7 +42,19 @@ class ReportData:
 
     @property
     def saved_bytes(self) -> int:
-        return sum(value.bytes for value in self.saved)
+        """Bytes that wait on the device between forward and backward."""
+        return self.outcome.save_plan.saved_bytes if self.outcome.save_plan else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that wait in host memory between forward and backward."""
+        return self.outcome.save_plan.host_bytes if self.outcome.save_plan else 0
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """The nodes whose values wait in host memory."""
+        plan = self.outcome.save_plan
+        return frozenset(copy.node for copy in plan.transfers) if plan else frozenset()
 
     @property
     def reconstructed(self) -> tuple[Reconstructed, ...]:
