@@ -13,6 +13,7 @@ import torch
 import mstpass
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.report.copy_times import phase_times
+from mstpass.report.publish import summary
 from mstpass.report.report import Report
 from tests.host_on_cpu import host_on_cpu
 from tests.synthetic_reports import llama_report, report_with_copies
@@ -64,6 +65,15 @@ def test_names_of_copies_tell_the_node_that_they_copy(planned: Report) -> None:
     assert all(life.bytes and life.start >= after.first_backward for life in back)
     for moment, size in enumerate(after.bytes):
         assert sum(life.bytes for life in after.alive_at(moment)) == size
+
+
+def test_one_line_and_a_drawing_tell_host_from_device(report: Report) -> None:
+    assert "saved for backward 72.0 MiB + 6.0 MiB on the host" in summary(report, {})
+    assert "on the host" not in summary(llama_report(1), {})
+    pytest.importorskip("graphviz")
+    assert report.to_dot(fold="none").count("saved 2.0 MiB, on the host") == 3
+    assert "2.0 MiB × 3, on the host" in report.to_dot()
+    assert "on the host" not in llama_report(1).to_dot()
 
 
 # ---- files -------------------------------------------------------------------------------------

@@ -337,8 +337,9 @@ def test_a_module_that_is_named_script_is_shown(open_page: Open) -> None:
 
 
 def test_a_report_of_the_plan_alone(open_page: Open) -> None:
-    report = Report(llama_report(1).outcome)
+    report = Report(report_with_copies(1).outcome)
     page = open_page(report)
+    assert len(page.find_elements("css selector", "#copies .copy[role=img]")) == 2
     assert "the plan alone" in _text(page, "main")
     assert page.find_elements("css selector", ".graph, .memory, .pareto") == []
     assert len(page.find_elements("css selector", "#saved tbody tr")) == len(report.saved)
