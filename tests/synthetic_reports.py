@@ -12,6 +12,7 @@ from mstpass.plans import (
     Rejection,
     SavedValue,
     SavePlan,
+    Transfer,
 )
 from mstpass.report.details import (
     BACKWARD,
@@ -103,6 +104,61 @@ def llama_report(layers: int, rename: Callable[[str], str] = str) -> Report:
         (rename("a note"),),
     )
     return Report(outcome, details=details)
+
+
+def report_with_copies(layers: int, rename: Callable[[str], str] = str) -> Report:
+    """The same plan, but the value that each layer ends with waits on the host.
+
+    Forward and backward compute for 10 ms a layer. A copy takes 1 ms, and the device computes
+    meanwhile, but for 0.4 ms of the forward's last copy and 0.6 ms of the backward's first.
+    """
+    report = llama_report(layers, rename)
+    plan = report.outcome.save_plan
+    assert plan is not None and report.details is not None and report.details.after is not None
+    saved = tuple(
+        dataclasses.replace(v, node=f"{v.node}_host", value=rename(v.node), on_host=True)
+        if v.node.startswith("add")
+        else v
+        for v in plan.saved
+    )
+    copied = [value for value in saved if value.on_host]
+    ends_us = [(i + 1) * 10_000.0 for i in range(layers)]
+    to_host = [
+        Transfer(v.value, v.bytes, True, end_us - 600, end_us + 400)
+        for v, end_us in zip(copied, ends_us, strict=True)
+    ]
+    back = [
+        Transfer(v.value, v.bytes, False, end_us - 10_000, end_us - 9_000)
+        for v, end_us in zip(reversed(copied), ends_us, strict=True)
+    ]
+    to_host[-1] = dataclasses.replace(to_host[-1], stall_us=400.0)
+    back[0] = dataclasses.replace(back[0], stall_us=600.0)
+    transfers, us = (*to_host, *back), ends_us[-1]
+    after = _with_reloads(report.details.after, {value.value for value in copied})
+    outcome = dataclasses.replace(
+        report.outcome,
+        save_plan=dataclasses.replace(
+            plan, saved=saved, transfers=transfers, forward_us=us, backward_us=us
+        ),
+        peak_bytes=after.peak_bytes,
+    )
+    return Report(outcome, details=dataclasses.replace(report.details, after=after))
+
+
+def _with_reloads(timeline: MemoryTimeline, names: set[str]) -> MemoryTimeline:
+    """These values leave the device for the middle of their lives."""
+    lives: list[Life] = []
+    used = list(timeline.bytes)
+    for life in timeline.lives:
+        if life.node not in names:
+            lives.append(life)
+            continue
+        start, end = life.start + 1, life.end - 1
+        lives.append(dataclasses.replace(life, end=start))
+        lives.append(dataclasses.replace(life, node=f"reload:{life.node}", start=end))
+        for moment in range(start, end):
+            used[moment] -= life.bytes
+    return dataclasses.replace(timeline, bytes=tuple(used), lives=tuple(lives))
 
 
 def _node(

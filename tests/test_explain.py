@@ -20,7 +20,7 @@ from mstpass import pipeline
 from mstpass.explainer import ExplainError, explain_step
 from mstpass.graph import op_table
 from mstpass.options import Options
-from mstpass.plans import ChunkPlan, Outcome, Rejection, SavedValue, SavePlan
+from mstpass.plans import ChunkPlan, Outcome, Rejection, SavedValue, SavePlan, Transfer
 from mstpass.regions.advice import fix_of
 from mstpass.report.report import Report
 from mstpass.torch_internals.partitioners import merge_equal_nodes
@@ -249,6 +249,7 @@ def test_the_documented_schema_is_the_real_one() -> None:
         "regions[].saved",
         "save_plan.nested",
         *(f"save_plan.reconstructed[].{name}" for name in reconstructed),
+        *(f"save_plan.transfers[].{field.name}" for field in dataclasses.fields(Transfer)),
     }
     for one in (report, other):
         _paths(json.loads(json.dumps(one.to_dict(), default=sorted)), "", found)

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import nn
 import mstpass
 from mstpass.plans import Outcome
 from mstpass.report.report import Report
-from tests.synthetic_reports import llama_report
+from tests.synthetic_reports import llama_report, report_with_copies
 
 Open = Callable[[Report], Any]
 ROOT = Path(__file__).parents[1]
@@ -197,6 +198,70 @@ def test_the_timeline_lists_what_is_alive(open_page: Open) -> None:
     assert int(plot.get_attribute("aria-valuenow")) > after.first_backward
 
 
+def test_copies_stand_beside_the_computation(open_page: Open) -> None:
+    report = report_with_copies(3)
+    page = open_page(report)
+    assert "The 6 copies take 6.000 ms" in _text(page, "#copies > p")
+    assert "during 83.3 % of that time" in _text(page, "#copies > p").replace("\u00a0", " ")
+    forward, backward = page.find_elements("css selector", "#copies .plot")
+    for plot, start, end in ((forward, 0.4, 0), (backward, 0, 0.6)):
+        assert len(plot.find_elements("css selector", ".copy")) == 3
+        waits, others = (_ends(page, plot, kind) for kind in ("rect.waiting", ".copy rect"))
+        (wait,) = waits
+        assert any(abs(wait[1] - other[1]) < 2 for other in others), "it ends as its copy does"
+        (device,) = _ends(page, plot, "rect.computing")
+        share = (wait[1] - wait[0]) / (device[1] - device[0])
+        assert share == pytest.approx((start + end) / (30 + start + end), rel=0.05)
+
+
+def test_a_copy_leads_to_its_value(open_page: Open) -> None:
+    report = report_with_copies(3)
+    page = open_page(report)
+    second = sorted(report.offloaded, key=lambda name: int(name.partition("_")[2]))[1]
+    copies = page.find_elements("css selector", "#copies .plot .copy")
+    assert [copy.get_attribute("tabindex") for copy in copies] == ["0", "-1", "-1"] * 2
+    copies[0].send_keys(_key("ARROW_RIGHT"))
+    reading = _text(page, "#copies .reading")
+    assert reading.startswith(f"{second} (layers.1, model.py:12): 2.0 MiB to the host")
+    assert "the device does not wait" in reading
+    marked = page.find_elements("css selector", "#copies .copy.marked")
+    assert [copy.get_attribute("aria-label").partition(" ")[0] for copy in marked] == [second] * 2
+    page.switch_to.active_element.send_keys(_key("ENTER"))
+    assert ("name", second) in _facts(page)
+    assert "copies it back" in _text(page, ".inspector")
+    assert ", back from the host," in dict(_facts(page))["in memory"]
+
+
+def test_values_on_the_host_count_apart(open_page: Open) -> None:
+    report = report_with_copies(2)
+    page = open_page(report)
+    (card,) = (c for c in page.find_elements("css selector", ".card") if "Saved" in c.text)
+    assert "48.0 MiB" in card.text and "on the host 2 more, 4.0 MiB" in card.text
+    waits = [cell.text for cell in page.find_elements("css selector", "#saved td:nth-child(3)")]
+    assert Counter(waits) == {"on the device": 12, "on the host": 2}
+    assert len(page.find_elements("css selector", "#copies tbody tr")) == 4
+
+
+def test_the_timeline_names_what_is_back_from_the_host(open_page: Open) -> None:
+    report = report_with_copies(1)
+    page = open_page(report)
+    assert report.details is not None and report.details.after is not None
+    after = report.details.after
+    (back,) = (life for life in after.lives if life.node.startswith("reload:"))
+    plot = page.find_element("css selector", ".memory .plot")
+    steps = back.start - int(plot.get_attribute("aria-valuenow"))
+    plot.send_keys(_key("ARROW_RIGHT" if steps > 0 else "ARROW_LEFT") * abs(steps))
+    (name,) = report.offloaded
+    (row,) = (r for r in page.find_elements("css selector", ".live tr") if "from the" in r.text)
+    assert f"copy of {name} from the host" in row.text and "layers.0" in row.text
+
+
+def test_without_copies_there_is_no_word_of_them(open_page: Open) -> None:
+    page = open_page(llama_report(1))
+    assert page.find_elements("css selector", "#copies") == []
+    assert "host" not in page.execute_script("return document.body.innerText")
+
+
 def test_tables_sort_and_copy(open_page: Open) -> None:
     report = llama_report(2)
     page = open_page(report)
@@ -238,7 +303,7 @@ def test_what_asks_for_nothing_is_one_line_that_opens(open_page: Open) -> None:
 
 
 def test_hostile_names_are_shown_as_they_are(open_page: Open) -> None:
-    page = open_page(llama_report(1, lambda text: text + HOSTILE))
+    page = open_page(report_with_copies(1, lambda text: text + HOSTILE))
     assert page.execute_script("return typeof hacked") == "undefined"
     assert page.find_elements("css selector", "img") == []
     same = "return document.querySelector('.note').textContent.startsWith(arguments[0])"
@@ -272,8 +337,9 @@ def test_a_module_that_is_named_script_is_shown(open_page: Open) -> None:
 
 
 def test_a_report_of_the_plan_alone(open_page: Open) -> None:
-    report = Report(llama_report(1).outcome)
+    report = Report(report_with_copies(1).outcome)
     page = open_page(report)
+    assert len(page.find_elements("css selector", "#copies .copy[role=img]")) == 2
     assert "the plan alone" in _text(page, "main")
     assert page.find_elements("css selector", ".graph, .memory, .pareto") == []
     assert len(page.find_elements("css selector", "#saved tbody tr")) == len(report.saved)
@@ -303,7 +369,7 @@ def test_no_module_is_known(open_page: Open) -> None:
 @pytest.mark.parametrize("width", [390, 1440])
 def test_fits_the_screen(open_page: Open, browser: Any, width: int) -> None:
     _resize(browser, width, 844)
-    page = open_page(llama_report(4))
+    page = open_page(report_with_copies(4))
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
     small = page.execute_script(
         "return [...document.querySelectorAll('button, input, .row')].filter((e) => {"
@@ -353,6 +419,15 @@ def _resize(browser: Any, width: int, height: int) -> None:
 
 def _text(page: Any, selector: str) -> str:
     return str(page.find_element("css selector", selector).text)
+
+
+def _ends(page: Any, plot: Any, selector: str) -> list[tuple[float, float]]:
+    """Where the boxes of a plot begin and end, in pixels."""
+    script = (
+        "return [...arguments[0].querySelectorAll(arguments[1])].map((e) => {"
+        "const box = e.getBoundingClientRect(); return [box.left, box.right]})"
+    )
+    return [(left, right) for left, right in page.execute_script(script, plot, selector)]
 
 
 def _titles(page: Any) -> list[str]:

@@ -1,8 +1,8 @@
 """The details of a planned graph: its nodes with their places and fates, and its memory over time.
 
-The final forward and backward have more names than the joint graph. A loop is named ``"loop:"``
-and the first node that it returns, as in the partition problem; a value that the plan adds, such
-as a mask packed into bits, has a name of its own.
+The final forward and backward have more names than the joint graph. Those of loops and of copies
+to the host are explained in timeline_names.py; a value that the plan adds, such as a mask packed
+into bits, has a name of its own.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from mstpass.report.details import (
     MemoryTimeline,
     fused_nodes,
 )
+from mstpass.report.timeline_names import OFFLOAD, OFFLOADED, RELOAD, is_on_host
+from mstpass.torch_internals import host_copy_ops
 from mstpass.torch_internals.op_types import OpOverload
 
 
@@ -44,6 +46,7 @@ def collect_details(result: Result) -> Details | None:
         original = original_name(node.name)
         if original != node.name:
             joint_names[node.name] = joint_names.get(original, original)
+    joint_names |= _copy_names(result.modules, joint_names)
     return Details(
         nodes=_drawn_nodes(result.outcome, result.read, joint_names, result.modules),
         before=_memory_timeline(result.before, {}) if result.before else None,
@@ -143,6 +146,31 @@ def _nodes_run_by(module: fx.GraphModule, joint_names: Mapping[str, str]) -> set
     return {joint_names.get(node.name, node.name) for node in calls}
 
 
+def _copy_names(modules: Modules, joint_names: Mapping[str, str]) -> dict[str, str]:
+    """What copies values to the host and back, and waits for copies -> its name in a timeline."""
+    forward, backward = (module.graph for module in modules)
+    names: dict[str, str] = {}
+    value_of: dict[str, str] = {}  # what is on the host -> the value that it is a copy of
+    for node in forward.nodes:
+        if node.target is host_copy_ops.OFFLOAD:
+            value = node.all_input_nodes[0].name
+            value = joint_names.get(value, value)
+            names[node.name] = OFFLOAD + value
+            for wait in _waits(node):
+                value_of[wait.name] = value
+                names[wait.name] = OFFLOADED + value
+    for node in backward.nodes:
+        if node.target is host_copy_ops.RELOAD:
+            on_host = node.all_input_nodes[0].name
+            for copy in (node, *_waits(node)):
+                names[copy.name] = RELOAD + value_of.get(on_host, on_host)
+    return names
+
+
+def _waits(copy: fx.Node) -> list[fx.Node]:
+    return [user for user in copy.users if user.target is host_copy_ops.WAIT]
+
+
 # ---- memory ------------------------------------------------------------------------------------
 def _memory_timeline(memory: StepMemory, joint_names: Mapping[str, str]) -> MemoryTimeline:
     """Forward and backward as one timeline.
@@ -166,14 +194,15 @@ def _memory_timeline(memory: StepMemory, joint_names: Mapping[str, str]) -> Memo
     lives += [Life(node, size, start, first) for (node, size), start in crossing.items()]
     lives += _transient_lives(memory.forward, 0)
     lives += _transient_lives(memory.backward, first)
+    lives = [
+        dataclasses.replace(life, node=joint_names.get(life.node, life.node))
+        for life in sorted(lives, key=lambda life: (life.start, life.end))
+        if life.start < life.end
+    ]
     return MemoryTimeline(
         moments=tuple(joint_names.get(moment.node, moment.node) for moment in moments),
         bytes=tuple(moment.bytes for moment in moments),
-        lives=tuple(
-            dataclasses.replace(life, node=joint_names.get(life.node, life.node))
-            for life in sorted(lives, key=lambda life: (life.start, life.end))
-            if life.start < life.end
-        ),
+        lives=tuple(life for life in lives if not is_on_host(life.node)),
         first_backward=first,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from mstpass.byte_sizes import bytes_text
 from mstpass.plans import ChunkPlan, Outcome, Reconstructed, Rejection, SavedValue
 from mstpass.report.details import Details
 from mstpass.report.report_json import details_to_json
@@ -42,7 +43,25 @@ class ReportData:
 
     @property
     def saved_bytes(self) -> int:
-        return sum(value.bytes for value in self.saved)
+        """Bytes that wait on the device between forward and backward."""
+        return self.outcome.save_plan.saved_bytes if self.outcome.save_plan else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that wait in host memory between forward and backward."""
+        return self.outcome.save_plan.host_bytes if self.outcome.save_plan else 0
+
+    @property
+    def saved_text(self) -> str:
+        """The saved bytes in words: ``42.2 MiB``, or ``42.2 MiB + 14.0 MiB on the host``."""
+        on_host = f" + {bytes_text(self.host_bytes)} on the host" if self.host_bytes else ""
+        return bytes_text(self.saved_bytes) + on_host
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """The nodes whose values wait in host memory."""
+        plan = self.outcome.save_plan
+        return frozenset(copy.node for copy in plan.transfers) if plan else frozenset()
 
     @property
     def reconstructed(self) -> tuple[Reconstructed, ...]:

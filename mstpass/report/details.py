@@ -70,9 +70,9 @@ class Life:
 class MemoryTimeline:
     """Simulated memory of one step: forward, then backward.
 
-    Names are those of the joint graph's nodes, with two exceptions. A loop is named ``"loop:"``
-    and the first node that it returns. A value that the plan adds, such as a mask packed into
-    bits, has a name of its own.
+    Names are those of the joint graph's nodes, with two exceptions. Loops, and copies to the host
+    and back, have a word in front (timeline_names.py). A value that the plan adds, such as a mask
+    packed into bits, has a name of its own.
 
     Attributes:
         moments: the node that runs at each moment. Views, and nodes that are fused into others,

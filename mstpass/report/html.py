@@ -32,6 +32,7 @@ SCRIPTS = (
     "memory.js",
     "pareto.js",
     "tables.js",
+    "copies.js",
     "main.js",
 )
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mstpass.problem.problem import LOOP
 from mstpass.report.details import Details, DrawnNode, Life, MemoryTimeline
+from mstpass.report.timeline_names import node_name
 
 PICKLE_PROTOCOL = 4  # the newest that the viewer reads
 _MOMENT_US = 1000
@@ -104,7 +104,7 @@ def _offsets(lives: Sequence[Life]) -> tuple[dict[int, int], int]:
 
 def _frames(life: Life, nodes: dict[str, DrawnNode]) -> list[dict[str, Any]]:
     """The "stack" of a life: its node as the innermost frame, then its module."""
-    node = nodes.get(life.node.removeprefix(LOOP))
+    node = nodes.get(node_name(life.node))
     kind = "inside " if life.transient else ""
     if node is None:
         return [{"filename": "mstpass", "line": 0, "name": f"{kind}{life.node}"}]

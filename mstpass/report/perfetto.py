@@ -1,7 +1,8 @@
 """Memory over time as a trace for https://ui.perfetto.dev, in the Trace Event Format.
 
 Bytes are simulated, and names are those of the joint graph's nodes. The time axis counts moments:
-each moment is one op or one loop. The axis shows the order of events, not how long they take.
+each moment is one op or one loop. The axis shows the order of events, not how long they take. Only
+copies to the host and back, and the computation beside them, have estimated times.
 
 Source: the Trace Event Format, which ui.perfetto.dev and chrome://tracing read.
 """
@@ -13,11 +14,15 @@ from typing import Any
 
 from mstpass.byte_sizes import bytes_text
 from mstpass.plans import Outcome
-from mstpass.problem.problem import LOOP, is_loop
+from mstpass.problem.problem import is_loop
+from mstpass.report.copy_times import PhaseTimes, phase_times
 from mstpass.report.details import Details, DrawnNode, MemoryTimeline
+from mstpass.report.timeline_names import node_name
 
 MOMENT_US = 1000  # of the time axis for one moment: viewers do not zoom below a microsecond
 _PHASES, _OPS = 1, 2  # thread ids within a process of the trace
+_DEVICE, _TO_HOST, _FROM_HOST = 1, 2, 3  # the same of the process of copies
+_COPY_THREADS = {_DEVICE: "device", _TO_HOST: "to the host", _FROM_HOST: "from the host"}
 _LEAST_FRACTION, _MOST_TENSORS = 0.01, 200  # tensors that are drawn: by share of the peak, number
 
 
@@ -26,7 +31,8 @@ def perfetto_trace(outcome: Outcome, details: Details) -> dict[str, Any]:
 
     Each timeline is a process with a counter of the bytes in use, with slices for forward and
     backward, and with slices for the ops and loops that run. The large tensors of a timeline are
-    asynchronous slices in a process of their own, because a viewer gives each of them a row.
+    asynchronous slices in a process of their own, because a viewer gives each of them a row. Copies
+    to the host and back are one more process.
     """
     nodes = {node.name: node for node in details.nodes}
     events: list[dict[str, Any]] = []
@@ -39,11 +45,17 @@ def perfetto_trace(outcome: Outcome, details: Details) -> dict[str, Any]:
     for pid, (title, timeline) in enumerate(timelines, len(timelines) + 1):
         events += _process(pid, f"{title}, large tensors", {})
         events += _tensors(pid, timeline, nodes)
-    axis = (
-        f"each moment (an op or a loop) takes {MOMENT_US} us on this axis, whatever time it needs; "
-        "bytes are simulated"
-    )
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"axis": axis}}
+    about = {
+        "axis": f"each moment (an op or a loop) takes {MOMENT_US} us on this axis, whatever time "
+        "it needs; bytes are simulated"
+    }
+    phases = phase_times(outcome.save_plan) if outcome.save_plan else ()
+    if phases:
+        pid = 2 * len(timelines) + 1
+        events += _process(pid, "copies beside computation (estimated time)", _COPY_THREADS)
+        events += _copies(pid, phases, nodes)
+        about["axis of copies"] = "microseconds of the step, estimated by the cost model"
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
 def _process(pid: int, name: str, threads: dict[int, str]) -> list[dict[str, Any]]:
@@ -69,25 +81,29 @@ def _counter(pid: int, timeline: MemoryTimeline) -> list[dict[str, Any]]:
 def _slices(
     pid: int, timeline: MemoryTimeline, outcome: Outcome, nodes: dict[str, DrawnNode]
 ) -> Iterable[dict[str, Any]]:
-    def slice_event(
-        tid: int, start: int, end: int, name: str, args: dict[str, Any]
-    ) -> dict[str, Any]:
-        ts, duration = start * MOMENT_US, (end - start) * MOMENT_US
-        place = {"ph": "X", "pid": pid, "tid": tid, "ts": ts, "dur": duration}
-        return {**place, "name": name, "cat": "step", "args": args}
+    def at(start: int, end: int) -> tuple[int, int]:
+        return start * MOMENT_US, end * MOMENT_US
 
     first, last = timeline.first_backward, len(timeline.moments)
     for phase, start, end in (("forward", 0, first), ("backward", first, last)):
         if start < end:
-            yield slice_event(_PHASES, start, end, phase, {})
+            yield _slice(pid, _PHASES, at(start, end), phase, {})
     for moment, name in enumerate(timeline.moments):
         args = _node_facts(name, nodes)
-        node = nodes.get(name.removeprefix(LOOP))
+        node = nodes.get(node_name(name))
         if is_loop(name) and node is not None and node.region >= 0:
             region = outcome.regions[node.region]
             args |= {"loop": f"{region.kind}, {region.mode}", "chunks": region.num_chunks}
         args["bytes in use"] = timeline.bytes[moment]
-        yield slice_event(_OPS, moment, moment + 1, name, args)
+        yield _slice(pid, _OPS, at(moment, moment + 1), name, args)
+
+
+def _slice(
+    pid: int, tid: int, times_us: tuple[float, float], name: str, args: dict[str, Any]
+) -> dict[str, Any]:
+    start_us, end_us = times_us
+    place = {"ph": "X", "pid": pid, "tid": tid, "ts": start_us, "dur": end_us - start_us}
+    return {**place, "name": name, "cat": "step", "args": args}
 
 
 def _tensors(
@@ -107,9 +123,28 @@ def _tensors(
         yield {**tensor, "ph": "e", "ts": life.end * MOMENT_US, "args": {}}
 
 
+def _copies(
+    pid: int, phases: Iterable[PhaseTimes], nodes: dict[str, DrawnNode]
+) -> Iterable[dict[str, Any]]:
+    """Forward and backward on the device, with its waits inside of them, and the copies beside."""
+    begin_us = 0.0  # of the phase
+    for phase in phases:
+        yield _slice(pid, _DEVICE, (begin_us, begin_us + phase.end_us), phase.phase, {})
+        for copy in phase.copies:
+            start_us, end_us = begin_us + copy.start_us, begin_us + copy.end_us
+            args = {"bytes": copy.bytes, "size": bytes_text(copy.bytes), "wait_us": copy.stall_us}
+            args |= _node_facts(copy.node, nodes)
+            tid = _TO_HOST if copy.to_host else _FROM_HOST
+            yield _slice(pid, tid, (start_us, end_us), copy.node, args)
+            if copy.stall_us:
+                name = f"wait for the copy of {copy.node}"
+                yield _slice(pid, _DEVICE, (end_us - copy.stall_us, end_us), name, args)
+        begin_us += phase.end_us
+
+
 def _node_facts(name: str, nodes: dict[str, DrawnNode]) -> dict[str, Any]:
-    """What is known of a node, or of the first node that a loop returns."""
-    node = nodes.get(name.removeprefix(LOOP))
+    """What is known of a node, or of the one that a loop or a copy is named after."""
+    node = nodes.get(node_name(name))
     if node is None:
         return {}
     shape = f"{node.dtype}{list(node.shape)}"

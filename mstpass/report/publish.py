@@ -54,7 +54,7 @@ def summary(report: Report, stage_seconds: Mapping[str, float]) -> str:
         peaks = (None, report.peak_bytes)
     if peaks[1] is not None:
         facts.append(f"peak {' -> '.join(bytes_text(p) for p in peaks if p is not None)}")
-    facts.append(f"saved for backward {bytes_text(report.saved_bytes)}")
+    facts.append(f"saved for backward {report.saved_text}")
     facts.append(f"{len(report.rejections)} not in chunks")
     seconds = sum(stage_seconds.values())
     facts.append("from the compile cache" if report.cached else f"planned in {seconds:.2f} s")

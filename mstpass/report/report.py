@@ -9,7 +9,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from mstpass.byte_sizes import bytes_text
 from mstpass.errors import UserError
 from mstpass.plain_data import decoded, printable, read_json
 from mstpass.plans import Outcome
@@ -136,5 +135,5 @@ class Report(ReportData):
     def __repr__(self) -> str:
         return (
             f"<mstpass.Report: {len(self.regions)} regions, {len(self.rejections)} rejections, "
-            f"{bytes_text(self.saved_bytes)} saved for backward>"
+            f"{self.saved_text} saved for backward>"
         )

@@ -12,22 +12,23 @@ import dataclasses
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from mstpass.byte_sizes import bytes_text
-from mstpass.plans import ChunkPlan, Rejection
-from mstpass.problem.problem import LOOP, is_loop
+from mstpass.plans import ChunkPlan, Rejection, SavePlan
+from mstpass.problem.problem import is_loop
+from mstpass.report.copy_times import phase_times
 from mstpass.report.data import ReportData
 from mstpass.report.details import (
     BACKWARD,
     RECOMPUTED,
     RECONSTRUCTED,
-    SAVED,
     DrawnNode,
     Life,
     MemoryTimeline,
 )
 from mstpass.report.layer_paths import fold_numbers, group_by, join_layers
+from mstpass.report.timeline_names import RELOAD, node_name
 from mstpass.report.unasked_changes import LEAST_PEAK_SHARE, asks_for_change
 
 _MOST_LINES = 40  # of the whole report
@@ -167,6 +168,7 @@ class _ModuleBytes:
     """Of one module's forward values that backward uses: the bytes by fate."""
 
     saved: int = 0
+    on_host: int = 0
     recomputed: int = 0
     reconstructed: int = 0
 
@@ -176,9 +178,10 @@ def _saved_lines(report: ReportData, nodes: Nodes, most: int) -> list[str]:
     plan = report.outcome.save_plan
     if plan is None:
         return []
-    count = f"{len(plan.saved)} value{'s' if len(plan.saved) != 1 else ''}"
+    on_device = sum(not value.on_host for value in plan.saved)
     size = bytes_text(plan.saved_bytes)
-    lines = [f"  saved for backward: {count}, {size} (chosen by {plan.solver})"]
+    lines = [f"  saved for backward: {_values(on_device)}, {size} (chosen by {plan.solver})"]
+    lines += _host_lines(plan)
     if plan.nested:
         lines += _wrap(
             "  nested recomputation: ",
@@ -187,12 +190,43 @@ def _saved_lines(report: ReportData, nodes: Nodes, most: int) -> list[str]:
         )
     rows = _bytes_by_module(report, nodes)
     if rows:
-        width = max(len(name) for name, _ in rows[:most])
-        lines.append(f"    {'':{width}} {SAVED:>12} {RECOMPUTED:>12} {RECONSTRUCTED:>13}")
-    for name, row in rows[:most]:
-        cells = [bytes_text(size) if size else "-" for size in dataclasses.astuple(row)]
-        lines.append(f"    {name:{width}} {cells[0]:>12} {cells[1]:>12} {cells[2]:>13}")
+        lines += _module_table(rows[:most], has_host=bool(plan.host_bytes))
     return lines + _more_line(rows, most)
+
+
+def _values(count: int) -> str:
+    return f"{count} value{'s' if count != 1 else ''}"
+
+
+def _host_lines(plan: SavePlan) -> list[str]:
+    """What waits in host memory, and how much of the time of its copies is hidden."""
+    phases = phase_times(plan)
+    if not phases:
+        return []
+    copy_us, wait_us = (sum(getattr(p, f) for p in phases) for f in ("copy_us", "wait_us"))
+    count = _values(sum(value.on_host for value in plan.saved))
+    size, pinned = bytes_text(plan.host_bytes), bytes_text(plan.pinned_bytes)
+    return [
+        f"  waiting in host memory: {count}, {size} ({pinned} pinned)",
+        f"    their copies take {copy_us / 1e3:.2f} ms, of which the device waits for "
+        f"{wait_us / 1e3:.2f} ms (estimated)",
+    ]
+
+
+def _module_table(rows: Sequence[tuple[str, _ModuleBytes]], has_host: bool) -> list[str]:
+    """A line for each module; without values on the host they have no column."""
+    width = max(len(name) for name, _ in rows)
+    fields = [f.name for f in dataclasses.fields(_ModuleBytes) if has_host or f.name != "on_host"]
+    heads = [f"{field.replace('_', ' '):>12}" for field in fields]
+    lines = [f"    {'':{width}} {' '.join(heads)}"]
+    for name, row in rows:
+        sizes = [getattr(row, field) for field in fields]
+        cells = [
+            f"{bytes_text(size) if size else '-':>{len(head)}}"
+            for size, head in zip(sizes, heads, strict=True)
+        ]
+        lines.append(f"    {name:{width}} {' '.join(cells)}")
+    return lines
 
 
 def _bytes_by_module(report: ReportData, nodes: Nodes) -> list[tuple[str, _ModuleBytes]]:
@@ -200,13 +234,17 @@ def _bytes_by_module(report: ReportData, nodes: Nodes) -> list[tuple[str, _Modul
     rows: dict[str, _ModuleBytes] = {}
     for value in report.saved:
         name = _module_name(nodes.get(value.value), value.source)
-        rows.setdefault(name, _ModuleBytes()).saved += value.bytes
+        row = rows.setdefault(name, _ModuleBytes())
+        if value.on_host:
+            row.on_host += value.bytes
+        else:
+            row.saved += value.bytes
     for node in nodes.values():
         if node.fate == RECOMPUTED:
             rows.setdefault(_module_name(node), _ModuleBytes()).recomputed += node.bytes
         elif node.fate == RECONSTRUCTED:
             rows.setdefault(_module_name(node), _ModuleBytes()).reconstructed += node.bytes
-    return sorted(rows.items(), key=lambda row: (-row[1].saved, -row[1].recomputed))
+    return sorted(rows.items(), key=lambda r: (-r[1].saved - r[1].on_host, -r[1].recomputed))
 
 
 def _module_name(node: DrawnNode | None, source: str = "") -> str:
@@ -238,18 +276,22 @@ def _at_peak_lines(report: ReportData, nodes: Nodes, most: int) -> list[str]:
     if after is None or not after.bytes:
         return []
     moment = after.bytes.index(after.peak_bytes)
-    running = nodes.get(after.moments[moment].removeprefix(LOOP))
+    running = nodes.get(node_name(after.moments[moment]))
     phase = "forward" if moment < after.first_backward else "backward"
     place = _place(running.module, running.source) if running else ""
     lines = [f"  in memory at the peak, in {phase}" + (f" at {place}" if place else "") + ":"]
-    groups = group_by(after.alive_at(moment), lambda life: _describe(life, after, nodes))
+
+    def describe(life: Life) -> tuple[str, str, str]:
+        return _describe(life, after, nodes, report.offloaded)
+
+    groups = group_by(after.alive_at(moment), describe)
     groups.sort(key=lambda group: -_sum_bytes(group))
     least = LEAST_PEAK_SHARE * after.peak_bytes
     most = min(most, sum(_sum_bytes(group) >= least for group in groups))
-    kinds = [_with_count(_describe(group[0], after, nodes)[0], group) for group in groups[:most]]
+    kinds = [_with_count(describe(group[0])[0], group) for group in groups[:most]]
     width = max(map(len, kinds), default=0)
     for kind, group in zip(kinds, groups[:most], strict=True):
-        _, module, source = _describe(group[0], after, nodes)
+        _, module, source = describe(group[0])
         size = bytes_text(_sum_bytes(group))
         lines.append(f"    {size:>10}  {kind:{width}}  {_place(module, source)}".rstrip())
     rest = groups[most:]
@@ -263,9 +305,11 @@ def _sum_bytes(lives: Sequence[Life]) -> int:
     return sum(life.bytes for life in lives)
 
 
-def _describe(life: Life, timeline: MemoryTimeline, nodes: Nodes) -> tuple[str, str, str]:
+def _describe(
+    life: Life, timeline: MemoryTimeline, nodes: Nodes, offloaded: Set[str]
+) -> tuple[str, str, str]:
     """What a buffer holds, and the module and the line that it comes from."""
-    node = nodes.get(life.node.removeprefix(LOOP))
+    node = nodes.get(node_name(life.node))
     module = fold_numbers(node.module) if node else ""
     source = node.source if node else life.node
     crosses = life.start < timeline.first_backward < life.end
@@ -273,6 +317,10 @@ def _describe(life: Life, timeline: MemoryTimeline, nodes: Nodes) -> tuple[str, 
         kind = "chunk of a loop" if is_loop(life.node) else "workspace"
     elif node is not None and node.phase == BACKWARD:
         kind = "gradient"
+    elif life.node.startswith(RELOAD):
+        kind = "value from the host"
+    elif node_name(life.node) in offloaded and life.start < timeline.first_backward:
+        kind = "value for the host"
     elif crosses:
         kind = "saved value"
     else:

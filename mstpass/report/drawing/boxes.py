@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import graphlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from mstpass.plans import ChunkPlan, Outcome
 from mstpass.report.details import (
@@ -41,10 +41,14 @@ _FEW_NODES = 40  # under "auto", a graph of at most that many nodes is drawn nod
 
 @dataclasses.dataclass(frozen=True)
 class Amount:
-    """Bytes of the values with one fate: an entry for each layer that has such values."""
+    """Bytes of the values with one fate: an entry for each layer that has such values.
+
+    ``host_bytes`` are those that wait on the host, of all layers.
+    """
 
     fate: str
     bytes: tuple[int, ...]
+    host_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +130,10 @@ def make_drawing(outcome: Outcome, details: Details, fold: str = AUTO) -> Drawin
         own = [node for node in nodes if columns[node.name] == column]
         groups[column] = group_nodes(own, group_keys(own, loop_of, by_module=fold != NONE))
     equal = equal_layers([*groups[FORWARD], *groups[BACKWARD]], each_alone=fold != AUTO)
-    boxes = [box for column in groups for box in _column_boxes(column, groups[column], equal)]
+    on_host = {copy.node for copy in outcome.save_plan.transfers} if outcome.save_plan else set()
+    boxes = [
+        box for column in groups for box in _column_boxes(column, groups[column], equal, on_host)
+    ]
     return Drawing(tuple(boxes), _arrows(outcome, boxes, nodes, columns), loops)
 
 
@@ -173,6 +180,7 @@ def _column_boxes(
     column: str,
     groups: Sequence[NodeGroup],
     equal: Mapping[tuple[str, int], tuple[int, ...]],
+    on_host: Set[str],
 ) -> list[Box]:
     """One box for each group, and for the groups of equal layers together."""
     together: dict[tuple[tuple[int, ...], GroupKey, int], list[NodeGroup]] = defaultdict(list)
@@ -181,12 +189,18 @@ def _column_boxes(
         layers = equal.get((key.stack, key.layer), ())
         together[layers, key._replace(layer=0), group.number].append(group)
     return [
-        _box(f"{column}_{number}", column, layers, copies)
+        _box(f"{column}_{number}", column, layers, copies, on_host)
         for number, ((layers, _, _), copies) in enumerate(together.items())
     ]
 
 
-def _box(name: str, column: str, layers: Sequence[int], copies: Sequence[NodeGroup]) -> Box:
+def _box(
+    name: str,
+    column: str,
+    layers: Sequence[int],
+    copies: Sequence[NodeGroup],
+    on_host: Set[str],
+) -> Box:
     first = copies[0]
     nodes = [node for group in copies for node in group.nodes]
     is_single = len(nodes) == 1 and not layers
@@ -205,16 +219,18 @@ def _box(name: str, column: str, layers: Sequence[int], copies: Sequence[NodeGro
         ops=tuple(ops.most_common()),
         shape=largest.shape,
         bytes=largest.bytes,
-        amounts=tuple(_amounts(copies)),
+        amounts=tuple(_amounts(copies, on_host)),
         nodes=tuple(node.name for node in nodes),
     )
 
 
-def _amounts(copies: Sequence[NodeGroup]) -> Iterable[Amount]:
+def _amounts(copies: Sequence[NodeGroup], on_host: Set[str]) -> Iterable[Amount]:
     for fate in (SAVED, RECOMPUTED, RECONSTRUCTED):
         sizes = [sum(n.bytes for n in group.nodes if n.fate == fate) for group in copies]
         if any(sizes):
-            yield Amount(fate, tuple(size for size in sizes if size))
+            nodes = (n for group in copies for n in group.nodes if n.fate == fate)
+            host_bytes = sum(n.bytes for n in nodes if n.name in on_host)
+            yield Amount(fate, tuple(size for size in sizes if size), host_bytes)
 
 
 # ---- arrows ------------------------------------------------------------------------------------

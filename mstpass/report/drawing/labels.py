@@ -30,7 +30,7 @@ def title_label(report: ReportData, drawing: Drawing) -> str:
     before, after = report.baseline_peak_bytes, report.outcome.peak_bytes
     if before is not None and after is not None:
         facts.append(f"peak {bytes_text(before)} → {bytes_text(after)}")
-    facts.append(f"saved for backward {bytes_text(report.saved_bytes)}")
+    facts.append(f"saved for backward {report.saved_text}")
     if report.extra_time is not None:
         facts.append(f"extra time {100 * report.extra_time:.1f} %")
     legend = "".join(
@@ -88,10 +88,14 @@ def _amount_text(amount: Amount, box: Box) -> str:
 
 def _sum_text(amount: Amount, box: Box) -> str:
     """Bytes of one layer if all layers are alike, else the sum over all layers."""
+    host = ""
+    if amount.host_bytes:
+        some = f"{bytes_text(amount.host_bytes)} of all "
+        host = f", {some if amount.host_bytes < sum(amount.bytes) else ''}on the host"
     if len(set(amount.bytes)) == 1 and len(amount.bytes) == box.copies:
-        return bytes_text(amount.bytes[0]) + (f" × {box.copies}" if box.copies > 1 else "")
+        return bytes_text(amount.bytes[0]) + (f" × {box.copies}" if box.copies > 1 else "") + host
     layers = "all" if len(amount.bytes) == box.copies else f"{len(amount.bytes)} of {box.copies}"
-    return f"{bytes_text(sum(amount.bytes))} in {layers} layers"
+    return f"{bytes_text(sum(amount.bytes))} in {layers} layers{host}"
 
 
 def _heading(box: Box) -> str:

@@ -1,4 +1,4 @@
-// Axes of plots: round numbers, and lines across the plot for round numbers of bytes.
+// Axes of plots: round numbers, and lines across the plot for round numbers of bytes and of time.
 
 /** Lines and labels of round numbers of bytes from 0 to `highest`; `y(bytes)` is in pixels. */
 function byteTicks(highest, y, left, right) {
@@ -8,6 +8,17 @@ function byteTicks(highest, y, left, right) {
     return s("g.tick", null,
       s("line", { x1: left, x2: right, y1: y(bytes), y2: y(bytes) }),
       s("text", { x: left - 8, y: y(bytes) + 4, "text-anchor": "end" }, tickText(bytesText(bytes))));
+  });
+}
+
+/** Lines and labels of round numbers of milliseconds from 0 to `endUs`; `x(us)` is in pixels. */
+function timeTicks(endUs, x, top, bottom) {
+  return roundSteps(0, endUs / 1000).map((ms) => {
+    const at = x(ms * 1000);
+    const text = Number(ms.toPrecision(6)).toLocaleString("en", { maximumFractionDigits: 6 });
+    return s("g.tick", null,
+      s("line", { x1: at, x2: at, y1: top, y2: bottom }),
+      s("text", { x: at, y: bottom + 15, "text-anchor": "middle" }, text));
   });
 }
 

@@ -3,7 +3,9 @@
 function readData() {
   const { title, cached, report, asked } = JSON.parse(document.getElementById("data").textContent);
   const { details, save_plan: plan } = report;
-  const nodes = details ? readNodes(details) : [];
+  const copies = plan?.transfers ?? [];
+  const nodes = details ? readNodes(details, new Set(copies.map((copy) => copy.node))) : [];
+  const byName = new Map(nodes.map((node) => [node.name, node]));
   return {
     title,
     cached,
@@ -18,13 +20,24 @@ function readData() {
     solver: plan?.solver ?? "",
     pareto: details?.pareto ?? [],
     nodes,
-    byName: new Map(nodes.map((node) => [node.name, node])),
+    byName,
+    copies: copies.map((copy) => ({
+      name: copy.node,
+      node: byName.get(copy.node),
+      bytes: copy.bytes,
+      toHost: copy.to_host,
+      start: copy.start_us,
+      end: copy.end_us,
+      wait: copy.stall_us,
+    })),
+    forwardUs: plan?.forward_us ?? 0,
+    backwardUs: plan?.backward_us ?? 0,
     before: details && readTimeline(details.before),
     after: details && readTimeline(details.after),
   };
 }
 
-function readNodes({ nodes: columns, modules, sources }) {
+function readNodes({ nodes: columns, modules, sources }, copied) {
   const nodes = columns.name.map((name, index) => ({
     index,
     name,
@@ -35,6 +48,7 @@ function readNodes({ nodes: columns, modules, sources }) {
     dtype: columns.dtype[index],
     backward: columns.phase[index] === "backward",
     fate: columns.fate[index],
+    onHost: copied.has(name), // between forward and backward
     region: columns.region[index],
     bytes: columns.bytes[index],
     inputs: [],
@@ -71,12 +85,25 @@ function readTimeline(columns) {
   };
 }
 
-/** A name of the memory timelines as {text, node}. A loop is "loop:" and the first node it returns. */
+// What stands in front of a name in the memory timelines: mstpass/report/timeline_names.py.
+const TIMELINE_TEXTS = {
+  loop: (name, region) => `loop of ${region ? region.kind : name}`,
+  offload: (name) => `copy of ${name} to the host`,
+  offloaded: (name) => `end of the copy of ${name} to the host`,
+  reload: (name) => `copy of ${name} from the host`,
+};
+
+/** A name of the memory timelines as {text, node}. */
 function placeOf(data, name) {
-  const node = data.byName.get(name.replace(/^loop:/, ""));
-  if (!name.startsWith("loop:")) return { text: name, node };
-  const region = data.regions[node?.region];
-  return { text: `loop of ${region ? region.kind : name.slice(5)}`, node, isLoop: true };
+  const [, word, rest] = /^(loop|offload|offloaded|reload):(.*)$/s.exec(name) ?? [null, "", name];
+  const node = data.byName.get(rest);
+  if (!word) return { text: name, node };
+  return { text: TIMELINE_TEXTS[word](rest, data.regions[node?.region]), node, isLoop: word === "loop" };
+}
+
+/** "saved", or where else a value waits for backward. */
+function fateText(node) {
+  return node.onHost ? `${node.fate}, on the host` : node.fate;
 }
 
 /** "2048×256 f32"; unknown parts are left out. */

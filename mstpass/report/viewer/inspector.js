@@ -62,6 +62,8 @@ function describeModule(module, regionLinks, links) {
   const { total } = module;
   const values = [...valuesOf(module)].filter((node) => node.fate === "saved");
   values.sort((a, b) => b.bytes - a.bytes);
+  const onHost = values.filter((node) => node.onHost);
+  const hostBytes = onHost.reduce((sum, node) => sum + node.bytes, 0);
   const fate = (kind) =>
     total.values[kind] ? `${countText(total.values[kind], "value")}, ${bytesText(total.bytes[kind])}` : "";
   return [
@@ -72,6 +74,7 @@ function describeModule(module, regionLinks, links) {
       ["forward", countText(total.forward, "operation")],
       ["backward", countText(total.backward, "operation")],
       ["saved", fate("saved")],
+      ["of these on the host", onHost.length ? countText(onHost.length, "value") + `, ${bytesText(hostBytes)}` : ""],
       ["recomputed", fate("recomputed")],
       ["reconstructed", fate("reconstructed")],
       ["chunked", total.regions.size ? regionLinks(total.regions) : ""],
@@ -94,6 +97,7 @@ function* valuesOf(module) {
 
 const FATE_TEXTS = {
   saved: "Forward keeps it for backward.",
+  onHost: "Forward copies it to the host and frees it; backward copies it back.",
   recomputed: "Forward frees it after its last use; backward recomputes it.",
   reconstructed: "Forward frees it; backward computes it from later values that are saved anyway.",
 };
@@ -104,7 +108,9 @@ function describeNode(node, data, lives, regionLinks, links) {
   return [
     kicker(`${node.backward ? "Backward" : "Forward"} operation`),
     h("h3", null, node.op),
-    node.fate ? h("p", null, tag(node.fate, node.fate), " ", FATE_TEXTS[node.fate]) : [],
+    node.fate
+      ? h("p", null, tag(node.fate, fateText(node)), " ", FATE_TEXTS[node.onHost ? "onHost" : node.fate])
+      : [],
     facts(
       ["name", node.name],
       ["result", shapeText(node)],

@@ -3,7 +3,9 @@
 function summarySection(data) {
   const { report, regions, rejections, saved, solver } = data;
   const { peak_bytes: peak, baseline_peak_bytes: before, extra_time: extra } = report;
-  const savedBytes = saved.reduce((sum, value) => sum + value.bytes, 0);
+  const bytesOf = (values) => values.reduce((sum, value) => sum + value.bytes, 0);
+  const onDevice = saved.filter((value) => !value.on_host);
+  const onHost = saved.filter((value) => value.on_host);
   return h(
     "section.summary",
     { "aria-labelledby": "title" },
@@ -14,8 +16,9 @@ function summarySection(data) {
       null,
       card("Peak of the step", peak === null ? "unknown" : bytesText(peak),
         peak !== null && before !== null ? peakBars(peak, before) : "a size depends on data"),
-      card("Saved for backward", bytesText(savedBytes),
-        countText(saved.length, "value") + (solver ? `, chosen by ${solver}` : "")),
+      card("Saved for backward", bytesText(bytesOf(onDevice)),
+        countText(onDevice.length, "value") + (solver ? `, chosen by ${solver}` : "") +
+          (onHost.length ? `; on the host ${onHost.length} more, ${bytesText(bytesOf(onHost))}` : "")),
       card("Extra time", extra === null ? "unknown" : percentText(extra),
         extra === null ? "there is no step to compare with" : "estimated, relative to the step without chunks"),
       card("Regions in chunks", String(regions.length),
@@ -66,6 +69,8 @@ function start() {
     sections.push([graph.section, "Graph"]);
   }
   if (data.before || data.after) sections.push([new MemoryView(data, (node) => graph?.reveal(node)).section, "Memory"]);
+  const copies = copiesSection(data, graph && ((node) => graph.reveal(node)));
+  if (copies) sections.push([copies, "Copies"]);
   if (report.details) sections.push([paretoSection(data), "Peak against time"]);
   else {
     main.append(h("p.note", { role: "note" },

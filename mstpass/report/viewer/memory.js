@@ -258,7 +258,7 @@ function liveRow(life, total, data, go) {
     h("td.number", null, bytesText(life.bytes)),
     h("td.bar-cell", { "aria-hidden": "true" }, share),
     h("td.wide", null, name, life.transient ? h("span.quiet", null, " at this moment only") : null,
-      node?.fate && !isLoop ? [" ", tag(node.fate, node.fate)] : null),
+      node?.fate && !isLoop ? [" ", tag(node.fate, fateText(node))] : null),
     h("td", null, node?.module ?? ""),
     h("td", null, node?.source ?? ""));
 }

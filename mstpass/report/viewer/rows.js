@@ -37,7 +37,7 @@ function nodeCell(node, side) {
     inChunks ? glyph("chunked") : null,
     h("span.op", null, node.op),
     h("span.name", { title: node.name }, node.name),
-    h(`span.fate.${node.fate || "chunked"}`, null, node.fate || (inChunks ? "chunked" : "")),
+    h(`span.fate.${node.fate || "chunked"}`, null, fateText(node) || (inChunks ? "chunked" : "")),
     h("span.amount", null, node.bytes ? bytesText(node.bytes) : ""),
   );
 }
@@ -54,7 +54,10 @@ function chip(module, data) {
 function lifeText(timeline, name) {
   const life = timeline?.lives.find((other) => other.node === name && !other.transient);
   if (!life) return "";
+  const back = timeline.lives.find((other) => other.node === `reload:${name}`);
   const place = (moment) => (moment < timeline.firstBackward ? "forward" : "backward");
-  const last = life.end - 1;
-  return `moments ${life.start} to ${last} of ${timeline.moments.length} (${place(life.start)} to ${place(last)})`;
+  const span = ({ start, end }) => `${start} to ${end - 1}`;
+  const again = back ? `, and ${span(back)}, back from the host,` : "";
+  const places = `${place(life.start)} to ${place((back ?? life).end - 1)}`;
+  return `moments ${span(life)}${again} of ${timeline.moments.length} (${places})`;
 }

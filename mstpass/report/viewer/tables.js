@@ -5,6 +5,7 @@ const ROWS = 100; // rows made at once
 function tableSections(data, graph) {
   const linked = (node, text) => (graph && node ? button(text, () => graph.reveal(node), { class: "link" }) : text);
   const bytes = { text: bytesText, number: true };
+  const anyOnHost = data.copies.length > 0;
   return [
     tableSection("regions", "What runs in chunks", data.regions, "Nothing runs in chunks.", [
       {
@@ -32,6 +33,7 @@ function tableSections(data, graph) {
     tableSection("saved", "Saved for backward", savedRows(data), "Nothing is saved for backward.", [
       { name: "value", value: (saved) => saved.name, cell: (saved) => linked(saved.node, saved.name) },
       { name: "bytes", value: (saved) => saved.bytes, ...bytes },
+      { name: "waits", value: (saved) => (saved.onHost ? "on the host" : anyOnHost ? "on the device" : "") },
       { name: "shape", value: (saved) => saved.shape },
       { name: "module", value: (saved) => saved.module },
       { name: "source", value: (saved) => saved.source },
@@ -70,7 +72,8 @@ function savedRows(data) {
   const nodes = data.nodes.filter((node) => node.fate === "saved");
   const rows = nodes.length
     ? nodes.map((node) => ({ ...node, node, shape: shapeText(node) }))
-    : data.saved.map((value) => ({ ...value, node: null, name: value.node, shape: "", module: "" }));
+    : data.saved.map((value) => (
+        { ...value, node: null, name: value.node, onHost: value.on_host, shape: "", module: "" }));
   return rows.sort((a, b) => b.bytes - a.bytes);
 }
 
