@@ -26,6 +26,11 @@ _ON_CPU = {  # of the generated code, each with what it becomes
     "torch.cuda.set_device(0)": "pass",
     "async_compile.triton(": "interpreted(",
     "device(type='cuda', index=0)": "device(type='cpu')",
+    "torch.ops.ao.": "torch.ops.mstpass_tests.",
+    **{
+        f"torch.ops.mstpass.{op}.": f"torch.ops.mstpass_tests.{op}."
+        for op in ("offload", "reload", "wait_tensor")
+    },
 }
 _BLOCKS = {"XBLOCK": 64, "YBLOCK": 16, "R0_BLOCK": 128, "R1_BLOCK": 16}
 
@@ -67,6 +72,8 @@ def _both(run: DryRun) -> tuple[str, str]:
 
 # ---- in the other process ----------------------------------------------------------------------
 def main(folder: Path) -> None:
+    import tests.host_on_cpu  # noqa: F401  # it defines the ops mstpass_tests
+
     _round_to_nearest()
     values = torch.load(folder / "values.pt", weights_only=False)
     results = _load(folder / "forward.py")(list(values["primals"]))
