@@ -96,7 +96,7 @@ def reload_copies(
     latest_us = clock[-1]
     for reload in reversed(found):
         latest_us = min(latest_us, clock[reload.first_use]) - _MARGIN * reload.bytes / bytes_per_us
-        begun.append(_last_beginning(clock, latest_us))
+        begun.append(min(reload.first_use, _last_beginning(clock, latest_us)))
         latest_us = max(latest_us, clock[begun[-1]])
     pairs = zip(found, reversed(begun), strict=True)
     copies = [(reload.name, reload.bytes, first, reload.first_use) for reload, first in pairs]

@@ -14,6 +14,7 @@ A gradient of a norm, behind attention's backward over a long sequence, is such 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from mstpass.problem.op import POINTWISE, VIEW, Op
@@ -72,10 +73,14 @@ def reloads(
         free: names of inputs that are in memory all along.
     """
     bytes_of = {op.name: 0 if op.name in free else op.bytes for op in ops}
+    readers: dict[str, list[int]] = {}
+    for i, op in enumerate(ops):
+        for name in op.inputs:
+            readers.setdefault(name, []).append(i)
     found: list[Reload] = []
     unread: set[int] = set()
     for name, size in sizes.items():
-        chain, uses = _chain_and_uses(ops, name, size, bytes_of, cheap)
+        chain, uses = _chain_and_uses(ops, readers, name, size, bytes_of, cheap)
         for number, group in enumerate(_groups(uses, times_us, size / bytes_per_us)):
             needed = _needed(ops, group, chain)
             found.append(Reload(name, size, tuple(group), needed, again=number > 0))
@@ -86,26 +91,41 @@ def reloads(
 
 
 def _chain_and_uses(
-    ops: Sequence[Op], name: str, size: int, bytes_of: Mapping[str, int], cheap: Set[str]
+    ops: Sequence[Op],
+    readers: Mapping[str, Sequence[int]],
+    name: str,
+    size: int,
+    bytes_of: Mapping[str, int],
+    cheap: Set[str],
 ) -> tuple[dict[str, int], dict[int, bool]]:
     """The positions of the ops of a value's cheap chain, by name, and of those that use it.
 
     Each use with whether it reads the value's own memory. What a call reads of the chain besides is
     in memory of its own before the call.
+
+    Args:
+        readers: of each value the positions of the ops that read it.
     """
     chain: dict[str, int] = {}
     uses: dict[int, bool] = {}
     own = {name}  # the value and views of it
-    for i, op in enumerate(ops):
-        inside = [n for n in op.inputs if n == name or n in chain]
-        if not inside:
+    queue = list(readers.get(name, ()))
+    heapq.heapify(queue)
+    last = -1
+    while queue:
+        i = heapq.heappop(queue)
+        if i == last:
             continue
+        last, op = i, ops[i]
+        inside = [n for n in op.inputs if n == name or n in chain]
         others = (bytes_of.get(n, 0) for n in op.inputs if n not in inside)
-        small = sum(others) <= _SMALL * size
-        if op.name in cheap and op.kind in (POINTWISE, VIEW) and small:
+        is_cheap = op.name in cheap and op.kind in (POINTWISE, VIEW)
+        if is_cheap and sum(others) <= _SMALL * size:
             chain[op.name] = i
-            if op.kind == VIEW:
-                own.update({op.name} if own.intersection(inside) else ())
+            if op.kind == VIEW and not own.isdisjoint(inside):
+                own.add(op.name)
+            for reader in readers.get(op.name, ()):
+                heapq.heappush(queue, reader)
         else:
             uses[i] = not own.isdisjoint(inside)
     return chain, uses

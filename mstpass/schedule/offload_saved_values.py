@@ -25,7 +25,7 @@ from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.host_copies import is_host_copy
 from mstpass.graph.joint import Modules, nbytes, value_of
 from mstpass.graph.node_copies import copy_nodes
-from mstpass.graph.recompute_rules import is_heavy
+from mstpass.graph.recompute_rules import is_heavy, is_pinned
 from mstpass.graph.sizes import is_static
 from mstpass.memory.host_copies import HostCopy, Moved, offload_copies, reload_copies
 from mstpass.memory.reloads import reloads
@@ -209,4 +209,4 @@ def _is_anchor(node: fx.Node) -> bool:
     """Whether other nodes may wait for the node, and it for them: a matmul or attention."""
     if not isinstance(node.target, OpOverload) or is_collective(node) or is_wait(node):
         return False
-    return node.op == "call_function" and is_heavy(node) and value_of(node) is not None
+    return is_heavy(node) and not is_pinned(node) and value_of(node) is not None

@@ -46,7 +46,7 @@ def offloaded_for_least_memory(candidate: Candidate) -> Candidate | None:
 
 def _is_within(candidate: Candidate, limit_bytes: int) -> bool:
     within = candidate.saved_bytes <= limit_bytes
-    return within and candidate.simulation.lowered_within(limit_bytes)
+    return within and candidate.simulation.within(limit_bytes)
 
 
 def _fewest(

@@ -135,8 +135,9 @@ def _least_offloaded(
     plans = [least]
     for family in families:
         every = (*_landmarks(family), *_checkpoints_by_host(family))
-        found = [offloaded_for_least_memory(candidate) for candidate in every]
-        plans += [slack_spent(problem, c.plan, 0) for c in found if c is not None]
+        found = [c for candidate in every if (c := offloaded_for_least_memory(candidate))]
+        found.sort(key=lambda candidate: (candidate.peak_bytes, candidate.simulation.us))
+        plans += [slack_spent(problem, candidate.plan, 0) for candidate in found[:1]]
     lowest = min(plan.peak_bytes for plan in plans)
     return min((p for p in plans if p.peak_bytes <= TIE * lowest), key=lambda plan: plan.us)
 
@@ -169,8 +170,8 @@ def _without(problem: CutProblem, dropped: Callable[[Mode], bool]) -> CutProblem
 
 
 def _firsts(problem: CutProblem, budget_bytes: int) -> list[Candidate]:
-    """The first plan of the sequence that is within the budget, if any is; and the same of those
-    before it, with values on the host."""
+    """The first plan of the sequence that is within the budget, and the fastest with values on the
+    host, if there are any."""
     found: list[Candidate] = []
     tried: list[Candidate] = []
     for candidate in (problem.once(free_plan), *_sequence(problem)):
@@ -180,9 +181,9 @@ def _firsts(problem: CutProblem, budget_bytes: int) -> list[Candidate]:
                 break
         tried.append(candidate)
     if _uses_host(problem):
-        found += _with_offloading(tried, budget_bytes)
         by_host = (offloaded_within(c, budget_bytes) for c in _checkpoints_by_host(problem))
-        found += [candidate for candidate in by_host if candidate is not None]
+        every = [*_with_offloading(tried, budget_bytes), *(c for c in by_host if c is not None)]
+        found += sorted(every, key=lambda candidate: candidate.simulation.us)[:1]
     return found
 
 
