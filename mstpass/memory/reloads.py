@@ -77,10 +77,11 @@ def reloads(
     for i, op in enumerate(ops):
         for name in op.inputs:
             readers.setdefault(name, []).append(i)
+    own_chains = cheap - _of_several(ops, sizes.keys(), cheap)
     found: list[Reload] = []
     unread: set[int] = set()
     for name, size in sizes.items():
-        chain, uses = _chain_and_uses(ops, readers, name, size, bytes_of, cheap)
+        chain, uses = _chain_and_uses(ops, readers, name, size, bytes_of, own_chains)
         for number, group in enumerate(_groups(uses, times_us, size / bytes_per_us)):
             needed = _needed(ops, group, chain)
             found.append(Reload(name, size, tuple(group), needed, again=number > 0))
@@ -88,6 +89,18 @@ def reloads(
                 unread.update(set(chain.values()) - set(needed))
     found.sort(key=lambda reload: reload.first_use)
     return Reloads(tuple(found), frozenset(unread))
+
+
+def _of_several(ops: Sequence[Op], names: Set[str], cheap: Set[str]) -> set[str]:
+    """The cheap ops that are computed from several of the values: they are in no chain, because
+    each value is copied back in its own time."""
+    sources: dict[str, frozenset[str]] = {name: frozenset([name]) for name in names}
+    for op in ops:
+        if op.name in cheap and op.kind in (POINTWISE, VIEW):
+            found = frozenset[str]().union(*(sources.get(name, ()) for name in op.inputs))
+            if found:
+                sources[op.name] = found
+    return {name for name, found in sources.items() if len(found) > 1}
 
 
 def _chain_and_uses(
