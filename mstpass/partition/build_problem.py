@@ -122,6 +122,7 @@ def _offload(node: fx.Node, must: bool) -> str:
     value = value_of(node)
     if value is None or value.device.type != host_copies.DEVICE_TYPE or is_size(node):
         return ""
-    if not is_dense(value) or not (must or nbytes(node) >= LEAST_OFFLOADED_BYTES):
+    least = 1 if must else LEAST_OFFLOADED_BYTES  # torch tells copies apart by their addresses
+    if not is_dense(value) or nbytes(node) < least:
         return ""
     return MUST_OFFLOAD if must else MAY_OFFLOAD
