@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mstpass.argument_parsers import add_gpu, byte_size, command_parser, count
 from mstpass.errors import require
 from mstpass.gpus import gpu
+from mstpass.planner.progress import Report, pieces
 from mstpass.planner.request import ALLOCATORS, EXPANDABLE, LOGITS, OUTPUTS, Request
 from mstpass.planner.result import Planned
 from mstpass.planner.training import (
@@ -50,13 +51,15 @@ def main(argv: Sequence[str] = ()) -> int:
     require(("transformers",), "hf", "mstpass plan")
     require(("rich",), "viz", "mstpass plan")
     # These import transformers and rich, which are optional.
+    from mstpass.planner.background import usable_cores
     from mstpass.planner.models import ModelError
     from mstpass.planner.plan import plan
     from mstpass.planner.terminal_table import show
 
     try:
-        with _Progress() as advance:
-            planned = plan(_request(given), advance)
+        request = _request(given)
+        with _Progress(pieces(request)) as report:
+            planned = plan(request, report, processes=usable_cores())
     except ModelError as error:
         print(f"mstpass plan: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -220,26 +223,41 @@ def _request(given: argparse.Namespace) -> Request:
 class _Progress:
     """A progress bar on standard error, if that is a terminal; it vanishes at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, pieces: Mapping[str, float]) -> None:
         # rich is optional
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            SpinnerColumn,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
         columns: tuple[Any, ...] = (
             SpinnerColumn(),
             TextColumn("planning"),
             BarColumn(),
+            TaskProgressColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
         )
+        self._pieces, self._done = pieces, dict.fromkeys(pieces, 0.0)
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("", total=None)
+        self._task = self._bar.add_task("", total=sum(pieces.values()))
 
-    def __enter__(self) -> Callable[[str], None]:
+    def __enter__(self) -> Report:
         if self._bar.console.is_terminal:
             self._bar.start()
-        return lambda what: self._bar.update(self._task, description=what)
+        return self._show
 
     def __exit__(self, *exception: object) -> None:
         if self._bar.console.is_terminal:
             self._bar.stop()
+
+    def _show(self, piece: str, done: float, what: str) -> None:
+        self._done[piece] = done
+        completed = sum(share * self._done[name] for name, share in self._pieces.items())
+        description = f"{piece}: {what}" if what else ""
+        self._bar.update(self._task, completed=completed, description=description)
