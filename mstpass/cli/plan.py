@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mstpass.argument_parsers import add_gpu, byte_size, command_parser, count
@@ -24,6 +25,7 @@ from mstpass.planner.training import (
 )
 
 FITS, FAILED, BAD_INPUT = 0, 1, 2
+_PICTURES = ".png, .svg, .pdf"
 _OVERHEAD = "1.25GiB"  # CUDA's context, and what an "80 GiB" card lacks of 80 GiB
 
 _DESCRIPTION = """\
@@ -50,6 +52,9 @@ def main(argv: Sequence[str] = ()) -> int:
     _check_combinations(parser, given)
     require(("transformers",), "hf", "mstpass plan")
     require(("rich",), "viz", "mstpass plan")
+    if given.plot is not None:
+        require(("matplotlib",), "viz", "mstpass plan --plot")
+        _check_picture(parser, given.plot)
     # These import transformers and rich, which are optional.
     from mstpass.planner.background import usable_cores
     from mstpass.planner.models import ModelError
@@ -63,6 +68,10 @@ def main(argv: Sequence[str] = ()) -> int:
     except ModelError as error:
         print(f"mstpass plan: {error}", file=sys.stderr)
         return BAD_INPUT
+    if given.plot is not None:
+        from mstpass.planner.picture import draw
+
+        draw(planned, given.plot)
     if given.json:
         print(_json_text(planned))
     else:
@@ -83,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_training(parser.add_argument_group("training"))
     _add_comparison(parser.add_argument_group("allocator, and the rows to compare with"))
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help=f"draw the longest sequence against the memory of the device ({_PICTURES})",
+    )
     return parser
 
 
@@ -181,6 +196,8 @@ def _check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespa
     """End the program with a message if arguments contradict each other."""
     if given.device_memory is None and given.gpu is None:
         parser.error("--gpu or --device-memory is required: say how much memory the device has")
+    if given.plot is not None and given.sequence is not None:
+        parser.error("--plot draws the longest sequence; leave out --sequence")
     if given.sharding != "none" and given.ranks < 2:
         parser.error(f"--sharding {given.sharding} needs --ranks of at least 2")
     if given.optimizer_in_backward and given.sharding != "none":
@@ -192,6 +209,19 @@ def _check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespa
             "--optimizer-step foreach works only with AdamW optimizers, not with "
             f"--optimizer {given.optimizer}"
         )
+
+
+def _check_picture(parser: argparse.ArgumentParser, path: Path) -> None:
+    """End the program with a message if the picture could not be written."""
+    if path.suffix.lower() not in _PICTURES.split(", "):
+        parser.error(f"--plot {path}: choose a name that ends in one of {_PICTURES}")
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        parser.error(f"--plot {path}: cannot write this file: {error.strerror}")
+    if is_new:
+        path.unlink()
 
 
 def _request(given: argparse.Namespace) -> Request:
@@ -217,6 +247,7 @@ def _request(given: argparse.Namespace) -> Request:
         allocator=given.allocator,
         alone=given.alone,
         gpu=given.gpu,
+        curves=given.plot is not None,
     )
 
 

@@ -26,7 +26,7 @@ from mstpass.planner.compiled_step import CompiledStep
 from mstpass.planner.longest_sequence import GRAIN, START, longest
 from mstpass.planner.models import layer_count
 from mstpass.planner.progress import GUESS, SEARCH, Report, Steps
-from mstpass.planner.result import INDUCTOR, MST, Row
+from mstpass.planner.result import INDUCTOR, MST, Point, Row
 from mstpass.planner.room import Room, traceable
 from mstpass.planner.traced_step import TracedStep, trace
 from mstpass.problem.problem import CutProblem, Plan
@@ -69,8 +69,17 @@ class CompiledRows:
                 break
             shorter = min(_SHRINK, self.room.step_bytes / row.parts.total)
             length = max(GRAIN, int(row.length * shorter) // GRAIN * GRAIN)
+        if self.request.curves:
+            row = dataclasses.replace(row, curve=self._curve(row.length, steps))
         steps.end()
         return row
+
+    def _curve(self, length: int, steps: Steps) -> tuple[Point, ...]:
+        """What other lengths take with the plan of the longest one."""
+        assert self._scaled is not None
+        plan = self._least(self._scaled, length, steps).plan
+        step_at = functools.partial(_step, self._scaled, option=_LEAST, plan=plan)
+        return self.room.curve(lambda n: self.room.parts(step_at(n)).total, length)
 
     @property
     def _between(self) -> tuple[object, ...]:
@@ -185,7 +194,9 @@ class CompiledRows:
             limit = self.room.step_bytes
             length = longest(lambda n: self._bytes(step_at(n)), limit, START, tolerance=0)
             length = self.room.with_gaps(length, step_at)
-        row = self.room.row(INDUCTOR, _KEEPS_INDUCTOR, length, step_at(length) if length else None)
+        step = step_at(length) if length else None
+        curve = self.room.curve(lambda n: self.room.parts(step_at(n)).total, length)
+        row = self.room.row(INDUCTOR, _KEEPS_INDUCTOR, length, step, curve=curve)
         steps.end()
         return row
 

@@ -24,7 +24,7 @@ from mstpass.planner.eager_step import EagerStep, Recipe, eager_step
 from mstpass.planner.longest_sequence import START, longest
 from mstpass.planner.models import config_of, layer_count
 from mstpass.planner.progress import Report, Steps
-from mstpass.planner.request import Request
+from mstpass.planner.request import CACHING, Request
 from mstpass.planner.result import CHECKPOINT, EAGER, RECIPE, Row
 from mstpass.planner.room import Room, traceable
 from mstpass.tracing.devices import traced_for
@@ -65,12 +65,15 @@ class _Search:
     def __init__(self, room: Room, config: Any, recipe: Recipe, steps: Steps):
         self.room, self.config, self.recipe, self.steps = room, config, recipe, steps
         self.step_at = functools.cache(self._step_at)
+        self.is_known = False  # whether shallow copies have led to the peak of the whole step
 
     def row(self, name: str) -> Row:
         length = self.room.request.length
         if length is None:
             length = self.room.with_gaps(self._longest(), self.step_at)
-        row = self.room.row(name, _KEEPS[name], length, self.step_at(length) if length else None)
+        step = self.step_at(length) if length else None
+        curve = self.room.curve(self._curve_bytes, length)
+        row = self.room.row(name, _KEEPS[name], length, step, curve=curve)
         self.steps.end()
         return row
 
@@ -79,12 +82,18 @@ class _Search:
         if layer_count(self.config) >= _DEEP:
             with contextlib.suppress(Exception):  # a model's own code may need all of its layers
                 guess = longest(self._guessed_bytes, limit, START)
-                if guess and self._bytes(guess) == self._guessed_bytes(guess):
+                self.is_known = guess > 0 and self._bytes(guess) == self._guessed_bytes(guess)
+                if self.is_known:
                     return guess
         return longest(self._bytes, limit, guess or START)
 
     def _bytes(self, length: int) -> int:
         return self.room.without_gaps(self.step_at(length).parts).total
+
+    def _curve_bytes(self, length: int) -> int:
+        if self.is_known and self.room.request.allocator != CACHING:
+            return self._guessed_bytes(length)
+        return self.room.parts(self.step_at(length)).total
 
     def _guessed_bytes(self, length: int) -> int:
         """Each layer after the second adds what the second one adds."""

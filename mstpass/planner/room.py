@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from mstpass.errors import UserError
 from mstpass.planner.allocator_replay import Event, OptimizerStep, Resident, needed_bytes
+from mstpass.planner.curve import UP_TO, curve
 from mstpass.planner.fixed_memory import (
     Fixed,
     Sizes,
@@ -19,7 +20,7 @@ from mstpass.planner.fixed_memory import (
 from mstpass.planner.longest_sequence import GRAIN
 from mstpass.planner.notes import does_not_fit
 from mstpass.planner.request import CACHING, Request
-from mstpass.planner.result import DoesNotFit, Parts, Row
+from mstpass.planner.result import DoesNotFit, Parts, Point, Row
 
 _SHORTER = 0.99  # factor of the next length where gaps leave no room
 
@@ -96,6 +97,13 @@ class Room:
             halved = (1 + self.step_bytes / total) / 2
             length = max(GRAIN, int(min(_SHORTER, halved) * length) // GRAIN * GRAIN)
         return length
+
+    def curve(self, bytes_at: Callable[[int], int], length: int) -> tuple[Point, ...]:
+        """The curve of a row of this length, if the request asks for curves."""
+        if not self.request.curves:
+            return ()
+        most_bytes = UP_TO * self.request.device_bytes - self.fixed_bytes
+        return curve(bytes_at, length, most_bytes, self.fixed_bytes)
 
     def row(self, name: str, keeps: str, length: int, step: Step | None, **more: Any) -> Row:
         """The row of a step; None where no length fits."""
