@@ -39,6 +39,8 @@ _FREE, _LEAST = "free", 0.0  # values of memory_budget
 _FEW_LAYERS, _LAYERS_LEFT = 2, 1 / 8  # of the shallow copies; at least twice as many in the other
 _SHALLOW_START = 2**16  # tokens
 _NEAR = (0.5, 2.0)  # a trace is scaled to lengths between these multiples of its own
+_FAR = (1 / 16, 16.0)  # the same for a guess
+_LEAP = 16
 _CLOSE = 0.1  # a plan is not looked for anew at a length that differs by less
 _SHRINK = 0.995
 _TRIES = 6
@@ -52,7 +54,7 @@ class CompiledRows:
         self.room, self.config = room, config
         self.request, self.training = room.request, room.request.training
         self._report = report
-        self._scaled: TracedStep | None = None  # the trace for Inductor's row
+        self._scaled: TracedStep | None = None  # the last trace that can be scaled
 
     # ---- mst's row -----------------------------------------------------------------------------
     def mst_row(self) -> Row:
@@ -60,15 +62,14 @@ class CompiledRows:
         given = self.request.length
         length = self._search() if given is None else given
         steps = Steps(self._report, MST, 4)
-        for attempt in range(_TRIES):
-            multiple = GRAIN if given is None and attempt == 0 else None
-            traced = self._trace(length, (_FREE, *self._between, _LEAST), steps, multiple)
-            self._scaled = self._scaled or traced
+        for _ in range(_TRIES):
+            traced = self._trace(length, (_FREE, *self._between, _LEAST), steps)
             row = self._fastest(traced, steps)
-            if row.fits or given is not None or row.length <= GRAIN:
+            if row.fits or given is not None or length <= GRAIN:
                 break
             shorter = min(_SHRINK, self.room.step_bytes / row.parts.total)
-            length = max(GRAIN, int(row.length * shorter) // GRAIN * GRAIN)
+            length = max(GRAIN, int(length * shorter) // GRAIN * GRAIN)
+        self._scaled = self._scaled or traced
         if self.request.curves:
             row = dataclasses.replace(row, curve=self._curve(row.length, steps))
         steps.end()
@@ -121,17 +122,34 @@ class CompiledRows:
     # ---- the search for its length -------------------------------------------------------------
     def _search(self) -> int:
         """About the longest length that fits, by traces that are scaled."""
-        length = self._guess()
-        steps = Steps(self._report, SEARCH, 3)
-        for _ in range(_TRIES):
-            traced = self._trace(length, (_LEAST,), steps)
-            length = self._longest(traced, steps)
-            if length == 0 or _is_near(length, traced):
-                break
+        guess, steps = self._guess(), Steps(self._report, SEARCH, 3)
+        budgets = (_LEAST,) if self.request.alone else (_FREE, _LEAST)  # Inductor's row is free
+        length, self._scaled = self._longest_traced(guess, budgets, _NEAR, steps)
         if length:
+            traced = self._scaled
             length = self.room.with_gaps(length, lambda n: self._least(traced, n, steps))
         steps.end()
         return max(GRAIN, length)
+
+    def _longest_traced(
+        self,
+        start: int,
+        budgets: tuple[object, ...],
+        near: tuple[float, float],
+        steps: Steps,
+        layers: int | None = None,
+    ) -> tuple[int, TracedStep]:
+        """The longest length that fits (0: none does), and the trace near it that was scaled."""
+        length = start
+        for _ in range(_TRIES):
+            traced = self._trace(length, budgets, steps, BLOCK, layers)
+            length = self._longest(traced, steps)
+            if length and near[0] <= length / traced.length <= near[1]:
+                break
+            # chunks are as long as they were traced, so that shorter sequences may fit none
+            if not length and traced.length > BLOCK:
+                length = traced.length // _LEAP
+        return length, traced
 
     def _guess(self) -> int:
         """The length that shallow copies of the model lead to.
@@ -158,8 +176,7 @@ class CompiledRows:
         return int(1 / (more_bytes + max(0, slope) * (math.sqrt(depth) - math.sqrt(more))))
 
     def _shallow_length(self, layers: int, steps: Steps) -> int:
-        traced = self._trace(_SHALLOW_START, (_LEAST,), steps, layers=layers)
-        return self._longest(traced, steps)
+        return self._longest_traced(_SHALLOW_START, (_LEAST,), _FAR, steps, layers)[0]
 
     def _longest(self, traced: TracedStep, steps: Steps) -> int:
         """The longest length that fits; its plan is looked for only near the trace's own length."""
@@ -208,7 +225,7 @@ class CompiledRows:
         length: int,
         budgets: tuple[object, ...],
         steps: Steps,
-        multiple: int | None = BLOCK,  # then no value with a row for each token is rounded
+        multiple: int | None = None,
         layers: int | None = None,
     ) -> TracedStep:
         of_layers = f", {layers} layers" if layers else ""

@@ -15,13 +15,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from mstpass.memory.allocation import BLOCK, rounded
-from mstpass.planner.longest_sequence import GRAIN
 from mstpass.problem.op import CALL
 from mstpass.problem.problem import CutProblem, Loop, RegionModes, Value
 
 _PADDINGS = (0, 1, -1)  # transformers pads labels by one token and shifts logits by one
-_SHORT_ROW = BLOCK // GRAIN  # bytes; as lengths are multiples of the grain, longer rows fill blocks
 
 Scale = Callable[[int], int]  # bytes at the traced length to bytes at the other one
 
@@ -32,7 +29,7 @@ def scaled(problem: CutProblem, batch: int, length: int, new_length: int) -> Cut
     token_counts = [batch * (length + padding) for padding in _PADDINGS]
 
     def scale(size: int) -> int:
-        per_token = size and any(_has_rows(size, count) for count in token_counts)
+        per_token = size and any(size % count == 0 for count in token_counts)
         return int(size * factor) if per_token else size
 
     # Attention within documents of a fixed length does not grow.
@@ -53,12 +50,6 @@ def scaled(problem: CutProblem, batch: int, length: int, new_length: int) -> Cut
         backward=tuple(map(scaled_value, problem.backward)),
         regions=tuple(_region(region, scale, factor) for region in problem.regions),
     )
-
-
-def _has_rows(size: int, count: int) -> bool:
-    """Whether a value of ``size`` bytes has ``count`` rows. Short rows are rounded to blocks."""
-    row_bytes = size // count
-    return size % count == 0 or (0 < row_bytes < _SHORT_ROW and size == rounded(row_bytes * count))
 
 
 def _region(region: RegionModes, scale: Scale, factor: float) -> RegionModes:
