@@ -137,7 +137,7 @@ def test_the_guess_is_near_the_length_of_the_whole_model(path_of):
     rows, steps = CompiledRows(room, config_of(room.request.model), silent), Steps(silent, "", 3)
     traced = rows._trace(guess := rows._guess(), (0.0,), steps, BLOCK)
     low, high = compiled_rows._NEAR
-    assert low <= rows._longest(traced, steps) / guess <= high
+    assert low <= rows._longest(traced, compiled_rows._NEAR, steps) / guess <= high
 
 
 def test_layers_are_dropped(path_of):

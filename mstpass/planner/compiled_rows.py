@@ -143,8 +143,8 @@ class CompiledRows:
         length = start
         for _ in range(_TRIES):
             traced = self._trace(length, budgets, steps, BLOCK, layers)
-            length = self._longest(traced, steps)
-            if length and near[0] <= length / traced.length <= near[1]:
+            length = self._longest(traced, near, steps)
+            if length and _is_near(length, traced, near):
                 break
             # chunks are as long as they were traced, so that shorter sequences may fit none
             if not length and traced.length > BLOCK:
@@ -178,7 +178,7 @@ class CompiledRows:
     def _shallow_length(self, layers: int, steps: Steps) -> int:
         return self._longest_traced(_SHALLOW_START, (_LEAST,), _FAR, steps, layers)[0]
 
-    def _longest(self, traced: TracedStep, steps: Steps) -> int:
+    def _longest(self, traced: TracedStep, near: tuple[float, float], steps: Steps) -> int:
         """The longest length that fits; its plan is looked for only near the trace's own length."""
         length = traced.length
         for _ in range(_TRIES):
@@ -191,7 +191,7 @@ class CompiledRows:
             )
             is_same = abs(found - length) <= max(GRAIN, _CLOSE * length)
             length = found
-            if length == 0 or is_same or not _is_near(length, traced):
+            if length == 0 or is_same or not _is_near(length, traced, near):
                 break
         return length
 
@@ -236,8 +236,8 @@ class CompiledRows:
         )
 
 
-def _is_near(length: int, traced: TracedStep) -> bool:
-    return _NEAR[0] <= length / traced.length <= _NEAR[1]
+def _is_near(length: int, traced: TracedStep, near: tuple[float, float]) -> bool:
+    return near[0] <= length / traced.length <= near[1]
 
 
 def _planned(
