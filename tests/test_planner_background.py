@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -39,11 +41,14 @@ def test_errors_come_back(function, error, message):
         background.result()
 
 
-def test_the_process_ends_with_the_block():
+def test_the_process_ends_with_the_block_and_not_by_an_interrupt():
     started = threading.Event()
     start = time.monotonic()
     with Background(planner_models.sleep_long, (600,), lambda *_: started.set()) as background:
         assert started.wait(60)
+        os.kill(background._process.pid, signal.SIGINT)
+        background._process.join(0.3)
+        assert background._process.is_alive()
     assert time.monotonic() - start < 60
     assert not background._process.is_alive()
 

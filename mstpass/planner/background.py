@@ -9,6 +9,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
@@ -39,7 +40,9 @@ class Background(Generic[T]):
         context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads
         self._messages, messages = context.Pipe(duplex=False)
         self._process = context.Process(target=_serve, args=(messages, function, args), daemon=True)
-        # An interrupt of the terminal goes to both processes, and is for this one to handle.
+        # An interrupt of the terminal goes to both processes, and is for this one to handle. The
+        # tracker comes first, because to start it unblocks the signal.
+        resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
