@@ -23,3 +23,32 @@ def plan_sizes(name):
 
     with FakeTensorMode():
         return sizes_of(build(config_of(name), Training()))
+
+
+# ---- functions that run in a process of their own --------------------------------------------
+def squared(number, report):
+    report("squaring", 0.5, "half way")
+    return number**2
+
+
+def refuse(number, report):
+    from mstpass.errors import UserError
+
+    raise UserError(f"{number} is refused")
+
+
+def divide_by_zero(number, report):
+    return number / 0
+
+
+def end_at_once(number, report):
+    import os
+
+    os._exit(number)
+
+
+def sleep_long(number, report):
+    import time
+
+    report("sleeping", 0.0, "")
+    time.sleep(number)

@@ -19,12 +19,16 @@ pytest.importorskip("rich")
 from rich.console import Console
 from transformers import LlamaForCausalLM
 
+from mstpass.planner.curve import length_within
 from mstpass.planner.eager_recipes import checkpointed, minisequence, plain
+from mstpass.planner.eager_rows import eager_rows
 from mstpass.planner.eager_step import eager_step
 from mstpass.planner.models import config_of
 from mstpass.planner.plan import plan
+from mstpass.planner.progress import pieces, silent
 from mstpass.planner.request import Request
 from mstpass.planner.result import CHECKPOINT, EAGER, RECIPE, DoesNotFit
+from mstpass.planner.room import Room
 from mstpass.planner.terminal_table import show
 from mstpass.planner.traced_step import trace
 from tests.planner_models import TINY, plan_sizes
@@ -89,8 +93,8 @@ def test_dropped_gradients_do_not_add_up(tiny):
 
 def test_a_scaled_problem_is_the_traced_one(tiny):
     config = config_of(tiny)
-    long = trace(config, Training(), 8192, ("free",), exact=True)
-    short = trace(config, Training(), 4100, ("free",))
+    long = trace(config, Training(), 8192, ("free",))
+    short = trace(config, Training(), 4100, ("free",), multiple=512)
     whole, scaled = (
         dataclasses.replace(traced.problem_at(8192, "free"), regions=()) for traced in (long, short)
     )
@@ -125,14 +129,18 @@ def test_more_memory_is_never_a_shorter_sequence(tiny):
 
 def test_the_longest_plan_fits_and_a_longer_one_does_not(tiny):
     # So many tokens that this small model has loops on a GPU, where it needs thousands for each.
-    row = plan(request(tiny, 160, alone=True)).own
+    row = plan(request(tiny, 160, alone=True, curves=True)).own
+    assert length_within(row.curve, row.total_bytes) == pytest.approx(row.length, rel=0.01)
     assert row.fits and row.length > 4096 and row.total_bytes <= 160 * MIB
     longer = plan(request(tiny, 160, alone=True, length=int(1.1 * row.length))).own
     assert not longer.fits and longer.total_bytes > 160 * MIB
 
 
 def test_rows_of_one_length(tiny):
-    planned = plan(request(tiny, 200, length=4096, training={"optimizer": "sgd"}))
+    reports = []
+    asked = request(tiny, 200, length=4096, training={"optimizer": "sgd"})
+    planned = plan(asked, lambda *given: reports.append(given), processes=2)
+    assert {name for name, done, _ in reports if done == 1} == pieces(asked).keys()
     by_name = {row.name: row for row in planned.rows}
     assert by_name[EAGER].total_bytes > by_name[CHECKPOINT].total_bytes
     assert by_name[CHECKPOINT].total_bytes > by_name[RECIPE].total_bytes
@@ -140,6 +148,8 @@ def test_rows_of_one_length(tiny):
     assert {row.length for row in planned.rows} == {4096}
     for row in planned.rows:
         assert row.total_bytes == row.parts.total + planned.fixed.total
+    here = eager_rows(Room(asked, planned.sizes), silent)
+    assert here == tuple(by_name[name] for name in (EAGER, CHECKPOINT, RECIPE))
     console = Console(width=80, record=True, file=io.StringIO())
     show(planned, console)
     shown = console.export_text()

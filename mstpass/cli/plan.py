@@ -6,12 +6,14 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mstpass.argument_parsers import add_gpu, byte_size, command_parser, count
 from mstpass.errors import require
 from mstpass.gpus import gpu
+from mstpass.planner.progress import Report, pieces
 from mstpass.planner.request import ALLOCATORS, EXPANDABLE, LOGITS, OUTPUTS, Request
 from mstpass.planner.result import Planned
 from mstpass.planner.training import (
@@ -23,6 +25,7 @@ from mstpass.planner.training import (
 )
 
 FITS, FAILED, BAD_INPUT = 0, 1, 2
+_PICTURES = ".png, .svg, .pdf"
 _OVERHEAD = "1.25GiB"  # CUDA's context, and what an "80 GiB" card lacks of 80 GiB
 
 _DESCRIPTION = """\
@@ -49,17 +52,26 @@ def main(argv: Sequence[str] = ()) -> int:
     _check_combinations(parser, given)
     require(("transformers",), "hf", "mstpass plan")
     require(("rich",), "viz", "mstpass plan")
+    if given.plot is not None:
+        require(("matplotlib",), "viz", "mstpass plan --plot")
+        _check_picture(parser, given.plot)
     # These import transformers and rich, which are optional.
+    from mstpass.planner.background import usable_cores
     from mstpass.planner.models import ModelError
     from mstpass.planner.plan import plan
     from mstpass.planner.terminal_table import show
 
     try:
-        with _Progress() as advance:
-            planned = plan(_request(given), advance)
+        request = _request(given)
+        with _Progress(pieces(request)) as report:
+            planned = plan(request, report, processes=usable_cores())
     except ModelError as error:
         print(f"mstpass plan: {error}", file=sys.stderr)
         return BAD_INPUT
+    if given.plot is not None:
+        from mstpass.planner.picture import draw
+
+        draw(planned, given.plot)
     if given.json:
         print(_json_text(planned))
     else:
@@ -80,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_training(parser.add_argument_group("training"))
     _add_comparison(parser.add_argument_group("allocator, and the rows to compare with"))
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help=f"draw the longest sequence against the memory of the device ({_PICTURES})",
+    )
     return parser
 
 
@@ -178,6 +196,8 @@ def _check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespa
     """End the program with a message if arguments contradict each other."""
     if given.device_memory is None and given.gpu is None:
         parser.error("--gpu or --device-memory is required: say how much memory the device has")
+    if given.plot is not None and given.sequence is not None:
+        parser.error("--plot draws the longest sequence; leave out --sequence")
     if given.sharding != "none" and given.ranks < 2:
         parser.error(f"--sharding {given.sharding} needs --ranks of at least 2")
     if given.optimizer_in_backward and given.sharding != "none":
@@ -189,6 +209,19 @@ def _check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespa
             "--optimizer-step foreach works only with AdamW optimizers, not with "
             f"--optimizer {given.optimizer}"
         )
+
+
+def _check_picture(parser: argparse.ArgumentParser, path: Path) -> None:
+    """End the program with a message if the picture could not be written."""
+    if path.suffix.lower() not in _PICTURES.split(", "):
+        parser.error(f"--plot {path}: choose a name that ends in one of {_PICTURES}")
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        parser.error(f"--plot {path}: cannot write this file: {error.strerror}")
+    if is_new:
+        path.unlink()
 
 
 def _request(given: argparse.Namespace) -> Request:
@@ -214,32 +247,48 @@ def _request(given: argparse.Namespace) -> Request:
         allocator=given.allocator,
         alone=given.alone,
         gpu=given.gpu,
+        curves=given.plot is not None,
     )
 
 
 class _Progress:
     """A progress bar on standard error, if that is a terminal; it vanishes at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, pieces: Mapping[str, float]) -> None:
         # rich is optional
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            SpinnerColumn,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
         columns: tuple[Any, ...] = (
             SpinnerColumn(),
             TextColumn("planning"),
             BarColumn(),
+            TaskProgressColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
         )
+        self._pieces, self._done = pieces, dict.fromkeys(pieces, 0.0)
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("", total=None)
+        self._task = self._bar.add_task("", total=sum(pieces.values()))
 
-    def __enter__(self) -> Callable[[str], None]:
+    def __enter__(self) -> Report:
         if self._bar.console.is_terminal:
             self._bar.start()
-        return lambda what: self._bar.update(self._task, description=what)
+        return self._show
 
     def __exit__(self, *exception: object) -> None:
         if self._bar.console.is_terminal:
             self._bar.stop()
+
+    def _show(self, piece: str, done: float, what: str) -> None:
+        self._done[piece] = done
+        completed = sum(share * self._done[name] for name, share in self._pieces.items())
+        description = f"{piece}: {what}" if what else ""
+        self._bar.update(self._task, completed=completed, description=description)

@@ -33,10 +33,15 @@ class EagerStep:
     events: tuple[Event | OptimizerStep, ...]
 
 
-def eager_step(config: Any, training: Training, recipe: Recipe, length: int) -> EagerStep:
-    """Run one step of ``training.batch`` sequences of ``length`` tokens on fake tensors."""
+def eager_step(
+    config: Any, training: Training, recipe: Recipe, length: int, layers: int | None = None
+) -> EagerStep:
+    """Run one step of ``training.batch`` sequences of ``length`` tokens on fake tensors.
+
+    With ``layers``, the model has only so many of its layers.
+    """
     with FakeTensorMode():
-        model = build(config, training)
+        model = build(config, training, layers)
         ids_BS = torch.zeros(training.batch, length, dtype=torch.long)
         counter = StorageCounter(model, config.vocab_size)
         if training.optimizer_in_backward or training.gradients_sharded:

@@ -6,17 +6,23 @@ from collections.abc import Callable
 
 GRAIN = 16  # lengths are multiples of it
 TOLERANCE = 0.01  # a sequence that is longer by this fraction might still fit
+START = 4096  # tokens: a first guess, where nothing is known
 MOST = 2**24  # tokens; no longer sequence is tried
 _EVALUATIONS = 24
 _LEAP = 8  # a guess is at most this many times the last one
 _PROBE = 0.5  # to confirm a length, the next guess is longer by this part of the tolerance
 
 
-def longest(bytes_at: Callable[[int], int], limit_bytes: int, start: int) -> int:
-    """The longest sequence with ``bytes_at(length) <= limit_bytes``, to within ``TOLERANCE``.
+def longest(
+    bytes_at: Callable[[int], int], limit_bytes: int, start: int, tolerance: float = TOLERANCE
+) -> int:
+    """The longest sequence with ``bytes_at(length) <= limit_bytes``, to within ``tolerance``.
 
     ``bytes_at`` must not decrease as the length grows. It is affine over long stretches, so each
     guess is where a line through two known points meets the limit.
+
+    Args:
+        tolerance: a fraction of the length; 0: to within ``GRAIN``.
 
     Returns:
         The length in tokens; 0 where no length fits.
@@ -30,11 +36,11 @@ def longest(bytes_at: Callable[[int], int], limit_bytes: int, start: int) -> int
             fits = guess
         else:
             too_long = guess
-        if too_long - fits <= max(GRAIN, TOLERANCE * fits):
+        if too_long - fits <= max(GRAIN, tolerance * fits):
             break
         aim = _crossing(points, limit_bytes, guess)
-        if aim - fits < TOLERANCE * fits:  # the longest so far is nearly the longest: confirm it
-            aim = fits * (1 + TOLERANCE * _PROBE) + GRAIN
+        if aim - fits < tolerance * fits:  # the longest so far is nearly the longest: confirm it
+            aim = fits * (1 + tolerance * _PROBE) + GRAIN
         aim = min(aim, guess * _LEAP)
         if too_long <= MOST and not fits < aim < too_long:
             aim = (fits + too_long) / 2

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mstpass.errors import UserError, require
 from mstpass.plain_data import MOST_CONFIG_BYTES, read_json
 from mstpass.planner.fixed_memory import Sizes
+from mstpass.planner.layers import keep_layers, layers_of
 from mstpass.planner.training import Training
 
 _FILE = Path(__file__).with_name("models.json")
@@ -115,8 +116,15 @@ def _absurd_sizes(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}={reprlib.repr(value)}"
 
 
-def build(config: Any, training: Training) -> nn.Module:
-    """The model in training mode, built on the current device or in the current fake mode."""
+def build(config: Any, training: Training, layers: int | None = None) -> nn.Module:
+    """The model in training mode, built on the current device or in the current fake mode.
+
+    Args:
+        layers: keep only so many of its layers, the first ones (None: all).
+
+    Raises:
+        NotStacked: the model's layers are not one list.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
     attention = functools.partial(_attention, training.document)
@@ -129,20 +137,20 @@ def build(config: Any, training: Training) -> nn.Module:
             config, dtype=dtype, trust_remote_code=False
         ).train()
     model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # transformers cannot tell from GPT-2's name
+    if layers is not None:
+        keep_layers(model, layers)
     return model
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that Hugging Face checkpoints, in order."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def sizes_of(model: nn.Module) -> Sizes:
     in_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
     each = tuple(p.numel() for p in model.parameters())
     return Sizes(sum(each), max(in_layers, default=0), sum(each) - sum(in_layers), each)
+
+
+def layer_count(config: Any) -> int:
+    """The number of layers; 0 where a config does not say it."""
+    return getattr(config.get_text_config(), "num_hidden_layers", 0)
 
 
 def most_positions(config: Any) -> int | None:

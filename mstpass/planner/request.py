@@ -27,6 +27,7 @@ class Request:
         alone: plan mst's row only, without rows to compare with.
         gpu: the kind of GPU, by a name of ``mstpass.gpus``, whose speed decides chunk lengths and
             times; None: this machine's, or else an H100.
+        curves: also find what other lengths take, up to twice the device's memory (curve.py).
     """
 
     model: str
@@ -39,3 +40,4 @@ class Request:
     allocator: str = EXPANDABLE
     alone: bool = False
     gpu: str | None = None
+    curves: bool = False

@@ -44,6 +44,14 @@ class Parts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Point:
+    """A sequence length in tokens, and the bytes of a device on which a step of it fits."""
+
+    length: int
+    total_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Row:
     """One way to train, at one sequence length.
 
@@ -55,6 +63,7 @@ class Row:
         memory_budget: mst's row only: the value of the option to compile with.
         extra_time: mst's row only: time beyond Inductor's step, as a fraction of that step, by the
             cost model for GPUs.
+        curve: what other lengths take, the shortest first; empty unless the request asks for it.
     """
 
     name: str
@@ -65,6 +74,7 @@ class Row:
     total_bytes: int
     memory_budget: str = ""
     extra_time: float | None = None
+    curve: tuple[Point, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

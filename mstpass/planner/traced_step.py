@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from mstpass import pipeline
 from mstpass.graph.joint import value_of
-from mstpass.memory.allocation import BLOCK
 from mstpass.options import Options
 from mstpass.planner.models import build
 from mstpass.planner.scale_to_length import scaled
@@ -24,7 +24,7 @@ from mstpass.torch_internals.pytrees import tree_map
 from mstpass.tracing.joint_graphs import trace_joint
 
 _DEVICE = torch.device("cuda", 0)  # its costs decide chunk lengths; nothing runs there
-_GRAIN = BLOCK  # traced lengths are multiples of it: then no value with a row a token is rounded
+_SHORTER = 0.99  # a length is rounded down to at least this fraction of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,20 +52,40 @@ class TracedStep:
 
 
 def trace(
-    config: Any, training: Training, length: int, budgets: tuple[object, ...], exact: bool = False
+    config: Any,
+    training: Training,
+    length: int,
+    budgets: tuple[object, ...],
+    multiple: int | None = None,
+    layers: int | None = None,
 ) -> TracedStep:
     """Trace a training step and make its problem for each ``memory_budget``.
 
-    With ``exact``, the step has just ``length`` tokens. Otherwise it has a few more, so that the
-    result can be scaled to other lengths.
+    Args:
+        multiple: None: the step has just ``length`` tokens. Otherwise it has about as many, a
+            multiple of this number, so that the result can be scaled (`distinct_length`).
+        layers: trace only so many of the model's layers, the first ones (None: all).
     """
+    with pipeline.collector_paused():
+        return _trace(config, training, length, budgets, multiple, layers)
+
+
+def _trace(
+    config: Any,
+    training: Training,
+    length: int,
+    budgets: tuple[object, ...],
+    multiple: int | None,
+    layers: int | None,
+) -> TracedStep:
     with torch.device("meta"):
-        model = build(config, training)
+        model = build(config, training, layers)
     tied = config.get_text_config().tie_word_embeddings
     model = model.to_empty(device="cpu")  # reserved, never written
     if tied:
         model.tie_weights()  # type: ignore[operator]
-    length = length if exact else distinct_length(model, length)
+    if multiple is not None:
+        length = distinct_length({n for p in model.parameters() for n in p.shape}, length, multiple)
     ids_BS = torch.zeros(training.batch, length, dtype=torch.long)
 
     def loss_of(ids_BS: Tensor) -> Any:
@@ -88,15 +108,22 @@ def trace(
     return trace_joint(loss_of, (ids_BS,), take)
 
 
-def distinct_length(model: nn.Module, length: int) -> int:
-    """A length of at least ``length`` with a prime factor that no dim of a parameter has."""
-    prime = max(2, -(-length // _GRAIN))
-    sizes = {n for p in model.parameters() for n in p.shape}
-    while any(prime % d == 0 for d in range(2, math.isqrt(prime) + 1)) or any(
-        n % prime == 0 for n in sizes
-    ):
-        prime += 1
-    return prime * _GRAIN
+def distinct_length(dims: Collection[int], length: int, multiple: int) -> int:
+    """A multiple near ``length`` that has a prime factor which no dim of a parameter has.
+
+    The number of bytes of a value then tells whether the value has a row for each token.
+    """
+
+    def is_distinct(length: int) -> bool:
+        rest, common = length, math.lcm(*dims)
+        while (shared := math.gcd(rest, common)) > 1:
+            rest //= shared
+        return rest > 1
+
+    start = max(multiple, length // multiple * multiple)
+    shorter = range(start, int(_SHORTER * start), -multiple)
+    longer = itertools.count(start + multiple, multiple)
+    return next(n for n in itertools.chain(shorter, longer) if is_distinct(n))
 
 
 def _move_to_gpu(module: fx.GraphModule) -> None:

@@ -1,0 +1,273 @@
+"""The rows of `mstpass plan` that are compiled: plans of the traced joint graph, simulated.
+
+A trace of a deep model takes long, so the search for mst's longest sequence makes few::
+
+    guess    shallow copies of the model are traced, and their lengths extrapolated to its depth
+    search   the model is traced at about that length; its problem is scaled to other lengths
+    exact    it is traced at the length that is found, and planned for the row of the table
+
+A plan that is found at one length is simulated at others before the next plan is looked for.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from mstpass.memory.allocation import BLOCK
+from mstpass.partition.budget import simulated_limit
+from mstpass.partition.solvers import AUTO, SOLVERS
+from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.pipeline import collector_paused
+from mstpass.planner.compiled_step import CompiledStep
+from mstpass.planner.longest_sequence import GRAIN, START, longest
+from mstpass.planner.models import layer_count
+from mstpass.planner.progress import GUESS, SEARCH, Report, Steps
+from mstpass.planner.result import INDUCTOR, MST, Point, Row
+from mstpass.planner.room import Room, traceable
+from mstpass.planner.traced_step import TracedStep, trace
+from mstpass.problem.problem import CutProblem, Plan
+
+_KEEPS_INDUCTOR = (
+    "keeps the fewest bytes from which backward needs no matmul or attention a second time; "
+    "kernels are fused"
+)
+_FREE, _LEAST = "free", 0.0  # values of memory_budget
+_FEW_LAYERS, _LAYERS_LEFT = 2, 1 / 8  # of the shallow copies; at least twice as many in the other
+_SHALLOW_START = 2**16  # tokens
+_NEAR = (0.5, 2.0)  # a trace is scaled to lengths between these multiples of its own
+_FAR = (1 / 16, 16.0)  # the same for a guess
+_LEAP = 16
+_CLOSE = 0.1  # a plan is not looked for anew at a length that differs by less
+_SHRINK = 0.995
+_TRIES = 6
+_BUDGET_TRIES = 3
+
+
+class CompiledRows:
+    """Plans mst's row first; Inductor's row then scales mst's last trace."""
+
+    def __init__(self, room: Room, config: Any, report: Report):
+        self.room, self.config = room, config
+        self.request, self.training = room.request, room.request.training
+        self._report = report
+        self._scaled: TracedStep | None = None  # the last trace that can be scaled
+
+    # ---- mst's row -----------------------------------------------------------------------------
+    def mst_row(self) -> Row:
+        """The fastest plan that fits, at the given length or else at the longest that fits."""
+        given = self.request.length
+        length = self._search() if given is None else given
+        steps = Steps(self._report, MST, 4)
+        for _ in range(_TRIES):
+            traced = self._trace(length, (_FREE, *self._between, _LEAST), steps)
+            row = self._fastest(traced, steps)
+            if row.fits or given is not None or length <= GRAIN:
+                break
+            shorter = min(_SHRINK, self.room.step_bytes / row.parts.total)
+            length = max(GRAIN, int(length * shorter) // GRAIN * GRAIN)
+        self._scaled = self._scaled or traced
+        if self.request.curves:
+            row = dataclasses.replace(row, curve=self._curve(row.length, steps))
+        steps.end()
+        return row
+
+    def _curve(self, length: int, steps: Steps) -> tuple[Point, ...]:
+        """What other lengths take with the plan of the longest one."""
+        assert self._scaled is not None
+        plan = self._least(self._scaled, length, steps).plan
+        step_at = functools.partial(_step, self._scaled, option=_LEAST, plan=plan)
+        return self.room.curve(lambda n: self.room.parts(step_at(n)).total, length)
+
+    @property
+    def _between(self) -> tuple[object, ...]:
+        """The budget between the fastest plan and that of least memory.
+
+        At the longest length there is no room for such a plan.
+        """
+        return (self.room.step_bytes,) if self.request.length is not None else ()
+
+    def _fastest(self, traced: TracedStep, steps: Steps) -> Row:
+        """The row of the first plan that fits: free, within the step's bytes, of least memory.
+
+        Solvers do not see gaps. The budget of the second plan therefore shrinks by what its step
+        takes too much.
+        """
+        inductor_us = _inductor_step(traced, traced.length).us
+        room = step_bytes = self.room.step_bytes
+        for option in (_FREE, *(self._between * _BUDGET_TRIES), _LEAST):
+            limit = {_FREE: None, _LEAST: 0}.get(option, simulated_limit(room))
+            budget = room if limit else option
+            steps.begin(f"{traced.length:,} tokens, memory_budget={_text(budget)}")
+            step = _planned(traced, traced.length, option, limit)
+            parts = self.room.parts(step)
+            allowed = simulated_limit(step_bytes) if limit else step_bytes
+            excess = parts.total - allowed
+            if excess <= 0:
+                break
+            if limit:
+                room = max(1, room - excess)
+        return self.room.row(
+            MST,
+            _kept(step.problem, step.plan),
+            traced.length,
+            step,
+            memory_budget=_text(budget),
+            extra_time=step.us / inductor_us - 1,
+        )
+
+    # ---- the search for its length -------------------------------------------------------------
+    def _search(self) -> int:
+        """About the longest length that fits, by traces that are scaled."""
+        guess, steps = self._guess(), Steps(self._report, SEARCH, 3)
+        budgets = (_LEAST,) if self.request.alone else (_FREE, _LEAST)  # Inductor's row is free
+        length, self._scaled = self._longest_traced(guess, budgets, _NEAR, steps)
+        if length:
+            traced = self._scaled
+            length = self.room.with_gaps(length, lambda n: self._least(traced, n, steps))
+        steps.end()
+        return max(GRAIN, length)
+
+    def _longest_traced(
+        self,
+        start: int,
+        budgets: tuple[object, ...],
+        near: tuple[float, float],
+        steps: Steps,
+        layers: int | None = None,
+    ) -> tuple[int, TracedStep]:
+        """The longest length that fits (0: none does), and the trace near it that was scaled."""
+        length = start
+        for _ in range(_TRIES):
+            traced = self._trace(length, budgets, steps, BLOCK, layers)
+            length = self._longest(traced, near, steps)
+            if length and _is_near(length, traced, near):
+                break
+            # chunks are as long as they were traced, so that shorter sequences may fit none
+            if not length and traced.length > BLOCK:
+                length = traced.length // _LEAP
+        return length, traced
+
+    def _guess(self) -> int:
+        """The length that shallow copies of the model lead to.
+
+        The bytes for each token grow with about the square root of the depth: checkpoints are that
+        far apart. (With nested checkpoints they grow more slowly.)
+        """
+        depth, few = layer_count(self.config), _FEW_LAYERS
+        more = max(2 * few, int(_LAYERS_LEFT * depth))
+        if depth < 2 * more:
+            return START
+        steps = Steps(self._report, GUESS, 4)
+        try:
+            lengths = [self._shallow_length(layers, steps) for layers in (few, more)]
+        except Exception:  # a model's own code may need all of its layers
+            return START
+        finally:
+            steps.end()
+        if not all(lengths):
+            return GRAIN
+        # Bytes for each token are in proportion to 1 / length, and affine in the depth's root.
+        few_bytes, more_bytes = (1 / length for length in lengths)
+        slope = (more_bytes - few_bytes) / (math.sqrt(more) - math.sqrt(few))
+        return int(1 / (more_bytes + max(0, slope) * (math.sqrt(depth) - math.sqrt(more))))
+
+    def _shallow_length(self, layers: int, steps: Steps) -> int:
+        return self._longest_traced(_SHALLOW_START, (_LEAST,), _FAR, steps, layers)[0]
+
+    def _longest(self, traced: TracedStep, near: tuple[float, float], steps: Steps) -> int:
+        """The longest length that fits; its plan is looked for only near the trace's own length."""
+        length = traced.length
+        for _ in range(_TRIES):
+            step = self._least(traced, length, steps)
+            found = longest(
+                lambda n, plan=step.plan: self._bytes(_step(traced, n, _LEAST, plan)),  # type: ignore[misc]
+                self.room.step_bytes,
+                length,
+                tolerance=0,
+            )
+            is_same = abs(found - length) <= max(GRAIN, _CLOSE * length)
+            length = found
+            if length == 0 or is_same or not _is_near(length, traced, near):
+                break
+        return length
+
+    def _least(self, traced: TracedStep, length: int, steps: Steps) -> CompiledStep:
+        steps.begin(f"{length:,} tokens, memory_budget={_text(_LEAST)}")
+        return _planned(traced, length, _LEAST, 0)
+
+    # ---- Inductor's row ------------------------------------------------------------------------
+    def inductor_row(self) -> Row:
+        """Inductor's row, from mst's trace: without loops, the problem scales to every length."""
+        assert self._scaled is not None, "mst's row comes first"
+        step_at = functools.cache(functools.partial(_inductor_step, self._scaled))
+        steps = Steps(self._report, INDUCTOR, 1)
+        steps.begin("")
+        length = self.request.length
+        if length is None:
+            limit = self.room.step_bytes
+            length = longest(lambda n: self._bytes(step_at(n)), limit, START, tolerance=0)
+            length = self.room.with_gaps(length, step_at)
+        step = step_at(length) if length else None
+        curve = self.room.curve(lambda n: self.room.parts(step_at(n)).total, length)
+        row = self.room.row(INDUCTOR, _KEEPS_INDUCTOR, length, step, curve=curve)
+        steps.end()
+        return row
+
+    def _bytes(self, step: CompiledStep) -> int:
+        return self.room.without_gaps(step.parts).total
+
+    def _trace(
+        self,
+        length: int,
+        budgets: tuple[object, ...],
+        steps: Steps,
+        multiple: int | None = None,
+        layers: int | None = None,
+    ) -> TracedStep:
+        of_layers = f", {layers} layers" if layers else ""
+        steps.begin(f"tracing {length:,} tokens{of_layers}")
+        return traceable(
+            self.request,
+            lambda: trace(self.config, self.training, length, budgets, multiple, layers),
+        )
+
+
+def _is_near(length: int, traced: TracedStep, near: tuple[float, float]) -> bool:
+    return near[0] <= length / traced.length <= near[1]
+
+
+def _planned(
+    traced: TracedStep, length: int, option: object, limit_bytes: int | None
+) -> CompiledStep:
+    """The step that the default solver plans."""
+    problem = traced.problem_at(length, option)
+    with collector_paused():
+        return CompiledStep(traced, problem, SOLVERS[AUTO](problem, limit_bytes))
+
+
+def _step(traced: TracedStep, length: int, option: object, plan: Plan) -> CompiledStep:
+    """The step of a plan that was made for another length."""
+    return CompiledStep(traced, traced.problem_at(length, option), plan)
+
+
+def _inductor_step(traced: TracedStep, length: int) -> CompiledStep:
+    """The step without loops, cut as torch's partitioner would."""
+    whole = dataclasses.replace(traced.problem_at(length, _FREE), regions=())
+    return CompiledStep(traced, whole, Plan(min_cut(whole), {}))
+
+
+def _kept(problem: CutProblem, found: Plan) -> str:
+    modes = [found.modes.get(r.region, r.modes[0].name) for r in problem.regions]
+    looped = collections.Counter(mode for mode in modes if mode != "whole")
+    loops = ", ".join(f"{count} {mode}" for mode, count in looped.items())
+    return f"keeps {len(found.saved)} values; loops: {loops or 'none'}"
+
+
+def _text(memory_budget: object) -> str:
+    if isinstance(memory_budget, int):
+        return f"{memory_budget >> 20}MiB"
+    return str(memory_budget)

@@ -1,0 +1,119 @@
+"""`mstpass plan`: a function in a process of its own, deep stacks, and how far a plan is."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from mstpass.errors import UserError
+from mstpass.planner.background import Background, usable_cores
+from mstpass.planner.frame_stack import with_deep_stack
+from mstpass.planner.progress import Steps, pieces, silent
+from mstpass.planner.request import Request
+from mstpass.planner.training import Training
+from tests import planner_models
+
+
+def test_a_result_and_reports_come_back():
+    reports = []
+    collect = lambda *given: reports.append(given)
+    with Background(planner_models.squared, (7,), collect) as background:
+        assert background.result() == 49
+    assert reports == [("squaring", 0.5, "half way")]
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (planner_models.refuse, UserError, "^3 is refused$"),
+        (planner_models.divide_by_zero, RuntimeError, "ZeroDivisionError"),
+        (planner_models.end_at_once, UserError, "exit code 3.*--alone"),
+    ],
+)
+def test_errors_come_back(function, error, message):
+    with Background(function, (3,), silent) as background, pytest.raises(error, match=message):
+        background.result()
+
+
+def test_the_process_ends_with_the_block_and_not_by_an_interrupt():
+    started = threading.Event()
+    start = time.monotonic()
+    with Background(planner_models.sleep_long, (600,), lambda *_: started.set()) as background:
+        assert started.wait(60)
+        os.kill(background._process.pid, signal.SIGINT)
+        background._process.join(0.3)
+        assert background._process.is_alive()
+    assert time.monotonic() - start < 60
+    assert not background._process.is_alive()
+
+
+def test_there_is_a_core():
+    assert usable_cores() >= 1
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="frames are not kept in chunks")
+def test_calls_at_any_depth_map_no_memory():
+    def faults():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    def most_faults(depth):
+        before = faults()
+        for _ in range(500):
+            int_of("1")
+        here = faults() - before
+        return max(here, most_faults(depth - 1)) if depth else here
+
+    def int_of(text, a=1, b=2, c=3):
+        return int(text)
+
+    assert with_deep_stack(most_faults, 300) < 250
+    assert most_faults(300) >= 500, "without it, some depth maps a chunk at each call"
+
+
+# ---- progress ----------------------------------------------------------------------------------
+def test_pieces_are_all_of_the_work():
+    for request in (_request(), _request(alone=True), _request(length=512)):
+        assert sum(pieces(request).values()) == pytest.approx(1)
+    assert "eager" not in pieces(_request(alone=True))
+    assert "search" not in pieces(_request(length=512))
+
+
+def test_steps_never_go_back_or_beyond_the_end():
+    reports = []
+    steps = Steps(lambda *given: reports.append(given), "search", expected=2)
+    for number in range(5):
+        steps.begin(str(number))
+    steps.end()
+    shares = [done for _, done, _ in reports]
+    assert shares == sorted(shares) and shares[0] == 0 and shares[-2] < shares[-1] == 1
+
+
+def test_the_bar_moves():
+    pytest.importorskip("rich")
+    from mstpass.cli.plan import _Progress
+
+    progress = _Progress({"eager": 0.25, "mst": 0.75})
+    with progress as report:
+        report("mst", 0.5, "tracing")
+        report("eager", 1.0, "")
+        assert progress._bar.tasks[0].percentage == pytest.approx(62.5)
+
+
+def test_no_bar_without_a_terminal(capsys):
+    pytest.importorskip("rich")
+    from mstpass.cli.plan import _Progress
+
+    with _Progress({"mst": 1.0}) as report:
+        report("mst", 0.5, "tracing")
+    shown = capsys.readouterr()
+    assert not shown.err and not shown.out
+
+
+def _request(**rest):
+    return Request("tiny", Training(), 2**30, 0, **rest)
