@@ -14,6 +14,7 @@ import torch
 
 from mstpass import pipeline
 from tests import checks
+from tests.html_page import browser, open_page  # noqa: F401
 from tests.planner_models import TINY
 
 _CACHE = pytest.StashKey[str]()

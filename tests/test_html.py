@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import statistics
 import subprocess
 import sys
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +20,20 @@ from torch import nn
 import mstpass
 from mstpass.plans import Outcome
 from mstpass.report.report import Report
+from tests.html_page import (
+    Open,
+    facts,
+    key,
+    resize,
+    row,
+    text,
+    titles,
+    webdriver,
+)
 from tests.synthetic_reports import llama_report, report_with_copies
 
-Open = Callable[[Report], Any]
 ROOT = Path(__file__).parents[1]
 HOSTILE = "</script><img src=x onerror=hacked=1><!--&lt;'\"`${hacked=1}\u2028\ud800"
-FLAGS = (
-    "headless=new",
-    "no-sandbox",
-    "disable-gpu",
-    "disable-quic",
-    "no-first-run",
-    "disable-background-networking",
-    "disable-component-update",
-    "disable-sync",
-)
 
 
 # ---- the file ----------------------------------------------------------------------------------
@@ -73,45 +69,13 @@ def test_a_wheel_brings_the_viewer(tmp_path: Path) -> None:
 
 
 # ---- the page ----------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    chrome = os.environ.get("CHROME_PATH") or next(filter(None, map(shutil.which, names)), None)
-    driver = shutil.which("chromedriver")
-    if chrome is None or driver is None:
-        pytest.skip("needs chromium and chromedriver (or CHROME_PATH) to open the page")
-    webdriver = pytest.importorskip("selenium.webdriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chrome
-    for flag in (*FLAGS, f"user-data-dir={tmp_path_factory.mktemp('chrome')}"):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with webdriver.Chrome(options=options, service=webdriver.ChromeService(driver)) as started:
-        yield started
-
-
-@pytest.fixture
-def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Opens a report's page; after the test the console must be empty."""
-    _resize(browser, 1440, 900)
-
-    def open_(report: Report) -> Any:
-        path = tmp_path / "report.html"
-        report.to_html(path)
-        browser.get(path.as_uri())
-        return browser
-
-    yield open_
-    assert browser.get_log("browser") == []
-
-
 def test_says_what_was_won(open_page: Open) -> None:
     report = llama_report(2)
     page = open_page(report)
     assert report.peak_bytes is not None and report.baseline_peak_bytes is not None
     for size in (report.peak_bytes, report.baseline_peak_bytes):
-        assert f"{size / 2**20:.1f} MiB" in _text(page, "h1")
-    assert f"{report.saved_bytes / 2**20:.1f} MiB" in _text(page, ".cards")
+        assert f"{size / 2**20:.1f} MiB" in text(page, "h1")
+    assert f"{report.saved_bytes / 2**20:.1f} MiB" in text(page, ".cards")
     links = page.find_elements("css selector", "nav a")
     assert all(page.find_elements("css selector", link.get_dom_attribute("href")) for link in links)
 
@@ -119,15 +83,15 @@ def test_says_what_was_won(open_page: Open) -> None:
 def test_folds_by_module_and_layer(open_page: Open) -> None:
     page = open_page(llama_report(3))
     folded = ["inputs of the step", "embed", "layers", "layers.0", "layers.1", "layers.2"]
-    assert _titles(page) == folded
-    _row(page, "layers.1").click()
+    assert titles(page) == folded
+    row(page, "layers.1").click()
     inside = ["attention_norm", "attention", "mlp_norm", "mlp"]
-    assert _titles(page)[5:9] == inside
-    _row(page, "attention_norm").click()
+    assert titles(page)[5:9] == inside
+    row(page, "attention_norm").click()
     ops = [cell.text for cell in page.find_elements("css selector", ".cell.node.forward .op")]
     assert ops[:6] == ["pow", "mean", "add", "rsqrt", "mul", "mul"]
-    _row(page, "layers.1").click()
-    assert _titles(page) == folded
+    row(page, "layers.1").click()
+    assert titles(page) == folded
 
 
 def test_what_crosses_is_as_wide_as_its_bytes(open_page: Open) -> None:
@@ -147,28 +111,28 @@ def test_what_crosses_is_as_wide_as_its_bytes(open_page: Open) -> None:
 def test_the_graph_by_keyboard(open_page: Open) -> None:
     page = open_page(llama_report(2))
     rows = page.find_element("css selector", ".rows")
-    for key in ("HOME", *["ARROW_DOWN"] * 4, "ARROW_RIGHT", "ARROW_DOWN", "ENTER"):
-        rows.send_keys(_key(key))
-    assert _text(page, ".inspector h3") == "layers.1.attention_norm"
+    for pressed in ("HOME", *["ARROW_DOWN"] * 4, "ARROW_RIGHT", "ARROW_DOWN", "ENTER"):
+        rows.send_keys(key(pressed))
+    assert text(page, ".inspector h3") == "layers.1.attention_norm"
     active = page.find_element("id", rows.get_attribute("aria-activedescendant"))
     assert active.get_attribute("aria-level") == "3"
-    rows.send_keys(_key("ARROW_LEFT"))
-    rows.send_keys(_key("ARROW_LEFT"))
-    assert _titles(page)[-2:] == ["layers.0", "layers.1"]
+    rows.send_keys(key("ARROW_LEFT"))
+    rows.send_keys(key("ARROW_LEFT"))
+    assert titles(page)[-2:] == ["layers.0", "layers.1"]
 
 
 def test_search_opens_what_it_finds(open_page: Open) -> None:
     page = open_page(llama_report(12))
     search = page.find_element("css selector", "[type=search]")
     search.send_keys("LAYERS.11.attention")
-    assert "attention_norm" in _text(page, "#found")
+    assert "attention_norm" in text(page, "#found")
     search.clear()
     search.send_keys("sdpa_")
     found = page.find_elements("css selector", "#found [role=option] .title")
     wanted = found[1].text
-    search.send_keys(_key("ARROW_DOWN"))
-    search.send_keys(_key("ENTER"))
-    assert ("name", wanted) in _facts(page)
+    search.send_keys(key("ARROW_DOWN"))
+    search.send_keys(key("ENTER"))
+    assert ("name", wanted) in facts(page)
     [selected] = page.find_elements("css selector", ".cell.node.selected .name")
     assert selected.text == wanted
 
@@ -182,84 +146,20 @@ def test_the_timeline_lists_what_is_alive(open_page: Open) -> None:
     peak = after.bytes.index(after.peak_bytes)
     assert plot.get_attribute("aria-valuenow") == str(peak)
     assert "the peak" in plot.get_attribute("aria-valuetext")
-    plot.send_keys(_key("ARROW_RIGHT"))
+    plot.send_keys(key("ARROW_RIGHT"))
     alive = after.alive_at(peak + 1)
     names = [e.text for e in page.find_elements("css selector", ".live td.wide button")]
     assert names == [life.node for life in alive][: len(names)]
     assert len(names) == min(len(alive), 30)
-    plot.send_keys(_key("HOME"))
+    plot.send_keys(key("HOME"))
     assert [e.text for e in page.find_elements("css selector", ".live td:nth-child(4)")] == [
         "embed"
     ]
     page.find_element("css selector", ".memory .key.before").click()
     assert plot.get_attribute("aria-valuenow") == "0"
-    chains = _webdriver().ActionChains(page)
+    chains = webdriver().ActionChains(page)
     chains.move_to_element_with_offset(plot, 300, 0).perform()
     assert int(plot.get_attribute("aria-valuenow")) > after.first_backward
-
-
-def test_copies_stand_beside_the_computation(open_page: Open) -> None:
-    report = report_with_copies(3)
-    page = open_page(report)
-    assert "The 6 copies take 6.000 ms" in _text(page, "#copies > p")
-    assert "during 83.3 % of that time" in _text(page, "#copies > p").replace("\u00a0", " ")
-    forward, backward = page.find_elements("css selector", "#copies .plot")
-    for plot, start, end in ((forward, 0.4, 0), (backward, 0, 0.6)):
-        assert len(plot.find_elements("css selector", ".copy")) == 3
-        waits, others = (_ends(page, plot, kind) for kind in ("rect.waiting", ".copy rect"))
-        (wait,) = waits
-        assert any(abs(wait[1] - other[1]) < 2 for other in others), "it ends as its copy does"
-        (device,) = _ends(page, plot, "rect.computing")
-        share = (wait[1] - wait[0]) / (device[1] - device[0])
-        assert share == pytest.approx((start + end) / (30 + start + end), rel=0.05)
-
-
-def test_a_copy_leads_to_its_value(open_page: Open) -> None:
-    report = report_with_copies(3)
-    page = open_page(report)
-    second = sorted(report.offloaded, key=lambda name: int(name.partition("_")[2]))[1]
-    copies = page.find_elements("css selector", "#copies .plot .copy")
-    assert [copy.get_attribute("tabindex") for copy in copies] == ["0", "-1", "-1"] * 2
-    copies[0].send_keys(_key("ARROW_RIGHT"))
-    reading = _text(page, "#copies .reading")
-    assert reading.startswith(f"{second} (layers.1, model.py:12): 2.0 MiB to the host")
-    assert "the device does not wait" in reading
-    marked = page.find_elements("css selector", "#copies .copy.marked")
-    assert [copy.get_attribute("aria-label").partition(" ")[0] for copy in marked] == [second] * 2
-    page.switch_to.active_element.send_keys(_key("ENTER"))
-    assert ("name", second) in _facts(page)
-    assert "copies it back" in _text(page, ".inspector")
-    assert ", back from the host," in dict(_facts(page))["in memory"]
-
-
-def test_values_on_the_host_count_apart(open_page: Open) -> None:
-    report = report_with_copies(2)
-    page = open_page(report)
-    (card,) = (c for c in page.find_elements("css selector", ".card") if "Saved" in c.text)
-    assert "48.0 MiB" in card.text and "on the host 2 more, 4.0 MiB" in card.text
-    waits = [cell.text for cell in page.find_elements("css selector", "#saved td:nth-child(3)")]
-    assert Counter(waits) == {"on the device": 12, "on the host": 2}
-    assert len(page.find_elements("css selector", "#copies tbody tr")) == 4
-
-
-def test_the_timeline_names_what_is_back_from_the_host(open_page: Open) -> None:
-    report = report_with_copies(1)
-    page = open_page(report)
-    assert report.details is not None and report.details.after is not None
-    after = report.details.after
-    (back,) = (life for life in after.lives if life.node.startswith("reload:"))
-    plot = page.find_element("css selector", ".memory .plot")
-    steps = back.start - int(plot.get_attribute("aria-valuenow"))
-    plot.send_keys(_key("ARROW_RIGHT" if steps > 0 else "ARROW_LEFT") * abs(steps))
-    (name,) = report.offloaded
-    (row,) = (r for r in page.find_elements("css selector", ".live tr") if "from the" in r.text)
-    assert f"copy of {name} from the host" in row.text and "layers.0" in row.text
-
-
-def test_without_copies_there_is_no_word_of_them(open_page: Open) -> None:
-    page = open_page(llama_report(1))
-    assert page.find_elements("css selector", "#copies") == []
-    assert "host" not in page.execute_script("return document.body.innerText")
 
 
 def test_tables_sort_and_copy(open_page: Open) -> None:
@@ -285,7 +185,7 @@ def test_tables_sort_and_copy(open_page: Open) -> None:
 
 def test_rejections_say_why(open_page: Open) -> None:
     page = open_page(llama_report(1))
-    assert "it is too small" in _text(page, "#rejections")
+    assert "it is too small" in text(page, "#rejections")
 
 
 def test_what_asks_for_nothing_is_one_line_that_opens(open_page: Open) -> None:
@@ -340,7 +240,7 @@ def test_a_report_of_the_plan_alone(open_page: Open) -> None:
     report = Report(report_with_copies(1).outcome)
     page = open_page(report)
     assert len(page.find_elements("css selector", "#copies .copy[role=img]")) == 2
-    assert "the plan alone" in _text(page, "main")
+    assert "the plan alone" in text(page, "main")
     assert page.find_elements("css selector", ".graph, .memory, .pareto") == []
     assert len(page.find_elements("css selector", "#saved tbody tr")) == len(report.saved)
 
@@ -352,23 +252,23 @@ def test_nothing_to_compare_with(open_page: Open) -> None:
     details = dataclasses.replace(report.details, before=None, pareto=())
     page = open_page(Report(outcome, details=details))
     assert len(page.find_elements("css selector", ".memory .series")) == 1
-    assert "instead of" not in _text(page, "h1")
-    assert "Plans at other budgets are not in this report" in _text(page, ".pareto")
+    assert "instead of" not in text(page, "h1")
+    assert "Plans at other budgets are not in this report" in text(page, ".pareto")
 
 
 def test_a_report_of_nothing(open_page: Open) -> None:
     page = open_page(Report(Outcome()))
-    assert _text(page, "h1") == "The peak of this step is not known."
+    assert text(page, "h1") == "The peak of this step is not known."
 
 
 def test_no_module_is_known(open_page: Open) -> None:
     page = open_page(llama_report(1, lambda text: "" if "layers" in text else text))
-    assert _titles(page) == ["inputs of the step", "embed", "outside any module"]
+    assert titles(page) == ["inputs of the step", "embed", "outside any module"]
 
 
 @pytest.mark.parametrize("width", [390, 1440])
 def test_fits_the_screen(open_page: Open, browser: Any, width: int) -> None:
-    _resize(browser, width, 844)
+    resize(browser, width, 844)
     page = open_page(report_with_copies(4))
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
     small = page.execute_script(
@@ -409,58 +309,3 @@ def test_ten_thousand_nodes(open_page: Open, tmp_path: Path) -> None:
         "return performance.getEntriesByName('mstpass:search').map((entry) => entry.duration)"
     )
     assert statistics.median(searches) < 100
-
-
-# ---- helpers -----------------------------------------------------------------------------------
-def _resize(browser: Any, width: int, height: int) -> None:
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-
-def _text(page: Any, selector: str) -> str:
-    return str(page.find_element("css selector", selector).text)
-
-
-def _ends(page: Any, plot: Any, selector: str) -> list[tuple[float, float]]:
-    """Where the boxes of a plot begin and end, in pixels."""
-    script = (
-        "return [...arguments[0].querySelectorAll(arguments[1])].map((e) => {"
-        "const box = e.getBoundingClientRect(); return [box.left, box.right]})"
-    )
-    return [(left, right) for left, right in page.execute_script(script, plot, selector)]
-
-
-def _titles(page: Any) -> list[str]:
-    # At once: the page may draw its rows anew between two questions.
-    script = "return [...document.querySelectorAll('.row.module .title')].map(e => e.innerText)"
-    return [str(title) for title in page.execute_script(script)]
-
-
-def _row(page: Any, title: str) -> Any:
-    titles = page.find_elements("css selector", ".row.module .title")
-    return next(element for element in titles if element.text == title)
-
-
-def _facts(page: Any) -> list[tuple[str, str]]:
-    names = page.find_elements("css selector", ".inspector dt")
-    values = page.find_elements("css selector", ".inspector dd")
-    return [(name.text, value.text) for name, value in zip(names, values, strict=True)]
-
-
-def _webdriver() -> Any:
-    import selenium.webdriver
-
-    return selenium.webdriver
-
-
-def _key(name: str) -> str:
-    from selenium.webdriver.common.keys import Keys
-
-    return str(
-        getattr(
-            Keys,
-            {"Left": "ARROW_LEFT", "Right": "ARROW_RIGHT", "Down": "ARROW_DOWN"}.get(
-                name, name.upper()
-            ),
-        )
-    )

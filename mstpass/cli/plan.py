@@ -26,6 +26,7 @@ from mstpass.planner.training import (
 
 FITS, FAILED, BAD_INPUT = 0, 1, 2
 _PICTURES = ".png, .svg, .pdf"
+_HOST_MEMORY = "128GiB"
 _OVERHEAD = "1.25GiB"  # CUDA's context, and what an "80 GiB" card lacks of 80 GiB
 
 _DESCRIPTION = """\
@@ -40,6 +41,8 @@ examples:
   mstpass plan --model llama3-8b --gpu h200 --sequence 65536
   mstpass plan --model llama3-70b --device-memory 80GiB \\
                --sharding zero3 --ranks 16 --alone
+  mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit \\
+               --offload --host-memory 256GiB
   mstpass plan --model path/to/config.json --device-memory 24GiB --json
 
 exit codes: 0 it fits, 1 it does not fit or its step cannot be traced,
@@ -189,6 +192,17 @@ def _add_comparison(group: Any) -> None:
         help="of the eager rows; held: the loop keeps the model's outputs until backward is over, "
         "as `outputs = model(...)` does (default: %(default)s)",
     )
+    add(
+        "--offload",
+        action="store_true",
+        help="saved values of mst's row may wait in host memory, as with the option host_budget",
+    )
+    add(
+        "--host-memory",
+        type=byte_size,
+        metavar="SIZE",
+        help=f"how much of it, for one device (default: {_HOST_MEMORY}); needs --offload",
+    )
     add("--alone", action="store_true", help="plan mst's row only, which is faster")
 
 
@@ -196,6 +210,8 @@ def _check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespa
     """End the program with a message if arguments contradict each other."""
     if given.device_memory is None and given.gpu is None:
         parser.error("--gpu or --device-memory is required: say how much memory the device has")
+    if given.host_memory is not None and not given.offload:
+        parser.error("--host-memory is of use only with --offload")
     if given.plot is not None and given.sequence is not None:
         parser.error("--plot draws the longest sequence; leave out --sequence")
     if given.sharding != "none" and given.ranks < 2:
@@ -248,6 +264,7 @@ def _request(given: argparse.Namespace) -> Request:
         alone=given.alone,
         gpu=given.gpu,
         curves=given.plot is not None,
+        host_bytes=(given.host_memory or byte_size(_HOST_MEMORY)) if given.offload else 0,
     )
 
 

@@ -117,6 +117,7 @@ class CompiledRows:
             step,
             memory_budget=_text(budget),
             extra_time=step.us / inductor_us - 1,
+            host_bytes=step.host_bytes,
         )
 
     # ---- the search for its length -------------------------------------------------------------
@@ -232,7 +233,15 @@ class CompiledRows:
         steps.begin(f"tracing {length:,} tokens{of_layers}")
         return traceable(
             self.request,
-            lambda: trace(self.config, self.training, length, budgets, multiple, layers),
+            lambda: trace(
+                self.config,
+                self.training,
+                length,
+                budgets,
+                multiple,
+                layers,
+                self.request.host_bytes,
+            ),
         )
 
 

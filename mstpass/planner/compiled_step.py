@@ -10,6 +10,7 @@ from mstpass.planner.compiled_allocations import step_events
 from mstpass.planner.result import Parts
 from mstpass.planner.traced_step import TracedStep
 from mstpass.problem.apply_modes import with_modes
+from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.op import POINTWISE, VIEW
 from mstpass.problem.problem import CutProblem, Plan, Value, is_loop
 
@@ -26,6 +27,12 @@ class CompiledStep:
     def us(self) -> float:
         """Time of the step in microseconds, by the cost model."""
         return self._simulation.us
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory that saved values take."""
+        offloaded = self._simulation.offloaded
+        return pinned_bytes(v.bytes for v in self._simulation.problem.values if v.name in offloaded)
 
     @functools.cached_property
     def parts(self) -> Parts:

@@ -88,6 +88,12 @@ def _notes(request: Request, config: Any, own: Row) -> Iterator[str]:
             f"The rows of {INDUCTOR} and {MST} assume that each gradient is reduced where it is "
             "computed, by collectives in the compiled graphs."
         )
+    if own.host_bytes:
+        yield (
+            f"{gib(own.host_bytes)} of pinned host memory hold saved values, in blocks of powers "
+            "of two. Copies run beside computation; what the device waits for them is part of the "
+            "extra time."
+        )
     if own.fits and own.memory_budget == "0.0":
         yield (
             "This is mst's plan of least memory: no smaller plan is left if the measured peak is "

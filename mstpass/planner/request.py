@@ -25,6 +25,7 @@ class Request:
             outputs until the backward is over.
         allocator: one of ``ALLOCATORS``.
         alone: plan mst's row only, without rows to compare with.
+        host_bytes: pinned host memory in which saved values of mst's row may wait.
         gpu: the kind of GPU, by a name of ``mstpass.gpus``, whose speed decides chunk lengths and
             times; None: this machine's, or else an H100.
         curves: also find what other lengths take, up to twice the device's memory (curve.py).
@@ -40,4 +41,5 @@ class Request:
     allocator: str = EXPANDABLE
     alone: bool = False
     gpu: str | None = None
+    host_bytes: int = 0
     curves: bool = False

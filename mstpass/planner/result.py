@@ -63,6 +63,7 @@ class Row:
         memory_budget: mst's row only: the value of the option to compile with.
         extra_time: mst's row only: time beyond Inductor's step, as a fraction of that step, by the
             cost model for GPUs.
+        host_bytes: mst's row only: pinned host memory in which saved values wait.
         curve: what other lengths take, the shortest first; empty unless the request asks for it.
     """
 
@@ -74,6 +75,7 @@ class Row:
     total_bytes: int
     memory_budget: str = ""
     extra_time: float | None = None
+    host_bytes: int = 0
     curve: tuple[Point, ...] = ()
 
 

@@ -55,6 +55,8 @@ def _table(planned: Planned) -> Table:
             last = name == "overhead"
             table.add_row(name, *map(_number, sizes), end_section=last)
     table.add_row("total", *(_number(row.total_bytes) for row in planned.rows))
+    if planned.request.host_bytes:
+        table.add_row("on the host", *(_number(row.host_bytes) for row in planned.rows))
     table.add_row("fits", *("yes" if row.fits else "no" for row in planned.rows))
     return table
 
@@ -85,9 +87,10 @@ def _below(planned: Planned) -> list[str]:
     own = planned.own
     if own.fits:
         slower = f"{100 * (own.extra_time or 0):.0f} % more time than Inductor's step (estimated)"
-        lines.append(
-            f"compile with options={{'memory_budget': {_literal(own.memory_budget)}}}: {slower}"
-        )
+        host = planned.request.host_bytes
+        by_host = f", 'host_budget': '{host / 2**30:g}GiB'" if own.host_bytes else ""
+        budget = _literal(own.memory_budget)
+        lines.append(f"compile with options={{'memory_budget': {budget}{by_host}}}: {slower}")
     else:
         lines.append(f"no plan of mst fits at {own.length:,} tokens: use a shorter sequence")
     return lines + [f"note: {note}" for note in planned.notes]

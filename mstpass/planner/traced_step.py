@@ -58,16 +58,18 @@ def trace(
     budgets: tuple[object, ...],
     multiple: int | None = None,
     layers: int | None = None,
+    host_bytes: int = 0,
 ) -> TracedStep:
     """Trace a training step and make its problem for each ``memory_budget``.
 
     Args:
         multiple: None: the step has just ``length`` tokens. Otherwise it has about as many, a
             multiple of this number, so that the result can be scaled (`distinct_length`).
+        host_bytes: host memory in which saved values may wait.
         layers: trace only so many of the model's layers, the first ones (None: all).
     """
     with pipeline.collector_paused():
-        return _trace(config, training, length, budgets, multiple, layers)
+        return _trace(config, training, length, budgets, multiple, layers, host_bytes)
 
 
 def _trace(
@@ -77,6 +79,7 @@ def _trace(
     budgets: tuple[object, ...],
     multiple: int | None,
     layers: int | None,
+    host_bytes: int,
 ) -> TracedStep:
     with torch.device("meta"):
         model = build(config, training, layers)
@@ -97,7 +100,8 @@ def _trace(
         logits = _logits(module, config.vocab_size)
         problems = {}
         for budget in budgets:
-            options = Options.parse({"memory_budget": budget, "solver": "min_cut"})
+            given = {"memory_budget": budget, "solver": "min_cut", "host_budget": host_bytes}
+            options = Options.parse(given)
             result = pipeline.run(
                 module, options, num_fwd_outputs=num_fwd_outputs, stop_after="plan"
             )

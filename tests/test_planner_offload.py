@@ -1,0 +1,62 @@
+"""`mstpass plan --offload`: saved values of mst's row wait in host memory."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("rich")
+
+from rich.console import Console
+
+from mstpass.cli.plan import main
+from mstpass.planner.plan import plan
+from mstpass.planner.request import Request
+from mstpass.planner.result import Planned
+from mstpass.planner.terminal_table import show
+from mstpass.planner.training import Training
+from tests.planner_models import TINY
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("deep") / "config.json"
+    path.write_text(json.dumps({**TINY, "num_hidden_layers": 8, "vocab_size": 64}))
+    return str(path)
+
+
+def test_host_memory_makes_a_long_sequence_fit(deep: str) -> None:
+    def planned(host_bytes: int) -> Planned:
+        training = Training(dtype="bf16", optimizer="adamw")
+        request = Request(deep, training, 100 * MIB, 0, 16384, alone=True, host_bytes=host_bytes)
+        return plan(request)
+
+    without, with_host = planned(0), planned(1024 * MIB)
+    assert not without.own.fits and without.own.host_bytes == 0
+    assert with_host.own.fits and 0 < with_host.own.host_bytes <= 1024 * MIB
+    assert with_host.own.extra_time is not None and without.own.extra_time is not None
+    assert with_host.own.extra_time < without.own.extra_time
+    told = io.StringIO()
+    show(with_host, Console(file=told, width=100))
+    assert "on the host" in told.getvalue() and "'host_budget': '1GiB'" in told.getvalue()
+    assert any("pinned host memory" in note for note in with_host.notes)
+    assert not any("pinned" in note for note in without.notes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--host-memory", "4GiB"], "--host-memory is of use only with --offload"),
+        (["--offload", "--host-memory", "much"], "'much' is not a size"),
+    ],
+)
+def test_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--model", "llama3-8b", "--device-memory", "80GiB", *arguments])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
