@@ -22,6 +22,8 @@ from tests.planner_models import TINY
 
 MIB = 2**20
 
+pytestmark = pytest.mark.usefixtures("one_cublas_workspace")
+
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -88,7 +88,7 @@ def test_values_are_back_before_they_are_read(run: DryRun) -> None:
 def test_the_schedule_needs_what_was_simulated(run: DryRun) -> None:
     outcome = run.report.outcome
     assert outcome.peak_bytes is not None and outcome.scheduled_peak_bytes is not None
-    assert outcome.scheduled_peak_bytes == pytest.approx(outcome.peak_bytes, rel=0.05)
+    assert outcome.scheduled_peak_bytes == pytest.approx(outcome.peak_bytes, rel=0.1)
 
 
 class Layers(nn.Module):
