@@ -3,7 +3,8 @@
 The *peak* of a call is the highest number of tensor bytes that are allocated while it runs, beyond
 those that are allocated when it begins. Gradients that the call leaves behind count. CPU peaks are
 read from the memory events of `torch.profiler`, CUDA peaks from the caching allocator. Neither sees
-memory that a library allocates without torch's allocators.
+memory that a library allocates without torch's allocators. On the CPU a call that frees tensors from
+before it, such as old gradients, is not credited for them: their sizes are not known.
 """
 
 from __future__ import annotations
@@ -147,12 +148,22 @@ def _memory_events(profiler: profile) -> list[dict[str, Any]]:
 
 
 def _peak_above_start(events: Sequence[Mapping[str, Any]]) -> int:
-    if not events:
-        return 0
-    first = events[0]["args"]
-    start = first["Total Allocated"] - first["Bytes"]
-    # a call that only frees never rises above its start
-    return max(0, max(e["args"]["Total Allocated"] for e in events) - start)
+    """The peak of the blocks that were allocated during the events.
+
+    The profiler's own total is not used: it subtracts frees of blocks that it saw in an earlier
+    profile, and takes a block that it has not seen for an older one at the same address.
+    """
+    live: dict[int, int] = {}  # bytes by address
+    level = peak = 0
+    for event in events:
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]
+        if size > 0:
+            live[address] = size
+            level += size
+            peak = max(peak, level)
+        else:
+            level -= live.pop(address, 0)
+    return peak
 
 
 @contextlib.contextmanager

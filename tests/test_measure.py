@@ -57,6 +57,15 @@ def test_a_call_that_only_frees_has_no_peak(device):
     assert peak_bytes(held.clear, device) == 0
 
 
+def test_the_profiler_s_memory_of_earlier_calls_does_not_count():
+    """It knows the sizes of blocks of earlier profiles, and never forgets those freed between two."""
+    kept = []
+    for _ in range(3):  # the second call frees what the first one allocated
+        assert peak_bytes(lambda: (kept.clear(), kept.append(floats("cpu")))) == 4 * N
+    kept.clear()  # not seen by the profiler: the address may be used again for another size
+    assert peak_bytes(lambda: [floats("cpu", N // 2), floats("cpu", N // 2)]) == 4 * N
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_call_without_tensors_has_no_peak(device):
     assert peak_bytes(lambda: None, device) == 0
