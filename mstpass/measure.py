@@ -3,8 +3,8 @@
 The *peak* of a call is the highest number of tensor bytes that are allocated while it runs, beyond
 those that are allocated when it begins. Gradients that the call leaves behind count. CPU peaks are
 read from the memory events of `torch.profiler`, CUDA peaks from the caching allocator. Neither sees
-memory that a library allocates without torch's allocators. On the CPU a call that frees tensors from
-before it, such as old gradients, is not credited for them: their sizes are not known.
+memory that a library allocates without torch's allocators. On the CPU, tensors from before the call
+that it frees, such as old gradients, do not lower its peak: their sizes are not known.
 """
 
 from __future__ import annotations

@@ -7,8 +7,10 @@ goes on with the others.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
+
+from torch import fx
 
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.source_location import source_of
@@ -80,6 +82,15 @@ def detect(joint: JointGraph, options: Options, loops_in_backward: bool = True) 
 
 def _members(candidate: RegionCandidates) -> list[str]:
     return [name for name, _ in candidate.plans[0][1].members]
+
+
+def _holder(node: fx.Node, members: Sequence[Sequence[str]]) -> int:
+    """The position of the region that has the node among its members, else of one that reads it."""
+    for name in (node.name, *(user.name for user in node.users)):
+        for position, names in enumerate(members):
+            if name in names:
+                return position
+    raise ValueError(f"no region has a loop that holds or reads {node.name}")
 
 
 # ---- plan --------------------------------------------------------------------------------------
@@ -186,7 +197,7 @@ def _problem(
             )
             reason = f"the loops of {guilty.region} would read values made from their own results"
         except CannotTake as error:
-            guilty = next(c for c in candidates if error.node.name in _members(c))
+            guilty = candidates[_holder(error.node, list(map(_members, candidates)))]
             reason = f"{error.node.name}: {error.reason}"
         rejections.append(_rejected("apply", guilty.plans[0][1], reason))
         candidates = [candidate for candidate in candidates if candidate is not guilty]
@@ -219,7 +230,8 @@ def apply(
         except CycleError as error:
             guilty, reason = error.plan, str(error)
         except CannotTake as error:
-            guilty = next(p for p in left if any(error.node.name == m for m, _ in p.members))
+            members = [[name for name, _ in plan.members] for plan in left]
+            guilty = left[_holder(error.node, members)]
             reason = f"{error.node.name}: {error.reason}"
         rejections.append(_rejected("apply", guilty, reason))
         left = [chunk_plan for chunk_plan in left if chunk_plan is not guilty]

@@ -156,3 +156,9 @@ def test_a_gradient_of_labels_alone_has_no_buffer() -> None:
         forced=False,
     )
     held(case, "inductor")
+
+
+def test_an_iteration_s_rows_have_a_symbolic_count() -> None:
+    """Experts as batched products: a result had the generic size of a batch in its shape."""
+    experts = Layer(kind="experts", variant=13, act="softplus")
+    held(Case((experts,), dynamic="batch", variants=("half",)))

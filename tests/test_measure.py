@@ -58,7 +58,7 @@ def test_a_call_that_only_frees_has_no_peak(device):
 
 
 def test_the_profiler_s_memory_of_earlier_calls_does_not_count():
-    """It knows the sizes of blocks of earlier profiles, and never forgets those freed between two."""
+    """It knows blocks of earlier profiles, and never forgets those freed between two."""
     kept = []
     for _ in range(3):  # the second call frees what the first one allocated
         assert peak_bytes(lambda: (kept.clear(), kept.append(floats("cpu")))) == 4 * N

@@ -20,9 +20,10 @@ from typing import Any, Protocol
 from torch import fx
 
 from mstpass.graph import heads, ops
+from mstpass.graph.builder import UnknownSize
 from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import tensors_of
-from mstpass.graph.sizes import Size, generic, is_size
+from mstpass.graph.sizes import Size, generic, hint, is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import Refusal, Spec, chunk_shape
 
@@ -65,7 +66,11 @@ class Axis(Protocol):
         """The sizes in an op's arguments, ``given`` for the whole value, for one chunk of it."""
 
     def rows(self, shape: Sequence[Size], spec: Spec, length: Any = None) -> Rows:
-        """The rows of a value of this shape; with ``length`` those of one chunk of it."""
+        """The rows of a value of this shape; with ``length`` those of one chunk of it.
+
+        Raises:
+            UnknownSize: a symbolic size does not come apart.
+        """
 
 
 class TokenAxis:
@@ -117,14 +122,32 @@ class HeadAxis:
         return [size if d == spec[0] else given[d] for d, size in enumerate(shape)]
 
     def rows(self, shape: Sequence[Size], spec: Spec, length: Any = None) -> Rows:
-        dim, inner = spec
-        rounds = shape[dim] // (self.num_heads * inner)
+        dim, generic_inner = spec
+        rounds, inner = _rounds_and_inner(shape[dim], generic_inner, self.num_heads)
         before = [*shape[:dim], *([] if generic(rounds) == 1 else [rounds])]
-        after = [*([] if inner == 1 else [inner]), *shape[dim + 1 :]]
+        after = [*([] if generic_inner == 1 else [inner]), *shape[dim + 1 :]]
         count = self.num_heads if length is None else length
         rest = [d for d in range(len(before) + 1 + len(after)) if d != len(before)]
         order = [len(before), *rest]
         return Rows([*before, count, *after], order, [count, *before, *after])
+
+
+def _rounds_and_inner(size: Size, inner: int, num_heads: int) -> tuple[Size, Size]:
+    """The rounds of heads in a dim of this size, and the elements of one head in a row.
+
+    A ``HeadDim`` has ``inner`` at the generic point. Which of the two factors is symbolic is told
+    by the sizes of the traced batch.
+
+    Raises:
+        UnknownSize: both are symbolic.
+    """
+    generic_rounds = generic(size) // (num_heads * inner)
+    if hint(size) // (num_heads * inner) * num_heads * inner == hint(size):
+        return size // (num_heads * inner), inner
+    in_a_row = size // (num_heads * generic_rounds)
+    if hint(in_a_row) * num_heads * generic_rounds == hint(size):
+        return generic_rounds, in_a_row
+    raise UnknownSize(f"the size {size} has symbolic factors before and after the heads")
 
 
 TOKEN_AXIS: Axis = TokenAxis()

@@ -37,7 +37,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.axes import TOKEN_AXIS, axis_of
-from mstpass.graph.builder import Builder, SizeNodes, fake_values
+from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import fitted_length
@@ -71,9 +71,13 @@ def build_body(
         The nodes of the results, in the order of ``loop.outputs``.
 
     Raises:
-        CannotTake: a node's chunk does not have the shape that the plan expects.
+        CannotTake: a node's chunk does not have the shape that the plan expects, or a symbolic
+            size cannot be written.
     """
-    return _Body(joint, plan, loop, builder, accumulate).build()
+    try:
+        return _Body(joint, plan, loop, builder, accumulate).build()
+    except UnknownSize as error:
+        raise CannotTake(joint.by_name[loop.members[0]], str(error)) from None
 
 
 class _Body:
