@@ -162,3 +162,15 @@ def test_an_iteration_s_rows_have_a_symbolic_count() -> None:
     """Experts as batched products: a result had the generic size of a batch in its shape."""
     experts = Layer(kind="experts", variant=13, act="softplus")
     held(Case((experts,), dynamic="batch", variants=("half",)))
+
+
+def test_loops_read_values_with_the_strides_that_were_traced() -> None:
+    """A norm over groups has others where ops run one by one; Inductor keeps to the traced ones."""
+    gated = Layer(residual="gated", act="gelu")
+    held(Case((gated,), final_norm="group", batch=1, dynamic="all", lowered=True))
+
+
+def test_a_view_of_what_a_loop_over_heads_returns_may_copy() -> None:
+    """The result's heads come first in memory, so the view was none where ops run one by one."""
+    attention = Layer(kind="attention", bias=True, ops=("sort_features",))
+    held(Case((attention,), variants=("over heads",)))

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from mstpass import pipeline
 from mstpass.fuzz.program import Call, Compile, Setup, drawn, new_seed
+from mstpass.fuzz.traced_strides import AsTraced
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.options import Options
 from mstpass.returned_logits import drop_logits
@@ -124,7 +125,7 @@ def _op_by_op(graph: fx.GraphModule, lower: LowerLoops | None, recording: Record
         given.clear()
         if known and recording is not None:
             recording.seen(graph.graph, values)
-        return graph(*values)
+        return AsTraced(graph).run(*values)
 
     return boxed(run)
 

@@ -19,6 +19,7 @@ from mstpass.fuzz.case import VARIANTS
 from mstpass.fuzz.compiled import Recording, draw_in_order
 from mstpass.fuzz.plans import broken_promises
 from mstpass.fuzz.program import Setup
+from mstpass.fuzz.traced_strides import AsTraced
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.torch_internals.fake_tensors import as_while_tracing
 
@@ -140,7 +141,7 @@ def _results(module: fx.GraphModule, inputs: Sequence[Any], seed: int = _SEED) -
     torch.set_default_dtype(torch.float64)
     try:
         with torch.no_grad():
-            results = module(*map(_wide, inputs))
+            results = AsTraced(module).run(*map(_wide, inputs))
     finally:
         torch.set_default_dtype(torch.float32)
     return list(results) if isinstance(results, tuple | list) else [results]

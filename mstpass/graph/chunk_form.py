@@ -24,7 +24,7 @@ from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
 
 aten = torch.ops.aten
-_VIEWS_BY_SHAPE = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+VIEWS_BY_SHAPE = frozenset((aten.view.default, aten.reshape.default, aten._unsafe_view.default))
 
 OperandChunk = Callable[[fx.Node, Spec], fx.Node]  # (operand, its spec) -> the node of its chunk
 
@@ -62,7 +62,7 @@ def chunk_call(
         if rows is not None:
             shape[spec[-1]] = rows
         args = (*args[:position], None, *args[position + 1 :])
-    if target in _VIEWS_BY_SHAPE:
+    if target in VIEWS_BY_SHAPE:
         target = aten.reshape.default
     mapped: Any = fx.map_arg((args, node.kwargs), lambda n: operand_chunk(n, needs.get(n, WHOLE)))
     args, kwargs = mapped

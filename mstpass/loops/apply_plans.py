@@ -25,10 +25,12 @@ import torch
 from torch import fx
 
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
+from mstpass.graph.chunk_form import VIEWS_BY_SHAPE
 from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.tokens import CannotTake
+from mstpass.loops.operand_layout import is_viewable
 from mstpass.loops.write_loop import LoopWriter
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import UNFINISHED, loop_name, unfinished
@@ -222,4 +224,16 @@ class _GraphWriter:
             )
         else:
             self.env[task] = self.graph.node_copy(task, self.env.__getitem__)
+            _copy_where_no_view(self.env[task])
             self.sizes.learn(self.env[task])
+
+
+def _copy_where_no_view(node: fx.Node) -> None:
+    """Let a view by shape copy, as Inductor does, if its operand is now a loop's result.
+
+    The dims of a result lie in memory in the order of the loop's rows: of heads, heads come first.
+    """
+    if node.target in VIEWS_BY_SHAPE:
+        operand, value = value_of(node.all_input_nodes[0]), value_of(node)
+        if operand is not None and value is not None and not is_viewable(operand, value.shape):
+            node.target = torch.ops.aten.reshape.default
