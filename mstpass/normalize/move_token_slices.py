@@ -98,16 +98,19 @@ class _SliceMover:
                 self.derived.add(node)
         slices = [self.joint.by_name[node.name] for node in sliced.slices]
         self._read_window(slices[0])
-        for node in slices:
-            with graph.inserting_before(node):
-                small = self._small(node.all_input_nodes[0], self._source_spec(node))
-                self._replace(node, self._reshaped(small, list(node.meta["val"].shape)))
         self.scattered, self.scatters = scattered_gradients(
             self.joint, self.window, self.wide_numel
         )
+        # One pass in the graph's order: a small value, computed where it is first needed, is then
+        # there for all that need it later. Slices may stand between gradients that read the same
+        # values, as the derivative of an activation is computed there, of forward values alone.
         for node in self.joint.nodes:
             with graph.inserting_before(node):
-                self._use_small_gradients(node)
+                if node in slices:
+                    small = self._small(node.all_input_nodes[0], self._source_spec(node))
+                    self._replace(node, self._reshaped(small, list(node.meta["val"].shape)))
+                else:
+                    self._use_small_gradients(node)
         moved = self.small.get((matmul, sliced.spec))
         graph.eliminate_dead_code()
         if moved is None or any(n is matmul for n in graph.nodes):
