@@ -23,6 +23,7 @@ from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal
 from mstpass.memory.allocation import buffer_bytes
+from mstpass.memory.delayed_scatters import may_wait
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.memory.workspaces import node_workspace_bytes
@@ -93,8 +94,8 @@ def simulate_step(
     freed there after its last use, unless the forward also returned it to the caller.
 
     Args:
-        scatters_delayed: scatters read their rows from memory instead of computing them
-            (schedule/delay_embedding_gradient.py).
+        scatters_delayed: scatters that may wait for their rows (delayed_scatters.py) read them
+            from memory instead of computing them.
     """
     ops = step_ops(forward, backward, scatters_delayed)
     return StepMemory(ops.forward.simulated(), ops.backward.simulated(), ops.known)
@@ -169,7 +170,7 @@ def op_of(
         name=node.name,
         bytes=0 if node in in_place or is_on_host(node) else buffer_bytes(node),
         inputs=tuple(n.name for n in node.all_input_nodes),
-        kind=CALL if scatters_delayed and kind == SCATTER else kind,
+        kind=CALL if scatters_delayed and kind == SCATTER and may_wait(node) else kind,
         inner_bytes=_inner_bytes(node),
         dear=_is_slow_pointwise(node),
         own_loops=_has_own_loops(node),

@@ -23,22 +23,12 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mstpass.graph import linearity, ops
 from mstpass.graph.builder import Builder, fake_mode_of
-from mstpass.graph.joint import nbytes
 from mstpass.graph.materialization import materialize
-from mstpass.graph.sizes import is_static
+from mstpass.memory.delayed_scatters import scatters_to_delay
 from mstpass.torch_internals.control_dependencies import make_wait
 
 aten = torch.ops.aten
-
-# Ops that add rows into zeros, and the position of the rows among their arguments.
-_SCATTERS = {
-    aten.index_put.default: 2,
-    aten._unsafe_index_put.default: 2,
-    aten._unsafe_masked_index_put_accumulate.default: 3,
-    aten.scatter_add.default: 3,
-}
 
 
 def delay_scatters(graph: fx.Graph) -> None:
@@ -78,37 +68,3 @@ def _zero_from(builder: Builder, rows: fx.Node) -> fx.Node:
     dtype = rows.meta["val"].dtype
     number = builder.call(torch.ops.prims.convert_element_type.default, differs, dtype)
     return builder.call(aten.mul.Tensor, number, 0)
-
-
-def scatters_to_delay(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Scatters into zeros, each with its rows, if waiting for the rows frees memory.
-
-    It does if the rows are smaller than what they are computed from, and than the result.
-    """
-    return {
-        node: rows
-        for target, position in _SCATTERS.items()
-        for node in graph.find_nodes(op="call_function", target=target)
-        if linearity.is_zero(node.args[0]) and is_static(node.meta["val"])
-        if isinstance(rows := node.args[position], fx.Node)
-        if nbytes(rows) < min(nbytes(node), _freed_bytes(rows))
-    }
-
-
-def _freed_bytes(rows: fx.Node) -> int:
-    """Bytes of the buffers that the rows are computed from and that nothing else reads."""
-    pointwise: set[fx.Node] = set()  # computed in the rows' own kernel
-    buffers: set[fx.Node] = set()
-    stack = [rows]
-    while stack:
-        node = stack.pop()
-        if node in pointwise or node in buffers:
-            continue
-        if ops.is_pointwise(node) or ops.is_cheap_view(node):
-            pointwise.add(node)
-            stack.extend(node.all_input_nodes)
-        elif node.op == "call_function" and not ops.is_constant(node):
-            buffers.add(node)
-    return sum(
-        nbytes(node) for node in buffers if pointwise.issuperset(ops.readers_through_views(node))
-    )
