@@ -91,6 +91,13 @@ def test_an_error_is_found_shrunk_and_made_into_a_test() -> None:
         defined["test_a_case_of_the_fuzzer"]()
 
 
+@pytest.mark.usefixtures("last_chunk_is_lost")
+def test_an_error_is_found_in_a_program_that_magnifies_rounding() -> None:
+    scan = Layer("scan", ops=("center",), bias=True)
+    case = dataclasses.replace(LOOP, layers=(scan,), final_norm="unit", batch=1)
+    assert "wrong graph" in {failure.kind for failure in check_case(case).failures}
+
+
 def test_a_case_that_eager_cannot_run_is_no_failure() -> None:
     checked = check_case(Case(length=0, loss="token_max"))
     assert checked.status == "invalid" and "IndexError" in checked.reason

@@ -174,3 +174,33 @@ def test_a_view_of_what_a_loop_over_heads_returns_may_copy() -> None:
     """The result's heads come first in memory, so the view was none where ops run one by one."""
     attention = Layer(kind="attention", bias=True, ops=("sort_features",))
     held(Case((attention,), variants=("over heads",)))
+
+
+def test_slices_behind_gradients_of_the_same_tokens() -> None:
+    """The derivative of an activation slices a value that a gradient before it has read as well.
+
+    All slices were moved before any gradient, so that what they share was put behind its reader.
+    """
+    gated = Layer(variant=1, act="silu", width=48)
+    case = Case((Layer("scan", variant=1), gated), shift="logits", batch=1, dynamic="length")
+    held(dataclasses.replace(case, features=12, vocabulary=128))
+
+
+def test_features_of_symbolic_size_behind_a_slice() -> None:
+    """Weights of tokens by tokens have as many features as tokens: a size that is symbolic."""
+    held(Case((Layer("scan", variant=1),), shift="logits", batch=1, dynamic="length"))
+
+
+def test_a_program_may_magnify_rounding() -> None:
+    """A running sum of centred values ends at zero but for rounding, and is divided by its norm.
+
+    Its gradients change by 1e-7 where the inputs change in their last bit.
+    """
+    scan = Layer("scan", ops=("center",), bias=True)
+    held(Case((scan,), final_norm="unit", batch=1, length=64, variants=("checkpoints",)))
+
+
+def test_scatters_that_never_wait_count_alike_under_any_budget() -> None:
+    """The same graphs had a higher simulated peak under a budget than under the free plan."""
+    case = Case(head="norm_after", logit_ops=("hide_words",), loss="preference", budgets=True)
+    held(dataclasses.replace(case, batch=1, length=64, features=8, vocabulary=50))

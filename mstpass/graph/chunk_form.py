@@ -17,7 +17,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.axes import TOKEN_AXIS, Axis
-from mstpass.graph.builder import Builder
+from mstpass.graph.builder import Builder, SizeNodes
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.op_table import Op
 from mstpass.graph.sizes import Size, same_shape
@@ -97,13 +97,26 @@ def add_chunk(
     spec: Spec,
     chunk_tokens: Size,
     operand_chunk: OperandChunk,
-    rows: int | fx.Node | None = None,
+    sizes: SizeNodes,
 ) -> fx.Node:
     """Add the node that computes one chunk of ``node`` to the builder's graph, and check it.
 
-    The arguments are those of ``chunk_call``.
+    Args:
+        sizes: writes the symbolic sizes, that of the chunk and those of the node's other dims.
+
+    The other arguments, and ``CannotTake``, are those of ``chunk_call``.
+
+    Raises:
+        UnknownSize: a symbolic size cannot be written.
     """
-    target, args, kwargs = chunk_call(node, spec, chunk_tokens, operand_chunk, rows)
+
+    def written(size: Any) -> Any:
+        return sizes.arguments([size])[0] if isinstance(size, torch.SymInt) else size
+
+    target, args, kwargs = chunk_call(
+        node, spec, chunk_tokens, operand_chunk, written(chunk_tokens)
+    )
+    args, kwargs = fx.node.map_aggregate((args, kwargs), written)
     built = builder.call(target, *args, **kwargs)
     check_chunk(node, spec, chunk_tokens, built)
     return built

@@ -154,8 +154,9 @@ class _SliceMover:
                 self.small[key] = self._flattened(source, spec)
             elif node in self.scattered or self._must_recompute(node):
                 tokens = math.prod(self.window_grid)
-                (rows,) = self.sizes.arguments([tokens])
-                self.small[key] = add_chunk(self.builder, node, spec, tokens, self._operand, rows)
+                self.small[key] = add_chunk(
+                    self.builder, node, spec, tokens, self._operand, self.sizes
+                )
                 _pass_on_meta(node, self.small[key])
             else:
                 self.small[key] = self._sliced(node, spec)

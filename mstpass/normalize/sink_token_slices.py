@@ -158,8 +158,9 @@ class _SliceSinker:
             if node is self.sliced:
                 self.full[node] = self._reshaped(self.source, _chunk_form(node, spec, tokens))
             else:
-                (rows,) = self.sizes.arguments([tokens])
-                self.full[node] = add_chunk(self.builder, node, spec, tokens, self._operand, rows)
+                self.full[node] = add_chunk(
+                    self.builder, node, spec, tokens, self._operand, self.sizes
+                )
             _pass_on_meta(node, self.full[node])
         return self.full[node]
 
