@@ -29,6 +29,7 @@ from mstpass import pipeline_stages
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.loops.apply_plans import Applied
 from mstpass.memory.timeline import StepMemory
+from mstpass.normalize.inputs_before_writes import inputs_before_writes
 from mstpass.options import Options
 from mstpass.partition.budget import (
     BudgetError,
@@ -156,7 +157,7 @@ def _run_stages(
     if limit_bytes == 0:
         options = dataclasses.replace(options, memory_budget=0.0)
     watch = _Stopwatch()
-    joint = read()
+    joint = inputs_before_writes(read())
     watch.lap("read")
     detected = pipeline_stages.detect(joint, options, loops_in_backward)
     watch.lap("detect")

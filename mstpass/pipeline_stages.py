@@ -23,6 +23,7 @@ from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import simulate_plan, step_memory
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize import normalized
+from mstpass.normalize.inputs_before_writes import as_copies
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.host import host_memory
@@ -266,6 +267,7 @@ def split(
     reason = needs_torch(rewritten)
     if reason:
         modules, save_plan = split_by_torch(rewritten, **torch_kwargs)
+        as_copies(modules)
         note = f"torch's partitioner split this graph, because mstpass cannot: {reason}"
         return Split(modules, _named(save_plan, applied, joint), (note,), by_torch=True)
     name = planned.solver
@@ -294,6 +296,7 @@ def split(
         with_modes(planned.problem, solved.modes),
         applied.old_names(),
     )
+    as_copies(modules)
     return Split(modules, save_plan, notes)
 
 
