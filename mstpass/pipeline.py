@@ -27,6 +27,7 @@ from torch import fx
 
 from mstpass import pipeline_stages
 from mstpass.graph.joint import JointGraph, Modules
+from mstpass.graph.view_storages import share_storages
 from mstpass.loops.apply_plans import Applied
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize.inputs_before_writes import inputs_before_writes
@@ -196,6 +197,8 @@ def _rewritten(
     rewritten = JointGraph(applied.module, joint.num_fwd_outputs)
     crossing = pipeline_stages.split(rewritten, applied, planned, joint, options, torch_kwargs)
     modules, memory = pipeline_stages.scheduled(crossing, options, planned.limit_bytes)
+    for module in modules:
+        share_storages(module.graph)
     outcome = dataclasses.replace(
         outcome,
         save_plan=crossing.save_plan,

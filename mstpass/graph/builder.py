@@ -29,10 +29,11 @@ class Builder:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node that calls ``target``; nodes may stand anywhere in the arguments."""
         node = self.graph.call_function(target, args, kwargs)
-        self._compute_value(node)
+        self.compute_value(node)
         return node
 
-    def _compute_value(self, node: fx.Node) -> None:
+    def compute_value(self, node: fx.Node) -> None:
+        """Compute the fake value of a node from those of its operands."""
         target: Any = node.target
         with self.mode:
             node.meta["val"] = target(*fake_values(node.args), **fake_values(node.kwargs))
@@ -56,7 +57,7 @@ class Builder:
             if node in inputs:
                 node.meta["val"] = inputs[node]
             elif node.op == "call_function":
-                self._compute_value(node)
+                self.compute_value(node)
 
 
 class UnknownSize(Exception):
