@@ -12,6 +12,7 @@ from mstpass.memory.simulate_plan import simulate_plan, step_memory
 from mstpass.partition.solvers import SOLVERS
 from mstpass.partition.solvers.memory_lower_bounds import lower_bounds
 from mstpass.partition.solvers.milp import prove
+from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.saved_set import recomputed
@@ -92,6 +93,16 @@ def test_less_budget_never_means_a_higher_peak(
     budgets = [None, *(int(share * 1.2 * highest) + 1 for share in sorted(shares)[::-1])]
     peaks = [evaluated(problem, solve(problem, budget))[0] for budget in budgets]
     assert peaks == sorted(peaks, reverse=True)
+
+
+@given(problem=steps(forward=12, backward=12, regions=3), share=SHARES)
+@settings(EXAMPLES, max_examples=examples(100))
+def test_no_budget_takes_more_time_than_the_least_memory(problem: CutProblem, share: float) -> None:
+    free, least = (simulate_plan(problem, peak_search(problem, b)) for b in (None, 0))
+    lowest = least.lowered_peak_bytes
+    budget = max(1, math.ceil(lowest + share * (free.lowered_peak_bytes - lowest)))
+    within = simulate_plan(problem, peak_search(problem, budget))
+    assert within.us <= max(free.us, least.us) * (1 + 1e-9)
 
 
 @given(problem=steps(forward=12, backward=12, regions=3), budget=st.none() | st.integers(0, 300))

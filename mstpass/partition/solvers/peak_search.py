@@ -27,7 +27,8 @@ budget 0 only the landmarks of large graphs are compared, which takes less time.
 
 Attention is whole until a budget asks for its loops, which take time. Three *families* of plans
 have each a sequence of their own: without such loops, with those that keep what backward needs, and
-with all of them. The fastest plan within the budget is taken.
+with all of them. The fastest plan within the budget is taken. The plan of least memory competes as
+well, with what the budget leaves spent on time.
 
 Where saved values may wait on the host (``CutProblem.host``), plans of the sequence that exceed the
 budget are tried with values offloaded (offload.py): the first one that is then within the budget,
@@ -81,11 +82,11 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
         return free.plan
     families = problem.once(_families)
     firsts = [c for f in families for c in _firsts(f, budget_bytes)] if budget_bytes else []
-    spent = [slack_spent(problem, candidate.plan, budget_bytes) for candidate in firsts]
-    if spent:
-        return min(spent, key=lambda found: found.us).plan
-    lowest = min((_lowest(family) for family in families), key=_lowered)
-    least = slack_spent(problem, lowest.plan, 0)
+    least = problem.once(_least)
+    if firsts:
+        plans = [candidate.plan for candidate in firsts]
+        plans += [least.plan] if least.peak_bytes <= budget_bytes else []
+        return min((slack_spent(problem, plan, budget_bytes) for plan in plans), key=_us).plan
     return _least_offloaded(problem, families, least).plan if _uses_host(problem) else least.plan
 
 
@@ -187,6 +188,12 @@ def _firsts(problem: CutProblem, budget_bytes: int) -> list[Candidate]:
     return found
 
 
+def _least(problem: CutProblem) -> MeasuredPlan:
+    """The plan of least memory, without values on the host."""
+    lowest = min(map(_lowest, problem.once(_families)), key=_lowered)
+    return slack_spent(problem, lowest.plan, 0)
+
+
 def _lowest(problem: CutProblem) -> Candidate:
     """The plan of the sequence with the lowest peak."""
     lowest, *others = sorted(_compared(problem), key=lambda candidate: candidate.peak_bytes)
@@ -199,6 +206,10 @@ def _lowest(problem: CutProblem) -> Candidate:
 
 def _lowered(candidate: Candidate) -> int:
     return candidate.simulation.lowered_peak_bytes
+
+
+def _us(plan: MeasuredPlan) -> float:
+    return plan.us
 
 
 def _compared(problem: CutProblem) -> Iterator[Candidate]:

@@ -1,8 +1,8 @@
 """Spend the slack of a budget: make a plan faster while its peak stays within the budget.
 
 A plan that lowers the peak saves memory all along the step, but the peak lies at one moment. Where
-the budget leaves room, the plan can take time back elsewhere. A *move* puts one region in a faster
-mode, or saves the results of one heavy op that backward would repeat. (Light ops win little, and
+the budget leaves room, the plan can take time back elsewhere. A *move* saves the results of one
+heavy op that backward would repeat, or puts one region in a faster mode. (Light ops win little, and
 are too many to try.) Moves are tried together, and by halves if that exceeds the budget::
 
     accept(moves): make all of them, if the peak stays within the budget and the time falls;
@@ -53,9 +53,9 @@ def slack_spent(problem: CutProblem, plan: Plan, budget_bytes: int) -> MeasuredP
     size = len(problem.values) + len(problem.backward)
     limit_bytes = max(budget_bytes, start.peak_bytes)
     search = _Search(problem, start, limit_bytes, min(_TRIES, _OPS // max(1, size)))
+    search.accept(search.save_moves())  # first: one may spare a whole chain of ops
     for rank in range(max((len(r.modes) for r in problem.regions), default=0)):
         search.accept(search.mode_moves(rank))
-    search.accept(search.save_moves())
     return search.best
 
 
