@@ -165,6 +165,8 @@ def _run_stages(
     if stop_after in ("read", "detect"):
         return Result(_outcome((), detected.rejections))
     planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit_bytes)
+    if options.chunk_tokens is not None and options.frees_memory_for_time:
+        planned = pipeline_stages.without_raising_loops(planned, FORCED_MAY_RAISE)
     watch.lap("plan")
     if stop_after == "plan":
         rejections = (*detected.rejections, *planned.rejections)

@@ -31,7 +31,7 @@ from mstpass.partition.offload import offload
 from mstpass.partition.reconstruct import most_won_bytes, reconstruct
 from mstpass.partition.solve import solve
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes, without_loops
-from mstpass.partition.solvers.loops_that_help import loops_that_help
+from mstpass.partition.solvers.loops_that_help import loops_that_help, only_loops_that_help
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.split import split as split_graph
 from mstpass.partition.torch_fallback import (
@@ -151,14 +151,34 @@ def with_fewer_loops(planned: Planned) -> Iterator[Planned]:
     whose token count varies keeps its loops in any case: they lower the peak of longer batches.
     """
     yield planned
-    varying = {c.region for c in planned.candidates if c.symbolic}
-    problem = _with_whole_modes(planned.problem, varying)
-    closed = with_modes(problem, planned.plan.modes)
-    fewer = loops_that_help(problem, Candidate(closed, planned.plan))
+    problem, found = _with_choice(planned)
+    fewer = loops_that_help(problem, found)
     yield dataclasses.replace(planned, problem=problem, plan=fewer.plan)
-    whole = {r.region: WHOLE for r in problem.regions if r.region not in varying}
+    whole = {r.region: WHOLE for r in problem.regions if r.region not in _varying(planned)}
     least = fewest_saved_bytes(problem, {**planned.plan.modes, **whole})
     yield dataclasses.replace(planned, problem=problem, plan=least.plan)
+
+
+def without_raising_loops(planned: Planned, may_raise: float) -> Planned:
+    """The plan without the loops that raise its simulated peak, by more than a factor.
+
+    For plans whose loops the user asks for: a solver could not leave them out.
+    """
+    problem, found = _with_choice(planned)
+    fewer = only_loops_that_help(problem, found)
+    if fewer.peak_bytes * may_raise >= found.peak_bytes:
+        return planned
+    return dataclasses.replace(planned, problem=problem, plan=fewer.plan)
+
+
+def _with_choice(planned: Planned) -> tuple[CutProblem, Candidate]:
+    """The problem in which regions of static size may stay whole, and the plan for it."""
+    problem = _with_whole_modes(planned.problem, _varying(planned))
+    return problem, Candidate(with_modes(problem, planned.plan.modes), planned.plan)
+
+
+def _varying(planned: Planned) -> set[str]:
+    return {c.region for c in planned.candidates if c.symbolic}
 
 
 def _with_whole_modes(problem: CutProblem, but: Set[str]) -> CutProblem:

@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
+from mstpass import pipeline
 from mstpass.fuzz.case import Case, Layer
 from mstpass.fuzz.checks import check_case
+from mstpass.partition.solvers.candidate import TIE
 
 
 def held(case: Case, kind: str = "fast") -> None:
@@ -204,3 +206,37 @@ def test_scatters_that_never_wait_count_alike_under_any_budget() -> None:
     """The same graphs had a higher simulated peak under a budget than under the free plan."""
     case = Case(head="norm_after", logit_ops=("hide_words",), loss="preference", budgets=True)
     held(dataclasses.replace(case, batch=1, length=64, features=8, vocabulary=50))
+
+
+def test_each_loop_that_is_asked_for_and_raises_the_peak_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only all of them together were compared with the step without loops, not each."""
+    monkeypatch.setattr(pipeline, "FORCED_MAY_RAISE", TIE)  # as outside of the tests
+    layers = (Layer(), Layer(variant=9, residual="gated", width=96))
+    case = Case(
+        layers,
+        logit_ops=("cap",),
+        extras=("logits", "hidden_view", "accuracy"),
+        batch=1,
+        length=256,
+        vocabulary=600,
+        chunk_tokens=100,
+        forced=False,
+        budgets=True,
+    )
+    held(case)
+
+
+def test_a_value_recomputed_in_a_pass_of_its_own_is_written_once() -> None:
+    """The rewritten graph counted it twice, and its plan as a call, which ends a C++ function."""
+    held(
+        Case(
+            source="ids",
+            final_norm="rms",
+            shift="every_other",
+            loss="top_margin",
+            length=31,
+            budgets=True,
+        )
+    )

@@ -19,14 +19,15 @@ _LIBRARY = library.Library("mstpass", "DEF")
 _LIBRARY.define("realize(Tensor x) -> Tensor")
 _LIBRARY.impl("realize", lambda x: x.clone(), "CompositeExplicitAutograd")
 
+REALIZE = torch.ops.mstpass.realize.default
+
 
 def materialize(value: fx.Node) -> fx.Node:
     """Add the op directly after ``value`` and return its node. The users stay as they are."""
-    op = torch.ops.mstpass.realize.default
-    write_to_memory(op)
+    write_to_memory(REALIZE)
     graph = value.graph
     with graph.inserting_after(value):
-        node = graph.create_node("call_function", op, (value,), name=copy_name(value.name))
+        node = graph.create_node("call_function", REALIZE, (value,), name=copy_name(value.name))
     with fake_mode_of([value]):
-        node.meta = {**value.meta, "val": op(value.meta["val"])}
+        node.meta = {**value.meta, "val": REALIZE(value.meta["val"])}
     return node

@@ -1,24 +1,27 @@
-"""Which scatters wait for their rows, under a budget (schedule/delay_embedding_gradient.py).
+"""Which scatters wait for their rows (schedule/delay_embedding_gradient.py).
 
-The schedule asks about the graph at hand, the simulation about a node of any graph of the step: a
-plan and its graphs then have equal peaks, whatever is saved.
+A scatter waits if that frees memory: if its rows are smaller than what they are computed from and
+nothing else reads. That depends on what is saved: it is asked of the ops of one graph, by the
+simulation of a plan as by the schedule of the finished graphs, so that both have equal peaks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import fx
 
-from mstpass.graph import linearity, ops
+from mstpass.graph import linearity
 from mstpass.graph.joint import nbytes
 from mstpass.graph.sizes import is_static
+from mstpass.problem.op import CONSTANT, INPUT, POINTWISE, SIZE, VIEW, Op
 
 aten = torch.ops.aten
 
-# Ops that add rows into zeros, and the position of the rows among their arguments.
+# Ops that add rows into zeros, and the position of the rows among their arguments: the last of the
+# tensors that each of them reads.
 _ROWS: Mapping[Any, int] = {
     aten.index_put.default: 2,
     aten._unsafe_index_put.default: 2,
@@ -27,61 +30,53 @@ _ROWS: Mapping[Any, int] = {
 }
 
 
-def scatters_to_delay(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Scatters into zeros, each with its rows, if waiting for the rows frees memory.
+def rows_of(node: fx.Node) -> fx.Node | None:
+    """The rows that a scatter adds into zeros, if it may wait for them.
 
-    It does if the rows are smaller than what they are computed from, and than the result.
+    It may if both have a static shape, and the rows are smaller than the result.
     """
-    return {
-        node: rows
-        for target in _ROWS
-        for node in graph.find_nodes(op="call_function", target=target)
-        if (rows := _rows_in_zeros(node)) is not None
-        if nbytes(rows) < min(nbytes(node), _freed_bytes(rows))
-    }
-
-
-def may_wait(node: fx.Node) -> bool:
-    """Whether ``scatters_to_delay`` has the node in some graph of the step.
-
-    That is, if nothing else reads what its rows are computed from.
-    """
-    rows = _rows_in_zeros(node)
-    if rows is None:
-        return False
-    read_bytes = sum(map(nbytes, _sources(rows)[1]))
-    return nbytes(rows) < min(nbytes(node), read_bytes)
-
-
-def _rows_in_zeros(node: fx.Node) -> fx.Node | None:
-    """The rows that a node adds into zeros of static shape; None if it is no such scatter."""
     position = _ROWS.get(node.target)
     if position is None or not linearity.is_zero(node.args[0]) or not is_static(node.meta["val"]):
         return None
     rows = node.args[position]
-    return rows if isinstance(rows, fx.Node) else None
+    if not isinstance(rows, fx.Node) or rows.op != "call_function":
+        return None
+    return rows if nbytes(rows) < nbytes(node) else None
 
 
-def _freed_bytes(rows: fx.Node) -> int:
-    """Bytes of the buffers that the rows are computed from and that nothing else reads."""
-    pointwise, buffers = _sources(rows)
-    return sum(
-        nbytes(node) for node in buffers if pointwise.issuperset(ops.readers_through_views(node))
-    )
+def waits(
+    scatter: Op, op: Mapping[str, Op], users: Mapping[str, Sequence[str]], freed: Set[str]
+) -> bool:
+    """Whether a scatter that may wait for its rows does, in a graph.
 
-
-def _sources(rows: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """What is computed in the rows' own kernel, and the buffers that it reads; no constants."""
-    pointwise: set[fx.Node] = set()
-    buffers: set[fx.Node] = set()
+    Args:
+        op: the ops of the graph, by name.
+        users: the names of those that read each.
+        freed: the inputs of the graph that are freed after their last use.
+    """
+    rows = scatter.inputs[-1]
+    if rows not in op:
+        return False
+    pointwise: set[str] = set()  # computed in the kernel of the rows
+    buffers: set[str] = set()  # what that reads
     stack = [rows]
     while stack:
-        node = stack.pop()
-        if node in pointwise or node in buffers:
+        name = stack.pop()
+        if name in pointwise or name in buffers or name not in op:
             continue
-        if ops.is_pointwise(node) or ops.is_cheap_view(node):
-            pointwise.add(node)
-            stack.extend(node.all_input_nodes)
-        elif node.op == "call_function" and not ops.is_constant(node):
-            buffers.add(node)
-    return pointwise, buffers
+        kind = op[name].kind
+        if kind in (POINTWISE, VIEW):
+            pointwise.add(name)
+            stack.extend(op[name].inputs)
+        elif name in freed or kind not in (INPUT, CONSTANT, SIZE):
+            buffers.add(name)
+    only_here = (b for b in buffers if pointwise.issuperset(_readers(b, op, users)))
+    return op[rows].bytes < sum(op[buffer].bytes for buffer in only_here)
+
+
+def _readers(name: str, op: Mapping[str, Op], users: Mapping[str, Sequence[str]]) -> set[str]:
+    """What reads a value, itself or by a view."""
+    found: set[str] = set()
+    for user in users.get(name, ()):
+        found |= _readers(user, op, users) if op[user].kind == VIEW else {user}
+    return found

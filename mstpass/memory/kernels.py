@@ -5,12 +5,25 @@ The rules are those of memory/simulate_ops.py: 1, 2, 5 and 7 are here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence, Set
 
+from mstpass.memory.delayed_scatters import waits
 from mstpass.memory.kernel_fusion import fused_groups
-from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, REDUCTION, SCATTER, SIZE, VIEW, Op
+from mstpass.problem.op import (
+    CALL,
+    CONSTANT,
+    INPUT,
+    ITEM,
+    REALIZED,
+    REDUCTION,
+    SCATTER,
+    SIZE,
+    VIEW,
+    Op,
+)
 
-_KERNELS = frozenset({CALL, REDUCTION, SCATTER})
+_KERNELS = frozenset({CALL, REALIZED, REDUCTION, SCATTER})
 _MANY_READS = 4  # config.realize_reads_threshold
 _MANY_OPS = 30  # config.realize_opcount_threshold
 _NOTHING = frozenset[str]()
@@ -24,15 +37,20 @@ class Kernels:
         read_by: of each kernel the buffers that it reads, in the order of the kernels.
         results: of each kernel the buffers that it writes.
         readers: of each buffer the kernels that read it.
+        waiting: the scatters that wait for their rows.
     """
 
     def __init__(self, ops: Sequence[Op], kept: Iterable[str], freed: Set[str]):
-        self.ops, self.freed = ops, freed
+        self.freed = freed
         self.op = {op.name: op for op in ops}
         self.users: dict[str, list[str]] = {}
         for op in ops:
             for name in op.inputs:
                 self.users.setdefault(name, []).append(op.name)
+        scatters = [op for op in ops if op.may_wait and op.kind == SCATTER]
+        self.waiting = {op.name for op in scatters if waits(op, self.op, self.users, freed)}
+        for name in self.waiting:  # it reads the rows from memory, as a call does
+            self.op[name] = dataclasses.replace(self.op[name], kind=CALL)
         self.kept = {self._base(name) for name in kept if name in self.op}
         self.read_by: dict[str, frozenset[str]] = {}
         self.results: dict[str, list[str]] = {}
@@ -47,7 +65,7 @@ class Kernels:
         self._apart_reads: dict[str, frozenset[str]] = {}
         self.read_apart: dict[str, frozenset[str]] = {}
         self._dear: set[str] = set()
-        for op in ops:
+        for op in self.op.values():
             self._add(op)
         self.readers: dict[str, list[str]] = {}
         for kernel, read in self.read_by.items():

@@ -18,12 +18,14 @@ from mstpass.graph.collectives import is_wait_op
 from mstpass.graph.host_copies import is_on_host, is_wait_for_reload
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.materialization import REALIZE
 from mstpass.graph.sizes import depends_on_data, hint, is_size
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal
 from mstpass.memory.allocation import buffer_bytes
-from mstpass.memory.delayed_scatters import may_wait
+from mstpass.memory.delayed_scatters import rows_of
+from mstpass.memory.kernels import Kernels
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.memory.workspaces import node_workspace_bytes
@@ -33,6 +35,7 @@ from mstpass.problem.op import (
     INPUT,
     ITEM,
     POINTWISE,
+    REALIZED,
     REDUCTION,
     SCATTER,
     SIZE,
@@ -94,8 +97,8 @@ def simulate_step(
     freed there after its last use, unless the forward also returned it to the caller.
 
     Args:
-        scatters_delayed: scatters that may wait for their rows (delayed_scatters.py) read them
-            from memory instead of computing them.
+        scatters_delayed: scatters wait for their rows where that frees memory
+            (delayed_scatters.py).
     """
     ops = step_ops(forward, backward, scatters_delayed)
     return StepMemory(ops.forward.simulated(), ops.backward.simulated(), ops.known)
@@ -134,6 +137,20 @@ def step_ops(forward: fx.Graph, backward: fx.Graph, scatters_delayed: bool = Fal
     )
 
 
+def scatters_to_delay(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The scatters of a finished graph that wait for their rows, each with these."""
+    scatters = {node: rows for node in graph.nodes if (rows := rows_of(node)) is not None}
+    if not scatters:
+        return {}
+    crossing = {
+        n.name
+        for n in graph.find_nodes(op="placeholder")
+        if not str(n.target).startswith("primals") and not is_size(n)
+    }
+    waiting = Kernels(_ops(graph, scatters_delayed=True), (), crossing).waiting
+    return {node: rows for node, rows in scatters.items() if node.name in waiting}
+
+
 def simulate_graph(graph: fx.Graph, freed_inputs: Iterable[fx.Node] = ()) -> Timeline:
     """The memory of one graph; ``freed_inputs`` are freed after their last use."""
     kept = [n.name for n in _results(graph)]
@@ -170,11 +187,12 @@ def op_of(
         name=node.name,
         bytes=0 if node in in_place or is_on_host(node) else buffer_bytes(node),
         inputs=tuple(n.name for n in node.all_input_nodes),
-        kind=CALL if scatters_delayed and kind == SCATTER and may_wait(node) else kind,
+        kind=kind,
         inner_bytes=_inner_bytes(node),
         dear=_is_slow_pointwise(node),
         own_loops=_has_own_loops(node),
         on_cpu=_is_on_cpu(node),
+        may_wait=scatters_delayed and kind == SCATTER and rows_of(node) is not None,
     )
 
 
@@ -198,6 +216,8 @@ def _kind_of(target: Any) -> str:
         return VIEW
     if target in _SCATTERS:
         return SCATTER
+    if target is REALIZE:
+        return REALIZED
     row = ops.row_of(target)
     if isinstance(row, Refusal) or row.kind in _CALLED_KINDS or target in _CALLED:
         return CALL

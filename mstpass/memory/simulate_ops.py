@@ -5,10 +5,10 @@ seven rules (sources: torch/_inductor/lowering.py and ir.py for 1 to 3, codegen/
 scheduler.py for the others):
 
 1. *Kernels* are calls (matmuls, attention, loops, and all ops that the op table does not know),
-   reductions, scatters, and those pointwise values that a call reads, that leave the graph, or that
-   are read more than once and are slow to compute (``Op.dear``, their own or of an op that they are
-   computed from without a buffer in between; or many reads or ops). Every other pointwise value is
-   computed inside the kernels that read it and has no buffer.
+   reductions, scatters, values that are realized, and those pointwise values that a call reads,
+   that leave the graph, or that are read more than once and are slow to compute (``Op.dear``, their
+   own or of an op that they are computed from without a buffer in between; or many reads or ops).
+   Every other pointwise value is computed inside the kernels that read it and has no buffer.
 2. A view shares the buffer of its base. Each item of a call's result has a buffer of its own.
 3. A call may need a workspace while it runs. That of a loop is the peak of one chunk.
 4. Buffers that no later kernel reads, and that do not leave the graph, are freed.
@@ -120,7 +120,7 @@ class _Run:
         # The number of kernels before each function, and before the end of the graph.
         sizes = (sum(map(len, function)) for function in self.functions)
         self.begins = list(itertools.accumulate(sizes, initial=0))
-        self.alive = {op.name: op.bytes for op in kernels.ops if op.name in kernels.freed}
+        self.alive = {op.name: op.bytes for op in kernels.op.values() if op.name in kernels.freed}
         self.now = sum(self.alive.values())  # bytes
         # First moment, and the first without the buffer; until it is freed, the end of the graph.
         self.lives = dict.fromkeys(self.alive, (0, self.begins[-1]))

@@ -27,7 +27,7 @@ from mstpass.memory.repeated_values import CHEAP_KINDS, MOST_LOWERED, repeated_v
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.problem.apply_modes import with_modes
-from mstpass.problem.op import CALL, INPUT, POINTWISE
+from mstpass.problem.op import INPUT, POINTWISE, REALIZED
 from mstpass.problem.problem import CutProblem, Plan, Value
 from mstpass.problem.saved_set import must_offload
 
@@ -245,7 +245,7 @@ class _Recomputation:
         passes = [value for other in nested for value in self._pass(other)]
         alias = {other.name: f"{other.name}:for:{name}" for other in missing}
         self.available.add(name)
-        kind = CALL if value.kind == POINTWISE else value.kind  # it is materialized
+        kind = REALIZED if value.kind == POINTWISE else value.kind
         last = dataclasses.replace(value, kind=kind, inputs=_inputs(value, alias))
         return [*passes, *(_renamed(other, alias) for other in missing), last]
 

@@ -102,6 +102,7 @@ def _value(
         dear=op.dear,
         own_loops=op.own_loops,
         on_cpu=op.on_cpu,
+        may_wait=op.may_wait,
         us=time_us(joint, node),
         free=free,
         heavy=is_heavy(node) or node in policies.boundary,

@@ -10,6 +10,7 @@ import dataclasses
 
 INPUT, VIEW, ITEM, CONSTANT = "input", "view", "item", "constant"
 CALL, REDUCTION, SCATTER, POINTWISE = "call", "reduction", "scatter", "pointwise"
+REALIZED = "realized"  # a pointwise value that is written to a buffer (graph/materialization.py)
 SIZE = "size"  # a symbolic size, which is no tensor
 
 
@@ -28,6 +29,8 @@ class Op:
             them, as slices do, at other places, as flips and gathers do, or reduces over outer
             dims.
         on_cpu: it runs on the CPU, where kernels without a call in between are one function.
+        may_wait: it is a scatter into zeros that may wait for its rows, which are the last of its
+            inputs; where that frees memory it does (memory/delayed_scatters.py).
     """
 
     name: str
@@ -38,3 +41,4 @@ class Op:
     dear: bool = False
     own_loops: bool = False
     on_cpu: bool = False
+    may_wait: bool = False

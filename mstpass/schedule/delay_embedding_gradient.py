@@ -25,7 +25,7 @@ from torch import fx
 
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.materialization import materialize
-from mstpass.memory.delayed_scatters import scatters_to_delay
+from mstpass.memory.simulate_graph import scatters_to_delay
 from mstpass.torch_internals.control_dependencies import make_wait
 
 aten = torch.ops.aten

@@ -33,6 +33,11 @@ def loops_that_help(problem: CutProblem, found: Candidate) -> Candidate:
     """
     if found.simulation.within(problem.once(without_loops).peak_bytes):
         return found
+    return only_loops_that_help(problem, found)
+
+
+def only_loops_that_help(problem: CutProblem, found: Candidate) -> Candidate:
+    """The same, wherever the peak of the plan is."""
     given = {**first_modes(problem), **found.plan.modes}
     whole = {r.region: mode.name for r in problem.regions for mode in r.modes if not mode.loops}
     search = _Search(problem, fewest_saved_bytes(problem, {**given, **whole}))
