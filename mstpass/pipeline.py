@@ -26,6 +26,7 @@ from typing import Any
 from torch import fx
 
 from mstpass import pipeline_stages
+from mstpass.fewer_loops import with_fewer_loops, with_loops_that_help
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.view_storages import share_storages
 from mstpass.loops.apply_plans import Applied
@@ -165,29 +166,46 @@ def _run_stages(
     if stop_after in ("read", "detect"):
         return Result(_outcome((), detected.rejections))
     planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit_bytes)
-    if options.chunk_tokens is not None and options.frees_memory_for_time:
-        planned = pipeline_stages.without_raising_loops(planned, FORCED_MAY_RAISE)
     watch.lap("plan")
     if stop_after == "plan":
         rejections = (*detected.rejections, *planned.rejections)
         return Result(_outcome(planned.chunk_plans, rejections), planned.problem)
-    for attempt in pipeline_stages.with_fewer_loops(planned):
-        result = _rewritten(
-            detected, attempt, options, stop_after, limit_bytes, torch_kwargs, watch
-        )
+    rewritten = functools.partial(
+        _rewritten, detected, options, stop_after, limit_bytes, torch_kwargs, watch
+    )
+    for attempt in with_fewer_loops(planned):
+        result = rewritten(attempt)
         if not _raises_peak(result, options):
             break
+    if attempt is planned and options.chunk_tokens is not None and options.frees_memory_for_time:
+        return _without_raising_loops(result, planned, rewritten)
     return result
+
+
+def _without_raising_loops(
+    result: Result,
+    planned: pipeline_stages.Planned,
+    rewritten: Callable[[pipeline_stages.Planned], Result],
+) -> Result:
+    """The graphs without the loops that raise the peak, of those that ``chunk_tokens`` asks for."""
+    if result.memory is None or result.before is None:
+        return result
+    peak_bytes = result.memory.peak_bytes / FORCED_MAY_RAISE
+    fewer = with_loops_that_help(planned, peak_bytes)
+    if fewer is None:
+        return result
+    other = rewritten(fewer)
+    return other if other.memory and other.memory.peak_bytes < peak_bytes else result
 
 
 def _rewritten(
     detected: pipeline_stages.Detected,
-    planned: pipeline_stages.Planned,
     options: Options,
     stop_after: str,
     limit_bytes: int | None,
     torch_kwargs: dict[str, Any],
     watch: _Stopwatch,
+    planned: pipeline_stages.Planned,
 ) -> Result:
     """The graphs of one plan: the stages that are left once it is made."""
     joint = detected.joint

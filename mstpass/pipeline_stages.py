@@ -7,7 +7,7 @@ goes on with the others.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -30,8 +30,7 @@ from mstpass.partition.host import host_memory
 from mstpass.partition.offload import offload
 from mstpass.partition.reconstruct import most_won_bytes, reconstruct
 from mstpass.partition.solve import solve
-from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes, without_loops
-from mstpass.partition.solvers.loops_that_help import loops_that_help, only_loops_that_help
+from mstpass.partition.solvers.candidate import without_loops
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.split import split as split_graph
 from mstpass.partition.torch_fallback import (
@@ -41,7 +40,7 @@ from mstpass.partition.torch_fallback import (
 )
 from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
-from mstpass.problem.problem import CutProblem, Mode, Plan
+from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.saved_set import must_offload, read_by_backward
 from mstpass.problem.verify import InvalidPlan, verify
 from mstpass.schedule.second_rematerialization import add_second_rematerialization
@@ -142,54 +141,6 @@ def plan(
     problem, left, refused = _problem(joint, list(candidates), options)
     solved = solve(problem, options, limit_bytes, needs_torch(joint))
     return Planned(problem, solved.plan, tuple(left), tuple(refused), *solved[1:])
-
-
-def with_fewer_loops(planned: Planned) -> Iterator[Planned]:
-    """The plan, and then, for the case that its loops raise the peak, plans with fewer of them.
-
-    The second plan keeps the loops that do not raise the simulated peak, the third none. A region
-    whose token count varies keeps its loops in any case: they lower the peak of longer batches.
-    """
-    yield planned
-    problem, found = _with_choice(planned)
-    fewer = loops_that_help(problem, found)
-    yield dataclasses.replace(planned, problem=problem, plan=fewer.plan)
-    whole = {r.region: WHOLE for r in problem.regions if r.region not in _varying(planned)}
-    least = fewest_saved_bytes(problem, {**planned.plan.modes, **whole})
-    yield dataclasses.replace(planned, problem=problem, plan=least.plan)
-
-
-def without_raising_loops(planned: Planned, may_raise: float) -> Planned:
-    """The plan without the loops that raise its simulated peak, by more than a factor.
-
-    For plans whose loops the user asks for: a solver could not leave them out.
-    """
-    problem, found = _with_choice(planned)
-    fewer = only_loops_that_help(problem, found)
-    if fewer.peak_bytes * may_raise >= found.peak_bytes:
-        return planned
-    return dataclasses.replace(planned, problem=problem, plan=fewer.plan)
-
-
-def _with_choice(planned: Planned) -> tuple[CutProblem, Candidate]:
-    """The problem in which regions of static size may stay whole, and the plan for it."""
-    problem = _with_whole_modes(planned.problem, _varying(planned))
-    return problem, Candidate(with_modes(problem, planned.plan.modes), planned.plan)
-
-
-def _varying(planned: Planned) -> set[str]:
-    return {c.region for c in planned.candidates if c.symbolic}
-
-
-def _with_whole_modes(problem: CutProblem, but: Set[str]) -> CutProblem:
-    """The problem in which each region may stay whole, but for some."""
-    regions = (
-        region
-        if region.region in but or not all(mode.loops for mode in region.modes)
-        else dataclasses.replace(region, modes=(*region.modes, Mode(WHOLE)))
-        for region in problem.regions
-    )
-    return dataclasses.replace(problem, regions=tuple(regions))
 
 
 def _problem(

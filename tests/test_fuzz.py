@@ -18,8 +18,10 @@ from mstpass.fuzz.campaign import Campaign
 from mstpass.fuzz.case import KINDS, Case, Layer, from_json, to_json
 from mstpass.fuzz.checks import FAST, INDUCTOR, check_case
 from mstpass.fuzz.draw import draw
+from mstpass.fuzz.program import Setup
 from mstpass.fuzz.reduce import reduce, smaller_cases
 from mstpass.fuzz.render import source
+from mstpass.fuzz.values import References, wrong_values
 from mstpass.graph import loop_op
 
 LOOP = Case(chunk_tokens=3, length=64)  # a head whose loss runs in chunks
@@ -146,3 +148,15 @@ def test_a_value_outside_of_its_fields_list_shrinks_too() -> None:
     """Large cases have lengths that no field lists."""
     smaller = [case.length for case in smaller_cases(Case(length=96))]
     assert {2, 8, 300} <= set(smaller), "all listed lengths are plainer"
+
+
+def test_what_draws_is_held_to_inductor_alone_within_eager_modes_rounding() -> None:
+    true = {"grad weight": torch.ones(4, dtype=torch.float64)}
+    eager = {"grad weight": torch.full((4,), 1 + 1e-5)}  # other random numbers than alone's
+    alone = {"grad weight": torch.full((4,), 2.0)}
+    references = References([eager], [true], [alone])
+    for error, right in ((0.0, True), (5e-5, True), (7e-5, False)):
+        found = wrong_values(
+            [{"grad weight": torch.full((4,), 2 + 2 * error)}], references, Setup()
+        )
+        assert (not found) == right, found

@@ -27,6 +27,7 @@ LAYERS = (
     ("partition",),
     ("loops",),
     ("pipeline_stages",),
+    ("fewer_loops",),
     ("pipeline",),
     ("report",),
     ("inductor_hooks",),

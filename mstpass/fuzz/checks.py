@@ -24,7 +24,7 @@ from mstpass.fuzz.compiled import Recording, by_inductor, fast, forced_loops
 from mstpass.fuzz.graphs import check_graphs
 from mstpass.fuzz.plans import broken_budgets, broken_peak, broken_promises
 from mstpass.fuzz.program import Compile, DrawInFloat32, Inputs, Program, Setup, Values
-from mstpass.fuzz.values import wrong_values
+from mstpass.fuzz.values import References, wrong_values
 from mstpass.report.report import Report
 
 FAST, INDUCTOR = "fast", "inductor"
@@ -96,7 +96,7 @@ def check_program(program: Program, kind: str = FAST) -> Checked:
     except Exception as error:
         return _crashed(program, kind, error)
     failures = list(ran.failures)
-    wrong = wrong_values(ran.values, *references, program.setup)
+    wrong = wrong_values(ran.values, references, program.setup)
     if wrong:
         failures += _confirmed(program, kind, wrong)
     facts = _facts(ran.reports)
@@ -158,7 +158,7 @@ def _compile(program: Program, kind: str, ours: bool) -> Compile:
     return fast(program.setup, [], ours) if kind == FAST else by_inductor(program.setup, ours)
 
 
-def _references(program: Program, kind: str, seed: int) -> tuple[list[Values], list[Values]]:
+def _references(program: Program, kind: str, seed: int) -> References:
     """The values of eager mode, and those in float64.
 
     Inductor draws other random numbers than eager mode does: what draws is compared with Inductor
@@ -168,8 +168,8 @@ def _references(program: Program, kind: str, seed: int) -> tuple[list[Values], l
         eager, exact = program.run(seed=seed), program.run(seed=seed, exact=True)
     if draws.drew and kind == INDUCTOR:
         alone = program.run(by_inductor(program.setup, ours=False), seed)
-        return alone, alone
-    return eager, exact
+        return References(eager, exact, alone)
+    return References(eager, exact)
 
 
 # ---- failures ----------------------------------------------------------------------------------
@@ -189,12 +189,12 @@ def _confirmed(program: Program, kind: str, wrong: Mapping[str, str]) -> Iterato
     references = _references(program, kind, seed)
     with forced_loops(program.setup):
         ours = program.run(_compile(program, kind, ours=True), seed)
-    again = wrong_values(ours, *references, program.setup)
+    again = wrong_values(ours, references, program.setup)
     if not again.keys() & wrong.keys():
         return
     try:
         without = program.run(_compile(program, kind, ours=False), seed)
-        torchs = wrong_values(without, *references, program.setup)
+        torchs = wrong_values(without, references, program.setup)
     except Exception:
         torchs = {}
     for name, reason in wrong.items():

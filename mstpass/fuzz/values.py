@@ -9,6 +9,7 @@ must be so in both.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -22,47 +23,85 @@ ADDED = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 5e-2}
 _FLOOR = 1e-3
 
 
-def wrong_values(
-    ours: Sequence[Values], eager: Sequence[Values], exact: Sequence[Values], setup: Setup
-) -> dict[str, str]:
+@dataclasses.dataclass(frozen=True)
+class References:
+    """What eager mode computes in each call of a program, by name.
+
+    Attributes:
+        exact: the same in float64.
+        alone: what Inductor alone computes, where its random numbers are others than eager mode's:
+            ours is held to it then, and may be as far from it as eager mode is from float64.
+    """
+
+    eager: Sequence[Values]
+    exact: Sequence[Values]
+    alone: Sequence[Values] | None = None
+
+
+def wrong_values(ours: Sequence[Values], references: References, setup: Setup) -> dict[str, str]:
     """What is wrong: the name of a value and how it differs, for each that differs."""
     wrong: dict[str, str] = {}
-    for call, (mine, theirs, true) in enumerate(zip(ours, eager, exact, strict=True)):
+    alone = references.alone
+    calls = zip(ours, references.eager, references.exact, strict=True)
+    for call, (mine, theirs, true) in enumerate(calls):
         where = "" if call == 0 else f" of call {call + 1}"
-        scale = max((_rms(v) for name, v in true.items() if "grad" in name), default=0.0)
-        for name, value in true.items():
+        expected, like = (true, theirs) if alone is None else (alone[call], alone[call])
+        for name, value in expected.items():
             if name.startswith("output") and mine[name] is None:
                 continue  # a placeholder for logits, or no tensor at all
-            reason = _difference(mine[name], theirs[name], value, scale, setup)
+            reason = _unlike(mine[name], like[name], setup)
+            if not reason:
+                error = _error(mine[name], value, _scale(expected))
+                allowed = _error(theirs[name], true[name], _scale(true))
+                reason = _too_far(mine[name], error, allowed, setup)
             if reason:
                 wrong[name + where] = reason
     return wrong
 
 
-def _difference(
-    mine: Tensor | None, theirs: Tensor | None, true: Tensor | None, scale: float, setup: Setup
-) -> str:
-    """How our value is wrong; empty if it is right."""
-    if mine is None or theirs is None or true is None:
-        there = next((v for v in (mine, true) if v is not None), None)
-        alike = (mine is None) == (true is None) or _rms(there) == 0
+def _unlike(mine: Tensor | None, theirs: Tensor | None, setup: Setup) -> str:
+    """How our value is of another kind than eager mode's, or not equal where it must be."""
+    if mine is None or theirs is None:
+        there = next((v for v in (mine, theirs) if v is not None), None)
+        alike = (mine is None) == (theirs is None) or _rms(there) == 0
         return "" if alike else f"ours is {_text(mine)}, eager's {_text(theirs)}"
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return f"ours is {_text(mine)}, eager's {_text(theirs)}"
-    low = setup.autocast or setup.dtype == "bfloat16"
     if not mine.is_floating_point():
-        same = low or torch.equal(mine, theirs)
+        same = _is_low(setup) or torch.equal(mine, theirs)
         return "" if same else f"{int((mine != theirs).sum())} of {mine.numel()} differ"
     if not torch.equal(mine.isfinite(), theirs.isfinite()):
         bad, in_eager = (int((~v.isfinite()).sum()) for v in (mine, theirs))
         return f"{bad} are not finite, {in_eager} in eager"
-    finite = mine.isfinite() & true.isfinite()
+    return ""
+
+
+def _too_far(mine: Tensor | None, error: float, eagers: float, setup: Setup) -> str:
+    if mine is None or not mine.is_floating_point():
+        return ""
+    added = ADDED[torch.bfloat16] if _is_low(setup) else ADDED[mine.dtype]
+    return "" if error <= FACTOR * eagers + added else f"error {error:.1e}, eager's {eagers:.1e}"
+
+
+def _error(value: Tensor | None, true: Tensor | None, scale: float) -> float:
+    """The error of a value; infinite where only the true one is zero."""
+    if value is None or true is None or not value.is_floating_point():
+        return 0.0
+    finite = value.isfinite() & true.isfinite()
     base = max(_rms(true[finite]), _FLOOR * scale)
+    error = _rms(value[finite].double() - true[finite])
     if not base:
-        return "" if _rms(mine[finite]) == 0 or _rms(theirs[finite]) > 0 else "ours is not zero"
-    own, others = (_rms(v[finite].double() - true[finite]) / base for v in (mine, theirs))
-    added = ADDED[torch.bfloat16] if low else ADDED[mine.dtype]
-    return "" if own <= FACTOR * others + added else f"error {own:.1e}, eager's {others:.1e}"
+        return math.inf if error else 0.0
+    return error / base
+
+
+def _scale(values: Values) -> float:
+    """The root mean square of the largest gradient."""
+    return max((_rms(v) for name, v in values.items() if "grad" in name), default=0.0)
+
+
+def _is_low(setup: Setup) -> bool:
+    return setup.autocast or setup.dtype == "bfloat16"
 
 
 def _rms(value: Tensor | None) -> float:

@@ -1,0 +1,69 @@
+"""Plans with fewer loops, for steps whose loops raise the simulated peak."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Set
+
+import networkx as nx
+
+from mstpass.loops.mode_costs import WHOLE
+from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
+from mstpass.partition.solvers.loops_that_help import loops_that_help, only_loops_that_help
+from mstpass.pipeline_stages import Planned
+from mstpass.problem.apply_modes import Cycle, with_modes
+from mstpass.problem.problem import CutProblem, Mode
+
+
+def with_fewer_loops(planned: Planned) -> Iterator[Planned]:
+    """The plan, and then, for the case that its loops raise the peak, plans with fewer of them.
+
+    The second plan keeps the loops that do not raise the simulated peak, the third none. A region
+    whose token count varies keeps its loops in any case: they lower the peak of longer batches.
+    """
+    yield planned
+    problem, found = _with_choice(planned)
+    fewer = loops_that_help(problem, found)
+    yield dataclasses.replace(planned, problem=problem, plan=fewer.plan)
+    whole = {r.region: WHOLE for r in problem.regions if r.region not in _varying(planned)}
+    least = fewest_saved_bytes(problem, {**planned.plan.modes, **whole})
+    yield dataclasses.replace(planned, problem=problem, plan=least.plan)
+
+
+def with_loops_that_help(planned: Planned, peak_bytes: float) -> Planned | None:
+    """The plan without those loops that raise the simulated peak.
+
+    For plans whose loops the user asks for: a solver could not leave them out.
+
+    Args:
+        peak_bytes: the plan's own peak. None if the new plan's is not below it.
+    """
+    problem, found = _with_choice(planned)
+    try:
+        fewer = only_loops_that_help(problem, found)
+    except (Cycle, nx.NetworkXUnbounded):  # such as graphs that only torch can split
+        return None
+    if fewer.peak_bytes >= peak_bytes:
+        return None
+    return dataclasses.replace(planned, problem=problem, plan=fewer.plan)
+
+
+def _with_choice(planned: Planned) -> tuple[CutProblem, Candidate]:
+    """The problem in which regions of static size may stay whole, and the plan for it."""
+    problem = _with_whole_modes(planned.problem, _varying(planned))
+    return problem, Candidate(with_modes(problem, planned.plan.modes), planned.plan)
+
+
+def _varying(planned: Planned) -> set[str]:
+    return {c.region for c in planned.candidates if c.symbolic}
+
+
+def _with_whole_modes(problem: CutProblem, but: Set[str]) -> CutProblem:
+    """The problem in which each region may stay whole, but for some."""
+    regions = (
+        region
+        if region.region in but or not all(mode.loops for mode in region.modes)
+        else dataclasses.replace(region, modes=(*region.modes, Mode(WHOLE)))
+        for region in problem.regions
+    )
+    return dataclasses.replace(problem, regions=tuple(regions))
