@@ -19,12 +19,12 @@ from mstpass.graph.host_copies import is_on_host, is_wait_for_reload
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.materialization import REALIZE
+from mstpass.graph.scatter_rows import rows_of
 from mstpass.graph.sizes import depends_on_data, hint, is_size
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal
 from mstpass.memory.allocation import buffer_bytes
-from mstpass.memory.delayed_scatters import rows_of
 from mstpass.memory.kernels import Kernels
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
