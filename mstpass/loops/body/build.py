@@ -59,6 +59,7 @@ from mstpass.loops.body.row_sums import rewritten_row_sum
 from mstpass.plans import ChunkPlan, LoopPlan
 
 aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -243,14 +244,18 @@ class _Body:
     def _partial_sum(self, node: fx.Node) -> fx.Node:
         """The sum over the chunk's tokens, in the accumulator's dtype."""
         source = next((n for n in node.all_input_nodes if self.specs.get(n)), None)
+        value = value_of(node)
+        assert value is not None
         if source is None:  # a sum of sums: the parts are in the accumulator's dtype already
+            if node.target is _CONVERT:  # autocast's; none is left, for products to add up in place
+                part = self.env[node.all_input_nodes[0], None]
+                if part.meta["val"].dtype == value.dtype:
+                    return part
             args, kwargs = fx.map_arg(
                 (node.args, node.kwargs), lambda n: self.env[n, () if is_size(n) else None]
             )
             return self.builder.call(node.target, *args, **kwargs)
         needs = self.axis.sum_operands(node, source, self.specs[source] or ())
-        value = value_of(node)
-        assert value is not None
         widen = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
         is_grouped = ops.is_grouped_matmul(node)
         matmul_widens = is_grouped or (ops.is_matmul(node) and value.device.type == "cuda")
@@ -284,7 +289,7 @@ class _Body:
         return built
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return self.builder.call(torch.ops.prims.convert_element_type.default, node, dtype)
+        return self.builder.call(_CONVERT, node, dtype)
 
     def _masked(self, node: fx.Node, spec: Spec) -> fx.Node:
         """The node with zeros in the rows that an earlier chunk has summed."""
