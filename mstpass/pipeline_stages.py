@@ -243,7 +243,10 @@ def split(
         return Split(modules, _named(save_plan, applied, joint), (note,), by_torch=True)
     name = planned.solver
     saved = frozenset(applied.names.get(value, "") for value in solved.saved)
-    nested = frozenset(applied.names[v] for v in solved.nested if v in applied.names)
+    nested, inner = (
+        frozenset(applied.names[v] for v in names if v in applied.names)
+        for names in (solved.nested, solved.inner)
+    )
     offloaded = frozenset(applied.names.get(value, "") for value in solved.offloaded)
     host = planned.problem.host
     problem = cut_problem(rewritten, (), options.frees_memory_for_time, host)
@@ -257,7 +260,7 @@ def split(
         notes = (*notes, said)
     chosen = Plan(saved, {}, nested, offloaded | (saved & must_offload(problem)))
     reduced, saved, reconstructed = _reconstruct(rewritten, problem, chosen, options)
-    modules, save_plan = split_graph(reduced, saved, name, nested, **torch_kwargs)
+    modules, save_plan = split_graph(reduced, saved, name, nested, inner, **torch_kwargs)
     save_plan = dataclasses.replace(save_plan, reconstructed=reconstructed)
     save_plan = offload(
         modules,

@@ -240,6 +240,7 @@ class SavePlan:
         solver: the name of the solver that chose them; ``"torch"`` for torch's partitioner.
         nested: values that backward recomputes in a pass of their own, between two saved values
             (schedule/nested_recomputation.py). They do not cross.
+        inner: those of them that the passes of others compute as well.
         transfers: the copies of what waits in host memory, in the order in which they run.
         forward_us: the time of the forward's ops by the cost model, beside which copies run; 0
             without transfers.
@@ -250,6 +251,7 @@ class SavePlan:
     solver: str
     reconstructed: tuple[Reconstructed, ...] = ()
     nested: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     forward_us: float = 0.0
     backward_us: float = 0.0

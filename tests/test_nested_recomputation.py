@@ -1,4 +1,4 @@
-"""Two levels of checkpoints: passes that keep one value, and recomputation that keeps all."""
+"""Two and three levels of checkpoints: passes that keep one value, recomputation that keeps all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.options import Options
-from mstpass.partition.solvers.checkpoints import checkpoints, nested_checkpoints
+from mstpass.partition.solvers.checkpoints import (
+    checkpoints,
+    nested_checkpoints,
+    twice_nested_checkpoints,
+)
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.problem import Plan
 from tests.checks import check_against_float64, compiled, joint_graph
@@ -32,6 +36,19 @@ def test_the_peak_grows_with_the_root_of_the_blocks() -> None:
     assert nested is not None
     assert nested.simulation.peak_bytes < 0.6 * flat.simulation.peak_bytes
     assert len(nested.places) < 16 < len(nested.nested_places)
+
+
+def test_a_third_level_lowers_the_peak_of_many_blocks() -> None:
+    problem = residual_stream(blocks=64, inner=4)
+    two, three = nested_checkpoints(problem), twice_nested_checkpoints(problem)
+    assert two is not None and three is not None
+    assert three.simulation.peak_bytes < 0.9 * two.simulation.peak_bytes
+    assert 0 < len(three.places) < len(three.nested_places) < len(three.inner_places)
+
+
+def test_few_blocks_have_no_third_level() -> None:
+    plan = peak_search(residual_stream(blocks=6, inner=8), 0)
+    assert plan.nested and not plan.inner
 
 
 def test_one_block_is_not_nested() -> None:
@@ -53,17 +70,36 @@ def test_a_pass_keeps_only_the_nested_value() -> None:
     assert not any("x1" in op.inputs for op in ops if op.name.startswith("x2"))
 
 
-def test_the_graphs_have_the_simulated_peak() -> None:
+def test_an_inner_value_is_computed_on_the_way_and_once_more() -> None:
+    problem = residual_stream(blocks=6, inner=3)
+    saved, nested, inner = map(frozenset, (["x0"], ["x2", "x4"], ["x2"]))
+    ops = StepSimulation(problem, saved, nested, inner=inner).schedule.backward
+    names = [op.name for op in ops]
+    assert len(set(names)) == len(names)
+    known: set[str] = set()
+    for op in ops:
+        assert known.issuperset(op.inputs), op
+        known.add(op.name)
+    assert names.index("x2:for:x4") < names.index("x4") < names.index("g_x5")
+    assert names.index("g_x4") < names.index("x1:for:x2") < names.index("x2") < names.index("g_x3")
+    assert names.index("g_x2") < names.index("x1") < names.index("g_x1")
+    assert not any("x2" in op.inputs for op in ops if op.name.endswith(":for:x4"))
+
+
+@pytest.mark.parametrize("blocks", [9, 32])
+def test_the_graphs_have_the_simulated_peak(blocks: int) -> None:
     """The problem and the modules have the same order of ops and the same peak."""
-    model = nn.Sequential(*(Block(16, MLPS["gelu"](16)) for _ in range(9)))
+    model = nn.Sequential(*(Block(16, MLPS["gelu"](16)) for _ in range(blocks)))
     x = torch.randn(1, 4096, 16, requires_grad=True)
     joint, outputs = joint_graph(lambda x: model(x).sin().sum(), x)
     options = Options(chunk="off", memory_budget=0.0, reconstruct="off")
     result = pipeline.run(joint, options, num_fwd_outputs=outputs)
     assert result.problem is not None and result.modules is not None
     plan = peak_search(result.problem, 0)
-    assert plan.nested and result.outcome.save_plan is not None
+    assert plan.nested and bool(plan.inner) == (blocks == 32)
+    assert result.outcome.save_plan is not None
     assert result.outcome.save_plan.nested == tuple(sorted(plan.nested))
+    assert result.outcome.save_plan.inner == tuple(sorted(plan.inner))
     forward, backward = result.modules
     peak = simulate_step(forward.graph, backward.graph, scatters_delayed=True).peak_bytes
     assert peak <= 1.01 * simulate_plan(result.problem, plan).peak_bytes
@@ -131,8 +167,19 @@ def test_gradients_under_inductor(dynamic: bool, layers: int) -> None:
     options = {"memory_budget": 0.0, "chunk_tokens": 512}
     step = lambda model: lambda ids, target: model(ids, target)
     report = check_against_float64(model, step, (ids, target), **options)
-    assert report.outcome.save_plan is not None and report.outcome.save_plan.nested
+    save_plan = report.outcome.save_plan
+    assert save_plan is not None and save_plan.nested
     assert any(region.kind == "mlp" for region in report.regions)
+
+
+def test_gradients_with_three_levels() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(16, MLPS["gelu"](16)) for _ in range(32)))
+    x = torch.randn(1, 4096, 16, requires_grad=True)
+    step = lambda model: lambda x: model(x).square().mean()
+    report = check_against_float64(model, step, (x,), memory_budget=0.0, chunk="off")
+    assert report.outcome.save_plan is not None and report.outcome.save_plan.inner
 
 
 class _Mlps(nn.Module):

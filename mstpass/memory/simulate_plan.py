@@ -7,8 +7,9 @@ The order is that of torch's partitioner (torch/_functorch/partitioners.py)::
                 just before its first use
 
 With nested recomputation (schedule/nested_recomputation.py), what a nested value is computed from
-runs in front of that, in a pass of its own whose results nothing else reads. Saved values that wait
-on the host are copied there and back beside these ops (host_copies.py).
+runs in front of that, in a pass of its own whose results nothing else reads. On the way to a nested
+value the inner ones are computed like all others; they have passes of their own later. Saved values
+that wait on the host are copied there and back beside these ops (host_copies.py).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class StepSimulation:
         nested: names of the values that backward computes in passes of their own.
         offloaded: names of the saved values that cross by way of the host, besides those that
             must.
+        inner: names of the nested values that passes of others compute anew.
     """
 
     def __init__(
@@ -58,9 +60,16 @@ class StepSimulation:
         saved: Set[str],
         nested: Set[str] = frozenset(),
         offloaded: Set[str] = frozenset(),
+        inner: Set[str] = frozenset(),
     ):
-        self.problem, self.saved, self.nested = problem, saved, frozenset(nested)
+        self.problem, self.saved = problem, saved
+        self.nested, self.inner = frozenset(nested), frozenset(inner & nested)
         self.offloaded = frozenset(offloaded) | (saved & must_offload(problem))
+
+    @classmethod
+    def of(cls, problem: CutProblem, plan: Plan) -> StepSimulation:
+        """The step of a plan, for a problem in which its modes are chosen."""
+        return cls(problem, plan.saved, plan.nested, plan.offloaded, plan.inner)
 
     @functools.cached_property
     def forward_copies(self) -> OpsWithCopies:
@@ -73,7 +82,8 @@ class StepSimulation:
     @functools.cached_property
     def backward_copies(self) -> OpsWithCopies:
         """The ops of the backward, its inputs first."""
-        ops, host = _backward_ops(self.problem, self.saved, self.nested), self.problem.host
+        host = self.problem.host
+        ops = _backward_ops(self.problem, self.saved, _Nested(self.nested, self.inner))
         if not self.offloaded or host is None:
             return OpsWithCopies(ops)
         cheap = {op.name for op in ops if _is_cheap(op)}
@@ -146,8 +156,7 @@ class StepSimulation:
 
 def simulate_plan(problem: CutProblem, plan: Plan) -> StepSimulation:
     """The step of a plan, for a problem with regions."""
-    closed = with_modes(problem, plan.modes)
-    return StepSimulation(closed, plan.saved, plan.nested, plan.offloaded)
+    return StepSimulation.of(with_modes(problem, plan.modes), plan)
 
 
 def step_memory(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()) -> StepMemory:
@@ -166,7 +175,19 @@ def _forward_ops(problem: CutProblem, saved: Set[str]) -> tuple[Value, ...]:
     return tuple(value for value in problem.values if value.name in used)
 
 
-def _backward_ops(problem: CutProblem, saved: Set[str], nested: Set[str]) -> tuple[Value, ...]:
+@dataclasses.dataclass(frozen=True)
+class _Nested:
+    """Names of all nested values, and of the inner ones among them."""
+
+    every: frozenset[str]
+    inner: frozenset[str]
+
+    def ends_of(self, name: str) -> frozenset[str]:
+        """The nested values that the pass of this one may begin with."""
+        return self.every if name in self.inner else self.every - self.inner
+
+
+def _backward_ops(problem: CutProblem, saved: Set[str], nested: _Nested) -> tuple[Value, ...]:
     index, gradients = problem.once(_index), set(problem.gradients)
     used = set(gradients)
     for op in reversed(problem.backward):
@@ -218,7 +239,7 @@ class _Recomputation:
     """
 
     def __init__(
-        self, problem: CutProblem, index: dict[str, int], available: set[str], nested: Set[str]
+        self, problem: CutProblem, index: dict[str, int], available: set[str], nested: _Nested
     ):
         self.problem, self.index = problem, index
         self.available, self.nested = available, nested
@@ -231,7 +252,7 @@ class _Recomputation:
 
         All of them are available from then on.
         """
-        nested, missing = self._missing(names)
+        nested, missing = self._missing(names, self.nested.every)
         passes = [value for name in nested for value in self._pass(name)]
         self.available.update(value.name for value in missing)
         return [*passes, *missing]
@@ -241,7 +262,7 @@ class _Recomputation:
         if name in self.available:  # another nested value was computed from it
             return []
         value = self.problem.values[self.index[name]]
-        nested, missing = self._missing(value.inputs)
+        nested, missing = self._missing(value.inputs, self.nested.ends_of(name))
         passes = [value for other in nested for value in self._pass(other)]
         alias = {other.name: f"{other.name}:for:{name}" for other in missing}
         self.available.add(name)
@@ -249,10 +270,10 @@ class _Recomputation:
         last = dataclasses.replace(value, kind=kind, inputs=_inputs(value, alias))
         return [*passes, *(_renamed(other, alias) for other in missing), last]
 
-    def _missing(self, names: Iterable[str]) -> tuple[list[str], list[Value]]:
-        """What has to be computed for these values: names of nested values, and all other values.
+    def _missing(self, names: Iterable[str], ends: Set[str]) -> tuple[list[str], list[Value]]:
+        """What has to be computed for these values: names of ``ends``, and all other values.
 
-        Both are in topological order. The search ends at a nested value.
+        Both are in topological order. The search ends at the nested values that ``ends`` names.
         """
         found: set[int] = set()
         nested: set[int] = set()
@@ -262,7 +283,7 @@ class _Recomputation:
             i = self.index.get(name)
             if i is None or name in self.available or i in found:
                 continue
-            if name in self.nested:
+            if name in ends:
                 nested.add(i)
             else:
                 found.add(i)

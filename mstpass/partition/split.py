@@ -34,6 +34,7 @@ def split(
     saved: Set[str],
     solver: str,
     nested: Set[str] = frozenset(),
+    inner: Set[str] = frozenset(),
     **torch_kwargs: Any,
 ) -> tuple[Modules, SavePlan]:
     """Forward and backward modules, and the values that cross between them.
@@ -42,13 +43,20 @@ def split(
         saved: the values that forward hands to backward, by name; ``verify`` accepts them.
         solver: the name of the solver that chose them, for the report.
         nested: values that backward recomputes ahead of time, as in ``Plan.nested``.
+        inner: those of them that are on the way to the others, as in ``Plan.inner``.
         torch_kwargs: further arguments that AOTAutograd passes to a partitioner.
     """
     nested = nested - saved
     forward, backward = _extract(joint, [joint.by_name[n] for n in saved], torch_kwargs)
-    recompute_nested_values(backward.graph, nested)
+    recompute_nested_values(backward.graph, (nested - inner, nested & inner))
     modules = finish_forward_and_backward(forward, backward)
-    return modules, SavePlan(saved_values(modules, joint), solver, nested=tuple(sorted(nested)))
+    save_plan = SavePlan(
+        saved_values(modules, joint),
+        solver,
+        nested=tuple(sorted(nested)),
+        inner=tuple(sorted(nested & inner)),
+    )
+    return modules, save_plan
 
 
 def saved_values(modules: Modules, joint: JointGraph) -> tuple[SavedValue, ...]:

@@ -43,6 +43,7 @@ _FAR = (1 / 16, 16.0)  # the same for a guess
 _LEAP = 16
 _CLOSE = 0.1  # a plan is not looked for anew at a length that differs by less
 _SHRINK = 0.995
+_AS_SCALED = 0.999  # of a length found on a scaled trace: at that of its own, sizes round otherwise
 _TRIES = 6
 _BUDGET_TRIES = 3
 
@@ -130,7 +131,7 @@ class CompiledRows:
             traced = self._scaled
             length = self.room.with_gaps(length, lambda n: self._least(traced, n, steps))
         steps.end()
-        return max(GRAIN, length)
+        return max(GRAIN, int(_AS_SCALED * length) // GRAIN * GRAIN)
 
     def _longest_traced(
         self,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 
-from mstpass.memory.simulate_plan import StepSimulation
+from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.planner.allocator_replay import Event
 from mstpass.planner.compiled_allocations import step_events
 from mstpass.planner.result import Parts
 from mstpass.planner.traced_step import TracedStep
-from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.op import POINTWISE, VIEW
 from mstpass.problem.problem import CutProblem, Plan, Value, is_loop
@@ -20,8 +19,7 @@ class CompiledStep:
 
     def __init__(self, traced: TracedStep, problem: CutProblem, plan: Plan):
         self.traced, self.problem, self.plan = traced, problem, plan
-        closed = with_modes(problem, plan.modes)
-        self._simulation = StepSimulation(closed, plan.saved, plan.nested, plan.offloaded)
+        self._simulation = simulate_plan(problem, plan)
 
     @functools.cached_property
     def us(self) -> float:

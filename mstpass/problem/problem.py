@@ -237,12 +237,15 @@ class Plan:
             values on the way to a nested value are dropped after it is computed; backward
             recomputes them a second time where it uses them.
         offloaded: names of the saved values that cross by way of the host.
+        inner: names of those nested values that lie on the way to the others as well, for a third
+            level: they are dropped there like all values, and recomputed ahead of time later.
     """
 
     saved: frozenset[str]
     modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     nested: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
+    inner: frozenset[str] = frozenset()
 
 
 def loop_name(first: str) -> str:

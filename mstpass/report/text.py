@@ -183,10 +183,12 @@ def _saved_lines(report: ReportData, nodes: Nodes, most: int) -> list[str]:
     lines = [f"  saved for backward: {_values(on_device)}, {size} (chosen by {plan.solver})"]
     lines += _host_lines(plan)
     if plan.nested:
+        inner = len(plan.inner)
+        more = f", and those of the passes of {inner} inner values four times" if inner else ""
         lines += _wrap(
             "  nested recomputation: ",
             f"backward recomputes {len(plan.nested)} values first, each in a pass of its own; the "
-            "ops of these passes run three times in a step",
+            f"ops of these passes run three times in a step{more}",
         )
     rows = _bytes_by_module(report, nodes)
     if rows:

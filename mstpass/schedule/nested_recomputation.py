@@ -10,13 +10,15 @@ its own, of which nothing else is kept::
                 block 2 from b, its values kept; gradients of block 2
                 block 1 from a once more, its values kept; gradients of block 1
 
-These are two levels of recursive checkpointing (Chen et al., arXiv 1604.06174, section 4.3).
+These are two levels of recursive checkpointing (Chen et al., arXiv 1604.06174, section 4.3). With
+*inner* nested values there are three: the pass of b computes those of block 1 and drops them; they
+have passes of their own later, which begin with a.
 memory/simulate_plan.py simulates the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from torch import fx
 
@@ -27,26 +29,29 @@ from mstpass.graph.sizes import is_size
 from mstpass.torch_internals.opaque_values import is_opaque
 
 
-def recompute_nested_values(graph: fx.Graph, nested: Set[str]) -> None:
+def recompute_nested_values(graph: fx.Graph, levels: Sequence[Set[str]]) -> None:
     """Compute each nested value of a backward graph from copies of its operands, in place.
+
+    A pass begins with nested values of its own level and of earlier ones.
 
     Torch then moves every recomputed node to just before its first use
     (``reordering_to_mimic_autograd_engine``): the copies to before the nested value's readers, the
     originals to where gradients need them.
 
     Args:
-        nested: names of nodes of the graph.
+        levels: names of nodes of the graph.
     """
     available: set[fx.Node] = set()  # nested values that have a pass
-    for node in list(graph.nodes):
-        if node.name not in nested or node.op != "call_function":
-            continue
-        value = copy_nodes(_recomputed_for(node, available), node)[node]
-        if ops.is_pointwise(value):
-            value = materialize(value)  # otherwise its readers would compute it, from operands kept
-        node.replace_all_uses_with(value)
-        available.add(value)
-        graph.erase_node(node)
+    for nested in levels:
+        for node in list(graph.nodes):
+            if node.name not in nested or node.op != "call_function":
+                continue
+            value = copy_nodes(_recomputed_for(node, available), node)[node]
+            if ops.is_pointwise(value):  # otherwise readers would compute it, from operands kept
+                value = materialize(value)
+            node.replace_all_uses_with(value)
+            available.add(value)
+            graph.erase_node(node)
     if available:
         graph.eliminate_dead_code()
         graph.lint()

@@ -24,8 +24,7 @@ class Candidate:
 
     @functools.cached_property
     def simulation(self) -> StepSimulation:
-        plan = self.plan
-        return StepSimulation(self.problem, plan.saved, plan.nested, plan.offloaded)
+        return StepSimulation.of(self.problem, self.plan)
 
     @property
     def peak_bytes(self) -> int:

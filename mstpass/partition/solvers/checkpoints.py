@@ -18,6 +18,9 @@ it (section 4.3 there)::
         ahead of time, and keep nothing else of that pass
     recompute each segment between two fine places when its gradients need it
 
+With places of a third bound T between these two there are three levels: on the way to a middle
+place the fine ones are dropped; from there they are recomputed once more, ahead of time.
+
 Such plans may repeat matmuls and attention: they pay time for memory.
 """
 
@@ -25,18 +28,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.forward_places import ForwardPlaces
 from mstpass.partition.solvers.min_cut import complete
-from mstpass.problem.problem import CutProblem, is_loop
+from mstpass.problem.problem import CutProblem, Plan, is_loop
 from mstpass.problem.saved_set import read_by_backward
 
 _HIGHER = 3  # sets of places tried after the best one, for which the peak has risen
 _FINE = 3  # sets of places that fine places are taken from
-_SPREAD = 2.0  # the number of coarse places is the root of that of fine ones, up to this factor
+_SPREAD = 2.0  # numbers of places are those of ``nested_checkpoints``, up to this factor
 
 Places = Mapping[int, frozenset[str]]  # positions in the forward, each with the values alive there
 
@@ -48,19 +50,20 @@ class Checkpoints:
     Attributes:
         places: where the alive values are saved, in order.
         nested_places: places between them, whose alive values are recomputed ahead of time.
+        inner_places: places between all of these, for a third level.
         saved: names of the values alive at ``places``, and of those that must not be recomputed.
         simulation: the step under this plan.
     """
 
     places: Places
     nested_places: Places
+    inner_places: Places
     saved: frozenset[str]
     simulation: StepSimulation
 
-    @property
-    def nested(self) -> frozenset[str]:
-        """Names of the values that backward recomputes ahead of time."""
-        return self.simulation.nested
+    def plan(self, modes: Mapping[str, str]) -> Plan:
+        """The plan, for a problem in which ``modes`` are chosen."""
+        return Plan(self.saved, modes, self.simulation.nested, inner=self.simulation.inner)
 
 
 def checkpoints(problem: CutProblem) -> Checkpoints:
@@ -90,30 +93,81 @@ def checkpoints_by_host(
 def nested_checkpoints(problem: CutProblem) -> Checkpoints | None:
     """The checkpoints of two levels with the lowest simulated peak; None if there are none to try.
 
-    For n fine places about sqrt(n) coarse ones are tried.
+    For n fine places about n^(1/2) coarse ones are tried.
     """
+    flat, finest = _one_level(problem)
+    return _best(
+        problem,
+        (
+            save_at(problem, coarse.places, _without(fine.places, coarse.places))
+            for fine in finest
+            for coarse in flat
+            if _is_about(len(coarse.places), len(fine.places) ** (1 / 2))
+        ),
+    )
+
+
+def twice_nested_checkpoints(problem: CutProblem) -> Checkpoints | None:
+    """The same with three levels; None if there are none to try.
+
+    For n fine places about n^(1/3) coarse and n^(2/3) middle ones are tried.
+    """
+    flat, finest = _one_level(problem)
+    return _best(
+        problem,
+        (
+            save_at(
+                problem,
+                coarse.places,
+                middle := _without(medium.places, coarse.places),
+                _without(fine.places, {**coarse.places, **middle}),
+            )
+            for fine in finest
+            for coarse in flat
+            if _is_about(len(coarse.places), len(fine.places) ** (1 / 3))
+            for medium in flat
+            if len(coarse.places) < len(medium.places) < len(fine.places)
+            if _is_about(len(medium.places), len(fine.places) ** (2 / 3))
+        ),
+    )
+
+
+def save_at(
+    problem: CutProblem,
+    places: Places,
+    nested_places: Places | None = None,
+    inner_places: Places | None = None,
+) -> Checkpoints:
+    """Checkpoints with given places; alive values at nested ones are recomputed ahead of time."""
+    nested_places, inner_places = nested_places or {}, inner_places or {}
+    saved = read_by_backward(problem, complete(problem, _alive_at(places)))
+    nested = _alive_at(nested_places) - saved
+    inner = _alive_at(inner_places) - saved - nested
+    simulation = StepSimulation(problem, saved, nested | inner, inner=inner)
+    return Checkpoints(places, nested_places, inner_places, saved, simulation)
+
+
+def _alive_at(places: Places) -> frozenset[str]:
+    return frozenset[str]().union(*places.values())
+
+
+def _one_level(problem: CutProblem) -> tuple[list[Checkpoints], list[Checkpoints]]:
+    """Checkpoints of one level, from none to many; and those that fine places are taken from."""
     flat = [with_loops for with_loops, _ in problem.once(_candidates)]
     best = flat.index(min(flat, key=_peak_and_time))
-    tried = [
-        save_at(problem, coarse.places, _without(fine.places, coarse.places))
-        for fine in flat[best:][:_FINE]
-        for coarse in flat
-        if 1 / _SPREAD <= len(coarse.places) / math.sqrt(len(fine.places) or 1) <= _SPREAD
-    ]
+    return flat, flat[best:][:_FINE]
+
+
+def _is_about(count: int, wanted: float) -> bool:
+    return wanted / _SPREAD <= count <= wanted * _SPREAD
+
+
+def _best(problem: CutProblem, tried: Iterable[Checkpoints]) -> Checkpoints | None:
+    """The lowest peak of these, and of the best one with its last segment saved."""
     found = min(tried, key=_peak_and_time, default=None)
     if found is None:
         return None
     return min(found, _with_last_segment_saved(problem, found), key=_peak_and_time)
-
-
-def save_at(
-    problem: CutProblem, places: Places, nested_places: Places | None = None
-) -> Checkpoints:
-    """Checkpoints with given places; alive values at nested ones are recomputed ahead of time."""
-    alive = frozenset[str]().union(*places.values())
-    saved = read_by_backward(problem, complete(problem, alive))
-    nested = frozenset[str]().union(*(nested_places or {}).values()) - saved
-    return Checkpoints(places, nested_places or {}, saved, StepSimulation(problem, saved, nested))
 
 
 def _candidates(problem: CutProblem) -> list[tuple[Checkpoints, Checkpoints]]:
@@ -148,8 +202,13 @@ def _with_last_segment_saved(problem: CutProblem, found: Checkpoints) -> Checkpo
     peak lies, nothing is won by recomputing them.
     """
     last = max(found.places, default=-1)
-    nested = {place: names for place, names in found.nested_places.items() if place < last}
-    return save_at(problem, {**found.places, **_without(found.nested_places, nested)}, nested)
+    nested, inner = (
+        {place: names for place, names in places.items() if place < last}
+        for places in (found.nested_places, found.inner_places)
+    )
+    repeated = {**found.nested_places, **found.inner_places}
+    saved = {**found.places, **_without(repeated, {**nested, **inner})}
+    return save_at(problem, saved, nested, inner)
 
 
 def _without(places: Places, others: Places) -> Places:

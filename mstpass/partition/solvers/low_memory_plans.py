@@ -6,6 +6,7 @@
 | ``checkpointed`` | the same | what is alive at the checkpoints |
 | ``with_slow_results`` | the same | that, and the results of ops that are slow for their bytes |
 | ``nested_checkpointed`` | the same | what is alive at the coarse checkpoints |
+| ``twice_nested_checkpointed`` | the same | the same, with fewer coarse checkpoints |
 | ``checkpointed_by_host`` | the same | what is alive at checkpoints that are chosen for the host |
 """
 
@@ -20,6 +21,7 @@ from mstpass.partition.solvers.checkpoints import (
     checkpoints,
     checkpoints_by_host,
     nested_checkpoints,
+    twice_nested_checkpoints,
 )
 from mstpass.partition.solvers.choose_modes import least_memory_modes
 from mstpass.partition.solvers.offload import all_offloaded
@@ -66,6 +68,21 @@ def nested_checkpointed(problem: CutProblem) -> Checkpointed | None:
     return from_checkpoints(closed, one_level.candidate.plan.modes, found)
 
 
+def twice_nested_checkpointed(problem: CutProblem) -> Checkpointed | None:
+    """The same modes with three levels of checkpoints, for which most blocks run once more.
+
+    None if that does not lower the peak by a larger part than it lengthens the step by.
+    """
+    two_levels = problem.once(nested_checkpointed)
+    if two_levels is None:
+        return None
+    closed = two_levels.candidate.problem
+    found = twice_nested_checkpoints(closed)
+    if found is None or _peak_times_us(found) >= _peak_times_us(two_levels.found):
+        return None
+    return from_checkpoints(closed, two_levels.candidate.plan.modes, found)
+
+
 def checkpointed_by_host(problem: CutProblem) -> Candidate | None:
     """The same modes with checkpoints whose values may wait on the host, where they cost next to
     nothing: there are more of them. None if checkpoints do not lower the peak."""
@@ -98,7 +115,11 @@ def from_checkpoints(
     closed: CutProblem, modes: Mapping[str, str], found: Checkpoints
 ) -> Checkpointed:
     """The plan of a set of checkpoints, for a problem in which ``modes`` are chosen."""
-    return Checkpointed(Candidate(closed, Plan(found.saved, modes, found.nested)), found)
+    return Checkpointed(Candidate(closed, found.plan(modes)), found)
+
+
+def _peak_times_us(found: Checkpoints) -> float:
+    return found.simulation.peak_bytes * found.simulation.us
 
 
 def _own_bytes_at_peak(candidate: Candidate) -> int:

@@ -1,6 +1,6 @@
 """The least extra time whose simulated peak is within a budget: the default solver.
 
-Five plans are landmarks, from the fastest to the one of least memory (free_plan.py,
+Six plans are landmarks, from the fastest to the one of least memory (free_plan.py,
 low_memory_plans.py):
 
 1. *free*: savings that cost next to no time;
@@ -8,7 +8,8 @@ low_memory_plans.py):
 3. *checkpoints with slow results*: what is alive at checkpoints is saved, and the results of ops
    that are slow for their bytes, attention above all; backward repeats everything else;
 4. *checkpoints*: backward repeats those ops as well;
-5. *nested checkpoints*: backward repeats most blocks twice; only where that lowers the peak.
+5. *nested checkpoints*: backward repeats most blocks twice; only where that lowers the peak;
+6. *twice nested checkpoints*: three times; where that lowers the peak more than it costs time.
 
 Between two landmarks lie plans that take the later one up to a position in the forward, and keep
 the earlier one after it. The change begins with the first part of the forward because backward
@@ -18,12 +19,14 @@ needs its values last: it recomputes them when all others are gone. ::
                -> least-memory loops           -> checkpoint by checkpoint
                -> checkpoints with slow results    -> checkpoint by checkpoint
                -> checkpoints                  -> nested place by nested place
-               -> nested checkpoints
+               -> nested checkpoints          -> inner place by inner place
+               -> twice nested checkpoints
     plan = the first of the sequence within the budget; the one of the lowest peak if none is
     plan = plan with the slack of the budget spent                              (spend_slack.py)
 
 The sequence does not depend on the budget, so a smaller budget never gives a higher peak. For the
-budget 0 only the landmarks of large graphs are compared, which takes less time.
+budget 0 only the landmarks of large graphs are compared, which takes less time: five of each
+family, and the sixth of the best one.
 
 Attention is whole until a budget asks for its loops, which take time. Three *families* of plans
 have each a sequence of their own: without such loops, with those that keep what backward needs, and
@@ -56,6 +59,7 @@ from mstpass.partition.solvers.low_memory_plans import (
     from_checkpoints,
     least_memory_loops,
     nested_checkpointed,
+    twice_nested_checkpointed,
     with_slow_results,
 )
 from mstpass.partition.solvers.min_cut import complete
@@ -190,7 +194,11 @@ def _firsts(problem: CutProblem, budget_bytes: int) -> list[Candidate]:
 
 def _least(problem: CutProblem) -> MeasuredPlan:
     """The plan of least memory, without values on the host."""
-    lowest = min(map(_lowest, problem.once(_families)), key=_lowered)
+    families = problem.once(_families)
+    lowest, family = min(zip(map(_lowest, families), families, strict=True), key=_lowered_of_first)
+    # A third level takes as long to look for as two, so only the best family is asked for one.
+    if not _is_small(problem) and (plan := family.once(twice_nested_checkpointed)):
+        lowest = min(lowest, plan.candidate, key=_lowered)
     return slack_spent(problem, lowest.plan, 0)
 
 
@@ -208,17 +216,25 @@ def _lowered(candidate: Candidate) -> int:
     return candidate.simulation.lowered_peak_bytes
 
 
+def _lowered_of_first(pair: tuple[Candidate, CutProblem]) -> int:
+    return _lowered(pair[0])
+
+
 def _us(plan: MeasuredPlan) -> float:
     return plan.us
 
 
 def _compared(problem: CutProblem) -> Iterator[Candidate]:
     """The plans that are compared for the least memory."""
-    if len(problem.values) + len(problem.backward) <= _FEW_OPS:
+    if _is_small(problem):
         yield problem.once(free_plan)
         yield from _sequence(problem)
     else:
         yield from _landmarks(problem)
+
+
+def _is_small(problem: CutProblem) -> bool:
+    return len(problem.values) + len(problem.backward) <= _FEW_OPS
 
 
 def _landmarks(problem: CutProblem) -> Iterator[Candidate]:
@@ -246,9 +262,10 @@ def _sequence(problem: CutProblem) -> Iterator[Candidate]:
         upper = slow_results
     yield from _towards_checkpoints(upper, lower.candidate, places)
     yield lower.candidate
-    nested = problem.once(nested_checkpointed)
-    if nested is not None:
-        yield from _towards_nested(nested)
+    for checkpoints in (nested_checkpointed, twice_nested_checkpointed):
+        nested = problem.once(checkpoints)
+        if nested is not None:
+            yield from _towards_nested(nested)
 
 
 def _towards_fewest_bytes(problem: CutProblem) -> Iterator[Candidate]:
@@ -289,14 +306,20 @@ def _towards_checkpoints(upper: Candidate, lower: Candidate, places: Places) -> 
 
 
 def _towards_nested(nested: Checkpointed) -> Iterator[Candidate]:
-    """Plans with nested places up to a position in the forward, and saved ones after it."""
+    """Plans with the places up to a position in the forward, each a level higher after it.
+
+    There nested places are saved, and inner ones are nested.
+    """
     found, candidate = nested.found, nested.candidate
-    every = dict(sorted({**found.places, **found.nested_places}.items()))
-    positions = sorted(found.nested_places)
+    levels = (found.places, found.nested_places, found.inner_places)
+    positions = sorted(found.inner_places or found.nested_places)
     for count in _counts(len(positions)):
-        inner = {place: every[place] for place in positions[:count]}
-        places = {place: names for place, names in every.items() if place not in inner}
-        checkpoints = save_at(candidate.problem, places, inner)
+        end = positions[count - 1]
+        changed: list[dict[int, frozenset[str]]] = [dict(found.places), {}, {}]
+        for level, places in enumerate(levels[1:], 1):
+            for place, names in places.items():
+                changed[level if place <= end else level - 1][place] = names
+        checkpoints = save_at(candidate.problem, *(dict(sorted(c.items())) for c in changed))
         yield from_checkpoints(candidate.problem, candidate.plan.modes, checkpoints).candidate
 
 

@@ -118,8 +118,9 @@ class _Search:
         except Cycle:
             return False
         kept = saved_where(closed, lambda value: value.name in saved)
-        nested = self.best.plan.nested & {value.name for value in closed.values}
-        plan = Plan(kept, modes, nested, self.best.plan.offloaded & kept)
+        before, names = self.best.plan, {value.name for value in closed.values}
+        nested, inner = before.nested & names, before.inner & names
+        plan = Plan(kept, modes, nested, before.offloaded & kept, inner)
         step = simulate_plan(self.problem, plan)
         if step.us >= self.best.us or not step.lowered_within(self.limit_bytes):
             return False
