@@ -78,7 +78,8 @@ def broken_budgets(recording: Recording) -> Iterator[tuple[str, str]]:
         if known[less] > TIE * known[more] + GRAIN_BYTES:
             text = f"budget {less}: {known[less]} bytes, budget {more}: {known[more]} bytes"
             yield "not monotonic", text
-    least, most = known[0.0], known["free"]
+    least = known[0.0]
+    most = max(least, known["free"])  # it may be lower by a tie
     for share in (0.0, 0.3, 0.7):
         budget = max(1, int(least + share * (most - least)))
         peak = _peak_bytes(recording, budget)
