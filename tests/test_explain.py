@@ -248,6 +248,7 @@ def test_the_documented_schema_is_the_real_one() -> None:
         "limit_bytes",
         "regions[].saved",
         "save_plan.nested",
+        "save_plan.inner",
         *(f"save_plan.reconstructed[].{name}" for name in reconstructed),
         *(f"save_plan.transfers[].{field.name}" for field in dataclasses.fields(Transfer)),
     }
