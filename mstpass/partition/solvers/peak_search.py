@@ -45,6 +45,7 @@ A peak is the one that is left once backward computes some cheap values twice
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from mstpass.memory.repeated_values import MOST_LOWERED
@@ -77,6 +78,7 @@ _SAVE = "save"  # modes whose backward loop reads what the forward loop kept
 _BETWEEN = 24  # plans between two landmarks, at most
 _LOOKED_AT = 8  # plans of a sequence that are tried with values on the host, at first
 _FEW_OPS = 500  # a hundred simulations of so many take half a second
+_THIRD_LEVEL = 1.25  # a third level of checkpoints does not lower the peak by a larger factor
 
 
 def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
@@ -179,7 +181,8 @@ def _firsts(problem: CutProblem, budget_bytes: int) -> list[Candidate]:
     host, if there are any."""
     found: list[Candidate] = []
     tried: list[Candidate] = []
-    for candidate in (problem.once(free_plan), *_sequence(problem)):
+    sequence = itertools.chain([problem.once(free_plan)], _sequence(problem, budget_bytes))
+    for candidate in sequence:
         if candidate.saved_bytes <= budget_bytes:
             if candidate.simulation.lowered_within(budget_bytes):
                 found.append(candidate)
@@ -245,8 +248,12 @@ def _landmarks(problem: CutProblem) -> Iterator[Candidate]:
             yield plan.candidate
 
 
-def _sequence(problem: CutProblem) -> Iterator[Candidate]:
-    """The sequence after the free plan."""
+def _sequence(problem: CutProblem, budget_bytes: int | None = None) -> Iterator[Candidate]:
+    """The sequence after the free plan.
+
+    Args:
+        budget_bytes: a third level of checkpoints is left out where its peak is above this.
+    """
     yield from _towards_fewest_bytes(problem)
     upper = problem.once(least_memory_loops)
     yield upper
@@ -262,10 +269,15 @@ def _sequence(problem: CutProblem) -> Iterator[Candidate]:
         upper = slow_results
     yield from _towards_checkpoints(upper, lower.candidate, places)
     yield lower.candidate
-    for checkpoints in (nested_checkpointed, twice_nested_checkpointed):
-        nested = problem.once(checkpoints)
-        if nested is not None:
-            yield from _towards_nested(nested)
+    nested = problem.once(nested_checkpointed)
+    if nested is None:
+        return
+    yield from _towards_nested(nested)
+    if budget_bytes is not None and nested.candidate.peak_bytes > _THIRD_LEVEL * budget_bytes:
+        return
+    last = problem.once(twice_nested_checkpointed)
+    if last and (budget_bytes is None or last.candidate.simulation.lowered_within(budget_bytes)):
+        yield from _towards_nested(last)
 
 
 def _towards_fewest_bytes(problem: CutProblem) -> Iterator[Candidate]:
