@@ -59,6 +59,10 @@ ANSWERS: dict[str, tuple[Answer, str]] = {
     "a list": (_changed(saved=["x"]), r"Plan.saved is \['x'\], which is no set of names"),
     "letters": (_changed(saved="abc"), "Plan.saved is 'abc', which is no set"),
     "numbers": (_changed(saved={1, 2}), r"Plan.saved is \{1, 2\}, which is no set of names"),
+    "inner, not nested": (
+        _changed(inner={"no_value"}),
+        r"Plan.inner has values that Plan.nested has not: \['no_value'\]",
+    ),
     "NaN": (_changed(nested={math.nan}), r"Plan.nested is \{nan\}, which is no set of names"),
     "unknown names": (_changed(saved=RIGHT.saved | {"nowhere"}), "does not have: .'nowhere'"),
     "unknown nested": (_changed(nested=frozenset({"nowhere"})), "nested values .* does not have"),

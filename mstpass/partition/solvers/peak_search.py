@@ -24,9 +24,9 @@ needs its values last: it recomputes them when all others are gone. ::
     plan = the first of the sequence within the budget; the one of the lowest peak if none is
     plan = plan with the slack of the budget spent                              (spend_slack.py)
 
-The sequence does not depend on the budget, so a smaller budget never gives a higher peak. For the
-budget 0 only the landmarks of large graphs are compared, which takes less time: five of each
-family, and the sixth of the best one.
+The sequence does not depend on the budget, but for its last stretch, which is left out where the
+last landmark is not within the budget. So a smaller budget never gives a higher peak. For the
+budget 0 only the landmarks of large graphs are compared, which takes less time.
 
 Attention is whole until a budget asks for its loops, which take time. Three *families* of plans
 have each a sequence of their own: without such loops, with those that keep what backward needs, and
@@ -198,10 +198,10 @@ def _firsts(problem: CutProblem, budget_bytes: int) -> list[Candidate]:
 def _least(problem: CutProblem) -> MeasuredPlan:
     """The plan of least memory, without values on the host."""
     families = problem.once(_families)
-    lowest, family = min(zip(map(_lowest, families), families, strict=True), key=_lowered_of_first)
-    # A third level takes as long to look for as two, so only the best family is asked for one.
-    if not _is_small(problem) and (plan := family.once(twice_nested_checkpointed)):
-        lowest = min(lowest, plan.candidate, key=_lowered)
+    lowest = min(map(_lowest, families), key=_lowered)
+    for family in reversed(families):  # the last ones have the lowest peaks
+        if last := _third_level(family, _lowered(lowest)):
+            lowest = last.candidate
     return slack_spent(problem, lowest.plan, 0)
 
 
@@ -219,25 +219,17 @@ def _lowered(candidate: Candidate) -> int:
     return candidate.simulation.lowered_peak_bytes
 
 
-def _lowered_of_first(pair: tuple[Candidate, CutProblem]) -> int:
-    return _lowered(pair[0])
-
-
 def _us(plan: MeasuredPlan) -> float:
     return plan.us
 
 
 def _compared(problem: CutProblem) -> Iterator[Candidate]:
     """The plans that are compared for the least memory."""
-    if _is_small(problem):
+    if len(problem.values) + len(problem.backward) <= _FEW_OPS:
         yield problem.once(free_plan)
         yield from _sequence(problem)
     else:
         yield from _landmarks(problem)
-
-
-def _is_small(problem: CutProblem) -> bool:
-    return len(problem.values) + len(problem.backward) <= _FEW_OPS
 
 
 def _landmarks(problem: CutProblem) -> Iterator[Candidate]:
@@ -273,11 +265,24 @@ def _sequence(problem: CutProblem, budget_bytes: int | None = None) -> Iterator[
     if nested is None:
         return
     yield from _towards_nested(nested)
-    if budget_bytes is not None and nested.candidate.peak_bytes > _THIRD_LEVEL * budget_bytes:
-        return
-    last = problem.once(twice_nested_checkpointed)
-    if last and (budget_bytes is None or last.candidate.simulation.lowered_within(budget_bytes)):
+    if budget_bytes is None:
+        last = problem.once(twice_nested_checkpointed)
+    else:
+        last = _third_level(problem, budget_bytes)
+    if last is not None:
         yield from _towards_nested(last)
+
+
+def _third_level(problem: CutProblem, limit_bytes: int) -> Checkpointed | None:
+    """The plan with three levels of checkpoints, where it is within the limit.
+
+    The search for it takes as long as that for two levels, so it is left out where it is in vain.
+    """
+    nested = problem.once(nested_checkpointed)
+    if nested is None or nested.candidate.peak_bytes > _THIRD_LEVEL * limit_bytes:
+        return None
+    last = problem.once(twice_nested_checkpointed)
+    return last if last and last.candidate.simulation.lowered_within(limit_bytes) else None
 
 
 def _towards_fewest_bytes(problem: CutProblem) -> Iterator[Candidate]:
