@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mstpass.frame_stack import with_deep_stack
 from mstpass.options import Options
 from mstpass.torch_internals.plain_inductor import by_inductor_alone, options_of_mode
 from mstpass.torch_internals.versions import ADVICE, CHECKED
@@ -30,7 +31,7 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         from mstpass import backend
     except (ImportError, AttributeError) as error:
         return _by_inductor(gm, example_inputs, error, **kwargs)
-    return backend.mst(gm, example_inputs, **kwargs)
+    return with_deep_stack(backend.mst, gm, example_inputs, **kwargs)
 
 
 def _by_inductor(

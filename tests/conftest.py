@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mstpass import pipeline
+from mstpass.frame_stack import with_deep_stack
 from tests import checks
 from tests.html_page import browser, open_page  # noqa: F401
 from tests.planner_models import TINY
@@ -74,6 +75,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("full"):
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
+    """Every test runs with room for its frames: compilations are deep."""
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    with_deep_stack(pyfuncitem.obj, **arguments)
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,11 +1,9 @@
-"""`mstpass plan`: a function in a process of its own, deep stacks, and how far a plan is."""
+"""`mstpass plan`: a function in a process of its own, and how far a plan is."""
 
 from __future__ import annotations
 
 import os
-import resource
 import signal
-import sys
 import threading
 import time
 
@@ -13,7 +11,6 @@ import pytest
 
 from mstpass.errors import UserError
 from mstpass.planner.background import Background, usable_cores
-from mstpass.planner.frame_stack import with_deep_stack
 from mstpass.planner.progress import Steps, pieces, silent
 from mstpass.planner.request import Request
 from mstpass.planner.training import Training
@@ -55,25 +52,6 @@ def test_the_process_ends_with_the_block_and_not_by_an_interrupt():
 
 def test_there_is_a_core():
     assert usable_cores() >= 1
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="frames are not kept in chunks")
-def test_calls_at_any_depth_map_no_memory():
-    def faults():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-    def most_faults(depth):
-        before = faults()
-        for _ in range(500):
-            int_of("1")
-        here = faults() - before
-        return max(here, most_faults(depth - 1)) if depth else here
-
-    def int_of(text, a=1, b=2, c=3):
-        return int(text)
-
-    assert with_deep_stack(most_faults, 300) < 250
-    assert most_faults(300) >= 500, "without it, some depth maps a chunk at each call"
 
 
 # ---- progress ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ gradients with float64, the plan with what it promises. A case is named by a
 seed and a number, and is the same on every machine.
 
 Without --inductor the rewritten graphs run op by op, and no C++ compiler is
-needed: a case takes two to three seconds of one core. With --inductor it takes
+needed: a case takes one to two seconds of one core. With --inductor it takes
 ten to twenty: it is compiled by Inductor, and its peak memory is measured.
 
 Results are kept in --folder as they come. The same command goes on where an

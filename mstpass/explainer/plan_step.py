@@ -27,6 +27,7 @@ from mstpass.explainer.errors import (
     stopped_note,
 )
 from mstpass.explainer.pareto import pareto_points
+from mstpass.frame_stack import with_deep_stack
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.memory.device_budget import device_budget_bytes
 from mstpass.options import OptionError, Options
@@ -95,7 +96,9 @@ def explain_step(
     with _user_errors(), traced_for(device, gpu) as of_tensors:
         maker = _ReportMaker(options, pareto)
         _check_arguments(fn, args, kwargs or {})
-        return trace_one_graph(fn, args, kwargs or {}, maker.report, maker.prepare, of_tensors)
+        return with_deep_stack(
+            trace_one_graph, fn, args, kwargs or {}, maker.report, maker.prepare, of_tensors
+        )
 
 
 def explain_all(

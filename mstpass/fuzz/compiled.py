@@ -23,6 +23,7 @@ from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.options import Options
 from mstpass.returned_logits import drop_logits
 from mstpass.torch_internals.compile_fx import boxed, compile_fx
+from mstpass.torch_internals.graph_modules import graph_module
 from mstpass.torch_internals.settings import backward_compiled_at_once, without_padding
 
 
@@ -46,7 +47,7 @@ class Recording(Partitioner):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.joint, self.given = gm, kwargs
         modules = super().__call__(gm, joint_inputs, **kwargs)
-        self.modules = tuple(fx.GraphModule(m, _copy(m.graph)) for m in modules)
+        self.modules = tuple(graph_module(m, _copy(m.graph)) for m in modules)
         return modules
 
     def seen(self, graph: fx.Graph, values: Sequence[Any]) -> None:

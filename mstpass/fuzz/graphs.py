@@ -28,6 +28,7 @@ from mstpass.fuzz.program import Setup
 from mstpass.fuzz.traced_strides import AsTraced
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.torch_internals.fake_tensors import as_while_tracing
+from mstpass.torch_internals.graph_modules import graph_module
 
 TOLERANCE = 1e-8  # times the root mean square of a value, or of all values if it is smaller
 _ROUNDING = 10.0  # times the change of a value by the rounding of inputs
@@ -135,7 +136,7 @@ def in_float64(module: fx.GraphModule) -> fx.GraphModule:
                 in_float64(value) if isinstance(value, fx.GraphModule) else _wide(value)
             )
     draw_in_order(copied)
-    return fx.GraphModule(held, copied)
+    return graph_module(held, copied)
 
 
 def _wide_types(argument: Any) -> Any:

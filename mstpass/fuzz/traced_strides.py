@@ -45,15 +45,22 @@ class AsTraced(fx.Interpreter):
     def _as_traced(self, value: Any, traced: Any) -> Any:
         if not isinstance(value, Tensor) or not isinstance(traced, Tensor):
             return value
-        strides = [expression(stride).subs(self.known) for stride in traced.stride()]
-        if not all(stride.is_Integer for stride in strides):  # a size that depends on data
+        strides = [self._number(stride) for stride in traced.stride()]
+        wanted = [stride for stride in strides if stride is not None]
+        if len(wanted) < len(strides):
             return value
-        wanted = list(map(int, strides))
         apart = [d for d, size in enumerate(value.shape) if size != 1]
         if all(value.stride(d) == wanted[d] for d in apart) or not _is_dense(value.shape, wanted):
             return value
         laid_out = torch.empty_strided(value.shape, wanted, dtype=value.dtype, device=value.device)
         return laid_out.copy_(value)
+
+    def _number(self, size: Size) -> int | None:
+        """The size in this run; None if it depends on data."""
+        if isinstance(size, int):
+            return size
+        found = expression(size).subs(self.known)
+        return int(found) if found.is_Integer else None
 
 
 def _sizes(value: Any) -> Sequence[Size]:

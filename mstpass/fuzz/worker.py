@@ -7,6 +7,7 @@ case that ends the process, or never ends, ends only this one; campaign.py start
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -16,11 +17,14 @@ from typing import Any
 
 import torch
 
+from mstpass.frame_stack import with_deep_stack
 from mstpass.fuzz.as_test import as_test
 from mstpass.fuzz.case import Case, to_json
 from mstpass.fuzz.checks import Checked, Failure, check_case
 from mstpass.fuzz.draw import draw
 from mstpass.fuzz.reduce import reduce
+
+_NEW_OBJECTS = 50_000  # that Python's garbage collector waits for; a case makes millions
 
 
 def main(argv: Sequence[str]) -> None:
@@ -29,9 +33,13 @@ def main(argv: Sequence[str]) -> None:
     os.dup2(2, 1)  # what a case prints is no answer
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
+    gc.collect()
+    gc.freeze()  # what torch holds is not looked through at every collection
+    gc.set_threshold(_NEW_OBJECTS, 20, 50)
     for line in sys.stdin:
         command, number = line.split()
-        answer = {"check": _check, "reduce": _reduce}[command](draw(seed, int(number)), kind)
+        run = {"check": _check, "reduce": _reduce}[command]
+        answer = with_deep_stack(run, draw(seed, int(number)), kind)
         print(json.dumps({"number": int(number), **answer}), file=answers, flush=True)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.sizes import expression, generic_numel, hint_numel, is_size, symbols_of
+from mstpass.torch_internals.graph_modules import graph_module
 from mstpass.torch_internals.op_types import OpOverload, schema_of
 
 T = TypeVar("T")
@@ -120,7 +121,7 @@ class JointGraph:
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        module = fx.GraphModule(self.module, graph)
+        module = graph_module(self.module, graph)
         module.meta = dict(self.module.meta)
         return JointGraph(module, self.num_fwd_outputs)
 

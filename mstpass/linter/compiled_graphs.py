@@ -20,6 +20,7 @@ from mstpass.linter.graph_findings import read_graphs
 from mstpass.linter.report import DUPLICATE, Finding, LintReport
 from mstpass.report.store import reports
 from mstpass.torch_internals.compile_fx import CustomGraphPass
+from mstpass.torch_internals.graph_modules import graph_module
 from mstpass.torch_internals.settings import inductor_graphs_given_to, inductor_setting
 
 
@@ -66,7 +67,7 @@ class Record(CustomGraphPass):
         self.graphs = [graph for graph in self.graphs if graph.meta["copy_of"] not in inner]
         copy = fx.Graph()
         copy.output(copy.graph_copy(graph, {}))
-        module = fx.GraphModule(owner, copy)
+        module = graph_module(owner, copy)
         module.meta["copy_of"] = owner
         self.graphs.append(module)
         if self._users_pass is not None:

@@ -34,6 +34,7 @@ from mstpass.loops.operand_layout import is_viewable
 from mstpass.loops.write_loop import LoopWriter
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import UNFINISHED, loop_name, unfinished
+from mstpass.torch_internals.graph_modules import graph_module
 
 
 class CycleError(Exception):
@@ -128,7 +129,7 @@ class _GraphWriter:
         for node in self.joint.nodes:
             if node in needed:
                 self._write_with_dependencies(node)
-        module = fx.GraphModule(self.root, self.graph)
+        module = graph_module(self.root, self.graph)
         module.meta = dict(self.joint.module.meta)
         self.graph.lint()
         return module

@@ -30,6 +30,7 @@ from mstpass.loops.body.build import build_body
 from mstpass.loops.operand_layout import is_viewable
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import RECOMPUTED
+from mstpass.torch_internals.graph_modules import graph_module
 
 aten = torch.ops.aten
 
@@ -104,7 +105,7 @@ class LoopWriter:
         key = f"{graph} {[_layout(value) for value in inputs]}"
         if key not in self.bodies:
             name = f"mst_body_{len(self.bodies)}"
-            setattr(self.root, name, fx.GraphModule(torch.nn.Module(), graph))
+            setattr(self.root, name, graph_module(torch.nn.Module(), graph))
             self.bodies[key] = name
         return self.bodies[key], [part.meta["val"] for part in parts]
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 from mstpass.errors import UserError
-from mstpass.planner.frame_stack import with_deep_stack
+from mstpass.frame_stack import with_deep_stack
 from mstpass.planner.progress import Report
 
 T = TypeVar("T")

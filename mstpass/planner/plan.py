@@ -10,10 +10,10 @@ import contextlib
 import functools
 from collections.abc import Callable
 
+from mstpass.frame_stack import with_deep_stack
 from mstpass.planner.background import Background
 from mstpass.planner.compiled_rows import CompiledRows
 from mstpass.planner.eager_rows import eager_rows
-from mstpass.planner.frame_stack import with_deep_stack
 from mstpass.planner.models import build, config_of, sizes_of
 from mstpass.planner.notes import notes
 from mstpass.planner.progress import Report, silent

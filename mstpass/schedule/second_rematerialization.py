@@ -16,6 +16,7 @@ from mstpass.memory.repeated_values import Copies, repeated_values
 from mstpass.memory.simulate_graph import simulate_step, step_ops
 from mstpass.memory.timeline import StepMemory
 from mstpass.schedule.cheap_values import is_cheap
+from mstpass.torch_internals.graph_modules import graph_module
 
 
 def add_second_rematerialization(
@@ -37,7 +38,7 @@ def add_second_rematerialization(
     found = repeated_values(memory, ops.backward, cheap)
     if not found.copies:
         return modules, memory
-    other = fx.GraphModule(backward, copy.deepcopy(backward.graph))
+    other = graph_module(backward, copy.deepcopy(backward.graph))
     other.meta = dict(backward.meta)
     _write(other.graph, found.copies)
     other.graph.lint()

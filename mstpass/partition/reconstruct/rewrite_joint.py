@@ -21,6 +21,7 @@ from mstpass.partition.reconstruct.choose_drops import Decision, Step
 from mstpass.partition.reconstruct.encodings import decode, encode
 from mstpass.partition.reconstruct.rule import Inverse, Writer, aten
 from mstpass.partition.reconstruct.table import RULE_BY_NAME
+from mstpass.torch_internals.graph_modules import graph_module
 
 _COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack")
 
@@ -85,7 +86,7 @@ class _Rewriting:
             if node is not joint.output:
                 self._copy(node, {n: self._read(n) for n in node.all_input_nodes})
         self._write_output(joint.output)
-        module = fx.GraphModule(joint.module, self.graph)
+        module = graph_module(joint.module, self.graph)
         module.meta = dict(joint.module.meta)
         module.graph.eliminate_dead_code()
         module.graph.lint()
