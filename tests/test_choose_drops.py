@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import networkx as nx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,3 +121,23 @@ def test_no_heavy_value_is_recomputed_that_was_not_before() -> None:
     inverses = [_inverse("b", "c", "a")]
     assert choose_drops(problem, frozenset("bc"), inverses).saved == {"c"}  # a is recomputed anyway
     assert choose_drops(problem, frozenset("abc"), []).saved == frozenset("abc")
+
+
+def test_what_magnifies_errors_reads_no_coarse_value() -> None:
+    """``a`` = c - b, where c has become narrow: what the cast cut off may be more than a."""
+    problem = CutProblem(
+        (
+            Value("a", 64, (), pinned=True, needed=True),
+            Value("b", 1, (), free=True),
+            Value("c", 64, ("a", "b"), savable=False),
+            Value("narrow", 32, ("c",), needed=True),
+        )
+    )
+    cast = Inverse("c", ("narrow",), "narrow", "cast", TOLERANT)
+    difference = _inverse("a", "c", "b")
+    saved = frozenset({"a", "narrow"})
+    assert choose_drops(problem, saved, [cast, difference]).saved == {"narrow"}
+    cast = dataclasses.replace(cast, coarse=True)
+    assert choose_drops(problem, saved, [cast, difference]).saved == {"narrow"}
+    difference = dataclasses.replace(difference, magnifies=True)
+    assert choose_drops(problem, saved, [cast, difference]).saved == saved

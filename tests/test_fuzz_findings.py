@@ -240,3 +240,19 @@ def test_a_value_recomputed_in_a_pass_of_its_own_is_written_once() -> None:
             budgets=True,
         )
     )
+
+
+def test_a_difference_of_rounded_numbers_is_no_reconstruction() -> None:
+    """Of logits that are nearly zero: their logarithms, -6, were known to bfloat16's digits only.
+
+    An inverse that magnifies errors read a value that a cast's inverse had given.
+    """
+    case = Case(source="hidden", logit_ops=("token_softmax",), loss="per_token", length=256)
+    case = dataclasses.replace(case, features=16, vocabulary=499, dtype="bfloat16")
+    held(dataclasses.replace(case, solver="knapsack", reconstruct="tolerant", chunk_tokens=64))
+
+
+def test_sizes_of_two_inputs_that_turn_out_equal_under_inductor() -> None:
+    """Inductor knew the length by one input's name for it, the loop's body by the other's."""
+    case = Case(mutations=("input_scaled",), dynamic="both", batch=3, length=64, chunk_tokens=4)
+    held(case, "inductor")

@@ -21,9 +21,10 @@ Two facts about Inductor that this file depends on:
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -32,10 +33,12 @@ from mstpass.graph import ops
 from mstpass.graph.buffer_ops import call_buffer_ops_as_they_are, counter
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.grouped_products import GROUPED_OPS
+from mstpass.graph.joint import value_of
 from mstpass.graph.loop_op import CONDITION, OutputSpec, mst_loop
 from mstpass.graph.sizes import Size, expression, is_size, symbols_of
 from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step
 from mstpass.torch_internals.inductor_lowerings import select_decomp_table
+from mstpass.torch_internals.symbols import first_expression, renamed
 
 aten = torch.ops.aten
 # Ops that Inductor may run in place on their first argument (_inductor/fx_passes/reinplace.py)
@@ -153,11 +156,22 @@ class _Lowering:
         return self.builder.call(aten.full.default, list(shape), 0, dtype=dtype, device=device)
 
     def _symbols(self, operands: Sequence[fx.Node]) -> list[fx.Node]:
-        """The inputs of the graph that hold the symbols in the operands' sizes and strides."""
+        """Nodes that hold the symbols in the operands' sizes and strides.
+
+        A symbol is an input of the graph, or else the size of one. Two symbols may have turned out
+        equal. Inductor keeps their nodes apart, and knows each by its own name.
+        """
         symbols = {symbol for n in operands for symbol in symbols_of(n.meta["val"])}
-        # Two symbols may have turned out equal. Inductor keeps their nodes apart: pass both.
         inputs = self.graph.find_nodes(op="placeholder")
-        return [n for n in inputs if is_size(n) and expression(n.meta["val"]) in symbols]
+        found = [n for n in inputs if is_size(n) and expression(n.meta["val"]) in symbols]
+        symbols -= {first_expression(n.meta["val"]) for n in found}
+        for node, dim, size in _dims(inputs):
+            if size in symbols:
+                symbols.remove(size)
+                held = self.builder.call(aten.sym_size.int, node, dim)
+                held.meta["val"] = renamed(held.meta["val"])
+                found.append(held)
+        return found
 
     def _subgraphs(
         self, call: fx.Node, loop: LoopCall, operands: Sequence[fx.Node]
@@ -189,6 +203,14 @@ class _Lowering:
                 setattr(self.root, name, module)
             self.traced[key] = names
         return self.traced[key]
+
+
+def _dims(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, int, sympy.Expr]]:
+    """Each dim of each tensor, and its size."""
+    for node in nodes:
+        value = value_of(node)
+        for dim, size in enumerate(() if value is None else value.shape):
+            yield node, dim, expression(size)
 
 
 def _layout(value: torch.Tensor | Size) -> object:

@@ -9,6 +9,10 @@ A value is *available* in backward if
 Values become available one after the other, each by a *derivation* whose sources became available
 before it. So no two values are ever derived from each other, as ``b = c - a`` and ``a = c - b``
 would be with neither of them saved.
+
+A value is *coarse* if an inverse gives it with fewer digits than its type has, or if it is computed
+from such a value. An inverse that magnifies errors reads no coarse value: what a bfloat16 number
+c = 6 leaves open, 0.012, is more than all of a difference c - a = 0.004.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ class Derivations:
             if inverse.target in self.index and all(s in self.index for s in inverse.sources)
         ]
         self.derivations: list[tuple[int, Inverse | None]] = []  # target; None: by its own op
-        self.num_sources: list[int] = []
+        self.sources: list[set[int]] = []  # by derivation
         self.read_by: list[list[int]] = [[] for _ in self.values]  # derivations, by source
         for i, value in enumerate(self.values):
             cheap = not value.heavy or value.name in plan_recomputes
@@ -65,7 +69,7 @@ class Derivations:
         for source in distinct:
             self.read_by[source].append(len(self.derivations))
         self.derivations.append((target, inverse))
-        self.num_sources.append(len(distinct))
+        self.sources.append(distinct)
 
     def _is_savable(self, name: str) -> bool:
         value = self.values[self.index[name]]
@@ -120,11 +124,12 @@ class _FixedPoint:
     def __init__(self, graph: Derivations):
         self.graph = graph
         self.available: dict[int, Inverse | str] = {}
-        self.missing = list(graph.num_sources)  # sources not available yet, by derivation
+        self.missing = list(map(len, graph.sources))  # not available yet, by derivation
         self.recomputations = collections.deque(
-            d for d, count in enumerate(graph.num_sources) if not count
+            d for d, count in enumerate(self.missing) if not count
         )
         self.inverses: collections.deque[int] = collections.deque()
+        self.coarse: set[int] = set()
 
     def reach(self, i: int, how: Inverse | str) -> None:
         """Make a value available, and queue the derivations of which it was the last source."""
@@ -142,4 +147,9 @@ class _FixedPoint:
         while self.recomputations or self.inverses:
             derivation = (self.recomputations or self.inverses).popleft()
             target, inverse = self.graph.derivations[derivation]
+            reads_coarse = not self.coarse.isdisjoint(self.graph.sources[derivation])
+            if target in self.available or (inverse and inverse.magnifies and reads_coarse):
+                continue
+            if reads_coarse or (inverse and inverse.coarse):
+                self.coarse.add(target)
             self.reach(target, inverse or RECOMPUTED)

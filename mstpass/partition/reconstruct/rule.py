@@ -38,6 +38,9 @@ class Inverse:
         rule: name of the rule.
         grade: ``"exact"``: the same bits for every input; ``"tolerant"``: within ``bound``.
         bound: the error of a tolerant inverse, as text.
+        coarse: the target is known to fewer digits than its type has.
+        magnifies: the error of a source may be larger relative to the target than to the source,
+            as in the difference of two numbers that are nearly equal. It reads no coarse value.
     """
 
     target: str
@@ -46,6 +49,8 @@ class Inverse:
     rule: str
     grade: str
     bound: str = "none"
+    coarse: bool = False
+    magnifies: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

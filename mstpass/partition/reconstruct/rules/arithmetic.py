@@ -62,6 +62,7 @@ def find_sum(node: fx.Node) -> Found:
             "sum",
             EXACT if exact else TOLERANT,
             "none" if exact else _sum_bound(node, target),
+            magnifies=not exact,
         )
 
 

@@ -91,7 +91,15 @@ def find_function(node: fx.Node) -> Found:
         reason = f"its argument may leave [{function.low:g}, {function.high:g}]"
         yield Refused(operand.name, node.name, "function", reason)
     else:
-        yield Inverse(operand.name, names(node), node.name, "function", TOLERANT, function.bound)
+        yield Inverse(
+            operand.name,
+            names(node),
+            node.name,
+            "function",
+            TOLERANT,
+            function.bound,
+            magnifies=True,
+        )
 
 
 def write_function(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:

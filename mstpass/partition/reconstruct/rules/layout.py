@@ -109,7 +109,8 @@ def find_cast(node: fx.Node) -> Found:
         yield Refused(operand.name, node.name, "cast", "a cast to float16 may overflow")
     else:
         bound = f"{unit_roundoff(after)}, relative"
-        yield Inverse(operand.name, names(node), node.name, "cast", TOLERANT, bound)
+        source = names(node)
+        yield Inverse(operand.name, source, node.name, "cast", TOLERANT, bound, coarse=True)
 
 
 def write_cast(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
