@@ -160,3 +160,14 @@ def test_what_draws_is_held_to_inductor_alone_within_eager_modes_rounding() -> N
             [{"grad weight": torch.full((4,), 2 + 2 * error)}], references, Setup()
         )
         assert (not found) == right, found
+
+
+def test_sums_in_sixteen_bits_may_round_at_each_chunk() -> None:
+    true = {"gradient of a bias": torch.ones(4, dtype=torch.float64)}
+    eager = {name: value.bfloat16() for name, value in true.items()}
+    ours = {name: value * 1.2 for name, value in eager.items()}
+    for accumulate, is_wrong in (("float32", True), ("input", False)):
+        options = {"chunk_tokens": 3, "accumulate": accumulate}
+        setup = Setup(length=150, dtype="bfloat16", options=options)  # 100 chunks
+        wrong = wrong_values([ours], References([eager], [true]), setup)
+        assert bool(wrong) == is_wrong

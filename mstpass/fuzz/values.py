@@ -20,6 +20,7 @@ from mstpass.fuzz.program import Setup, Values
 
 FACTOR = 4.0
 ADDED = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 5e-2}
+_ROUNDED_SUM = 2.0**-9  # what adding one chunk to a bfloat16 sum may cut off
 _FLOOR = 1e-3
 
 
@@ -80,7 +81,16 @@ def _too_far(mine: Tensor | None, error: float, eagers: float, setup: Setup) -> 
     if mine is None or not mine.is_floating_point():
         return ""
     added = ADDED[torch.bfloat16] if _is_low(setup) else ADDED[mine.dtype]
+    if _is_low(setup) and setup.options.get("accumulate") == "input":
+        added += _ROUNDED_SUM * _most_chunks(setup)
     return "" if error <= FACTOR * eagers + added else f"error {error:.1e}, eager's {eagers:.1e}"
+
+
+def _most_chunks(setup: Setup) -> int:
+    """The most chunks that a call may have under the option ``chunk_tokens``; 0 without it."""
+    chunk_tokens = setup.options.get("chunk_tokens")
+    tokens = max(batch * length for batch, length in setup.sizes)
+    return math.ceil(tokens / chunk_tokens) if chunk_tokens else 0
 
 
 def _error(value: Tensor | None, true: Tensor | None, scale: float) -> float:
