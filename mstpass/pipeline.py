@@ -45,7 +45,6 @@ from mstpass.partition.solvers.host_budget import more_host_memory
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
 from mstpass.regions.advice import with_fix
-from mstpass.torch_internals.graph_modules import lazy_graph_modules
 
 STAGES = ("read", "detect", "plan", "apply", "split")
 FORCED_MAY_RAISE = TIE  # the peak by this factor: loops that ``chunk_tokens`` asks for
@@ -115,7 +114,7 @@ def run(
     limit = simulated_limit_bytes(options) if limit_bytes is None else limit_bytes
 
     def planned(limit: int | None) -> Result:
-        with collector_paused(), lazy_graph_modules():
+        with collector_paused():
             joint = functools.partial(JointGraph, module, num_fwd_outputs)
             return _run_stages(joint, options, loops_in_backward, stop_after, limit, torch_kwargs)
 

@@ -81,7 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     """Every test runs with room for its frames: compilations are deep."""
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    with_deep_stack(pyfuncitem.obj, **arguments)
+    found = with_deep_stack(pyfuncitem.obj, **arguments)
+    assert found is None, "a test that returns something was meant to assert it"
     return True
 
 

@@ -40,8 +40,8 @@ def checked_plan(problem: CutProblem, plan: object) -> Plan:
         if mode not in known.get(region, ()):
             raise InvalidPlan(f"the problem has no region {region!r} with a mode {mode!r}")
     if not plan.inner <= plan.nested:
-        raise InvalidPlan(f"Plan.inner has values that Plan.nested has not: "
-                          f"{sorted(plan.inner - plan.nested)}")  # fmt: skip
+        lacking = sorted(plan.inner - plan.nested)
+        raise InvalidPlan(f"Plan.inner has values that Plan.nested has not: {lacking}")
     sets = map(frozenset, (plan.nested, plan.offloaded, plan.inner))
     return Plan(frozenset(plan.saved), modes, *sets)
 

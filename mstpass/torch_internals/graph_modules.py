@@ -1,6 +1,6 @@
 """Graph modules that write their Python code when it is first needed.
 
-To write and compile the code of a graph takes longer than to build the graph. Most graphs are
+To write and compile the code of a graph takes longer than to build the graph. Most of ours are
 planned, split or lowered next, and nobody calls them. Source: torch/fx/_lazy_graph_module.py, which
 Inductor uses in the same way.
 """
@@ -8,31 +8,20 @@ Inductor uses in the same way.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from mstpass.torch_internals.private_apis import PrivateApis
 
-APIS = PrivateApis(
-    names=(
-        "torch.fx._lazy_graph_module._LazyGraphModule",
-        "torch.fx._lazy_graph_module._use_lazy_graph_module(should_use)",
-    ),
-)
+APIS = PrivateApis(names=("torch.fx._lazy_graph_module._LazyGraphModule",))
 
 
 def graph_module(root: torch.nn.Module | Mapping[str, Any], graph: fx.Graph) -> fx.GraphModule:
     """The module of a graph, with what the graph's ``get_attr`` nodes name in ``root``."""
     return _LazyGraphModule(root if isinstance(root, torch.nn.Module) else dict(root), graph)
-
-
-def lazy_graph_modules() -> AbstractContextManager[None]:
-    """Torch's own functions make such modules too; in a compilation they do so anyway."""
-    return _use_lazy_graph_module(True)
 
 
 def probe() -> None:
