@@ -37,13 +37,12 @@ from mstpass.schedule.delay_embedding_gradient import delay_scatters
 from mstpass.schedule.delay_recomputation import (
     delay_recomputation,
     joined,
-    recomputation_waits,
 )
 from mstpass.schedule.offload_saved_values import host_copy_waits
 from mstpass.torch_internals.compile_fx import CustomGraphPass, CustomPartitionerFn
 from mstpass.torch_internals.compiled_autograd import traces_backward_again
 from mstpass.torch_internals.control_dependencies import make_wait
-from mstpass.torch_internals.donated_buffers import is_backward, keep_safe_donations
+from mstpass.torch_internals.donated_buffers import is_backward, keep_donations_from_subgraphs
 from mstpass.torch_internals.inductor_lowerings import call_with_aligned_result
 from mstpass.torch_internals.partitioners import merge_equal_nodes
 from mstpass.torch_internals.private_apis import TorchChangedError
@@ -217,11 +216,10 @@ class LowerLoops(CustomGraphPass):
         waits = host_copy_waits(graph)
         for op in {node.target for node in graph.nodes if is_host_copy(node)}:
             call_with_aligned_result(op)
-        if self.hold or recomputation_waits(graph):
-            waits = joined(delay_recomputation(graph), waits)
+        waits = joined(delay_recomputation(graph, self.hold), waits)
         make_wait(graph, waits)
         materialize_masks(graph)
-        keep_safe_donations(graph)
+        keep_donations_from_subgraphs(graph)
         if self.users_pass is not None:
             self.users_pass(graph)
 

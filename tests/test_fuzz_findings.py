@@ -256,3 +256,17 @@ def test_sizes_of_two_inputs_that_turn_out_equal_under_inductor() -> None:
     """Inductor knew the length by one input's name for it, the loop's body by the other's."""
     case = Case(mutations=("input_scaled",), dynamic="both", batch=3, length=64, chunk_tokens=4)
     held(case, "inductor")
+
+
+def test_scores_of_symbolic_batch_and_length_fit_into_64_bits() -> None:
+    """At the generic point a batch was a multiple of the length, and both were far above 2^16."""
+    attention = Layer(kind="attention", variant=5, residual="add")
+    case = Case((attention,), shift="labels", batch=7, length=64, vocabulary=128, dynamic="both")
+    held(dataclasses.replace(case, chunk_tokens=1000, variants=("over heads",)))
+
+
+def test_a_padded_gradient_is_computed_twice_as_its_plan_says() -> None:
+    """Plans counted on copies of slices' gradients, the finished backward made none of them."""
+    scan = Layer("scan", 4, norm="group", residual="post", act="relu_in_place", width=48)
+    case = Case((scan,), source="two", final_norm="group", head="tied", shift="first", length=31)
+    held(dataclasses.replace(case, features=24, memory_budget=0.2, chunk_tokens=4, budgets=True))

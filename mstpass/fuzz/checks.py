@@ -25,6 +25,8 @@ from mstpass.fuzz.graphs import check_graphs
 from mstpass.fuzz.plans import broken_budgets, broken_peak, broken_promises
 from mstpass.fuzz.program import Compile, DrawInFloat32, Inputs, Program, Setup, Values
 from mstpass.fuzz.values import References, wrong_values
+from mstpass.hook_checks import SCHEDULE_HOOK
+from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.report.report import Report
 
 FAST, INDUCTOR = "fast", "inductor"
@@ -147,11 +149,16 @@ def _run_inductor(program: Program) -> _Ran:
     return _Ran(values, reports, tuple(Failure(*one) for one in broken), peaks)
 
 
-def _alone(program: Program) -> int:
-    """The measured peak of a program that Inductor compiles without us, in bytes."""
+def _alone(program: Program) -> tuple[int, int]:
+    """The scheduled and the measured peak of a program that Inductor compiles alone, in bytes.
+
+    The schedule is not always read; then its peak counts as 0.
+    """
     measured: list[int] = []
-    program.run(by_inductor(program.setup, ours=False), peaks=measured)
-    return measured[0]
+    reader = ReadSchedule()
+    alone = by_inductor(program.setup, ours=False, settings={SCHEDULE_HOOK: reader})
+    program.run(alone, peaks=measured)
+    return reader.peak_bytes or 0, measured[0]
 
 
 def _compile(program: Program, kind: str, ours: bool) -> Compile:

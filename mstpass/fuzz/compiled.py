@@ -10,7 +10,7 @@ compilation.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,10 +99,16 @@ def fast(setup: Setup, record: list[Recording], ours: bool = True) -> Compile:
     return lambda model: _compiled(model, backend, setup)
 
 
-def by_inductor(setup: Setup, ours: bool = True) -> Compile:
-    """Compile as users do, strictly; or, for comparison, by Inductor alone."""
+def by_inductor(
+    setup: Setup, ours: bool = True, settings: Mapping[str, Any] | None = None
+) -> Compile:
+    """Compile as users do, strictly; or, for comparison, by Inductor alone.
+
+    Args:
+        settings: of Inductor, where it compiles alone.
+    """
     if not ours:
-        return lambda model: _compiled(model, "inductor", setup)
+        return lambda model: _compiled(model, "inductor", setup, options=settings)
     options = {**setup.options, "strict": True}
     return lambda model: _compiled(model, "mst", setup, options=options)
 

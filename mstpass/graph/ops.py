@@ -36,6 +36,10 @@ from mstpass.torch_internals.opaque_values import is_opaque
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+_PADDED = frozenset(
+    {aten.constant_pad_nd.default, aten.select_scatter.default, aten.slice_scatter.default}
+)
+
 
 class NoRule(Refusal):
     """The op table does not know the op: a gap of the table, not a property of the op."""
@@ -141,6 +145,11 @@ def is_constant(node: fx.Node) -> bool:
     """Whether the op makes its result from no tensor: ``full``, ``iota``, ..."""
     row = TABLE.get(node.target) if node.op == "call_function" else None
     return row is not None and row.kind == "create" and not tensor_inputs(node)
+
+
+def is_padded(node: fx.Node) -> bool:
+    """Whether the value is another one among zeros, as a slice's gradient is."""
+    return node.op == "call_function" and node.target in _PADDED
 
 
 # ---- matmuls -----------------------------------------------------------------------------------

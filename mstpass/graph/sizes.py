@@ -19,6 +19,7 @@ A *size node* is a node whose value is a ``SymInt``: a placeholder, or arithmeti
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import zlib
 from collections.abc import Iterable
@@ -29,7 +30,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Size = int | torch.SymInt
-_LEAST_GENERIC = 2**16
+_LEAST_GENERIC = 2**12  # B = r*S values of H*S*S scores still are a number of 64 bits
 _INTS = frozenset({int})
 
 
@@ -65,6 +66,7 @@ class _GenericPoint:
 
     def __init__(self, equalities: Iterable[sympy.Eq]):
         self.known: dict[sympy.Expr, int] = {}
+        self.odd: dict[sympy.Symbol, int] = {}
         self.solved: dict[sympy.Symbol, sympy.Expr] = {}
         for equality in equalities:
             self._solve((equality.lhs / equality.rhs).subs(self.solved))
@@ -99,8 +101,11 @@ class _GenericPoint:
         return expr.xreplace({s: sympy.Integer(self._symbol_value(s)) for s in expr.free_symbols})
 
     def _symbol_value(self, symbol: sympy.Symbol) -> int:
-        odd = _LEAST_GENERIC + zlib.crc32(symbol.name.encode()) % _LEAST_GENERIC | 1
-        return odd * self.factors.get(symbol, 1)
+        if symbol not in self.odd:
+            taken = set(self.odd.values())
+            odd = _LEAST_GENERIC + zlib.crc32(symbol.name.encode()) % _LEAST_GENERIC | 1
+            self.odd[symbol] = next(n for n in itertools.count(odd, 2) if n not in taken)
+        return self.odd[symbol] * self.factors.get(symbol, 1)
 
 
 @functools.lru_cache(maxsize=1)

@@ -43,7 +43,7 @@ from mstpass.graph.buffer_ops import (
 )
 from mstpass.graph.grouped_products import add_grouped_, grouped_sums
 from mstpass.graph.loop_op import STACK, OutputSpec, fitted_length
-from mstpass.graph.sizes import Size, is_static
+from mstpass.graph.sizes import Size, hint, is_static
 from mstpass.torch_internals.symbols import set_hint
 
 aten = torch.ops.aten
@@ -149,7 +149,7 @@ def fitted_step(call: LoopCall, chunk_tokens: int) -> tuple[_Cond, _Step]:
         # As an item() of a tensor it is a new symbol, from which nothing can be derived. Inductor
         # fuses kernels by the bytes that they share: it has to know about how large it is.
         length: Any = counter(fitted).item()
-        set_hint(length, chunk_tokens)
+        set_hint(length, fitted_length(chunk_tokens, hint(tokens)))
         aten._assert_scalar.default(length >= 1, "mst_loop: empty chunk")
         aten._assert_scalar.default(length <= chunk_tokens, "mst_loop: chunk too long")
         buffers = call.run(operands, start, length, before=(length,))

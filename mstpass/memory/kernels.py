@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence, Set
+from typing import Any
 
 from mstpass.memory.delayed_scatters import waits
 from mstpass.memory.kernel_fusion import fused_groups
@@ -22,10 +23,13 @@ from mstpass.problem.op import (
     VIEW,
     Op,
 )
+from mstpass.torch_internals.settings import inductor_setting
 
 _KERNELS = frozenset({CALL, REALIZED, REDUCTION, SCATTER})
-_MANY_READS = 4  # config.realize_reads_threshold
-_MANY_OPS = 30  # config.realize_opcount_threshold
+MANY_READS = 4  # config.realize_reads_threshold, for values that are read more than once
+# For all values, and for such that are read more than once: more on a CPU since torch 2.13.
+_MOST_READS = inductor_setting("realize_cpu_acc_reads_threshold") or 8, 8
+_MANY_OPS = inductor_setting("realize_cpu_opcount_threshold") or 30, 30
 _NOTHING = frozenset[str]()
 
 
@@ -55,15 +59,20 @@ class Kernels:
         self.read_by: dict[str, frozenset[str]] = {}
         self.results: dict[str, list[str]] = {}
         self._from_call: set[str] = set()  # values in buffers that a call writes
-        # Of each value, kernel or not: the buffers that it is computed from, how many ops that
-        # takes, and its stage: the most calls on a path to it.
+        # Of each value, kernel or not: the buffers that it is computed from, the same with inputs
+        # that are not freed and with each place where they are read, how many ops that takes, and
+        # its stage: the most calls on a path to it.
         self._reads: dict[str, frozenset[str]] = {}
+        self._loads: dict[str, frozenset[Any]] = {}
         self._num_ops: dict[str, int] = {}
         self._stage: dict[str, int] = {}
-        # Of each value: the buffers of ``_reads`` that it reads in loops of its own. The same of
-        # each kernel. And which values no kernel holds that are dear to compute.
+        # Of each value: the buffers of ``_reads`` that it reads in loops of its own, and these with
+        # those that it reads through a view that merges dims. The same of each kernel. And which
+        # values no kernel holds that are dear to compute.
         self._apart_reads: dict[str, frozenset[str]] = {}
+        self._unfused_reads: dict[str, frozenset[str]] = {}
         self.read_apart: dict[str, frozenset[str]] = {}
+        self._read_unfused: dict[str, frozenset[str]] = {}
         self._dear: set[str] = set()
         for op in self.op.values():
             self._add(op)
@@ -77,26 +86,28 @@ class Kernels:
         name = op.name
         if op.kind in (INPUT, SIZE):
             self._reads[name] = frozenset({name} & self.freed) if op.kind == INPUT else _NOTHING
+            self._loads[name] = frozenset({name}) if op.kind == INPUT else _NOTHING
             self._num_ops[name] = self._stage[name] = 0
-            self._apart_reads[name] = _NOTHING
+            self._apart_reads[name] = self._unfused_reads[name] = _NOTHING
             return
         if self._is_from_call(op):
             self._from_call.add(name)
         operands = [operand for operand in op.inputs if operand in self._reads]
         self._combine(op, operands)
         if op.kind == ITEM and operands and operands[0] in self.results:
-            self._reads[name] = frozenset({name})
+            self._reads[name] = self._loads[name] = frozenset({name})
             self._stage[name] = self._stage[operands[0]]
             self._num_ops[name] = 0
-            self._apart_reads[name] = _NOTHING
+            self._apart_reads[name] = self._unfused_reads[name] = _NOTHING
         elif self._is_kernel(op):
             self.read_by[name] = self._reads[name]
             items = [user for user in self.users.get(name, ()) if self.op[user].kind == ITEM]
             self.results[name] = items or [name]
             self.read_apart[name] = self._apart_reads[name]
-            self._reads[name] = frozenset({name})
+            self._read_unfused[name] = self._unfused_reads[name]
+            self._reads[name] = self._loads[name] = frozenset({name})
             self._num_ops[name] = 0
-            self._apart_reads[name] = _NOTHING
+            self._apart_reads[name] = self._unfused_reads[name] = _NOTHING
             self._dear.discard(name)
 
     def _combine(self, op: Op, operands: list[str]) -> None:
@@ -104,18 +115,26 @@ class Kernels:
         if len(operands) == 1:  # the common case, faster
             (name,) = operands
             self._reads[op.name] = self._reads[name]
+            self._loads[op.name] = self._loads[name]
             self._num_ops[op.name] = 1 + self._num_ops[name]
             self._stage[op.name] = self._stage[name] + (name in self._from_call)
             self._apart_reads[op.name] = self._apart_reads[name]
+            self._unfused_reads[op.name] = self._unfused_reads[name]
         else:
             self._reads[op.name] = _NOTHING.union(*[self._reads[name] for name in operands])
+            self._loads[op.name] = _NOTHING.union(*[self._loads[name] for name in operands])
             self._num_ops[op.name] = 1 + sum([self._num_ops[name] for name in operands])
             stages = [self._stage[name] + (name in self._from_call) for name in operands]
             self._stage[op.name] = max(stages, default=0)
             apart = [self._apart_reads[name] for name in operands]
             self._apart_reads[op.name] = _NOTHING.union(*apart)
+            unfused = [self._unfused_reads[name] for name in operands]
+            self._unfused_reads[op.name] = _NOTHING.union(*unfused)
         if op.own_loops:
-            self._apart_reads[op.name] = self._reads[op.name]
+            self._apart_reads[op.name] = self._unfused_reads[op.name] = self._reads[op.name]
+            self._loads[op.name] = frozenset((load, op.name) for load in self._loads[op.name])
+        elif op.merges_dims:
+            self._unfused_reads[op.name] = self._reads[op.name]
         if op.dear or not self._dear.isdisjoint(operands):
             self._dear.add(op.name)
 
@@ -134,10 +153,11 @@ class Kernels:
         readers = self._readers_through_views(op.name)
         if op.name in self.kept or any(self.op[name].kind == CALL for name in readers):
             return op.kind != CONSTANT or op.name in self.kept
+        num_loads = len(self._loads[op.name])
         if len(readers) < 2:
-            return False
-        reads, num_ops = self._reads[op.name], self._num_ops[op.name]
-        return op.name in self._dear or len(reads) > _MANY_READS or num_ops > _MANY_OPS
+            return num_loads > _MOST_READS[not op.on_cpu]
+        many_ops = self._num_ops[op.name] > _MANY_OPS[not op.on_cpu]
+        return num_loads > MANY_READS or many_ops or op.name in self._dear
 
     def _readers_through_views(self, name: str) -> list[str]:
         found: list[str] = []
@@ -161,7 +181,7 @@ class Kernels:
             if all(
                 self.op[kernel].kind != CALL
                 and self._stage[kernel] == self._stage[buffer]
-                and buffer not in self.read_apart[kernel]
+                and buffer not in self._read_unfused[kernel]
                 for kernel in self.readers[buffer]
             )
         }
@@ -189,19 +209,27 @@ class Kernels:
         """Whether Inductor may fuse two kernels because both read the buffer."""
         if not self.op[kernel].on_cpu:
             return other in group
-        same_stage = self._stage[kernel] == self._stage[other] and self.op[other].kind != CALL
-        apart = buffer in self.read_apart[other]
-        return same_stage and not apart and not self._depends(kernel, other)
+        stage = self._stage[kernel]
+        if self._stage[other] != stage or self.op[other].kind == CALL:
+            return False
+        before, others = self._behind(kernel), self._behind(other)
+        if other in before:
+            return False
+        apart, is_reduction = buffer in self.read_apart[other], self.op[other].kind == REDUCTION
+        if apart == is_reduction:
+            return not apart
+        # A loop over rows has reductions of the rows in it, and what reads one element of each, if
+        # they follow the same kernel as the others.
+        return not before.isdisjoint(others)
 
-    def _depends(self, kernel: str, other: str) -> bool:
-        """Whether a kernel reads, directly or not, what another kernel of its stage writes."""
-        stage = self._stage[other]
-        seen, stack = {kernel}, [kernel]
+    def _behind(self, kernel: str) -> set[str]:
+        """The kernels of the same stage whose results a kernel reads, directly or not."""
+        stage = self._stage[kernel]
+        found: set[str] = set()
+        stack = [kernel]
         while stack:
             writers = {self._writer.get(buffer, "") for buffer in self.read_by[stack.pop()]}
-            if other in writers:
-                return True
-            new = {k for k in writers - seen if k and self._stage[k] >= stage}
-            seen |= new
+            new = {k for k in writers - found if k and self._stage[k] >= stage}
+            found |= new
             stack += new
-        return False
+        return found

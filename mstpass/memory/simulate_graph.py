@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from mstpass.graph import ops
 from mstpass.graph.buffer_ops import parts_in_place
-from mstpass.graph.collectives import is_wait_op
-from mstpass.graph.host_copies import is_on_host, is_wait_for_reload
-from mstpass.graph.joint import tensors_of, value_of
+from mstpass.graph.host_copies import is_on_host
+from mstpass.graph.joint import tensors_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.materialization import REALIZE
 from mstpass.graph.scatter_rows import rows_of
-from mstpass.graph.sizes import depends_on_data, hint, is_size
-from mstpass.graph.token_rules.along_dims import reduced_dims
-from mstpass.graph.token_rules.views import VIEWS
-from mstpass.graph.tokens import Refusal
+from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.memory.allocation import buffer_bytes
-from mstpass.memory.kernels import Kernels
+from mstpass.memory.kernels import MANY_READS, Kernels
+from mstpass.memory.op_kinds import kind_of, num_unrolled
+from mstpass.memory.own_loops import has_own_loops, merges_dims
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.memory.workspaces import node_workspace_bytes
 from mstpass.problem.op import (
-    CALL,
-    CONSTANT,
-    INPUT,
-    ITEM,
-    POINTWISE,
-    REALIZED,
-    REDUCTION,
     SCATTER,
-    SIZE,
-    VIEW,
     Op,
 )
 
@@ -57,33 +42,6 @@ _SLOW_ON_CPU = frozenset(
         aten.log2.default,
         aten.sigmoid.default,
         aten.tanh.default,
-    }
-)
-# Kinds of ops that run as calls; so do cat, which writes each part into its place (ConcatKernel in
-# torch/_inductor/ir.py), and cumsum, whose Scan has a loop nest of its own.
-_CALLED_KINDS = frozenset({"matmul", "sort", "write", "collective"})
-_CALLED = frozenset({aten.cat.default, aten.cumsum.default})
-# Views of a part of their operand; and ops of the kind "index" that read where they write.
-_PARTS = frozenset(
-    {
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.unbind.int,
-    }
-)
-_IN_PLACE = frozenset(
-    {aten.tril.default, aten.triu.default, aten._softmax.default, aten._log_softmax.default}
-)
-# Kernels that compute the values they write, as reductions do (Scatter in torch/_inductor/ir.py).
-_SCATTERS = frozenset(
-    {
-        aten.index_put.default,
-        aten._unsafe_index_put.default,
-        aten._unsafe_masked_index_put_accumulate.default,
-        aten.scatter.src,
-        aten.scatter_add.default,
     }
 )
 
@@ -182,81 +140,19 @@ def op_of(
             buffer of their own.
         scatters_delayed: as in ``simulate_step``.
     """
-    kind = _kind(node)
+    kind = kind_of(node)
     return Op(
         name=node.name,
         bytes=0 if node in in_place or is_on_host(node) else buffer_bytes(node),
         inputs=tuple(n.name for n in node.all_input_nodes),
         kind=kind,
         inner_bytes=_inner_bytes(node),
-        dear=_is_slow_pointwise(node),
-        own_loops=_has_own_loops(node),
+        dear=_is_slow_pointwise(node) or num_unrolled(node) >= MANY_READS,
+        own_loops=has_own_loops(node),
+        merges_dims=merges_dims(node),
         on_cpu=_is_on_cpu(node),
         may_wait=scatters_delayed and kind == SCATTER and rows_of(node) is not None,
     )
-
-
-def _kind(node: fx.Node) -> str:
-    if is_size(node):
-        return SIZE
-    if node.op == "placeholder":
-        return INPUT
-    if is_wait_for_reload(node):
-        return VIEW
-    kind = _kind_of(node.target)
-    return CONSTANT if kind == POINTWISE and ops.is_constant(node) else kind
-
-
-@functools.cache
-def _kind_of(target: Any) -> str:
-    """The kind of op that a call of the target is. Ops that create tensors count as pointwise."""
-    if target in VIEWS:
-        return ITEM if target is operator.getitem else VIEW
-    if is_wait_op(target):  # it returns the memory of the pending result
-        return VIEW
-    if target in _SCATTERS:
-        return SCATTER
-    if target is REALIZE:
-        return REALIZED
-    row = ops.row_of(target)
-    if isinstance(row, Refusal) or row.kind in _CALLED_KINDS or target in _CALLED:
-        return CALL
-    return REDUCTION if row.kind == "reduce" else POINTWISE
-
-
-def _has_own_loops(node: fx.Node) -> bool:
-    """``Op.own_loops``. A copy in another order of dims reads at other places than it writes."""
-    operand = value_of(node.all_input_nodes[0]) if node.all_input_nodes else None
-    value = value_of(node)
-    if operand is None or value is None or node.op != "call_function":
-        return False
-    if _kind_of(node.target) == REDUCTION:
-        return _reduces_outer_dims(operand, reduced_dims(node, operand.dim()))
-    if node.target is aten.clone.default:
-        return _outer_to_inner(operand) != _outer_to_inner(value)
-    return _reads_elsewhere(node.target)
-
-
-def _outer_to_inner(value: Tensor) -> list[int]:
-    """The dims of more than one element, in the order in which they lie in memory."""
-    long = [d for d in range(value.dim()) if hint(value.shape[d]) > 1]
-    return sorted(long, key=lambda d: -hint(value.stride()[d]))
-
-
-@functools.cache
-def _reads_elsewhere(target: Any) -> bool:
-    row = ops.row_of(target)
-    is_index = not isinstance(row, Refusal) and row.kind == "index"
-    return target in _PARTS or (is_index and target not in _IN_PLACE)
-
-
-def _reduces_outer_dims(operand: Tensor, dims: Sequence[int]) -> bool:
-    """Whether a reduction runs over a dim that lies outside, in memory, of one that it keeps."""
-    sizes, strides = operand.shape, operand.stride()
-    long = [d for d in range(operand.dim()) if hint(sizes[d]) > 1]
-    reduced = [hint(strides[d]) for d in long if d in dims]
-    kept = [hint(strides[d]) for d in long if d not in dims and hint(strides[d])]
-    return bool(reduced and kept) and max(reduced) > min(kept)
 
 
 def _is_slow_pointwise(node: fx.Node) -> bool:

@@ -10,14 +10,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Set
 from typing import Any
 
 from torch import fx
 
 from mstpass.graph.joint import JointGraph, Modules, is_tangent, nbytes
-from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.sizes import is_size
 from mstpass.graph.source_location import source_of
 from mstpass.plans import SavedValue, SavePlan
@@ -83,25 +81,18 @@ def saved_values(modules: Modules, joint: JointGraph) -> tuple[SavedValue, ...]:
 def _extract(joint: JointGraph, saved: list[fx.Node], torch_kwargs: dict[str, Any]) -> Modules:
     """The two graphs around the saved nodes, by torch's extraction."""
     saved = joint.sorted(saved)
-    loop_results = [n for n in saved if _is_loop_result(n)]
-    others = [n for n in saved if n not in loop_results]
     read = joint.sorted(_free_values_read(joint, saved))
     inputs = [n for n in read if not _takes_no_memory(n)]
     placeholders = [n for n in joint.nodes if n.op == "placeholder"]
     static = torch_kwargs.get("static_lifetime_input_indices") or []
-    # Gradients that a fused loop computed come last: see torch_internals/donated_buffers.py.
     return extract_forward_and_backward(
         joint.module,
-        [*inputs, *others, *loop_results],
+        [*inputs, *saved],
         saved_sizes=[n for n in read if is_size(n)],
         num_fwd_outputs=joint.num_fwd_outputs,
         static_inputs=[placeholders[i] for i in static],
         saved_opaque=[n for n in read if is_opaque(n)],
     )
-
-
-def _is_loop_result(node: fx.Node) -> bool:
-    return node.target is operator.getitem and node.all_input_nodes[0].target is mst_loop
 
 
 def _takes_no_memory(node: fx.Node) -> bool:

@@ -6,13 +6,15 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.recompute_rules import is_heavy, is_pinned
+from mstpass.memory.op_kinds import kind_of
+from mstpass.memory.repeated_values import CHEAP_KINDS
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Pointwise ops, reductions and views that may be computed twice."""
+    """The kinds of ops that plans count on (memory/simulate_plan.py), if they may run twice."""
     if node.op != "call_function" or is_heavy(node) or is_pinned(node):
         return False
-    return ops.is_pointwise(node) or ops.is_reduction(node) or ops.is_cheap_view(node)
+    return kind_of(node) in CHEAP_KINDS
 
 
 def viewed(node: fx.Node) -> fx.Node:

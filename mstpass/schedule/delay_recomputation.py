@@ -21,7 +21,7 @@ the same way.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import torch
 from torch import fx
@@ -29,6 +29,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import is_tangent, nbytes, value_of
+from mstpass.graph.materialization import REALIZE
 from mstpass.graph.recompute_rules import is_heavy
 from mstpass.schedule.cheap_values import is_cheap, viewed
 from mstpass.torch_internals.op_types import OpOverload
@@ -38,11 +39,20 @@ _LOOP = torch.ops.higher_order.while_loop
 Waits = dict[fx.Node, tuple[fx.Node, ...]]  # for each node the nodes that it waits for
 
 
-def delay_recomputation(graph: fx.Graph) -> Waits:
-    """What nodes of a backward wait for by the rules above; nothing in a graph without tangents."""
+def delay_recomputation(graph: fx.Graph, frees_memory_for_time: bool = True) -> Waits:
+    """What nodes of a backward wait for by the rules above; nothing in a graph without tangents.
+
+    Args:
+        frees_memory_for_time: False leaves the order to Inductor where nothing heavy is recomputed.
+            Then only such heavy ops of rule 2 are waited for as read a recomputed value, because
+            a kernel that other gradients read is fused with these, and computed as late as they.
+    """
     if not any(is_tangent(node) for node in graph.find_nodes(op="placeholder")):
         return {}
-    return joined(recomputation_waits(graph), gradient_waits(graph), copy_waits(graph))
+    recomputation = recomputation_waits(graph)
+    if not frees_memory_for_time and not recomputation:
+        return gradient_waits(graph, _reads_shared_recomputation(graph))
+    return joined(recomputation, gradient_waits(graph), copy_waits(graph))
 
 
 def joined(*every: Waits) -> Waits:
@@ -142,12 +152,19 @@ def _is_inlined(node: fx.Node) -> bool:
     not larger than theirs.
     """
     value = value_of(node)
-    if value is None or not ops.is_pointwise(node):
+    if value is None or not _has_no_kernel(node):
         return False
     readers = ops.readers_through_views(node)
-    if not all(ops.is_pointwise(reader) or ops.is_reduction(reader) for reader in readers):
+    if not all(_has_no_kernel(reader) or ops.is_reduction(reader) for reader in readers):
         return False
     return value.device.type != "cpu" or nbytes(node) > _operand_bytes(node)
+
+
+def _has_no_kernel(node: fx.Node) -> bool:
+    """Whether Inductor can compute the value where it is read."""
+    if ops.is_pointwise(node):
+        return node.target is not REALIZE
+    return ops.is_padded(node) or ops.is_constant(node)
 
 
 def _operand_bytes(node: fx.Node) -> int:
@@ -159,24 +176,45 @@ def _operand_bytes(node: fx.Node) -> int:
         for operand in map(viewed, stack.pop().all_input_nodes):
             if operand not in seen:
                 seen.add(operand)
-                (stack if ops.is_pointwise(operand) else buffers).append(operand)
+                (stack if _has_no_kernel(operand) else buffers).append(operand)
     return sum(nbytes(n) for n in buffers if not str(n.target).startswith("primals"))
 
 
 # ---- gradients that leave the graph --------------------------------------------------------------
-def gradient_waits(graph: fx.Graph) -> Waits:
-    """The gradients that each heavy op waits for, because they only leave the graph (2)."""
+def gradient_waits(graph: fx.Graph, only: Set[fx.Node] | None = None) -> Waits:
+    """The gradients that each heavy op waits for, because they only leave the graph (2).
+
+    Args:
+        only: these gradients alone.
+    """
     results = set(graph.output_node().all_input_nodes)
     waits: Waits = {}
     pending: list[fx.Node] = []
     for node in graph.nodes:
         heavy = node.op == "call_function" and _is_heavy(node)
         if (heavy or ops.is_reduction(node)) and _leaves(node, results):
-            pending.append(node)
+            if only is None or node in only:
+                pending.append(node)
         elif heavy and pending:
             waits[node] = tuple(pending)
             pending = []
     return waits
+
+
+def _reads_shared_recomputation(graph: fx.Graph) -> set[fx.Node]:
+    """The heavy ops that read a recomputed value which other gradients read as well."""
+    gradients = _descendants(filter(is_tangent, graph.find_nodes(op="placeholder")))
+
+    def is_shared(value: fx.Node, reader: fx.Node) -> bool:
+        if value in gradients or _kernel(value) is None:
+            return False
+        return any(r is not reader and r in gradients for r in ops.readers_through_views(value))
+
+    return {
+        node
+        for node in gradients
+        if _is_heavy(node) and any(is_shared(viewed(v), node) for v in node.all_input_nodes)
+    }
 
 
 def _leaves(node: fx.Node, results: set[fx.Node]) -> bool:

@@ -1,0 +1,131 @@
+"""Which ops run in loops of their own: ``Op.own_loops`` and ``Op.merges_dims``.
+
+Inductor fuses kernels that run through the same loops. An op that reads its operand at other places
+than it writes, or whose loops cannot be those of its operand's kernel, is not fused with that.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mstpass.graph import ops
+from mstpass.graph.joint import value_of
+from mstpass.graph.sizes import hint
+from mstpass.graph.token_rules.along_dims import reduced_dims
+from mstpass.graph.tokens import Refusal
+from mstpass.memory.op_kinds import kind_of, kind_of_target, num_unrolled
+from mstpass.problem.op import POINTWISE, REALIZED, REDUCTION
+
+aten = torch.ops.aten
+
+# Views of a part of their operand; and ops of the kind "index" that read where they write.
+_PARTS = frozenset(
+    {
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unbind.int,
+    }
+)
+_IN_PLACE = frozenset(
+    {aten.tril.default, aten.triu.default, aten._softmax.default, aten._log_softmax.default}
+)
+
+
+def has_own_loops(node: fx.Node) -> bool:
+    """``Op.own_loops``. A copy in another order of dims reads at other places than it writes."""
+    operand = value_of(node.all_input_nodes[0]) if node.all_input_nodes else None
+    value = value_of(node)
+    if operand is None or value is None or node.op != "call_function":
+        return False
+    if kind_of_target(node.target) == REDUCTION:
+        dims = reduced_dims(node, operand.dim())
+        if num_unrolled(node) > 1 or _reduces_outer_dims(operand, dims):
+            return True
+        return _merges_what_lies_apart(node, [d for d in dims if d + 1 in dims])
+    if node.target is aten.clone.default:
+        return _outer_to_inner(operand) != _outer_to_inner(value)
+    return _reads_elsewhere(node.target)
+
+
+def merges_dims(node: fx.Node) -> bool:
+    """``Op.merges_dims``."""
+    if node.target is not aten.view.default:
+        return False
+    merged = _merged_dims(_hint_shape(node.all_input_nodes[0]), _hint_shape(node))
+    return _merges_what_lies_apart(node, merged)
+
+
+def _merges_what_lies_apart(reader: fx.Node, merged: Sequence[int]) -> bool:
+    """Whether a view or a reduction runs through two dims as one, and its operand's kernel cannot.
+
+    A copy of a part of each text's tokens runs over the batch and the tokens, but what reads its
+    rows runs over the rows.
+
+    Args:
+        merged: the dims of the operand that are one with the next.
+    """
+    operand = reader.all_input_nodes[0]
+    shape = _hint_shape(operand)
+    stack = [operand] if merged else []
+    while stack:
+        node = stack.pop()
+        read = value_of(node)
+        if read is None or _hint_shape(node) != shape:
+            continue
+        strides = tuple(map(hint, read.stride()))
+        if any(strides[d] != strides[d + 1] * shape[d + 1] for d in merged):
+            return True
+        if ops.is_padded(node):
+            return True
+        if kind_of(node) in (POINTWISE, REALIZED):
+            stack += [n for n in node.all_input_nodes if len(n.users) == 1 or _is_part(n)]
+    return False
+
+
+def _is_part(node: fx.Node) -> bool:
+    return node.target in _PARTS or ops.is_padded(node)
+
+
+def _hint_shape(node: fx.Node) -> tuple[int, ...]:
+    value = value_of(node)
+    return () if value is None else tuple(map(hint, value.shape))
+
+
+def _merged_dims(shape: Sequence[int], new_shape: Sequence[int]) -> list[int]:
+    """The dims that are one with the next in another shape of the same elements."""
+    behind = {math.prod(new_shape[i:]) for i in range(len(new_shape))}
+    return [
+        d
+        for d in range(len(shape) - 1)
+        if shape[d] > 1 and shape[d + 1] > 1 and math.prod(shape[d + 1 :]) not in behind
+    ]
+
+
+def _outer_to_inner(value: Tensor) -> list[int]:
+    """The dims of more than one element, in the order in which they lie in memory."""
+    long = [d for d in range(value.dim()) if hint(value.shape[d]) > 1]
+    return sorted(long, key=lambda d: -hint(value.stride()[d]))
+
+
+@functools.cache
+def _reads_elsewhere(target: Any) -> bool:
+    row = ops.row_of(target)
+    is_index = not isinstance(row, Refusal) and row.kind == "index"
+    return target in _PARTS or (is_index and target not in _IN_PLACE)
+
+
+def _reduces_outer_dims(operand: Tensor, dims: Sequence[int]) -> bool:
+    """Whether a reduction runs over a dim that lies outside, in memory, of one that it keeps."""
+    sizes, strides = operand.shape, operand.stride()
+    long = [d for d in range(operand.dim()) if hint(sizes[d]) > 1]
+    reduced = [hint(strides[d]) for d in long if d in dims]
+    kept = [hint(strides[d]) for d in long if d not in dims and hint(strides[d])]
+    return bool(reduced and kept) and max(reduced) > min(kept)
