@@ -270,3 +270,10 @@ def test_a_padded_gradient_is_computed_twice_as_its_plan_says() -> None:
     scan = Layer("scan", 4, norm="group", residual="post", act="relu_in_place", width=48)
     case = Case((scan,), source="two", final_norm="group", head="tied", shift="first", length=31)
     held(dataclasses.replace(case, features=24, memory_budget=0.2, chunk_tokens=4, budgets=True))
+
+
+def test_a_sunk_slice_stays_where_it_is() -> None:
+    """The slice of the narrow value was sunk again, and the slice of what is made from that."""
+    mlp = Layer(variant=13, ops=("token_softmax",), act="sigmoid", width=24)
+    case = Case((mlp,), shift="first", loss="sine_sum", batch=7, dynamic="batch", head="by_hand")
+    held(dataclasses.replace(case, features=12, vocabulary=600, chunk_tokens=3))

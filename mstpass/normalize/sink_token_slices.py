@@ -58,9 +58,11 @@ def sink_slices(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     while (found := _next_slice(joint, given_up)) is not None:
         sliced, spec, wide_numel = found
         given_up.add(sliced.name)
+        sinker = _SliceSinker(joint, sliced.name, spec)
         try:
-            joint, names = _SliceSinker(joint, sliced.name, spec).sink(wide_numel)
+            joint, names = sinker.sink(wide_numel)
             sunk |= names
+            given_up |= sinker.windows  # they slice narrow values, and would move on for ever
         except (_Stays, CannotTake, UnknownSize):
             pass
     return joint, frozenset(sunk)
@@ -95,6 +97,7 @@ class _SliceSinker:
         self.bounds: list[Any] = slice_bounds(self.sliced)[:2]
         self.cone: dict[fx.Node, Spec] = {self.sliced: spec}
         self.full: dict[fx.Node, fx.Node] = {}  # in chunk form, with all tokens
+        self.windows: set[str] = set()  # names of the new slices
 
     def sink(self, wide_numel: float) -> tuple[JointGraph, set[str]]:
         """The new graph, and the names of the ends in it.
@@ -200,6 +203,7 @@ class _SliceSinker:
         grid = self._reshaped(full, [*before, *self.grid, *after])
         dim = spec[0] + self.axis
         window = self.builder.call(aten.slice.Tensor, grid, dim, *self.bounds)
+        self.windows.add(window.name)
         window = self._reshaped(window, shape)
         _pass_on_meta(end, window)
         return window
