@@ -156,8 +156,8 @@ def _alone(program: Program) -> tuple[int, int]:
     """
     measured: list[int] = []
     reader = ReadSchedule()
-    alone = by_inductor(program.setup, ours=False, settings={SCHEDULE_HOOK: reader})
-    program.run(alone, peaks=measured)
+    settings = {SCHEDULE_HOOK: reader, "fx_graph_cache": False}  # a cache has no schedule
+    program.run(by_inductor(program.setup, ours=False, settings=settings), peaks=measured)
     return reader.peak_bytes or 0, measured[0]
 
 

@@ -61,7 +61,7 @@ def broken_peak(
         return
     others_scheduled, others_measured = alone()
     scheduled = outcome.scheduled_peak_bytes
-    if scheduled is not None and scheduled <= MEASURED_OVER_SIMULATED * others_scheduled:
+    if scheduled is not None and not _is_above(scheduled, others_scheduled):
         return
     if _is_above(measured, others_measured):
         yield "higher peak", f"{measured} bytes measured, {others_measured} under Inductor alone"

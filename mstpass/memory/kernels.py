@@ -6,6 +6,7 @@ The rules are those of memory/simulate_ops.py: 1, 2, 5 and 7 are here.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
@@ -16,6 +17,7 @@ from mstpass.problem.op import (
     CONSTANT,
     INPUT,
     ITEM,
+    POINTWISE,
     REALIZED,
     REDUCTION,
     SCATTER,
@@ -26,10 +28,11 @@ from mstpass.problem.op import (
 from mstpass.torch_internals.settings import inductor_setting
 
 _KERNELS = frozenset({CALL, REALIZED, REDUCTION, SCATTER})
-MANY_READS = 4  # config.realize_reads_threshold, for values that are read more than once
+_MANY_READS = 4  # config.realize_reads_threshold, for values that are read more than once
 # For all values, and for such that are read more than once: more on a CPU since torch 2.13.
 _MOST_READS = inductor_setting("realize_cpu_acc_reads_threshold") or 8, 8
 _MANY_OPS = inductor_setting("realize_cpu_opcount_threshold") or 30, 30
+_EXPANDED = 4  # a reader that is larger by more than a cast makes repeats the value
 _NOTHING = frozenset[str]()
 
 
@@ -132,7 +135,8 @@ class Kernels:
             self._unfused_reads[op.name] = _NOTHING.union(*unfused)
         if op.own_loops:
             self._apart_reads[op.name] = self._unfused_reads[op.name] = self._reads[op.name]
-            self._loads[op.name] = frozenset((load, op.name) for load in self._loads[op.name])
+            loads = itertools.product(self._loads[op.name], (op.name,), range(op.places))
+            self._loads[op.name] = frozenset(loads)
         elif op.merges_dims:
             self._unfused_reads[op.name] = self._reads[op.name]
         if op.dear or not self._dear.isdisjoint(operands):
@@ -155,9 +159,10 @@ class Kernels:
             return op.kind != CONSTANT or op.name in self.kept
         num_loads = len(self._loads[op.name])
         if len(readers) < 2:
-            return num_loads > _MOST_READS[not op.on_cpu]
+            expanded = any(self.op[name].bytes > _EXPANDED * op.bytes for name in readers)
+            return num_loads > _MOST_READS[not op.on_cpu] or (expanded and op.name in self._dear)
         many_ops = self._num_ops[op.name] > _MANY_OPS[not op.on_cpu]
-        return num_loads > MANY_READS or many_ops or op.name in self._dear
+        return num_loads > _MANY_READS or many_ops or op.name in self._dear
 
     def _readers_through_views(self, name: str) -> list[str]:
         found: list[str] = []
@@ -217,10 +222,20 @@ class Kernels:
             return False
         apart, is_reduction = buffer in self.read_apart[other], self.op[other].kind == REDUCTION
         if apart == is_reduction:
-            return not apart
+            return not apart or self._continues(kernel, self._writer.get(buffer, ""))
         # A loop over rows has reductions of the rows in it, and what reads one element of each, if
         # they follow the same kernel as the others.
         return not before.isdisjoint(others)
+
+    def _continues(self, kernel: str, writer: str) -> bool:
+        """Whether a pointwise kernel runs as one with the one that wrote its operand.
+
+        Then what else reads the operand, in loops of its own, comes after both.
+        """
+        if not writer or self.op[writer].kind != POINTWISE:
+            return False
+        before = self._behind(kernel)
+        return writer in before and not any(writer in self._behind(k) for k in before)
 
     def _behind(self, kernel: str) -> set[str]:
         """The kernels of the same stage whose results a kernel reads, directly or not."""

@@ -17,7 +17,7 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.scatter_rows import rows_of
 from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.memory.allocation import buffer_bytes
-from mstpass.memory.kernels import MANY_READS, Kernels
+from mstpass.memory.kernels import Kernels
 from mstpass.memory.op_kinds import kind_of, num_unrolled
 from mstpass.memory.own_loops import has_own_loops, merges_dims
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
@@ -147,8 +147,9 @@ def op_of(
         inputs=tuple(n.name for n in node.all_input_nodes),
         kind=kind,
         inner_bytes=_inner_bytes(node),
-        dear=_is_slow_pointwise(node) or num_unrolled(node) >= MANY_READS,
+        dear=_is_slow_pointwise(node),
         own_loops=has_own_loops(node),
+        places=max(1, num_unrolled(node)),
         merges_dims=merges_dims(node),
         on_cpu=_is_on_cpu(node),
         may_wait=scatters_delayed and kind == SCATTER and rows_of(node) is not None,

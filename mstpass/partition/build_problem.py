@@ -101,6 +101,7 @@ def _value(
         inner_bytes=op.inner_bytes,
         dear=op.dear,
         own_loops=op.own_loops,
+        places=op.places,
         merges_dims=op.merges_dims,
         on_cpu=op.on_cpu,
         may_wait=op.may_wait,

@@ -28,6 +28,8 @@ class Op:
         own_loops: its kernel is not fused with those that write its operands: it reads a part of
             them, as slices do, at other places, as flips and gathers do, or reduces over outer
             dims.
+        places: from how many places of its operand it reads one element of its result: more than
+            one for reductions that are unrolled.
         merges_dims: a view that makes one dim of two which its operand's kernel runs through one
             after the other. Kernels that read that value through it are not fused with its kernel.
         on_cpu: it runs on the CPU, where kernels without a call in between are one function.
@@ -42,6 +44,7 @@ class Op:
     inner_bytes: int = 0
     dear: bool = False
     own_loops: bool = False
+    places: int = 1
     merges_dims: bool = False
     on_cpu: bool = False
     may_wait: bool = False
