@@ -25,13 +25,13 @@ from mstpass.problem.op import (
     VIEW,
     Op,
 )
-from mstpass.torch_internals.settings import inductor_setting
 
 _KERNELS = frozenset({CALL, REALIZED, REDUCTION, SCATTER})
 _MANY_READS = 4  # config.realize_reads_threshold, for values that are read more than once
-# For all values, and for such that are read more than once: more on a CPU since torch 2.13.
-_MOST_READS = inductor_setting("realize_cpu_acc_reads_threshold") or 8, 8
-_MANY_OPS = inductor_setting("realize_cpu_opcount_threshold") or 30, 30
+# On a CPU and on a GPU (config.realize_cpu_...; up to torch 2.12 a CPU has those of a GPU): for all
+# values, and for such that are read more than once.
+_MOST_READS = 12, 8
+_MANY_OPS = 50, 30
 _EXPANDED = 4  # a reader that is larger by more than a cast makes repeats the value
 _NOTHING = frozenset[str]()
 

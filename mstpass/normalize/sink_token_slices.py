@@ -58,8 +58,8 @@ def sink_slices(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     while (found := _next_slice(joint, given_up)) is not None:
         sliced, spec, wide_numel = found
         given_up.add(sliced.name)
-        sinker = _SliceSinker(joint, sliced.name, spec)
         try:
+            sinker = _SliceSinker(joint, sliced.name, spec)
             joint, names = sinker.sink(wide_numel)
             sunk |= names
             given_up |= sinker.windows  # they slice narrow values, and would move on for ever
