@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from mstpass.fuzz.case import Case, Layer
@@ -56,4 +58,16 @@ def test_the_simulated_and_the_measured_peak_agree(case: Case) -> None:
     assert checked.peaks is not None
     simulated, _, measured = checked.peaks
     ratio = measured / simulated
+    assert 1 / MEASURED_OVER_SIMULATED < ratio < MEASURED_OVER_SIMULATED, checked.peaks
+
+
+def test_the_schedule_counts_chunks_of_symbolic_length_by_the_batch() -> None:
+    """Their greatest length, 100,000 tokens, was taken for that of a chunk of 131."""
+    case = Case(shift="first", loss="top_margin", batch=1, length=131, vocabulary=600)
+    case = dataclasses.replace(case, dynamic="both", forced=False, solver="recompute_all")
+    checked = check_case(case, INDUCTOR)
+    assert checked.status == "held", (checked.reason, *map(str, checked.failures))
+    assert checked.peaks is not None and checked.facts["lm_head recompute symbolic"] == 1
+    _, scheduled, measured = checked.peaks
+    ratio = measured / scheduled
     assert 1 / MEASURED_OVER_SIMULATED < ratio < MEASURED_OVER_SIMULATED, checked.peaks
