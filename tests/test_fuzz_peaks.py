@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from mstpass.fuzz.case import Case, Layer
 from mstpass.fuzz.checks import INDUCTOR, check_case
@@ -53,6 +54,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_the_simulated_and_the_measured_peak_agree(case: Case) -> None:
+    if case is CASES["reductions that are unrolled"] and torch.__version__ < "2.13":
+        pytest.skip("what is read more often than that is written to memory up to torch 2.12")
     checked = check_case(case, INDUCTOR)
     assert checked.status == "held", (checked.reason, *map(str, checked.failures))
     assert checked.peaks is not None

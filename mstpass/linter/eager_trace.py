@@ -199,6 +199,7 @@ class StepTrace(TorchDispatchMode):
         if context.backward_id is not None:
             runs.recomputed.append(number)
             runs.backward_ids.add(context.backward_id)
+            runs.checkpoints += _new_calls(runs.checkpoints, context)
         elif self._open is None:
             runs.forward += 1
         else:
@@ -237,8 +238,19 @@ def _target(function: Any) -> Target:
 
 
 def _checkpoint_calls(context: OpContext) -> tuple[CheckpointCall, ...]:
+    """The calls of ``checkpoint`` around an op, without recomputations, the outermost first."""
     fsdp = any(_is_fsdp(module) for module, _ in context.modules)
-    return tuple(_checkpoint_call(run, fsdp) for run in reversed(context.checkpoints))
+    calls = (run for run in reversed(context.checkpoints) if run.reentrant is not None)
+    return tuple(_checkpoint_call(run, fsdp) for run in calls)
+
+
+def _new_calls(known: tuple[CheckpointCall, ...], context: OpContext) -> tuple[CheckpointCall, ...]:
+    """The calls that the recomputation of a single known one makes, and the forward did not.
+
+    A layer of transformers 5.24 is not checkpointed where gradients are off, as they are in the
+    forward of a reentrant checkpoint.
+    """
+    return _checkpoint_calls(context) if len(known) == 1 and known[0].reentrant else ()
 
 
 def _checkpoint_call(run: CheckpointRun, fsdp: bool) -> CheckpointCall:
