@@ -30,7 +30,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Size = int | torch.SymInt
-_LEAST_GENERIC = 2**12  # B = r*S values of H*S*S scores still are a number of 64 bits
+# Scores of batch x heads x length x length have fewer than 2^63 bytes, even where the batch is a
+# multiple of the length.
+_LEAST_GENERIC = 2**12
 _INTS = frozenset({int})
 
 
@@ -66,7 +68,7 @@ class _GenericPoint:
 
     def __init__(self, equalities: Iterable[sympy.Eq]):
         self.known: dict[sympy.Expr, int] = {}
-        self.odd: dict[sympy.Symbol, int] = {}
+        self.odd: dict[sympy.Symbol, int] = {}  # a number of its own for each symbol
         self.solved: dict[sympy.Symbol, sympy.Expr] = {}
         for equality in equalities:
             self._solve((equality.lhs / equality.rhs).subs(self.solved))

@@ -149,7 +149,7 @@ def fitted_step(call: LoopCall, chunk_tokens: int) -> tuple[_Cond, _Step]:
         # As an item() of a tensor it is a new symbol, from which nothing can be derived. Inductor
         # fuses kernels by the bytes that they share: it has to know about how large it is.
         length: Any = counter(fitted).item()
-        set_hint(length, fitted_length(chunk_tokens, hint(tokens)))
+        set_hint(length, min(hint(tokens), fitted_length(chunk_tokens, hint(tokens))))
         aten._assert_scalar.default(length >= 1, "mst_loop: empty chunk")
         aten._assert_scalar.default(length <= chunk_tokens, "mst_loop: chunk too long")
         buffers = call.run(operands, start, length, before=(length,))

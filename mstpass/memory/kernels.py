@@ -28,11 +28,10 @@ from mstpass.problem.op import (
 
 _KERNELS = frozenset({CALL, REALIZED, REDUCTION, SCATTER})
 _MANY_READS = 4  # config.realize_reads_threshold, for values that are read more than once
-# On a CPU and on a GPU (config.realize_cpu_...; up to torch 2.12 a CPU has those of a GPU): for all
-# values, and for such that are read more than once.
-_MOST_READS = 12, 8
-_MANY_OPS = 50, 30
-_EXPANDED = 4  # a reader that is larger by more than a cast makes repeats the value
+# By whether it is on the CPU, which up to torch 2.12 has the limits of a GPU.
+_MOST_READS = {True: 12, False: 8}  # config.realize_cpu_acc_reads_threshold, for all values
+_MANY_OPS = {True: 50, False: 30}  # config.realize_cpu_opcount_threshold
+_EXPANDED = 4  # a reader larger by this factor expands a value; a cast makes one of at most 4
 _NOTHING = frozenset[str]()
 
 
@@ -160,8 +159,8 @@ class Kernels:
         num_loads = len(self._loads[op.name])
         if len(readers) < 2:
             expanded = any(self.op[name].bytes > _EXPANDED * op.bytes for name in readers)
-            return num_loads > _MOST_READS[not op.on_cpu] or (expanded and op.name in self._dear)
-        many_ops = self._num_ops[op.name] > _MANY_OPS[not op.on_cpu]
+            return num_loads > _MOST_READS[op.on_cpu] or (expanded and op.name in self._dear)
+        many_ops = self._num_ops[op.name] > _MANY_OPS[op.on_cpu]
         return num_loads > _MANY_READS or many_ops or op.name in self._dear
 
     def _readers_through_views(self, name: str) -> list[str]:

@@ -8,13 +8,16 @@ scheduler.py for the others):
    reductions, scatters, values that are realized, and those pointwise values that a call reads,
    that leave the graph, or that are read more than once and are slow to compute (``Op.dear``, their
    own or of an op that they are computed from without a buffer in between; or many reads or ops).
-   Every other pointwise value is computed inside the kernels that read it and has no buffer.
+   Being expanded counts as being read more than once. Every other pointwise value is computed
+   inside the kernels that read it and has no buffer; so are reductions of a few elements, which
+   are unrolled.
 2. A view shares the buffer of its base. Each item of a call's result has a buffer of its own.
 3. A call may need a workspace while it runs. That of a loop is the peak of one chunk.
 4. Buffers that no later kernel reads, and that do not leave the graph, are freed.
 5. A buffer that only kernels of its own *stage* read is fused away, unless one of them reads it
-   through an op that needs loops of its own (``Op.own_loops``). A stage is a stretch without a call
-   in between. The buffer of a scatter stays, as its rows are written in any order.
+   through an op that needs loops of its own (``Op.own_loops``) or a view that merges dims
+   (``Op.merges_dims``). A stage is a stretch without a call in between. The buffer of a scatter
+   stays, as its rows are written in any order.
 6. A pointwise kernel or reduction may write its result into the buffer of an operand that has the
    same size and that it is the last to read, if no other kernel that reads it runs as one with it.
 7. On the CPU, kernels without a call in between are one function: what they write is allocated

@@ -28,10 +28,10 @@ class Op:
         own_loops: its kernel is not fused with those that write its operands: it reads a part of
             them, as slices do, at other places, as flips and gathers do, or reduces over outer
             dims.
-        places: from how many places of its operand it reads one element of its result: more than
+        places: at how many places it reads its operand for one element of its result: more than
             one for reductions that are unrolled.
-        merges_dims: a view that makes one dim of two which its operand's kernel runs through one
-            after the other. Kernels that read that value through it are not fused with its kernel.
+        merges_dims: it is a view that makes one dim of two, for each of which its operand's kernel
+            needs a loop. Kernels that read the value through it are not fused with that kernel.
         on_cpu: it runs on the CPU, where kernels without a call in between are one function.
         may_wait: it is a scatter into zeros that may wait for its rows, which are the last of its
             inputs; where that frees memory it does (memory/delayed_scatters.py).
