@@ -35,9 +35,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="tests marked `full` too, and every step of every test under Inductor: hours",
     )
-    parser.addoption(
-        "--write-docs", action="store_true", help="with --all: write docs/architectures.md"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

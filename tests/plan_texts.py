@@ -25,13 +25,15 @@ import torch
 from torch import fx
 
 from mstpass import pipeline
+from mstpass.bench.huggingface_architecture import TINY, Architecture
+from mstpass.bench.huggingface_architectures import architectures
 from mstpass.graph.graph_text import graph_text
 from mstpass.options import Options
 from mstpass.torch_internals.partitioners import merge_equal_nodes
-from tests.architectures import ARCHITECTURES, Architecture
 from tests.checks import joint_graph
 from tests.losses import FUSED, OUTSIDE, RECOMPUTED, REFUSED, VOCAB, Loss, LossModel
 
+ARCHITECTURES = architectures(TINY)
 OPTIONS: dict[str, dict[str, Any]] = {
     "free": {"chunk_tokens": 64},
     "least": {"memory_budget": 0.0},

@@ -1,34 +1,27 @@
-"""Hugging Face architectures: rewritten graphs and, with ``--all``, steps under Inductor.
+"""Tiny Hugging Face architectures: rewritten graphs and, with ``--all``, steps under Inductor.
 
 By default each joint graph is rewritten and run, without compiling, against the graph it was made
-from. ``pytest tests/test_architectures.py --all --write-docs`` trains a step of each under Inductor
-and writes what was taken to docs/architectures.md; ``-k`` renews single rows of it.
+from. ``mstpass bench architectures`` measures larger ones.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import math
-import re
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
 
-import mstpass
 from mstpass import pipeline
+from mstpass.bench.huggingface_architecture import TINY, Architecture
+from mstpass.bench.huggingface_architectures import architectures
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.token_dataflow import missing_ops
-from mstpass.measure import peak_bytes
 from mstpass.options import Options
-from mstpass.plans import Outcome
 from mstpass.torch_internals.partitioners import merge_equal_nodes
-from tests.architectures import ARCHITECTURES, Architecture
 from tests.checks import check_against_float64, compiled, errors, gradients, joint_graph
 
 pytest.importorskip("transformers")
@@ -40,7 +33,7 @@ prims = torch.ops.prims
 
 LossOf = Callable[[nn.Module], Callable[..., torch.Tensor]]
 
-DOCS = Path(__file__).parent.parent / "docs" / "architectures.md"
+ARCHITECTURES = architectures(TINY)
 CHUNK_TOKENS = 64
 
 # Numbers of chunked heads and MLPs, where they are not 1 and 2.
@@ -142,7 +135,7 @@ def test_with_dropout_too(name: str) -> None:
     _check_rewrite(name, dropout=0.1)
 
 
-# ---- under Inductor, and the table ---------------------------------------------------------------
+# ---- under Inductor ------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_step_under_inductor(name: str, request: pytest.FixtureRequest) -> None:
@@ -157,103 +150,12 @@ def test_a_step_under_inductor(name: str, request: pytest.FixtureRequest) -> Non
         return lambda *values: loss(**dict(zip(keys, values, strict=True)))
 
     check = check_against_float64 if arch.float64 else _check_against_eager
-    report = check(model, loss_of, list(batch.values()), chunk_tokens=CHUNK_TOKENS)
-    if request.config.getoption("--write-docs"):
-        step = compiled(loss_of(model), chunk_tokens=CHUNK_TOKENS)
-        plain = torch.compile(loss_of(model), fullgraph=True)
-        ours, theirs = (_peak(model, fn, list(batch.values())) for fn in (step, plain))
-        _write_row(Row.of(name, arch, report.outcome, ours / theirs))
+    check(model, loss_of, list(batch.values()), chunk_tokens=CHUNK_TOKENS)
 
 
 def _check_against_eager(
     model: nn.Module, loss_of: LossOf, inputs: list[torch.Tensor], **options: object
-) -> mstpass.Report:
+) -> None:
     exact = gradients(model, loss_of(model), inputs)
     ours = gradients(model, compiled(loss_of(model), **options), inputs)
     assert max(errors(ours, exact)) <= 1e-5, errors(ours, exact)
-    return mstpass.reports()[-1]
-
-
-def _peak(model: nn.Module, step: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> int:
-    def run() -> None:
-        model.zero_grad(set_to_none=True)
-        step(*inputs).backward()
-
-    run()
-    model.zero_grad(set_to_none=True)
-    return peak_bytes(run)
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    name: str
-    model: str
-    taken: str
-    refused: str
-    peak: str
-    date: str
-
-    @staticmethod
-    def of(name: str, arch: Architecture, outcome: Outcome, ratio: float) -> Row:
-        taken = Counter(f"{r.kind} {r.mode}" for r in outcome.regions)
-        reasons = Counter(_short(r.reason) for r in outcome.rejections)
-        return Row(
-            name,
-            arch.model,
-            ", ".join(f"{count} {what}" for what, count in sorted(taken.items())) or "nothing",
-            "; ".join(f"{count}: {reason}" for reason, count in reasons.items()) or "-",
-            f"{ratio:.2f}x",
-            datetime.date.today().isoformat(),
-        )
-
-    def __str__(self) -> str:
-        return "| " + " | ".join(dataclasses.astuple(self)) + " |"
-
-
-def _short(reason: str) -> str:
-    """Node numbers say nothing outside their graph."""
-    return re.sub(r"_\d+\b", "", reason).replace("|", "/")
-
-
-def _write_row(row: Row) -> None:
-    """Put one row into the table, in the order of ARCHITECTURES, and renew the heading."""
-    rows = {}
-    if DOCS.exists():
-        for line in DOCS.read_text().splitlines():
-            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-            if cells[0] in ARCHITECTURES and line.startswith("| "):
-                rows[cells[0]] = line
-    rows[row.name] = str(row)
-    table = [rows[name] for name in ARCHITECTURES if name in rows]
-    DOCS.write_text(
-        _HEADING.format(versions=_versions(), chunk=CHUNK_TOKENS) + "\n".join(table) + "\n"
-    )
-
-
-def _versions() -> str:
-    import transformers
-
-    return (
-        f"mstpass {mstpass.__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}"
-    )
-
-
-_HEADING = """\
-# Architectures
-
-Written by `pytest tests/test_architectures.py --all --write-docs`; do not edit by hand.
-2 CPU cores, {versions}; a row's date is that of its run.
-
-Each model is built from a tiny configuration (1 layer, or 2 where layers differ; d = 32, MLP
-96 or 128 wide, vocabulary of 600, 160 tokens, no dropout; the images of a ViT are 260 tokens)
-and trained for one step in chunks of {chunk} tokens. In each row, the loss and every gradient
-differ from float64 by no more than eager's do, to within 1e-6 of their norm. *Peak* is that of
-forward and backward, relative to plain Inductor's. At these sizes attention and weights weigh
-more than in real models, so the peaks do not tell what a real model saves. Experts run in
-chunks of the rows that are sorted by expert. torch has their products in float32 only, so models
-with them are compared with eager instead, to within 1e-5.
-
-| architecture | class | taken | refused | peak | run |
-|---|---|---|---|---:|---|
-"""

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mstpass
 from mstpass import pipeline, pipeline_stages
+from mstpass.bench.huggingface_architecture import TINY
+from mstpass.bench.huggingface_architectures import architectures
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.loops import attention_modes
 from mstpass.memory.simulate_graph import simulate_step
@@ -160,3 +162,19 @@ def test_every_layer_of_a_hugging_face_llama() -> None:
         memory_budget=0.0,
     )
     assert kinds(report).count(("attention", "recompute")) == 2, report.rejections
+
+
+def test_every_layer_of_a_hugging_face_t5() -> None:
+    """Its layers share a bias of positions."""
+    pytest.importorskip("transformers")
+    arch = architectures(dataclasses.replace(TINY, length=256))["t5"]
+    model, batch = arch.build(), arch.batch()
+    names = list(batch)
+
+    def loss_of(model: nn.Module):  # type: ignore[no-untyped-def]
+        loss = arch.loss_of(model)
+        return lambda *values: loss(**dict(zip(names, values, strict=True)))
+
+    report = check_against_float64(model, loss_of, list(batch.values()), memory_budget=0.0)
+    found = [region for region in report.regions if region.kind == "attention"]
+    assert sum("SelfAttention" in region.source for region in found) == 4, report.rejections

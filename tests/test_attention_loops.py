@@ -223,6 +223,43 @@ def test_a_norm_over_all_heads_stays_outside() -> None:
     assert means and not any(n.name in members for n in means)
 
 
+class BiasedScores(nn.Module):
+    """Layers of attention that add one learned bias of positions to their scores, as T5's do."""
+
+    def __init__(self, layers: int):
+        super().__init__()
+        form = Form(kernel="matmul")
+        self.layers = nn.ModuleList(Layer(form) for _ in range(layers))
+        self.bias = nn.Embedding(8, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1])
+        far = (positions[None] - positions[:, None]).abs().clamp(max=7)
+        bias = self.bias(far).permute(2, 0, 1)
+        for layer in self.layers:
+            q, k, v = (
+                p(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for p in projections(layer)
+            )
+            weights = (q @ k.transpose(-1, -2) + bias).softmax(-1)
+            x = x + merged(layer, weights @ v)
+        return x
+
+
+def test_layers_that_share_a_bias_are_a_loop_each() -> None:
+    """The bias and the sum of its gradients over layers lead from one layer to the next."""
+    torch.manual_seed(0)
+    model = BiasedScores(3).double()
+    x = torch.randn(*TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    joint = JointGraph(*joint_graph(lambda x: model(x).square().mean(), x))
+    regions, rejections = detect_attention(joint)
+    assert len(regions) == 3 and not rejections
+    for region in regions:
+        products = [name for name, _ in region.members if "mm" in name]
+        assert len(products) == 6 + 12, products  # of one layer: forward, and backward
+        plan = check_loops(joint, region)
+        assert _kinds(joint, plan.loops[0]) == (0, 1)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 def test_dropout_in_attention_is_refused_by_name() -> None:
     joint = traced(LLAMA)

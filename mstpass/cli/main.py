@@ -26,6 +26,7 @@ BENCHES = {
     "pareto": "measured peak against time, at many budgets: torch's partitioner and mst",
     "long": "a long sequence at the least memory, with and without loops over heads",
     "experts": "a layer of experts whose rows are sorted: peak and time at several budgets",
+    "architectures": "what is taken of 45 Hugging Face architectures: peak and time of each",
     "optimizer": "what an optimizer's step allocates, in eager and compiled",
     "budgets": "memory budgets in bytes: simulated and measured peaks of many models",
     "fsdp": "a Llama-like step under FSDP2 on two ranks: peak of a rank, and time",

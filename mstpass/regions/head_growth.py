@@ -9,8 +9,8 @@ Pseudo-code::
     add the nodes that only add sums over heads up
 
 A user or an operand whose op mixes heads stays outside. The values between it and the members are
-then read in slices, or stacked by the loop. No path may leave the members and come back, as from
-the queries through a norm over all heads: the region then begins after that path.
+then read in slices, or stacked by the loop. No path may leave the members and come back
+(round_trips.py).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from mstpass.graph.sizes import is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import SUM, CannotTake, Refusal, Sum
 from mstpass.regions.attention_seeds import Seed
+from mstpass.regions.round_trips import Paths
 
 Held = HeadDim | Sum
 ANOTHER = "already belongs to another region"
@@ -47,18 +48,19 @@ ROUND_TRIP = "is computed from all heads, and the heads need it again"
 
 
 class RoundTrip(CannotTake):
-    """A path leaves the region and comes back; ``sources`` are the members at which it begins."""
+    """A path leaves the region and comes back; without the members in ``cut`` it does not."""
 
-    def __init__(self, node: fx.Node, reason: str, sources: Set[fx.Node]):
+    def __init__(self, node: fx.Node, reason: str, cut: Set[fx.Node]):
         super().__init__(node, reason)
-        self.sources = sources
+        self.cut = cut
 
 
 def grow(joint: JointGraph, seed: Seed, num_heads: int, taken: Set[fx.Node]) -> HeadGrowth:
     """The region around a seed, in which ``num_heads`` heads are told apart.
 
-    Where a path leaves the region and comes back, the members at which it begins are left out, so
-    that the region begins after the path: after a norm over all heads, for example.
+    Where a path leaves the region and comes back, the members on its one side are left out: the
+    region begins after a norm over all heads, and ends before the attention of another layer that
+    adds the same bias to its scores.
 
     Raises:
         CannotTake: there is no such region.
@@ -69,9 +71,9 @@ def grow(joint: JointGraph, seed: Seed, num_heads: int, taken: Set[fx.Node]) -> 
         try:
             growth.grow(seed.node, HeadDim(seed.held.dim, seed.num_heads // num_heads))
         except RoundTrip as trip:
-            if seed.node in trip.sources or left_out.keys() & trip.sources:
+            if seed.node in trip.cut:
                 raise
-            left_out.update(dict.fromkeys(trip.sources, trip.reason))
+            left_out.update(dict.fromkeys(trip.cut, trip.reason))
         else:
             return growth
 
@@ -109,6 +111,7 @@ class HeadGrowth:
             RoundTrip: see ``_check_round_trips``.
             CannotTake: a member's heads do not come apart.
         """
+        self.seed = seed
         self._put(seed, held)
         while self._queue:
             node = self._queue.popleft()
@@ -252,14 +255,39 @@ class HeadGrowth:
         """
         index = self.joint.index
         for backward in (False, True):
-            part = {n for n in self.held if (n in self.joint.backward) == backward}
-            outside: dict[fx.Node, fx.Node] = {}  # what depends on the part: the first on its path
+            part = {
+                node
+                for node in self.held
+                if (node in self.joint.backward) == backward and not ops.is_constant(node)
+            }  # a loop makes its own constants
             places = [index[node] for node in part] or [0]
-            for node in self.joint.nodes[min(places) : max(places) + 1]:
-                before = [outside[n] for n in node.all_input_nodes if n in outside]
-                if node in part and before:
-                    first = before[0]
-                    sources = {n for n in first.all_input_nodes if n in part}
-                    raise RoundTrip(first, self.barriers.get(first, ROUND_TRIP), sources)
-                if node not in part and (before or any(n in part for n in node.all_input_nodes)):
-                    outside[node] = before[0] if before else node
+            paths = Paths(part, self.joint.nodes[min(places) : max(places) + 1])
+            trip = paths.first_round_trip()
+            if trip is not None:
+                core = self._core_of_backward(paths) if backward else {self.seed}
+                cut = paths.around(core) or {n for n in trip.all_input_nodes if n in part}
+                raise RoundTrip(trip, self.barriers.get(trip, ROUND_TRIP), cut)
+
+    def _core_of_backward(self, paths: Paths) -> set[fx.Node]:
+        """The members computed from the seed's, up to the first path that leaves."""
+        of_seed = self._computed_with(self.seed)
+        core: set[fx.Node] = set()
+        for node in paths.nodes:
+            if node in paths.part and not (core | of_seed).isdisjoint(node.all_input_nodes):
+                core.add(node)
+        return core - paths.after(core)
+
+    def _computed_with(self, seed: fx.Node) -> set[fx.Node]:
+        """The members of the forward from which the seed is computed, and what these lead to.
+
+        The transposed weights of another layer are not among them.
+        """
+        forward = [n for n in self.joint.sorted(self.held) if n not in self.joint.backward]
+        found = {seed}
+        for node in reversed(forward):
+            if not found.isdisjoint(node.users) and not ops.is_constant(node):
+                found.add(node)
+        for node in forward:
+            if not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return found
