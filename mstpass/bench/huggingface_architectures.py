@@ -15,7 +15,14 @@ TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 def architectures(scale: Scale) -> dict[str, Architecture]:
     """All of them by name, in the order of the documentation's table."""
-    return {**_decoders(scale), **_experts(scale), **_encoders(scale), **_encoder_decoders(scale)}
+    return {
+        **_like_llama(scale),
+        **_like_gpt(scale),
+        **_other_decoders(scale),
+        **_experts(scale),
+        **_encoders(scale),
+        **_encoder_decoders(scale),
+    }
 
 
 def _common(scale: Scale) -> Sizes:
@@ -64,13 +71,11 @@ def _gpt2(scale: Scale, model: str, config: str, **extra: Any) -> Architecture:
     return Architecture(model, config, sizes, scale, loss_type=loss_type)
 
 
-def _decoders(scale: Scale) -> dict[str, Architecture]:
+def _like_llama(scale: Scale) -> dict[str, Architecture]:
     def causal(name: str, **extra: Any) -> Architecture:
         return _causal(scale, name, **extra)
 
     head: Sizes = {"head_dim": scale.head_width}
-    turned: Sizes = {"rotary_dim": min(64, scale.head_width)}
-    mlp = 4 * scale.width
     return {
         "llama": causal("Llama"),
         "llama-tied": causal("Llama", tie_word_embeddings=True),
@@ -86,7 +91,7 @@ def _decoders(scale: Scale) -> dict[str, Architecture]:
         "olmo2": causal("Olmo2"),
         "smollm3": causal("SmolLM3"),
         "stablelm": causal("StableLm", num_key_value_heads=scale.heads),
-        "starcoder2": causal("Starcoder2", intermediate_size=mlp),
+        "starcoder2": causal("Starcoder2", intermediate_size=4 * scale.width),
         "cohere": causal("Cohere"),
         "granite": causal("Granite"),
         "nemotron": causal("Nemotron"),
@@ -94,7 +99,15 @@ def _decoders(scale: Scale) -> dict[str, Architecture]:
         "glm": causal("Glm", **head),
         "ernie4_5": causal("Ernie4_5", **head),
         "falcon": causal("Falcon", intermediate_size=None, num_key_value_heads=None),
-        "opt": causal(
+    }
+
+
+def _like_gpt(scale: Scale) -> dict[str, Architecture]:
+    turned: Sizes = {"rotary_dim": min(64, scale.head_width)}
+    mlp = 4 * scale.width
+    return {
+        "opt": _causal(
+            scale,
             "OPT",
             intermediate_size=None,
             num_key_value_heads=None,
@@ -102,7 +115,8 @@ def _decoders(scale: Scale) -> dict[str, Architecture]:
             word_embed_proj_dim=scale.width,
         ),
         "gpt2": _gpt2(scale, "GPT2LMHeadModel", "GPT2Config", loss_type="ForCausalLM"),
-        "gpt-neo": causal(
+        "gpt-neo": _causal(
+            scale,
             "GPTNeo",
             alike=False,
             num_attention_heads=None,
@@ -114,9 +128,14 @@ def _decoders(scale: Scale) -> dict[str, Architecture]:
             window_size=32,
             intermediate_size=mlp,
         ),
-        "gpt-neox": causal("GPTNeoX", num_key_value_heads=None, intermediate_size=mlp),
+        "gpt-neox": _causal(scale, "GPTNeoX", num_key_value_heads=None, intermediate_size=mlp),
         "gpt-j": _gpt2(scale, "GPTJForCausalLM", "GPTJConfig", **turned),
         "codegen": _gpt2(scale, "CodeGenForCausalLM", "CodeGenConfig", **turned),
+    }
+
+
+def _other_decoders(scale: Scale) -> dict[str, Architecture]:
+    return {
         "bloom": Architecture(
             "BloomForCausalLM",
             "BloomConfig",
