@@ -277,3 +277,25 @@ def test_a_sunk_slice_stays_where_it_is() -> None:
     mlp = Layer(variant=13, ops=("token_softmax",), act="sigmoid", width=24)
     case = Case((mlp,), shift="first", loss="sine_sum", batch=7, dynamic="batch", head="by_hand")
     held(dataclasses.replace(case, features=12, vocabulary=600, chunk_tokens=3))
+
+
+def test_a_value_whose_recorded_type_is_not_that_of_its_op() -> None:
+    """Inductor's joint passes leave one behind a softmax in bfloat16; nothing is reconstructed."""
+    convolution = Layer(
+        kind="convolution", variant=9, norm="layer", residual="parallel", act="leaky_relu"
+    )
+    held(
+        Case(
+            (Layer(norm="unit", act="relu"), convolution),
+            head="norm_after",
+            logit_ops=("detached_max", "scale"),
+            loss="focal",
+            batch=3,
+            length=8,
+            features=8,
+            vocabulary=50,
+            dtype="bfloat16",
+            dynamic="batch",
+            solver="knapsack",
+        )
+    )

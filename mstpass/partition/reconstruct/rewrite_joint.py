@@ -39,8 +39,9 @@ def rewrite(
         encodings: the encoding of each saved value that crosses in fewer bytes, by name.
 
     Raises:
-        CannotWrite: a symbolic size that no node of the graph holds, or an operand that would have
-            another layout than a loop's body expects.
+        CannotWrite: a symbolic size that no node of the graph holds, an operand that would have
+            another layout than a loop's body expects, or a value whose recorded type is not that
+            of its op.
     """
     writing = _Rewriting(joint, dict(decision.steps), encodings)
     try:
@@ -156,6 +157,10 @@ class _Rewriting:
         old, new = value_of(node), value_of(self.in_backward[node])
         if old is None or new is None:
             return
+        if self.steps[node] is None and old.dtype != new.dtype:  # torch's passes leave such nodes
+            raise CannotWrite(
+                f"{node.name} is recorded as {old.dtype}, but its op gives {new.dtype}"
+            )
         assert old.dtype == new.dtype and same_shape(old.shape, new.shape), (
             f"{node.name}: {new.dtype} {tuple(new.shape)} for {old.dtype} {tuple(old.shape)}"
         )
