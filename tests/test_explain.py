@@ -332,6 +332,16 @@ def test_a_model_without_a_step() -> None:
         mstpass.explain(refused.fine, options={"chunk_tokenz": 3})
 
 
+def test_an_error_that_only_dynamo_may_raise() -> None:
+    """Such as that of a decorator it does not follow: eager mode runs, torch.compile goes on."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return x.sum() * len({}["missing"])
+
+    with pytest.raises(ExplainError, match=r"KeyError.*without torch.compile.*explain_all"):
+        mstpass.explain(loss, torch.randn(8, requires_grad=True))
+
+
 def test_the_regions_of_a_budget_reach_it() -> None:
     report = mstpass.explain(
         refused.fine, refused.hidden, refused.labels, options={"memory_budget": "9MiB"}

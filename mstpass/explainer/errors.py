@@ -68,6 +68,9 @@ _GRAPH_BREAK = (
 )
 
 
+_RAISED = f"where the function runs without torch.compile, {_GRAPH_BREAK}"
+
+
 class ExplainError(UserError):
     """The step cannot be explained; the message says where, why and what to change."""
 
@@ -101,8 +104,8 @@ def _what_and_advice(error: Exception, text: str) -> tuple[str, str]:
     if raised and "Observed exception" in what:
         what = raised.partition("raised exception")[2].strip()
     advice = _advice_for(text)
-    if isinstance(error, Unsupported) and not (advice or raised):
-        advice = _GRAPH_BREAK
+    if isinstance(error, Unsupported) and not advice:
+        advice = _RAISED if raised else _GRAPH_BREAK
     if not isinstance(error, TorchDynamoException | OptimizerSteps):
         what = f"{type(error).__name__}: {what.partition(_ABOUT_BUILDS)[0]}"
     return what, advice
