@@ -161,6 +161,8 @@ CASES = [
     case(aten.sort.stable, lambda: (x(),), (0,), (2,), (0, 2), stable=True, dim=1),
     case(aten.flip.default, lambda: (x(), [1]), (0,), (2,), (0, 2)),
     case(prims.rev.default, lambda: (x(), [1]), (0,), (2,), (0, 2)),
+    case(aten.repeat.default, lambda: (x(), [1, 1, 2]), *ROWS),
+    case(aten.repeat.default, lambda: (x(), [2, 1, 3, 1]), (1,), (3,), (1, 3)),
     case(aten.roll.default, lambda: (x(), [1], [2]), *ROWS),
     case(aten.roll.default, lambda: (x(), [1])),
     case(aten.tril.default, lambda: (x(),), (0,)),

@@ -187,6 +187,9 @@ def _along_dims() -> dict[Any, Op]:
             (aten.tril.default, aten.triu.default), along(linear_view, along_dims.last_two)
         ),
         aten.constant_pad_nd.default: along(linearity.linear_pad, along_dims.padded),
+        aten.repeat.default: Op(
+            "index", along_dims.repeat_forward, along_dims.repeat_backward, linear_view
+        ),
         aten.native_layer_norm.default: norm,
     }
 

@@ -67,18 +67,22 @@ def reduce_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
 
 
 # ---- the dims stay: softmax, sort, slice, cat, gather, flip, triu, padding ----------------------
+def _works_along_tokens(node: fx.Node) -> Refusal:
+    return Refusal(f"{node.target} works along a token dim")
+
+
 def along(worked_dims: WorkedDims) -> tuple[ForwardRule, BackwardRule]:
     """Both rules of an op that works along ``worked_dims``; operands and result have equal rank."""
 
     def forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
         if set(worked_dims(node, len(shape_of(node)))) & set(spec):
-            return Refusal(f"{node.target} works along a token dim")
+            return _works_along_tokens(node)
         return spec
 
     def backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
         out = shape_of(node)
         if set(worked_dims(node, len(out))) & set(spec):
-            return Refusal(f"{node.target} works along a token dim")
+            return _works_along_tokens(node)
         needs: OperandSpecs = {}
         for operand in tensor_inputs(node):
             source = shape_of(operand)
@@ -88,6 +92,28 @@ def along(worked_dims: WorkedDims) -> tuple[ForwardRule, BackwardRule]:
         return needs
 
     return forward, backward
+
+
+def repeat_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
+    """``aten.repeat``: new dims come first, and some dims hold their elements several times."""
+    new = len(shape_of(node)) - len(shape_of(operand))
+    result = tuple(d + new for d in spec)
+    return _works_along_tokens(node) if set(result) & _repeated(node) else result
+
+
+def repeat_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+    operand = node.all_input_nodes[0]
+    new = len(shape_of(node)) - len(shape_of(operand))
+    if set(spec) & _repeated(node):
+        return _works_along_tokens(node)
+    return {operand: tuple(d - new for d in spec)}
+
+
+def _repeated(node: fx.Node) -> set[int]:
+    """The dims of the result that are new, or that hold their elements more than once."""
+    counts, source = argument(node, "repeats"), shape_of(node.all_input_nodes[0])
+    new = len(counts) - len(source)
+    return {d for d, count in enumerate(counts) if d < new or count != 1}
 
 
 def dim_argument(node: fx.Node, rank: int) -> list[int]:
