@@ -260,6 +260,29 @@ def test_layers_that_share_a_bias_are_a_loop_each() -> None:
         assert _kinds(joint, plan.loops[0]) == (0, 1)
 
 
+def test_scores_that_are_added_to_a_bias_by_their_product() -> None:
+    """``baddbmm``, with a slope of positions for each head, as in BLOOM."""
+    torch.manual_seed(0)
+    layer = Layer(Form()).double()
+    x = torch.randn(*TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    batch, length = TOKENS
+    slopes = torch.rand(HEADS, 1, 1, dtype=torch.float64) * torch.arange(length)
+
+    def step(x: Tensor) -> Tensor:
+        q, k, v = (
+            p(x).view(*TOKENS, HEADS, -1).transpose(1, 2).reshape(batch * HEADS, length, -1)
+            for p in projections(layer)
+        )
+        scores = torch.baddbmm(slopes.repeat(batch, 1, 1), q, k.transpose(1, 2), alpha=0.25)
+        heads = (scores.softmax(-1) @ v).view(batch, HEADS, length, -1)
+        return merged(layer, heads).square().mean()
+
+    joint = JointGraph(*joint_graph(step, x))
+    (region,), rejections = detect_attention(joint)
+    assert not rejections and region.num_tokens == HEADS
+    check_loops(joint, region)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 def test_dropout_in_attention_is_refused_by_name() -> None:
     joint = traced(LLAMA)

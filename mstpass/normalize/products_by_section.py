@@ -31,6 +31,7 @@ from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.token_rules.arguments import shape_of
+from mstpass.graph.token_rules.matmul import BATCHED
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -113,7 +114,7 @@ def _reaches_attention(item: fx.Node) -> bool:
     stack, seen = [item], {item}
     while stack:
         for user in stack.pop().users:
-            if is_attention(user) or user.target is aten.bmm.default:
+            if is_attention(user) or user.target in BATCHED:
                 return True
             if user not in seen and not ops.is_matmul(user) and user.op == "call_function":
                 seen.add(user)

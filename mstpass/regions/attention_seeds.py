@@ -18,6 +18,7 @@ from mstpass.graph import ops
 from mstpass.graph.heads import HeadDim, is_attention
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
 from mstpass.graph.op_table import Op
+from mstpass.graph.token_rules.matmul import BATCHED
 
 aten = torch.ops.aten
 
@@ -55,7 +56,7 @@ def _reads_scores(product: fx.Node) -> bool:
     exponential = False
     while stack:
         node = stack.pop()
-        if node.target is aten.bmm.default:
+        if node.target in BATCHED:
             return exponential
         exponential |= node.target in (aten.exp.default, aten._softmax.default)
         if _works_row_by_row(node):

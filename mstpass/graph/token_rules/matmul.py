@@ -19,8 +19,9 @@ from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, broadcast_sourc
 aten = torch.ops.aten
 
 BIASED = frozenset({aten.addmm.default, aten.baddbmm.default})
+BATCHED = frozenset({aten.bmm.default, aten.baddbmm.default})
 SCALED = frozenset({aten._scaled_mm.default})  # its rules: scaled_matmul.py
-MATMULS = BIASED | SCALED | GROUPED | {aten.mm.default, aten.bmm.default}
+MATMULS = BIASED | BATCHED | SCALED | GROUPED | {aten.mm.default}
 
 
 def bias_and_factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
