@@ -332,8 +332,8 @@ def test_a_model_without_a_step() -> None:
         mstpass.explain(refused.fine, options={"chunk_tokenz": 3})
 
 
-def test_an_error_that_only_dynamo_may_raise() -> None:
-    """Such as that of a decorator it does not follow: eager mode runs, torch.compile goes on."""
+def test_an_error_that_is_raised_while_tracing() -> None:
+    """Eager mode may run where Dynamo finds an error; torch.compile breaks the graph there."""
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return x.sum() * len({}["missing"])

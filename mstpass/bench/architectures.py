@@ -19,6 +19,7 @@ from mstpass.bench.arguments import Arguments
 from mstpass.bench.command import Command, Progress
 from mstpass.bench.comparison import (
     Comparison,
+    Contender,
     Row,
     eager,
     error_text,
@@ -79,8 +80,8 @@ def run(arguments: Arguments) -> Result:
     if unknown:
         raise UserError(f"--model {unknown[0]!r} is unknown; choose from: {', '.join(known)}")
     names = [name for name in known if not arguments.model or name in arguments.model]
-    rows = {} if arguments.markdown is None else _rows_before(arguments.markdown, known)
     result = Result(NAME, f"A step of Hugging Face's architectures: {scale}")
+    rows = _rows_before(arguments.markdown, result.title, known)
     result.notes += _NOTES
     with Progress(NAME, 4 * len(names) * (2 + arguments.repeats)) as advance:
         for name in names:
@@ -111,10 +112,14 @@ def _measured(
         arguments.device,
         advance,
     )
-    comparison.add([eager(), inductor(), mst(), mst(LEAST, memory_budget=0.0)])
+    comparison.add(_contenders())
     comparison.time(arguments.repeats)
     comparison.measure_peaks()
     return comparison.rows, mstpass.reports()[before:]
+
+
+def _contenders() -> list[Contender]:
+    return [eager(), inductor(), mst(), mst(LEAST, memory_budget=0.0)]
 
 
 def _loss_fn(
@@ -167,13 +172,17 @@ def _without_numbers(reason: str) -> str:
     return re.sub(r"_\d+\b", "", reason)
 
 
-def _rows_before(path: Path, known: dict[str, Architecture]) -> dict[str, tuple[str, ...]]:
-    """The rows that an earlier call has written into the file."""
-    if not path.exists():
+def _rows_before(
+    path: Path | None, title: str, known: dict[str, Architecture]
+) -> dict[str, tuple[str, ...]]:
+    """The rows that an earlier call with the same sizes has written into the file."""
+    text = path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
+    if title not in text:
         return {}
     rows = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        cells = tuple(cell.strip() for cell in line.strip("|").split(" | "))
+    for line in text.splitlines():
+        columns = line.strip("|").split(" | ")
+        cells = tuple(cell.strip().replace("\\|", "|") for cell in columns)
         if line.startswith("| ") and cells[0] in known and len(cells) == len(COLUMNS):
             rows[cells[0]] = cells
     return rows

@@ -84,7 +84,6 @@ class Architecture:
         alike: whether all its layers are alike, so that one shows what is taken of each.
         float64: whether torch has all its ops in float64.
         loss_type: of transformers, where the name of the class does not tell.
-        call: further arguments of a call.
     """
 
     model: str
@@ -96,7 +95,6 @@ class Architecture:
     alike: bool = True
     float64: bool = True
     loss_type: str | None = None
-    call: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def build(self, dropout: float = 0.0, layers: int | None = None) -> nn.Module:
         """The model in training mode; ``layers``: as many as this instead of the scale's."""
@@ -131,7 +129,7 @@ class Architecture:
         return {"input_ids": ids, "labels": labels}
 
     def loss_of(self, model: nn.Module) -> Callable[..., torch.Tensor]:
-        return lambda **batch: model(**batch, **self.call).loss
+        return lambda **batch: model(**batch).loss
 
 
 def _set_dropout(config: Any, p: float) -> None:

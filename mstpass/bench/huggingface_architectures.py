@@ -41,7 +41,6 @@ def _causal(
     scale: Scale,
     name: str,
     *,
-    model: str = "",
     config: str = "",
     alike: bool = True,
     **extra: Any,
@@ -50,14 +49,15 @@ def _causal(
     pairs = scale.heads // 2
     sizes = {**_common(scale), "num_key_value_heads": pairs, "use_cache": False, **extra}
     sizes = {k: v for k, v in sizes.items() if v is not None}
-    names = (model or f"{name}ForCausalLM", config or f"{name}Config")
+    names = (f"{name}ForCausalLM", config or f"{name}Config")
     experts = any("expert" in key for key in sizes)
     return Architecture(*names, sizes, scale, alike=alike, float64=not experts)
 
 
-def _gpt2(scale: Scale, model: str, config: str, **extra: Any) -> Architecture:
-    """GPT-2's names for sizes. No model of these gets its loss from the name of its class."""
-    loss_type = extra.pop("loss_type", None)
+def _gpt2(
+    scale: Scale, model: str, config: str, loss_type: str | None = None, **extra: Any
+) -> Architecture:
+    """GPT-2's names for sizes; ``extra`` adds to them."""
     sizes = {
         "n_embd": scale.width,
         "n_layer": scale.layers,

@@ -111,7 +111,6 @@ class HeadGrowth:
             RoundTrip: see ``_check_round_trips``.
             CannotTake: a member's heads do not come apart.
         """
-        self.seed = seed
         self._put(seed, held)
         while self._queue:
             node = self._queue.popleft()
@@ -119,7 +118,7 @@ class HeadGrowth:
             self._push_users(node)
         self._add_sums()
         self._check_members()
-        self._check_round_trips()
+        self._check_round_trips(seed)
 
     def operand_heads(self, node: fx.Node) -> OperandSpecs:
         """Where a member's operands hold their heads; those of a sum of sums are left out.
@@ -247,7 +246,7 @@ class HeadGrowth:
                 if held != needed and (isinstance(held, HeadDim) or (held == SUM and in_loop)):
                     raise CannotTake(node, f"every head needs all of {operand.name}")
 
-    def _check_round_trips(self) -> None:
+    def _check_round_trips(self, seed: fx.Node) -> None:
         """Check that no loop needs what is computed from its own results.
 
         Raises:
@@ -264,13 +263,13 @@ class HeadGrowth:
             paths = Paths(part, self.joint.nodes[min(places) : max(places) + 1])
             trip = paths.first_round_trip()
             if trip is not None:
-                core = self._core_of_backward(paths) if backward else {self.seed}
-                cut = paths.around(core) or {n for n in trip.all_input_nodes if n in part}
+                core = self._core_of_backward(seed, paths) if backward else {seed}
+                cut = paths.to_leave_out(core) or {n for n in trip.all_input_nodes if n in part}
                 raise RoundTrip(trip, self.barriers.get(trip, ROUND_TRIP), cut)
 
-    def _core_of_backward(self, paths: Paths) -> set[fx.Node]:
-        """The members computed from the seed's, up to the first path that leaves."""
-        of_seed = self._computed_with(self.seed)
+    def _core_of_backward(self, seed: fx.Node, paths: Paths) -> set[fx.Node]:
+        """The backward's members computed from the seed's, up to the first path that leaves."""
+        of_seed = self._computed_with(seed)
         core: set[fx.Node] = set()
         for node in paths.nodes:
             if node in paths.part and not (core | of_seed).isdisjoint(node.all_input_nodes):

@@ -45,11 +45,11 @@ class Paths:
         """The members to which a path leads from the core by way of a node outside."""
         return self._by_way_of_others(core, self.nodes, lambda node: node.all_input_nodes)
 
-    def around(self, core: Collection[fx.Node]) -> set[fx.Node]:
-        """The members that must go for the core to stay.
+    def to_leave_out(self, core: Collection[fx.Node]) -> set[fx.Node]:
+        """The members without which no path from the core, or to it, leaves and comes back.
 
-        These are all before it and after it by way of nodes outside, what is computed from the
-        former alone, and what the latter share with the core's operands.
+        These are all before and after the core by way of nodes outside, what is computed from the
+        former alone, and the operands of the latter that are not computed from the core.
         """
         before = self._by_way_of_others(core, self.nodes[::-1], lambda node: node.users)
         after = self.after(core)
