@@ -49,7 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--all"):
         os.environ[checks.KERNELS] = "1"
     else:  # the random examples of a property are the same in every run
-        hypothesis.settings.register_profile("same examples", derandomize=True)
+        slow = [hypothesis.HealthCheck.too_slow]  # to make examples, on a busy machine
+        hypothesis.settings.register_profile(
+            "same examples", derandomize=True, suppress_health_check=slow
+        )
         hypothesis.settings.load_profile("same examples")
     if hasattr(config, "workerinput"):  # a worker has the environment of the process that began
         return
