@@ -51,6 +51,8 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
         path = tmp_path / "report.html"
         report.to_html(path)
         browser.get(path.as_uri())
+        drawn = "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
+        browser.execute_async_script(drawn)  # once more, by the observers of sizes
         return browser
 
     yield open_
@@ -66,6 +68,12 @@ def text(page: Any, selector: str) -> str:
     return str(page.find_element("css selector", selector).text)
 
 
+def texts(page: Any, selector: str) -> list[str]:
+    """What all elements say, read at once: the page may draw them anew between two questions."""
+    script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.innerText.trim())"
+    return [str(text) for text in page.execute_script(script, selector)]
+
+
 def ends(page: Any, plot: Any, selector: str) -> list[tuple[float, float]]:
     """Where the boxes of a plot begin and end, in pixels."""
     script = (
@@ -76,14 +84,20 @@ def ends(page: Any, plot: Any, selector: str) -> list[tuple[float, float]]:
 
 
 def titles(page: Any) -> list[str]:
-    # At once: the page may draw its rows anew between two questions.
-    script = "return [...document.querySelectorAll('.row.module .title')].map(e => e.innerText)"
-    return [str(title) for title in page.execute_script(script)]
+    return texts(page, ".row.module .title")
 
 
-def row(page: Any, title: str) -> Any:
-    titles = page.find_elements("css selector", ".row.module .title")
-    return next(element for element in titles if element.text == title)
+def press_row(page: Any, title: str) -> None:
+    """Clicks on a module; again where the page drew its rows anew between the two."""
+    from selenium.common.exceptions import StaleElementReferenceException
+
+    def press(page: Any) -> bool:
+        found = page.find_elements("css selector", ".row.module .title")
+        next(element for element in found if element.text == title).click()
+        return True
+
+    wait = webdriver().support.wait.WebDriverWait
+    wait(page, 20, 0.05, [StaleElementReferenceException]).until(press)
 
 
 def facts(page: Any) -> list[tuple[str, str]]:
@@ -94,6 +108,7 @@ def facts(page: Any) -> list[tuple[str, str]]:
 
 def webdriver() -> Any:
     import selenium.webdriver
+    import selenium.webdriver.support.wait
 
     return selenium.webdriver
 

@@ -24,9 +24,10 @@ from tests.html_page import (
     Open,
     facts,
     key,
+    press_row,
     resize,
-    row,
     text,
+    texts,
     titles,
     webdriver,
 )
@@ -84,23 +85,21 @@ def test_folds_by_module_and_layer(open_page: Open) -> None:
     page = open_page(llama_report(3))
     folded = ["inputs of the step", "embed", "layers", "layers.0", "layers.1", "layers.2"]
     assert titles(page) == folded
-    row(page, "layers.1").click()
+    press_row(page, "layers.1")
     inside = ["attention_norm", "attention", "mlp_norm", "mlp"]
     assert titles(page)[5:9] == inside
-    row(page, "attention_norm").click()
-    ops = [cell.text for cell in page.find_elements("css selector", ".cell.node.forward .op")]
+    press_row(page, "attention_norm")
+    ops = texts(page, ".cell.node.forward .op")
     assert ops[:6] == ["pow", "mean", "add", "rsqrt", "mul", "mul"]
-    row(page, "layers.1").click()
+    press_row(page, "layers.1")
     assert titles(page) == folded
 
 
 def test_what_crosses_is_as_wide_as_its_bytes(open_page: Open) -> None:
     report = llama_report(3)
     page = open_page(report)
-    titles = [
-        element.get_attribute("textContent")
-        for element in page.find_elements("css selector", ".band.saved title")
-    ]
+    script = "return [...document.querySelectorAll('.band.saved title')].map((e) => e.textContent)"
+    titles = page.execute_script(script)
     sizes = [float(size) for title in titles for size in re.findall(r"([\d.]+) MiB", title)]
     assert sum(sizes) * 2**20 == report.saved_bytes
     page.find_element("css selector", ".legend input").click()
@@ -133,8 +132,7 @@ def test_search_opens_what_it_finds(open_page: Open) -> None:
     search.send_keys(key("ARROW_DOWN"))
     search.send_keys(key("ENTER"))
     assert ("name", wanted) in facts(page)
-    [selected] = page.find_elements("css selector", ".cell.node.selected .name")
-    assert selected.text == wanted
+    assert texts(page, ".cell.node.selected .name") == [wanted]
 
 
 def test_the_timeline_lists_what_is_alive(open_page: Open) -> None:
@@ -148,13 +146,11 @@ def test_the_timeline_lists_what_is_alive(open_page: Open) -> None:
     assert "the peak" in plot.get_attribute("aria-valuetext")
     plot.send_keys(key("ARROW_RIGHT"))
     alive = after.alive_at(peak + 1)
-    names = [e.text for e in page.find_elements("css selector", ".live td.wide button")]
+    names = texts(page, ".live td.wide button")
     assert names == [life.node for life in alive][: len(names)]
     assert len(names) == min(len(alive), 30)
     plot.send_keys(key("HOME"))
-    assert [e.text for e in page.find_elements("css selector", ".live td:nth-child(4)")] == [
-        "embed"
-    ]
+    assert texts(page, ".live td:nth-child(4)") == ["embed"]
     page.find_element("css selector", ".memory .key.before").click()
     assert plot.get_attribute("aria-valuenow") == "0"
     chains = webdriver().ActionChains(page)
@@ -174,8 +170,7 @@ def test_tables_sort_and_copy(open_page: Open) -> None:
     head.find_element("tag name", "button").click()
     head.find_element("tag name", "button").click()
     assert head.get_attribute("aria-sort") == "ascending"
-    shown = [cell.text for cell in page.find_elements("css selector", "#saved td.number")]
-    assert shown == [f"{size / 2**20:.1f} MiB" for size in sorted(sizes)]
+    assert texts(page, "#saved td.number") == [f"{size / 2**20:.1f} MiB" for size in sorted(sizes)]
     page.find_element("css selector", "[aria-label='Copy the table: Saved for backward']").click()
     text = page.execute_async_script("navigator.clipboard.readText().then(arguments[0])")
     lines = [line.split("\t") for line in text.split("\n")]

@@ -12,6 +12,7 @@ from tests.html_page import (
     facts,
     key,
     text,
+    texts,
 )
 from tests.synthetic_reports import llama_report, report_with_copies
 
@@ -55,7 +56,7 @@ def test_values_on_the_host_count_apart(open_page: Open) -> None:
     page = open_page(report)
     (card,) = (c for c in page.find_elements("css selector", ".card") if "Saved" in c.text)
     assert "48.0 MiB" in card.text and "on the host 2 more, 4.0 MiB" in card.text
-    waits = [cell.text for cell in page.find_elements("css selector", "#saved td:nth-child(3)")]
+    waits = texts(page, "#saved td:nth-child(3)")
     assert Counter(waits) == {"on the device": 12, "on the host": 2}
     assert len(page.find_elements("css selector", "#copies tbody tr")) == 4
 
