@@ -126,6 +126,19 @@ def test_the_command_keeps_results_and_goes_on(
     assert sorted(Campaign(FAST, 20, tmp_path).known()) == [0, 1]
 
 
+def test_what_is_known_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = 0
+
+    def known(_: Campaign) -> dict[int, dict[str, Any]]:
+        nonlocal reads
+        reads += 1
+        return {number: {} for number in range(50)}
+
+    monkeypatch.setattr(Campaign, "known", known)
+    Campaign(FAST, 0, tmp_path).run(range(50), jobs=1, done=lambda result: pytest.fail(str(result)))
+    assert reads == 1
+
+
 def test_a_case_that_hangs_fails_and_the_next_one_runs(tmp_path: Path) -> None:
     results: list[dict[str, Any]] = []
     Campaign(FAST, 0, tmp_path, case_s=0.01).run(range(2), jobs=1, done=results.append)

@@ -60,7 +60,8 @@ class Campaign:
 
     def run(self, numbers: Iterable[int], jobs: int, done: Callable[[Result], None]) -> None:
         """Run the cases that have no result yet; ``done`` gets each result, one at a time."""
-        left = _Shared(number for number in numbers if number not in self.known())
+        known = self.known()
+        left = _Shared(number for number in numbers if number not in known)
         lock = threading.Lock()
         self.folder.mkdir(parents=True, exist_ok=True)
         left_open = self.results_file.exists() and not self.results_file.read_bytes().endswith(
