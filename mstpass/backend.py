@@ -62,7 +62,7 @@ from mstpass.torch_internals.compiled_autograd import has_backward_hooks, traces
 from mstpass.torch_internals.compiler_collectives import least_of_ranks
 from mstpass.torch_internals.dynamo import RestartAnalysis
 from mstpass.torch_internals.plain_inductor import by_inductor_alone, options_of_mode
-from mstpass.torch_internals.scheduler_dependencies import KeepNames
+from mstpass.torch_internals.scheduler_mends import MendScheduler
 from mstpass.torch_internals.settings import (
     backward_compiled_at_once,
     inductor_setting,
@@ -283,13 +283,13 @@ def _compiled(
 ) -> Any:
     """Compile with our hooks. Then the partitioner has a report, unless a cache had the graph."""
     hold = partitioner.options.frees_memory_for_time
-    keeper = KeepNames(_users_hook(FUSION_HOOK, users))
+    mender = MendScheduler(_users_hook(FUSION_HOOK, users))
     reader = ReadSchedule(_users_hook(SCHEDULE_HOOK, users))
-    cached = all(hook.uuid() is not None for hook in (partitioner, keeper, reader))
+    cached = all(hook.uuid() is not None for hook in (partitioner, mender, reader))
     users_pass = _users_hook("post_grad_custom_post_pass", users)
     lowering = LowerLoops(users_pass, hold, partitioner, cached)
     hooks = {"custom_partitioner_fn": partitioner, "post_grad_custom_post_pass": lowering}
-    of_scheduler = {FUSION_HOOK: keeper, SCHEDULE_HOOK: reader}
+    of_scheduler = {FUSION_HOOK: mender, SCHEDULE_HOOK: reader}
     hooks |= {name: hook for name, hook in of_scheduler.items() if is_inductor_setting(name)}
     # Compile the backward now: if it failed at its first call, nothing could fall back any more.
     now = not has_backward_hooks(example_inputs)
@@ -301,7 +301,7 @@ def _compiled(
         except Exception as error:
             check_failure(error, partitioner, lowering)
             raise
-    check_calls(partitioner, lowering, keeper, reader, cache_counts().since(before))
+    check_calls(partitioner, lowering, mender, reader, cache_counts().since(before))
     if partitioner.report is not None and reader.peak_bytes is not None:
         partitioner.report = partitioner.report.with_outcome(scheduled_peak_bytes=reader.peak_bytes)
     return compiled

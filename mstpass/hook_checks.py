@@ -28,7 +28,7 @@ from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.torch_internals.caches import CacheCounts
 from mstpass.torch_internals.private_apis import LostLoopError, PrivateApis, TorchChangedError
-from mstpass.torch_internals.scheduler_dependencies import KeepNames
+from mstpass.torch_internals.scheduler_mends import MendScheduler
 from mstpass.torch_internals.versions import ADVICE
 
 _HOMES = "mstpass.torch_internals."
@@ -40,7 +40,7 @@ _off: list[TorchChangedError] = []  # why mstpass is off; empty while it is on
 def check_calls(
     partitioner: Partitioner,
     lowering: LowerLoops,
-    keeper: KeepNames,
+    mender: MendScheduler,
     reader: ReadSchedule,
     counts: CacheCounts,
 ) -> None:
@@ -59,7 +59,7 @@ def check_calls(
         raise TorchChangedError("post_grad_custom_post_pass is not called")
     if lowering.loops < partitioner.loops:
         raise LostLoopError(f"torch has compiled {lowering.loops} of {partitioner.loops} loops")
-    if lowering.loops and not keeper.graphs:
+    if lowering.loops and not mender.graphs:
         raise TorchChangedError(f"{FUSION_HOOK} is not called")
     if lowering.loops and not reader.graphs:
         if partitioner.options.strict:

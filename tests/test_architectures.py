@@ -39,6 +39,7 @@ CHUNK_TOKENS = 64
 # Numbers of chunked heads and MLPs, where they are not 1 and 2.
 REGIONS = {
     "deepseek-v3": (1, 3),
+    "llama4": (0, 4),  # the head runs in the loop of the last layer's experts
     "vit": (0, 2),
     "t5": (1, 4),
     "bart": (1, 4),

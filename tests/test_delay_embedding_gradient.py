@@ -107,3 +107,30 @@ def test_waiting_lowers_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -
     early, same = _peak(device)
     assert delayed < 0.85 * early, (delayed, early)
     torch.testing.assert_close(gradients, same)
+
+
+def _last_head(x: Tensor, weight: Tensor) -> Tensor:
+    """Keys of one head, the last: their gradient is added to zeros of the size of all heads."""
+    heads = (x @ weight).view(*x.shape[:-1], 6, -1)
+    keys = heads[:, :, torch.tensor([-1])].transpose(1, 2).cos()
+    queries = heads[:, :, :-1].transpose(1, 2)
+    return (queries @ keys.expand_as(queries).transpose(-1, -2)).softmax(-1).square().sum()
+
+
+@pytest.mark.slow
+def test_a_scatter_in_place_has_zeros_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor has a scatter write in place even where all its zeros are one element."""
+    delayed: list[fx.Node] = []
+
+    def delay(graph: fx.Graph) -> None:
+        delayed.extend(scatters_to_delay(graph))
+        delay_scatters(graph)
+
+    monkeypatch.setattr(inductor_hooks, "delay_scatters", delay)
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 256, 256), torch.randn(256, 6 * 64) / 64
+    weight.requires_grad_()
+    (found,) = torch.autograd.grad(compiled(_last_head, memory_budget=0.0)(x, weight), weight)
+    (expected,) = torch.autograd.grad(_last_head(x, weight), weight)
+    assert len(delayed) == 1
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)

@@ -1,6 +1,7 @@
 """`mstpass bench experts`: a layer of experts, forward and backward.
 
-The rows are sorted by expert, and the products of all experts run by one op, as in transformers.
+Either the rows are sorted by expert, and the products of all experts run by one op, as in
+transformers; or the products are a batch of matrices, one for each expert.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from mstpass.errors import require
 BUDGETS = ("free", 0.5, 0.0)
 PEAK_LIMIT, TIME_LIMIT = 0.35, 1.05
 _DESCRIPTION = """\
-Measure a layer of experts under Inductor and under mst at several budgets."""
+Measure layers of experts under Inductor and under mst at several budgets: with sorted rows, with a
+capacity for each expert, and with all tokens for every expert."""
 EXAMPLES = """  mstpass bench experts
   mstpass bench experts --quick
 """
@@ -56,37 +58,66 @@ class Experts(nn.Module):
         super().__init__()
         self.size = size
         self.router = nn.Linear(size.width, size.experts, bias=False)
-        shape = size.experts, 2 * size.hidden, size.width
+        shape = size.experts, size.width, 2 * size.hidden
         self.up = nn.Parameter(torch.randn(shape) / size.width**0.5)
-        shape = size.experts, size.width, size.hidden
+        shape = size.experts, size.hidden, size.width
         self.down = nn.Parameter(torch.randn(shape) / size.hidden**0.5)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Shape: (N, E)."""
+        return self.router(x).softmax(-1)
+
+
+class SortedRows(Experts):
+    """The rows of the best experts of each token, sorted by expert."""
 
     def forward(self, x: Tensor) -> Tensor:
         product, best = torch.ops.transformers.grouped_mm_fallback, self.size.best
-        weights, choice = self.router(x).softmax(-1).topk(best, dim=-1)
+        weights, choice = self.scores(x).topk(best, dim=-1)
         expert, order = choice.flatten().sort()
         ends = torch.histc(expert.float(), self.size.experts, 0, self.size.experts - 1)
         ends = ends.cumsum(0, dtype=torch.int32)
-        gate, up = product(x[order // best], self.up.transpose(1, 2), ends).chunk(2, -1)
-        down = product(F.silu(gate) * up, self.down.transpose(1, 2), ends)
+        gate, up = product(x[order // best], self.up, ends).chunk(2, -1)
+        down = product(F.silu(gate) * up, self.down, ends)
         down = down * weights.flatten()[order].unsqueeze(-1)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         return down[back].view(-1, best, x.shape[-1]).sum(1)
 
 
-def run(arguments: Arguments) -> Result:
-    require(("transformers",), "hf", "mstpass bench experts")
-    from transformers.integrations import moe  # it registers the op
+class BatchedExperts(Experts):
+    def products(self, rows: Tensor) -> Tensor:
+        """Shapes: rows (E, C, d), result (E, C, d)."""
+        gate, up = torch.bmm(rows, self.up).chunk(2, -1)
+        return torch.bmm(F.silu(gate) * up, self.down)
 
-    assert moe
+
+class Capacity(BatchedExperts):
+    """Every expert takes the tokens with the highest scores, as many as its capacity."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        capacity = len(x) * self.size.best // self.size.experts
+        weights, chosen = self.scores(x).t().topk(capacity, dim=-1)
+        found = self.products(x[chosen]) * weights[..., None]
+        return torch.zeros_like(x).index_add(0, chosen.flatten(), found.flatten(0, 1))
+
+
+class AllTokens(BatchedExperts):
+    """Every expert gets all tokens, scaled by their scores, as in Llama 4."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.repeat(self.size.experts, 1) * self.scores(x).t().reshape(-1, 1)
+        return self.products(rows.view(self.size.experts, *x.shape)).sum(0)
+
+
+def _run(layer: type[Experts], key: str, title: str, arguments: Arguments) -> Result:
     size = QUICK if arguments.quick else Size()
     torch.manual_seed(0)
-    model = Experts(size).to(arguments.device)
+    model = layer(size).to(arguments.device)
     x = torch.randn(size.length, size.width, device=arguments.device, requires_grad=True)
     ours = {budget: mst(f"mst, memory_budget={budget}", memory_budget=budget) for budget in BUDGETS}
     contenders = [eager(), inductor(), *ours.values()]
-    with Progress("experts", len(contenders) * (2 + arguments.repeats)) as advance:
+    with Progress(key, len(contenders) * (2 + arguments.repeats)) as advance:
         rows = compare(
             contenders,
             lambda: model(x).square().mean(),
@@ -96,7 +127,7 @@ def run(arguments: Arguments) -> Result:
             advance=advance,
         )
     base, least = rows[INDUCTOR], rows[ours[0.0].name]
-    result = Result("experts", f"A layer of experts: {size}")
+    result = Result(key, f"{title}: {size}")
     result.tables.append(peaks_and_times("steps", list(rows.values()), base))
     ratio = ratios(least, base)
     peak = tables.quotient(least.peak_bytes, base.peak_bytes)
@@ -109,4 +140,22 @@ def run(arguments: Arguments) -> Result:
     return result
 
 
-main = Command("experts", (run,), _DESCRIPTION, EXAMPLES)
+def run_sorted(arguments: Arguments) -> Result:
+    require(("transformers",), "hf", "mstpass bench experts")
+    from transformers.integrations import moe  # it registers the op
+
+    assert moe
+    return _run(SortedRows, "experts", "A layer of experts, sorted rows", arguments)
+
+
+def run_capacity(arguments: Arguments) -> Result:
+    title = "A layer of experts, each with a capacity of N * top / experts rows"
+    return _run(Capacity, "experts-capacity", title, arguments)
+
+
+def run_all_tokens(arguments: Arguments) -> Result:
+    title = "A layer of experts, all tokens for each"
+    return _run(AllTokens, "experts-all-tokens", title, arguments)
+
+
+main = Command("experts", (run_sorted, run_capacity, run_all_tokens), _DESCRIPTION, EXAMPLES)

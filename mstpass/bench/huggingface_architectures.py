@@ -196,6 +196,15 @@ def _experts(scale: Scale) -> dict[str, Architecture]:
         "gpt-oss": _causal(
             scale, "GptOss", num_local_experts=scale.experts, num_experts_per_tok=2, **head
         ),
+        "llama4": _causal(
+            scale,
+            "Llama4",
+            config="Llama4TextConfig",
+            num_local_experts=scale.experts,
+            num_experts_per_tok=2,
+            intermediate_size_mlp=scale.mlp_width,
+            **head,
+        ),
         "deepseek-v3": _causal(
             scale,
             "DeepseekV3",

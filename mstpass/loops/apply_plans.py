@@ -24,13 +24,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
+from mstpass.graph import ops
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
 from mstpass.graph.chunk_form import VIEWS_BY_SHAPE
 from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.sizes import generic_shape, generic_stride
 from mstpass.graph.tokens import CannotTake
-from mstpass.loops.operand_layout import is_viewable
 from mstpass.loops.write_loop import LoopWriter
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import UNFINISHED, loop_name, unfinished
@@ -107,6 +108,7 @@ class _GraphWriter:
         self.env: dict[fx.Node, fx.Node] = {}  # new nodes by the old ones that they stand for
         self.results: dict[fx.Node, fx.Node] = {}  # the same for what loops return, unfinished
         self.written: set[int] = set()  # loops, by id
+        self.permuted: set[fx.Node] = set()  # new nodes whose dims lie in memory in another order
         self.plan_of = {id(loop): plan for plan in plans for loop in plan.loops}
         self.producers: dict[fx.Node, tuple[LoopPlan, LoopOutput]] = {}
         for plan in plans:
@@ -220,21 +222,35 @@ class _GraphWriter:
             self.written.add(id(task))
         elif task in self.producers:
             loop, item = self.producers[task]
-            self.env[task] = self.loops.finish(
+            result = self.loops.finish(
                 self.results[task], self.plan_of[id(loop)], loop, item, self.env
             )
+            self.env[task] = result
+            if not _has_strides_of(result, task):
+                self.permuted.add(result)
         else:
-            self.env[task] = self.graph.node_copy(task, self.env.__getitem__)
-            _copy_where_no_view(self.env[task])
-            self.sizes.learn(self.env[task])
+            copied = self.graph.node_copy(task, self.env.__getitem__)
+            self.env[task] = copied
+            if not self.permuted.isdisjoint(copied.all_input_nodes):
+                self._copy_where_no_view(copied)
+            self.sizes.learn(copied)
 
+    def _copy_where_no_view(self, node: fx.Node) -> None:
+        """Let a view by shape copy, as Inductor does, if its operand's dims have another order now.
 
-def _copy_where_no_view(node: fx.Node) -> None:
-    """Let a view by shape copy, as Inductor does, if its operand is now a loop's result.
-
-    The dims of a result lie in memory in the order of the loop's rows: of heads, heads come first.
-    """
-    if node.target in VIEWS_BY_SHAPE:
-        operand, value = value_of(node.all_input_nodes[0]), value_of(node)
-        if operand is not None and value is not None and not is_viewable(operand, value.shape):
+        The dims of a loop's result lie in memory in the order of the loop's rows: of heads, heads
+        come first. What is computed from it element by element has the same order, though the
+        traced value does not say so.
+        """
+        if node.target in VIEWS_BY_SHAPE:
             node.target = torch.ops.aten.reshape.default
+        elif ops.is_pointwise(node) or ops.is_view(node):
+            self.permuted.add(node)
+
+
+def _has_strides_of(result: fx.Node, node: fx.Node) -> bool:
+    """Whether a loop's result lies in memory as the node for which it stands."""
+    found, traced = value_of(result), value_of(node)
+    assert found is not None and traced is not None
+    strides = zip(generic_shape(found), generic_stride(found), generic_stride(traced), strict=True)
+    return all(size == 1 or mine == other for size, mine, other in strides)

@@ -54,9 +54,14 @@ def widths(node: fx.Node) -> tuple[Size, Size] | None:
     out = value_of(node)
     if left is None or right is None or out is None or not out.is_floating_point():
         return None
-    if out.dim() == 3 and generic_shape(out)[0] != 1:
+    if out.dim() == 3 and generic_shape(out)[0] != 1 and not _is_of_experts(node):
         return None
     return left.shape[-1], out.shape[-2 if _is_transposed(node) else -1]
+
+
+def _is_of_experts(node: fx.Node) -> bool:
+    """Whether each matrix of a batch is multiplied by a weight of its own."""
+    return any(map(ops.is_weight, ops.matmul_factors(node)))
 
 
 def wide_numel(anchor: fx.Node, spec: Spec) -> int:

@@ -42,11 +42,10 @@ def delay_scatters(graph: fx.Graph) -> None:
         with graph.inserting_before(scatter):
             zero = _zero_by_matmul(builder, rows) if on_cpu else _zero_from(builder, written)
             flat = builder.call(aten.view.default, zero, [1] * value.dim())
-            zeros = builder.call(aten.expand.default, flat, list(value.shape))
-            # 2.11 gives the copy that the scatter writes to the strides of the flat one
-            if on_cpu and torch.__version__ < "2.13":
-                contiguous = {"memory_format": torch.contiguous_format}
-                zeros = builder.call(aten.clone.default, zeros, **contiguous)
+            one = builder.call(aten.expand.default, flat, list(value.shape))
+            # A copy, as a scatter that Inductor makes one in place would write to the one element,
+            # up to torch 2.13. It is computed in the kernel that fills the scatter's result.
+            zeros = builder.call(aten.clone.default, one, memory_format=torch.contiguous_format)
         scatter.update_arg(0, zeros)
         if on_cpu:
             make_wait(graph, {zero: [rows]})

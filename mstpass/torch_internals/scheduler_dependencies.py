@@ -1,4 +1,4 @@
-"""Inductor's pass before fusion that keeps kernels behind the loops whose results they read.
+"""Keep Inductor's kernels behind the loops whose results they read.
 
 A loop writes into buffers that exist before it, and the scheduler knows its results under new
 names, by which their readers wait for it. When the CPU backend tries to fuse kernels of compatible
@@ -12,20 +12,16 @@ codegen/cpp.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch._inductor.dependencies import ReadWrites, StarDep, WeakDep
-from torch._inductor.scheduler import BaseSchedulerNode, SchedulerNode
+from torch._inductor.scheduler import SchedulerNode
 from torch.utils._ordered_set import OrderedSet
 
-from mstpass.torch_internals.compile_fx import CustomSchedulerPass, key_of
 from mstpass.torch_internals.private_apis import PrivateApis
 
 APIS = PrivateApis(
     names=(
-        "torch._inductor.config._pre_fusion_custom_pass",
-        "torch._inductor.scheduler.BaseSchedulerNode.get_nodes",
         "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
         "torch._inductor.scheduler.SchedulerNode.set_read_writes",
         "torch._inductor.dependencies.ReadWrites.with_read",
@@ -35,31 +31,6 @@ APIS = PrivateApis(
         "torch.utils._ordered_set.OrderedSet",
     ),
 )
-
-
-class KeepNames(CustomSchedulerPass):
-    """From now on, kernels keep the new names of what they read; the user's pass runs first.
-
-    Attributes:
-        graphs: how many it was called with.
-    """
-
-    def __init__(self, users_pass: Callable[..., Any] | None = None):
-        self.users_pass = users_pass
-        self.graphs = 0
-
-    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        self.graphs += 1
-        if self.users_pass is not None:
-            nodes = self.users_pass(nodes)
-        for node in nodes:
-            for kernel in node.get_nodes():
-                if isinstance(kernel, SchedulerNode):
-                    keep_names(kernel)
-        return nodes
-
-    def uuid(self) -> Any:
-        return key_of(self.users_pass)
 
 
 def keep_names(kernel: Any) -> None:
