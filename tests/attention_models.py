@@ -17,7 +17,7 @@ class Form:
 
     Attributes:
         kernel: ``"sdpa"``, or ``"matmul"``: written out in products.
-        rope: ``"halves"``, ``"pairs"`` or none.
+        rope: ``"halves"``, ``"pairs"``, ``"complex"`` (pairs as complex numbers) or none.
         mask: ``"causal"``, ``"window"``, ``"sink"``, ``"heads"`` (a bias of its own for each head),
             or none.
         fused: ``"sections"``: one product for q, k and v, one after the other; ``"heads"``: the
@@ -163,6 +163,10 @@ def rotated(x: Tensor, spelling: str) -> Tensor:
     length, features = x.shape[2:]
     frequencies = 100.0 ** -torch.arange(0, 1, 2 / features)
     angles = torch.outer(torch.arange(length), frequencies)
+    if spelling == "complex":
+        turns = torch.polar(torch.ones_like(angles), angles)
+        numbers = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(numbers * turns).flatten(-2).to(x.dtype)
     if spelling == "pairs":
         even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
         cos, sin = angles.cos(), angles.sin()

@@ -137,6 +137,7 @@ LLAMA = Form(kv_heads=2, rope="halves", mask="causal")
             id="written out",
         ),
         pytest.param(Form(rope="pairs", mask="window", bias=True), 4, id="window", marks=FULL),
+        pytest.param(Form(rope="complex", mask="causal"), 4, id="complex numbers"),
         pytest.param(Form(lora=4, rope="halves"), 4, id="low rank", marks=FULL),
         pytest.param(Form(kernel="matmul", mask="sink", cap=5.0), 4, id="sinks", marks=FULL),
         pytest.param(Form(kernel="matmul", mask="heads"), 4, id="bias by head", marks=FULL),

@@ -122,11 +122,12 @@ def test_head_of_any_length() -> None:
         Form(kv_heads=2, rope="halves", mask="causal"),
         Form(kernel="matmul", bias=True, norm="head", mask="sink"),
         pytest.param(Form(fused="sections", bias=True, rope="pairs"), marks=FULL),
+        pytest.param(Form(rope="complex", mask="causal"), marks=FULL),
         pytest.param(Form(fused="heads", mask="window"), marks=FULL),
         pytest.param(Form(kernel="matmul", mask="heads", cap=5.0), marks=FULL),
         pytest.param(Form(lora=4, kv_heads=1), marks=FULL),
     ],
-    ids=lambda form: f"{form.kernel} {form.mask} {form.fused}",
+    ids=lambda form: f"{form.kernel} {form.mask} {form.fused} {form.rope}",
 )
 def test_attention_of_any_length(form: Form) -> None:
     model = AttentionLayer(form)

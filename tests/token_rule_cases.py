@@ -116,6 +116,8 @@ CASES = [
     case(aten.t.default, lambda: (x(S, D),), *OF_MATRIX),
     case(aten.transpose.int, lambda: (x(), 1, 2), *ALL),
     case(aten.expand.default, lambda: (x(B, S, 1), [B, S, D]), *ROWS, (2,)),
+    case(aten.view_as_complex.default, lambda: (x(B, S, D, 2),), *ALL),
+    case(aten.view_as_real.default, lambda: (torch.complex(x(), x()),), *ALL),
     case(aten.select.int, lambda: (x(), 1, 2), *OF_MATRIX),
     case(aten.select.int, lambda: (x(), -1, 2), *OF_MATRIX),
     case(aten.unbind.int, lambda: (x(), 1), *OF_MATRIX),

@@ -1,5 +1,6 @@
 """Token rules of views whose result has all elements of the operand: view, permute, expand, items.
 
+``view_as_real`` has a last dim of two more than its complex operand, ``view_as_complex`` one less.
 (``select`` and ``unbind`` drop a dim and ``slice`` shortens one: see along_dims.py.)
 """
 
@@ -37,6 +38,8 @@ VIEWS = frozenset(
         aten.slice.Tensor,
         aten.split.Tensor,
         aten.split_with_sizes.default,
+        aten.view_as_complex.default,
+        aten.view_as_real.default,
     }
 )
 
@@ -91,3 +94,17 @@ def getitem_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec:
 
 def getitem_backward(node: fx.Node, spec: Spec) -> OperandSpecs:
     return {node.all_input_nodes[0]: spec}
+
+
+def _of_parts(node: fx.Node) -> Refusal:
+    return Refusal(f"{node.target} works along a token dim")
+
+
+def complex_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
+    """``view_as_complex`` and ``view_as_real``: all dims are in their places but the last one."""
+    return spec if all(d < len(shape_of(node)) for d in spec) else _of_parts(node)
+
+
+def complex_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+    operand = node.all_input_nodes[0]
+    return {operand: spec} if all(d < len(shape_of(operand)) for d in spec) else _of_parts(node)
