@@ -13,6 +13,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.collectives import is_wait
 from mstpass.graph.device_costs import costs_of
+from mstpass.graph.flex_attention import FLEX
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.products import product_of
 from mstpass.graph.sizes import hint_shape
@@ -50,11 +51,12 @@ def flops(node: fx.Node) -> int:
 
 def _attention_flops(node: fx.Node) -> int:
     """Two matmuls in the forward, five in the backward, each ``[S, D] @ [D, S]`` for every head."""
-    if "scaled_dot_product" not in ops.op_name(node):
+    if "scaled_dot_product" not in ops.op_name(node) and node.target not in FLEX:
         return 0
     backward = "backward" in ops.op_name(node)
     tensors = [v for v in map(value_of, node.all_input_nodes) if v is not None and v.dim() == 4]
-    query, key = tensors[backward : backward + 2] if len(tensors) > 2 else (None, None)
+    first = int(backward and node.target not in FLEX)  # behind the gradient of the output
+    query, key = tensors[first : first + 2] if len(tensors) > 2 else (None, None)
     if query is None or key is None:
         return 0
     batch, heads, rows, features = hint_shape(query)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import op_table, ops
+from mstpass.graph.flex_attention import FLEX
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.token_rules.arguments import argument, has_argument
 from mstpass.graph.token_rules.matmul import MATMULS
@@ -63,7 +64,7 @@ def is_pinned(node: fx.Node) -> bool:
 @functools.cache
 def _is_pinned_op(target: Any) -> bool:
     if not isinstance(target, OpOverload):
-        return True
+        return target not in FLEX
     if schema_of(target).name in _RANDOM_OF_A_SEED:
         return True
     row = ops.row_of(target)

@@ -12,6 +12,7 @@ from torch import fx
 
 from mstpass.graph.checkpoint_policies import policies_of
 from mstpass.graph.collectives import is_between_two_ranks
+from mstpass.graph.flex_attention import FLEX, is_flex_subgraph
 from mstpass.graph.joint import JointGraph, Modules, tensors_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.recompute_rules import draws_random_numbers
@@ -26,6 +27,7 @@ from mstpass.torch_internals.partitioners import (
     min_cut_rematerialization_partition,
 )
 
+_KNOWN = frozenset({mst_loop, *FLEX})
 TORCH_BUDGET = "a part of the model has torch's own budget, which only torch's partitioner obeys"
 
 
@@ -56,9 +58,9 @@ def _unsupported(node: fx.Node) -> str:
         return f"{node.name} is neither a tensor nor a size"
     if any(map(depends_on_data, tensors)):
         return f"the size of {node.name} depends on data"
-    if node.op == "get_attr" and not _is_loop_body(node):
+    if node.op == "get_attr" and not _is_loop_body(node) and not is_flex_subgraph(node):
         return f"{node.name} is a subgraph or a constant"
-    if isinstance(node.target, HigherOrderOperator) and node.target is not mst_loop:
+    if isinstance(node.target, HigherOrderOperator) and node.target not in _KNOWN:
         return f"{node.name} is the higher-order op {node.target}"
     if node.meta.get("memory_budget") is not None:
         return TORCH_BUDGET

@@ -56,8 +56,12 @@ def test_modes_of_inductor(mode: str) -> None:
     check_lean(dry_run(*head(), mode=mode))
 
 
-def test_flex_attention() -> None:
-    check_lean(dry_run(*flex_attention()))
+@pytest.mark.parametrize("budget", ["free", 0.0])
+def test_flex_attention(budget: object) -> None:
+    run = dry_run(*flex_attention(), memory_budget=budget)
+    check_lean(run)
+    assert run.report.outcome.save_plan is not None
+    assert run.report.outcome.save_plan.solver != "torch"
 
 
 def test_a_kernel_of_the_users() -> None:

@@ -1,0 +1,136 @@
+"""FlexAttention: higher-order ops with subgraphs, in graphs that mst splits.
+
+torch has no kernel for its backward on the CPU. The graphs run op by op, FlexAttention by its
+definition in plain ops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+
+from tests.checks import check_against_float64
+
+pytestmark = pytest.mark.op_by_op
+BATCH, TOKENS, WIDTH, HEADS = 2, 96, 32, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How attention is written.
+
+    Attributes:
+        mask: "causal", "documents" or none, as a mask of blocks.
+        score: "cap" (scores are capped), "slopes" (ALiBi, a slope of each head in a buffer),
+            "learned" (a bias with a gradient) or none.
+        kv_heads: key-value heads.
+    """
+
+    mask: str = "causal"
+    score: str = ""
+    kv_heads: int = HEADS
+
+
+class Layer(nn.Module):
+    def __init__(self, form: Form):
+        super().__init__()
+        self.form, self.features = form, WIDTH // HEADS
+        self.norm = nn.LayerNorm(WIDTH)
+        self.q = nn.Linear(WIDTH, WIDTH)
+        self.kv = nn.Linear(WIDTH, 2 * form.kv_heads * self.features)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.register_buffer("slopes", 2.0 ** -torch.arange(1, HEADS + 1))
+        self.bias = nn.Parameter(torch.randn(TOKENS)) if form.score == "learned" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q = self.q(h).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k, v = self.kv(h).unflatten(-1, (2, self.form.kv_heads, -1)).permute(2, 0, 3, 1, 4)
+        attend = self._attend if torch.compiler.is_compiling() else self._attend_in_plain_ops
+        found = attend(q, k, v)
+        x = x + self.out(found.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = self._mask_mod()
+        blocks = mask and flex.create_block_mask(mask, None, None, TOKENS, TOKENS, device="cpu")
+        grouped = self.form.kv_heads != HEADS
+        found = flex.flex_attention(q, k, v, self._score_mod(), blocks, enable_gqa=grouped)
+        assert isinstance(found, Tensor)
+        return found
+
+    def _attend_in_plain_ops(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """By the definition; FlexAttention that is not compiled compiles itself."""
+        k, v = (t.repeat_interleave(HEADS // self.form.kv_heads, dim=1) for t in (k, v))
+        scores = q @ k.transpose(-1, -2) / self.features**0.5
+        head = torch.arange(HEADS)[:, None, None]
+        row, column = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
+        change, mask = self._score_mod(), self._mask_mod()
+        if change is not None:
+            scores = change(scores, None, head, row, column)
+        if mask is not None:
+            scores = scores.masked_fill(~mask(None, head, row, column), -torch.inf)
+        return scores.softmax(-1) @ v
+
+    def _mask_mod(self) -> Callable[..., Tensor] | None:
+        documents = torch.arange(TOKENS) // 50
+
+        def causal(b: Any, h: Any, row: Tensor, column: Tensor) -> Tensor:
+            return row >= column
+
+        def same(b: Any, h: Any, row: Tensor, column: Tensor) -> Tensor:
+            return (row >= column) & (documents[row] == documents[column])
+
+        return {"causal": causal, "documents": same}.get(self.form.mask)
+
+    def _score_mod(self) -> Callable[..., Tensor] | None:
+        slopes, bias = self.slopes, self.bias
+
+        def cap(score: Tensor, b: Any, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return 5.0 * torch.tanh(score / 5.0)
+
+        def alibi(score: Tensor, b: Any, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return score + slopes[h] * (column - row)
+
+        def learned(score: Tensor, b: Any, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return score + bias[column]
+
+        return {"cap": cap, "slopes": alibi, "learned": learned}.get(self.form.score)
+
+
+@pytest.fixture(autouse=True)
+def _no_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+
+
+FORMS = (
+    pytest.param(Form(), id="causal"),
+    pytest.param(Form("", "learned"), id="learned"),
+    pytest.param(Form("documents"), id="documents", marks=pytest.mark.full),
+    pytest.param(Form("", "cap"), id="capped", marks=pytest.mark.full),
+    pytest.param(Form("causal", "slopes"), id="slopes", marks=pytest.mark.full),
+    pytest.param(Form(kv_heads=2), id="grouped queries", marks=pytest.mark.full),
+)
+
+
+def _loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(x).square().mean()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("budget", [0.0, pytest.param(0.6, marks=pytest.mark.full)])
+def test_gradients(form: Form, budget: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
+    model = nn.Sequential(Layer(form), Layer(form))
+    report = check_against_float64(model, _loss_of, [x], memory_budget=budget)
+    assert report.outcome.save_plan is not None
+    assert report.outcome.save_plan.solver != "torch", report.notes
