@@ -7,7 +7,7 @@ definition in plain ops.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
-from tests.checks import check_against_float64
+from mstpass.graph import ops
+from mstpass.graph.flex_attention import BACKWARD
+from mstpass.graph.heads import OTHER_SCORES
+from mstpass.graph.joint import JointGraph
+from mstpass.regions.attention import detect_attention
+from tests.checks import KERNELS, check_against_float64, joint_graph, op_by_op
+from tests.head_loops import check_loops
 
-pytestmark = pytest.mark.op_by_op
 BATCH, TOKENS, WIDTH, HEADS = 2, 96, 32, 4
 
 
@@ -107,8 +112,12 @@ class Layer(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _no_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No device is refused, and no test, even with ``--all``, compiles kernels."""
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    monkeypatch.delenv(KERNELS, raising=False)
+    with op_by_op():
+        yield
 
 
 FORMS = (
@@ -134,3 +143,43 @@ def test_gradients(form: Form, budget: float) -> None:
     report = check_against_float64(model, _loss_of, [x], memory_budget=budget)
     assert report.outcome.save_plan is not None
     assert report.outcome.save_plan.solver != "torch", report.notes
+
+
+def _joint(form: Form) -> JointGraph:
+    torch.manual_seed(0)
+    model = Layer(form)
+    x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
+    return JointGraph(*joint_graph(_loss_of(model), x))
+
+
+@pytest.mark.parametrize(
+    ("form", "num_heads"),
+    [
+        pytest.param(Form("documents"), HEADS, id="documents"),
+        pytest.param(Form("", "cap", kv_heads=2), 2, id="grouped queries"),
+        pytest.param(Form(), HEADS, id="causal", marks=pytest.mark.full),
+    ],
+)
+def test_heads_run_in_loops(form: Form, num_heads: int) -> None:
+    joint = _joint(form)
+    (region,), rejections = detect_attention(joint)
+    assert not rejections and region.num_tokens == num_heads
+    plan = check_loops(joint, region, tolerance=1e-4)  # in float32
+    for loop in plan.loops:  # the weights alone are sliced
+        sliced = [joint.by_name[item.node] for item in loop.inputs if item.spec]
+        assert all(ops.is_weight(node) for node in sliced), sliced
+
+
+def test_scores_of_each_head_are_refused() -> None:
+    regions, rejections = detect_attention(_joint(Form("causal", "slopes")))
+    assert not regions and [r.reason for r in rejections] == [OTHER_SCORES]
+
+
+@pytest.mark.full
+def test_the_backward_stays_outside_where_buffers_have_gradients() -> None:
+    joint = _joint(Form("", "learned"))
+    (region,), rejections = detect_attention(joint)
+    assert not rejections
+    (backward,) = joint.module.graph.find_nodes(op="call_function", target=BACKWARD)
+    assert backward.name not in dict(region.members)
+    check_loops(joint, region, tolerance=1e-4)

@@ -2,22 +2,74 @@
 
     out, logsumexp, max_scores = flex_attention(q, k, v, score_mod, block_mask, scale, options,
                                                 score_mod_buffers, mask_mod_buffers)
-    dq, dk, dv, d_buffers = flex_attention_backward(q, k, v, out, logsumexp, d_out, ...)
+    dq, dk, dv, d_buffers = flex_attention_backward(q, k, v, out, logsumexp, d_out, d_logsumexp,
+                                                    score_mod, joint_score_mod, block_mask, ...)
 
-They draw no random numbers and write to nothing but their results, so they may run twice.
+``block_mask`` has lengths, tensors ``[B, heads or 1, ...]`` and, last, the mask as a subgraph. The
+subgraphs are called with the score (but for masks), the batch, the head, the row and the column.
+Both ops draw no random numbers and write to nothing but their results, so they may run twice.
 Source: torch/_higher_order_ops/flex_attention.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import fx
+
+from mstpass.graph.joint import tensors_of, value_of
 
 FORWARD = torch.ops.higher_order.flex_attention
 BACKWARD = torch.ops.higher_order.flex_attention_backward
 FLEX = frozenset({FORWARD, BACKWARD})
+OUTPUT = 3  # of the backward's arguments, the forward's output
+_OPERANDS: Mapping[Any, int] = {
+    FORWARD: 3,
+    BACKWARD: 7,
+}  # the first arguments, [B, heads, ...]; one may be None
+_MASK: Mapping[Any, int] = {FORWARD: 4, BACKWARD: 9}  # the position of the block mask
+_SCORES: Mapping[Any, tuple[int, ...]] = {
+    FORWARD: (3,),
+    BACKWARD: (7, 8),
+}  # of the subgraphs of scores
+_HEAD_OF_SCORE, _HEAD_OF_MASK = 2, 1  # of the subgraphs' inputs, the head
 
 
 def is_flex_subgraph(node: fx.Node) -> bool:
     """Whether the node is a subgraph that FlexAttention alone calls."""
     return node.op == "get_attr" and all(user.target in FLEX for user in node.users)
+
+
+def operands_with_heads(node: fx.Node) -> list[fx.Node]:
+    """The operands ``[B, heads, ...]`` of a call, but for the tensors of its block mask."""
+    operands = node.args[: _OPERANDS[node.target]]
+    return [operand for operand in operands if isinstance(operand, fx.Node)]
+
+
+def mask_tensors(node: fx.Node) -> list[fx.Node]:
+    """The tensors ``[B, heads or 1, ...]`` of a call's block mask."""
+    found: Any = node.args[_MASK[node.target]]
+    return [n for n in found if isinstance(n, fx.Node) and value_of(n) is not None]
+
+
+def depends_on_head(node: fx.Node) -> bool:
+    """Whether a call's scores or masks are other ones for other heads."""
+    mask: Any = node.args[_MASK[node.target]]
+    scores = [(node.args[position], _HEAD_OF_SCORE) for position in _SCORES[node.target]]
+    return any(
+        _reads_input(graph, number) for graph, number in (*scores, (mask[-1], _HEAD_OF_MASK))
+    )
+
+
+def gradients_of_buffers(node: fx.Node) -> bool:
+    """Whether a call returns gradients of what its scores are changed by."""
+    return node.target is BACKWARD and any(True for _ in tensors_of(node.meta["val"][3]))
+
+
+def _reads_input(subgraph: Any, number: int) -> bool:
+    root = subgraph.graph.owning_module
+    module = getattr(root, str(subgraph.target))
+    inputs = module.graph.find_nodes(op="placeholder")
+    return bool(inputs[number].users)

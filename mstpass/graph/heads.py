@@ -30,7 +30,8 @@ from typing import NamedTuple
 
 from torch import fx
 
-from mstpass.graph import ops
+from mstpass.graph import flex_attention, ops
+from mstpass.graph.flex_attention import FLEX
 from mstpass.graph.joint import value_of
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, shape_of, tensor_inputs
@@ -50,6 +51,8 @@ MIXED = "a view mixes heads with other dims"
 DROPOUT = "dropout in attention: a group of heads cannot draw only its own random numbers"
 STATE = "the state of attention's random generator has no heads"
 FEW_KEYS = "attention's key-value heads do not divide into the groups"
+OTHER_SCORES = "FlexAttention's scores or masks depend on the head"
+BUFFERS = "FlexAttention returns gradients of what its scores are changed by"
 
 _ATTENTION = {
     f"aten::_scaled_dot_product_{kind}{suffix}"
@@ -67,13 +70,14 @@ _WITH_HEADS = frozenset(  # arguments [B, heads, ...] of attention ops
 )
 _HEADS = 1  # the dim of heads of all of them
 _RESULTS_WITH_HEADS = {False: 2, True: 4}  # forward: output, logsumexp; backward: gradients
+_FLEX_RESULTS_WITH_HEADS = 3  # output, logsumexp, maxima; or gradients
 
 
 # ---- attention -----------------------------------------------------------------------------------
 def is_attention(node: fx.Node) -> bool:
     """Whether the node is one of the fused attention ops, forward or backward."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
+        return node.target in FLEX
     return schema_of(node.target).name in _ATTENTION
 
 
@@ -91,19 +95,26 @@ def forward_of(node: fx.Node) -> fx.Node:
     """The fused attention op to which a node belongs, of which it may be the backward."""
     if not _is_backward(node):
         return node
-    result = argument(node, "out")
+    is_flex = node.target in FLEX
+    result = node.args[flex_attention.OUTPUT] if is_flex else argument(node, "out")
     assert isinstance(result, fx.Node)
     return result.all_input_nodes[0]
 
 
 def _is_backward(node: fx.Node) -> bool:
+    if node.target in FLEX:
+        return node.target is flex_attention.BACKWARD
     assert isinstance(node.target, OpOverload)
     return schema_of(node.target).name.endswith("_backward")
 
 
 def result_has_heads(node: fx.Node, position: int) -> bool:
     """Whether a result of the node holds heads, and not the state of a generator."""
-    return not is_attention(node) or position < _RESULTS_WITH_HEADS[_is_backward(node)]
+    if not is_attention(node):
+        return True
+    if node.target in FLEX:
+        return position < _FLEX_RESULTS_WITH_HEADS
+    return position < _RESULTS_WITH_HEADS[_is_backward(node)]
 
 
 def _item_source(item: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
@@ -116,6 +127,8 @@ def _item_source(item: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
 
 def _attention_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
     """Where the operands of an attention op must hold their heads."""
+    if node.target in FLEX:
+        return _flex_heads(node, num_heads)
     if argument(node, "dropout_p") != 0:
         return Refusal(DROPOUT)
     assert isinstance(node.target, OpOverload)
@@ -132,6 +145,21 @@ def _attention_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
         if shape[dim] % num_heads:
             return Refusal(FEW_KEYS)
         needs[operand] = HeadDim(dim, shape[dim] // num_heads)
+    return needs
+
+
+def _flex_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
+    if flex_attention.depends_on_head(node):
+        return Refusal(OTHER_SCORES)
+    if flex_attention.gradients_of_buffers(node):
+        return Refusal(BUFFERS)
+    needs: OperandSpecs = dict.fromkeys(tensor_inputs(node), WHOLE)
+    masks = [n for n in flex_attention.mask_tensors(node) if shape_of(n)[_HEADS] > 1]
+    for operand in (*flex_attention.operands_with_heads(node), *masks):
+        heads = shape_of(operand)[_HEADS]
+        if heads % num_heads:
+            return Refusal(FEW_KEYS)
+        needs[operand] = HeadDim(_HEADS, heads // num_heads)
     return needs
 
 

@@ -229,6 +229,8 @@ def _run(body: fx.GraphModule, inputs: tuple[torch.Tensor | Size, ...]) -> list[
     for node in body.graph.nodes:
         if node.op == "placeholder":
             env[node] = next(remaining)
+        elif node.op == "get_attr":
+            env[node] = getattr(body, str(node.target))
         elif node.op == "call_function" and node not in left:
             env[node] = _call(node, env)
     return [_Result(node, env) for node in outputs]

@@ -105,7 +105,8 @@ class LoopWriter:
         key = f"{graph} {[_layout(value) for value in inputs]}"
         if key not in self.bodies:
             name = f"mst_body_{len(self.bodies)}"
-            setattr(self.root, name, graph_module(torch.nn.Module(), graph))
+            subgraphs = {str(n.target): n.meta["val"] for n in graph.find_nodes(op="get_attr")}
+            setattr(self.root, name, graph_module(subgraphs, graph))
             self.bodies[key] = name
         return self.bodies[key], [part.meta["val"] for part in parts]
 

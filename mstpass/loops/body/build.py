@@ -215,7 +215,7 @@ class _Body:
     def _chunk_of(self, node: fx.Node, spec: Spec) -> fx.Node:
         rows = self.rows if isinstance(self.rows, fx.Node) else None
         target, args, kwargs = chunk_call(
-            node, spec, self.chunk_tokens, lambda n, s: self.env[n, s], rows, self.axis
+            node, spec, self.chunk_tokens, self._operand, rows, self.axis
         )
         if self.has_sizes:
             args, kwargs = fx.node.map_aggregate((args, kwargs), self._as_argument)
@@ -232,6 +232,14 @@ class _Body:
             built = self.builder.call(target, *args, **kwargs)
         check_chunk(node, spec, self.chunk_tokens, built, self.axis)
         return built
+
+    def _operand(self, node: fx.Node, spec: Spec) -> fx.Node:
+        """What an operand of a member is in the body; a subgraph is called as it is."""
+        if node.op == "get_attr" and (node, spec) not in self.env:
+            subgraph = self.builder.graph.get_attr(str(node.target))
+            subgraph.meta["val"] = getattr(self.joint.module, str(node.target))
+            self.env[node, spec] = subgraph
+        return self.env[node, spec]
 
     def _as_argument(self, value: Any) -> Any:
         return self.sizes.arguments([value])[0] if isinstance(value, torch.SymInt) else value

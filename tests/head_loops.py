@@ -1,0 +1,72 @@
+"""Loops over groups of heads in a joint graph, run against the graph without loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from mstpass.graph.heads import is_product
+from mstpass.graph.joint import JointGraph
+from mstpass.loops.apply_plans import apply_plans
+from mstpass.loops.region_facts import RegionFacts
+from mstpass.loops.region_loops import region_loops
+from mstpass.plans import ChunkPlan, Region
+from tests.checks import Seeded
+
+
+def plan_of(
+    joint: JointGraph, region: Region, heads: int, kept: Callable[[fx.Node], bool] | None = None
+) -> ChunkPlan:
+    """The region in loops over groups of this many heads.
+
+    ``kept`` says which products backward may not compute again; None: all of them may be.
+    """
+    facts = RegionFacts(joint, region)
+    products = frozenset(n.name for n in facts.specs if is_product(n) and not (kept and kept(n)))
+    loops = region_loops(facts, "save" if kept else "recompute", products)
+    return ChunkPlan(
+        kind=region.kind,
+        mode=loops.mode,
+        source=region.source,
+        num_tokens=region.num_tokens,
+        chunk_tokens=heads,
+        num_chunks=region.num_tokens // heads,
+        bytes_before=facts.bytes_before,
+        bytes_after=0,
+        loops=loops.loops,
+        saved=tuple(node.name for node in loops.saved),
+        members=region.members,
+        axis=region.axis,
+    )
+
+
+def results(module: fx.GraphModule) -> list[Tensor]:
+    """What a joint graph returns for random inputs, the same ones for equal placeholders."""
+    torch.manual_seed(1)
+    inputs: list[Any] = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        value = node.meta["val"]
+        inputs.append(torch.randn(value.shape, dtype=value.dtype))
+    returned = pytree.tree_leaves(Seeded(module).run(*inputs))
+    return [value for value in returned if isinstance(value, Tensor)]
+
+
+def check_loops(joint: JointGraph, region: Region, tolerance: float = 1e-9) -> ChunkPlan:
+    """Run the graph with its loops, in several modes and lengths, against the graph without."""
+    exact = results(joint.module)
+    kept: tuple[Callable[[fx.Node], bool] | None, ...] = (
+        None,
+        lambda node: "attention" in str(node.target),
+        lambda node: True,
+    )
+    for heads in {1, region.num_tokens // 2}:
+        for which in kept:
+            plan = plan_of(joint, region, heads, which)
+            loops = results(apply_plans(joint, [plan]).module)
+            for value, right in zip(loops, exact, strict=True):
+                assert (value - right).norm() <= tolerance * right.norm()
+    return plan_of(joint, region, 1)
