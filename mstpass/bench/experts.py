@@ -158,4 +158,5 @@ def run_all_tokens(arguments: Arguments) -> Result:
     return _run(AllTokens, "experts-all-tokens", title, arguments)
 
 
-main = Command("experts", (run_sorted, run_capacity, run_all_tokens), _DESCRIPTION, EXAMPLES)
+RUNS = (run_sorted, run_capacity, run_all_tokens)
+main = Command("experts", RUNS, _DESCRIPTION, EXAMPLES)

@@ -88,11 +88,12 @@ def causal_lm(model: str, masked: bool = False, tokens: int = 8192, **sizes: int
 
 
 def flex_attention(tokens: int = 8192, width: int = 1024, vocabulary: int = 128256) -> Step:
-    """FlexAttention, whose forward and backward are higher-order ops, and a head."""
+    """A layer with FlexAttention, whose forward and backward are higher-order ops, and a head."""
     from torch.nn.attention.flex_attention import flex_attention
 
     with torch.device("meta"):
         qkv = nn.Linear(width, 3 * width, bias=False, dtype=BF16)
+        out = nn.Linear(width, width, bias=False, dtype=BF16)
         lm_head = nn.Linear(width, vocabulary, bias=False, dtype=BF16)
 
     def causal(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ def flex_attention(tokens: int = 8192, width: int = 1024, vocabulary: int = 1282
         q, k, v = qkv(x).view(1, tokens, 16, -1).transpose(1, 2).chunk(3, -1)
         attended = flex_attention(q, k, v, score_mod=causal)
         assert isinstance(attended, Tensor)
-        hidden = x + attended.transpose(1, 2).reshape(tokens, width)
+        hidden = x + out(attended.transpose(1, 2).reshape(tokens, width))
         return F.cross_entropy(lm_head(hidden).float(), labels)
 
     labels = torch.empty(tokens, dtype=torch.long, device="meta")
