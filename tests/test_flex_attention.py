@@ -66,7 +66,9 @@ class Layer(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = self._mask_mod()
-        blocks = mask and flex.create_block_mask(mask, None, None, TOKENS, TOKENS, device="cpu")
+        blocks: flex.BlockMask | None = None
+        if mask is not None:
+            blocks = flex.create_block_mask(mask, None, None, TOKENS, TOKENS, device="cpu")
         grouped = self.form.kv_heads != HEADS
         found = flex.flex_attention(q, k, v, self._score_mod(), blocks, enable_gqa=grouped)
         assert isinstance(found, Tensor)
