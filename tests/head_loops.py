@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from mstpass.graph.heads import is_product
 from mstpass.graph.joint import JointGraph
 from mstpass.loops.apply_plans import apply_plans
+from mstpass.loops.attention_modes import plan_of_groups
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import region_loops
 from mstpass.plans import ChunkPlan, Region
@@ -28,20 +29,7 @@ def plan_of(
     facts = RegionFacts(joint, region)
     products = frozenset(n.name for n in facts.specs if is_product(n) and not (kept and kept(n)))
     loops = region_loops(facts, "save" if kept else "recompute", products)
-    return ChunkPlan(
-        kind=region.kind,
-        mode=loops.mode,
-        source=region.source,
-        num_tokens=region.num_tokens,
-        chunk_tokens=heads,
-        num_chunks=region.num_tokens // heads,
-        bytes_before=facts.bytes_before,
-        bytes_after=0,
-        loops=loops.loops,
-        saved=tuple(node.name for node in loops.saved),
-        members=region.members,
-        axis=region.axis,
-    )
+    return plan_of_groups(facts, loops, region.num_tokens // heads)
 
 
 def results(module: fx.GraphModule) -> list[Tensor]:

@@ -107,7 +107,8 @@ def test_bfloat16(form: tuple[Rows, bool, bool]) -> None:
 
 def test_einsum() -> None:
     torch.manual_seed(0)
-    check_against_float64(Experts(einsum), _loss, [_input()], memory_budget=0.0)
+    report = check_against_float64(Experts(einsum), _loss, [_input()], chunk_tokens=128)
+    assert kinds(report), report.rejections
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
+import mstpass
 from mstpass.graph import ops
 from mstpass.graph.flex_attention import BACKWARD
 from mstpass.graph.heads import OTHER_SCORES
 from mstpass.graph.joint import JointGraph
 from mstpass.regions.attention import detect_attention
-from tests.checks import KERNELS, check_against_float64, joint_graph, op_by_op
+from tests.checks import KERNELS, check_against_float64, joint_graph, kinds, op_by_op
 from tests.head_loops import check_loops
 
 BATCH, TOKENS, WIDTH, HEADS = 2, 96, 32, 4
@@ -65,10 +66,10 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = self._mask_mod()
+        mask = self._mask_mod(q.shape[2])
         blocks: flex.BlockMask | None = None
         if mask is not None:
-            blocks = flex.create_block_mask(mask, None, None, TOKENS, TOKENS, device="cpu")
+            blocks = flex.create_block_mask(mask, None, None, q.shape[2], q.shape[2], device="cpu")
         grouped = self.form.kv_heads != HEADS
         found = flex.flex_attention(q, k, v, self._score_mod(), blocks, enable_gqa=grouped)
         assert isinstance(found, Tensor)
@@ -79,16 +80,16 @@ class Layer(nn.Module):
         k, v = (t.repeat_interleave(HEADS // self.form.kv_heads, dim=1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) / self.features**0.5
         head = torch.arange(HEADS)[:, None, None]
-        row, column = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
-        change, mask = self._score_mod(), self._mask_mod()
+        row, column = torch.arange(q.shape[2])[:, None], torch.arange(q.shape[2])
+        change, mask = self._score_mod(), self._mask_mod(q.shape[2])
         if change is not None:
             scores = change(scores, None, head, row, column)
         if mask is not None:
             scores = scores.masked_fill(~mask(None, head, row, column), -torch.inf)
         return scores.softmax(-1) @ v
 
-    def _mask_mod(self) -> Callable[..., Tensor] | None:
-        documents = torch.arange(TOKENS) // 50
+    def _mask_mod(self, tokens: int) -> Callable[..., Tensor] | None:
+        documents = torch.arange(tokens) // 50
 
         def causal(b: Any, h: Any, row: Tensor, column: Tensor) -> Tensor:
             return row >= column
@@ -144,7 +145,21 @@ def test_gradients(form: Form, budget: float) -> None:
     model = nn.Sequential(Layer(form), Layer(form))
     report = check_against_float64(model, _loss_of, [x], memory_budget=budget)
     assert report.outcome.save_plan is not None
-    assert report.outcome.save_plan.solver != "torch", report.notes
+    assert report.outcome.save_plan.solver != "torch", report.outcome.notes
+
+
+def test_any_number_of_tokens() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(Form(kv_heads=2)), Layer(Form(kv_heads=2)))
+    loss = _loss_of(model)
+    options = {"memory_budget": 0.0, "strict": True}
+    step = torch.compile(loss, backend="mst", dynamic=True, options=options)
+    for batch, tokens in ((2, 96), (3, 70), (2, 128)):
+        x = torch.randn(batch, tokens, WIDTH, requires_grad=True)
+        leaves = [x, *model.parameters()]
+        found, expected = (torch.autograd.grad(fn(x), leaves) for fn in (step, loss))
+        torch.testing.assert_close(found, expected)
+    assert ("attention", "recompute") in kinds(mstpass.reports()[-1])
 
 
 def _joint(form: Form) -> JointGraph:

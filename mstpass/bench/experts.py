@@ -86,6 +86,8 @@ class SortedRows(Experts):
 
 
 class BatchedExperts(Experts):
+    """Experts that all have as many rows."""
+
     def products(self, rows: Tensor) -> Tensor:
         """Shapes: rows (E, C, d), result (E, C, d)."""
         gate, up = torch.bmm(rows, self.up).chunk(2, -1)

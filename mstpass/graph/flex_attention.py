@@ -20,21 +20,19 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import tensors_of, value_of
+from mstpass.graph.token_rules.arguments import shape_of
 
 FORWARD = torch.ops.higher_order.flex_attention
 BACKWARD = torch.ops.higher_order.flex_attention_backward
 FLEX = frozenset({FORWARD, BACKWARD})
-OUTPUT = 3  # of the backward's arguments, the forward's output
-_OPERANDS: Mapping[Any, int] = {
-    FORWARD: 3,
-    BACKWARD: 7,
-}  # the first arguments, [B, heads, ...]; one may be None
-_MASK: Mapping[Any, int] = {FORWARD: 4, BACKWARD: 9}  # the position of the block mask
-_SCORES: Mapping[Any, tuple[int, ...]] = {
-    FORWARD: (3,),
-    BACKWARD: (7, 8),
-}  # of the subgraphs of scores
-_HEAD_OF_SCORE, _HEAD_OF_MASK = 2, 1  # of the subgraphs' inputs, the head
+# Positions of arguments: the output that the backward is given, how many of the first are
+# [B, heads, ...] (one may be None), the block mask, and the subgraphs of scores.
+OUTPUT = 3
+_OPERANDS: Mapping[Any, int] = {FORWARD: 3, BACKWARD: 7}
+_MASK: Mapping[Any, int] = {FORWARD: 4, BACKWARD: 9}
+_SCORES: Mapping[Any, tuple[int, ...]] = {FORWARD: (3,), BACKWARD: (7, 8)}
+# The position of the head among the inputs of a subgraph.
+_HEAD_OF_SCORE, _HEAD_OF_MASK = 2, 1
 
 
 def is_flex_subgraph(node: fx.Node) -> bool:
@@ -48,10 +46,11 @@ def operands_with_heads(node: fx.Node) -> list[fx.Node]:
     return [operand for operand in operands if isinstance(operand, fx.Node)]
 
 
-def mask_tensors(node: fx.Node) -> list[fx.Node]:
-    """The tensors ``[B, heads or 1, ...]`` of a call's block mask."""
-    found: Any = node.args[_MASK[node.target]]
-    return [n for n in found if isinstance(n, fx.Node) and value_of(n) is not None]
+def masks_by_head(node: fx.Node) -> list[fx.Node]:
+    """The tensors ``[B, heads, ...]`` of a call's block mask; most have 1 in place of the heads."""
+    mask: Any = node.args[_MASK[node.target]]
+    tensors = [n for n in mask if isinstance(n, fx.Node) and value_of(n) is not None]
+    return [n for n in tensors if len(shape_of(n)) > 2 and shape_of(n)[1] > 1]
 
 
 def depends_on_head(node: fx.Node) -> bool:
@@ -69,7 +68,9 @@ def gradients_of_buffers(node: fx.Node) -> bool:
 
 
 def _reads_input(subgraph: Any, number: int) -> bool:
-    root = subgraph.graph.owning_module
-    module = getattr(root, str(subgraph.target))
+    """Whether a subgraph reads its input of this number; one that is not in the graph may."""
+    if not isinstance(subgraph, fx.Node):
+        return True
+    module: Any = getattr(subgraph.graph.owning_module, str(subgraph.target))
     inputs = module.graph.find_nodes(op="placeholder")
     return bool(inputs[number].users)

@@ -154,7 +154,7 @@ def _flex_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
     if flex_attention.gradients_of_buffers(node):
         return Refusal(BUFFERS)
     needs: OperandSpecs = dict.fromkeys(tensor_inputs(node), WHOLE)
-    masks = [n for n in flex_attention.mask_tensors(node) if shape_of(n)[_HEADS] > 1]
+    masks = flex_attention.masks_by_head(node)
     for operand in (*flex_attention.operands_with_heads(node), *masks):
         heads = shape_of(operand)[_HEADS]
         if heads % num_heads:

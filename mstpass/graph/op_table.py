@@ -92,7 +92,7 @@ def _views() -> dict[Any, Op]:
     )
     select = Op("view", along_dims.select_forward, along_dims.select_backward, linear_view)
     part = Op("view", *along_dims.along(along_dims.dim_argument), linear_view)
-    complex_ = Op("view", views.complex_forward, views.complex_backward, linear_view)
+    parts = Op("view", views.complex_forward, views.complex_backward, linear_view)
     return {
         operator.getitem: Op("view", views.getitem_forward, views.getitem_backward, linear_view),
         **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), view),
@@ -100,7 +100,7 @@ def _views() -> dict[Any, Op]:
         aten.squeeze.default: dataclasses.replace(squeezed, backward=views.squeeze_all_backward),
         **dict.fromkeys((aten.permute.default, aten.t.default, aten.transpose.int), permute),
         aten.expand.default: expand,
-        **dict.fromkeys((aten.view_as_complex.default, aten.view_as_real.default), complex_),
+        **dict.fromkeys((aten.view_as_complex.default, aten.view_as_real.default), parts),
         **dict.fromkeys((aten.select.int, aten.unbind.int), select),
         **dict.fromkeys(
             (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default), part

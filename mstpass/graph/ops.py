@@ -36,6 +36,7 @@ from mstpass.torch_internals.opaque_values import is_opaque
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+_COPIES = frozenset({prims.convert_element_type.default, aten.clone.default})
 _PADDED = frozenset(
     {aten.constant_pad_nd.default, aten.select_scatter.default, aten.slice_scatter.default}
 )
@@ -181,8 +182,8 @@ def is_grouped_matmul(node: fx.Node) -> bool:
 
 
 def is_weight(node: fx.Node) -> bool:
-    """Whether the node is an input of the step, perhaps viewed or cast."""
-    while is_view(node) or node.target is prims.convert_element_type.default:
+    """Whether the node is an input of the step, perhaps viewed, cast or copied."""
+    while is_view(node) or node.target in _COPIES:
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
 

@@ -1,7 +1,7 @@
 """The graphs that torch's own partitioner splits, because our partition problem lacks what they do.
 
 Such graphs have side effects, sizes that depend on data, sends and receives between two ranks,
-subgraphs, or a memory budget that the user set for a part of the model.
+subgraphs (but for FlexAttention's), or a memory budget that the user set for a part of the model.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def anchor_spec(node: fx.Node) -> Spec | None:
 def widths(node: fx.Node) -> tuple[Size, Size] | None:
     """The features per token before and after a matmul.
 
-    None for a batch of matrices: that is attention or experts, not a layer of single tokens.
+    None for a batch of matrices without weights: that is attention, not a layer of single tokens.
     """
     left, right = (value_of(n) for n in ops.matmul_factors(node))
     out = value_of(node)

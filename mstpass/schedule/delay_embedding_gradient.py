@@ -43,8 +43,8 @@ def delay_scatters(graph: fx.Graph) -> None:
             zero = _zero_by_matmul(builder, rows) if on_cpu else _zero_from(builder, written)
             flat = builder.call(aten.view.default, zero, [1] * value.dim())
             one = builder.call(aten.expand.default, flat, list(value.shape))
-            # A copy, as a scatter that Inductor makes one in place would write to the one element,
-            # up to torch 2.13. It is computed in the kernel that fills the scatter's result.
+            # Inductor may run the scatter in place, on its zeros: up to torch 2.13 also where one
+            # element stands for all of them. The copy costs nothing: the scatter would make it.
             zeros = builder.call(aten.clone.default, one, memory_format=torch.contiguous_format)
         scatter.update_arg(0, zeros)
         if on_cpu:

@@ -8,7 +8,8 @@ Both are in torch 2.11 to 2.13, under Inductor alone as well, and give wrong gra
   ``softmax(x).t()``. Such kernels have no outer loop in common here, as where their loops differ.
 - Where several threads add to a value at indices (``index_put`` with ``accumulate``) and the kernel
   works in tiles of two dims, the position within a tile is added to the index twice. Sums go to
-  wrong places, also behind the end of the value. torch 2.14 mends it as here.
+  wrong places, also behind the end of the value. torch 2.14 mends it as here. (In 2.11 and 2.12
+  some of these kernels do not compile either, because the index is read before it is computed.)
 
 Source: torch/_inductor/codegen/cpp.py (``CppScheduling.codegen_outer_loop_node``,
 ``CppTile2DKernel.store``, ``CppTile2DOverrides.index_expr``).
@@ -89,7 +90,7 @@ def _keep_rows_apart(node: Any) -> None:
 
 class _Tile2DKernel(CppTile2DKernel):
     def need_vec_transpose(self, index: Any) -> bool:
-        # Up to 2.12, a tile to be transposed is read in front of the loop that computes its index.
+        # Up to 2.12, a tile that is transposed is written before its index is computed.
         computed = free_symbol_is_type(index, SymT.TMP)
         return not computed and bool(super().need_vec_transpose(index))
 

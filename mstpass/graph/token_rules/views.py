@@ -96,15 +96,19 @@ def getitem_backward(node: fx.Node, spec: Spec) -> OperandSpecs:
     return {node.all_input_nodes[0]: spec}
 
 
-def _of_parts(node: fx.Node) -> Refusal:
-    return Refusal(f"{node.target} works along a token dim")
-
-
 def complex_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:
     """``view_as_complex`` and ``view_as_real``: all dims are in their places but the last one."""
-    return spec if all(d < len(shape_of(node)) for d in spec) else _of_parts(node)
+    return _with_dims(node, node, spec)
 
 
 def complex_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     operand = node.all_input_nodes[0]
-    return {operand: spec} if all(d < len(shape_of(operand)) for d in spec) else _of_parts(node)
+    source = _with_dims(node, operand, spec)
+    return source if isinstance(source, Refusal) else {operand: source}
+
+
+def _with_dims(node: fx.Node, holder: fx.Node, spec: Spec) -> Spec | Refusal:
+    """The spec, if ``holder`` has all its dims: real and imaginary parts are no tokens."""
+    if max(spec, default=-1) < len(shape_of(holder)):
+        return spec
+    return Refusal(f"{node.target} works along a token dim")
