@@ -19,8 +19,9 @@ from torch.nn.attention import flex_attention as flex
 import mstpass
 from mstpass.graph import ops
 from mstpass.graph.flex_attention import BACKWARD
-from mstpass.graph.heads import OTHER_SCORES
+from mstpass.graph.heads import BUFFERS, OTHER_SCORES
 from mstpass.graph.joint import JointGraph
+from mstpass.regions.advice import fix_of
 from mstpass.regions.attention import detect_attention
 from tests.checks import KERNELS, check_against_float64, joint_graph, kinds, op_by_op
 from tests.head_loops import check_loops
@@ -190,6 +191,7 @@ def test_heads_run_in_loops(form: Form, num_heads: int) -> None:
 def test_scores_of_each_head_are_refused() -> None:
     regions, rejections = detect_attention(_joint(Form("causal", "slopes")))
     assert not regions and [r.reason for r in rejections] == [OTHER_SCORES]
+    assert all(fix_of(reason) for reason in (OTHER_SCORES, BUFFERS))
 
 
 @pytest.mark.full

@@ -133,6 +133,14 @@ _ADVICE = (
         "of the compiled step",
     ),
     (
+        r"scores or masks depend on the head",
+        "where all heads may do alike, let score_mod and mask_mod not use the head",
+    ),
+    (
+        r"gradients of what its scores are changed by",
+        "give score_mod what is not trained, or detach it",
+    ),
+    (
         r"dropout in attention",
         "apply dropout to the result of attention, or set attention's probability of it to 0",
     ),
