@@ -184,3 +184,12 @@ def test_sums_in_sixteen_bits_may_round_at_each_chunk() -> None:
         setup = Setup(length=150, dtype="bfloat16", options=options)  # 100 chunks
         wrong = wrong_values([ours], References([eager], [true]), setup)
         assert bool(wrong) == is_wrong
+
+
+@pytest.mark.slow
+def test_inductor_alone_is_right_where_its_vectorized_code_is_not() -> None:
+    """Up to torch 2.13 it adds the embedding's gradient at wrong indices, also out of bounds."""
+    convolution = Layer("convolution", variant=11, act="softmax", dropout=0.1, same=True)
+    case = Case((convolution,), final_norm="rms", batch=1, length=31, features=24, vocabulary=97)
+    checked = check_case(case, INDUCTOR)
+    assert checked.status == "held", (checked.reason, *map(str, checked.failures))
