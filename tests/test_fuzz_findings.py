@@ -79,6 +79,12 @@ def test_symbolic_sizes_are_no_buffers_that_a_kernel_reads() -> None:
     )
 
 
+def test_symbolic_sizes_that_cross_are_no_buffers_in_a_plan_either() -> None:
+    """They were inputs of a plan's backward, which then had another kernel than its graph."""
+    sums = Case((), source="ids", logit_ops=("mean_of_all",), loss="smoothing", length=13)
+    held(dataclasses.replace(sums, dynamic="length", chunk_tokens=32, forced=False))
+
+
 def test_the_least_memory_may_lie_between_landmarks() -> None:
     experts = Layer(kind="experts", variant=4, norm="layer_plain", residual="sandwich")
     layers = tuple(

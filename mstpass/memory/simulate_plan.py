@@ -28,7 +28,7 @@ from mstpass.memory.repeated_values import CHEAP_KINDS, MOST_LOWERED, repeated_v
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.problem.apply_modes import with_modes
-from mstpass.problem.op import INPUT, POINTWISE, REALIZED
+from mstpass.problem.op import INPUT, POINTWISE, REALIZED, SIZE
 from mstpass.problem.problem import CutProblem, Plan, Value
 from mstpass.problem.saved_set import must_offload
 
@@ -217,7 +217,8 @@ def _is_cheap(value: Value) -> bool:
 
 
 def _as_input(value: Value) -> Value:
-    return dataclasses.replace(value, kind=INPUT, inputs=(), inner_bytes=0, us=0.0)
+    kind = SIZE if value.kind == SIZE else INPUT
+    return dataclasses.replace(value, kind=kind, inputs=(), inner_bytes=0, us=0.0)
 
 
 def _with_ancestors(problem: CutProblem, index: dict[str, int], names: Set[str]) -> set[str]:
