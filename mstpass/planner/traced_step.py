@@ -21,6 +21,7 @@ from mstpass.problem.op import VIEW
 from mstpass.problem.problem import CutProblem, Value
 from mstpass.torch_internals.fake_tensors import FakeTensor
 from mstpass.torch_internals.pytrees import tree_map
+from mstpass.torch_internals.settings import no_collection_after_tracing
 from mstpass.tracing.joint_graphs import trace_joint
 
 _DEVICE = torch.device("cuda", 0)  # its costs decide chunk lengths; nothing runs there
@@ -68,7 +69,7 @@ def trace(
         host_bytes: host memory in which saved values may wait.
         layers: trace only so many of the model's layers, the first ones (None: all).
     """
-    with pipeline.collector_paused():
+    with pipeline.collector_paused(), no_collection_after_tracing():
         return _trace(config, training, length, budgets, multiple, layers, host_bytes)
 
 

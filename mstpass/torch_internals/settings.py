@@ -40,6 +40,7 @@ APIS = PrivateApis(
         "torch._dynamo.config.patch",
         "torch._dynamo.config.automatic_dynamic_shapes",
         "torch._dynamo.config.error_on_recompile",
+        "torch._dynamo.config.run_gc_after_compile",
     ),
 )
 _ENTRIES: Any = vars(inductor_config)["_config"]
@@ -92,6 +93,8 @@ backward_compiled_at_once = _patch(functorch_config, force_non_lazy_backward_low
 static_sizes = _patch(dynamo_config, automatic_dynamic_shapes=False)
 # Workers would be started where torch sees a GPU.
 compiled_in_one_process = _patch(inductor_config, compile_threads=1)
+# Dynamo collects garbage after each compilation: a second for a graph of 32 layers.
+no_collection_after_tracing = _patch(dynamo_config, run_gc_after_compile=False)
 recompilation_fails = _patch(dynamo_config, error_on_recompile=True)
 
 

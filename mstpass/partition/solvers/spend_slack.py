@@ -67,6 +67,7 @@ class _Search:
         self.best = best
         self.limit_bytes = limit_bytes
         self.tries = tries
+        self.us = {v.name: v.us for v in (*problem.values, *problem.backward)}
 
     def mode_moves(self, rank: int) -> list[_Move]:
         """For each region the move to its ``rank``-th fastest mode, if that is faster than now.
@@ -88,10 +89,9 @@ class _Search:
 
     def _us(self, region: RegionModes, mode: Mode) -> float:
         """Time of a region: its loops, and the members that only loops of other modes compute."""
-        by_name = {v.name: v for v in (*self.problem.values, *self.problem.backward)}
         inside = {name for loop in mode.loops for name in loop.members}
         every = {n for other in region.modes for loop in other.loops for n in loop.members}
-        return sum(loop.us for loop in mode.loops) + sum(by_name[n].us for n in every - inside)
+        return sum(loop.us for loop in mode.loops) + sum(self.us[n] for n in every - inside)
 
     def save_moves(self) -> list[_Move]:
         """Moves that each save one heavy op's results; the op slowest for its bytes comes first."""
