@@ -92,6 +92,8 @@ def test_every_file_is_named_once() -> None:
 
 
 ON_A_GPU = """
+DEVICE_TYPE = acc.type if (acc := torch.accelerator.current_accelerator()) else 'cpu'
+
 @requires_cuda
 @unittest.skipIf(not HAS_GPU, 'requires a GPU')
 @unittest.skipIf(TEST_WITH_ROCM, 'other')
@@ -102,6 +104,8 @@ def test(self, device):
         x = x.xpu()
 """
 ON_THE_CPU = """
+DEVICE_TYPE = 'cuda'
+
 @unittest.skipIf(TEST_WITH_ROCM, 'other')
 @parametrize('device', ['cpu', GPU_TYPE])
 def test(self, device):

@@ -7,7 +7,9 @@ imported with these changes, on its syntax tree:
   ``x.cuda()`` is ``x.cpu()``;
 - decorators that skip a test where no GPU is, are left out.
 
-A test that does need a GPU now fails, under Inductor as well. Lists of parameters stay as they are.
+A test that does need a GPU now fails, under Inductor as well. Lists of parameters stay as they are;
+a test file's own ``DEVICE_TYPE``, "cpu" on a machine without a GPU, is "cuda" in them, so that no two
+tests have the same name.
 """
 
 from __future__ import annotations
@@ -46,6 +48,12 @@ class _Cpu(ast.NodeTransformer):
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         node.decorator_list = _others(node.decorator_list)
         return self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        if not self.depth and ast.unparse(node.targets[0]) in _NAMES:
+            node.value = ast.copy_location(ast.Constant("cuda"), node.value)
+        return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         is_gpu = self.depth and isinstance(node.value, str) and _DEVICE.fullmatch(node.value)
