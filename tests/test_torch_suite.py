@@ -104,7 +104,7 @@ def test(self, device):
         x = x.xpu()
 """
 ON_THE_CPU = """
-DEVICE_TYPE = 'cuda'
+DEVICE_TYPE = 'xpu'
 
 @unittest.skipIf(TEST_WITH_ROCM, 'other')
 @parametrize('device', ['cpu', GPU_TYPE])

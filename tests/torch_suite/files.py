@@ -33,7 +33,7 @@ class SuiteFile:
 _NO_PARTITIONER = "not OpInfo and not ModuleInfo and not Export"
 # The others compile nothing, or differ in what happens before a backend is called.
 _COMPILED_SCANS = (
-    "not cuda and (aot_eager or (autograd_True and compile_mode_compile and not compile_dynamic "
+    "not xpu and (aot_eager or (autograd_True and compile_mode_compile and not compile_dynamic "
     "and not pointwise and not reverse_True))"
 )
 # The others test single ops without gradients, or need Triton.

@@ -8,7 +8,7 @@ imported with these changes, on its syntax tree:
 - decorators that skip a test where no GPU is, are left out.
 
 A test that does need a GPU now fails, under Inductor as well. Lists of parameters stay as they are;
-a test file's own ``DEVICE_TYPE``, "cpu" on a machine without a GPU, is "cuda" in them, so that no two
+a test file's own ``DEVICE_TYPE``, "cpu" on a machine without a GPU, is "xpu" in them, so that no two
 tests have the same name.
 """
 
@@ -28,7 +28,7 @@ _GPUS = ("cuda", "xpu")
 _DEVICE = re.compile(r"(cuda|xpu)(:\d)?")
 _NAMES = ("GPU_TYPE", "DEVICE_TYPE")
 _ASKS_FOR_A_GPU = re.compile(
-    r"requires_(gpu|cuda|xpu)\w*"
+    r"requires_(gpu|cuda|xpu|accelerator)\w*"
     r"|(unittest\.)?skip(If|Unless)\((not )?(HAS|TEST)_(GPU|CUDA|XPU)\w*,.*"
     r"|(unittest\.)?skip(If|Unless)\((not )?torch\.(cuda|xpu|accelerator)\.is_available\(\),.*"
 )
@@ -52,7 +52,7 @@ class _Cpu(ast.NodeTransformer):
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
         if not self.depth and ast.unparse(node.targets[0]) in _NAMES:
-            node.value = ast.copy_location(ast.Constant("cuda"), node.value)
+            node.value = ast.copy_location(ast.Constant("xpu"), node.value)
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
