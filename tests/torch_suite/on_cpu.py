@@ -7,8 +7,8 @@ imported with these changes, on its syntax tree:
   ``x.cuda()`` is ``x.cpu()``;
 - decorators that skip a test where no GPU is, are left out.
 
-A test that does need a GPU now fails, under Inductor as well. Lists of parameters stay as they are;
-a test file's own ``DEVICE_TYPE``, "cpu" on a machine without a GPU, is "xpu" in them, so that no two
+A test that does need a GPU now fails, under Inductor as well. Lists of parameters stay as they are.
+In them a test file's own ``DEVICE_TYPE``, "cpu" on a machine without a GPU, is "xpu": so no two
 tests have the same name.
 """
 
