@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+import mstpass
 from mstpass.graph.buffer_ops import is_written_in_place
 from mstpass.graph.grouped_products import add_grouped_, grouped_rows, grouped_sums
 from tests.checks import check_against_float64, errors, gradients, in_float64, kinds
-from tests.expert_models import WIDTH, Experts, Form
+from tests.expert_models import WIDTH, Experts, Form, grouped
 
 pytestmark = pytest.mark.op_by_op
 
@@ -75,6 +77,43 @@ def test_any_number_of_tokens(dynamic: bool | None) -> None:
         eager = errors(gradients(model, _loss(model), [x]), exact)
         ours = errors(gradients(model, step, [x]), exact)
         assert all(mine <= theirs + 1e-6 for mine, theirs in zip(ours, eager, strict=True)), tokens
+
+
+class LocalExperts(nn.Module):
+    """What a rank of an expert-parallel group runs between its exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Parameter(torch.randn(4, WIDTH, 64) / 8) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(4, 64, WIDTH) / 8)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        ends = torch.cumsum(counts, 0, dtype=torch.int32)
+        inner = F.silu(grouped(rows, self.gate, ends, native=True))
+        inner = inner * grouped(rows, self.up, ends, native=True)
+        return grouped(inner, self.down, ends, native=True)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_the_local_part_of_expert_parallelism(dynamic: bool | None) -> None:
+    """As many rows as the exchange brings, another number in each step."""
+    torch.manual_seed(0)
+    model = LocalExperts().bfloat16()
+    options = {"strict": True, "chunk_tokens": 128, "memory_budget": 0.0}
+    compiled = torch.compile(model, backend="mst", fullgraph=True, dynamic=dynamic, options=options)
+
+    def of_rows(experts: nn.Module, counts: list[int]):  # type: ignore[no-untyped-def]
+        return lambda rows: experts(rows, torch.tensor(counts)).square().mean()
+
+    for counts in ([300, 0, 100, 624], [97, 200, 3, 33], [0, 0, 800, 0]):
+        x = torch.randn(sum(counts), WIDTH).bfloat16().requires_grad_()
+        wide_model, wide_inputs = in_float64(model, [x])
+        exact = gradients(wide_model, of_rows(wide_model, counts), wide_inputs)
+        eager = errors(gradients(model, of_rows(model, counts), [x]), exact)
+        ours = errors(gradients(model, of_rows(compiled, counts), [x]), exact)
+        assert all(mine <= 1.5 * theirs for mine, theirs in zip(ours, eager, strict=True)), counts
+        report = mstpass.reports()[-1]
+        assert [kind for kind, _ in kinds(report)] == ["mlp"], report.rejections
 
 
 def test_two_layers_under_a_checkpoint() -> None:
