@@ -112,7 +112,7 @@ def _add_step(group: Any) -> None:
         "--device-memory",
         type=byte_size,
         metavar="SIZE",
-        help="such as 80GiB (default: that of --gpu)",
+        help="such as 80GiB; required without --gpu (default: that of --gpu)",
     )
     add(
         "--overhead",
