@@ -10,10 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from mstpass import pipeline
+from mstpass.graph.buffer_ops import counter
 from mstpass.graph.loop_op import STACK, SUM, mst_loop, run_eagerly
+from mstpass.graph.materialization import REALIZE
+from mstpass.loops.lowering import lower_loops
+from mstpass.options import Options
 from mstpass.torch_internals import donated_buffers
-from tests.checks import compiled
+from tests.checks import compiled, joint_graph
 from tests.models import MLPS
+
+aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 31])
@@ -72,6 +79,19 @@ def test_inputs_that_start_inside_their_storage() -> None:
     found = torch.autograd.grad(step(x, ids), [x, *mlp.parameters()])
     torch.testing.assert_close(step(x, ids), loss(x, ids))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_loop_reads_is_written_before_its_buffers_exist() -> None:
+    mlp = MLPS["gelu"](32)
+    joint, outputs = joint_graph(lambda x, y: mlp(x + y).sum(), *torch.randn(2, 256, 32))
+    result = pipeline.run(joint, Options(chunk_tokens=64), num_fwd_outputs=outputs)
+    assert result.modules is not None
+    graph = result.modules[0].graph
+    assert lower_loops(graph) == 1
+    order = [node.target for node in graph.nodes]
+    assert order.count(REALIZE) == 1
+    assert order.index(aten.add.Tensor) < order.index(REALIZE) < order.index(counter)
+    assert order.index(counter) < order.index(aten.empty.memory_format)
 
 
 def _backward_graph() -> fx.Graph:

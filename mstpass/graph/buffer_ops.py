@@ -4,6 +4,7 @@
                                                         total += left @ right      otherwise
     mstpass::write_product_(rows, left, right)          rows   = left @ right
     mstpass::counter(value)                             an int64 scalar on the CPU
+    mstpass::done(counter)                              a copy of it, once the loop is done
 
 Inductor calls them as they are. So a product goes straight to where it is needed, without a second
 buffer of its size and a kernel that reads and writes both; the first chunk needs no zeros to add
@@ -29,6 +30,7 @@ _LIBRARY = library.Library("mstpass", "FRAGMENT")
 _LIBRARY.define("add_product_(Tensor(a!) total, Tensor left, Tensor right, SymInt chunk) -> ()")
 _LIBRARY.define("write_product_(Tensor(a!) rows, Tensor left, Tensor right) -> ()")
 _LIBRARY.define("counter(SymInt value) -> Tensor")
+_LIBRARY.define("done(Tensor counter) -> Tensor")
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, chunk: int) -> None:
@@ -54,9 +56,14 @@ def _counter(value: int) -> Tensor:
     return torch.full([], value, dtype=torch.int64)
 
 
+def _done(counter: Tensor) -> Tensor:
+    return counter.clone()
+
+
 _LIBRARY.impl("add_product_", _add_product, "CompositeExplicitAutograd")
 _LIBRARY.impl("write_product_", _write_product, "CompositeExplicitAutograd")
 _LIBRARY.impl("counter", _counter, "CompositeExplicitAutograd")
+_LIBRARY.impl("done", _done, "CompositeExplicitAutograd")
 
 
 @library.register_fake("mstpass::add_product_", lib=_LIBRARY)
@@ -74,9 +81,15 @@ def _(value: int) -> Tensor:
     return torch.empty([], dtype=torch.int64)
 
 
+@library.register_fake("mstpass::done", lib=_LIBRARY)
+def _(counter: Tensor) -> Tensor:
+    return torch.empty_like(counter)
+
+
 add_product_: OpOverload = torch.ops.mstpass.add_product_.default
 write_product_: OpOverload = torch.ops.mstpass.write_product_.default
 counter: OpOverload = torch.ops.mstpass.counter.default
+done: OpOverload = torch.ops.mstpass.done.default
 
 _RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _PRODUCTS = (
@@ -87,7 +100,7 @@ _PRODUCTS = (
 
 def call_buffer_ops_as_they_are() -> None:
     """Have Inductor call the ops, and those in place that a loop may need besides."""
-    for op in (add_product_, write_product_, counter, aten.abs_.default, *GROUPED_OPS):
+    for op in (add_product_, write_product_, counter, done, aten.abs_.default, *GROUPED_OPS):
         call_as_it_is(op)
 
 

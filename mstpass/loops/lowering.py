@@ -30,14 +30,15 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mstpass.graph import ops
-from mstpass.graph.buffer_ops import call_buffer_ops_as_they_are, counter
+from mstpass.graph.buffer_ops import call_buffer_ops_as_they_are, counter, done
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.grouped_products import GROUPED_OPS
 from mstpass.graph.joint import value_of
 from mstpass.graph.loop_op import CONDITION, OutputSpec, mst_loop
+from mstpass.graph.materialization import REALIZE
 from mstpass.graph.sizes import Size, expression, is_size, symbols_of
 from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step
-from mstpass.torch_internals.inductor_lowerings import select_decomp_table
+from mstpass.torch_internals.inductor_lowerings import select_decomp_table, write_to_memory
 from mstpass.torch_internals.symbols import first_expression, renamed
 
 aten = torch.ops.aten
@@ -76,7 +77,8 @@ class _Lowering:
         args: Any = call.args
         body, *sizes, specs, sliced, whole = args
         with self.graph.inserting_before(call):
-            sliced = tuple(map(self._at_offset_zero, sliced))
+            sliced = tuple(self._written(self._at_offset_zero(node)) for node in sliced)
+            whole = tuple(map(self._written, whole))
             call.args = (body, *sizes, specs, sliced, whole)
             loop_call = LoopCall(
                 getattr(self.root, body.target), tuple(specs), len(sliced), len(whole)
@@ -97,7 +99,7 @@ class _Lowering:
                 torch.ops.higher_order.while_loop, (cond, step, (zero, *buffers), extra)
             )
             loop.meta["val"] = (zero.meta["val"], *(b.meta["val"] for b in buffers))
-            self._free_results_after(loop)
+            self._read_counter_after(loop)
         for user in list(call.users):
             with self.graph.inserting_before(user):
                 item = self.graph.call_function(user.target, (loop, user.args[1] + 1))  # type: ignore[operator, arg-type]
@@ -107,18 +109,19 @@ class _Lowering:
             self._copy_before_writes(item)
         self.graph.erase_node(call)
 
-    def _free_results_after(self, loop: fx.Node) -> None:
-        """Make Inductor drop the loop's list of results once the loop is done.
+    def _read_counter_after(self, loop: fx.Node) -> None:
+        """Read the loop's counter once the loop is done, for two reasons.
 
         Inductor's code holds all results in a list, and deletes it after the last reader of a
-        result that is not updated in place. The counter is the only one, and nothing reads it, so
-        that all buffers would stay alive to the end of the graph (2.11 and 2.13). An ``abs_`` of
-        the counter is such a reader; as it works in place, Inductor does not remove it.
+        result that is not updated in place. The counter is the only one, and nothing else reads
+        it: all buffers would stay alive to the end of the graph (2.11 and 2.13). And what waits for
+        the loop (schedule/delay_recomputation.py) waits for this reader, because the results have
+        the names of the buffers that the loop was given. Inductor does not remove an ``abs_``, as
+        it works in place, nor what it works on.
         """
         counter = self.graph.call_function(operator.getitem, (loop, 0))
         counter.meta["val"] = loop.meta["val"][0]
-        read = self.graph.call_function(aten.abs_.default, (counter,))
-        read.meta["val"] = counter.meta["val"]
+        self.builder.call(aten.abs_.default, self.builder.call(done, counter))
 
     def _copy_before_writes(self, item: fx.Node) -> None:
         """Copy a result of the loop for the ops that Inductor may run in place on it.
@@ -145,6 +148,19 @@ class _Lowering:
         if expression(node.meta["val"].storage_offset()) == 0:
             return node
         return self.builder.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def _written(self, node: fx.Node) -> fx.Node:
+        """The operand, written to memory before the loop's buffers are allocated.
+
+        Inductor computes a pointwise operand only once it comes to the loop. What the kernel reads
+        would then be alive beside the buffers.
+        """
+        if not ops.is_pointwise(ops.base_of(node)):
+            return node
+        write_to_memory(REALIZE)
+        written = self.graph.call_function(REALIZE, (node,))
+        written.meta = dict(node.meta)
+        return written
 
     def _buffer(self, spec: OutputSpec, device: torch.device, is_empty: bool) -> fx.Node:
         """What an output is written into; zeros unless the first chunk overwrites it."""

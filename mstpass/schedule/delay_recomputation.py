@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.buffer_ops import done
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import is_tangent, nbytes, value_of
 from mstpass.graph.materialization import REALIZE
@@ -100,11 +101,11 @@ def _descendants(sources: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _first_kernels(nodes: list[fx.Node], gradients: set[fx.Node]) -> list[fx.Node]:
-    """The reductions and heavy ops with which recomputations begin that lead to a heavy op."""
+    """The first reductions and heavy ops of recomputations that lead to a heavy op or a loop."""
     recomputed = [n for n in nodes if n.op == "call_function" and n not in gradients]
     leads_to_heavy: set[fx.Node] = set()
     for node in reversed(recomputed):
-        if _is_heavy(node) or any(user in leads_to_heavy for user in node.users):
+        if _is_heavy(node) or any(u in leads_to_heavy or u.target is _LOOP for u in node.users):
             leads_to_heavy.add(node)
     after_first: set[fx.Node] = set()
     first = []
@@ -129,8 +130,8 @@ def _exchanges(node: fx.Node) -> bool:
 def _kernel(node: fx.Node) -> fx.Node | None:
     """The node whose kernel writes the value: for a view its base; None if no kernel writes it.
 
-    A loop's results count as none, because Inductor gives them the names of the buffers that the
-    loop was given.
+    For a loop it is the op that reads its counter when it is done, because Inductor gives the
+    results the names of the buffers that the loop was given.
     """
     node = viewed(node)
     value = value_of(node)
@@ -138,8 +139,9 @@ def _kernel(node: fx.Node) -> fx.Node | None:
         return None
     if _exchanges(node):
         return None
-    if node.target is operator.getitem and node.all_input_nodes[0].target is _LOOP:
-        return None
+    if node.target is operator.getitem and (loop := node.all_input_nodes[0]).target is _LOOP:
+        readers = (reader for item in loop.users for reader in item.users)
+        return next((reader for reader in readers if reader.target is done), None)
     return node
 
 
