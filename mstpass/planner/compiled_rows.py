@@ -3,10 +3,13 @@
 A trace of a deep model takes long, so the search for mst's longest sequence makes few::
 
     guess    shallow copies of the model are traced, and their lengths extrapolated to its depth
-    search   the model is traced at about that length; its problem is scaled to other lengths
-    exact    it is traced at the length that is found, and planned for the row of the table
+    search   the model is traced at about that length and planned; the plan is scaled to the
+             length at which it just fits
+    exact    the model is traced at that length, and planned for the row of the table
 
-A plan that is found at one length is simulated at others before the next plan is looked for.
+A plan that is found at one length is simulated at others before the next plan is looked for. Where
+the plan of the exact length leaves room for a sequence that is longer by more than one per cent,
+the model is traced and planned once more.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.pipeline import collector_paused
 from mstpass.planner.compiled_step import CompiledStep
-from mstpass.planner.longest_sequence import GRAIN, START, longest
+from mstpass.planner.longest_sequence import GRAIN, START, TOLERANCE, longest
 from mstpass.planner.models import layer_count
 from mstpass.planner.progress import GUESS, SEARCH, Report, Steps
+from mstpass.planner.request import CACHING
 from mstpass.planner.result import INDUCTOR, MST, Point, Row
 from mstpass.planner.room import Room, traceable
 from mstpass.planner.traced_step import TracedStep, trace
@@ -63,18 +67,34 @@ class CompiledRows:
         given = self.request.length
         length = self._search() if given is None else given
         steps = Steps(self._report, MST, 4)
-        for _ in range(_TRIES):
+        for attempt in range(_TRIES):
             traced = self._trace(length, (_FREE, *self._between, _LEAST), steps)
             row = self._fastest(traced, steps)
-            if row.fits or given is not None or length <= GRAIN:
+            if given is not None:
                 break
-            shorter = min(_SHRINK, self.room.step_bytes / row.parts.total)
-            length = max(GRAIN, int(length * shorter) // GRAIN * GRAIN)
+            if not row.fits and length > GRAIN:
+                shorter = min(_SHRINK, self.room.step_bytes / row.parts.total)
+                length = max(GRAIN, int(length * shorter) // GRAIN * GRAIN)
+            elif attempt == 0 and (longer := self._longer(row)) > (1 + TOLERANCE) * length:
+                length = longer
+            else:
+                break
         self._scaled = self._scaled or traced
         if self.request.curves:
             row = dataclasses.replace(row, curve=self._curve(row.length, steps))
         steps.end()
         return row
+
+    def _longer(self, row: Row) -> int:
+        """The length at which the row's plan just fits, if all but gradients grow with the length.
+
+        Gaps do not: where they count, each length of the search has a plan of its own.
+        """
+        if self.request.allocator == CACHING:
+            return row.length
+        spare = self.room.step_bytes - row.parts.total
+        growing = max(1, row.parts.total - row.parts.gradients)
+        return int(_AS_SCALED * row.length * (1 + spare / growing)) // GRAIN * GRAIN
 
     def _curve(self, length: int, steps: Steps) -> tuple[Point, ...]:
         """What other lengths take with the plan of the longest one."""
@@ -126,7 +146,7 @@ class CompiledRows:
         """About the longest length that fits, by traces that are scaled."""
         guess, steps = self._guess(), Steps(self._report, SEARCH, 3)
         budgets = (_LEAST,) if self.request.alone else (_FREE, _LEAST)  # Inductor's row is free
-        length, self._scaled = self._longest_traced(guess, budgets, _NEAR, steps)
+        length, self._scaled = self._longest_traced(guess, budgets, _NEAR, steps, plans=1)
         if length:
             traced = self._scaled
             length = self.room.with_gaps(length, lambda n: self._least(traced, n, steps))
@@ -140,12 +160,13 @@ class CompiledRows:
         near: tuple[float, float],
         steps: Steps,
         layers: int | None = None,
+        plans: int = _TRIES,
     ) -> tuple[int, TracedStep]:
         """The longest length that fits (0: none does), and the trace near it that was scaled."""
         length = start
         for _ in range(_TRIES):
             traced = self._trace(length, budgets, steps, BLOCK, layers)
-            length = self._longest(traced, near, steps)
+            length = self._longest(traced, near, steps, plans)
             if length and _is_near(length, traced, near):
                 break
             # chunks are as long as they were traced, so that shorter sequences may fit none
@@ -165,7 +186,8 @@ class CompiledRows:
             return START
         steps = Steps(self._report, GUESS, 4)
         try:
-            lengths = [self._shallow_length(layers, steps) for layers in (few, more)]
+            few_length = self._shallow_length(few, _SHALLOW_START, steps)
+            lengths = few_length, self._shallow_length(more, few_length or _SHALLOW_START, steps)
         except Exception:  # a model's own code may need all of its layers
             return START
         finally:
@@ -177,13 +199,19 @@ class CompiledRows:
         slope = (more_bytes - few_bytes) / (math.sqrt(more) - math.sqrt(few))
         return int(1 / (more_bytes + max(0, slope) * (math.sqrt(depth) - math.sqrt(more))))
 
-    def _shallow_length(self, layers: int, steps: Steps) -> int:
-        return self._longest_traced(_SHALLOW_START, (_LEAST,), _FAR, steps, layers)[0]
+    def _shallow_length(self, layers: int, start: int, steps: Steps) -> int:
+        return self._longest_traced(start, (_LEAST,), _FAR, steps, layers)[0]
 
-    def _longest(self, traced: TracedStep, near: tuple[float, float], steps: Steps) -> int:
-        """The longest length that fits; its plan is looked for only near the trace's own length."""
+    def _longest(
+        self, traced: TracedStep, near: tuple[float, float], steps: Steps, plans: int = _TRIES
+    ) -> int:
+        """The longest length that fits; its plan is looked for only near the trace's own length.
+
+        Args:
+            plans: the most plans that are looked for, each at the length that the last one led to.
+        """
         length = traced.length
-        for _ in range(_TRIES):
+        for _ in range(plans):
             step = self._least(traced, length, steps)
             found = longest(
                 lambda n, plan=step.plan: self._bytes(_step(traced, n, _LEAST, plan)),  # type: ignore[misc]

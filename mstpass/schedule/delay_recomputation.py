@@ -109,8 +109,11 @@ def _first_kernels(nodes: list[fx.Node], gradients: set[fx.Node]) -> list[fx.Nod
             leads_to_heavy.add(node)
     after_first: set[fx.Node] = set()
     first = []
-    for node in recomputed:
-        if any(operand in after_first for operand in node.all_input_nodes):
+    for node in nodes:
+        if node in gradients:
+            if node.target is _LOOP:  # what comes after it is not to be computed beside it
+                after_first.clear()
+        elif any(operand in after_first for operand in node.all_input_nodes):
             after_first.add(node)
         elif node in leads_to_heavy and (_is_heavy(node) or ops.is_reduction(node)):
             first.append(node)
