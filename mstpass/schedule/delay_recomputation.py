@@ -5,9 +5,10 @@ that read the same buffer: the norm of the block that is recomputed next moves i
 block before it, its projections and half of its attention follow, and the values of two blocks are
 alive at once. This rewrite adds an order between nodes that have no data in common:
 
-1. *Recomputations*: the first kernel of each recomputation that contains a heavy op waits for the
-   gradients that are alive at its place in the graph. By then, the backward before it is done, and
-   its buffers are freed.
+1. *Recomputations*: the first kernel of each recomputation that contains a heavy op, or that a loop
+   reads, waits for the gradients that are alive at its place in the graph. By then, the backward
+   before it is done, and its buffers are freed. Behind a loop of the backward, a recomputation
+   that goes on begins anew.
 2. *Gradients that only leave the graph*, such as a weight's: the next heavy op waits for them.
    Nothing else reads them, so Inductor may compute them late, and keep their operands alive.
 3. *Copies* of cheap values (schedule/second_rematerialization.py): each waits for the other
