@@ -132,6 +132,16 @@ def test_the_guess_follows_the_root_of_the_depth(path_of, monkeypatch):
     assert rows._guess() == pytest.approx(length_at(64), rel=1e-3)
 
 
+def test_the_row_is_near_the_longest_if_the_search_ends_too_early(path_of, monkeypatch):
+    room = _room(path_of({**DEEP, "num_hidden_layers": 2}), 64, alone=True)
+    row = lambda: CompiledRows(room, config_of(room.request.model), silent).mst_row()
+    searched = row()
+    monkeypatch.setattr(CompiledRows, "_search", lambda self: searched.length // 2)
+    found = row()
+    assert searched.fits and found.fits
+    assert found.length == pytest.approx(searched.length, rel=2 * TOLERANCE)
+
+
 @pytest.mark.full
 def test_the_guess_is_near_the_length_of_the_whole_model(path_of):
     room = _room(path_of({**DEEP, "num_hidden_layers": 8}), 64, alone=True)

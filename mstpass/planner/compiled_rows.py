@@ -9,7 +9,7 @@ A trace of a deep model takes long, so the search for mst's longest sequence mak
 
 A plan that is found at one length is simulated at others before the next plan is looked for. Where
 the plan of the exact length leaves room for a sequence that is longer by more than one per cent,
-the model is traced and planned once more.
+the model is traced and planned at that length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.pipeline import collector_paused
 from mstpass.planner.compiled_step import CompiledStep
-from mstpass.planner.longest_sequence import GRAIN, START, TOLERANCE, longest
+from mstpass.planner.longest_sequence import GRAIN, MOST, START, TOLERANCE, longest
 from mstpass.planner.models import layer_count
 from mstpass.planner.progress import GUESS, SEARCH, Report, Steps
 from mstpass.planner.request import CACHING
@@ -67,15 +67,17 @@ class CompiledRows:
         given = self.request.length
         length = self._search() if given is None else given
         steps = Steps(self._report, MST, 4)
-        for attempt in range(_TRIES):
+        too_long = MOST
+        for _ in range(_TRIES):
             traced = self._trace(length, (_FREE, *self._between, _LEAST), steps)
             row = self._fastest(traced, steps)
             if given is not None:
                 break
             if not row.fits and length > GRAIN:
+                too_long = length
                 shorter = min(_SHRINK, self.room.step_bytes / row.parts.total)
                 length = max(GRAIN, int(length * shorter) // GRAIN * GRAIN)
-            elif attempt == 0 and (longer := self._longer(row)) > (1 + TOLERANCE) * length:
+            elif (1 + TOLERANCE) * length < (longer := self._longer(row)) < too_long:
                 length = longer
             else:
                 break
