@@ -208,7 +208,9 @@ def test_stored_measurements_of_a_gpu_are_used(report: Report) -> None:
     assert "NVIDIA A100-SXM4-80GB" in path.read_text()
     costs = device_costs.costs_of(GPU)
     assert isinstance(costs, MeasuredGpuCosts) and costs.table == table
-    assert device_costs.costs_of(CPU) == device_costs._cpu_costs(device_costs._CPU)
+    assert device_costs.costs_of(CPU) == device_costs._cpu_costs(
+        device_costs._CPU, torch.get_num_threads()
+    )
 
 
 def test_a_file_of_an_older_version_is_read() -> None:

@@ -27,6 +27,7 @@ import torch
 
 from mstpass import gpus
 from mstpass.errors import UserError
+from mstpass.graph.attention_work import AttentionWork
 from mstpass.graph.gpu_costs import GpuCosts
 from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.measured_costs import ChunkCosts, MeasuredCosts, MeasuredGpuCosts
@@ -56,7 +57,7 @@ class Costs(Protocol):
 
     def product_us(self, product: Product) -> float: ...
 
-    def attention_us(self, operations: int, dtype: torch.dtype, moved_bytes: float) -> float: ...
+    def attention_us(self, work: AttentionWork, moved_bytes: float) -> float: ...
 
     def other_us(self, result_bytes: float, moved_bytes: float) -> float:
         """The time of other ops: by their results, or by what they move once they are fused."""
@@ -93,7 +94,7 @@ def costs_of(device: torch.device) -> Costs:
     """The costs of a device: stored measurements where there are any."""
     table = _stored(costs_path()).get(device_name(device))
     if device.type == "cpu":
-        return _cpu_costs(table or _CPU)
+        return _cpu_costs(table or _CPU, torch.get_num_threads())
     return _gpu_costs(*_reported(device), _rounds_to_tf32(), table)
 
 
@@ -104,8 +105,8 @@ def host_bytes_per_us(device: torch.device) -> float:
 
 
 @functools.cache
-def _cpu_costs(table: ChunkCosts) -> Costs:
-    return MeasuredCosts(table, table.copied_bytes_per_us or _CPU_BYTES_PER_US)
+def _cpu_costs(table: ChunkCosts, threads: int) -> Costs:
+    return MeasuredCosts(table, table.copied_bytes_per_us or _CPU_BYTES_PER_US, threads)
 
 
 @functools.cache

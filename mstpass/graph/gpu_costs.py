@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from mstpass.gpus import TF32, Gpu
+from mstpass.graph.attention_work import AttentionWork
 from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.products import Product
 
@@ -56,6 +57,7 @@ _TOLERABLE = 1.2
 _TILE_DEPTH = 64  # a tile reads the contracted dim in steps of this many elements
 _FILL = 64  # the time to fill and drain a tile's pipeline, in elements of the contracted dim
 _MOST_SPLITS = 16
+_QUERIES_OF_BLOCK = 128  # of attention; a multiprocessor computes at least one block at a time
 _LEAST_SPLIT_DEPTH = 256
 
 
@@ -86,8 +88,10 @@ class GpuCosts:
     def product_us(self, product: Product) -> float:
         return KERNEL_US + _busy_us(self, product)
 
-    def attention_us(self, operations: int, dtype: torch.dtype, moved_bytes: float) -> float:
-        compute_us = operations / (ATTENTION * self.rate(dtype))
+    def attention_us(self, work: AttentionWork, moved_bytes: float) -> float:
+        blocks = work.heads * math.ceil(work.queries / _QUERIES_OF_BLOCK)
+        idle = max(1.0, self.gpu.multiprocessors / max(1, blocks))
+        compute_us = idle * work.computed / (ATTENTION * self.rate(work.dtype))
         return KERNEL_US + max(compute_us, self.memory_us(moved_bytes))
 
     def other_us(self, result_bytes: float, moved_bytes: float) -> float:

@@ -81,7 +81,7 @@ def head_loop_work(
     """The work of a loop over heads, as one over the features of all heads.
 
     A product is as slow for a group of heads of few features as for a chunk of few tokens: one of
-    its sizes is small. Attention is no part of it: its time does not depend on the groups.
+    its sizes is small. Attention is no part of it (attention_work.py).
     """
     features = num_heads * features_of_head(members, num_heads)
     rest = {node: spec for node, spec in members.items() if not is_attention(node)}

@@ -28,6 +28,7 @@ from collections.abc import Callable
 import torch
 
 from mstpass.gpus import Gpu
+from mstpass.graph.attention_work import AttentionWork
 from mstpass.graph.gpu_costs import BANDWIDTH, GpuCosts
 from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.products import Product
@@ -91,6 +92,7 @@ class MeasuredCosts:
 
     table: ChunkCosts
     bytes_per_us: float
+    threads: int = 1
 
     @property
     def grain(self) -> int:
@@ -104,8 +106,9 @@ class MeasuredCosts:
     def product_us(self, product: Product) -> float:
         return product.operations / self.rate(product.dtype) + self._memory_us(product.moved_bytes)
 
-    def attention_us(self, operations: int, dtype: torch.dtype, moved_bytes: float) -> float:
-        return operations / self.rate(dtype) + self._memory_us(moved_bytes)
+    def attention_us(self, work: AttentionWork, moved_bytes: float) -> float:
+        compute_us = work.computed * work.idle(self.threads) / self.rate(work.dtype)
+        return compute_us + self._memory_us(moved_bytes)
 
     def other_us(self, result_bytes: float, moved_bytes: float) -> float:
         """A CPU is as busy with computing an op's result as others are with moving it."""

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from mstpass.graph.attention_work import attention_work
 from mstpass.graph.axes import HEADS
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.device_costs import costs_of
-from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.loop_work import head_loop_work, loop_work
-from mstpass.graph.node_cost import time_us
 from mstpass.graph.sizes import hint_shape
+from mstpass.graph.traffic import moved_bytes
 from mstpass.loops.body.build import build_body
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.operand_layout import is_copied
@@ -120,10 +120,19 @@ class _Loops:
         if plan.axis == HEADS:
             work = head_loop_work(self.joint, members, plan.num_tokens)
             rows = work.tokens // plan.num_tokens * plan.chunk_tokens
-            attention_us = sum(time_us(self.joint, n) for n in members if is_attention(n))
-            return costs_of(device).loop_us(work, rows) + attention_us
+            attention_us = sum(self._group_us(n, plan.num_chunks) for n in members)
+            return costs_of(device).loop_us(work, rows) + plan.num_chunks * attention_us
         work = loop_work(self.joint, members, plan.num_tokens)
         return costs_of(device).loop_us(work, plan.chunk_tokens)
+
+    def _group_us(self, node: fx.Node, num_groups: int) -> float:
+        """The time of attention for one group of heads; 0 for other nodes."""
+        work = attention_work(node)
+        if work is None:
+            return 0.0
+        moved = moved_bytes(self.joint, node) / num_groups
+        device = next(value.device for value in tensors_of(node.meta["val"]))
+        return costs_of(device).attention_us(work.of_group(num_groups), moved)
 
 
 def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str) -> Result:

@@ -1,0 +1,113 @@
+"""What a fused attention computes, as plain data, and how evenly a CPU's threads share it.
+
+The costs of a device (device_costs.py) turn it into a time, for all heads or for a group of them.
+
+torch's CPU kernels (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp) give each thread a run of
+blocks of queries in the forward, and a run of whole heads in the backward. So threads wait
+
+- in the forward, where they share a causal head: its last queries see the most keys
+- in the backward, where the heads are fewer than the threads, or no multiple of them
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.flex_attention import FLEX
+from mstpass.graph.joint import value_of
+from mstpass.graph.sizes import hint_shape
+from mstpass.graph.token_rules.arguments import argument, has_argument
+from mstpass.torch_internals.op_types import OpOverload
+
+_BLOCK = 256  # queries that a thread computes in one go, of long sequences
+# In the backward of a single head, the threads share its products instead: two took 1.64 times as
+# long as for each of two heads (N=8192, d=64, fp32, torch 2.13, AMD EPYC, 2026-11-25).
+_THREADS_OF_ONE_HEAD = 1.22
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionWork:
+    """The work of a fused attention.
+
+    Attributes:
+        operations: of all scores, whether a causal mask hides them or not.
+        heads: of the whole batch, ``B * H``.
+        queries: rows of one head.
+        keys: the same.
+        causal: scores that the mask hides are skipped.
+    """
+
+    operations: int
+    dtype: torch.dtype
+    heads: int
+    queries: int
+    keys: int
+    causal: bool = False
+    backward: bool = False
+
+    def of_group(self, num_groups: int) -> AttentionWork:
+        """The work of one of several groups of heads, all of the same size."""
+        operations, heads = self.operations // num_groups, max(1, self.heads // num_groups)
+        return dataclasses.replace(self, operations=operations, heads=heads)
+
+    @property
+    def computed(self) -> float:
+        """Operations without those for scores that the mask hides."""
+        return self.operations * self._seen(self.queries) / max(1, self.queries * self.keys)
+
+    def _seen(self, queries: int) -> float:
+        """The scores that the first queries of a head see; their last one belongs to the mask."""
+        if not self.causal:
+            return float(queries * self.keys)
+        first = min(queries, self.keys)
+        return first**2 / 2 + (queries - first) * self.keys
+
+    def idle(self, threads: int) -> float:
+        """The time of the busiest of a CPU's threads, relative to equal shares."""
+        if self.backward:
+            if self.heads == 1:
+                return max(1.0, threads / _THREADS_OF_ONE_HEAD)
+            return -(-self.heads // threads) * threads / max(1, self.heads)
+        blocks = max(1, -(-self.queries // _BLOCK))
+        share = -(-self.heads * blocks // threads)
+        ends = (min(n * share, self.heads * blocks) for n in range(threads + 1))
+        done = [self._done(end, blocks) for end in ends]
+        return max(b - a for a, b in itertools.pairwise(done)) * threads / max(1.0, done[-1])
+
+    def _done(self, units: int, blocks: int) -> float:
+        """The scores seen by the first blocks of queries of all heads in turn."""
+        heads, rest = divmod(units, blocks)
+        return heads * self._seen(self.queries) + self._seen(min(rest * _BLOCK, self.queries))
+
+
+def attention_work(node: fx.Node) -> AttentionWork | None:
+    """The work of a node; None for all ops but fused attention, and without sizes of heads.
+
+    Two matmuls in the forward, five in the backward, each ``[S, D] @ [D, T]`` for every head.
+    Symbolic sizes count with their hint (sizes.py).
+    """
+    if "scaled_dot_product" not in ops.op_name(node) and node.target not in FLEX:
+        return None
+    backward = "backward" in ops.op_name(node)
+    tensors = [v for v in map(value_of, node.all_input_nodes) if v is not None and v.dim() == 4]
+    first = int(backward and node.target not in FLEX)  # behind the gradient of the output
+    query, key = tensors[first : first + 2] if len(tensors) > 2 else (None, None)
+    if query is None or key is None:
+        return None
+    batch, heads, queries, features = hint_shape(query)
+    keys = hint_shape(key)[2]
+    operations = (5 if backward else 2) * 2 * batch * heads * queries * keys * features
+    return AttentionWork(
+        operations, query.dtype, batch * heads, queries, keys, _is_causal(node), backward
+    )
+
+
+def _is_causal(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload) or not has_argument(node, "is_causal"):
+        return False
+    return bool(argument(node, "is_causal"))
