@@ -92,7 +92,7 @@ def test_a_fused_head_reads_its_logits_once_and_writes_their_gradient_once() -> 
     assert moved == pytest.approx(2 * 4096 * 8192 * 2, rel=0.01)
 
 
-COSTS: list[Costs] = [_cpu_costs(_CPU), *map(GpuCosts, map(gpu, sorted(GPUS)))]
+COSTS: list[Costs] = [_cpu_costs(_CPU, 2), *map(GpuCosts, map(gpu, sorted(GPUS)))]
 
 
 @given(st.sampled_from(COSTS), st.integers(2, 200_000), st.integers(2, 64))
@@ -110,7 +110,7 @@ def test_chunks_of_any_count_cover_the_tokens(costs: Costs, tokens: int, num_chu
 
 
 def test_on_a_cpu_overlapping_chunks_are_aligned_and_equal_ones_stay() -> None:
-    costs = _cpu_costs(_CPU)
+    costs = _cpu_costs(_CPU, 2)
     assert _equal_chunks(8, head(2000, 512, 32_000), costs, 240) == 250, "equal"
     assert _equal_chunks(4, head(1999, 512, 32_000), costs, 400) == 512, "500 would overlap, too"
     assert _equal_chunks(7, head(700, 512, 32_000), costs, 16) == 100

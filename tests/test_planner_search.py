@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from mstpass.memory.allocation import BLOCK
-from mstpass.planner.longest_sequence import TOLERANCE
+from mstpass.planner.longest_sequence import GRAIN, TOLERANCE, next_length
 from mstpass.planner.progress import Steps, silent
 from mstpass.planner.request import Request
 from mstpass.planner.result import CHECKPOINT, EAGER, RECIPE
@@ -28,6 +31,7 @@ from mstpass.planner.traced_step import distinct_length
 from tests.planner_models import TINY, plan_sizes
 
 MIB = 2**20
+_BETWEEN_PLANS = 0.05  # of a length: what is planned anew may need less where it is longer
 DEEP = {**TINY, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6}
 MODELS = {
     "llama": DEEP,
@@ -132,14 +136,46 @@ def test_the_guess_follows_the_root_of_the_depth(path_of, monkeypatch):
     assert rows._guess() == pytest.approx(length_at(64), rel=1e-3)
 
 
-def test_the_row_is_near_the_longest_if_the_search_ends_too_early(path_of, monkeypatch):
+@pytest.mark.parametrize("share", [0.5, 1.25])
+def test_the_row_is_near_the_longest_wherever_the_search_ends(path_of, monkeypatch, share):
     room = _room(path_of({**DEEP, "num_hidden_layers": 2}), 64, alone=True)
     row = lambda: CompiledRows(room, config_of(room.request.model), silent).mst_row()
     searched = row()
-    monkeypatch.setattr(CompiledRows, "_search", lambda self: searched.length // 2)
+    monkeypatch.setattr(CompiledRows, "_search", lambda self: int(share * searched.length))
     found = row()
     assert searched.fits and found.fits
-    assert found.length == pytest.approx(searched.length, rel=2 * TOLERANCE)
+    assert found.length == pytest.approx(searched.length, rel=_BETWEEN_PLANS)
+
+
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 10**4),
+    st.integers(1, 10**5),
+    st.integers(1, 2**22),
+    st.integers(0, 2**32),
+    st.sampled_from([0.0, 0.01]),
+)
+def test_lengths_lead_to_the_longest_that_fits(fixed, of_token, most, start, seed, noise):
+    """Of bytes that grow with the length, but for what plans differ by."""
+    limit = fixed + of_token * most
+
+    def bytes_at(length: int) -> int:
+        random = Random(f"{seed} {length}")
+        return int((fixed + of_token * length) * random.uniform(1 - noise, 1 + noise))
+
+    points, length = {}, max(GRAIN, start // GRAIN * GRAIN)
+    while length is not None and len(points) < 40:
+        assert length not in points and length % GRAIN == 0
+        points[length] = bytes_at(length)
+        guess = length * limit / points[length]
+        last, length = length, next_length(points, limit, length, guess)
+    assert length is None
+    found = max((n for n in points if points[n] <= limit), default=0)
+    if found:  # bytes are near the limit; lengths are, by the share of bytes that grow
+        near = (TOLERANCE + 0.001 + 2 * noise) * limit / (of_token * most)
+        assert found >= (1 - near) * most - 2 * GRAIN
+    else:
+        assert last == GRAIN
 
 
 @pytest.mark.full

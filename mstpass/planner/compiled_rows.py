@@ -18,6 +18,7 @@ import collections
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from mstpass.memory.allocation import BLOCK
@@ -26,7 +27,7 @@ from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.pipeline import collector_paused
 from mstpass.planner.compiled_step import CompiledStep
-from mstpass.planner.longest_sequence import GRAIN, MOST, START, TOLERANCE, longest
+from mstpass.planner.longest_sequence import GRAIN, START, longest, next_length
 from mstpass.planner.models import layer_count
 from mstpass.planner.progress import GUESS, SEARCH, Report, Steps
 from mstpass.planner.request import CACHING
@@ -46,9 +47,8 @@ _NEAR = (0.5, 2.0)  # a trace is scaled to lengths between these multiples of it
 _FAR = (1 / 16, 16.0)  # the same for a guess
 _LEAP = 16
 _CLOSE = 0.1  # a plan is not looked for anew at a length that differs by less
-_SHRINK = 0.995
 _AS_SCALED = 0.999  # of a length found on a scaled trace: at that of its own, sizes round otherwise
-_TRIES = 6
+_TRIES = 8
 _BUDGET_TRIES = 3
 
 
@@ -67,36 +67,33 @@ class CompiledRows:
         given = self.request.length
         length = self._search() if given is None else given
         steps = Steps(self._report, MST, 4)
-        too_long = MOST
+        rows: dict[int, Row] = {}
         for _ in range(_TRIES):
             traced = self._trace(length, (_FREE, *self._between, _LEAST), steps)
-            row = self._fastest(traced, steps)
-            if given is not None:
+            rows[length] = row = self._fastest(traced, steps)
+            another = self._next_length(rows, row) if given is None else None
+            if another is None:
                 break
-            if not row.fits and length > GRAIN:
-                too_long = length
-                shorter = min(_SHRINK, self.room.step_bytes / row.parts.total)
-                length = max(GRAIN, int(length * shorter) // GRAIN * GRAIN)
-            elif (1 + TOLERANCE) * length < (longer := self._longer(row)) < too_long:
-                length = longer
-            else:
-                break
+            length = another
+        row = rows[max((n for n in rows if rows[n].fits), default=min(rows))]
         self._scaled = self._scaled or traced
         if self.request.curves:
             row = dataclasses.replace(row, curve=self._curve(row.length, steps))
         steps.end()
         return row
 
-    def _longer(self, row: Row) -> int:
-        """The length at which the row's plan just fits, if all but gradients grow with the length.
+    def _next_length(self, rows: Mapping[int, Row], last: Row) -> int | None:
+        """The length to plan next, if all but gradients grow with the length; None: no other.
 
-        Gaps do not: where they count, each length of the search has a plan of its own.
+        Gaps do not grow so: where they count, each length of the search has a plan of its own.
         """
-        if self.request.allocator == CACHING:
-            return row.length
-        spare = self.room.step_bytes - row.parts.total
-        growing = max(1, row.parts.total - row.parts.gradients)
-        return int(_AS_SCALED * row.length * (1 + spare / growing)) // GRAIN * GRAIN
+        if last.fits and self.request.allocator == CACHING:
+            return None
+        points = {length: row.parts.total for length, row in rows.items()}
+        spare = self.room.step_bytes - last.parts.total
+        growing = max(1, last.parts.total - last.parts.gradients)
+        guess = last.length * (1 + spare / growing)
+        return next_length(points, self.room.step_bytes, last.length, guess)
 
     def _curve(self, length: int, steps: Steps) -> tuple[Point, ...]:
         """What other lengths take with the plan of the longest one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 GRAIN = 16  # lengths are multiples of it
 TOLERANCE = 0.01  # a sequence that is longer by this fraction might still fit
@@ -10,6 +10,9 @@ START = 4096  # tokens: a first guess, where nothing is known
 MOST = 2**24  # tokens; no longer sequence is tried
 _EVALUATIONS = 24
 _LEAP = 8  # a guess is at most this many times the last one
+_SHRINK = 0.995  # where no length has fitted yet, the next one is shorter by at least this factor
+_BELOW = 0.999  # of the length at which a line meets the limit: sizes are rounded
+_TRUST = 1.5  # two plans may differ so that a line through their points leads far off
 _PROBE = 0.5  # to confirm a length, the next guess is longer by this part of the tolerance
 
 
@@ -48,7 +51,37 @@ def longest(
     return fits
 
 
-def _crossing(points: dict[int, int], limit_bytes: int, last: int) -> float:
+def next_length(points: Mapping[int, int], limit_bytes: int, last: int, guess: float) -> int | None:
+    """The length to try after ``last``, where a longer step may need less memory than a shorter.
+
+    So it is with steps that are planned anew for each length: chunks are whole numbers of tokens.
+
+    Args:
+        points: bytes by length, of all that were tried.
+        guess: the length at which ``last`` leads to the limit, if nothing else is known.
+
+    Returns:
+        The length in tokens. None: the longest that fits is known to within ``TOLERANCE``, or no
+        shorter length is left.
+    """
+    fits = max((n for n, needed in points.items() if needed <= limit_bytes), default=0)
+    too_long = min((n for n in points if n > fits), default=MOST)
+    if fits and too_long in points:
+        ends = {n: points[n] for n in (fits, too_long)}
+        aim = _crossing(ends, limit_bytes, fits)
+    else:
+        aim = guess if len(points) == 1 else _crossing(points, limit_bytes, last)
+        aim = min(max(aim, guess / _TRUST), guess * _TRUST)
+    aim *= _BELOW
+    if not fits:
+        shortest = min(points)
+        shorter = _rounded(int(min(aim, _SHRINK * shortest)))
+        return shorter if shorter < shortest else None
+    longer = max(_rounded(int(aim)), fits + GRAIN)
+    return longer if (1 + TOLERANCE) * fits < aim and longer < too_long else None
+
+
+def _crossing(points: Mapping[int, int], limit_bytes: int, last: int) -> float:
     """The length at which a line through two points meets the limit.
 
     The points are the last one and, of the others, the one nearest to the limit.
