@@ -62,14 +62,14 @@ def test_no_thread_does_less_than_its_share_or_more_than_all(
     operations = heads * queries * keys
     work = AttentionWork(operations, torch.float32, heads, queries, keys, causal, backward)
     assert 0 <= work.computed <= operations
-    assert operations == 0 or 1 - 1e-9 <= work.idle(threads) <= threads + 1e-9
+    assert operations == 0 or 1 - 1e-9 <= work.imbalance(threads) <= threads + 1e-9
 
 
 @pytest.mark.parametrize("work", [FORWARD, BACKWARD])
 def test_groups_of_a_head_for_each_thread_cost_nothing(work: AttentionWork) -> None:
     eight = of_heads(work, 8)
-    assert eight.of_group(4).idle(2) == eight.idle(2) == 1
-    assert eight.of_group(8).idle(2) > 1.4
+    assert eight.of_group(4).imbalance(2) == eight.imbalance(2) == 1
+    assert eight.of_group(8).imbalance(2) > 1.4
 
 
 def test_a_few_short_heads_leave_multiprocessors_of_a_gpu_idle() -> None:

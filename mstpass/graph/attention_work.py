@@ -61,13 +61,13 @@ class AttentionWork:
         return self.operations * self._seen(self.queries) / max(1, self.queries * self.keys)
 
     def _seen(self, queries: int) -> float:
-        """The scores that the first queries of a head see; their last one belongs to the mask."""
+        """The scores of the first queries of a head, without those that the mask hides."""
         if not self.causal:
             return float(queries * self.keys)
         first = min(queries, self.keys)
         return first**2 / 2 + (queries - first) * self.keys
 
-    def idle(self, threads: int) -> float:
+    def imbalance(self, threads: int) -> float:
         """The time of the busiest of a CPU's threads, relative to equal shares."""
         if self.backward:
             if self.heads == 1:
@@ -80,7 +80,7 @@ class AttentionWork:
         return max(b - a for a, b in itertools.pairwise(done)) * threads / max(1.0, done[-1])
 
     def _done(self, units: int, blocks: int) -> float:
-        """The scores seen by the first blocks of queries of all heads in turn."""
+        """The same of the first blocks of queries, counted through all heads."""
         heads, rest = divmod(units, blocks)
         return heads * self._seen(self.queries) + self._seen(min(rest * _BLOCK, self.queries))
 

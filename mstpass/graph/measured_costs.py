@@ -107,7 +107,7 @@ class MeasuredCosts:
         return product.operations / self.rate(product.dtype) + self._memory_us(product.moved_bytes)
 
     def attention_us(self, work: AttentionWork, moved_bytes: float) -> float:
-        compute_us = work.computed * work.idle(self.threads) / self.rate(work.dtype)
+        compute_us = work.computed * work.imbalance(self.threads) / self.rate(work.dtype)
         return compute_us + self._memory_us(moved_bytes)
 
     def other_us(self, result_bytes: float, moved_bytes: float) -> float:
