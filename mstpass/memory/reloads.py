@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 from mstpass.problem.op import POINTWISE, VIEW, Op
 
-TOLERABLE_STALL = 0.01  # the part of an op's time that waiting for a copy may take beside it
+TOLERABLE_STALL = 0.02  # the part of an op's time that waiting for a copy may take beside it
 _SMALL = 1 / 64  # of the value's bytes: other operands of its chain
 
 
