@@ -7,12 +7,15 @@ hook without effect. These tests fail then. ``test_torch_internals.py`` asks for
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +23,7 @@ import mstpass
 from mstpass import backend
 from mstpass.linter.call_stack import OpContext, current_context
 from mstpass.memory import scheduled_peak
+from mstpass.torch_internals import symbols
 from tests.checks import compiled
 
 
@@ -119,3 +123,33 @@ def test_frames_say_where_an_op_runs(function: Any, reentrant: bool) -> None:
     assert (forward.backward_id, forward.checkpoints[0].reentrant) == (None, reentrant)
     assert forward.checkpoints[0].recordable
     assert again.backward_id is not None and again.recomputed
+
+
+def test_torch_2_11_counts_the_hints_of_unknown_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As later versions do: kernels that share a chunk of unknown length are fused."""
+
+    class Graph:
+        def __init__(self, shapes: ShapeEnv):
+            self.sizevars = SimpleNamespace(shape_env=shapes)
+
+        def get_dep_size_hint(self, dep: Any, count_bytes: bool = True) -> int:
+            return -1
+
+    def operand(numel: sympy.Expr) -> Any:
+        return SimpleNamespace(
+            get_numel=lambda: numel, numbytes_hint=lambda: 28, numel_hint=lambda: 7
+        )
+
+    shapes = ShapeEnv()
+    hinted, unknown = shapes.create_unbacked_symint(), shapes.create_unbacked_symint()
+    symbols.set_hint(hinted, 7)
+    graph: Any = Graph(shapes)
+    monkeypatch.setattr(symbols, "_COUNTS_HINTS", False)
+    symbols.count_hints(graph)
+    count = graph.get_dep_size_hint
+    assert count(operand(hinted.node.expr)) == 28
+    assert count(operand(hinted.node.expr), count_bytes=False) == 7
+    assert count(operand(unknown.node.expr * hinted.node.expr)) == -1
+    assert count(operand(sympy.Integer(5))) == -1
+    symbols.count_hints(graph)  # a graph is scheduled twice: the method stays
+    assert graph.get_dep_size_hint is count

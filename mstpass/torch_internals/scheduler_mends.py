@@ -1,6 +1,6 @@
 """Inductor's pass before fusion, in which its scheduler is mended for the graphs of mstpass.
 
-Each kernel and each backend of our graphs gets methods of its own; those of other graphs are as
+Each of our graphs, each kernel and each backend gets methods of its own; those of others are as
 Inductor made them. Source: torch/_inductor/scheduler.py.
 """
 
@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch._inductor.scheduler import BaseSchedulerNode, SchedulerNode
+from torch._inductor.virtualized import V
 
 from mstpass.torch_internals.compile_fx import CustomSchedulerPass, key_of
 from mstpass.torch_internals.private_apis import PrivateApis
 from mstpass.torch_internals.scheduler_dependencies import keep_names
+from mstpass.torch_internals.symbols import count_hints
 from mstpass.torch_internals.vectorized_cpp import mend_vectorized_cpp
 
 APIS = PrivateApis(
@@ -21,6 +23,7 @@ APIS = PrivateApis(
         "torch._inductor.config._pre_fusion_custom_pass",
         "torch._inductor.scheduler.BaseSchedulerNode.get_nodes",
         "torch._inductor.scheduler.SchedulerNode",
+        "torch._inductor.virtualized.V",
     ),
 )
 
@@ -44,6 +47,7 @@ class MendScheduler(CustomSchedulerPass):
             for kernel in node.get_nodes():
                 if isinstance(kernel, SchedulerNode):
                     keep_names(kernel)
+        count_hints(V.graph)
         if nodes:
             mend_vectorized_cpp(nodes[0].scheduler)
         return nodes
