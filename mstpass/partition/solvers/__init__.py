@@ -9,6 +9,7 @@ names values of the problem that results.
 ``SOLVERS`` has all solvers by name, registered ones included. Each has a file of its name:
 
     peak_search   the default: the least extra time within a budget on the peak
+        families.py                         with fewer and more loops that take time
         free_plan.py, low_memory_plans.py   the landmarks of its sequence of plans
         spend_slack.py                      time for the part of a budget that a plan leaves
     min_cut       the fewest saved bytes                        (reduce_network.py: its network)

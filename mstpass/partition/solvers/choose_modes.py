@@ -6,6 +6,8 @@ the budget asks for it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mstpass.problem.problem import CutProblem, Mode, RegionModes
 
 
@@ -49,6 +51,18 @@ def least_memory_mode(region: RegionModes) -> Mode:
 def returned_bytes(mode: Mode) -> int:
     """Bytes of all that the loops of a mode return."""
     return sum(result.bytes for loop in mode.loops for result in loop.results)
+
+
+def op_times(problem: CutProblem) -> dict[str, float]:
+    """The time of each op in microseconds, by its name."""
+    return {value.name: value.us for value in (*problem.values, *problem.backward)}
+
+
+def mode_us(us: Mapping[str, float], region: RegionModes, mode: Mode) -> float:
+    """Time of a region: its loops, and the members that only loops of other modes compute."""
+    inside = {name for loop in mode.loops for name in loop.members}
+    every = {n for other in region.modes for loop in other.loops for n in loop.members}
+    return sum(loop.us for loop in mode.loops) + sum(us[name] for name in every - inside)
 
 
 def _returned(mode: Mode) -> tuple[bool, int]:

@@ -28,10 +28,10 @@ The sequence does not depend on the budget, but for its last stretch, which is l
 last landmark is not within the budget. So a smaller budget never gives a higher peak. For the
 budget 0 only the landmarks of large graphs are compared, which takes less time.
 
-Attention is whole until a budget asks for its loops, which take time. Three *families* of plans
-have each a sequence of their own: without such loops, with those that keep what backward needs, and
-with all of them. The fastest plan within the budget is taken. The plan of least memory competes as
-well, with what the budget leaves spent on time.
+Attention is whole until a budget asks for its loops, which take time. *Families* of plans, without
+such loops and with more and more of them, have each a sequence of their own (families.py). The
+fastest plan within the budget is taken. Each family's plan of least memory competes as well, with
+what the budget leaves spent on time.
 
 Where saved values may wait on the host (``CutProblem.host``), plans of the sequence that exceed the
 budget are tried with values offloaded (offload.py): the first one that is then within the budget,
@@ -44,14 +44,14 @@ A peak is the one that is left once backward computes some cheap values twice
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from mstpass.memory.repeated_values import MOST_LOWERED
 from mstpass.partition.solvers.candidate import TIE, Candidate, fewest_saved_bytes
 from mstpass.partition.solvers.checkpoints import Places, save_at
 from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_loops, first_modes
+from mstpass.partition.solvers.families import families
 from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.low_memory_plans import (
     Checkpointed,
@@ -71,10 +71,9 @@ from mstpass.partition.solvers.offload import (
 )
 from mstpass.partition.solvers.plan_sequence import MeasuredPlan
 from mstpass.partition.solvers.spend_slack import slack_spent
-from mstpass.problem.problem import CutProblem, Mode, Plan
+from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.verify import InvalidPlan, verify
 
-_SAVE = "save"  # modes whose backward loop reads what the forward loop kept
 _BETWEEN = 24  # plans between two landmarks, at most
 _LOOKED_AT = 8  # plans of a sequence that are tried with values on the host, at first
 _FEW_OPS = 500  # a hundred simulations of so many take half a second
@@ -86,14 +85,14 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     free = problem.once(free_plan)
     if budget_bytes is None or free.peak_bytes <= budget_bytes:
         return free.plan
-    families = problem.once(_families)
-    firsts = [c for f in families for c in _firsts(f, budget_bytes)] if budget_bytes else []
+    every_family = problem.once(families)
+    found = [p for f in every_family for p in _within(f, budget_bytes)] if budget_bytes else []
     least = problem.once(_least)
-    if firsts:
-        plans = [candidate.plan for candidate in firsts]
-        plans += [least.plan] if least.peak_bytes <= budget_bytes else []
-        return min((slack_spent(problem, plan, budget_bytes) for plan in plans), key=_us).plan
-    return _least_offloaded(problem, families, least).plan if _uses_host(problem) else least.plan
+    if found:
+        if least.peak_bytes <= budget_bytes:
+            found.append(slack_spent(problem, least.plan, budget_bytes))
+        return min(found, key=_us).plan
+    return _least_offloaded(problem, least).plan if _uses_host(problem) else least.plan
 
 
 # ---- with values on the host -------------------------------------------------------------------
@@ -132,15 +131,13 @@ def _checkpoints_by_host(problem: CutProblem) -> Iterator[Candidate]:
         yield found
 
 
-def _least_offloaded(
-    problem: CutProblem, families: tuple[CutProblem, ...], least: MeasuredPlan
-) -> MeasuredPlan:
+def _least_offloaded(problem: CutProblem, least: MeasuredPlan) -> MeasuredPlan:
     """The fastest of the plans that have the lowest peak, this one among them.
 
     Peaks of which the simulation cannot tell which is lower count as equal.
     """
     plans = [least]
-    for family in families:
+    for family in problem.once(families):
         every = (*_landmarks(family), *_checkpoints_by_host(family))
         found = [c for candidate in every if (c := offloaded_for_least_memory(candidate))]
         found.sort(key=lambda candidate: (candidate.peak_bytes, candidate.simulation.us))
@@ -150,30 +147,12 @@ def _least_offloaded(
 
 
 # ---- without -----------------------------------------------------------------------------------
-def _families(problem: CutProblem) -> tuple[CutProblem, ...]:
-    """The problem, and before it those with fewer of the loops that take time.
-
-    Such loops are those of regions that are whole until a budget asks for them.
-    """
-    families = (_without(problem, lambda _: True), _without(problem, _repeats_work), problem)
-    return tuple(dict.fromkeys(families))
-
-
-def _repeats_work(mode: Mode) -> bool:
-    return not mode.name.startswith(_SAVE)
-
-
-def _without(problem: CutProblem, dropped: Callable[[Mode], bool]) -> CutProblem:
-    """The problem without these loops of regions that are whole at first."""
-    regions = tuple(
-        region
-        if region.modes[0].loops
-        else dataclasses.replace(
-            region, modes=tuple(m for m in region.modes if not m.loops or not dropped(m))
-        )
-        for region in problem.regions
-    )
-    return problem if regions == problem.regions else dataclasses.replace(problem, regions=regions)
+def _within(family: CutProblem, budget_bytes: int) -> list[MeasuredPlan]:
+    """The plans of a family that are within the budget, with its slack spent."""
+    plans = [candidate.plan for candidate in _firsts(family, budget_bytes)]
+    if _lowered(family.once(_lowest)) <= budget_bytes:
+        plans.append(family.once(_least_of_family).plan)
+    return [slack_spent(family, plan, budget_bytes) for plan in plans]
 
 
 def _firsts(problem: CutProblem, budget_bytes: int) -> list[Candidate]:
@@ -195,11 +174,16 @@ def _firsts(problem: CutProblem, budget_bytes: int) -> list[Candidate]:
     return found
 
 
+def _least_of_family(family: CutProblem) -> MeasuredPlan:
+    """A family's plan of least memory, without a third level of checkpoints."""
+    return slack_spent(family, family.once(_lowest).plan, 0)
+
+
 def _least(problem: CutProblem) -> MeasuredPlan:
-    """The plan of least memory, without values on the host."""
-    families = problem.once(_families)
-    lowest = min(map(_lowest, families), key=_lowered)
-    for family in reversed(families):  # the last ones have the lowest peaks
+    """The plan of least memory of all families, without values on the host."""
+    every_family = problem.once(families)
+    lowest = min((family.once(_lowest) for family in every_family), key=_lowered)
+    for family in reversed(every_family):  # the last ones have the lowest peaks
         if last := _third_level(family, _lowered(lowest)):
             lowest = last.candidate
     return slack_spent(problem, lowest.plan, 0)

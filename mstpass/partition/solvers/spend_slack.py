@@ -20,10 +20,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from mstpass.memory.simulate_plan import simulate_plan
+from mstpass.partition.solvers.choose_modes import mode_us, op_times
 from mstpass.partition.solvers.plan_sequence import MeasuredPlan
 from mstpass.partition.solvers.recomputed_heavy_ops import recomputed_heavy_ops
 from mstpass.problem.apply_modes import Cycle, with_modes
-from mstpass.problem.problem import CutProblem, Mode, Plan, RegionModes
+from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.saved_set import saved_where
 
 _OPS = 40_000  # ops that all simulations together may have, which bounds the planning time
@@ -67,7 +68,7 @@ class _Search:
         self.best = best
         self.limit_bytes = limit_bytes
         self.tries = tries
-        self.us = {v.name: v.us for v in (*problem.values, *problem.backward)}
+        self.us = problem.once(op_times)
 
     def mode_moves(self, rank: int) -> list[_Move]:
         """For each region the move to its ``rank``-th fastest mode, if that is faster than now.
@@ -80,18 +81,12 @@ class _Search:
             # No move takes a region's loops away: Inductor may run its ops ahead of their turn,
             # which the simulation does not see.
             loops = [mode for mode in region.modes if mode.loops or mode.name == now]
-            times = {mode.name: self._us(region, mode) for mode in loops}
+            times = {mode.name: mode_us(self.us, region, mode) for mode in loops}
             faster = sorted((n for n in times if times[n] < times[now]), key=lambda n: times[n])
             if rank < len(faster):
                 mode = faster[rank]
                 gains.append((times[now] - times[mode], _Move({region.region: mode})))
         return [move for _, move in sorted(gains, key=lambda pair: -pair[0])]
-
-    def _us(self, region: RegionModes, mode: Mode) -> float:
-        """Time of a region: its loops, and the members that only loops of other modes compute."""
-        inside = {name for loop in mode.loops for name in loop.members}
-        every = {n for other in region.modes for loop in other.loops for n in loop.members}
-        return sum(loop.us for loop in mode.loops) + sum(self.us[n] for n in every - inside)
 
     def save_moves(self) -> list[_Move]:
         """Moves that each save one heavy op's results; the op slowest for its bytes comes first."""
