@@ -305,3 +305,9 @@ def test_a_value_whose_recorded_type_is_not_that_of_its_op() -> None:
             solver="knapsack",
         )
     )
+
+
+def test_a_written_operand_keeps_the_gaps_of_its_slice() -> None:
+    """Run op by op, a loop read behind the end of the operand, whose copy was dense."""
+    case = Case((Layer(),), final_norm="group", shift="hidden", batch=1, length=256)
+    held(dataclasses.replace(case, chunk_tokens=64, lowered=True))

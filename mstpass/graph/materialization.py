@@ -9,15 +9,31 @@ Inductor's words).
 from __future__ import annotations
 
 import torch
-from torch import fx, library
+from torch import Tensor, fx, library
 
 from mstpass.graph.builder import fake_mode_of
 from mstpass.graph.node_copies import copy_name
 from mstpass.torch_internals.inductor_lowerings import write_to_memory
 
 _LIBRARY = library.Library("mstpass", "DEF")
+
+
+def _written(x: Tensor) -> Tensor:
+    """A copy that is laid out in memory as its operand, gaps and all, as Inductor has it.
+
+    ``clone`` leaves out the gaps of a slice. Loops read a value by its strides. Of a dim that is
+    expanded each element is copied once.
+    """
+    copy = result = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+    for dim, (size, stride) in enumerate(zip(x.size(), x.stride(), strict=True)):
+        if isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size == 0):
+            copy, x = copy.narrow(dim, 0, 1), x.narrow(dim, 0, 1)
+    copy.copy_(x)
+    return result
+
+
 _LIBRARY.define("realize(Tensor x) -> Tensor")
-_LIBRARY.impl("realize", lambda x: x.clone(), "CompositeExplicitAutograd")
+_LIBRARY.impl("realize", _written, "CompositeExplicitAutograd")
 
 REALIZE = torch.ops.mstpass.realize.default
 
