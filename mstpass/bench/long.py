@@ -83,7 +83,7 @@ def run(arguments: Arguments) -> Result:
 
 def _planned(size: LlamaSize) -> tuple[Table, float]:
     """Plans with and without loops over heads, and their greatest ratio of times."""
-    tokens, heads = _problem(size, "tokens"), _problem(size, "auto")
+    tokens, heads = problem_of(size, "tokens"), problem_of(size, "auto")
     free, least = _step(tokens, None), _step(tokens, 0)
     lines, times = [], []
     for share in SHARES:
@@ -113,7 +113,8 @@ def _planned(size: LlamaSize) -> tuple[Table, float]:
     return Table(f"planned, not run: {size}", columns, tuple(lines)), round(max(times), 3)
 
 
-def _problem(size: LlamaSize, chunk: str) -> CutProblem:
+def problem_of(size: LlamaSize, chunk: str) -> CutProblem:
+    """The partition problem of the step, with what ``chunk`` lets regions loop over."""
     model, ids, labels = llama(size, torch.device("cpu"))
     options = Options(memory_budget=0.0, chunk=chunk)
     planned = trace_joint(

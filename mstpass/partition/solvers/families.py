@@ -31,10 +31,8 @@ def families(problem: CutProblem) -> tuple[CutProblem, ...]:
     us = problem.once(op_times)
 
     def takes_little(region: RegionModes, mode: Mode) -> bool:
-        whole = region.modes[0]
-        return _saves(region, mode) and mode_us(us, region, mode) <= _LITTLE * mode_us(
-            us, region, whole
-        )
+        limit_us = _LITTLE * mode_us(us, region, region.modes[0])
+        return _saves(region, mode) and mode_us(us, region, mode) <= limit_us
 
     fewer = (_with(problem, taken) for taken in (_none, takes_little, _saves))
     return tuple(dict.fromkeys((*fewer, problem)))
