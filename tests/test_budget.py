@@ -197,7 +197,7 @@ def test_a_budget_that_cannot_be_met_names_the_lowest_peak() -> None:
 
 def test_a_budget_between_costs_a_time_between() -> None:
     """All that the least memory saves here are loops' results: no checkpoint is chosen besides."""
-    problem = _problem(LlamaSize(64, 6, 2, 192, 256, 8192))
+    problem = _problem(LlamaSize(64, 4, 2, 192, 256, 8192))
     free, least = (peak_search(problem, budget) for budget in (None, 0))
     highest, lowest = (memory_of(problem, plan).peak_bytes for plan in (free, least))
     shortest, longest = (_us(problem, plan) for plan in (free, least))
