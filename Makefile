@@ -1,7 +1,7 @@
 # Every target sets itself up: a Python >= 3.10 with its headers, pip, make and g++ are enough.
 #   make demo   train a small Llama with eager, Inductor and mst, and draw the difference
 #   make gallery   pictures of the plans of reference models
-#   make test   the test suite: some twenty minutes on two cores
+#   make test   the test suite: 20 to 30 minutes on two cores
 #   make test-all   the same with kernels in every test, and the tests marked `full`: hours
 #   make coverage   the lines of mstpass that `make test` runs
 #   make test-versions   the tests on every torch and Python that mstpass supports; hours

@@ -191,7 +191,7 @@ def test_loops_over_heads_make_no_plan_slower() -> None:
         simulate_plan(tokens, peak_search(tokens, budget)).lowered_peak_bytes
         for budget in (None, 0)
     )
-    for share, limit in ((0.0, 0.99), (0.15, 1.0001)):
+    for share, limit in ((0.0, 0.99), (0.15, 1.0001), (0.2, 1.0001)):
         budget = int(lowest + share * (highest - lowest))
         us, with_heads_us = (simulate_plan(p, peak_search(p, budget)).us for p in (tokens, heads))
         assert with_heads_us <= limit * us

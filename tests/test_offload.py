@@ -173,8 +173,8 @@ def test_bad_host_budgets(value: object) -> None:
         mstpass.Options.parse({"host_budget": value})
 
 
-def test_a_host_budget_that_is_too_small_names_the_least_that_would_do() -> None:
-    model, x = Layers(layers=6), torch.randn(512, 32, requires_grad=True)
+def test_a_host_budget_that_is_too_small_names_one_that_would_do() -> None:
+    model, x = Layers(layers=6), torch.randn(8192, 32, requires_grad=True)
 
     def peak(**options: object) -> int:
         report = mstpass.explain(_square_of(model), x, options={"chunk": "off", **options})
