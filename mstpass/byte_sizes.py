@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(KiB|MiB|GiB|TiB)\s*")
 
 
-def bytes_text(size: float) -> str:
-    """A size in the largest unit that it fills: ``"1.5 GiB"``, ``"41.7 MiB"``, ``"12 B"``."""
+def bytes_text(size: float, round_up: bool = False) -> str:
+    """A size in the largest unit that it fills: ``"1.5 GiB"``, ``"41.7 MiB"``, ``"12 B"``.
+
+    Args:
+        round_up: to the next tenth of the unit, so that ``parse_bytes`` gives no smaller size.
+    """
     for name, unit in _UNITS.items():
         if abs(size) >= unit:
-            return f"{size / unit:.1f} {name}"
+            number = math.ceil(10 * size / unit) / 10 if round_up else size / unit
+            return f"{number:.1f} {name}"
     return f"{size:.0f} B"
 
 

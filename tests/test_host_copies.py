@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mstpass.bench.problems import load
 from mstpass.memory.host_copies import (
     HostCopy,
     Moved,
@@ -198,18 +199,56 @@ def test_without_a_budget_nothing_is_offloaded() -> None:
     assert not peak_search(chain(speed=4 * BYTES), None).offloaded
 
 
-def test_the_least_host_budget_is_enough_and_half_of_it_is_not() -> None:
-    problem, limit = chain(speed=4 * BYTES, budget_bytes=0, layers=12), 3 * BYTES
-    assert simulate_plan(problem, peak_search(problem, limit)).lowered_peak_bytes > limit
-    needed = least_host_bytes(problem, limit)
+def _check_least_host_bytes(problem: CutProblem, limit_bytes: int) -> None:
+    """The budget that is named is enough, and a byte less is not."""
+    assert _peak(problem, limit_bytes, host_bytes=0) > limit_bytes
+    needed = least_host_bytes(problem, limit_bytes)
     assert needed
+    assert _peak(problem, limit_bytes, needed) <= limit_bytes
+    assert _peak(problem, limit_bytes, needed - 1) > limit_bytes
 
-    def lowest(host_bytes: int) -> int:
-        host = Host(host_bytes, 4 * BYTES / US, 4 * BYTES / US)
-        given_host = dataclasses.replace(problem, host=host)
-        return simulate_plan(given_host, peak_search(given_host, limit)).lowered_peak_bytes
 
-    assert lowest(needed) <= limit < lowest(needed // 2)
+@pytest.mark.parametrize("layers", [6, 12])
+@pytest.mark.parametrize("limit", [3 * BYTES, 4 * BYTES, 5 * BYTES])
+def test_the_least_host_budget_is_enough_and_less_is_not(layers: int, limit: int) -> None:
+    _check_least_host_bytes(chain(speed=4 * BYTES, budget_bytes=0, layers=layers), limit)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=3, max_size=9), st.floats(0.05, 0.95))
+def test_the_least_host_budget_for_values_of_many_sizes(sizes: list[int], share: float) -> None:
+    problem = chain(speed=1e6, budget_bytes=0, layers=len(sizes))
+    size_of = {f"x{i}": size * BYTES for i, size in enumerate(sizes, 1)}
+    values = (dataclasses.replace(v, bytes=size_of.get(v.name, v.bytes)) for v in problem.values)
+    problem = dataclasses.replace(problem, values=tuple(values))
+    by_host, without = _lowest_peaks(problem)
+    assume(by_host < without)
+    _check_least_host_bytes(problem, int(by_host + share * (without - by_host)))
+
+
+def test_the_least_host_budget_of_a_model() -> None:
+    """All values of at least 1 MiB may wait on the host, by copies that take next to no time."""
+    problem = load("llama-1-small")
+    values = tuple(
+        dataclasses.replace(v, offload=MAY_OFFLOAD if v.bytes >= 2**20 and not v.free else "")
+        for v in problem.values
+    )
+    problem = dataclasses.replace(problem, values=values, host=Host(0, 1e6, 1e6))
+    by_host, without = _lowest_peaks(problem)
+    assert by_host < without
+    _check_least_host_bytes(problem, (by_host + without) // 2)
+
+
+def _lowest_peaks(problem: CutProblem) -> tuple[int, int]:
+    """The lowest peaks found with as much host memory as there may be, and without."""
+    return _peak(problem, 0, host_bytes=2**40), _peak(problem, 0, host_bytes=0)
+
+
+def _peak(problem: CutProblem, limit_bytes: int, host_bytes: int) -> int:
+    assert problem.host is not None
+    host = dataclasses.replace(problem.host, budget_bytes=host_bytes)
+    given_host = dataclasses.replace(problem, host=host)
+    return simulate_plan(given_host, peak_search(given_host, limit_bytes)).lowered_peak_bytes
 
 
 def test_pinned_memory_is_handed_out_in_powers_of_two() -> None:

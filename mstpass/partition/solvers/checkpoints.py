@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.forward_places import ForwardPlaces
@@ -82,12 +82,14 @@ def checkpoints_by_host(
     Args:
         peak_and_time: of the step whose saved values wait there.
     """
+    return min(every_checkpoints(problem), key=peak_and_time)
+
+
+def every_checkpoints(problem: CutProblem) -> Iterator[Checkpoints]:
+    """Checkpoints of one level, from none to as many as there are."""
     line = ForwardPlaces(problem)
-    found: list[tuple[tuple[int, float], Checkpoints]] = []
     for choice in line.choices():
-        saved = save_at(problem, {place: line.names_at(place) for place in choice})
-        found.append((peak_and_time(saved), saved))
-    return min(found, key=lambda pair: pair[0])[1]
+        yield save_at(problem, {place: line.names_at(place) for place in choice})
 
 
 def nested_checkpoints(problem: CutProblem) -> Checkpoints | None:

@@ -8,18 +8,20 @@
 | ``nested_checkpointed`` | the same | what is alive at the coarse checkpoints |
 | ``twice_nested_checkpointed`` | the same | the same, with fewer coarse checkpoints |
 | ``checkpointed_by_host`` | the same | what is alive at checkpoints that are chosen for the host |
+| ``every_checkpointed`` | the same | what is alive at each set of checkpoints that is looked at |
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from mstpass.partition.solvers.candidate import TIE, Candidate, fewest_saved_bytes
 from mstpass.partition.solvers.checkpoints import (
     Checkpoints,
     checkpoints,
     checkpoints_by_host,
+    every_checkpoints,
     nested_checkpoints,
     twice_nested_checkpoints,
 )
@@ -96,6 +98,20 @@ def checkpointed_by_host(problem: CutProblem) -> Candidate | None:
         return step.peak_bytes, step.us
 
     return from_checkpoints(closed, modes, checkpoints_by_host(closed, peak_and_time)).candidate
+
+
+def every_checkpointed(problem: CutProblem) -> Iterator[Candidate]:
+    """The same modes with each set of checkpoints that the ones for the host are chosen from.
+
+    Each comes without and with the results of slow ops.
+    """
+    one_level = problem.once(checkpointed)
+    if one_level is not None:
+        closed, modes = one_level.candidate.problem, one_level.candidate.plan.modes
+        for found in every_checkpoints(closed):
+            candidate = from_checkpoints(closed, modes, found).candidate
+            yield candidate
+            yield with_slow_results(candidate)
 
 
 def with_slow_results(checkpoint_plan: Candidate) -> Candidate:

@@ -11,27 +11,33 @@ import dataclasses
 from collections.abc import Callable
 
 from mstpass.partition.solvers.candidate import Candidate
-from mstpass.problem.host_memory import Host, pinned_bytes
+from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.problem import MAY_OFFLOAD
 
 
-def all_offloaded(candidate: Candidate) -> Candidate:
-    """The plan with as many values on the host as may be there."""
-    names = _offloadable(candidate)
+def all_offloaded(candidate: Candidate, host_bytes: int | None = None) -> Candidate:
+    """The plan with as many values on the host as may be there.
+
+    Args:
+        host_bytes: the host's budget, here and below (None: the problem's own).
+    """
+    names = _offloadable(candidate, host_bytes)
     return _with_first(candidate, names, len(names))
 
 
-def fits_with_host(candidate: Candidate, limit_bytes: int) -> bool:
+def fits_with_host(candidate: Candidate, limit_bytes: int, host_bytes: int | None = None) -> bool:
     """Whether the plan is within a limit with as many values on the host as it may have there."""
-    every = all_offloaded(candidate)
+    every = all_offloaded(candidate, host_bytes)
     return bool(every.plan.offloaded) and _is_within(every, limit_bytes)
 
 
-def offloaded_within(candidate: Candidate, limit_bytes: int) -> Candidate | None:
+def offloaded_within(
+    candidate: Candidate, limit_bytes: int, host_bytes: int | None = None
+) -> Candidate | None:
     """The plan with the fewest values on the host that is within a limit; None if none is."""
-    if not fits_with_host(candidate, limit_bytes):
+    if not fits_with_host(candidate, limit_bytes, host_bytes):
         return None
-    names = _offloadable(candidate)
+    names = _offloadable(candidate, host_bytes)
     return _fewest(candidate, names, lambda found: _is_within(found, limit_bytes))
 
 
@@ -46,7 +52,7 @@ def offloaded_for_least_memory(candidate: Candidate) -> Candidate | None:
 
 def _is_within(candidate: Candidate, limit_bytes: int) -> bool:
     within = candidate.saved_bytes <= limit_bytes
-    return within and candidate.simulation.within(limit_bytes)
+    return within and candidate.simulation.lowered_within(limit_bytes)
 
 
 def _fewest(
@@ -72,16 +78,17 @@ def _with_first(candidate: Candidate, names: list[str], count: int) -> Candidate
     return Candidate(candidate.problem, plan)
 
 
-def _offloadable(candidate: Candidate) -> list[str]:
+def _offloadable(candidate: Candidate, host_bytes: int | None = None) -> list[str]:
     """The saved values that may be offloaded, in order, as many as the host's budget holds."""
     problem, saved = candidate.problem, candidate.plan.saved
-    host = problem.host or Host(0, 1.0, 1.0)
+    if host_bytes is None:
+        host_bytes = 0 if problem.host is None else problem.host.budget_bytes
     found: list[str] = []
     used_bytes = 0
     for value in problem.values:
         if value.name in saved and value.offload == MAY_OFFLOAD:
             used_bytes += pinned_bytes([value.bytes])
-            if used_bytes > host.budget_bytes:
+            if used_bytes > host_bytes:
                 break
             found.append(value.name)
     return found

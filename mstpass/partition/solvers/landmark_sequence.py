@@ -1,0 +1,166 @@
+"""The plans that ``peak_search`` walks over: landmarks, and the plans between them.
+
+Six plans are landmarks, from the fastest to the one of least memory (free_plan.py,
+low_memory_plans.py):
+
+1. *free*: savings that cost next to no time;
+2. *least-memory loops*: every region in the mode that keeps the fewest bytes, in short chunks;
+3. *checkpoints with slow results*: what is alive at checkpoints is saved, and the results of ops
+   that are slow for their bytes, attention above all; backward repeats everything else;
+4. *checkpoints*: backward repeats those ops as well;
+5. *nested checkpoints*: backward repeats most blocks twice; only where that lowers the peak;
+6. *twice nested checkpoints*: three times; where that lowers the peak more than it costs time.
+
+Between two landmarks lie plans that take the later one up to a position in the forward, and keep
+the earlier one after it. The change begins with the first part of the forward because backward
+needs its values last: it recomputes them when all others are gone. ::
+
+    sequence = free                            -> region by region, the mode of fewest bytes
+               -> least-memory loops           -> checkpoint by checkpoint
+               -> checkpoints with slow results    -> checkpoint by checkpoint
+               -> checkpoints                  -> nested place by nested place
+               -> nested checkpoints          -> inner place by inner place
+               -> twice nested checkpoints
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
+from mstpass.partition.solvers.checkpoints import Places, save_at
+from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_loops, first_modes
+from mstpass.partition.solvers.free_plan import free_plan
+from mstpass.partition.solvers.low_memory_plans import (
+    Checkpointed,
+    checkpointed,
+    from_checkpoints,
+    least_memory_loops,
+    nested_checkpointed,
+    twice_nested_checkpointed,
+    with_slow_results,
+)
+from mstpass.partition.solvers.min_cut import complete
+from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.verify import InvalidPlan, verify
+
+_BETWEEN = 24  # plans between two landmarks, at most
+_THIRD_LEVEL = 1.25  # a third level of checkpoints does not lower the peak by a larger factor
+
+
+def landmarks(problem: CutProblem) -> Iterator[Candidate]:
+    """The landmarks that lower the peak most for their time: 1, 2, 4 and 5."""
+    yield problem.once(free_plan)
+    yield problem.once(least_memory_loops)
+    for plan in (problem.once(checkpointed), problem.once(nested_checkpointed)):
+        if plan is not None:
+            yield plan.candidate
+
+
+def sequence(problem: CutProblem, budget_bytes: int | None = None) -> Iterator[Candidate]:
+    """The plans in order, the free one first.
+
+    Args:
+        budget_bytes: a third level of checkpoints is left out where its peak is above this.
+    """
+    yield problem.once(free_plan)
+    yield from _towards_fewest_bytes(problem)
+    upper = problem.once(least_memory_loops)
+    yield upper
+    lower = problem.once(checkpointed)
+    if lower is None:
+        return
+    places = lower.found.places
+    slow_results = with_slow_results(lower.candidate)
+    # A plan whose peak is no higher than that of the checkpoints alone does not lie before them.
+    if is_before := not slow_results.simulation.within(lower.candidate.peak_bytes):
+        yield from _towards_checkpoints(upper, slow_results, places)
+        yield slow_results
+        upper = slow_results
+    yield from _towards_checkpoints(upper, lower.candidate, places)
+    yield lower.candidate
+    if not is_before and slow_results.peak_bytes < lower.candidate.peak_bytes:
+        yield slow_results
+    nested = problem.once(nested_checkpointed)
+    if nested is None:
+        return
+    yield from _towards_nested(nested)
+    if budget_bytes is None:
+        last = problem.once(twice_nested_checkpointed)
+    else:
+        last = third_level(problem, budget_bytes)
+    if last is not None:
+        yield from _towards_nested(last)
+
+
+def third_level(problem: CutProblem, limit_bytes: int) -> Checkpointed | None:
+    """The plan with three levels of checkpoints, where it is within the limit.
+
+    The search for it takes as long as that for two levels, so it is left out where it is in vain.
+    """
+    nested = problem.once(nested_checkpointed)
+    if nested is None or nested.candidate.peak_bytes > _THIRD_LEVEL * limit_bytes:
+        return None
+    last = problem.once(twice_nested_checkpointed)
+    return last if last and last.candidate.simulation.lowered_within(limit_bytes) else None
+
+
+def _towards_fewest_bytes(problem: CutProblem) -> Iterator[Candidate]:
+    """Put region after region in the mode of the fewest bytes, the forward's first region first.
+
+    Regions that are whole until a budget asks for loops have their first mode with loops before.
+    """
+    fewest = fewest_bytes_modes(problem)
+    before = {**first_modes(problem), **problem.once(free_plan).plan.modes}
+    for modes in ({**fewest, **first_loops(problem)}, fewest):
+        regions = [name for name in modes if modes[name] != before[name]]
+        for count in _counts(len(regions)):
+            changed = {name: modes[name] for name in regions[:count]}
+            yield fewest_saved_bytes(problem, {**before, **changed})
+        before = {**before, **modes}
+
+
+def _towards_checkpoints(upper: Candidate, lower: Candidate, places: Places) -> Iterator[Candidate]:
+    """Plans that save as ``lower`` does up to a position in the forward, as ``upper`` after it.
+
+    The positions are the checkpoints, and the values that ``lower`` saves besides, such as
+    gradients that loops computed: there may be no others.
+    """
+    problem, plan = lower.problem, lower.plan
+    index = {value.name: i for i, value in enumerate(problem.values)}
+    positions = sorted({*places, *(index[name] for name in plan.saved)})
+    for count in _counts(len(positions))[:-1]:
+        position = positions[count - 1]
+        alive = {name for place in places if place <= position for name in places[place]}
+        before = {name for name in plan.saved if index[name] <= position}
+        after = {name for name in upper.plan.saved if index[name] > position}
+        saved = frozenset(alive | before | after)
+        try:
+            verify(problem, saved)
+        except InvalidPlan:
+            saved = complete(problem, saved)
+        yield Candidate(problem, Plan(saved, plan.modes))
+
+
+def _towards_nested(nested: Checkpointed) -> Iterator[Candidate]:
+    """Plans with the places up to a position in the forward, each a level higher after it.
+
+    There nested places are saved, and inner ones are nested.
+    """
+    found, candidate = nested.found, nested.candidate
+    levels = (found.places, found.nested_places, found.inner_places)
+    positions = sorted(found.inner_places or found.nested_places)
+    for count in _counts(len(positions)):
+        end = positions[count - 1]
+        changed: list[dict[int, frozenset[str]]] = [dict(found.places), {}, {}]
+        for level, places in enumerate(levels[1:], 1):
+            for place, names in places.items():
+                changed[level if place <= end else level - 1][place] = names
+        checkpoints = save_at(candidate.problem, *(dict(sorted(c.items())) for c in changed))
+        yield from_checkpoints(candidate.problem, candidate.plan.modes, checkpoints).candidate
+
+
+def _counts(total: int) -> list[int]:
+    """In equal steps from above 0 to ``total``: how much of the change each plan has made."""
+    steps = min(total, _BETWEEN)
+    return [total * i // steps for i in range(1, steps + 1)]
