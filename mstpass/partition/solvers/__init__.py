@@ -10,7 +10,9 @@ names values of the problem that results.
 
     peak_search   the default: the least extra time within a budget on the peak
         families.py                         with fewer and more loops that take time
-        free_plan.py, low_memory_plans.py   the landmarks of its sequence of plans
+        landmark_sequence.py                its sequence of plans
+        free_plan.py, low_memory_plans.py   the landmarks of the sequence
+        offload.py, fewest_on_host.py       with saved values on the host
         spend_slack.py                      time for the part of a budget that a plan leaves
     min_cut       the fewest saved bytes                        (reduce_network.py: its network)
     checkpoints   what is alive at narrow places of the forward  (forward_places.py: the places)
