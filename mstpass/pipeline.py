@@ -131,7 +131,7 @@ def run(
     assert result.memory is not None
     note = infeasible(budget, result.memory)
     if result.problem is not None:
-        note += more_host_memory(result.problem, simulated_limit(budget))
+        note += more_host_memory(result.problem, limit or simulated_limit(budget))
     if options.strict:
         raise BudgetError(note)
     warnings.warn(f"mstpass: {note}", stacklevel=2)

@@ -19,7 +19,7 @@ from mstpass.memory.host_copies import (
 )
 from mstpass.memory.reloads import Reload, reloads
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
-from mstpass.partition.solvers.host_budget import least_host_bytes
+from mstpass.partition.solvers.host_budget import least_host_bytes, more_host_memory
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.host_memory import Host, pinned_bytes
 from mstpass.problem.op import CALL, INPUT, REDUCTION
@@ -237,6 +237,15 @@ def test_the_least_host_budget_of_a_model() -> None:
     by_host, without = _lowest_peaks(problem)
     assert by_host < without
     _check_least_host_bytes(problem, (by_host + without) // 2)
+
+
+def test_a_host_budget_that_is_given_is_not_named_again() -> None:
+    limit, needed = 3 * BYTES, 10 * BYTES
+    few = chain(speed=4 * BYTES, budget_bytes=needed - 1, layers=12)
+    enough = chain(speed=4 * BYTES, budget_bytes=needed, layers=12)
+    assert least_host_bytes(few, limit) == needed
+    assert "With host_budget=10.0 KiB or more" in more_host_memory(few, limit)
+    assert not more_host_memory(enough, limit)
 
 
 def _lowest_peaks(problem: CutProblem) -> tuple[int, int]:

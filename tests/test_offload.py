@@ -195,3 +195,19 @@ def test_a_host_budget_that_is_too_small_names_the_least_that_would_do() -> None
         with warnings.catch_warnings():  # the peak is above the limit, if not above the budget
             warnings.simplefilter("ignore")
             assert peak(memory_budget=budget, host_budget=f"{0.9 * float(number)}{unit}") > limit
+
+
+def test_the_least_memory_is_no_more_than_under_a_budget() -> None:
+    """With little host memory, the lowest peak is that of a plan between two landmarks."""
+    model, x = Layers(layers=6), torch.randn(8192, 32, requires_grad=True)
+    with host_on_cpu(1e6):
+        peaks = [
+            mstpass.explain(
+                _square_of(model),
+                x,
+                options={"chunk": "off", "memory_budget": budget, "host_budget": "3MiB"},
+            ).outcome.peak_bytes
+            for budget in (0.0, "5.8MiB")
+        ]
+    assert peaks[0] is not None and peaks[1] is not None
+    assert peaks[0] <= peaks[1] < 5.8 * 2**20

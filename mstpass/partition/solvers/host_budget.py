@@ -9,9 +9,13 @@ from mstpass.problem.problem import CutProblem
 
 
 def more_host_memory(problem: CutProblem, limit_bytes: int) -> str:
-    """A sentence with the host budget that would do; empty if none would, or there is no host."""
+    """A sentence with the host budget that would do.
+
+    Empty if none would, if there is no host, or if the problem's own host budget is as large: then
+    something else than the simulated peak, such as Inductor's schedule, exceeds the budget.
+    """
     needed = least_host_bytes(problem, limit_bytes)
-    if needed is None:
+    if needed is None or problem.host is None or needed <= problem.host.budget_bytes:
         return ""
     text = bytes_text(needed, round_up=True)
     return f". With host_budget={text} or more, saved values can wait on the host"

@@ -19,7 +19,7 @@ Where saved values may wait on the host (``CutProblem.host``), plans of the sequ
 budget are tried with values offloaded (offload.py): the first one that is then within the budget,
 and two behind it. So are checkpoints that are chosen for the host, with slow results and without.
 If none of these is within the budget, all that there are get tried (fewest_on_host.py). For the
-least memory, landmarks and checkpoints that are chosen for the host are tried.
+least memory, the same plans are compared as without a host, and checkpoints that are chosen for it.
 
 A peak is the one that is left once backward computes some cheap values twice
 (memory/repeated_values.py).
@@ -119,7 +119,7 @@ def _least_offloaded(problem: CutProblem, least: MeasuredPlan) -> MeasuredPlan:
     """
     plans = [least]
     for family in problem.once(families):
-        every = (*landmarks(family), *_checkpoints_by_host(family))
+        every = (*_compared(family), *_checkpoints_by_host(family))
         found = [c for candidate in every if (c := offloaded_for_least_memory(candidate))]
         found.sort(key=lambda candidate: (candidate.peak_bytes, candidate.simulation.us))
         plans += [slack_spent(problem, candidate.plan, 0) for candidate in found[:1]]
