@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -175,7 +176,13 @@ def test_bad_host_budgets(value: object) -> None:
         mstpass.Options.parse({"host_budget": value})
 
 
-def test_a_host_budget_that_is_too_small_names_the_least_that_would_do() -> None:
+@pytest.mark.parametrize("few_ops", [500, 0], ids=["small", "large"])
+def test_a_host_budget_that_is_too_small_names_the_least_that_would_do(
+    few_ops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In large graphs the search compares fewer plans, and still finds the one that is named."""
+    search = importlib.import_module("mstpass.partition.solvers.peak_search")
+    monkeypatch.setattr(search, "_FEW_OPS", few_ops)
     model, x = Layers(layers=6), torch.randn(8192, 32, requires_grad=True)
 
     def peak(**options: object) -> int:
