@@ -12,7 +12,7 @@ names values of the problem that results.
         families.py                         with fewer and more loops that take time
         landmark_sequence.py                its sequence of plans
         free_plan.py, low_memory_plans.py   the landmarks of the sequence
-        offload.py, fewest_on_host.py       with saved values on the host
+        offload.py, least_host_memory.py    with saved values on the host
         spend_slack.py                      time for the part of a budget that a plan leaves
     min_cut       the fewest saved bytes                        (reduce_network.py: its network)
     checkpoints   what is alive at narrow places of the forward  (forward_places.py: the places)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mstpass.byte_sizes import bytes_text
-from mstpass.partition.solvers.fewest_on_host import fewest_on_host, own_pinned_bytes
+from mstpass.partition.solvers.least_host_memory import least_host_memory, own_pinned_bytes
 from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.problem import CutProblem
 
@@ -29,5 +29,5 @@ def least_host_bytes(problem: CutProblem, limit_bytes: int) -> int | None:
     if problem.host is None or limit_bytes < 1:
         return None
     total = pinned_bytes(value.bytes for value in problem.values)
-    found = fewest_on_host(problem, limit_bytes, total)
+    found = least_host_memory(problem, limit_bytes, total)
     return None if found is None else own_pinned_bytes(found)

@@ -18,7 +18,7 @@ what the budget leaves spent on time.
 Where saved values may wait on the host (``CutProblem.host``), plans of the sequence that exceed the
 budget are tried with values offloaded (offload.py): the first one that is then within the budget,
 and two behind it. So are checkpoints that are chosen for the host, with slow results and without.
-If none of these is within the budget, all that there are get tried (fewest_on_host.py). For the
+If none of these is within the budget, all that there are get tried (least_host_memory.py). For the
 least memory, the same plans are compared as without a host, and checkpoints that are chosen for it.
 
 A peak is the one that is left once backward computes some cheap values twice
@@ -32,9 +32,9 @@ from collections.abc import Iterator, Sequence
 from mstpass.memory.repeated_values import MOST_LOWERED
 from mstpass.partition.solvers.candidate import TIE, Candidate
 from mstpass.partition.solvers.families import families
-from mstpass.partition.solvers.fewest_on_host import fewest_on_host
 from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.landmark_sequence import landmarks, sequence, third_level
+from mstpass.partition.solvers.least_host_memory import least_host_memory
 from mstpass.partition.solvers.low_memory_plans import checkpointed_by_host, with_slow_results
 from mstpass.partition.solvers.offload import (
     fits_with_host,
@@ -101,7 +101,7 @@ def _within_by_host(problem: CutProblem, budget_bytes: int) -> MeasuredPlan | No
     assert problem.host is not None
     if not budget_bytes:
         return None
-    found = fewest_on_host(problem, budget_bytes, problem.host.budget_bytes)
+    found = least_host_memory(problem, budget_bytes, problem.host.budget_bytes)
     return None if found is None else slack_spent(problem, found.plan, budget_bytes)
 
 

@@ -19,7 +19,7 @@ from mstpass.problem.problem import CutProblem
 from mstpass.problem.saved_set import must_offload
 
 
-def fewest_on_host(problem: CutProblem, limit_bytes: int, host_bytes: int) -> Candidate | None:
+def least_host_memory(problem: CutProblem, limit_bytes: int, host_bytes: int) -> Candidate | None:
     """The plan whose simulated peak is within the limit with the least pinned memory.
 
     All plans of all families are compared, with each number of values on the host.
