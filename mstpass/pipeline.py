@@ -32,6 +32,7 @@ from mstpass.graph.view_storages import share_storages
 from mstpass.loops.apply_plans import Applied
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize.inputs_before_writes import inputs_before_writes
+from mstpass.normalize.masks_as_flags import masks_as_flags
 from mstpass.options import Options
 from mstpass.partition.budget import (
     BudgetError,
@@ -159,9 +160,10 @@ def _run_stages(
     if limit_bytes == 0:
         options = dataclasses.replace(options, memory_budget=0.0)
     watch = _Stopwatch()
-    joint = inputs_before_writes(read())
+    masks = masks_as_flags(inputs_before_writes(read()))
     watch.lap("read")
-    detected = pipeline_stages.detect(joint, options, loops_in_backward)
+    detected = pipeline_stages.detect(masks.joint, options, loops_in_backward)
+    detected = detected.with_masks(masks)
     watch.lap("detect")
     if stop_after in ("read", "detect"):
         return Result(_outcome((), detected.rejections))
@@ -223,7 +225,7 @@ def _rewritten(
         outcome,
         save_plan=crossing.save_plan,
         peak_bytes=memory.peak_bytes if memory.known else None,
-        notes=crossing.notes,
+        notes=(*detected.notes, *crossing.notes),
         limit_bytes=limit_bytes,
     )
     before: StepMemory | None = None

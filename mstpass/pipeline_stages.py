@@ -24,6 +24,7 @@ from mstpass.memory.simulate_plan import simulate_plan, step_memory
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize import normalized
 from mstpass.normalize.inputs_before_writes import as_copies
+from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.host import host_memory
@@ -52,11 +53,21 @@ TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a 
 # ---- detect ------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Detected:
-    """The regions that can run in chunks, and the joint graph whose nodes they name."""
+    """The regions that can run in chunks, and the joint graph whose nodes they name.
+
+    Attributes:
+        notes: what was changed in the graph, as the report says it.
+    """
 
     joint: JointGraph
     candidates: tuple[RegionCandidates, ...] = ()
     rejections: tuple[Rejection, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def with_masks(self, masks: WithoutMasks) -> Detected:
+        """The same, with what was done about attention masks before."""
+        rejections = (*masks.rejections, *self.rejections)
+        return dataclasses.replace(self, rejections=rejections, notes=masks.notes)
 
 
 def detect(joint: JointGraph, options: Options, loops_in_backward: bool = True) -> Detected:

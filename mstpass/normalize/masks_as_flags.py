@@ -1,0 +1,227 @@
+"""Attention whose mask follows from positions alone: the kernel's own flag takes its place.
+
+A model computes its mask as a tensor wherever it cannot look at data while it is traced, so a
+compiled step has a value of queries x keys, and CUDA's flash kernels, which take no mask, are out
+of reach. Where a mask is proven to be a band around the diagonal (graph/positions/bands.py):
+
+    all true        no mask
+    causal          the kernel's ``is_causal``
+    a window        the window of flash attention, on devices that have it
+
+in the forward and in its backward, in the op that the device's dispatch chooses without a mask.
+``is_causal`` lets query i read keys 0 to i, from the first key on, so it fits equally many queries
+and keys alone. Every query of such a band may read a key, itself, so no row of scores is empty.
+
+The decisions are ``FlaggedAttention``, made on the graph as it is; write_attention.py applies them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from torch import fx
+
+from mstpass.byte_sizes import bytes_text
+from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.joint import JointGraph, nbytes, value_of
+from mstpass.graph.positions import Band, Positions, Unknown, band_of
+from mstpass.graph.positions.calls import name_of_op, shape_of
+from mstpass.graph.positions.pieces import Shape
+from mstpass.graph.sizes import depends_on_data, hint_shape
+from mstpass.graph.source_location import source_of
+from mstpass.graph.token_rules.arguments import argument
+from mstpass.normalize.write_attention import (
+    WINDOW,
+    CannotReplace,
+    FlaggedAttention,
+    mask_of,
+    write_attention,
+)
+from mstpass.plans import Rejection
+from mstpass.torch_internals.attention_kernels import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    FUSED,
+    chosen_kernel,
+    has_window,
+)
+from mstpass.torch_internals.op_types import OpOverload
+
+log = logging.getLogger(__name__)
+_LEAST_REPORTED = 2**20  # queries times keys: a smaller mask that is left is no news
+_LENGTHS = "there are more keys than queries, or fewer"
+_READ = "the op's results are read by others than its backward"
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutMasks:
+    """The graph without the masks that flags replace, what was done, and what was not and why."""
+
+    joint: JointGraph
+    notes: tuple[str, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+
+
+def masks_as_flags(joint: JointGraph) -> WithoutMasks:
+    """Replace such masks in a copy of the graph; the graph itself if it has none."""
+    attention = [node for node in joint.nodes if _is_masked_forward(node)]
+    if not attention:
+        return WithoutMasks(joint)
+    decisions = _Decisions(joint)
+    decided, reasons = [], []
+    for node in attention:
+        decision = decisions.of(node)
+        if isinstance(decision, FlaggedAttention):
+            decided.append(decision)
+        elif decision:
+            reasons.append((node, decision))
+    new, kept = joint, decided
+    if decided:
+        try:
+            new = _written(joint, decided)
+        except CannotReplace as error:
+            log.debug("attention keeps its ops: %s", error)
+            reason = f"flash attention, which has a window, does not fit: {error}"
+            kept = [one.with_op(name_of_op(joint.by_name[one.forward])) for one in decided]
+            kept = [one for one in kept if one.kernel != WINDOW]
+            left = {one.forward for one in decided} - {one.forward for one in kept}
+            reasons += [(joint.by_name[name], reason) for name in sorted(left)]
+            new = _written(joint, kept) if kept else joint
+    rejections = [_rejection(*each) for each in reasons if _is_large(each[0])]
+    return WithoutMasks(new, tuple(_notes(joint, kept)), tuple(rejections))
+
+
+def _is_masked_forward(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    return name_of_op(node) in FUSED and mask_of(node) is not None
+
+
+def _written(joint: JointGraph, decided: Sequence[FlaggedAttention]) -> JointGraph:
+    new = joint.copy()
+    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
+    write_attention(new, builder, decided)
+    new.module.graph.eliminate_dead_code()
+    new.module.graph.lint()
+    new.module.recompile()
+    return JointGraph(new.module, new.num_fwd_outputs)
+
+
+# ---- decide --------------------------------------------------------------------------------------
+class _Decisions:
+    """What becomes of each attention op; layers that are alike share what was found."""
+
+    def __init__(self, joint: JointGraph):
+        self._joint, self._positions = joint, Positions(joint)
+        self._bands: dict[tuple[fx.Node, Shape], Band | str] = {}
+
+    def of(self, node: fx.Node) -> FlaggedAttention | str:
+        """The decision, or why the op stays; empty if its mask depends on data."""
+        query, key = (value_of(argument(node, name)) for name in ("query", "key"))
+        assert query is not None and key is not None
+        if depends_on_data(query) or depends_on_data(key):
+            return ""
+        scores = (*shape_of(query)[:-1], shape_of(key)[-2])
+        band = self._band(mask_of(node), scores)
+        if isinstance(band, str):
+            return band
+        if not band.is_all and scores[-1] != scores[-2]:
+            return f"the mask is {band}, but {_LENGTHS}"
+        backwards = self._backwards(node)
+        if backwards is None:
+            return f"the mask is {band}, but {_READ}"
+        kernel = _kernel(node, band)
+        if kernel is None:
+            return f"the mask is {band}, which {_short(name_of_op(node))} has no flag for"
+        return FlaggedAttention(node.name, backwards, band, kernel)
+
+    def _band(self, mask: fx.Node | None, scores: Shape) -> Band | str:
+        assert mask is not None
+        if (mask, scores) not in self._bands:
+            known, value = self._positions.value(mask), value_of(mask)
+            assert value is not None
+            if isinstance(known, Unknown):
+                why = f"the mask's form is not known: {known.node}: {known.reason}"
+                found: Band | str = "" if known.from_data else why
+            else:
+                found = band_of(known, value.dtype, scores)
+                if isinstance(found, str):
+                    found = f"the mask is no flag of a kernel: {found}"
+            self._bands[mask, scores] = found
+        return self._bands[mask, scores]
+
+    def _backwards(self, node: fx.Node) -> tuple[str, ...] | None:
+        """The backwards of an attention op; None if one has another mask."""
+        name = f"{name_of_op(node)}_backward"
+        found = []
+        for user in self._joint.sorted({user for item in node.users for user in item.users}):
+            if not isinstance(user.target, OpOverload) or name_of_op(user) != name:
+                continue
+            if argument(user, "out") not in node.users or mask_of(user) is not mask_of(node):
+                return None
+            found.append(user.name)
+        return tuple(found)
+
+
+def _kernel(node: fx.Node, band: Band) -> str | None:
+    """The op that computes attention with the band's flag; None if the device has none."""
+    query, key, value = (value_of(argument(node, n)) for n in ("query", "key", "value"))
+    assert query is not None and key is not None and value is not None
+    scale, has_dropout = argument(node, "scale"), argument(node, "dropout_p") != 0
+    if band.is_all or band.is_causal:
+        own = name_of_op(node)
+        if has_dropout or own not in (EFFICIENT, CUDNN):
+            return own
+        chosen = chosen_kernel(query, key, value, band.is_causal, scale)
+        return chosen if chosen in (FLASH, CUDNN) else own
+    has_every_key = (band.left or 0) >= 0 and (band.right or 0) >= 0  # each query reads its own
+    if has_every_key and not has_dropout and has_window(query, key, value, scale):
+        return WINDOW
+    return None
+
+
+# ---- say -----------------------------------------------------------------------------------------
+def _notes(joint: JointGraph, decided: Sequence[FlaggedAttention]) -> Iterator[str]:
+    """One line for each kind of mask that a flag replaces."""
+    for (band, kernel), count in Counter((one.band, one.kernel) for one in decided).items():
+        one = next(one for one in decided if (one.band, one.kernel) == (band, kernel))
+        node = joint.by_name[one.forward]
+        flag = "causal flag" if band.is_causal else "window"
+        instead = "it is left out" if band.is_all else f"the {flag} of {_short(kernel)} replaces it"
+        ops = f"{count} attention ops" if count > 1 else "an attention op"
+        queries, keys = _lengths(node)
+        size = bytes_text(_mask_bytes(node))
+        yield (
+            f"the mask of {ops} is proven to be {band}: {instead}, and its {queries} x {keys} "
+            f"values, {size}, are not built"
+        )
+
+
+def _lengths(node: fx.Node) -> tuple[int, int]:
+    query, key = (value_of(argument(node, name)) for name in ("query", "key"))
+    assert query is not None and key is not None
+    return hint_shape(query)[-2], hint_shape(key)[-2]
+
+
+def _is_large(node: fx.Node) -> bool:
+    queries, keys = _lengths(node)
+    return queries * keys >= _LEAST_REPORTED
+
+
+def _mask_bytes(node: fx.Node) -> int:
+    mask = mask_of(node)
+    return 0 if mask is None else nbytes(mask)
+
+
+def _rejection(node: fx.Node, reason: str) -> Rejection:
+    mask = mask_of(node)
+    name = node.name if mask is None else mask.name
+    return Rejection("detect", name, reason, source_of(node), _mask_bytes(node))
+
+
+def _short(op: str) -> str:
+    return op.removeprefix("aten::").removeprefix("_scaled_dot_product").strip("_")

@@ -1,0 +1,247 @@
+"""Write attention ops, and their backwards, with a kernel's flag in the place of a mask.
+
+The op stays, with its mask left out, or another one takes its place, with the same results up to
+rounding. Ops differ in the strides of their results. So what reads them is computed again, as a
+fake value, and if it cannot be, or if the step's own outputs would change their strides, no other
+op is written.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph.builder import Builder, SizeNodes, UnknownSize
+from mstpass.graph.joint import JointGraph, tensors_of, value_of
+from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.positions import Band
+from mstpass.graph.positions.calls import name_of_op
+from mstpass.graph.sizes import generic_shape, generic_stride
+from mstpass.graph.token_rules.arguments import argument
+from mstpass.torch_internals.attention_kernels import CUDNN, FLASH
+from mstpass.torch_internals.op_types import schema_of
+
+aten = torch.ops.aten
+WINDOW = "aten::_flash_attention_forward"
+
+
+class CannotReplace(Exception):
+    """Another op does not fit into the graph; the message says why."""
+
+
+@dataclass(frozen=True)
+class FlaggedAttention:
+    """An attention op whose mask becomes a flag.
+
+    Attributes:
+        forward: the name of the op's node.
+        backwards: the names of its backwards.
+        band: what the mask is.
+        kernel: the name of the op that is written, without an overload.
+    """
+
+    forward: str
+    backwards: tuple[str, ...]
+    band: Band
+    kernel: str
+
+    def with_op(self, op: str) -> FlaggedAttention:
+        """The same with the op that the graph has, if that has the flag as well."""
+        return replace(self, kernel=op) if self.band.is_all or self.band.is_causal else self
+
+
+def mask_of(node: fx.Node) -> fx.Node | None:
+    """The mask that an attention op, or its backward, is given."""
+    name = _mask_argument(node)
+    mask = argument(node, name) if name else None
+    return mask if isinstance(mask, fx.Node) else None
+
+
+def _mask_argument(node: fx.Node) -> str:
+    """What the op's schema calls its mask; ``""`` if it takes none."""
+    names = [known.name for known in schema_of(node.target).arguments]  # type: ignore[arg-type]
+    return next((name for name in ("attn_mask", "attn_bias") if name in names), "")
+
+
+def write_attention(
+    joint: JointGraph, builder: Builder, decided: Sequence[FlaggedAttention]
+) -> None:
+    """Apply the decisions to the graph itself.
+
+    Raises:
+        CannotReplace: an op that is not the graph's own does not fit.
+    """
+    sizes = SizeNodes.of_inputs(builder)
+    changed: set[fx.Node] = set()
+    for one in decided:
+        forward = joint.by_name[one.forward]
+        backwards = [joint.by_name[name] for name in one.backwards]
+        if one.kernel == name_of_op(forward):
+            for node in (forward, *backwards):
+                _set_arguments(node, {_mask_argument(node): None, "is_causal": one.band.is_causal})
+            continue
+        writer = _Writer(builder, sizes, one)
+        changed |= writer.write(forward, backwards)
+    if changed:
+        _renew_values(builder, changed)
+
+
+def _set_arguments(node: fx.Node, changes: Mapping[str, Any]) -> None:
+    for position, known in enumerate(schema_of(node.target).arguments):  # type: ignore[arg-type]
+        if known.name not in changes:
+            continue
+        if position < len(node.args) and not known.kwarg_only:
+            node.update_arg(position, changes[known.name])
+        else:
+            node.update_kwarg(known.name, changes[known.name])
+
+
+class _Writer:
+    """Writes another op for one attention op and its backwards."""
+
+    def __init__(self, builder: Builder, sizes: SizeNodes, decision: FlaggedAttention):
+        self.builder, self.sizes, self.decision = builder, sizes, decision
+        self.made: list[fx.Node] = []
+
+    def write(self, forward: fx.Node, backwards: Sequence[fx.Node]) -> set[fx.Node]:
+        """Replace the nodes; returns the nodes of the new results."""
+        graph = self.builder.graph
+        with graph.inserting_before(forward):
+            self._forward(forward)
+        results = self._replace_items(forward, {0: self.output}, backwards)
+        self._inherit(forward)
+        for node in backwards:
+            with graph.inserting_before(node):
+                gradients = self._backward(node)
+            results |= self._replace_items(node, dict(enumerate(gradients)), ())
+            self._inherit(node)
+        for node in (*reversed(backwards), forward):
+            for item in list(node.users):
+                graph.erase_node(item)
+            graph.erase_node(node)
+        return results
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.builder.call(target, *args, **kwargs)
+        self.made.append(node)
+        return node
+
+    def _items(self, node: fx.Node, positions: Sequence[int]) -> list[fx.Node]:
+        return [self._call(operator.getitem, node, position) for position in positions]
+
+    def _swapped(self, node: fx.Node) -> fx.Node:
+        """Heads and tokens change places."""
+        return self._call(aten.transpose.int, node, 1, 2)
+
+    def _inherit(self, old: fx.Node) -> None:
+        meta = replacement_meta(old)
+        for node in self.made:
+            node.meta.update(meta)
+        self.made = []
+
+    def _replace_items(
+        self, old: fx.Node, new: Mapping[int, fx.Node], backwards: Sequence[fx.Node]
+    ) -> set[fx.Node]:
+        """Give the readers of an op's results those of the new one."""
+        found: set[fx.Node] = set()
+        for item in list(old.users):
+            position = item.args[1]
+            readers = [user for user in item.users if user not in backwards]
+            if readers and position not in new:
+                raise CannotReplace(f"{readers[0].name} reads a result that the op does not have")
+            if isinstance(position, int) and position in new:
+                for reader in readers:
+                    reader.replace_input_with(item, new[position])
+                if _layout(item) != _layout(new[position]):
+                    found.add(new[position])
+        return found
+
+    def _lengths(self, node: fx.Node) -> list[int | fx.Node]:
+        query, key = (value_of(argument(node, name)) for name in ("query", "key"))
+        assert query is not None and key is not None
+        try:
+            return self.sizes.arguments([query.shape[-2], key.shape[-2]])
+        except UnknownSize as error:
+            raise CannotReplace(str(error)) from error
+
+    # ---- the ops ---------------------------------------------------------------------------------
+    def _forward(self, node: fx.Node) -> None:
+        operands = [argument(node, name) for name in ("query", "key", "value")]
+        causal, scale = self.decision.band.is_causal, argument(node, "scale")
+        self.lengths = self._lengths(node)
+        if self.decision.kernel == FLASH:
+            op = aten._scaled_dot_product_flash_attention.default
+            new = self._call(op, *operands, 0.0, causal, False, scale=scale)
+            self.output, self.logsumexp, *self.state = self._items(new, (0, 1, 6, 7))
+        elif self.decision.kernel == CUDNN:
+            op = aten._scaled_dot_product_cudnn_attention.default
+            keeps = argument(node, "compute_log_sumexp")
+            new = self._call(op, *operands, None, keeps, 0.0, causal, False, scale=scale)
+            self.output, self.logsumexp, *self.state = self._items(new, (0, 1, 6, 7))
+        else:
+            self.swapped = list(map(self._swapped, operands))
+            op = aten._flash_attention_forward.default
+            args = (*self.swapped, None, None, *self.lengths, 0.0, False, False)
+            new = self._call(op, *args, scale=scale, **self._window())
+            self.inner, self.logsumexp, *self.state = self._items(new, (0, 1, 2, 3))
+            self.output = self._swapped(self.inner)
+
+    def _backward(self, node: fx.Node) -> list[fx.Node]:
+        first = (
+            "grad_out_" if name_of_op(node).endswith("efficient_attention_backward") else "grad_out"
+        )
+        gradient = argument(node, first)
+        operands = [argument(node, name) for name in ("query", "key", "value")]
+        causal, scale = self.decision.band.is_causal, argument(node, "scale")
+        no_sequences = (None, None, *self.lengths)
+        if self.decision.kernel == FLASH:
+            op = aten._scaled_dot_product_flash_attention_backward.default
+            args = (gradient, *operands, self.output, self.logsumexp, *no_sequences, 0.0, causal)
+            return self._items(self._call(op, *args, *self.state, scale=scale), (0, 1, 2))
+        if self.decision.kernel == CUDNN:
+            op = aten._scaled_dot_product_cudnn_attention_backward.default
+            args = (gradient, *operands, self.output, self.logsumexp, *self.state, None)
+            new = self._call(op, *args, *no_sequences, 0.0, causal, scale=scale)
+            return self._items(new, (0, 1, 2))
+        op = aten._flash_attention_backward.default
+        args = (self._swapped(gradient), *self.swapped, self.inner, self.logsumexp, *no_sequences)
+        new = self._call(op, *args, 0.0, False, *self.state, scale=scale, **self._window())
+        return list(map(self._swapped, self._items(new, (0, 1, 2))))
+
+    def _window(self) -> dict[str, int]:
+        band = self.decision.band
+        return {
+            "window_size_left": -1 if band.left is None else band.left,
+            "window_size_right": -1 if band.right is None else band.right,
+        }
+
+
+def _layout(node: fx.Node) -> list[object]:
+    return [
+        (generic_shape(t), generic_stride(t), t.dtype) for t in tensors_of(node.meta.get("val"))
+    ]
+
+
+def _renew_values(builder: Builder, changed: set[fx.Node]) -> None:
+    """Compute the fake values of what reads results with other strides.
+
+    Raises:
+        CannotReplace: an op cannot read them, or an output of the step would change.
+    """
+    for node in builder.graph.nodes:
+        if node in changed or changed.isdisjoint(node.all_input_nodes):
+            continue
+        if node.op == "output":
+            raise CannotReplace("an output of the step has other strides")
+        before = _layout(node)
+        try:
+            builder.compute_value(node)
+        except Exception as error:
+            raise CannotReplace(f"{node.name} cannot read other strides: {error}") from error
+        if _layout(node) != before:
+            changed.add(node)

@@ -1,0 +1,106 @@
+"""Which fused attention op the device's own dispatch chooses, and a call of one with a window.
+
+``scaled_dot_product_attention`` asks the device which kernel can take its operands. Here it is
+asked on fake tensors of the same shapes and strides, so that the answer is what a trace of the same
+call would hold: on CUDA that of the driver's GPU, for a pretended GPU that of
+pretended_gpu_attention.py. Source: aten/src/ATen/native/transformers/attention.cpp (2.11 to 2.15).
+
+Flash attention's own op takes a window, ``i - left <= j <= i + right``; ``-1`` is no bound. It is
+what torch.nn.attention.varlen calls. Its tensors are ``[B, N, heads, d]``. The ops for the CPU, of
+cuDNN and of memory-efficient attention have no window.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mstpass.torch_internals.fake_tensors import FakeTensor
+from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.private_apis import PrivateApis
+
+APIS = PrivateApis(
+    names=(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.ops.aten._scaled_dot_product_flash_attention",
+        "torch.ops.aten._scaled_dot_product_flash_attention_backward",
+        "torch.ops.aten._scaled_dot_product_cudnn_attention",
+        "torch.ops.aten._scaled_dot_product_cudnn_attention_backward",
+        "torch.ops.aten._flash_attention_forward",
+        "torch.ops.aten._flash_attention_backward",
+    ),
+)
+aten = torch.ops.aten
+FLASH = "aten::_scaled_dot_product_flash_attention"
+CUDNN = "aten::_scaled_dot_product_cudnn_attention"
+EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
+CPU_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+FUSED = frozenset((FLASH, CUDNN, EFFICIENT, CPU_FLASH))
+
+
+class _FusedOps(TorchDispatchMode):
+    """Sees the names of the fused attention ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, OpOverload) and schema_of(func).name in FUSED:
+            self.names.append(schema_of(func).name)
+        return func(*args, **(kwargs or {}))
+
+
+def chosen_kernel(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
+) -> str | None:
+    """The op that attention without mask and dropout dispatches to; None if it is not fused."""
+    return _dispatched(query, key, value, causal, scale)
+
+
+def has_window(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Whether flash attention, whose kernel has a window, can take these operands."""
+    if query.device.type != "cuda":
+        return False
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return _dispatched(query, key, value, True, scale) == FLASH
+
+
+def _dispatched(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
+) -> str | None:
+    assert isinstance(query, FakeTensor)
+    with query.fake_mode, _FusedOps() as seen, torch.enable_grad():
+        operands = [
+            torch.empty_strided(
+                list(map(_hint, one.shape)),
+                list(map(_hint, one.stride())),
+                dtype=one.dtype,
+                device=one.device,
+                requires_grad=True,
+            )
+            for one in (query, key, value)
+        ]
+        try:
+            aten.scaled_dot_product_attention(*operands, is_causal=causal, scale=scale)
+        except RuntimeError:  # no kernel that is enabled can take them
+            return None
+    return seen.names[0] if seen.names else None
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def probe() -> None:
+    APIS.require()
+    for op, names in (
+        (aten._flash_attention_forward, ("window_size_left", "window_size_right")),
+        (aten._flash_attention_backward, ("window_size_left", "window_size_right")),
+    ):
+        known = {argument.name for argument in schema_of(op.default).arguments}
+        APIS.expect(known.issuperset(names), f"{op} has no window")
