@@ -19,6 +19,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.flex_attention import FLEX
+from mstpass.graph.heads import heads_dim, is_attention
 from mstpass.graph.joint import value_of
 from mstpass.graph.sizes import hint_shape
 from mstpass.graph.token_rules.arguments import argument, has_argument
@@ -40,6 +41,7 @@ class AttentionWork:
         queries: rows of one head.
         keys: the same.
         causal: scores that the mask hides are skipped.
+        window: the most keys that a query reads; those outside of its window are skipped.
     """
 
     operations: int
@@ -49,6 +51,7 @@ class AttentionWork:
     keys: int
     causal: bool = False
     backward: bool = False
+    window: int | None = None
 
     def of_group(self, num_groups: int) -> AttentionWork:
         """The work of one of several groups of heads, all of the same size."""
@@ -62,6 +65,8 @@ class AttentionWork:
 
     def _seen(self, queries: int) -> float:
         """The scores of the first queries of a head, without those that the mask hides."""
+        if self.window is not None:
+            return float(queries * min(self.keys, self.window))
         if not self.causal:
             return float(queries * self.keys)
         first = min(queries, self.keys)
@@ -91,7 +96,7 @@ def attention_work(node: fx.Node) -> AttentionWork | None:
     Two matmuls in the forward, five in the backward, each ``[S, D] @ [D, T]`` for every head.
     Symbolic sizes count with their hint (sizes.py).
     """
-    if "scaled_dot_product" not in ops.op_name(node) and node.target not in FLEX:
+    if not is_attention(node):
         return None
     backward = "backward" in ops.op_name(node)
     tensors = [v for v in map(value_of, node.all_input_nodes) if v is not None and v.dim() == 4]
@@ -99,12 +104,22 @@ def attention_work(node: fx.Node) -> AttentionWork | None:
     query, key = tensors[first : first + 2] if len(tensors) > 2 else (None, None)
     if query is None or key is None:
         return None
-    batch, heads, queries, features = hint_shape(query)
-    keys = hint_shape(key)[2]
+    shape, in_heads = hint_shape(query), heads_dim(node)
+    batch, heads, queries, features = shape[0], shape[in_heads], shape[3 - in_heads], shape[3]
+    keys = hint_shape(key)[3 - in_heads]
     operations = (5 if backward else 2) * 2 * batch * heads * queries * keys * features
-    return AttentionWork(
-        operations, query.dtype, batch * heads, queries, keys, _is_causal(node), backward
-    )
+    kind = _is_causal(node), backward, _window(node)
+    return AttentionWork(operations, query.dtype, batch * heads, queries, keys, *kind)
+
+
+def _window(node: fx.Node) -> int | None:
+    """The most keys that a query of flash attention with a window reads; None without one."""
+    if not isinstance(node.target, OpOverload) or not has_argument(node, "window_size_left"):
+        return None
+    sides = [argument(node, f"window_size_{side}") for side in ("left", "right")]
+    if any(not isinstance(side, int) or side < 0 for side in sides):
+        return None
+    return int(sum(sides)) + 1
 
 
 def _is_causal(node: fx.Node) -> bool:

@@ -65,10 +65,15 @@ _ATTENTION = {
     )
     for suffix in ("", "_backward")
 }
+_TOKENS_FIRST = {  # [B, N, heads, d]
+    "aten::_flash_attention_forward",
+    "aten::_flash_attention_backward",
+}
 _WITH_HEADS = frozenset(  # arguments [B, heads, ...] of attention ops
     ("query", "key", "value", "attn_bias", "attn_mask", "out", "logsumexp", "grad_out", "grad_out_")
 )
-_HEADS = 1  # the dim of heads of all of them
+_HEADS = 1  # the dim of heads of all of them, but for those of ``_TOKENS_FIRST``
+_ROW_SUMS = "logsumexp"  # [B, heads, N], of all ops
 _RESULTS_WITH_HEADS = {False: 2, True: 4}  # forward: output, logsumexp; backward: gradients
 _FLEX_RESULTS_WITH_HEADS = 3  # output, logsumexp, maxima; or gradients
 
@@ -78,7 +83,16 @@ def is_attention(node: fx.Node) -> bool:
     """Whether the node is one of the fused attention ops, forward or backward."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return node.target in FLEX
-    return schema_of(node.target).name in _ATTENTION
+    return schema_of(node.target).name in _ATTENTION | _TOKENS_FIRST
+
+
+def heads_dim(node: fx.Node) -> int:
+    """The dim of heads of the queries, keys, values and results of a fused attention op."""
+    return 2 if _has_tokens_first(node) else _HEADS
+
+
+def _has_tokens_first(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and schema_of(node.target).name in _TOKENS_FIRST
 
 
 def is_product(node: fx.Node) -> bool:
@@ -122,7 +136,15 @@ def _item_source(item: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
     (source,) = item.all_input_nodes
     if not result_has_heads(source, item.args[1]):  # type: ignore[arg-type]
         return Refusal(STATE)
-    return {source: HeadDim(_HEADS, shape_of(source)[_HEADS] // num_heads)}
+    dim = heads_dim(source)
+    return {source: HeadDim(dim, shape_of(source)[dim] // num_heads)}
+
+
+def _item_dim(item: fx.Node) -> int:
+    """The dim of heads of one result of an attention op."""
+    (source,) = item.all_input_nodes
+    is_row_sums = item.args[1] == 1 and not _is_backward(source)
+    return _HEADS if is_row_sums else heads_dim(source)
 
 
 def _attention_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
@@ -141,7 +163,8 @@ def _attention_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
         is_mask = known.name in ("attn_bias", "attn_mask")
         if is_mask and (len(shape) < 3 or shape[-3] == 1):
             continue
-        dim = len(shape) - 3 if is_mask else _HEADS
+        dim = len(shape) - 3 if is_mask else heads_dim(node)
+        dim = _HEADS if known.name == _ROW_SUMS else dim
         if shape[dim] % num_heads:
             return Refusal(FEW_KEYS)
         needs[operand] = HeadDim(dim, shape[dim] // num_heads)
@@ -171,7 +194,8 @@ def _attention_result(
         return needs
     if needs[operand] != held:
         return Refusal("attention needs its heads in another dim")
-    return HeadDim(_HEADS, shape_of(node)[_HEADS] // num_heads)
+    dim = heads_dim(node)
+    return HeadDim(dim, shape_of(node)[dim] // num_heads)
 
 
 # ---- rules ---------------------------------------------------------------------------------------
@@ -184,7 +208,8 @@ def result_heads(
     if is_attention_item(node):
         if not result_has_heads(operand, node.args[1]):  # type: ignore[arg-type]
             return Refusal(STATE)
-        return HeadDim(_HEADS, shape_of(node)[_HEADS] // num_heads)
+        dim = _item_dim(node)
+        return HeadDim(dim, shape_of(node)[dim] // num_heads)
     row = ops.lookup(node)
     if isinstance(row, Refusal):
         return _in_terms_of_heads(row)

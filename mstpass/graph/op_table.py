@@ -262,6 +262,9 @@ NOT_TOKEN_PARALLEL: Mapping[str, str] = {
         ),
         _ATTENTION,
     ),
+    **dict.fromkeys(
+        ("aten::_flash_attention_forward", "aten::_flash_attention_backward"), _ATTENTION
+    ),
     **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), GROUPED_BY_EXPERT),
     "transformers::grouped_mm_fallback": GROUPED_BY_EXPERT,
     "transformers::grouped_mm_fallback_backward": GROUPED_BY_EXPERT,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -26,11 +27,11 @@ from torch import fx
 
 from mstpass.byte_sizes import bytes_text
 from mstpass.graph.builder import Builder, fake_mode_of
-from mstpass.graph.joint import JointGraph, nbytes, value_of
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.positions import Band, Positions, Unknown, band_of
 from mstpass.graph.positions.calls import name_of_op, shape_of
 from mstpass.graph.positions.pieces import Shape
-from mstpass.graph.sizes import depends_on_data, hint_shape
+from mstpass.graph.sizes import depends_on_data, generic_stride, hint_shape
 from mstpass.graph.source_location import source_of
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.normalize.write_attention import (
@@ -213,8 +214,13 @@ def _is_large(node: fx.Node) -> bool:
 
 
 def _mask_bytes(node: fx.Node) -> int:
+    """The bytes of the mask, which heads, and sequences, may share."""
     mask = mask_of(node)
-    return 0 if mask is None else nbytes(mask)
+    value = None if mask is None else value_of(mask)
+    if value is None:
+        return 0
+    sizes = zip(hint_shape(value), generic_stride(value), strict=True)
+    return value.element_size() * math.prod(size for size, stride in sizes if stride)
 
 
 def _rejection(node: fx.Node, reason: str) -> Rejection:

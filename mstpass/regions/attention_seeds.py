@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.heads import HeadDim, is_attention
+from mstpass.graph.heads import HeadDim, heads_dim, is_attention
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
 from mstpass.graph.op_table import Op
 from mstpass.graph.token_rules.matmul import BATCHED
@@ -39,7 +39,7 @@ def attention_seeds(joint: JointGraph) -> list[Seed]:
             continue
         held: tuple[fx.Node, int] | None = None
         if is_attention(node):
-            held = node, 1
+            held = node, heads_dim(node)
         elif node.target is aten.bmm.default and _reads_scores(node):
             held = _with_heads_apart(node)
         if held is not None:

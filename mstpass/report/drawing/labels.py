@@ -105,7 +105,7 @@ def _heading(box: Box) -> str:
 
 def _op_text(name: str) -> str:
     """An op's name, shortened if ATen's name is long."""
-    if "scaled_dot_product" in name:
+    if "scaled_dot_product" in name or "flash_attention" in name:
         return "sdpa_backward" if name.endswith("backward") else "sdpa"
     return "cast" if name == "convert_element_type" else name.lstrip("_")
 
