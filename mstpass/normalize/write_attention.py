@@ -136,7 +136,7 @@ class _Writer:
 
     def _swapped(self, node: fx.Node) -> fx.Node:
         """Heads and tokens change places."""
-        return self._call(aten.transpose.int, node, 1, 2)
+        return self._call(aten.permute.default, node, [0, 2, 1, 3])
 
     def _inherit(self, old: fx.Node) -> None:
         meta = replacement_meta(old)
