@@ -4,8 +4,8 @@ The savings of the free plan cost little each, but a step may have many: chunks 
 slower than the whole, and values that torch's partitioner would save and backward computes again.
 Where they take too long together, some are given up::
 
-    fewer loops     regions go to their fastest modes, as many as it takes; first those whose loops
-                    save the fewest bytes for their time
+    faster loops    regions go to their fastest loops, and then to no loops, as many as it takes;
+                    first those whose loops save the fewest bytes for their time
     more saved      what torch saves is saved too, the last values of the forward first, with the
                     loops and without any
     Inductor alone  its own plan
@@ -15,6 +15,7 @@ Of these, the plan of the lowest peak is taken that is within the time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import networkx as nx
@@ -43,7 +44,7 @@ def within_free_time(problem: CutProblem, found: Candidate) -> Candidate:
         return found
     now = {**first_modes(problem), **found.plan.modes}
     plans = (
-        _first_within(limit_us, lambda share: _with_fewer_loops(problem, now, share)),
+        _first_within(limit_us, lambda share: _with_faster_loops(problem, now, share)),
         _first_within(limit_us, lambda share: _with_more_saved(problem, now, share)),
         _first_within(
             limit_us, lambda share: _with_more_saved(problem, whole_modes(problem), share)
@@ -73,20 +74,28 @@ def _first_within(limit_us: float, plan_of: Callable[[float], Candidate]) -> Can
     return found
 
 
-def _with_fewer_loops(problem: CutProblem, now: Mapping[str, str], share: float) -> Candidate:
-    """A share of the regions that have a faster mode in their fastest one."""
-    us, sizes = problem.once(op_times), problem.once(certain_bytes)
-    faster: list[tuple[float, str, str]] = []
+def _with_faster_loops(problem: CutProblem, now: Mapping[str, str], share: float) -> Candidate:
+    """A share of the moves to faster modes made: first all those to loops, then those to none."""
+    us = problem.once(op_times)
+    moves: list[tuple[bool, float, str, str]] = []
     for region in problem.regions:
         times = {mode.name: mode_us(us, region, mode) for mode in region.modes}
-        fastest = min(times, key=times.__getitem__)
-        won_us = times[now[region.region]] - times[fastest]
-        if won_us > 0:
-            members = {name for loop in region.modes[0].loops for name in loop.members}
-            large_bytes = max((sizes.get(name, 0) for name in members), default=0)
-            faster.append((large_bytes / won_us, region.region, fastest))
-    some = sorted(faster)[: round(share * len(faster))]
-    return fewest_saved_bytes(problem, {**now, **{name: mode for _, name, mode in some}})
+        for whole in (False, True):
+            names = [m.name for m in region.modes if whole is not bool(m.loops)]
+            fastest = min(names, key=times.__getitem__, default="")
+            won_us = times[now[region.region]] - times.get(fastest, math.inf)
+            if won_us > 0:
+                rank = _large_bytes(problem, region) / won_us
+                moves.append((whole, rank, region.region, fastest))
+    some = sorted(moves)[: round(share * len(moves))]
+    return fewest_saved_bytes(problem, {**now, **{name: mode for _, _, name, mode in some}})
+
+
+def _large_bytes(problem: CutProblem, region: RegionModes) -> int:
+    """The largest buffer that the region has without loops."""
+    sizes = problem.once(certain_bytes)
+    members = {n for mode in region.modes for loop in mode.loops for n in loop.members}
+    return max((sizes.get(name, 0) for name in members), default=0)
 
 
 def _with_more_saved(problem: CutProblem, modes: Mapping[str, str], share: float) -> Candidate:
