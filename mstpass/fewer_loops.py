@@ -1,4 +1,4 @@
-"""Plans with fewer loops, for steps whose loops raise the simulated peak."""
+"""Plans with fewer loops, for steps whose plan raises the simulated peak."""
 
 from __future__ import annotations
 
@@ -7,27 +7,35 @@ from collections.abc import Iterator, Set
 
 import networkx as nx
 
+from mstpass.graph.joint import JointGraph
 from mstpass.loops.mode_costs import WHOLE
-from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
+from mstpass.partition.solvers.candidate import Candidate, lowest_saved_set
 from mstpass.partition.solvers.loops_that_help import loops_that_help, only_loops_that_help
 from mstpass.pipeline_stages import Planned
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Mode
 
 
-def with_fewer_loops(planned: Planned) -> Iterator[Planned]:
-    """The plan, and then, for the case that its loops raise the peak, plans with fewer of them.
+def with_fewer_loops(planned: Planned, traced: JointGraph) -> Iterator[Planned]:
+    """The plan, and then, for the case that it raises the peak, plans with fewer loops.
 
     The second plan keeps the loops that do not raise the simulated peak, the third none. A region
-    whose token count varies keeps its loops in any case: they lower the peak of longer batches.
+    whose token count varies keeps its loops in any case: they lower the peak of longer batches. If
+    there is none, the last plan is that of Inductor alone, for the graph as it was traced.
     """
     yield planned
     problem, found = _with_choice(planned)
     fewer = loops_that_help(problem, found)
-    yield dataclasses.replace(planned, problem=problem, plan=fewer.plan)
-    whole = {r.region: WHOLE for r in problem.regions if r.region not in _varying(planned)}
-    least = fewest_saved_bytes(problem, {**planned.plan.modes, **whole})
+    if fewer is not found:
+        yield dataclasses.replace(planned, problem=problem, plan=fewer.plan)
+    varying = _varying(planned)
+    whole = {r.region: WHOLE for r in problem.regions if r.region not in varying}
+    least = lowest_saved_set(problem, {**planned.plan.modes, **whole})
     yield dataclasses.replace(planned, problem=problem, plan=least.plan)
+    if planned.alone is not None and not varying:
+        problem, plan = planned.alone.problem, planned.alone.plan
+        plan = dataclasses.replace(plan, modes={c.region: WHOLE for c in planned.candidates})
+        yield dataclasses.replace(planned, joint=traced, problem=problem, plan=plan)
 
 
 def with_loops_that_help(planned: Planned, peak_bytes: float) -> Planned | None:

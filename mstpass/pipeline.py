@@ -9,7 +9,7 @@
 The first three stages change nothing. ``run`` can stop after any stage. One solver decides which
 loops there are and which values cross, together, by the simulated peak of the step. If the finished
 graphs have a higher peak than the step without loops, the last two stages run again with fewer
-loops, so that no solver's loops raise the peak.
+loops, so that no solver's loops raise the peak, and in the end with what Inductor alone would save.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from mstpass.partition.budget import (
     simulated_limit,
     simulated_limit_bytes,
 )
+from mstpass.partition.inductor_alone import inductor_alone
+from mstpass.partition.solvers import AUTO
 from mstpass.partition.solvers.candidate import TIE
 from mstpass.partition.solvers.host_budget import more_host_memory
 from mstpass.plans import ChunkPlan, Outcome, Rejection
@@ -60,8 +62,8 @@ class Result:
         applied: the joint graph with its loops.
         modules: the forward and the backward graph.
         read: the joint graph before any loop; regions and ``problem`` name its nodes.
-        before: the simulated memory of the step without loops; None where a size depends on data
-            and where torch's partitioner split the graph.
+        before: the simulated memory of the step under Inductor alone; None where a size depends on
+            data and where torch's partitioner split the graph.
         memory: the simulated memory of ``modules``.
         seconds: the time that each stage took.
     """
@@ -167,7 +169,9 @@ def _run_stages(
     watch.lap("detect")
     if stop_after in ("read", "detect"):
         return Result(_outcome((), detected.rejections))
-    planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit_bytes)
+    static_inputs = torch_kwargs.get("static_lifetime_input_indices")
+    alone = functools.partial(inductor_alone, joint, static_inputs)
+    planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit_bytes, alone)
     watch.lap("plan")
     if stop_after == "plan":
         rejections = (*detected.rejections, *planned.rejections)
@@ -175,13 +179,21 @@ def _run_stages(
     rewritten = functools.partial(
         _rewritten, detected, options, stop_after, limit_bytes, torch_kwargs, watch
     )
-    for attempt in with_fewer_loops(planned):
-        result = rewritten(attempt)
-        if not _raises_peak(result, options):
+    results: list[Result] = []
+    for attempt in with_fewer_loops(planned, joint):
+        results.append(rewritten(attempt))
+        if not _raises_peak(results[-1], attempt, options):
             break
+    else:
+        return min(results, key=_peak_bytes)
     if attempt is planned and options.chunk_tokens is not None and options.frees_memory_for_time:
-        return _without_raising_loops(result, planned, rewritten)
-    return result
+        return _without_raising_loops(results[-1], planned, rewritten)
+    return results[-1]
+
+
+def _peak_bytes(result: Result) -> int:
+    assert result.memory is not None
+    return result.memory.peak_bytes
 
 
 def _without_raising_loops(
@@ -210,7 +222,7 @@ def _rewritten(
     planned: pipeline_stages.Planned,
 ) -> Result:
     """The graphs of one plan: the stages that are left once it is made."""
-    joint = detected.joint
+    joint = planned.joint
     applied, chunk_plans, refused = pipeline_stages.apply(joint, planned.chunk_plans, options)
     watch.lap("apply")
     outcome = _outcome(chunk_plans, (*detected.rejections, *planned.rejections, *refused))
@@ -230,7 +242,7 @@ def _rewritten(
     )
     before: StepMemory | None = None
     if memory.known and not crossing.by_torch:
-        before, extra_time = pipeline_stages.compared(planned.problem, planned.plan)
+        before, extra_time = pipeline_stages.compared(planned)
         outcome = dataclasses.replace(
             outcome, baseline_peak_bytes=before.peak_bytes, extra_time=extra_time
         )
@@ -238,16 +250,25 @@ def _rewritten(
     return Result(outcome, planned.problem, applied, modules, joint, before, memory, watch.seconds)
 
 
-def _raises_peak(result: Result, options: Options) -> bool:
-    """Whether the loops of a plan raise the simulated peak above that of the step without loops."""
+def _raises_peak(result: Result, planned: pipeline_stages.Planned, options: Options) -> bool:
+    """Whether a plan raises the simulated peak above that of the step without loops.
+
+    A solver that the user asks for may save what it likes where there are no loops.
+    """
     if result.memory is None or result.before is None:
         return False
-    if all(region.symbolic for region in result.outcome.regions):  # those keep their loops
+    assert result.read is not None
+    peak_bytes, regions = result.memory.peak_bytes, result.outcome.regions
+    if not regions:
+        return planned.solver == AUTO and result.before.peak_bytes < peak_bytes / TIE
+    if all(region.symbolic for region in regions):  # those keep their loops
         return False
-    assert result.read is not None and result.problem is not None
-    may_raise = 1.0 if options.chunk_tokens is None else FORCED_MAY_RAISE
-    peak_bytes = result.memory.peak_bytes / may_raise
-    return pipeline_stages.is_lower_without_loops(result.read, result.problem, options, peak_bytes)
+    limit_bytes = peak_bytes / (1.0 if options.chunk_tokens is None else FORCED_MAY_RAISE)
+    if result.before.peak_bytes < limit_bytes:
+        return True
+    return pipeline_stages.is_lower_without_loops(
+        result.read, planned.problem, options, limit_bytes
+    )
 
 
 def _outcome(chunk_plans: Sequence[ChunkPlan], rejections: Sequence[Rejection]) -> Outcome:

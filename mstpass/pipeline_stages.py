@@ -7,7 +7,7 @@ goes on with the others.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
@@ -28,10 +28,11 @@ from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.host import host_memory
+from mstpass.partition.inductor_alone import with_torch_saved
 from mstpass.partition.offload import offload
 from mstpass.partition.reconstruct import most_won_bytes, reconstruct
 from mstpass.partition.solve import solve
-from mstpass.partition.solvers.candidate import without_loops
+from mstpass.partition.solvers.candidate import Candidate, baseline, without_loops
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.split import split as split_graph
 from mstpass.partition.torch_fallback import (
@@ -110,13 +111,16 @@ class Planned:
     """The partition problem and the plan for it, which chooses the loops.
 
     Attributes:
+        joint: the graph that the problem describes.
         candidates: the regions of the problem.
         refused: the regions whose loops cannot be written, which the problem does not have.
         solver: the name of the solver that made the plan.
         notes: why that is not the solver of the options, if it is not.
         limit_bytes: the limit on the simulated peak that it was asked for.
+        alone: what Inductor alone would do with the graph as it was traced; None if unknown.
     """
 
+    joint: JointGraph
     problem: CutProblem
     plan: Plan
     candidates: tuple[RegionCandidates, ...]
@@ -124,6 +128,7 @@ class Planned:
     solver: str
     notes: tuple[str, ...] = ()
     limit_bytes: int | None = None
+    alone: Candidate | None = None
 
     @property
     def chunk_plans(self) -> tuple[ChunkPlan, ...]:
@@ -147,11 +152,17 @@ def plan(
     candidates: tuple[RegionCandidates, ...],
     options: Options,
     limit_bytes: int | None,
+    inductor_alone: Callable[[], Candidate | None],
 ) -> Planned:
     """Choose each region's mode and the saved values, by the simulated peak."""
+    left_to_torch = needs_torch(joint)
+    alone = None if left_to_torch else inductor_alone()
     problem, left, refused = _problem(joint, list(candidates), options)
-    solved = solve(problem, options, limit_bytes, needs_torch(joint))
-    return Planned(problem, solved.plan, tuple(left), tuple(refused), *solved[1:])
+    problem = dataclasses.replace(problem, free_overhead=options.free_overhead)
+    if alone is not None:
+        problem = with_torch_saved(problem, alone.plan.saved)
+    solved = solve(problem, options, limit_bytes, left_to_torch)
+    return Planned(joint, problem, solved.plan, tuple(left), tuple(refused), *solved[1:], alone)
 
 
 def _problem(
@@ -354,12 +365,10 @@ def scheduled(
     return modules, memory
 
 
-def compared(problem: CutProblem, solved: Plan) -> tuple[StepMemory, float]:
-    """The memory of the step without loops, and the plan's extra time as a fraction of its time.
-
-    Without loops the values are saved that take the fewest bytes without repeating a heavy op.
-    """
-    before = problem.once(without_loops).simulation
-    after_us = simulate_plan(problem, solved).us
+def compared(planned: Planned) -> tuple[StepMemory, float]:
+    """The memory of the step under Inductor alone, and the plan's extra time over that as a
+    fraction."""
+    before = (planned.alone or planned.problem.once(baseline)).simulation
+    after_us = simulate_plan(planned.problem, planned.plan).us
     extra_time = after_us / before.us - 1 if before.us else 0.0  # a step of views takes no time
     return before.memory, extra_time

@@ -8,11 +8,11 @@ import networkx as nx
 from torch import fx
 
 from mstpass import pipeline
-from mstpass.memory.simulate_plan import simulate_plan, step_us
+from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.options import Options
 from mstpass.partition.budget import limit_of
 from mstpass.partition.solvers import AUTO, SOLVERS
-from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.partition.solvers.candidate import baseline
 from mstpass.problem.apply_modes import Cycle
 from mstpass.problem.verify import InvalidPlan
 from mstpass.report.details import ParetoPoint
@@ -39,8 +39,7 @@ def pareto_points(
     planned = pipeline.run(module, any_budget, num_fwd_outputs=num_fwd_outputs, stop_after="plan")
     problem = planned.problem
     assert problem is not None
-    whole = dataclasses.replace(problem, regions=())
-    before_us = step_us(whole, min_cut(whole)) or 1.0
+    before_us = problem.once(baseline).us or 1.0
     solve = SOLVERS[AUTO if options.solver == "auto" else options.solver]
     for budget in BUDGETS:
         if budget == at_hand:

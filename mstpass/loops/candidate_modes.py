@@ -6,9 +6,10 @@
 
 After its preferred mode a region is offered recompute mode, which needs less memory, in chunks of
 the usual length and in chunks as short as matrix products bear. (A region that is fused, or whose
-large values the step returns, is offered its preferred mode in short chunks instead.) Which of them
-runs, or whether the region stays whole, is part of the partition problem: a solver chooses it
-(loops/mode_costs.py, partition/solvers/).
+large values the step returns, is offered its preferred mode in short chunks instead.) Without a
+budget it is also offered its preferred mode in long chunks, without repeated products, for steps
+whose loops take too long together. Which of them runs, or whether the region stays whole, is part
+of the partition problem: a solver chooses it (loops/mode_costs.py, partition/solvers/).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from __future__ import annotations
 import dataclasses
 
 from mstpass.graph.joint import JointGraph
+from mstpass.loops.chunk_length import LONG, SHORT, USUAL
 from mstpass.loops.free_overhead import spend_free_overhead
 from mstpass.loops.plan_region import RegionPlanner
 from mstpass.options import Options
 from mstpass.plans import FUSED, RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
 from mstpass.regions.detect import detect
 
-_SHORT = "{}, short chunks"
+_LENGTHS = {USUAL: "{}", SHORT: "{}, short chunks", LONG: "{}, long chunks"}  # names of modes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +65,12 @@ def find_candidates(
     Neither the graph nor the options change.
     """
     regions, rejections = detect(joint)
-    least_memory = options.memory_budget == 0.0
+    length = SHORT if options.memory_budget == 0.0 else USUAL
     planners = {region.members: RegionPlanner(joint, region, options) for region in regions}
     preferred: list[ChunkPlan] = []
     only_recomputed: list[RegionCandidates] = []
     for planner in planners.values():
-        plan = planner.plan(preferred_mode(planner.region, options), short=least_memory)
+        plan = planner.plan(preferred_mode(planner.region, options), length=length)
         if isinstance(plan, ChunkPlan):
             preferred.append(plan)
         elif candidates := _recomputed_for_a_budget(planner):
@@ -77,7 +79,7 @@ def find_candidates(
             rejections.append(plan)
 
     def replan(plan: ChunkPlan, may_recompute: frozenset[str]) -> ChunkPlan:
-        other = planners[plan.members].plan(plan.mode, may_recompute, short=least_memory)
+        other = planners[plan.members].plan(plan.mode, may_recompute, length=length)
         return other if isinstance(other, ChunkPlan) else plan
 
     preferred = spend_free_overhead(joint, preferred, options.free_overhead, replan)
@@ -116,11 +118,14 @@ def _candidates(planner: RegionPlanner, preferred: ChunkPlan) -> RegionCandidate
     """
     region = planner.region
     plans = {preferred.mode: preferred}
-    for short in (False, True):
-        mode = preferred.mode if region.fused or region.returned else RECOMPUTE
-        plan = planner.plan(mode, short=short)
-        if isinstance(plan, ChunkPlan) and plan not in plans.values():
-            plans.setdefault(_SHORT.format(mode) if short else mode, plan)
     optional = planner.options.chunk_tokens is None and not region.symbolic
+    leaner = preferred.mode if region.fused or region.returned else RECOMPUTE
+    others = [(leaner, USUAL), (leaner, SHORT)]
+    if optional and not planner.options.frees_memory_for_time:
+        others.append((preferred.mode, LONG))
+    for mode, length in others:
+        plan = planner.plan(mode, length=length)
+        if isinstance(plan, ChunkPlan) and plan not in plans.values():
+            plans.setdefault(_LENGTHS[length].format(mode), plan)
     # The last member names the region: two heads may begin with the same view.
     return RegionCandidates(region.members[-1][0], tuple(plans.items()), optional)

@@ -13,6 +13,8 @@ Three rules decide it, with N tokens in all:
        c <= share * N * stacked_bytes / buffered_bytes
 
    Shorter chunks would hardly lower the peak. For the least memory the share is half of that.
+   Long chunks, for steps that have no time to lose, take at most ``_LONG`` times as long as the
+   whole instead of ``GOOD``.
 3. *Equal, and whole multiples.* If the chunk length does not divide N, the last chunk overlaps the
    one before it, and masks leave the repeated rows out of every sum. Up to a third more chunks are
    taken if they are then equal and the loop becomes at most ``_OVERLAP_TIME`` slower. On a GPU,
@@ -35,6 +37,8 @@ from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops
 from mstpass.options import Options
 
+USUAL, SHORT, LONG = "usual", "short", "long"  # chunks
+_LONG = 1.005
 _BUFFERED_SHARE = 0.5
 # The extra time of a loop whose last chunk overlaps, as a fraction. A head of d=256, V=32000,
 # N=2048 took 1.08 times Inductor's time in 6 chunks of 342 rows, 1.04 in 8 of 256 and in 4 of 512
@@ -45,12 +49,12 @@ _MANY_TOKENS = 2**16  # of a batch to choose by, where the token count varies
 
 
 def chunk_length(
-    facts: RegionFacts, loops: RegionLoops, options: Options, short: bool = False
+    facts: RegionFacts, loops: RegionLoops, options: Options, length: str = USUAL
 ) -> int | Refusal:
     """Tokens in a chunk, or why the region's tokens do not make two chunks.
 
     Args:
-        short: as short as rule 1 allows for products, for the least memory.
+        length: ``USUAL``; ``SHORT``, as short as rule 1 allows for products; or ``LONG``.
     """
     tokens, symbolic = facts.region.num_tokens, facts.region.symbolic
     given = options.chunk_tokens
@@ -63,9 +67,9 @@ def chunk_length(
     if symbolic:
         work = work.over(max(tokens, _MANY_TOKENS))
     fewest = costs.least_rows_of_products(work, costs.tolerable)
-    good = max(fewest, costs.least_rows(work, GOOD))
+    good = max(fewest, costs.least_rows(work, _LONG if length == LONG else GOOD))
     share = _BUFFERED_SHARE
-    if short:
+    if length == SHORT:
         good, share = fewest, share / 2
     if symbolic and tokens < 2 * good:
         return good  # this batch is too short to choose by; a later one may be long

@@ -15,7 +15,7 @@ import math
 
 from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.graph.tokens import Refusal
-from mstpass.loops.chunk_length import chunk_length
+from mstpass.loops.chunk_length import USUAL, chunk_length
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.options import Options
@@ -30,20 +30,20 @@ class RegionPlanner:
         self._loops: dict[tuple[str, frozenset[str]], RegionLoops] = {}
 
     def plan(
-        self, mode: str, may_recompute: frozenset[str] = frozenset(), short: bool = False
+        self, mode: str, may_recompute: frozenset[str] = frozenset(), length: str = USUAL
     ) -> ChunkPlan | Rejection:
         """The loops of the region in a mode, or why it gains nothing from them.
 
         Args:
             mode: the mode asked for; the plan's may differ, see ``region_loops``.
             may_recompute: names of matmuls that backward may compute again in save mode.
-            short: chunks as short as matrix products bear, for the least memory.
+            length: of the chunks, as in ``chunk_length``.
         """
         facts, region = self.facts, self.region
         loops = self._loops_of(mode, may_recompute)
         if not all(any(item.spec for item in loop.inputs) for loop in loops.loops):
             return self._rejection("a loop would read constants only, and nothing with tokens")
-        chunk_tokens = chunk_length(facts, loops, self.options, short)
+        chunk_tokens = chunk_length(facts, loops, self.options, length)
         if isinstance(chunk_tokens, Refusal):
             return self._rejection(chunk_tokens.reason)
         num_chunks = math.ceil(region.num_tokens / chunk_tokens)

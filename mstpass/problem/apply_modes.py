@@ -168,11 +168,15 @@ class _Writer:
             if v.name not in self.backward
         ]
         backward = tuple(v for v in self.new.values() if v.name in self.backward)
+        torch_saved = self.problem.torch_saved
+        if torch_saved is not None:
+            torch_saved = tuple(name for name in torch_saved if name in self.new)
         return dataclasses.replace(
             self.problem,
             values=with_needs(values, backward, self.problem.gradients),
             backward=backward,
             regions=(),
+            torch_saved=torch_saved,
         )
 
     # ---- order, as in loops/apply_plans.py -------------------------------------------------------

@@ -30,6 +30,7 @@ MAY_OFFLOAD, MUST_OFFLOAD = "may", "must"
 LOOP = "loop:"  # prefix of a name: see loop_name()
 UNFINISHED = ":unfinished"  # suffix of a name: see unfinished()
 RECOMPUTED = (MUST_RECOMPUTE, PREFER_RECOMPUTE)
+FREE_OVERHEAD = 0.02  # the default of the option ``free_overhead``
 
 T = TypeVar("T")
 
@@ -166,6 +167,9 @@ class CutProblem:
         regions: the regions whose mode is still open; empty once ``with_modes`` has chosen them.
         recompute_heavy: whether backward may recompute heavy values: less memory for more time.
         host: the host memory that saved values may use; None where there is none, as on a CPU.
+        torch_saved: names of the values that torch's own partitioner saves of the step without
+            loops, or of those that are left where loops are in place; None where it is not known.
+        free_overhead: the extra time of the free plan over that partition, at most: a fraction.
     """
 
     values: tuple[Value, ...]
@@ -175,6 +179,8 @@ class CutProblem:
     gradients: tuple[str, ...] = ()
     regions: tuple[RegionModes, ...] = ()
     host: Host | None = None
+    torch_saved: tuple[str, ...] | None = None
+    free_overhead: float = FREE_OVERHEAD
 
     def keeps(self, value: Value) -> bool:
         """Whether backward must not recompute the value."""
@@ -221,9 +227,10 @@ class CutProblem:
             if value.name in known:
                 raise ValueError(f"{value.name} occurs twice")
             known.add(value.name)
-        unknown = [name for name in (*self.outputs, *self.gradients) if name not in known]
+        named = (*self.outputs, *self.gradients, *(self.torch_saved or ()))
+        unknown = [name for name in named if name not in known]
         if unknown:
-            raise ValueError(f"outputs or gradients that are not among the values: {unknown}")
+            raise ValueError(f"these names are not among the values: {unknown}")
 
 
 @dataclasses.dataclass(frozen=True)

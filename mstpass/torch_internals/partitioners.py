@@ -8,8 +8,9 @@ torch/_functorch/partitioners.py, compile_utils.py; torch/fx/traceback.py.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from typing import Any
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -27,6 +28,7 @@ __all__ = [
     "has_torch_budget",
     "merge_equal_nodes",
     "min_cut_rematerialization_partition",
+    "saved_by_torch",
 ]
 
 APIS = PrivateApis(
@@ -97,6 +99,63 @@ def finish_forward_and_backward(forward: fx.GraphModule, backward: fx.GraphModul
     return forward, backward
 
 
+def saved_by_torch(
+    gm: fx.GraphModule, num_fwd_outputs: int, static_inputs: list[int] | None = None
+) -> list[str]:
+    """The names of what torch's partitioner would save, sizes and inputs of the step among it.
+
+    The graph is changed as that partitioner changes it, so give a copy; equal nodes are merged.
+
+    Args:
+        static_inputs: the positions of inputs that stay at their addresses from step to step.
+
+    Raises:
+        Exception: the partitioner fails on this graph.
+    """
+    try:
+        forward, _ = _choosing_alone()(
+            gm, None, num_fwd_outputs=num_fwd_outputs, static_lifetime_input_indices=static_inputs
+        )
+    except _Chosen as chosen:
+        return chosen.names
+    # A backward that needs no tangent is left to another partitioner, which builds the graphs.
+    outputs: Any = forward.graph.output_node().args[0]
+    return [node.name for node in outputs[num_fwd_outputs:] if isinstance(node, fx.Node)]
+
+
+class _Chosen(Exception):
+    """torch's partitioner has chosen what to save."""
+
+    def __init__(self, names: list[str]):
+        super().__init__(names)
+        self.names = names
+
+
+def _choosing_alone() -> Callable[..., Modules]:
+    """torch's partitioner up to its choice, with which it raises ``_Chosen``.
+
+    To build the two graphs takes longer than to choose. It is the same code with other globals, so
+    that a partition in another thread is not disturbed. It merges no nodes again, and asks no other
+    rank: not every rank may come here.
+    """
+
+    def chosen(_: Any, saved: list[fx.Node], *args: Any, **kwargs: Any) -> NoReturn:
+        opaque = kwargs.get("saved_opaque_nodes") or []
+        nodes = [*saved, *opaque, *(kwargs.get("saved_sym_nodes") or [])]
+        raise _Chosen([node.name for node in nodes])
+
+    function = min_cut_rematerialization_partition
+    replaced = {
+        "_extract_fwd_bwd_modules": chosen,
+        "_sync_decision_cross_ranks": lambda graph, saved, *args, **kwargs: saved,
+        "fx_graph_cse": lambda graph, *args, **kwargs: graph,
+    }
+    copy = types.FunctionType(function.__code__, {**function.__globals__, **replaced})
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__defaults__ = function.__defaults__
+    return copy
+
+
 def has_torch_budget(nodes: Iterable[fx.Node]) -> bool:
     """Whether a node is under ``torch.autograd.graph.region_activation_memory_budget``.
 
@@ -125,6 +184,13 @@ def probe() -> None:
     inputs = [node.name for node in backward.graph.find_nodes(op="placeholder")]
     names = [sines[0].name, "tangents_1"]
     APIS.expect(inputs == names, "_extract_fwd_bwd_modules: backward has other inputs")
+    forward, _ = min_cut_rematerialization_partition(_joint_graph(), None, num_fwd_outputs=1)
+    crossing: Any = forward.graph.output_node().args[0]
+    names = [node.name for node in crossing[1:]]
+    APIS.expect(
+        saved_by_torch(_joint_graph(), 1) == names,
+        "min_cut_rematerialization_partition: its choice is not found",
+    )
 
 
 def _joint_graph() -> fx.GraphModule:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from mstpass.memory.simulate_plan import StepSimulation
-from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.partition.solvers.choose_modes import whole_modes
+from mstpass.partition.solvers.min_cut import complete, min_cut
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
-from mstpass.problem.saved_set import must_offload
+from mstpass.problem.saved_set import must_offload, read_by_backward
+from mstpass.problem.verify import InvalidPlan, verify
 
 TIE = 1.005  # peaks up to this factor apart count as equal: the simulation is no more exact
 
@@ -31,6 +33,10 @@ class Candidate:
         return self.simulation.peak_bytes
 
     @property
+    def us(self) -> float:
+        return self.simulation.us
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes that cross on the device: all are in memory when forward ends, so that the peak is
         no lower."""
@@ -44,7 +50,61 @@ def fewest_saved_bytes(problem: CutProblem, modes: Mapping[str, str]) -> Candida
     return Candidate(closed, Plan(min_cut(closed), modes))
 
 
-def without_loops(problem: CutProblem) -> Candidate:
-    """The step without any loop, which saves the fewest bytes that repeat no heavy op."""
+def lowest_saved_set(problem: CutProblem, modes: Mapping[str, str]) -> Candidate:
+    """The plan with these modes that has the lowest peak, of three saved sets.
+
+    They are that of the fewest bytes, another one that prefers values which have a buffer in any
+    case, and what torch saves of the values that no loop computes.
+    """
+    closed = with_modes(problem, modes)
+    sets = [min_cut(closed), min_cut(closed, with_buffers_first=True)]
+    if closed.torch_saved is not None:
+        sets.append(_valid(closed, frozenset(closed.torch_saved)))
+    return lowest(Candidate(closed, Plan(saved, modes)) for saved in dict.fromkeys(sets))
+
+
+def saving_buffers_first(found: Candidate) -> Candidate:
+    """The plan, or one with another saved set of the fewest bytes if that has a lower peak."""
+    saved = min_cut(found.problem, with_buffers_first=True)
+    other = Candidate(found.problem, dataclasses.replace(found.plan, saved=saved))
+    return other if other.simulation.within(found.peak_bytes / TIE) else found
+
+
+def lowest(candidates: Iterable[Candidate]) -> Candidate:
+    """The candidate of the lowest peak; of equal peaks that of the fewest saved bytes, then the
+    fastest."""
+    return min(candidates, key=lambda c: (c.peak_bytes, c.saved_bytes, c.us))
+
+
+def by_torch(problem: CutProblem) -> Candidate | None:
+    """The step without any loop that saves what torch's partitioner does; None if unknown."""
+    if problem.torch_saved is None:
+        return None
     whole = dataclasses.replace(problem, regions=())
-    return Candidate(whole, Plan(min_cut(whole)))
+    saved = _valid(whole, frozenset(problem.torch_saved))
+    return Candidate(whole, Plan(saved, whole_modes(problem)))
+
+
+def without_loops(problem: CutProblem) -> Candidate:
+    """The step without any loop, of the lower peak: what torch saves, or the fewest bytes that
+    repeat no heavy op."""
+    whole = dataclasses.replace(problem, regions=())
+    fewest = Candidate(whole, Plan(min_cut(whole), whole_modes(problem)))
+    torchs = problem.once(by_torch)
+    return fewest if torchs is None else min(fewest, torchs, key=lambda c: c.peak_bytes)
+
+
+def baseline(problem: CutProblem) -> Candidate:
+    """What Inductor alone would do; where that is not known, the step without any loop."""
+    return problem.once(by_torch) or problem.once(without_loops)
+
+
+def _valid(closed: CutProblem, kept: frozenset[str]) -> frozenset[str]:
+    """A saved set with these values, and the fewest bytes that backward needs besides."""
+    free = closed.allowing(recompute_heavy=True)
+    kept &= {value.name for value in closed.values if value.savable and not value.free}
+    try:
+        verify(free, kept)
+    except InvalidPlan:
+        kept = complete(closed, kept)
+    return read_by_backward(free, kept)

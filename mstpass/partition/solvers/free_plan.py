@@ -2,7 +2,11 @@
 
 Regions run in their first modes, which are the ones that cost next to no time. A region that can do
 without loops loses them if the step's peak is no higher then: the peak lies elsewhere. The saved
-set is that of the fewest bytes which repeats no heavy op (min_cut.py).
+set is that of the fewest bytes which repeats no heavy op (min_cut.py); of several, the one of the
+lower peak.
+
+All that together may take more time than the free plan may, or a higher peak than Inductor alone.
+free_time.py and loops_that_help.py see to that.
 
 To try each region by itself would take a simulation per region. Regions are tried together:
 
@@ -15,7 +19,7 @@ To try each region by itself would take a simulation per region. Regions are tri
   If that raises the peak, each half of these regions is tried.
 
 If that lowers the peak, loops in mode *save* are dropped by the lower peak again. A plan that is
-still above the step without loops keeps only the loops that help (loops_that_help.py).
+still above the step without loops keeps only the loops that help.
 """
 
 from __future__ import annotations
@@ -23,8 +27,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 
-from mstpass.partition.solvers.candidate import TIE, Candidate, fewest_saved_bytes
+from mstpass.partition.solvers.candidate import (
+    TIE,
+    Candidate,
+    fewest_saved_bytes,
+    saving_buffers_first,
+)
 from mstpass.partition.solvers.choose_modes import whole_modes
+from mstpass.partition.solvers.free_time import within_free_time
 from mstpass.partition.solvers.loops_that_help import loops_that_help
 from mstpass.partition.solvers.memory_lower_bounds import certain_bytes
 from mstpass.problem.problem import CutProblem, RegionModes
@@ -34,13 +44,18 @@ _SAVE = "save"
 
 def free_plan(problem: CutProblem) -> Candidate:
     """The free plan: the answer where no budget is given."""
+    return within_free_time(problem, problem.once(every_saving))
+
+
+def every_saving(problem: CutProblem) -> Candidate:
+    """The free plan, but for its time."""
     search = _Search(problem)
     saving = search.drop_save_loops(frozenset())
     dropped = search.drop_other_loops(saving)
     found = search.without(dropped)
     if TIE * found.peak_bytes < search.without(saving).peak_bytes:
         found = search.without(search.drop_save_loops(dropped - saving))
-    return loops_that_help(problem, found)
+    return loops_that_help(problem, saving_buffers_first(found))
 
 
 class _Search:

@@ -3,7 +3,8 @@
 Six plans are landmarks, from the fastest to the one of least memory (free_plan.py,
 low_memory_plans.py):
 
-1. *free*: savings that cost next to no time;
+1. *free*: savings that cost next to no time; where that leaves some out for the time that they
+   take together, the plan that has all comes next;
 2. *least-memory loops*: every region in the mode that keeps the fewest bytes, in short chunks;
 3. *checkpoints with slow results*: what is alive at checkpoints is saved, and the results of ops
    that are slow for their bytes, attention above all; backward repeats everything else;
@@ -30,7 +31,7 @@ from collections.abc import Iterator
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
 from mstpass.partition.solvers.checkpoints import Places, save_at
 from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_loops, first_modes
-from mstpass.partition.solvers.free_plan import free_plan
+from mstpass.partition.solvers.free_plan import every_saving, free_plan
 from mstpass.partition.solvers.low_memory_plans import (
     Checkpointed,
     checkpointed,
@@ -51,6 +52,7 @@ _THIRD_LEVEL = 1.25  # a third level of checkpoints does not lower the peak by a
 def landmarks(problem: CutProblem) -> Iterator[Candidate]:
     """Landmarks 1, 2, 4 and 5: all that are compared for the least memory of a large graph."""
     yield problem.once(free_plan)
+    yield problem.once(every_saving)
     yield problem.once(least_memory_loops)
     for plan in (problem.once(checkpointed), problem.once(nested_checkpointed)):
         if plan is not None:
@@ -63,7 +65,10 @@ def sequence(problem: CutProblem, budget_bytes: int | None = None) -> Iterator[C
     Args:
         budget_bytes: a third level of checkpoints is left out where its peak is above this.
     """
-    yield problem.once(free_plan)
+    free, savings = problem.once(free_plan), problem.once(every_saving)
+    yield free
+    if savings is not free:
+        yield savings
     yield from _towards_fewest_bytes(problem)
     upper = problem.once(least_memory_loops)
     yield upper
@@ -111,7 +116,7 @@ def _towards_fewest_bytes(problem: CutProblem) -> Iterator[Candidate]:
     Regions that are whole until a budget asks for loops have their first mode with loops before.
     """
     fewest = fewest_bytes_modes(problem)
-    before = {**first_modes(problem), **problem.once(free_plan).plan.modes}
+    before = {**first_modes(problem), **problem.once(every_saving).plan.modes}
     for modes in ({**fewest, **first_loops(problem)}, fewest):
         regions = [name for name in modes if modes[name] != before[name]]
         for count in _counts(len(regions)):

@@ -20,8 +20,8 @@ is the fastest of all plans without nested values, by the cost model and the sim
 regions have modes of almost equal time; then the best plan known is returned, with the bound that
 was reached.
 
-Without a budget: the fewest saved bytes among the plans that take at most ``FREE_OVERHEAD`` more
-time than the fastest.
+Without a budget: the fewest saved bytes among the plans that take at most
+``free_overhead`` more time than the fastest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from mstpass.memory.simulate_plan import step_memory, step_us
 from mstpass.partition.solvers.memory_lower_bounds import LowerBound, lower_bounds
 from mstpass.partition.solvers.milp_model import Model, Row
 from mstpass.partition.solvers.peak_search import peak_search
-from mstpass.partition.solvers.plan_sequence import FREE_OVERHEAD
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.saved_set import recomputed
@@ -110,7 +109,7 @@ class _Search:
             return Proof(known, self._us(known), 0.0, False)
         cost = self._time()
         least = sum(c * fastest.x[i] for i, c in cost.items())
-        self.model.add({i: -c for i, c in cost.items()}, -(1 + FREE_OVERHEAD) * least)
+        self.model.add({i: -c for i, c in cost.items()}, -(1 + self.problem.free_overhead) * least)
         sizes = self.model.saved_bytes()
         unit = max(sizes.values(), default=1.0) or 1.0
         fewest = self.model.solve({i: s / unit for i, s in sizes.items()}, self._left_s())

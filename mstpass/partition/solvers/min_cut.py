@@ -11,7 +11,9 @@ torch/_functorch/partitioners.py uses the same network with other capacities.
 
 Of saved sets of equal bytes, the cut takes the values nearest to where backward uses them, so that
 fewer values are recomputed. For that each capacity is 4 * 1024 * bytes plus the distance to the
-nearest use (at most 1023).
+nearest use (at most 1023). A pointwise value that is saved needs a buffer, while the product that
+it is computed from may have one in any case. ``with_buffers_first`` takes such values before: then
+the distance is at most 511, and 512 is added to values that would have no buffer.
 
 The network of a deep model is reduced first (reduce_network.py); networkx solves the parts that are
 left, equal ones once.
@@ -26,19 +28,23 @@ from collections.abc import Sequence
 import networkx as nx
 from networkx.algorithms import flow
 
+from mstpass.partition.solvers.memory_lower_bounds import certain_bytes
 from mstpass.partition.solvers.reduce_network import Network, Vertex
 from mstpass.problem.problem import CutProblem, Value
 
 _DISTANCES = 1024  # that are told apart
 
 
-def min_cut(problem: CutProblem) -> frozenset[str]:
+def min_cut(problem: CutProblem, with_buffers_first: bool = False) -> frozenset[str]:
     """Names of the values to save, of the fewest bytes in total.
+
+    Args:
+        with_buffers_first: of equal bytes, save the values that have a buffer in any case.
 
     Raises:
         networkx.NetworkXUnbounded: no saved set gives backward what it needs.
     """
-    values, network = network_of(problem)
+    values, network = network_of(problem, with_buffers_first)
     saved = network.contract()
     cuts: dict[tuple[Vertex, ...], list[int]] = {}
     for part in network.parts():
@@ -62,13 +68,19 @@ def complete(problem: CutProblem, kept: frozenset[str]) -> frozenset[str]:
     return kept | min_cut(dataclasses.replace(problem, values=values))
 
 
-def network_of(problem: CutProblem) -> tuple[list[Value], Network]:
+def network_of(
+    problem: CutProblem, with_buffers_first: bool = False
+) -> tuple[list[Value], Network]:
     """The values that backward may need, and the network with one vertex for each of them."""
     distance = _distances_to_use(problem)
     values = [v for v in problem.values if v.name in distance and not v.free]
     index = {value.name: i for i, value in enumerate(values)}
+    last = {name: min(far, _DISTANCES - 1) for name, far in distance.items()}
+    if with_buffers_first:
+        half, certain = _DISTANCES // 2, problem.once(certain_bytes)
+        last = {name: far // 2 + half * (name not in certain) for name, far in last.items()}
     network = Network(
-        [_capacity(value, distance[value.name]) for value in values],
+        [_capacity(value, last[value.name]) for value in values],
         kept=(i for i, value in enumerate(values) if problem.keeps(value)),
         needed=(i for i, value in enumerate(values) if value.needed),
         inputs=[{index[n] for n in value.inputs if n in index} for value in values],
@@ -76,10 +88,11 @@ def network_of(problem: CutProblem) -> tuple[list[Value], Network]:
     return values, network
 
 
-def _capacity(value: Value, distance: int) -> float:
+def _capacity(value: Value, last: int) -> float:
+    """What it costs to save a value; ``last`` decides between values of equal bytes."""
     if not value.savable:
         return math.inf
-    return max(1, value.bytes) * _DISTANCES * 4 + min(distance, _DISTANCES - 1)
+    return max(1, value.bytes) * _DISTANCES * 4 + last
 
 
 def cut(vertices: Sequence[Vertex]) -> list[int]:

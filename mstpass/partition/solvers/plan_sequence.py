@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.problem.apply_modes import with_modes
-from mstpass.problem.problem import CutProblem, Plan, Value
+from mstpass.problem.problem import FREE_OVERHEAD, CutProblem, Plan, Value
 from mstpass.problem.saved_set import saved_where
-
-FREE_OVERHEAD = 0.02  # extra time of the free plan over the fastest one, at most: a fraction
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,53 @@
+"""What Inductor alone would do with a step: the values that torch's own partitioner saves.
+
+They enter the partition problem as data (``CutProblem.torch_saved``), so that plans are compared
+with the step that they stand for, and no plan needs more memory. The partitioner runs on a copy of
+the graph, and builds nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+
+from mstpass.graph.joint import JointGraph
+from mstpass.partition.build_problem import cut_problem
+from mstpass.partition.solvers.candidate import Candidate, by_torch
+from mstpass.problem.op import VIEW
+from mstpass.problem.problem import CutProblem, Value
+from mstpass.torch_internals.partitioners import saved_by_torch
+
+log = logging.getLogger(__name__)
+
+
+def inductor_alone(traced: JointGraph, static_inputs: list[int] | None = None) -> Candidate | None:
+    """The step as Inductor alone splits it; None where torch's partitioner fails.
+
+    Args:
+        traced: the joint graph as Inductor's joint passes have left it.
+        static_inputs: as AOTAutograd gives them to a partitioner.
+    """
+    try:
+        names = saved_by_torch(traced.copy().module, traced.num_fwd_outputs, static_inputs)
+    except Exception:  # then Inductor alone could not compile the step either
+        log.debug("torch's partitioner fails on this graph", exc_info=True)
+        return None
+    return by_torch(with_torch_saved(cut_problem(traced), names))
+
+
+def with_torch_saved(problem: CutProblem, names: Iterable[str]) -> CutProblem:
+    """The problem that knows what torch saves, of the values that it has.
+
+    A view stands for the value that it shows. Inputs of the step and sizes take no memory.
+    """
+    by_name = {value.name: value for value in problem.values}
+    saved = {_base(by_name, name) for name in names if name in by_name}
+    kept = [v.name for v in problem.values if v.name in saved and v.savable and not v.free]
+    return dataclasses.replace(problem, torch_saved=tuple(kept))
+
+
+def _base(by_name: dict[str, Value], name: str) -> str:
+    while by_name[name].kind == VIEW and by_name[name].inputs:
+        name = by_name[name].inputs[0]
+    return name

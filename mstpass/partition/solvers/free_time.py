@@ -1,0 +1,107 @@
+"""Bound the time of the free plan: by what Inductor alone would take, and ``free_overhead`` more.
+
+The savings of the free plan cost little each, but a step may have many: chunks that are a little
+slower than the whole, and values that torch's partitioner would save and backward computes again.
+Where they take too long together, some are given up::
+
+    faster loops    regions go to their fastest loops, and then to no loops, as many as it takes;
+                    first those whose loops save the fewest bytes for their time
+    more saved      what torch saves is saved too, the last values of the forward first, with the
+                    loops and without any
+    Inductor alone  its own plan
+
+Of these, the plan of the lowest peak is taken that is within the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import networkx as nx
+
+from mstpass.partition.solvers.candidate import Candidate, by_torch, fewest_saved_bytes, lowest
+from mstpass.partition.solvers.choose_modes import first_modes, mode_us, op_times, whole_modes
+from mstpass.partition.solvers.memory_lower_bounds import certain_bytes
+from mstpass.partition.solvers.min_cut import complete
+from mstpass.problem.apply_modes import Cycle, with_modes
+from mstpass.problem.problem import CutProblem, Plan, RegionModes
+
+_STEPS = 16  # sizes of a part that are told apart
+
+
+def within_free_time(problem: CutProblem, found: Candidate) -> Candidate:
+    """The plan, or a faster one if it takes more time than the free plan may.
+
+    A plan stays as it is where regions must keep their loops, and where nothing is known of what
+    Inductor alone would do.
+    """
+    alone = problem.once(by_torch)
+    if alone is None or not all(map(_may_stay_whole, problem.regions)):
+        return found
+    limit_us = (1 + problem.free_overhead) * alone.us
+    if found.us <= limit_us:
+        return found
+    now = {**first_modes(problem), **found.plan.modes}
+    plans = (
+        _first_within(limit_us, lambda share: _with_faster_loops(problem, now, share)),
+        _first_within(limit_us, lambda share: _with_more_saved(problem, now, share)),
+        _first_within(
+            limit_us, lambda share: _with_more_saved(problem, whole_modes(problem), share)
+        ),
+    )
+    fit = [p for p in plans if p is not None and p.simulation.within(alone.peak_bytes)]
+    return lowest((*fit, alone))
+
+
+def _may_stay_whole(region: RegionModes) -> bool:
+    return not all(mode.loops for mode in region.modes)
+
+
+def _first_within(limit_us: float, plan_of: Callable[[float], Candidate]) -> Candidate | None:
+    """The plan of the smallest share, from 0 to 1, that is within the time; None if none is."""
+    low, high, found = 0, _STEPS + 1, None
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            plan = plan_of(middle / _STEPS)
+        except (Cycle, nx.NetworkXUnbounded):
+            plan = None
+        if plan is not None and plan.us <= limit_us:
+            high, found = middle, plan
+        else:
+            low = middle + 1
+    return found
+
+
+def _with_faster_loops(problem: CutProblem, now: Mapping[str, str], share: float) -> Candidate:
+    """A share of the moves to faster modes made: first all those to loops, then those to none."""
+    us = problem.once(op_times)
+    moves: list[tuple[bool, float, str, str]] = []
+    for region in problem.regions:
+        times = {mode.name: mode_us(us, region, mode) for mode in region.modes}
+        for whole in (False, True):
+            names = [m.name for m in region.modes if whole is not bool(m.loops)]
+            fastest = min(names, key=times.__getitem__, default="")
+            won_us = times[now[region.region]] - times.get(fastest, math.inf)
+            if won_us > 0:
+                rank = _large_bytes(problem, region) / won_us
+                moves.append((whole, rank, region.region, fastest))
+    some = sorted(moves)[: round(share * len(moves))]
+    return fewest_saved_bytes(problem, {**now, **{name: mode for _, _, name, mode in some}})
+
+
+def _large_bytes(problem: CutProblem, region: RegionModes) -> int:
+    """The largest buffer that the region has without loops."""
+    sizes = problem.once(certain_bytes)
+    members = {n for mode in region.modes for loop in mode.loops for n in loop.members}
+    return max((sizes.get(name, 0) for name in members), default=0)
+
+
+def _with_more_saved(problem: CutProblem, modes: Mapping[str, str], share: float) -> Candidate:
+    """A share of what torch saves is saved, and the fewest bytes that repeat no heavy op."""
+    closed = with_modes(problem, modes)
+    torchs = set(closed.torch_saved or ())
+    names = [v.name for v in closed.values if v.name in torchs and v.savable and not v.free]
+    kept = frozenset(names[len(names) - round(share * len(names)) :])
+    return Candidate(closed, Plan(complete(closed, kept), modes))
