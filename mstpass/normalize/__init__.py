@@ -2,6 +2,8 @@
 
 scattered_constants.py scattered constants have their own dtype
 sizes_from_inputs.py   symbolic sizes come from the inputs of the step
+items_as_slices.py     items of a split or an unbind become slices and selections
+unstack.py             stacked wide values are computed part by part
 index_by_token.py      indexing with the tokens' numbers becomes a gather or a scatter
 local_sums.py          a softmax over shards sums before it knows the maximum of all shards
 means_as_sums.py       a mean over tokens becomes a sum, divided by their number
@@ -21,6 +23,7 @@ from mstpass.normalize.bias_after_product import bias_after_product
 from mstpass.normalize.expand_to_tokens import expand_to_tokens
 from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
 from mstpass.normalize.index_by_token import index_by_token
+from mstpass.normalize.items_as_slices import items_as_slices
 from mstpass.normalize.local_sums import local_sums
 from mstpass.normalize.means_as_sums import means_as_sums
 from mstpass.normalize.move_token_slices import move_slices
@@ -28,6 +31,7 @@ from mstpass.normalize.products_by_section import products_by_section
 from mstpass.normalize.scattered_constants import scattered_constants
 from mstpass.normalize.sink_token_slices import sink_slices
 from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
+from mstpass.normalize.unstack import unstack
 from mstpass.normalize.unused_random_state import unused_random_state
 
 
@@ -45,7 +49,8 @@ def normalized(
         nodes in it that the rewrites changed or made.
     """
     joint = scattered_constants(sizes_from_inputs(joint))
-    prepared, indexed = index_by_token(joint)
+    prepared, unstacked = unstack(items_as_slices(joint))
+    prepared, indexed = index_by_token(prepared)
     prepared, local = local_sums(prepared)
     prepared, sums = means_as_sums(prepared)
     prepared, moved = move_slices(prepared)
@@ -61,5 +66,5 @@ def normalized(
     return (
         joint,
         prepared,
-        indexed | local | sums | moved | sunk | expanded | grouped | for_attention,
+        unstacked | indexed | local | sums | moved | sunk | expanded | grouped | for_attention,
     )
