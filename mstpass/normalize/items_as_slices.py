@@ -13,6 +13,7 @@ import operator
 import torch
 from torch import fx
 
+from mstpass.graph import ops
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import replacement_meta
@@ -21,13 +22,13 @@ from mstpass.graph.token_rules.arguments import dims_of, shape_of
 from mstpass.normalize.downstream import downstream
 
 aten = torch.ops.aten
+_CATS = (aten.cat.default, aten.stack.default)
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def items_as_slices(joint: JointGraph) -> JointGraph:
     """Rewrite such items in a copy of the graph; the graph itself if it has none."""
-    known = joint.cached(downstream)
-    found = [node.name for node in joint.nodes if _is_item(node) and _source(node) in known]
+    found = [node.name for node in joint.nodes if _is_item(node) and _is_wide(joint, node)]
     if not found:
         return joint
     new = joint.copy()
@@ -50,6 +51,17 @@ def _is_item(node: fx.Node) -> bool:
     several = node.all_input_nodes[0]
     splits = several.target in _SPLITS or several.target is aten.unbind.int
     return splits and is_static(_source(node).meta["val"])
+
+
+def _is_wide(joint: JointGraph, item: fx.Node) -> bool:
+    """Whether the item holds tokens of the values after an anchor, or is taken from a stack."""
+    source, known = _source(item), joint.cached(downstream)
+    (dim,) = dims_of(item.all_input_nodes[0], len(shape_of(source)), "dim")
+    if source in known:
+        return dim in known[source][0]
+    while ops.is_cheap_view(source):
+        source = source.all_input_nodes[0]
+    return source.target in _CATS and any(n in known for n in source.all_input_nodes)
 
 
 def _source(item: fx.Node) -> fx.Node:

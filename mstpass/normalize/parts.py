@@ -1,6 +1,6 @@
 """A value that consists of parts along one dim, and the ops that show or write single parts.
 
-    sizes (2, 3) along dim 0:    rows 0 and 1 are the first part, rows 2, 3 and 4 the second
+sizes (2, 3) along dim 0:    rows 0 and 1 are the first part, rows 2, 3 and 4 the second
 """
 
 from __future__ import annotations

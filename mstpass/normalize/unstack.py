@@ -31,24 +31,22 @@ returns it. In low precision no matrix product is divided into a sum of products
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from mstpass.graph import linearity, ops
+from mstpass.graph import ops
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
 from mstpass.graph.chunk_form import VIEWS_BY_SHAPE, add_chunk
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.op_table import Op
-from mstpass.graph.sizes import Size, generic, generic_shape, is_size, same_shape
+from mstpass.graph.sizes import Size, generic, is_size, same_shape
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import dims_of, shape_of
-from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
+from mstpass.graph.tokens import SUM, CannotTake, Refusal, Spec
 from mstpass.normalize.downstream import downstream
 from mstpass.normalize.parts import Parts, parts_after_view, picked, written_parts
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
@@ -64,7 +62,10 @@ _COMBINED = {  # a reduction: the op that combines the results of two parts
     aten.amin.default: aten.minimum.default,
     aten.any.dim: aten.logical_or.default,
     aten.any.dims: aten.logical_or.default,
+    aten.mean.dim: aten.add.Tensor,
 }
+_MEANS = (aten.mean.dim,)
+_NOT_SUMS = tuple(op for op, combine in _COMBINED.items() if combine is not aten.add.Tensor)
 
 
 def unstack(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
@@ -114,6 +115,7 @@ class _Unstacker:
         self.picks: dict[fx.Node, int] = {}  # nodes that take one part -> its number
         self.combined: set[fx.Node] = set()  # reductions over the parts
         self.built: dict[tuple[fx.Node, int, int], fx.Node | None] = {}  # (node, dim, number)
+        self.put_together: dict[fx.Node, fx.Node] = {}
         self.changed: set[str] = set()
 
     def unstack(self) -> tuple[JointGraph, set[str]]:
@@ -128,6 +130,9 @@ class _Unstacker:
         self._check_gain()
         kept = self._kept()
         self.parts = {node: parts for node, parts in self.parts.items() if node in kept}
+        ends = {node for node in self.parts for node in node.users}
+        self.picks = {node: number for node, number in self.picks.items() if node in ends}
+        self.combined &= ends
         before = set(graph.nodes)
         for node in self.joint.nodes:
             with graph.inserting_before(node):
@@ -166,11 +171,9 @@ class _Unstacker:
 
     def _scattered(self, node: fx.Node) -> Parts | None:
         """The parts of a gradient whose shape is that of a value with parts."""
-        shape = shape_of(node)
-        for parts in {(p.dim, tuple(map(generic, p.sizes))): p for p in self.parts.values()}.values():
-            if len(shape) > parts.dim and written_parts(node, parts) is not None:
-                return parts
-        return None
+        known = {(p.dim, tuple(map(generic, p.sizes))): p for p in self.parts.values()}
+        found = (parts for parts in known.values() if written_parts(node, parts) is not None)
+        return next(found, None)
 
     def _after(self, node: fx.Node, operand: fx.Node) -> Parts | None:
         parts = self.parts[operand]
@@ -230,89 +233,68 @@ class _Unstacker:
         return kept
 
     # ---- computing parts -------------------------------------------------------------------------
-    def _part(self, node: fx.Node, dim: int, number: int) -> fx.Node | None:
+    def _part(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
         """One part of a value, computed before the current place in the graph; None if it is 0."""
-        key = (node, dim, number)
+        key = (node, parts.dim, number)
         if key not in self.built:
-            built = self._new_part(node, dim, number)
+            built = self._new_part(node, parts, number)
             if built is not None:
                 built.meta = {**replacement_meta(node), **built.meta}
             self.built[key] = built
         return self.built[key]
 
-    def _new_part(self, node: fx.Node, dim: int, number: int) -> fx.Node | None:
-        parts = self.parts.get(node) or dataclasses.replace(self.parts[self.cat], dim=dim)
-        if node not in self.parts and not (self._wide(node) and self._can_compute(node, dim)):
+    def _new_part(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
+        if node not in self.parts:
+            if self._wide(node) and not isinstance(ops.operand_specs(node, (parts.dim,)), Refusal):
+                return self._computed(node, parts, number)
             start, stop = self.sizes.arguments(parts.bounds(number))
-            return self.builder.call(aten.slice.Tensor, node, dim, start, stop)
-        if node in self.parts:
-            written = written_parts(node, parts)
-            if node is self.cat or written is not None:
-                return self._written_part(node, parts, number, written or {})
-            if node.target in _VIEWS:
-                source = node.all_input_nodes[0]
-                part = self._part(source, self.parts[source].dim, number)
-                return None if part is None else self._reshaped(part, self._shape(node, parts, number))
-        return self._computed(node, parts, number)
-
-    def _can_compute(self, node: fx.Node, dim: int) -> bool:
-        return node.op == "call_function" and not isinstance(ops.operand_specs(node, (dim,)), Refusal)
-
-    def _written_part(
-        self, node: fx.Node, parts: Parts, number: int, written: dict[int, fx.Node]
-    ) -> fx.Node | None:
-        pieces = written or dict(enumerate(node.args[0]))  # type: ignore[arg-type]
-        piece = pieces.get(number)
-        if piece is None:
-            return None
-        return self._reshaped(piece, self._shape(node, parts, number))
+            return self.builder.call(aten.slice.Tensor, node, parts.dim, start, stop)
+        pieces = _pieces(node) if node is self.cat else written_parts(node, parts)
+        if pieces is not None:
+            part = pieces.get(number)
+        elif node.target in _VIEWS:
+            source = node.all_input_nodes[0]
+            part = self._part(source, self.parts[source], number)
+        else:
+            return self._computed(node, parts, number)
+        return part and self._reshaped(part, self._shape(node, parts, number))
 
     def _computed(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
         """The node's op on one part of its operands."""
-        spec = (parts.dim,)
-        needs = ops.operand_specs(node, spec)
+        needs = ops.operand_specs(node, (parts.dim,))
         if isinstance(needs, Refusal):
             raise CannotTake(node, needs.reason)
-        zero = {
-            n for n, s in needs.items() if s and n in self.parts and self._part(n, *s, number) is None
-        }
+        here = {n: dataclasses.replace(parts, dim=s[0]) for n, s in needs.items() if s}
+        zero = {n for n in here if n in self.parts and self._part(n, here[n], number) is None}
         if zero:
             row = ops.lookup(node)
             if isinstance(row, Op) and row.linear(node, zero):
                 return None
-            rest = [n for n in node.args if n not in zero]
-            if node.target is aten.add.Tensor and not node.kwargs and len(rest) == 1:
-                (other,) = rest
-                same = isinstance(other, fx.Node) and value_of(other) is not None
-                if same and same_shape(other.meta["val"].shape, node.meta["val"].shape):  # type: ignore[union-attr]
-                    if other.meta["val"].dtype == node.meta["val"].dtype:  # type: ignore[union-attr]
-                        return self._operand(other, needs[other], number)  # type: ignore[index,arg-type]
+            other = _other_term(node, zero)
+            if other is not None:
+                return self._part(other, here[other], number)
         return add_chunk(
             self.builder,
             node,
-            spec,
+            (parts.dim,),
             parts.sizes[number],
-            lambda n, s: self._operand(n, s, number),
+            lambda n, _: self._operand(n, here.get(n), number),
             self.sizes,
         )
 
-    def _operand(self, node: fx.Node, spec: Spec, number: int) -> fx.Node:
+    def _operand(self, node: fx.Node, parts: Parts | None, number: int) -> fx.Node:
         if is_size(node):
             return node
-        if spec == WHOLE:
+        if parts is None:
             return self._whole(node) if node in self.parts else node
-        (dim,) = spec
-        part = self._part(node, dim, number)
-        return self._zeros(node, number) if part is None else part
+        part = self._part(node, parts, number)
+        return self._zeros(node, parts, number) if part is None else part
 
-    def _zeros(self, node: fx.Node, number: int) -> fx.Node:
-        shape, value = self._shape(node, self.parts[node], number), node.meta["val"]
+    def _zeros(self, node: fx.Node, parts: Parts, number: int) -> fx.Node:
+        shape, value = self._shape(node, parts, number), node.meta["val"]
+        sizes = self.sizes.arguments(shape)
         return self.builder.call(
-            aten.full.default,
-            self.sizes.arguments(shape),
-            0,
-            dtype=value.dtype,
-            device=value.device,
+            aten.full.default, sizes, 0, dtype=value.dtype, device=value.device
         )
 
     def _shape(self, node: fx.Node, parts: Parts, number: int) -> list[Size]:
@@ -328,56 +310,60 @@ class _Unstacker:
         """
         if self._wide(node):
             raise CannotTake(node, "the whole of it is needed")
-        parts = self.parts[node]
-        key = (node, -1, 0)
-        if key not in self.built:
-            each = [self._operand(node, (parts.dim,), i) for i in range(len(parts.sizes))]
-            self.built[key] = self.builder.call(aten.cat.default, each, parts.dim)
-        whole = self.built[key]
-        assert whole is not None
-        return whole
+        if node not in self.put_together:
+            parts = self.parts[node]
+            each = [self._operand(node, parts, number) for number in range(len(parts.sizes))]
+            self.put_together[node] = self.builder.call(aten.cat.default, each, parts.dim)
+        return self.put_together[node]
 
     # ---- what reads the parts --------------------------------------------------------------------
     def _pick(self, node: fx.Node) -> fx.Node:
         """The value of a node that takes one part: the part, with the shape that the node has."""
         (source,) = (n for n in node.all_input_nodes if n in self.parts)
-        return self._reshaped(
-            self._operand(source, (self.parts[source].dim,), self.picks[node]),
-            list(node.meta["val"].shape),
-        )
+        part = self._operand(source, self.parts[source], self.picks[node])
+        return self._reshaped(part, list(node.meta["val"].shape))
 
     def _combination(self, node: fx.Node) -> fx.Node:
         """A reduction over the parts, or a product that sums over them."""
         source = next(n for n in node.all_input_nodes if n in self.parts)
         parts = self.parts[source]
-        needs = {source: (parts.dim,)}
+        needs: dict[fx.Node, Spec] = {source: (parts.dim,)}
         if ops.is_matmul(node):
-            needs = ops.sum_operands(node, source, (parts.dim,))  # type: ignore[assignment]
-        results = []
+            needs = ops.sum_operands(node, source, (parts.dim,))
+        here = {n: dataclasses.replace(parts, dim=s[0]) for n, s in needs.items()}
+        total: fx.Node | None = None
         for number in range(len(parts.sizes)):
-            if self._part(source, parts.dim, number) is None and node.target in _SUMS:
+            if node.target not in _NOT_SUMS and self._part(source, parts, number) is None:
                 continue
-            each = {n: self._operand(n, s, number) for n, s in needs.items()}
-            results.append(self._reduced(node, each))
-        combine: Any = _COMBINED.get(node.target, aten.add.Tensor)
-        if not results:
+            result = self._reduced(node, {n: self._operand(n, here[n], number) for n in here})
+            combine: Any = _COMBINED.get(node.target, aten.add.Tensor)
+            total = result if total is None else self.builder.call(combine, total, result)
+        if total is None:
             raise CannotTake(node, "all its parts are zero")
-        total = results[0]
-        for other in results[1:]:
-            total = self.builder.call(combine, total, other)
-        return total
+        return total if node.target not in _MEANS else self._mean(node, source, total)
 
     def _reduced(self, node: fx.Node, each: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The node's op on one part; the sum of it for a mean."""
+        value = node.meta["val"]
         if ops.is_reduction(node):
-            ((source, part),) = each.items()
-            value, shape = part.meta["val"], shape_of(part)
+            (part,) = each.values()
+            shape, dtype = shape_of(part), part.meta["val"].dtype
             dims = reduced_dims(node, len(shape))
-            if math.prod(shape[d] for d in dims) == 1 and value.dtype == node.meta["val"].dtype:
-                return self._reshaped(part, list(node.meta["val"].shape))
-            if value.dtype in _LOW_PRECISION and node.target in _SUMS:
-                raise CannotTake(node, f"each part of its sum would be rounded to {value.dtype}")
+            if math.prod(shape[d] for d in dims) == 1 and dtype == value.dtype:
+                return self._reshaped(part, list(value.shape))
+            if dtype in _LOW_PRECISION and node.target not in _NOT_SUMS:
+                raise CannotTake(node, f"each part of its sum would be rounded to {dtype}")
+            if node.target in _MEANS:
+                keepdim = value.dim() == len(shape)
+                return self.builder.call(aten.sum.dim_IntList, part, dims, keepdim)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: each.get(n, n))
         return self.builder.call(node.target, *args, **kwargs)
+
+    def _mean(self, node: fx.Node, source: fx.Node, total: fx.Node) -> fx.Node:
+        shape = source.meta["val"].shape
+        dims = reduced_dims(node, len(shape))
+        (count,) = self.sizes.arguments([math.prod(shape[d] for d in dims)])
+        return self.builder.call(aten.div.Tensor, total, count)
 
     def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:
         if same_shape(node.meta["val"].shape, shape):
@@ -392,12 +378,27 @@ class _Unstacker:
         node.replace_all_uses_with(new)
 
 
-_SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.mm.default, aten.bmm.default)
-
-
 def _parts_of_cat(cat: fx.Node) -> Parts:
     pieces: Any = cat.args[0]
     (dim,) = dims_of(cat, len(shape_of(cat)), "dim")
     if cat.target is aten.stack.default:
         return Parts(dim, (1,) * len(pieces))
     return Parts(dim, tuple(piece.meta["val"].shape[dim] for piece in pieces))
+
+
+def _pieces(cat: fx.Node) -> dict[int, fx.Node]:
+    pieces: Any = cat.args[0]
+    return dict(enumerate(pieces))
+
+
+def _other_term(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
+    """The term that is left of a sum of two with the same shape and dtype, of which one is 0."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return None
+    others = [n for n in node.all_input_nodes if n not in zero]
+    if len(others) != 1 or len(node.all_input_nodes) != 2:
+        return None
+    old, value = value_of(others[0]), node.meta["val"]
+    if old is None or old.dtype != value.dtype or not same_shape(old.shape, value.shape):
+        return None
+    return others[0]
