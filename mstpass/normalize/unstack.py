@@ -163,6 +163,7 @@ class _Unstacker:
             if node.op != "call_function" or value_of(node) is None:
                 continue
             found = self._scattered(node)
+            self._note_source(node)
             operand = next((n for n in node.all_input_nodes if n in self.parts), None)
             if found is None and operand is not None:
                 found = self._after(node, operand)
@@ -174,6 +175,21 @@ class _Unstacker:
         known = {(p.dim, tuple(map(generic, p.sizes))): p for p in self.parts.values()}
         found = (parts for parts in known.values() if written_parts(node, parts) is not None)
         return next(found, None)
+
+    def _note_source(self, node: fx.Node) -> None:
+        """Note the parts of a value that only nodes that take single parts of it read.
+
+        The gradient of a mean over a stack is such a value: one part, expanded.
+        """
+        sources = node.all_input_nodes
+        if len(sources) != 1 or sources[0] in self.parts or not self._wide(sources[0]):
+            return
+        shape = shape_of(sources[0])
+        for known, parts in list(self.parts.items()):
+            if shape_of(known) == shape and picked(node, parts) is not None:
+                if all(picked(user, parts) is not None for user in sources[0].users):
+                    self.parts[sources[0]] = parts
+                return
 
     def _after(self, node: fx.Node, operand: fx.Node) -> Parts | None:
         parts = self.parts[operand]
@@ -245,7 +261,8 @@ class _Unstacker:
 
     def _new_part(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
         if node not in self.parts:
-            if self._wide(node) and not isinstance(ops.operand_specs(node, (parts.dim,)), Refusal):
+            needs_wide = self._wide(node) or any(map(self._wide, node.all_input_nodes))
+            if needs_wide and not isinstance(ops.operand_specs(node, (parts.dim,)), Refusal):
                 return self._computed(node, parts, number)
             start, stop = self.sizes.arguments(parts.bounds(number))
             return self.builder.call(aten.slice.Tensor, node, parts.dim, start, stop)
