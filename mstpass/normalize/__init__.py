@@ -8,6 +8,7 @@ index_by_token.py      indexing with the tokens' numbers becomes a gather or a s
 local_sums.py          a softmax over shards sums before it knows the maximum of all shards
 means_as_sums.py       a mean over tokens becomes a sum, divided by their number
 move_token_slices.py   a slice over tokens moves from the result of a matmul to its operand
+join_windows.py        windows of a wide value are worked on together, on all tokens
 sink_token_slices.py   a slice over tokens moves from a wide value to an argmax or an entropy of it
 expand_to_tokens.py    an operand with one row per sequence gets one row per token
 grouped_by_chunk.py    products of experts are told which rows a chunk has
@@ -24,6 +25,7 @@ from mstpass.normalize.expand_to_tokens import expand_to_tokens
 from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
 from mstpass.normalize.index_by_token import index_by_token
 from mstpass.normalize.items_as_slices import items_as_slices
+from mstpass.normalize.join_windows import join_windows
 from mstpass.normalize.local_sums import local_sums
 from mstpass.normalize.means_as_sums import means_as_sums
 from mstpass.normalize.move_token_slices import move_slices
@@ -54,6 +56,7 @@ def normalized(
     prepared, local = local_sums(prepared)
     prepared, sums = means_as_sums(prepared)
     prepared, moved = move_slices(prepared)
+    prepared, together = join_windows(items_as_slices(prepared))
     prepared, sunk = sink_slices(prepared)
     prepared, expanded = expand_to_tokens(prepared)
     prepared, grouped = grouped_by_chunk(prepared)
@@ -66,5 +69,14 @@ def normalized(
     return (
         joint,
         prepared,
-        unstacked | indexed | local | sums | moved | sunk | expanded | grouped | for_attention,
+        unstacked
+        | indexed
+        | local
+        | sums
+        | moved
+        | sunk
+        | together
+        | expanded
+        | grouped
+        | for_attention,
     )
