@@ -2,10 +2,13 @@
 
 scattered_constants.py scattered constants have their own dtype
 sizes_from_inputs.py   symbolic sizes come from the inputs of the step
+items_as_slices.py     items of a split or an unbind become slices and selections
+unstack.py             stacked wide values are computed part by part
 index_by_token.py      indexing with the tokens' numbers becomes a gather or a scatter
 local_sums.py          a softmax over shards sums before it knows the maximum of all shards
 means_as_sums.py       a mean over tokens becomes a sum, divided by their number
 move_token_slices.py   a slice over tokens moves from the result of a matmul to its operand
+join_windows.py        windows of a wide value are worked on together, on all tokens
 sink_token_slices.py   a slice over tokens moves from a wide value to an argmax or an entropy of it
 expand_to_tokens.py    an operand with one row per sequence gets one row per token
 grouped_by_chunk.py    products of experts are told which rows a chunk has
@@ -21,6 +24,8 @@ from mstpass.normalize.bias_after_product import bias_after_product
 from mstpass.normalize.expand_to_tokens import expand_to_tokens
 from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
 from mstpass.normalize.index_by_token import index_by_token
+from mstpass.normalize.items_as_slices import items_as_slices
+from mstpass.normalize.join_windows import join_windows
 from mstpass.normalize.local_sums import local_sums
 from mstpass.normalize.means_as_sums import means_as_sums
 from mstpass.normalize.move_token_slices import move_slices
@@ -28,6 +33,7 @@ from mstpass.normalize.products_by_section import products_by_section
 from mstpass.normalize.scattered_constants import scattered_constants
 from mstpass.normalize.sink_token_slices import sink_slices
 from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
+from mstpass.normalize.unstack import unstack
 from mstpass.normalize.unused_random_state import unused_random_state
 
 
@@ -45,10 +51,12 @@ def normalized(
         nodes in it that the rewrites changed or made.
     """
     joint = scattered_constants(sizes_from_inputs(joint))
-    prepared, indexed = index_by_token(joint)
+    prepared, unstacked = unstack(items_as_slices(joint))
+    prepared, indexed = index_by_token(prepared)
     prepared, local = local_sums(prepared)
     prepared, sums = means_as_sums(prepared)
     prepared, moved = move_slices(prepared)
+    prepared, together = join_windows(items_as_slices(prepared))
     prepared, sunk = sink_slices(prepared)
     prepared, expanded = expand_to_tokens(prepared)
     prepared, grouped = grouped_by_chunk(prepared)
@@ -61,5 +69,14 @@ def normalized(
     return (
         joint,
         prepared,
-        indexed | local | sums | moved | sunk | expanded | grouped | for_attention,
+        unstacked
+        | indexed
+        | local
+        | sums
+        | moved
+        | sunk
+        | together
+        | expanded
+        | grouped
+        | for_attention,
     )

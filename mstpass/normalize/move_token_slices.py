@@ -30,14 +30,14 @@ from mstpass.graph.chunk_form import add_chunk
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.sizes import Size, generic, generic_shape, is_size, same_shape
-from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
+from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec, chunk_shape
 from mstpass.normalize.scattered_gradients import scattered_gradients
 from mstpass.normalize.token_window import (
     SlicedMatmul,
     Window,
     first_sliced_matmul,
+    grid_spec,
     slice_bounds,
-    sliced_dim,
 )
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
@@ -127,18 +127,13 @@ class _SliceMover:
         self.bounds = slice_bounds(node)[:2]
 
     def _source_spec(self, node: fx.Node) -> Spec:
-        """The token dims of the value that a slice reads.
-
-        They are adjacent, they have the sizes of the grid, and the slice works along its axis. A
-        spec from the op table would not do: it leaves out dims of size 1.
-        """
+        """The token dims of the value that a slice reads, which have the sizes of the grid."""
         source = value_of(node.all_input_nodes[0])
         assert source is not None
-        first = sliced_dim(node) - self.window.axis
-        spec = tuple(range(first, first + len(self.window.grid)))
-        shape = generic_shape(source)
-        if first < 0 or tuple(shape[spec[0] : spec[-1] + 1]) != self.window.grid:
-            raise CannotTake(node, "its token dims are not adjacent")
+        window = self.window
+        spec = grid_spec(node, generic_shape(source), window.grid, window.axis)
+        if spec is None:
+            raise CannotTake(node, "its token dims are not those of the window")
         return spec
 
     # ---- small values: those of the window's tokens ---------------------------------------------
@@ -151,7 +146,7 @@ class _SliceMover:
             if node in self.scatters:
                 source = node.args[1]
                 assert isinstance(source, fx.Node)
-                self.small[key] = self._flattened(source, spec)
+                self.small[key] = self._flattened(source, node, spec)
             elif node in self.scattered or self._must_recompute(node):
                 tokens = math.prod(self.window_grid)
                 self.small[key] = add_chunk(
@@ -179,26 +174,25 @@ class _SliceMover:
         grid = self._on_grid(node, spec)
         dim = min(spec) + self.window.axis
         small = self.builder.call(aten.slice.Tensor, grid, dim, *self.bounds)
-        return self._flattened(small, spec)
+        return self._flattened(small, node, spec)
 
     def _on_grid(self, node: fx.Node, spec: Spec) -> fx.Node:
-        """The value with one dim for each token dim of the grid."""
+        """The value with one dim for each token dim of the grid, next to each other."""
         shape = list(node.meta["val"].shape)
-        sizes = tuple(generic(shape[d]) for d in spec)
-        if sizes == self.window.grid and list(spec) == list(range(spec[0], spec[0] + len(spec))):
-            return node
-        if len(spec) != 1 or sizes[0] != math.prod(self.window.grid):
+        sizes = [generic(size) for size in shape]
+        held = [sizes[d] for d in spec]
+        between = [d for d in range(spec[0], spec[-1] + 1) if d not in spec]
+        merged = len(spec) == 1 and held[0] == math.prod(self.window.grid)
+        if not merged and held != list(self.window.grid):
             raise CannotTake(node, "its token dims differ from those of the slice")
-        at = spec[0]
-        return self._reshaped(node, [*shape[:at], *self.grid, *shape[at + 1 :]])
+        if any(sizes[d] != 1 for d in between) or list(spec) != sorted(spec):
+            raise CannotTake(node, "its token dims are not adjacent")
+        return self._reshaped(node, [*shape[: spec[0]], *self.grid, *shape[spec[-1] + 1 :]])
 
-    def _flattened(self, grid: fx.Node, spec: Spec) -> fx.Node:
-        """From the grid of the window to chunk form: all tokens in the last of the spec's dims."""
-        shape = list(grid.meta["val"].shape)
-        at, rank = spec[0], len(self.window.grid)
-        ones = [1] * (len(spec) - 1)
-        tokens = math.prod(self.window_grid)
-        return self._reshaped(grid, [*shape[:at], *ones, tokens, *shape[at + rank :]])
+    def _flattened(self, small: fx.Node, node: fx.Node, spec: Spec) -> fx.Node:
+        """The window's tokens of a node's value, in chunk form (tokens.py)."""
+        shape, tokens = node.meta["val"].shape, math.prod(self.window_grid)
+        return self._reshaped(small, chunk_shape(shape, spec, tokens))
 
     def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:
         if same_shape(node.meta["val"].shape, shape):

@@ -14,8 +14,9 @@ from torch import fx
 
 from mstpass.graph import linearity, ops
 from mstpass.graph.joint import JointGraph, numel, value_of
+from mstpass.graph.sizes import generic_shape
 from mstpass.graph.tokens import Refusal, Spec
-from mstpass.normalize.token_window import Window, sliced_dim, window_of
+from mstpass.normalize.token_window import Window, grid_spec, window_of
 
 aten = torch.ops.aten
 
@@ -30,11 +31,8 @@ def window_scatter_spec(node: fx.Node, window: Window, wide_numel: float) -> Spe
     value = value_of(node)
     if value is None or numel(node) < wide_numel:
         return None
-    first = sliced_dim(node) - window.axis
-    spec = tuple(range(first, first + len(window.grid)))
-    if first < 0 or spec[-1] >= value.dim() or window_of(node, spec) != window:
-        return None
-    return spec
+    spec = grid_spec(node, generic_shape(value), window.grid, window.axis)
+    return spec if spec is not None and window_of(node, spec) == window else None
 
 
 def scattered_gradients(

@@ -204,6 +204,11 @@ class _SliceSinker:
         dim = spec[0] + self.axis
         window = self.builder.call(aten.slice.Tensor, grid, dim, *self.bounds)
         self.windows.add(window.name)
+        if end.meta["val"].is_contiguous() and not window.meta["val"].is_contiguous():
+            window = self.builder.call(
+                aten.clone.default, window, memory_format=torch.contiguous_format
+            )  # views may follow
+            self.windows.add(window.name)
         window = self._reshaped(window, shape)
         _pass_on_meta(end, window)
         return window

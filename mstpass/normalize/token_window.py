@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,24 @@ def window_of(node: fx.Node, spec: Spec) -> Window | None:
     if last <= first:
         return None
     return Window(tuple(shape[d] for d in spec), spec.index(dim), first, last)
+
+
+def grid_spec(node: fx.Node, shape: Sequence[int], grid: Sequence[int], axis: int) -> Spec | None:
+    """The dims of a value that hold the token dims of a window; None if it has none.
+
+    Dims of size 1 may stand between them.
+
+    Args:
+        node: a ``slice`` or ``slice_scatter`` along the dim at ``axis`` of the grid.
+        shape: of the value that it slices, or that it writes into.
+    """
+    dim = sliced_dim(node)
+    before = [d for d in range(dim) if shape[d] != 1]
+    after = [d for d in range(dim + 1, len(shape)) if shape[d] != 1]
+    if len(before) < axis:
+        return None
+    spec = (*before[len(before) - axis :], dim, *after[: len(grid) - axis - 1])
+    return spec if [shape[d] for d in spec] == list(grid) else None
 
 
 def sliced_dim(node: fx.Node) -> int:

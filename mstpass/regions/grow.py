@@ -10,6 +10,12 @@ Pseudo-code::
     until nothing changes:
         of a member with a wide value, add all users
         of every member, add the operands that are wide or only views
+
+Some values belong to no single region (``may_repeat``): masks and one-hot rows that cheap ops make
+from narrow values. Every region computes them for itself, so that two heads with the same labels
+do not become one loop, in which the chunks of both would exist at once. A narrow value that a
+region reads in two roles, such as the labels in ``t[:, None] == t[None, :]``, is computed in one
+of them and read as an input in the other.
 """
 
 from __future__ import annotations
@@ -66,11 +72,13 @@ class Growth:
         self.returned: set[fx.Node] = set()  # wide members that the step returns
         self.reenters = False  # a path leaves the region through a collective and comes back
         self._queue: deque[fx.Node] = deque()
+        self._made_from_narrow: dict[fx.Node, bool] = {}
 
     def copy(self) -> Growth:
         other = Growth(self.joint, self.wide_numel, self.taken, self.upstream, self.operand_specs)
         other.specs, other.returned = dict(self.specs), set(self.returned)
         other.reenters = self.reenters
+        other._made_from_narrow = self._made_from_narrow
         return other
 
     def adopt(self, other: Growth) -> None:
@@ -94,12 +102,35 @@ class Growth:
     def may_repeat(self, node: fx.Node) -> bool:
         """Whether several regions may compute the node.
 
-        So they may narrow masks from labels, constants, and rows gathered from a table.
+        So they may narrow masks from labels, constants, rows gathered from a table, and wide values
+        that are made from narrow ones, with the sums and maxima of their rows.
         """
         if ops.is_constant(node) or ops.gathers_rows(node):
             return True
+        if self.wide(node):
+            return self._is_made_from_narrow(node)
         value = value_of(node)
-        return value is not None and not value.is_floating_point() and not self.wide(node)
+        if value is not None and not value.is_floating_point():
+            return True
+        return ops.is_reduction(node) and self._operands_repeat(node)
+
+    def _is_made_from_narrow(self, node: fx.Node) -> bool:
+        """Whether cheap ops make the wide value from narrow ones, as a one-hot row from a label."""
+        if node not in self._made_from_narrow:
+            cheap = ops.is_pointwise(node) or ops.is_cheap_view(node)
+            self._made_from_narrow[node] = cheap and self._operands_repeat(node)
+        return self._made_from_narrow[node]
+
+    def _operands_repeat(self, node: fx.Node) -> bool:
+        """Whether the wide operands may be repeated; masks among the inputs of the step may."""
+
+        def repeats(operand: fx.Node) -> bool:
+            if operand.op == "placeholder":
+                value = value_of(operand)
+                return value is not None and not value.is_floating_point()
+            return ops.is_constant(operand) or self._is_made_from_narrow(operand)
+
+        return all(repeats(operand) for operand in node.all_input_nodes if self.wide(operand))
 
     def wide_matmuls(self) -> int:
         """The members that are matmuls with a wide result, as bits as in ``upstream_matmuls``."""
@@ -134,8 +165,9 @@ class Growth:
         while self._queue:
             member = self._queue.popleft()
             self._pull_operands(member)
-            carries = self.specs[member] not in (SUM, WHOLE) and not ops.is_constant(member)
-            if carries and (self.wide(member) or value_of(member) is None):
+            if self.specs[member] in (SUM, WHOLE) or ops.is_constant(member):
+                continue
+            if value_of(member) is None or (self.wide(member) and not self.may_repeat(member)):
                 self._push_users(member)
 
     def required_specs(self, member: fx.Node) -> dict[fx.Node, Spec]:
@@ -201,12 +233,34 @@ class Growth:
     def _pull_operands(self, member: fx.Node) -> None:
         for operand, spec in self.required_specs(member).items():
             if operand in self.specs:
-                if self.specs[operand] != spec:
+                if self.specs[operand] != spec and not self._may_be_read(operand):
                     raise CannotTake(operand, _conflict(self.specs[operand], spec))
             elif self._worth_pulling(operand, spec) and self._can_pull(operand, spec):
                 self._put(operand, spec)
             elif value_of(operand) is None:
                 raise CannotTake(operand, "it returns several tensors but cannot join the region")
+
+    def _may_be_read(self, member: fx.Node) -> bool:
+        """Whether a loop may read the value of a member in other dims than it computes it in.
+
+        It may if the value exists before the loop: it is small, and no product of the region, nor
+        the gradient that enters it, leads to it.
+        """
+        if self.wide(member) or value_of(member) is None or member in self.joint.backward:
+            return False
+        return not self.upstream[member] & self.wide_matmuls()
+
+    def check_roles(self) -> None:
+        """Check, once all members are known, that the values read in two roles may be.
+
+        Raises:
+            CannotTake: the region itself computes such a value.
+        """
+        for member in self.specs:
+            for operand, spec in self.required_specs(member).items():
+                known = self.specs.get(operand, spec)
+                if known != spec and not isinstance(known, Sum) and not self._may_be_read(operand):
+                    raise CannotTake(operand, _conflict(known, spec))
 
     def _worth_pulling(self, operand: fx.Node, spec: Spec) -> bool:
         if operand.op != "call_function":

@@ -47,6 +47,7 @@ def make_region(
     Raises:
         CannotTake: a wide value leaves the region, or a loop would save no memory.
     """
+    growth.check_roles()
     _check_static_features(growth)
     returned = {_base(growth, n) for n in growth.returned}
     outputs = _outputs(joint, growth, returned)

@@ -1,0 +1,80 @@
+"""Write the items of a split or of an ``unbind`` of wide values as slices and selections.
+
+    split(x, n, dim)[i]  =  x.narrow(dim, i n, n)        unbind(x, dim)[i]  =  x.select(dim, i)
+
+The rewrites of slices then need to know two ops only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+
+import torch
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.joint import JointGraph
+from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.sizes import is_static
+from mstpass.graph.token_rules.arguments import dims_of, shape_of
+from mstpass.normalize.downstream import downstream
+
+aten = torch.ops.aten
+_CATS = (aten.cat.default, aten.stack.default)
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+
+
+def items_as_slices(joint: JointGraph) -> JointGraph:
+    """Rewrite such items in a copy of the graph; the graph itself if it has none."""
+    found = [node.name for node in joint.nodes if _is_item(node) and _is_wide(joint, node)]
+    if not found:
+        return joint
+    new = joint.copy()
+    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
+    for name in found:
+        item = new.by_name[name]
+        with builder.graph.inserting_before(item):
+            built = _written(builder, item)
+        built.meta.update(replacement_meta(item))
+        item.replace_all_uses_with(built)
+    new.module.graph.eliminate_dead_code()
+    new.module.graph.lint()
+    new.module.recompile()
+    return JointGraph(new.module, new.num_fwd_outputs)
+
+
+def _is_item(node: fx.Node) -> bool:
+    if node.target is not operator.getitem:
+        return False
+    several = node.all_input_nodes[0]
+    splits = several.target in _SPLITS or several.target is aten.unbind.int
+    return splits and is_static(_source(node).meta["val"])
+
+
+def _is_wide(joint: JointGraph, item: fx.Node) -> bool:
+    """Whether the item holds tokens of the values after an anchor, or is taken from a stack."""
+    source, known = _source(item), joint.cached(downstream)
+    (dim,) = dims_of(item.all_input_nodes[0], len(shape_of(source)), "dim")
+    if source in known:
+        return dim in known[source][0]
+    while ops.is_cheap_view(source):
+        source = source.all_input_nodes[0]
+    return source.target in _CATS and any(n in known for n in source.all_input_nodes)
+
+
+def _source(item: fx.Node) -> fx.Node:
+    return item.all_input_nodes[0].all_input_nodes[0]
+
+
+def _written(builder: Builder, item: fx.Node) -> fx.Node:
+    several, index = item.args
+    assert isinstance(several, fx.Node) and isinstance(index, int)
+    source = _source(item)
+    (dim,) = dims_of(several, len(shape_of(source)), "dim")
+    if several.target is aten.unbind.int:
+        return builder.call(aten.select.int, source, dim, index)
+    sizes = [value.shape[dim] for value in several.meta["val"]]
+    ends = list(itertools.accumulate(sizes))
+    return builder.call(aten.slice.Tensor, source, dim, ends[index] - sizes[index], ends[index])

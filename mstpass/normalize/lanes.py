@@ -1,0 +1,319 @@
+"""The parts of a graph that work on single windows of the tokens of one wide value.
+
+Terms:
+    *item*: a slice or a selection of a wide value along one of its token dims.
+    *lane*: an item, and the values that are made from it token by token (its *cone*), in the
+        forward and in the backward.
+    *demand*: a value of a lane that a node outside of the lane reads, and how it is read:
+        ``window``  a narrow value, token by token
+        ``total``   a wide value, by a sum over all of its elements
+        ``sink``    the gradient of the item, by a node that writes it to its place among all tokens
+    *alike*: lanes are alike if the same ops lead from their items to their demands. Narrow values
+        from outside, such as the labels, may differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph import linearity, ops
+from mstpass.graph.joint import JointGraph, numel, value_of
+from mstpass.graph.op_table import Op
+from mstpass.graph.sizes import generic_shape, is_static
+from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
+from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
+from mstpass.normalize.parts import Parts, parts_after_view
+from mstpass.normalize.token_window import slice_bounds, sliced_dim
+from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
+
+aten = torch.ops.aten
+_SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default)
+_SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """A wide value, its token dims, and the dim along which its items are taken.
+
+    Attributes:
+        spec: the token dims; ``grid``: their sizes.
+        axis: the position in the grid of the dim that is sliced.
+        wide_numel: how many elements of the whole value are wide.
+        items: each with the bounds of its tokens along the axis.
+    """
+
+    source: fx.Node
+    spec: Spec
+    axis: int
+    wide_numel: float
+    items: tuple[tuple[fx.Node, int, int], ...]
+
+    @property
+    def grid(self) -> list[int]:
+        return [shape_of(self.source)[d] for d in self.spec]
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """A value of a lane that is read outside: how, by which node, and the value's structure."""
+
+    kind: str
+    node: fx.Node
+    reader: fx.Node
+    structure: object
+
+
+@dataclasses.dataclass
+class Lane:
+    """See the top of the file."""
+
+    item: fx.Node
+    start: int
+    stop: int
+    wide_numel: float
+    cone: dict[fx.Node, Spec]
+    demands: list[Demand]
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        return tuple((demand.kind, demand.structure) for demand in self.demands)
+
+    def wide(self, node: fx.Node) -> bool:
+        return numel(node) >= self.wide_numel
+
+    def is_made_of_wide(self, node: fx.Node) -> bool:
+        """Whether a node outside of the cone is wide or reads wide values."""
+        if node.op != "call_function":
+            return False
+        return self.wide(node) or any(map(self.wide, node.all_input_nodes))
+
+
+def next_windows(joint: JointGraph, given_up: set[str]) -> Windows | None:
+    """The windows of a wide value that was not tried yet."""
+    for anchor, spec in joint.cached(anchors):
+        specs = {anchor: spec}
+        found: dict[tuple[fx.Node, int], list[tuple[fx.Node, int, int]]] = {}
+        wide_numel = WIDE_OF_ANCHOR * numel(anchor)
+        for node in joint.nodes[joint.index[anchor] + 1 :]:
+            source = next((n for n in node.all_input_nodes if n in specs), None)
+            if source is None or node in joint.backward or node.op != "call_function":
+                continue
+            item = _item(node, source, specs[source])
+            if item is not None:
+                axis, start, stop = item
+                found.setdefault((source, axis), []).append((node, start, stop))
+                continue
+            result = ops.result_spec(node, source, specs[source])
+            if isinstance(result, tuple) and result != WHOLE and numel(node) >= wide_numel:
+                specs[node] = result
+        for (source, axis), items in found.items():
+            if source.name not in given_up:
+                return Windows(source, specs[source], axis, wide_numel, tuple(items))
+    return None
+
+
+def _item(node: fx.Node, source: fx.Node, spec: Spec) -> tuple[int, int, int] | None:
+    """Axis, start and stop of a node that takes some tokens of a static value; else None."""
+    value = value_of(source)
+    if value is None or not is_static(value) or list(spec) != sorted(spec):
+        return None
+    if node.target is aten.slice.Tensor and sliced_dim(node) in spec:
+        start, stop, step = slice_bounds(node)
+        if not all(bound is None or isinstance(bound, int) for bound in (start, stop, step)):
+            return None
+        size = value.shape[sliced_dim(node)]
+        first, last, _ = slice(start, stop).indices(size)
+        whole = (first, last) == (0, size)
+        if step not in (None, 1) or last <= first or whole:
+            return None
+        return spec.index(sliced_dim(node)), first, last
+    if node.target is aten.select.int:
+        (dim,) = dims_of(node, value.dim(), "dim")
+        index = argument(node, "index")
+        if dim in spec and len(spec) > 1 and isinstance(index, int):
+            index %= value.shape[dim]
+            return spec.index(dim), index, index + 1
+    return None
+
+
+def item_spec(node: fx.Node, windows: Windows) -> Spec:
+    """The token dims of an item."""
+    dim = windows.spec[windows.axis]
+    if node.target is aten.select.int:
+        return tuple(d - (d > dim) for d in windows.spec if d != dim)
+    shape = shape_of(node)
+    return tuple(d for d in windows.spec if shape[d] != 1)
+
+
+# ---- one lane ------------------------------------------------------------------------------------
+def lane_of(joint: JointGraph, windows: Windows, item: tuple[fx.Node, int, int]) -> Lane:
+    """The lane of an item.
+
+    Raises:
+        CannotTake: a wide value of it is needed otherwise than token by token.
+    """
+    node, start, stop = item
+    share = (stop - start) / windows.grid[windows.axis]
+    lane = Lane(node, start, stop, share * windows.wide_numel, {}, [])
+    spec = item_spec(node, windows)
+    if not spec:
+        raise CannotTake(node, "holds a single token")
+    lane.cone[node] = spec
+    for user in joint.nodes[joint.index[node] + 1 :]:
+        operand = next((n for n in user.all_input_nodes if n in lane.cone), None)
+        if operand is None or user.op == "output" or value_of(user) is None:
+            continue
+        if user in joint.backward and _is_sink(user, windows):
+            continue
+        result = ops.result_spec(user, operand, lane.cone[operand])
+        if isinstance(result, tuple) and result != WHOLE and _agrees(user, result, lane):
+            lane.cone[user] = result
+    structures: dict[fx.Node, object] = {}
+    for node in joint.sorted(lane.cone):
+        for reader in joint.users(node):
+            if reader in lane.cone:
+                continue
+            kind = _how_read(joint, windows, lane, node, reader)
+            lane.demands.append(Demand(kind, node, reader, _structure(node, lane, structures)))
+    lane.demands.sort(key=lambda demand: (demand.kind, str(demand.structure)))
+    return lane
+
+
+def _agrees(node: fx.Node, spec: Spec, lane: Lane) -> bool:
+    needs = ops.operand_specs(node, spec)
+    if isinstance(needs, Refusal):
+        return False
+    return all(lane.cone.get(n, s) == s for n, s in needs.items())
+
+
+def _how_read(
+    joint: JointGraph, windows: Windows, lane: Lane, node: fx.Node, reader: fx.Node
+) -> str:
+    if not lane.wide(node):
+        return "window"
+    if reader.target in _SUMS and math.prod(shape_of(reader)) == 1:
+        return "total"
+    if node in joint.backward and _is_sink(reader, windows):
+        return "sink"
+    raise CannotTake(reader, "needs a wide value otherwise than token by token")
+
+
+def _structure(node: fx.Node, lane: Lane, known: dict[fx.Node, object]) -> object:
+    """The ops that lead to a value, seen down to the item and to narrow values from outside."""
+    if node is lane.item:
+        return "item"
+    if node not in lane.cone and not lane.is_made_of_wide(node):
+        return "outside"
+    if node not in known:
+        row = ops.lookup(node)
+        position = row.shape_arg if isinstance(row, Op) else None
+        args = tuple(None if i == position else arg for i, arg in enumerate(node.args))
+        if node not in lane.cone and is_item_op(node):  # of another value
+            args = node.args[:1]
+        mapped = fx.map_arg((args, node.kwargs), lambda n: _Leaf(_structure(n, lane, known)))
+        text = f"{node.target}{mapped}"
+        known[node] = text if len(text) < 200 else hash(text)
+    return known[node]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    structure: object
+
+
+def is_item_op(node: fx.Node) -> bool:
+    return node.target in (aten.slice.Tensor, aten.select.int)
+
+
+# ---- where a gradient is written -----------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Sink:
+    """A value with all tokens into which the gradients of items are written.
+
+    Attributes:
+        node: the value; its dims from ``first`` on are those of the grid.
+        pieces: each gradient that is written there, with its bounds along the axis.
+    """
+
+    node: fx.Node
+    first: int
+    pieces: tuple[tuple[fx.Node, int, int], ...]
+
+
+def _is_sink(node: fx.Node, windows: Windows) -> bool:
+    written = node.target in _SCATTERS and linearity.is_zero(node.args[0])
+    if not written and node.target is not aten.cat.default:
+        return False
+    try:
+        sink_of(node, windows)
+    except CannotTake:
+        return False
+    return True
+
+
+def sink_of(reader: fx.Node, windows: Windows) -> Sink:
+    """The sink that a node is.
+
+    Raises:
+        CannotTake: it does not write to the windows' dims.
+    """
+    grid, axis = windows.grid, windows.axis
+    if reader.target is aten.cat.default:
+        sink, parts = _after_views(reader, grid, axis)
+        pieces = []
+        for number, piece in enumerate(reader.args[0]):  # type: ignore[arg-type]
+            start, stop = parts.bounds(number)
+            assert isinstance(start, int) and isinstance(stop, int)
+            pieces.append((piece, start, stop))
+        return Sink(sink, parts.dim - axis, tuple(pieces))  # type: ignore[arg-type]
+    source, shape = reader.args[1], shape_of(reader)
+    assert isinstance(source, fx.Node)
+    (dim,) = dims_of(reader, len(shape), "dim")
+    if reader.target is aten.select_scatter.default:
+        start = argument(reader, "index") % shape[dim]
+        stop = start + 1
+    else:
+        bounds = slice_bounds(reader)
+        if not all(bound is None or isinstance(bound, int) for bound in bounds):
+            raise CannotTake(reader, "writes at a symbolic place")
+        if bounds[2] not in (None, 1):
+            raise CannotTake(reader, "writes every second token")
+        start, stop, _ = slice(*bounds[:2]).indices(shape[dim])
+    if not _has_grid(shape, dim - axis, grid):
+        raise CannotTake(reader, "writes to other dims")
+    return Sink(reader, dim - axis, ((source, start, stop),))
+
+
+def _after_views(cat: fx.Node, grid: list[int], axis: int) -> tuple[fx.Node, Parts]:
+    """The value of a ``cat`` whose shape has the grid: itself, or a view of it."""
+    (dim,) = dims_of(cat, len(shape_of(cat)), "dim")
+    pieces: Any = cat.args[0]
+    node, parts = cat, Parts(dim, tuple(shape_of(piece)[dim] for piece in pieces))
+    while not _has_grid(shape_of(node), parts.dim - axis, grid):
+        users = list(node.users)
+        if len(users) != 1 or not ops.is_cheap_view(users[0]):
+            raise CannotTake(cat, "writes to other dims")
+        value, shown = value_of(node), value_of(users[0])
+        after = parts_after_view(value, shown, parts)
+        if after is None or users[0].target in (aten.permute.default, aten.expand.default):
+            raise CannotTake(cat, "writes to other dims")
+        node, parts = users[0], after
+    return node, parts
+
+
+def _has_grid(shape: torch.Size, first: int, grid: list[int]) -> bool:
+    return first >= 0 and list(shape[first : first + len(grid)]) == grid
+
+
+def static_windows(windows: Windows) -> bool:
+    """Whether the dims of the grid are adjacent, so that they can be merged and divided."""
+    spec = windows.spec
+    value = value_of(windows.source)
+    assert value is not None
+    between = [d for d in range(spec[0], spec[-1] + 1) if d not in spec]
+    return all(generic_shape(value)[d] == 1 for d in between)

@@ -1,0 +1,136 @@
+"""A value that consists of parts along one dim, and the ops that show or write single parts.
+
+sizes (2, 3) along dim 0:    rows 0 and 1 are the first part, rows 2, 3 and 4 the second
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph.joint import value_of
+from mstpass.graph.linearity import is_zero
+from mstpass.graph.sizes import Size, generic, generic_shape
+from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
+from mstpass.graph.tokens import group_of
+from mstpass.normalize.token_window import slice_bounds, sliced_dim
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The dim along which a value consists of parts, and their sizes there."""
+
+    dim: int
+    sizes: tuple[Size, ...]
+
+    def bounds(self, number: int) -> tuple[Size, Size]:
+        """Where a part begins and ends."""
+        start: Any = sum(self.sizes[:number])
+        return start, start + self.sizes[number]
+
+    def number_of(self, start: int, stop: int) -> int | None:
+        """The part with these bounds at the generic point (graph/sizes.py)."""
+        for number in range(len(self.sizes)):
+            if (start, stop) == tuple(map(generic, self.bounds(number))):
+                return number
+        return None
+
+    def fits(self, other: Parts) -> bool:
+        """Whether both have parts of the same sizes."""
+        return list(map(generic, self.sizes)) == list(map(generic, other.sizes))
+
+
+def parts_after_view(
+    source: torch.Tensor | None, result: torch.Tensor | None, parts: Parts
+) -> Parts | None:
+    """The parts of a view; None if it does not keep them together.
+
+    ``[k n, V] -> [k, n, V]`` turns parts of n rows into parts of size 1, and back.
+    """
+    assert source is not None and result is not None
+    shape, new = generic_shape(source), generic_shape(result)
+    ins, outs = group_of(shape, new, parts.dim)
+    if not outs or ins[0] != parts.dim:
+        return None
+    inner = math.prod(shape[d] for d in ins[1:])
+    inner_of_result = math.prod(new[d] for d in outs[1:])
+    times: Any = math.prod(source.shape[d] for d in ins[1:])
+    by: Any = math.prod(result.shape[d] for d in outs[1:])
+    sizes: list[Size] = []
+    for size in parts.sizes:
+        elements = generic(size) * inner
+        if elements % inner_of_result:
+            return None
+        whole: Any = size * times
+        sizes.append(whole if inner_of_result == 1 else _quotient(whole, by))
+    return Parts(outs[0], tuple(sizes))
+
+
+def _quotient(size: Size, by: Size) -> Size:
+    return 1 if generic(size) == generic(by) else size // by
+
+
+def picked(node: fx.Node, parts: Parts) -> int | None:
+    """The number of the part that a ``select`` or ``slice`` takes; None if it takes none."""
+    if node.target is aten.select.int:
+        (dim,) = dims_of(node, len(shape_of(node.all_input_nodes[0])), "dim")
+        if dim != parts.dim:
+            return None
+        return _selected(node, parts)
+    if node.target is aten.slice.Tensor and sliced_dim(node) == parts.dim:
+        return _sliced(node, shape_of(node.all_input_nodes[0])[parts.dim], parts)
+    return None
+
+
+def written_parts(node: fx.Node, parts: Parts) -> dict[int, fx.Node] | None:
+    """The parts that an op writes side by side, or into zeros; None if it writes no parts."""
+    if value_of(node) is None or sum(map(generic, parts.sizes)) != _size(node, parts.dim):
+        return None
+    if node.target is aten.cat.default:
+        (dim,) = dims_of(node, len(shape_of(node)), "dim")
+        pieces: Any = node.args[0]
+        sizes = tuple(shape_of(piece)[dim] for piece in pieces) if dim == parts.dim else ()
+        return dict(enumerate(pieces)) if Parts(dim, sizes).fits(parts) else None
+    scatters = (aten.select_scatter.default, aten.slice_scatter.default)
+    if node.target not in scatters or not is_zero(node.args[0]):
+        return None
+    number = None
+    if node.target is aten.select_scatter.default:
+        (dim,) = dims_of(node, len(shape_of(node)), "dim")
+        number = _selected(node, parts) if dim == parts.dim else None
+    elif sliced_dim(node) == parts.dim:
+        number = _sliced(node, shape_of(node)[parts.dim], parts)
+    source = node.args[1]
+    assert isinstance(source, fx.Node)
+    return None if number is None else {number: source}
+
+
+def _size(node: fx.Node, dim: int) -> int | None:
+    shape = shape_of(node)
+    return shape[dim] if dim < len(shape) else None
+
+
+def _selected(node: fx.Node, parts: Parts) -> int | None:
+    index = argument(node, "index")
+    if not isinstance(index, int):
+        return None
+    start = index % sum(map(generic, parts.sizes))
+    return parts.number_of(start, start + 1)
+
+
+def _sliced(node: fx.Node, size: int, parts: Parts) -> int | None:
+    start, stop, step = map(_number, slice_bounds(node))
+    if step not in (None, 1):
+        return None
+    return parts.number_of(*slice(start, stop).indices(size)[:2])
+
+
+def _number(given: Any) -> int | None:
+    value = given.meta["val"] if isinstance(given, fx.Node) else given
+    return None if value is None else generic(value)

@@ -1,0 +1,421 @@
+"""Compute wide values that are stacked or concatenated part by part.
+
+Several heads' logits are often stacked, worked on together and taken apart again. The stack would
+exist whole, and a region would end at it. Written part by part it does not exist::
+
+    select(cat(x_1, ..., x_k), i)  =  x_i
+    f(cat(x_1, ..., x_k))          =  cat(f(x_1), ..., f(x_k))      f works along other dims only
+    sum(cat(x_1, ..., x_k))        =  sum(x_1) + ... + sum(x_k)     maxima, minima, products alike
+
+In the backward a gradient of the stack is known part by part as well: it is a ``cat``, or each part
+is written into zeros, and a sum leaves out the parts that are zero. What is left is the graph of
+heads that were never stacked, each of which becomes a region of its own, or, where a reduction runs
+over the stack, one region of them all.
+
+Terms:
+    *parts*: of a value the dim along which it consists of parts, and their sizes.
+
+An op *works on parts* if the op table treats its operand's dim of parts as it treats tokens. A
+narrow value is taken apart if wide ones are computed from it; else its parts are put together.
+
+Pseudo-code::
+
+    for each concatenation of wide values along their tokens, or that is taken apart again:
+        follow its parts through all ops that work on parts
+        compute the wide values part by part; let the ops at the ends read the parts
+
+Limits: the parts stay together if the whole of a wide value is needed, for example because the step
+returns it. In low precision no matrix product is divided into a sum of products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
+from mstpass.graph.chunk_form import VIEWS_BY_SHAPE, add_chunk
+from mstpass.graph.joint import JointGraph, numel, value_of
+from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.op_table import Op
+from mstpass.graph.sizes import Size, generic, is_size, same_shape
+from mstpass.graph.token_rules.along_dims import reduced_dims
+from mstpass.graph.token_rules.arguments import dims_of, shape_of
+from mstpass.graph.tokens import SUM, CannotTake, Refusal, Spec
+from mstpass.normalize.downstream import downstream
+from mstpass.normalize.parts import Parts, parts_after_view, picked, written_parts
+from mstpass.regions.anchors import WIDE_OF_ANCHOR
+
+aten = torch.ops.aten
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_CATS = (aten.cat.default, aten.stack.default)
+_VIEWS = (*VIEWS_BY_SHAPE, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
+_COMBINED = {  # a reduction: the op that combines the results of two parts
+    aten.sum.dim_IntList: aten.add.Tensor,
+    aten.sum.default: aten.add.Tensor,
+    aten.amax.default: aten.maximum.default,
+    aten.amin.default: aten.minimum.default,
+    aten.any.dim: aten.logical_or.default,
+    aten.any.dims: aten.logical_or.default,
+    aten.mean.dim: aten.add.Tensor,
+}
+_MEANS = (aten.mean.dim,)
+_NOT_SUMS = tuple(op for op, combine in _COMBINED.items() if combine is not aten.add.Tensor)
+
+
+def unstack(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+    """Compute such values part by part, in a copy of the graph.
+
+    Returns:
+        The copy and the names of the nodes that were changed or made; the graph itself if there is
+        no such value.
+    """
+    changed: set[str] = set()
+    given_up: set[str] = set()
+    while (found := _next_cat(joint, given_up)) is not None:
+        name, wide_numel = found
+        given_up.add(name)
+        try:
+            joint, names = _Unstacker(joint, name, wide_numel).unstack()
+            changed |= names
+        except (CannotTake, UnknownSize):
+            pass
+    return joint, frozenset(changed)
+
+
+def _next_cat(joint: JointGraph, given_up: set[str]) -> tuple[str, float] | None:
+    """A concatenation of wide values that was not tried yet, and what is wide there."""
+    known = joint.cached(downstream)
+    for node in joint.nodes:
+        if node.target not in _CATS or node in joint.backward or node.name in given_up:
+            continue
+        pieces = node.args[0]
+        assert isinstance(pieces, tuple | list)
+        anchors = [known[piece][1] for piece in pieces if piece in known]
+        wide_numel = WIDE_OF_ANCHOR * min(map(numel, anchors), default=math.inf)
+        if len(pieces) > 1 and all(numel(piece) >= wide_numel for piece in pieces):  # type: ignore[arg-type]
+            return node.name, wide_numel
+    return None
+
+
+class _Unstacker:
+    """Computes what is made from one concatenation part by part, in a copy of the graph."""
+
+    def __init__(self, joint: JointGraph, name: str, wide_numel: float):
+        self.joint, self.wide_numel = joint.copy(), wide_numel
+        self.builder = Builder(self.joint.module.graph, fake_mode_of(self.joint.nodes))
+        self.sizes = SizeNodes.of_inputs(self.builder)
+        self.cat = self.joint.by_name[name]
+        self.parts: dict[fx.Node, Parts] = {}
+        self.picks: dict[fx.Node, int] = {}  # nodes that take one part -> its number
+        self.combined: set[fx.Node] = set()  # reductions over the parts
+        self.built: dict[tuple[fx.Node, int, int], fx.Node | None] = {}  # (node, dim, number)
+        self.put_together: dict[fx.Node, fx.Node] = {}
+        self.changed: set[str] = set()
+
+    def unstack(self) -> tuple[JointGraph, set[str]]:
+        """The new graph, and the names of its nodes that were changed or made.
+
+        Raises:
+            CannotTake: the whole of a wide value is needed, or nothing would be gained.
+            UnknownSize: a symbolic size cannot be written.
+        """
+        graph = self.joint.module.graph
+        self._follow()
+        self._check_gain()
+        kept = self._kept()
+        self.parts = {node: parts for node, parts in self.parts.items() if node in kept}
+        ends = {node for node in self.parts for node in node.users}
+        self.picks = {node: number for node, number in self.picks.items() if node in ends}
+        self.combined &= ends
+        before = set(graph.nodes)
+        for node in self.joint.nodes:
+            with graph.inserting_before(node):
+                if node in self.picks:
+                    self._replace(node, self._pick(node))
+                elif node in self.combined:
+                    self._replace(node, self._combination(node))
+                elif node not in self.parts:
+                    for operand in [n for n in node.all_input_nodes if n in self.parts]:
+                        node.replace_input_with(operand, self._whole(operand))
+        graph.eliminate_dead_code()
+        graph.lint()
+        self.joint.module.recompile()
+        made = {node.name for node in graph.nodes if node not in before}
+        left = {node.name for node in graph.nodes}
+        return JointGraph(self.joint.module, self.joint.num_fwd_outputs), made | (
+            self.changed & left
+        )
+
+    def _wide(self, node: fx.Node) -> bool:
+        return numel(node) >= self.wide_numel
+
+    # ---- where the parts are ---------------------------------------------------------------------
+    def _follow(self) -> None:
+        """Note the parts of all values that have them, and what reads single parts or combines."""
+        self.parts[self.cat] = _parts_of_cat(self.cat)
+        for node in self.joint.nodes[self.joint.index[self.cat] + 1 :]:
+            if node.op != "call_function" or value_of(node) is None:
+                continue
+            found = self._scattered(node)
+            self._note_source(node)
+            operand = next((n for n in node.all_input_nodes if n in self.parts), None)
+            if found is None and operand is not None:
+                found = self._after(node, operand)
+            if found is not None:
+                self.parts[node] = found
+
+    def _scattered(self, node: fx.Node) -> Parts | None:
+        """The parts of a gradient whose shape is that of a value with parts."""
+        known = {(p.dim, tuple(map(generic, p.sizes))): p for p in self.parts.values()}
+        found = (parts for parts in known.values() if written_parts(node, parts) is not None)
+        return next(found, None)
+
+    def _note_source(self, node: fx.Node) -> None:
+        """Note the parts of a value that only nodes that take single parts of it read.
+
+        The gradient of a mean over a stack is such a value: one part, expanded.
+        """
+        sources = node.all_input_nodes
+        if len(sources) != 1 or sources[0] in self.parts or not self._wide(sources[0]):
+            return
+        shape = shape_of(sources[0])
+        for known, parts in list(self.parts.items()):
+            if shape_of(known) == shape and picked(node, parts) is not None:
+                if all(picked(user, parts) is not None for user in sources[0].users):
+                    self.parts[sources[0]] = parts
+                return
+
+    def _after(self, node: fx.Node, operand: fx.Node) -> Parts | None:
+        parts = self.parts[operand]
+        number = picked(node, parts)
+        if number is not None:
+            self.picks[node] = number
+            return None
+        if node.target in _VIEWS:
+            return parts_after_view(value_of(operand), value_of(node), parts)
+        row = ops.lookup(node)
+        if isinstance(row, Op) and row.kind == "reduce":
+            if parts.dim in reduced_dims(node, len(shape_of(operand))):
+                self._combine(node)
+                return None
+        result = ops.result_spec(node, operand, (parts.dim,))
+        if result == SUM and ops.is_matmul(node):
+            self._combine(node)
+        if not isinstance(result, tuple) or len(result) != 1:
+            return None
+        needs = ops.operand_specs(node, result)
+        if isinstance(needs, Refusal):
+            return None
+        others = [n for n in node.all_input_nodes if n in self.parts]
+        if all(needs.get(n) == (self.parts[n].dim,) and parts.fits(self.parts[n]) for n in others):
+            return dataclasses.replace(parts, dim=result[0])
+        return None
+
+    def _combine(self, node: fx.Node) -> None:
+        value = value_of(node)
+        low = value is not None and value.dtype in _LOW_PRECISION
+        if node.target in _COMBINED or (ops.is_matmul(node) and not low):
+            self.combined.add(node)
+
+    def _check_gain(self) -> None:
+        """Check that the parts come apart along their tokens, or are taken apart again.
+
+        Raises:
+            CannotTake: a loop over tokens may as well hold all of them.
+        """
+        known = self.joint.cached(downstream)
+        dim = self.parts[self.cat].dim
+        pieces = self.cat.args[0]
+        along_tokens = any(dim in known[p][0] for p in pieces if p in known)  # type: ignore[union-attr]
+        wide_sums = any(n.all_input_nodes and self._reads_wide(n) for n in self.combined)
+        if not along_tokens and (not self.picks or wide_sums):
+            raise CannotTake(self.cat, "its parts are not taken apart again")
+
+    def _reads_wide(self, node: fx.Node) -> bool:
+        return any(n in self.parts and self._wide(n) for n in node.all_input_nodes)
+
+    def _kept(self) -> set[fx.Node]:
+        """The values to compute part by part: the wide ones, and those that lead to these."""
+        kept: set[fx.Node] = set()
+        for node in reversed(self.joint.sorted(self.parts)):
+            if self._wide(node) or self._reads_wide(node) or any(u in kept for u in node.users):
+                kept.add(node)
+        return kept
+
+    # ---- computing parts -------------------------------------------------------------------------
+    def _part(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
+        """One part of a value, computed before the current place in the graph; None if it is 0."""
+        key = (node, parts.dim, number)
+        if key not in self.built:
+            built = self._new_part(node, parts, number)
+            if built is not None:
+                built.meta = {**replacement_meta(node), **built.meta}
+            self.built[key] = built
+        return self.built[key]
+
+    def _new_part(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
+        if node not in self.parts:
+            needs_wide = self._wide(node) or any(map(self._wide, node.all_input_nodes))
+            if needs_wide and not isinstance(ops.operand_specs(node, (parts.dim,)), Refusal):
+                return self._computed(node, parts, number)
+            start, stop = self.sizes.arguments(parts.bounds(number))
+            return self.builder.call(aten.slice.Tensor, node, parts.dim, start, stop)
+        pieces = _pieces(node) if node is self.cat else written_parts(node, parts)
+        if pieces is not None:
+            part = pieces.get(number)
+        elif node.target in _VIEWS:
+            source = node.all_input_nodes[0]
+            part = self._part(source, self.parts[source], number)
+        else:
+            return self._computed(node, parts, number)
+        return part and self._reshaped(part, self._shape(node, parts, number))
+
+    def _computed(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
+        """The node's op on one part of its operands."""
+        needs = ops.operand_specs(node, (parts.dim,))
+        if isinstance(needs, Refusal):
+            raise CannotTake(node, needs.reason)
+        here = {n: dataclasses.replace(parts, dim=s[0]) for n, s in needs.items() if s}
+        zero = {n for n in here if n in self.parts and self._part(n, here[n], number) is None}
+        if zero:
+            row = ops.lookup(node)
+            if isinstance(row, Op) and row.linear(node, zero):
+                return None
+            other = _other_term(node, zero)
+            if other is not None:
+                return self._part(other, here[other], number)
+        return add_chunk(
+            self.builder,
+            node,
+            (parts.dim,),
+            parts.sizes[number],
+            lambda n, _: self._operand(n, here.get(n), number),
+            self.sizes,
+        )
+
+    def _operand(self, node: fx.Node, parts: Parts | None, number: int) -> fx.Node:
+        if is_size(node):
+            return node
+        if parts is None:
+            return self._whole(node) if node in self.parts else node
+        part = self._part(node, parts, number)
+        return self._zeros(node, parts, number) if part is None else part
+
+    def _zeros(self, node: fx.Node, parts: Parts, number: int) -> fx.Node:
+        shape, value = self._shape(node, parts, number), node.meta["val"]
+        sizes = self.sizes.arguments(shape)
+        return self.builder.call(
+            aten.full.default, sizes, 0, dtype=value.dtype, device=value.device
+        )
+
+    def _shape(self, node: fx.Node, parts: Parts, number: int) -> list[Size]:
+        shape: list[Any] = list(node.meta["val"].shape)
+        shape[parts.dim] = parts.sizes[number]
+        return shape
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """The parts of a narrow value put together.
+
+        Raises:
+            CannotTake: the value is wide.
+        """
+        if self._wide(node):
+            raise CannotTake(node, "the whole of it is needed")
+        if node not in self.put_together:
+            parts = self.parts[node]
+            each = [self._operand(node, parts, number) for number in range(len(parts.sizes))]
+            self.put_together[node] = self.builder.call(aten.cat.default, each, parts.dim)
+        return self.put_together[node]
+
+    # ---- what reads the parts --------------------------------------------------------------------
+    def _pick(self, node: fx.Node) -> fx.Node:
+        """The value of a node that takes one part: the part, with the shape that the node has."""
+        (source,) = (n for n in node.all_input_nodes if n in self.parts)
+        part = self._operand(source, self.parts[source], self.picks[node])
+        return self._reshaped(part, list(node.meta["val"].shape))
+
+    def _combination(self, node: fx.Node) -> fx.Node:
+        """A reduction over the parts, or a product that sums over them."""
+        source = next(n for n in node.all_input_nodes if n in self.parts)
+        parts = self.parts[source]
+        needs: dict[fx.Node, Spec] = {source: (parts.dim,)}
+        if ops.is_matmul(node):
+            needs = ops.sum_operands(node, source, (parts.dim,))
+        here = {n: dataclasses.replace(parts, dim=s[0]) for n, s in needs.items()}
+        total: fx.Node | None = None
+        for number in range(len(parts.sizes)):
+            if node.target not in _NOT_SUMS and self._part(source, parts, number) is None:
+                continue
+            result = self._reduced(node, {n: self._operand(n, here[n], number) for n in here})
+            combine: Any = _COMBINED.get(node.target, aten.add.Tensor)
+            total = result if total is None else self.builder.call(combine, total, result)
+        if total is None:
+            raise CannotTake(node, "all its parts are zero")
+        return total if node.target not in _MEANS else self._mean(node, source, total)
+
+    def _reduced(self, node: fx.Node, each: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The node's op on one part; the sum of it for a mean."""
+        value = node.meta["val"]
+        if ops.is_reduction(node):
+            (part,) = each.values()
+            shape, dtype = shape_of(part), part.meta["val"].dtype
+            dims = reduced_dims(node, len(shape))
+            if math.prod(shape[d] for d in dims) == 1 and dtype == value.dtype:
+                return self._reshaped(part, list(value.shape))
+            if dtype in _LOW_PRECISION and node.target not in _NOT_SUMS:
+                raise CannotTake(node, f"each part of its sum would be rounded to {dtype}")
+            if node.target in _MEANS:
+                keepdim = value.dim() == len(shape)
+                return self.builder.call(aten.sum.dim_IntList, part, dims, keepdim)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: each.get(n, n))
+        return self.builder.call(node.target, *args, **kwargs)
+
+    def _mean(self, node: fx.Node, source: fx.Node, total: fx.Node) -> fx.Node:
+        shape = source.meta["val"].shape
+        dims = reduced_dims(node, len(shape))
+        (count,) = self.sizes.arguments([math.prod(shape[d] for d in dims)])
+        return self.builder.call(aten.div.Tensor, total, count)
+
+    def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:
+        if same_shape(node.meta["val"].shape, shape):
+            return node
+        return self.builder.call(aten.reshape.default, node, self.sizes.arguments(shape))
+
+    def _replace(self, node: fx.Node, new: fx.Node) -> None:
+        old = node.meta["val"]
+        if not same_shape(new.meta["val"].shape, old.shape) or new.meta["val"].dtype != old.dtype:
+            raise CannotTake(node, f"its parts have shape {tuple(new.meta['val'].shape)}")
+        self.changed.update(user.name for user in node.users)
+        node.replace_all_uses_with(new)
+
+
+def _parts_of_cat(cat: fx.Node) -> Parts:
+    pieces: Any = cat.args[0]
+    (dim,) = dims_of(cat, len(shape_of(cat)), "dim")
+    if cat.target is aten.stack.default:
+        return Parts(dim, (1,) * len(pieces))
+    return Parts(dim, tuple(piece.meta["val"].shape[dim] for piece in pieces))
+
+
+def _pieces(cat: fx.Node) -> dict[int, fx.Node]:
+    pieces: Any = cat.args[0]
+    return dict(enumerate(pieces))
+
+
+def _other_term(node: fx.Node, zero: set[fx.Node]) -> fx.Node | None:
+    """The term that is left of a sum of two with the same shape and dtype, of which one is 0."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return None
+    others = [n for n in node.all_input_nodes if n not in zero]
+    if len(others) != 1 or len(node.all_input_nodes) != 2:
+        return None
+    old, value = value_of(others[0]), node.meta["val"]
+    if old is None or old.dtype != value.dtype or not same_shape(old.shape, value.shape):
+        return None
+    return others[0]
