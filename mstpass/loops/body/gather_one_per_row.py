@@ -11,7 +11,8 @@ along the row can be applied after the gather, ``gather(x - r) = gather(x) - r``
 rounding. So the sum is taken over the matmul's result itself, in the kernel that also finds the
 row's maximum.
 
-The gradient, a ``scatter_add`` of one element per row into zeros, becomes
+The gradient, a ``scatter_add`` of one element per row into zeros, becomes, as does a ``scatter``
+(the gradient of a row's maximum),
 
     where(v == index[row], gradient[row], 0)
 """
@@ -69,8 +70,8 @@ def _varying_operand(node: fx.Node, from_right: int) -> fx.Node | None:
 
 
 def is_scatter_of_one(node: fx.Node) -> bool:
-    """Whether the node adds one floating-point element per row into zeros."""
-    if node.target is not aten.scatter_add.default:
+    """Whether the node writes one floating-point element per row into zeros, or adds it."""
+    if node.target not in (aten.scatter.src, aten.scatter_add.default):
         return False
     base, dim, index, source = node.args
     assert isinstance(index, fx.Node) and isinstance(source, fx.Node) and isinstance(dim, int)
