@@ -225,7 +225,7 @@ class _Body:
         elif is_gather_of_one(node):
             built = gather_one(self.builder, *args[:3])
         elif is_scatter_of_one(node):
-            built = scatter_one(self.builder, *args[:4])
+            built = scatter_one(self.builder, node, args)
         else:
             built = rewritten_row_sum(self.builder, target, args, kwargs)
         if built is None:
