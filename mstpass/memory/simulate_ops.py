@@ -44,7 +44,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 from mstpass.memory.kernels import Kernels
 from mstpass.memory.timeline import HELD, Moment, Timeline
-from mstpass.problem.op import CALL, INPUT, SCATTER, VIEW, Op
+from mstpass.problem.op import CALL, INPUT, VIEW, Op
 
 
 def simulate_ops(

@@ -25,7 +25,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.token_rules.matmul import contracted_specs
-from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
+from mstpass.graph.tokens import WHOLE, Refusal, Spec
 from mstpass.regions.grow import Growth
 
 
@@ -88,9 +88,7 @@ def _other_factor(product: fx.Node, base: fx.Node) -> fx.Node | None:
     return others[0] if others else None
 
 
-def _belongs_to(
-    growth: Growth, gradient: fx.Node, product: fx.Node, alike: list[fx.Node]
-) -> bool:
+def _belongs_to(growth: Growth, gradient: fx.Node, product: fx.Node, alike: list[fx.Node]) -> bool:
     """Whether a gradient is that of one product, of several with the same factor."""
     bits = {n: 1 << growth.joint.index[n] for n in alike}
     sources = [n for n in alike if growth.upstream[gradient] & bits[n]]

@@ -128,9 +128,7 @@ def _reads(node: fx.Node, product: fx.Node) -> bool:
     return False
 
 
-def _reading(
-    builder: Builder, gradient: fx.Node, product: fx.Node, any_length: bool
-) -> fx.Node:
+def _reading(builder: Builder, gradient: fx.Node, product: fx.Node, any_length: bool) -> fx.Node:
     """The gradient, read through a ``where`` on the product; as it is if shapes do not allow."""
     shape = list(gradient.meta["val"].shape)
     if list(product.meta["val"].shape) != shape:
@@ -159,8 +157,6 @@ def _write_gathered(builder: Builder) -> None:
 def _has_several_per_row(side: fx.Node, product: fx.Node) -> bool:
     shape, rows = side.meta["val"].shape, product.meta["val"].shape[:-1]
     return shape[-1] > 1 and math.prod(shape[:-1]) == math.prod(rows)
-
-
 
 
 def _side_readers(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
