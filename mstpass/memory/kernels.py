@@ -179,6 +179,10 @@ class Kernels:
             name = self.op[name].inputs[0]
         return name
 
+    def is_scattered(self, buffer: str) -> bool:
+        """Whether a scatter wrote the buffer."""
+        return buffer in self.op and self.op[buffer].kind == SCATTER
+
     def fused_away(self) -> set[str]:
         """The buffers that only kernels of their own stage read (rule 5)."""
         return {

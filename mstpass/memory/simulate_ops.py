@@ -21,7 +21,7 @@ scheduler.py for the others):
 6. A pointwise kernel or reduction may write its result into the buffer of an operand that has the
    same size and that it is the last to read, if no other kernel that reads it runs as one with it.
    A scatter writes into a copy of its first operand, and the copy is such a pointwise kernel; what
-   the scatter reads besides, it reads after that.
+   the scatter reads besides, it reads after that. Nothing is written over what a scatter wrote.
 7. On the CPU, kernels without a call in between are one function: what they write is allocated
    before it, and what they read is freed after it.
 
@@ -194,6 +194,8 @@ class _Run:
         read = self.kernels.read_by[kernel] - self.kernels.read_apart[kernel]
         for buffer in dying:
             if buffer in read and [self.alive.get(buffer)] == new_bytes:
+                if self.kernels.is_scattered(buffer):
+                    continue
                 if self.last_reader[buffer] == group and not any(
                     self.kernels.run_as_one(kernel, other, group, buffer)
                     for other in self.kernels.readers[buffer]

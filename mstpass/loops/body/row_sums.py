@@ -11,10 +11,11 @@ row and m = max(x), a sum (or mean) over the last dim is replaced if it has one 
     sum(exp(x - where(|m| = inf, 0, m)))  =  where(|m| = inf, exp(m), sum(exp(x - m)))
 
 The first four give the row sum of the gradient that enters a log-softmax, under cross-entropy with
-and without label smoothing, and where several elements of a row are gathered. The fifth is the term of label smoothing; it shares the pass that sums
-the exponentials, and nothing cancels, as no x - m is positive and the logarithm is never negative.
-The last lets ``logsumexp`` share that pass as well. It is exact: for m = inf both sides are inf,
-for m = -inf both are 0, and where m is NaN both are NaN.
+and without label smoothing, and where several elements of a row are gathered. The fifth is the term
+of label smoothing; it shares the pass that sums the exponentials, and nothing cancels, as no x - m
+is positive and the logarithm is never negative. The last lets ``logsumexp`` share that pass as
+well. It is exact: for m = inf both sides are inf, for m = -inf both are 0, and where m is NaN both
+are NaN.
 """
 
 from __future__ import annotations
