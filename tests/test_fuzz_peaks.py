@@ -70,7 +70,7 @@ def test_the_schedule_counts_chunks_of_symbolic_length_by_the_batch() -> None:
     case = dataclasses.replace(case, dynamic="both", forced=False, solver="recompute_all")
     checked = check_case(case, INDUCTOR)
     assert checked.status == "held", (checked.reason, *map(str, checked.failures))
-    assert checked.peaks is not None and checked.facts["lm_head recompute symbolic"] == 1
+    assert checked.peaks is not None and checked.facts["lm_head fused symbolic"] == 1
     _, scheduled, measured = checked.peaks
     ratio = measured / scheduled
     assert 1 / MEASURED_OVER_SIMULATED < ratio < MEASURED_OVER_SIMULATED, checked.peaks

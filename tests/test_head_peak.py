@@ -60,7 +60,26 @@ def _reference_penalty(x: Tensor, reference: Tensor, y: Tensor) -> Tensor:
     return (torch.exp(logq - logp) - (logq - logp) - 1).mean() - logp.mean()
 
 
+def _hinge(x: Tensor, _: Tensor, y: Tensor) -> Tensor:
+    """The gradient is made of two elements of each row, and no kernel of it reads the logits."""
+    others = x.scatter(-1, y.unsqueeze(-1), float("-inf")).max(-1).values
+    return F.relu(1 + others - x.gather(-1, y.unsqueeze(-1)).squeeze(-1)).mean()
+
+
+def _gathered(x: Tensor, _: Tensor, y: Tensor) -> Tensor:
+    places = torch.stack([y, (y + 1) % V, y.flip(1)], -1)
+    return -x.gather(-1, places).log_softmax(-1)[..., 0].mean()
+
+
+def _gathered_of_all(x: Tensor, _: Tensor, y: Tensor) -> Tensor:
+    places = torch.stack([y, (y + 1) % V, y.flip(1)], -1)
+    return -x.log_softmax(-1).gather(-1, places).sin().mean()
+
+
 ONE: dict[str, Loss] = {
+    "hinge": _hinge,
+    "gathered": _gathered,
+    "gathered_of_all": _gathered_of_all,
     "entropy_bonus": _entropy_bonus,
     "z_loss_and_entropy": _z_loss_and_entropy,
     "log_probabilities_with_entropy": _log_probabilities_with_entropy,
@@ -73,7 +92,7 @@ OLD = torch.__version__.startswith(("2.11", "2.12"))
 TWO: dict[str, Loss] = {"kl": _kl, "distillation": _distillation}  # both logits at once
 
 
-_QUICK = ("entropy_bonus", "reference_penalty", "kl")
+_QUICK = ("entropy_bonus", "reference_penalty", "kl", "hinge", "gathered_of_all")
 
 
 @pytest.mark.skipif(OLD, reason="no thresholds of the CPU's own")

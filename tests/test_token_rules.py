@@ -154,6 +154,56 @@ def _check_sum(node: fx.Node, values: dict[fx.Node, Any], operand: fx.Node, spec
     torch.testing.assert_close(total, node.meta["val"])
 
 
+@pytest.mark.parametrize("given", CASES, ids=_name)
+def test_what_is_said_to_be_linear_is(given: Case) -> None:
+    node, values = _node(given)
+    row = ops.lookup(node)
+    assert not isinstance(row, Refusal)
+    floats = [n for n, v in values.items() if all(t.is_floating_point() for t in tensors_of(v))]
+    for count in range(1, len(floats) + 1):
+        for operands in itertools.combinations(floats, count):
+            if row.is_linear(node, set(operands)):
+                _check_linear(node, values, operands)
+
+
+def _check_linear(node: fx.Node, values: dict[fx.Node, Any], operands: tuple[fx.Node, ...]) -> None:
+    """``f(2 a - 3 b) = 2 f(a) - 3 f(b)``, with the other operands held fixed."""
+
+    def combined(left: Any, right: Any) -> Any:
+        if isinstance(left, tuple | list):
+            return tuple(map(combined, left, right))
+        return 2 * left - 3 * right
+
+    def result(part: dict[fx.Node, Any]) -> Any:
+        found = _call(node, {**values, **part})
+        return found if isinstance(found, torch.Tensor) else tuple(found)
+
+    others = {n: _random_like(values[n]) for n in operands}
+    both = {n: combined(values[n], others[n]) for n in operands}
+    expected = combined(result({}), result(others))
+    torch.testing.assert_close(result(both), expected, rtol=1e-5, atol=1e-5)
+
+
+def _random_like(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_random_like, value))
+    return torch.randn_like(value)
+
+
+def test_no_cast_of_a_gradient_to_integers_or_to_eight_bits_is_linear() -> None:
+    casts = [
+        given for given in CASES if given.target is torch.ops.prims.convert_element_type.default
+    ]
+    linear = {}
+    for given in casts:
+        node, values = _node(given)
+        row = ops.lookup(node)
+        assert not isinstance(row, Refusal)
+        linear[node.meta["val"].dtype] = row.is_linear(node, set(values))
+    assert linear.pop(torch.float32)
+    assert len(linear) == 3 and not any(linear.values())
+
+
 def test_every_row_of_the_table_has_a_case() -> None:
     assert set(op_table.TABLE) <= {given.target for given in (*CASES, *COLLECTIVES)}
 

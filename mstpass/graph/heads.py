@@ -266,7 +266,7 @@ def is_sum_of_sums(node: fx.Node, sums: set[fx.Node]) -> bool:
     if isinstance(row, Refusal) or value_of(node) is None or not read <= sums:
         return False
     narrows = any(value_of(node).itemsize < value_of(n).itemsize for n in read)  # type: ignore[union-attr]
-    return not narrows and row.linear(node, read)
+    return not narrows and row.is_linear(node, read)
 
 
 def _in_terms_of_heads(refusal: Refusal) -> Refusal:

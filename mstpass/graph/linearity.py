@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mstpass.graph.joint import tensors_of
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.graph.token_rules.matmul import bias_and_factors
 from mstpass.graph.token_rules.views import VIEWS
@@ -26,6 +27,19 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 LinearRule = Callable[[fx.Node, "set[fx.Node]"], bool]
+
+
+_LINEAR_DTYPES = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        *(torch.complex128, torch.complex64, torch.complex32),
+    }
+)
+
+
+def has_linear_dtype(node: fx.Node) -> bool:
+    """Whether a cast to the node's dtype only rounds: to integers or to 8 bits, values saturate."""
+    return all(tensor.dtype in _LINEAR_DTYPES for tensor in tensors_of(node.meta.get("val")))
 
 
 def is_zero(node: object) -> bool:

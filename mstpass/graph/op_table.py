@@ -5,7 +5,7 @@ A row (``Op``) says of an op:
     kind       the group that it belongs to, such as "pointwise" or "reduce"
     forward    token rule: the spec of one operand -> the spec of the result (token_rules/)
     backward   token rule: the spec of the result -> the specs of the operands (token_rules/)
-    linear     whether the result is linear in given operands (linearity.py)
+    linear     whether the result is linear in given operands (linearity.py); ask ``is_linear``
     shape_arg  the position of the argument with sizes, which a chunk replaces by its own
 
 Pointwise ops need no row: PyTorch tags them (``torch.Tag.pointwise``), see ``lookup`` in ops.py.
@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
 from mstpass.graph import linearity
 from mstpass.graph.linearity import LinearRule, first_only, linear_view, never
@@ -55,6 +56,10 @@ class Op:
     backward: BackwardRule
     linear: LinearRule
     shape_arg: int | None = None
+
+    def is_linear(self, node: fx.Node, operands: set[fx.Node]) -> bool:
+        """Whether the node's result is linear in the operands, up to rounding."""
+        return linearity.has_linear_dtype(node) and self.linear(node, operands)
 
 
 def pointwise_row(linear: LinearRule) -> Op:
@@ -132,10 +137,18 @@ def _reductions() -> dict[Any, Op]:
         aten.min.default,
         aten.min.dim,
     )
+    selections = (  # Inductor calls ATen's kernels for these
+        aten.kthvalue.default,
+        aten.median.dim,
+        aten.nanmedian.dim,
+        aten.mode.default,
+    )
+    other = dataclasses.replace(mean, linear=never)
     return {
         **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default), total),
         **dict.fromkeys((aten.mean.dim, aten.mean.default), mean),
-        **dict.fromkeys(others, dataclasses.replace(mean, linear=never)),
+        **dict.fromkeys(others, other),
+        **dict.fromkeys(selections, dataclasses.replace(other, kind="sort")),
     }
 
 
@@ -153,6 +166,7 @@ def _along_dims() -> dict[Any, Op]:
         aten.sort.stable,
         aten.cumprod.default,
         aten.cummax.default,
+        aten.cummin.default,
         aten.logcumsumexp.default,
         aten.scatter_reduce.two,
     )

@@ -37,6 +37,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 _COPIES = frozenset({prims.convert_element_type.default, aten.clone.default})
+_SCATTERS = PUTS | {aten.scatter.src, aten.scatter.value, aten.scatter_add.default}
 _PADDED = frozenset(
     {aten.constant_pad_nd.default, aten.select_scatter.default, aten.slice_scatter.default}
 )
@@ -151,6 +152,11 @@ def is_constant(node: fx.Node) -> bool:
 def is_padded(node: fx.Node) -> bool:
     """Whether the value is another one among zeros, as a slice's gradient is."""
     return node.op == "call_function" and node.target in _PADDED
+
+
+def is_scatter(node: fx.Node) -> bool:
+    """Whether the op writes elements at given places of a copy of its first operand."""
+    return node.op == "call_function" and node.target in _SCATTERS
 
 
 # ---- matmuls -----------------------------------------------------------------------------------

@@ -106,6 +106,9 @@ class Kernels:
             items = [user for user in self.users.get(name, ()) if self.op[user].kind == ITEM]
             self.results[name] = items or [name]
             self.read_apart[name] = self._apart_reads[name]
+            if op.kind == SCATTER:  # its first operand is copied, into the buffer that it writes
+                elements = [self._reads[o] for o in operands if o != op.inputs[0]]
+                self.read_apart[name] = _NOTHING.union(*elements)
             self._read_unfused[name] = self._unfused_reads[name]
             self._reads[name] = self._loads[name] = frozenset({name})
             self._num_ops[name] = 0
@@ -175,6 +178,10 @@ class Kernels:
         while self.op[name].kind == VIEW and self.op[name].inputs[0] in self.op:
             name = self.op[name].inputs[0]
         return name
+
+    def is_scattered(self, buffer: str) -> bool:
+        """Whether a scatter wrote the buffer."""
+        return buffer in self.op and self.op[buffer].kind == SCATTER
 
     def fused_away(self) -> set[str]:
         """The buffers that only kernels of their own stage read (rule 5)."""

@@ -46,6 +46,7 @@ _SCATTERS = frozenset(
         aten._unsafe_index_put.default,
         aten._unsafe_masked_index_put_accumulate.default,
         aten.scatter.src,
+        aten.scatter.value,
         aten.scatter_add.default,
     }
 )

@@ -20,6 +20,8 @@ scheduler.py for the others):
    stays, as its rows are written in any order.
 6. A pointwise kernel or reduction may write its result into the buffer of an operand that has the
    same size and that it is the last to read, if no other kernel that reads it runs as one with it.
+   A scatter writes into a copy of its first operand, and the copy is such a pointwise kernel; what
+   the scatter reads besides, it reads after that. Nothing is written over what a scatter wrote.
 7. On the CPU, kernels without a call in between are one function: what they write is allocated
    before it, and what they read is freed after it.
 
@@ -42,7 +44,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 from mstpass.memory.kernels import Kernels
 from mstpass.memory.timeline import HELD, Moment, Timeline
-from mstpass.problem.op import CALL, INPUT, SCATTER, VIEW, Op
+from mstpass.problem.op import CALL, INPUT, VIEW, Op
 
 
 def simulate_ops(
@@ -187,11 +189,13 @@ class _Run:
         self, kernel: str, group: tuple[str, ...], dying: list[str], new_bytes: list[int]
     ) -> str | None:
         """The operand that the kernel's result may be written over (rule 6)."""
-        if self.op[kernel].kind in (CALL, SCATTER):
+        if self.op[kernel].kind == CALL:
             return None
         read = self.kernels.read_by[kernel] - self.kernels.read_apart[kernel]
         for buffer in dying:
             if buffer in read and [self.alive.get(buffer)] == new_bytes:
+                if self.kernels.is_scattered(buffer):
+                    continue
                 if self.last_reader[buffer] == group and not any(
                     self.kernels.run_as_one(kernel, other, group, buffer)
                     for other in self.kernels.readers[buffer]

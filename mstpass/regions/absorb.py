@@ -108,5 +108,5 @@ def check_linear(nodes: Iterable[fx.Node], backward: Set[fx.Node]) -> None:
         row = ops.lookup(node)
         if isinstance(row, Refusal):
             raise CannotTake(node, row.reason)
-        if not row.linear(node, {n for n in node.all_input_nodes if n in backward}):
+        if not row.is_linear(node, {n for n in node.all_input_nodes if n in backward}):
             raise CannotTake(node, f"{node.target} is not linear in the gradient")

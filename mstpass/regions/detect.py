@@ -9,13 +9,14 @@ A region can be closed in two ways:
 Pseudo-code::
 
     for each anchor, the largest first, that no region has taken:
-        grow a region from it, to all that touches its wide values
+        grow a region from it, to all that touches its wide values, and from their gradients
         close it as fused; if that is refused, close it apart
         if that is refused as well: a rejection
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 from torch import fx
@@ -37,6 +38,7 @@ from mstpass.regions.anchors import (
     widths,
 )
 from mstpass.regions.close_fused import close_fused
+from mstpass.regions.gradient_seeds import add_gradients
 from mstpass.regions.grow import ONCE, Growth, upstream_matmuls
 from mstpass.regions.make_region import Core, make_region
 
@@ -89,6 +91,20 @@ def _region(
     """
     core = Core(anchor, _num_tokens(anchor, spec))
     growth.add(anchor, spec)
+    more = growth.copy()
+    add_gradients(joint, more)
+    if len(more.specs) > len(growth.specs):
+        with contextlib.suppress(CannotTake):
+            return _closed(joint, more, core)
+    return _closed(joint, growth, core)
+
+
+def _closed(joint: JointGraph, growth: Growth, core: Core) -> tuple[Region, Growth]:
+    """The region of what has grown so far, and its members.
+
+    Raises:
+        CannotTake: as of ``_region``.
+    """
     apart = growth.copy()
     unit, note = close_fused(joint, growth)
     if unit is not None:

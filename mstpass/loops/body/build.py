@@ -18,7 +18,7 @@ Pseudo-code::
 Some nodes get another form, as they would cost a second buffer of the chunk's logits or one more
 pass over them: gathers and scatters of one element per row (gather_one_per_row.py) and row sums
 (row_sums.py). Rewrites of the finished body follow: common_subexpressions.py,
-gradient_in_place.py, rematerialize_pointwise.py.
+scatter_last.py, gradient_in_place.py, rematerialize_pointwise.py.
 
 If the token count is symbolic, a chunk's length is known only at run time, so ``rows`` stands
 wherever an argument holds it. The body is built and checked at the length that the plan chose. Of
@@ -56,6 +56,7 @@ from mstpass.loops.body.rematerialize_pointwise import (
     rematerialize_at_readers,
 )
 from mstpass.loops.body.row_sums import rewritten_row_sum
+from mstpass.loops.body.scatter_last import scatter_last
 from mstpass.plans import ChunkPlan, LoopPlan
 
 aten = torch.ops.aten
@@ -112,6 +113,7 @@ class _Body:
         output = self.builder.graph.output(tuple(results))
         eliminate_common_subexpressions(self.builder)
         if not self.has_sizes:
+            scatter_last(self.builder)
             write_gradients_in_place(self.builder, self.symbolic)
         materialize_row_values(self.builder.graph)
         rematerialize_at_readers(self.builder.graph)
@@ -225,7 +227,7 @@ class _Body:
         elif is_gather_of_one(node):
             built = gather_one(self.builder, *args[:3])
         elif is_scatter_of_one(node):
-            built = scatter_one(self.builder, *args[:4])
+            built = scatter_one(self.builder, node, args)
         else:
             built = rewritten_row_sum(self.builder, target, args, kwargs)
         if built is None:

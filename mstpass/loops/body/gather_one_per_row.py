@@ -14,9 +14,16 @@ row's maximum.
 The gradient, a ``scatter_add`` of one element per row into zeros, becomes
 
     where(v == index[row], gradient[row], 0)
+
+and so does a ``scatter``, such as the gradient of a row's maximum, or one into other values than
+zeros, such as logits of which the label's is masked.
 """
 
 from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,9 +31,12 @@ from torch import fx
 from mstpass.graph import linearity, ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import tensors_of, value_of
+from mstpass.graph.sizes import same_shape
+from mstpass.graph.tokens import Refusal
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+_SCATTERS = (aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
 
 
 def is_gather_of_one(node: fx.Node) -> bool:
@@ -69,25 +79,50 @@ def _varying_operand(node: fx.Node, from_right: int) -> fx.Node | None:
 
 
 def is_scatter_of_one(node: fx.Node) -> bool:
-    """Whether the node adds one floating-point element per row into zeros."""
-    if node.target is not aten.scatter_add.default:
+    """Whether the node writes one floating-point element per row, or adds it to what is there."""
+    if node.target not in _SCATTERS:
         return False
-    base, dim, index, source = node.args
-    assert isinstance(index, fx.Node) and isinstance(source, fx.Node) and isinstance(dim, int)
-    indices, values = value_of(index), value_of(source)
-    assert indices is not None and values is not None
-    one = indices.dim() > 1 and indices.shape[dim] == 1 and indices.shape == values.shape
-    return one and linearity.is_zero(base)
+    _, dim, index, source = node.args[:4]
+    assert isinstance(index, fx.Node) and isinstance(dim, int)
+    indices, value = value_of(index), value_of(node)
+    assert indices is not None and value is not None
+    if indices.dim() < 2 or indices.shape[dim] != 1 or not value.is_floating_point():
+        return False
+    rows = [*value.shape]
+    rows[dim] = 1
+    if not same_shape(indices.shape, rows):
+        return False  # not every row
+    return not isinstance(source, fx.Node) or same_shape(source.meta["val"].shape, rows)
 
 
-def scatter_one(
-    builder: Builder, zeros: fx.Node, dim: int, index: fx.Node, source: fx.Node
-) -> fx.Node:
-    """``zeros.scatter_add(dim, index, source)``, written in order: one pass and no atomic adds."""
-    value = zeros.meta["val"]
+def scatter_one(builder: Builder, node: fx.Node, args: Sequence[Any]) -> fx.Node:
+    """A scatter of one element per row, written in order: one pass and no atomic adds.
+
+    Args:
+        node: the scatter in the graph.
+        args: its arguments in the body.
+    """
+    base, dim, index, source = args[:4]
+    value, call = base.meta["val"], builder.call
+    if node.target is not aten.scatter_add.default and not _is_found_in_row(index):
+        _assert_in_bounds(builder, index, value.shape[dim])
     hit = _index_mask(builder, value, dim % value.dim(), index)
-    zero = builder.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
-    return builder.call(aten.where.self, hit, source, zero)
+    if linearity.is_zero(base):
+        base = call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+    elif node.target is aten.scatter_add.default:
+        source = call(aten.add.Tensor, base, source)
+    if not isinstance(source, fx.Node):
+        source = call(aten.full.default, [], source, dtype=value.dtype, device=value.device)
+    return call(aten.where.self, hit, source, base)
+
+
+def _is_found_in_row(index: fx.Node) -> bool:
+    """Whether an index is the place of a maximum, so that it is not out of bounds."""
+    index = ops.base_of(index)
+    if index.target is operator.getitem:
+        index = index.all_input_nodes[0]
+    row = ops.lookup(index)
+    return not isinstance(row, Refusal) and row.kind in ("reduce", "sort")
 
 
 def _masked_sum(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:

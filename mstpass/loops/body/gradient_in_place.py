@@ -9,6 +9,12 @@ rewrite makes the gradient depend on it:
     gradient' = where(side == side, gradient, gradient)
 
 which equals ``gradient``, whatever ``side`` holds.
+
+A gradient that is made of narrow values, such as that of a row's maximum, and the zeros into which
+a scatter writes do not read the logits at all. On a CPU, where what lies between two products is
+one function, their buffer is a second one beside the logits'. So they read the logits as well::
+
+    gradient' = where(logits == logits, gradient, gradient)
 """
 
 from __future__ import annotations
@@ -18,9 +24,10 @@ import math
 import torch
 from torch import fx
 
-from mstpass.graph import ops
+from mstpass.graph import linearity, ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import ancestors, numel, value_of
+from mstpass.graph.materialization import REALIZE, materialize
 from mstpass.graph.token_rules.arguments import dims_of, has_argument
 from mstpass.graph.tokens import Refusal
 
@@ -33,6 +40,8 @@ def write_gradients_in_place(builder: Builder, any_length: bool = False) -> None
     Args:
         any_length: the chunk's length is not fixed.
     """
+    _read_products(builder, any_length)
+    _write_gathered(builder)
     order = {node: i for i, node in enumerate(builder.graph.nodes)}
     for product in [node for node in order if ops.is_matmul(node)]:
         for gradient in _gradients(product, order):
@@ -44,32 +53,125 @@ def write_gradients_in_place(builder: Builder, any_length: bool = False) -> None
 
 def _gradients(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     """Pointwise values computed from the product, of its size, that another matmul reads."""
-    like = value_of(product)
-    assert like is not None
     return [
         node
         for node in order
         if order[node] > order[product]
         and ops.is_pointwise(node)
-        and (value := value_of(node)) is not None
-        and value.numel() == like.numel()
-        and value.element_size() == like.element_size()
-        and any(map(ops.is_matmul, ops.readers_through_views(node)))
+        and _fits(node, product)
+        and _matmul_reads(node)
         and product in ancestors([node])
     ]
+
+
+def _fits(node: fx.Node, product: fx.Node) -> bool:
+    """Whether the node's buffer has the size of the product's."""
+    value, like = value_of(node), value_of(product)
+    if value is None or like is None:
+        return False
+    return value.numel() == like.numel() and value.element_size() == like.element_size()
+
+
+def _matmul_reads(node: fx.Node) -> bool:
+    """Whether a matmul reads the node, or what a scatter makes of it in its buffer."""
+    return any(
+        ops.is_matmul(reader) or (_is_scatter_into(reader, node) and _matmul_reads(reader))
+        for reader in ops.readers_through_views(node)
+    )
+
+
+def _is_scatter_into(reader: fx.Node, base: fx.Node) -> bool:
+    return ops.is_scatter(reader) and ops.base_of(reader.args[0]) is ops.base_of(base)  # type: ignore[arg-type]
+
+
+# ---- gradients that do not read the product ------------------------------------------------------
+def _read_products(builder: Builder, any_length: bool) -> None:
+    """Make gradients that are computed from narrow values of a product read the product itself."""
+    nodes = list(builder.graph.nodes)
+    unused = [node for node in nodes if ops.is_matmul(node) and node.meta["val"].is_cpu]
+    for node in nodes:
+        is_scatter = ops.is_scatter(node) and linearity.is_zero(node.args[0])
+        if not (is_scatter or ops.is_pointwise(node)) or not _matmul_reads(node):
+            continue
+        product = _overwritten(node, unused)
+        if product is None or (not is_scatter and _reads(node, product)):
+            continue
+        unused.remove(product)
+        if is_scatter:
+            with builder.graph.inserting_before(node):
+                node.update_arg(0, _reading(builder, node.args[0], product, any_length))  # type: ignore[arg-type]
+        else:
+            users = list(node.users)
+            with builder.graph.inserting_before(node.next):
+                gradient = _reading(builder, node, product, any_length)
+            for user in users:
+                user.replace_input_with(node, gradient)
+
+
+def _overwritten(gradient: fx.Node, products: list[fx.Node]) -> fx.Node | None:
+    """The last of the products from which the gradient is computed, if it has the same size."""
+    needed = ancestors([gradient])
+    found = [product for product in products if product in needed and _fits(gradient, product)]
+    return found[-1] if found else None
+
+
+def _reads(node: fx.Node, product: fx.Node) -> bool:
+    """Whether a pointwise value reads the product, itself or by other such values."""
+    stack, seen = [node], set()
+    while stack:
+        for operand in stack.pop().all_input_nodes:
+            if operand is product:
+                return True
+            if operand not in seen and (ops.is_pointwise(operand) or ops.is_cheap_view(operand)):
+                seen.add(operand)
+                stack.append(operand)
+    return False
+
+
+def _reading(builder: Builder, gradient: fx.Node, product: fx.Node, any_length: bool) -> fx.Node:
+    """The gradient, read through a ``where`` on the product; as it is if shapes do not allow."""
+    shape = list(gradient.meta["val"].shape)
+    if list(product.meta["val"].shape) != shape:
+        if any_length:
+            rows = _of_any_length([*shape[:-1], 1])
+            if rows is None:
+                return gradient
+            shape = [*rows[:-1], shape[-1]]
+        product = builder.call(aten.reshape.default, product, shape)
+    same = builder.call(aten.eq.Tensor, product, product)
+    return builder.call(aten.where.self, same, gradient, gradient)
+
+
+# ---- side readers --------------------------------------------------------------------------------
+def _write_gathered(builder: Builder) -> None:
+    """Write several elements of each row to memory: else they are read where they are needed."""
+    order = {node: i for i, node in enumerate(builder.graph.nodes)}
+    products = [node for node in order if ops.is_matmul(node)]
+    for product in [p for p in products if _gradients(p, order)]:
+        for side in _side_readers(product, order):
+            if not ops.is_reduction(side) and _has_several_per_row(side, product):
+                written = materialize(side)
+                side.replace_all_uses_with(written, lambda user, own=written: user is not own)
+
+
+def _has_several_per_row(side: fx.Node, product: fx.Node) -> bool:
+    shape, rows = side.meta["val"].shape, product.meta["val"].shape[:-1]
+    return shape[-1] > 1 and math.prod(shape[:-1]) == math.prod(rows)
 
 
 def _side_readers(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     """Narrow results of reductions and gathers over the product's rows."""
     found = []
     for node in order:
-        row = ops.lookup(node) if node.op == "call_function" else None
+        written = node.target is REALIZE
+        reader = node.all_input_nodes[0] if written else node
+        row = ops.lookup(reader) if reader.op == "call_function" else None
         if row is None or isinstance(row, Refusal) or row.kind not in ("reduce", "index"):
             continue
-        value = value_of(node)
-        narrow = value is not None and numel(node) * 4 < numel(product)
-        if narrow and any(numel(i) >= numel(product) for i in node.all_input_nodes):
-            if _works_along_rows(node) and product in ancestors([node]):
+        value = value_of(reader)
+        narrow = value is not None and numel(reader) * 4 < numel(product)
+        if narrow and any(numel(i) >= numel(product) for i in reader.all_input_nodes):
+            if _works_along_rows(reader) and product in ancestors([reader]):
                 found.append(node)
     return found
 
@@ -85,14 +187,19 @@ def _works_along_rows(node: fx.Node) -> bool:
 
 def _depending_on(builder: Builder, gradient: fx.Node, side: fx.Node, any_length: bool) -> fx.Node:
     """The gradient, read through a ``where`` on the side value; as it is if shapes do not allow."""
-    value, narrow = gradient.meta["val"], side.meta["val"]
-    shape = _broadcast_shape(list(narrow.shape), list(value.shape))
+    value, narrow = gradient.meta["val"], list(side.meta["val"].shape)
+    several = side.target is REALIZE and narrow[-1] > 1
+    if several:
+        narrow[-1] = 1
+    shape = _broadcast_shape(narrow, list(value.shape))
     if shape is not None and any_length:
         shape = _of_any_length(shape)
     if shape is None:
         return gradient
     users = list(gradient.users)
     with builder.graph.inserting_before(gradient.next):  # users are in the order of creation
+        if several:
+            side = builder.call(aten.slice.Tensor, side, len(narrow) - 1, 0, 1)
         rows = builder.call(aten.reshape.default, side, shape)
         same = builder.call(aten.eq.Tensor, rows, rows)
         dependent = builder.call(aten.where.self, same, gradient, gradient)

@@ -5,15 +5,17 @@ row and m = max(x), a sum (or mean) over the last dim is replaced if it has one 
 
     sum(r)                                =  V r
     sum(where(index == v, a, 0) r)        =  a r  where 0 <= index < V, else 0
+    sum(zeros.scatter_add(index, a))      =  sum(a)
     sum(x + y), sum(x - y), sum(-x)       =  the sum of the parts, if each part has such a form
     sum(log_softmax(x))                   =  sum(x - m) - V log(sum(exp(x - m)))
     sum(exp(x - where(|m| = inf, 0, m)))  =  where(|m| = inf, exp(m), sum(exp(x - m)))
 
-The first three give the row sum of the gradient that enters a log-softmax, under cross-entropy with
-and without label smoothing. The fourth is the term of label smoothing; it shares the pass that sums
-the exponentials, and nothing cancels, as no x - m is positive and the logarithm is never negative.
-The last lets ``logsumexp`` share that pass as well. It is exact: for m = inf both sides are inf,
-for m = -inf both are 0, and where m is NaN both are NaN.
+The first four give the row sum of the gradient that enters a log-softmax, under cross-entropy with
+and without label smoothing, and where several elements of a row are gathered. The fifth is the term
+of label smoothing; it shares the pass that sums the exponentials, and nothing cancels, as no x - m
+is positive and the logarithm is never negative. The last lets ``logsumexp`` share that pass as
+well. It is exact: for m = inf both sides are inf, for m = -inf both are 0, and where m is NaN both
+are NaN.
 """
 
 from __future__ import annotations
@@ -69,10 +71,10 @@ class _RowSums:
         """The sum over the last dim: shape ``[..., 1]``, or one element if all rows agree."""
         if not isinstance(source, fx.Node) or source.meta["val"].dtype != self.dtype:
             return None
-        one_element = self._of_one_hot(source)
-        if one_element is not None or self.dtype not in _FULL_PRECISION:
+        elements = self._of_one_hot(source) or self._of_scatter(source)
+        if elements is not None or self.dtype not in _FULL_PRECISION:
             # The other rules multiply by V, which rounds in a narrow dtype; a sum does not.
-            return one_element
+            return elements
         rules = (self._of_constant, self._of_log_softmax, self._of_exponentials, self._of_parts)
         return next((found for rule in rules if (found := rule(source)) is not None), None)
 
@@ -146,6 +148,19 @@ class _RowSums:
                 return index, hit
         return None
 
+    def _of_scatter(self, source: fx.Node) -> fx.Node | None:
+        """``sum(a)``."""
+        if source.target is not aten.scatter_add.default or not linearity.is_zero(source.args[0]):
+            return None
+        _, dim, index, elements = source.args
+        assert isinstance(index, fx.Node) and isinstance(elements, fx.Node)
+        last, shape = len(self.row) - 1, tuple(elements.meta["val"].shape)
+        if dim not in (-1, last) or shape[:-1] != self.row[:-1]:
+            return None
+        if shape != tuple(index.meta["val"].shape):
+            return None  # some of the elements are not added
+        return self._sum(elements)
+
     # ---- softmax ------------------------------------------------------------------------------
     def _of_log_softmax(self, source: fx.Node) -> fx.Node | None:
         """``sum(x - m) - V log(sum(exp(x - m)))``, for ``(x - m) - log(sum(exp(x - m)))``."""
@@ -181,8 +196,8 @@ class _RowSums:
         total = self._sum(self.call(aten.exp.default, shifted))
         return self.call(aten.where.self, infinite, self.call(aten.exp.default, m), total)
 
-    def _sum(self, wide: fx.Node) -> fx.Node:
-        return self.call(aten.sum.dim_IntList, wide, [len(self.row) - 1], True)
+    def _sum(self, values: fx.Node) -> fx.Node:
+        return self.call(aten.sum.dim_IntList, values, [len(self.row) - 1], True)
 
     def _is_shifted(self, node: object) -> TypeGuard[fx.Node]:
         """Whether the node is ``x - max(x)``."""
