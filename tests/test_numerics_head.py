@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mstpass
-from tests.checks import check_against_float64, compiled, errors, gradients, kinds
+from tests.checks import check_against_float64, compiled, errors, kinds
 from tests.models import TinyLM, next_token_loss
 
 pytestmark = pytest.mark.op_by_op

@@ -39,10 +39,9 @@ _NO_GPU_BETWEEN_GRAPHS = (
     "`inputs` of the file, or give them as arguments"
 )
 _ONE_DEVICE = (
-    "the step is planned for a GPU, on which tensors are made unless the step says otherwise: leave "
-    "device='cpu' and .cpu() out of it, write device=x.device, and make tensors that come from a "
-    "data loader or an old constructor such as torch.LongTensor in the function `inputs` of the "
-    "file, or give them as arguments"
+    "tensors of the step are on the device that it is planned for, unless the step says otherwise: "
+    "leave device='cpu' and .cpu() out of it, or give such tensors as arguments (on the command "
+    "line, from the function `inputs` of the file)"
 )
 _ADVICE = {  # a part of an error's text -> what to change
     "Tensor.backward()": "give the function that returns the loss, and call backward outside of it",

@@ -187,7 +187,7 @@ def _items(container: Any) -> Iterator[tuple[Any, Setter]]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[Any, Setter]]:
-    """The tensors that a module holds as plain attributes, also one level down in a list or dict."""
+    """A module's tensors that are plain attributes, also one level down in a list or dict."""
     attributes = vars(module)
     for name, value in list(attributes.items()):
         if isinstance(value, Tensor):
