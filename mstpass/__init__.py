@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mstpass.integrations import accelerate_backends, dynamo_backend
 
 if TYPE_CHECKING:
+    from mstpass import gpus, measure
     from mstpass.compiling import compile, uncompile
     from mstpass.explainer import ExplainError, explain, explain_all
     from mstpass.linter import Finding, LintReport, lint, lint_compiled, lint_graphs
@@ -37,9 +38,11 @@ __all__ = [
     "compile_trainer",
     "explain",
     "explain_all",
+    "gpus",
     "lint",
     "lint_compiled",
     "lint_graphs",
+    "measure",
     "register_solver",
     "reports",
     "uncompile",
@@ -69,7 +72,12 @@ _MODULES = {
 }
 
 
+_PUBLIC_MODULES = ("gpus", "measure")  # as in `mstpass.measure.peak_bytes`
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PUBLIC_MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

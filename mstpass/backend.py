@@ -61,6 +61,7 @@ from mstpass.torch_internals.compile_fx import compile_fx
 from mstpass.torch_internals.compiled_autograd import has_backward_hooks, traces_backward_again
 from mstpass.torch_internals.compiler_collectives import least_of_ranks
 from mstpass.torch_internals.dynamo import RestartAnalysis
+from mstpass.torch_internals.kept_graphs import backwards_may_keep_graphs
 from mstpass.torch_internals.plain_inductor import by_inductor_alone, options_of_mode
 from mstpass.torch_internals.scheduler_mends import MendScheduler
 from mstpass.torch_internals.settings import (
@@ -295,7 +296,8 @@ def _compiled(
     now = not has_backward_hooks(example_inputs)
     patches = {**_OURS, **without_padding(), **users, **hooks}
     before = cache_counts()
-    with backward_compiled_at_once() if now else contextlib.nullcontext():
+    at_once = backward_compiled_at_once() if now else contextlib.nullcontext()
+    with at_once, backwards_may_keep_graphs():
         try:
             compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -183,18 +184,91 @@ def test_every_kind_can_be_pretended() -> None:
             assert torch.cuda.mem_get_info()[1] == kind.memory_bytes
 
 
-def test_tensors_made_between_graphs_are_refused_with_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+_MAKES_ITS_OWN = """
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+V, D, N = 32000, 64, 4096
+device = "cuda" if torch.cuda.is_available() else "cpu"
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(V, D), nn.Embedding(N, D)
+        self.head = nn.Linear(D, V, bias=False)
+        self.register_buffer("scale", torch.ones(D))
+        self.inverse = 1.0 / torch.arange(1, D + 1)  # no buffer, but an attribute
+
+    def forward(self, ids, labels):
+        hidden = self.tokens(ids) + self.positions(torch.arange(ids.shape[-1]))
+        logits = self.head(hidden * self.scale * self.inverse)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+model = Model()
+loader = torch.utils.data.DataLoader(torch.randint(V, (4, N)), batch_size=1)
+batch = next(iter(loader))  # reads a value
+
+def batch_inside():
+    ids = torch.randint(V, (1, N))
+    return model(ids, ids) * torch.tensor(2.0) + torch.tensor([0.5, 1.0])[0]
+
+def of_a_loader():
+    return model(batch, batch)
+
+def of_numpy():
+    ids, labels = np.zeros((1, N), np.int64), np.ones((1, N), np.int64)
+    return model(torch.from_numpy(ids), torch.as_tensor(labels))
+
+def model_inside():
+    own = Model().to(device, torch.bfloat16)
+    ids = torch.randint(V, (1, N), device=device)
+    return own(ids, ids)
+
+def between_graphs():
+    ids = torch.zeros(1, N, dtype=torch.long)
+    torch._dynamo.graph_break()
+    return model(ids, torch.zeros_like(ids))
+
+def on_the_cpu():
+    ids = torch.randint(V, (1, N), device="cpu")
+    return model(ids, ids)
+"""
+
+
+@pytest.fixture
+def file_of_steps(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(_MAKES_ITS_OWN)
+    return tmp_path / "train.py"
+
+
+@pytest.mark.parametrize(
+    "step", ["batch_inside", "of_a_loader", "of_numpy", "model_inside", "between_graphs"]
+)
+def test_steps_that_make_their_own_tensors(
+    step: str, file_of_steps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "train.py"
-    file.write_text(
-        "import torch\nweight = torch.randn(8, 8, device='cuda')\n"
-        "def loss():\n"
-        "    x = torch.empty(8, 8, device='cuda', requires_grad=True)\n"
-        "    return (x @ weight).sum()\n"
-    )
-    if torch.cuda.is_available():
-        pytest.skip("a real GPU makes them")
-    assert main(["explain", f"{file}:loss", "--device", "cuda", "--gpu", "h100"]) == 1
+    assert main(["explain", f"{file_of_steps}:{step}", "--gpu", "h100"]) == 0
+    shown = capsys.readouterr().out
+    assert "lm_head" in shown and "not explained" not in shown
+    assert torch.from_numpy(np.ones(1)).device.type == "cpu" and not is_pretended()
+
+
+def test_tensors_on_the_cpu_are_refused_with_what_to_do(
+    file_of_steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", f"{file_of_steps}:on_the_cpu", "--gpu", "h100"]) == 1
     message = capsys.readouterr().err
-    assert "give them as arguments" in message and "This could be because" not in message
+    assert "same device" in message and "leave device='cpu' and .cpu() out of it" in message
+
+
+def test_the_same_from_python() -> None:
+    head = nn.Linear(WIDTH, VOCABULARY)
+
+    def loss() -> Tensor:
+        return F.cross_entropy(head(torch.randn(TOKENS, WIDTH)), torch.zeros(TOKENS).long())
+
+    (region,) = mstpass.explain(loss, gpu="a100").regions
+    assert region.kind == "lm_head"
+    assert head.weight.device.type == "cpu" and torch.zeros(1).device.type == "cpu"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -57,6 +61,54 @@ def test_names_of_the_api_pages_exist() -> None:
     assert len(names) > 30
     for name in names:
         resolve_name(name)
+
+
+_RESOLVE = """
+import json, os, re, sys
+
+import torch  # once for all pages
+
+wrong = {}
+for page, names in json.load(sys.stdin).items():
+    reading, writing = os.pipe()
+    if os.fork() == 0:  # nothing of mstpass is imported yet
+        import mstpass
+
+        missing = []
+        for name in names:
+            try:
+                eval(name)
+            except AttributeError as error:
+                missing.append(f"{name}: {error}")
+        os.write(writing, json.dumps(missing).encode())
+        os._exit(0)
+    os.close(writing)
+    wrong[page] = json.loads(open(reading).read())
+print(json.dumps({page: names for page, names in wrong.items() if names}))
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_names_are_there_after_import_mstpass_alone() -> None:
+    """In a process of its own for each page; pages of the API say which module has a name."""
+    pages = {_name(path): _dotted_names(path) for path in PAGES if path.parent.name != "api"}
+    assert "mstpass.measure.peak_bytes" in pages["README.md"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _RESOLVE],
+        input=json.dumps({page: names for page, names in pages.items() if names}),
+        capture_output=True,
+        text=True,
+        env=env,
+        check=True,
+    )
+    assert json.loads(found.stdout) == {}
+
+
+def _dotted_names(path: Path) -> list[str]:
+    """Names such as `mstpass.measure.timed`, but for those of commands: `python -m mstpass.bench`."""
+    text = path.read_text(encoding="utf-8")
+    return sorted(set(re.findall(r"(?<!-m )(?<![\w./])mstpass(?:\.[A-Za-z]\w*)+(?!\.?\w)", text)))
 
 
 @pytest.mark.parametrize("page", RUNS)

@@ -20,7 +20,7 @@ from mstpass.explainer.errors import ExplainError
 from mstpass.explainer.plan_step import explain_parts, explain_step
 from mstpass.options import OptionError, parse_value
 from mstpass.report.report import Report
-from mstpass.tracing.devices import DeviceError, tensors_made_for, traced_for
+from mstpass.tracing.devices import DeviceError, made_for, traced_for
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 Step = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
@@ -157,8 +157,7 @@ def _reports(arguments: argparse.Namespace) -> list[Report]:
     on_cuda = given is not None and given.type == "cuda"
     target = given if on_cuda or arguments.gpu is not None else None
     with traced_for(target, arguments.gpu) as device:
-        with tensors_made_for(given):
-            fn, args, kwargs = _load_step(arguments)
+        fn, args, kwargs = made_for(given, lambda: _load_step(arguments))
         if arguments.fullgraph:
             return [explain_step(fn, args, kwargs, options, pareto=pareto, device=device)]
         return explain_parts(fn, args, kwargs, options, pareto=pareto, device=device)

@@ -14,7 +14,7 @@ from mstpass.errors import UserError
 from mstpass.linter.entry_points import lint, lint_compiled
 from mstpass.linter.errors import LintError
 from mstpass.linter.report import LintReport, module_lines
-from mstpass.tracing.devices import tensors_made_for, traced_for
+from mstpass.tracing.devices import made_for, traced_for
 
 NO_FINDINGS, FINDINGS, BAD_INPUT = 0, 1, 2
 
@@ -89,8 +89,7 @@ def _report(arguments: argparse.Namespace) -> LintReport:
             "--device and --gpu, or --compiled"
         )
     with traced_for("cuda" if on_gpu else None, arguments.gpu) as device:
-        with tensors_made_for(device):
-            _, step = load_function(arguments.step)
+        _, step = made_for(device, lambda: load_function(arguments.step))
         return _run(step, arguments, device).above(arguments.min_share)
 
 

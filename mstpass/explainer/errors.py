@@ -38,6 +38,11 @@ _NO_GPU_BETWEEN_GRAPHS = (
     "a GPU that is not there makes no tensors between two graphs: make them in the function "
     "`inputs` of the file, or give them as arguments"
 )
+_ONE_DEVICE = (
+    "tensors of the step are on the device that it is planned for, unless the step says otherwise: "
+    "leave device='cpu' and .cpu() out of it, or give such tensors as arguments (on the command "
+    "line, from the function `inputs` of the file)"
+)
 _ADVICE = {  # a part of an error's text -> what to change
     "Tensor.backward()": "give the function that returns the loss, and call backward outside of it",
     "autograd.grad": "give the function that returns the loss, and take its gradient outside of it",
@@ -48,6 +53,7 @@ _ADVICE = {  # a part of an error's text -> what to change
     "loss_type, set model.loss_type = 'ForCausalLM', as mstpass.compile(model) does",
     "`disable` in file": _HOOK_OUT_OF_GRAPHS,
     "Call to `torch._dynamo.disable()`": _HOOK_OUT_OF_GRAPHS,  # torch 2.15
+    "same device, but found": _ONE_DEVICE,
     " and meta": "no fake tensor stands for a tensor on the meta device: give that tensor, or the "
     "module that holds it, as an argument",
     "from the 'CUDA' backend": _NO_GPU_BETWEEN_GRAPHS,

@@ -8,7 +8,9 @@ torch/distributed/algorithms/_checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from mstpass.torch_internals.private_apis import PrivateApis
 APIS = PrivateApis(
     names=(
         "torch._dynamo.eval_frame.OptimizedModule",
+        "torch.nn.Module._apply(fn, recurse)",
         "torch.nn.Module._compiled_call_impl",
         "torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE",
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE",
@@ -52,6 +55,38 @@ def uncompiled(fn: Any) -> Any:
 def is_compiled(value: Any) -> bool:
     """Whether torch.compile made the value, or ``nn.Module.compile`` was called on it."""
     return uncompiled(value) is not value or getattr(value, "_compiled_call_impl", None) is not None
+
+
+@contextmanager
+def fake_modules_moved() -> Iterator[None]:
+    """Modules of fake tensors can be moved to a device, and cast, between compiled graphs.
+
+    ``Module._apply`` swaps fake parameters in place, which torch refuses once Dynamo has guarded
+    one of them. In here they are replaced; parameters that are tied stay tied.
+    """
+    # (id of the conversion, id of the tensor) -> both, which so stay alive, and the new tensor
+    known: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+
+    def converted(convert: Any, tensor: Any) -> Any:
+        key = id(convert), id(tensor)
+        if key not in known:
+            with torch.no_grad():
+                made = convert(tensor)
+            if isinstance(tensor, nn.Parameter) and made is not tensor:
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            known[key] = convert, tensor, made
+        return known[key][2]
+
+    @torch.compiler.disable
+    def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        for module in self.modules() if recurse else (self,):
+            for tensors in own_tensors(module):
+                held = {name: value for name, value in tensors.items() if value is not None}
+                tensors.update({name: converted(fn, value) for name, value in held.items()})
+        return self
+
+    with mock.patch.object(nn.Module, "_apply", apply):
+        yield
 
 
 def uncompile_in_place(module: nn.Module) -> None:

@@ -10,6 +10,8 @@ the autograd engine                        pretended_gpu_engine.py
 F.scaled_dot_product_attention             pretended_gpu_attention.py
 FakeTensorMode                             it makes no real tensor to learn about the device
 UniformValueConstantFolder                 it runs operators on one element: on the CPU instead
+torch.tensor                               it moves what it has made as an operator of its own
+proxy_tensor                               it moves no constant to the GPU for real
 pad_mm._should_pad                         it measures products; instead, none is padded
 
 Other threads see no such GPU: each patch asks whose question it is. But the engine and the
@@ -35,6 +37,7 @@ import torch.utils._triton as triton_utils
 from torch._dynamo import device_interface
 from torch._inductor.fx_passes import joint_graph, pad_mm
 from torch._subclasses import fake_tensor
+from torch.fx.experimental import proxy_tensor
 
 from mstpass.gpus import Gpu
 from mstpass.torch_internals.dispatch_modes import TorchDispatchMode
@@ -48,11 +51,14 @@ __all__ = ["NoPretendedGpu", "is_pretended", "pretended_gpu"]
 
 APIS = PrivateApis(
     names=(
+        "torch._C._only_lift_cpu_tensors()",
+        "torch._C._set_only_lift_cpu_tensors",
         "torch._dynamo.device_interface.CudaInterface.Worker.get_device_properties",
         "torch._dynamo.device_interface.caching_worker_device_properties",
         "torch._dynamo.device_interface.caching_worker_current_devices",
         "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder._deduce_value",
         "torch._inductor.fx_passes.pad_mm._should_pad",
+        "torch.fx.experimental.proxy_tensor.CONSTANT_NUMEL_LIMIT",
         "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init",
         "torch._subclasses.fake_tensor.init_gpu_context",
         "torch.utils._triton.has_triton",
@@ -108,6 +114,8 @@ def _pretended(kind: Gpu) -> Iterator[None]:
         folder = joint_graph.UniformValueConstantFolder
         patch(folder, "_deduce_value", _on_cpu(folder._deduce_value))
         patch(pad_mm, "_should_pad", lambda *_, **__: False)
+        stack.enter_context(_tensors_lifted_on_cpu())
+        stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0))
         stack.enter_context(compiled_in_one_process())
         stack.enter_context(_forgotten(triton_utils))
         stack.enter_context(engine_without_gpu())
@@ -207,12 +215,26 @@ def _on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+_CPU = torch.device("cpu")
+
+
 class _CpuMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)
+            kwargs["device"] = _CPU
+        return func(*(_CPU if isinstance(a, torch.device) else a for a in args), **kwargs)
+
+
+@contextmanager
+def _tensors_lifted_on_cpu() -> Iterator[None]:
+    """``torch.tensor(3.0, device="cuda")`` makes a tensor on the CPU, and a mode moves it."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -69,21 +69,36 @@ def on_fake_tensors(
             yield step
             return
         fakes = FakeTensors(also_real=True, device=target)
-        with fakes.replacing(step) as faked, fakes.mode:
+        with fakes.replacing(step) as faked, fakes.made_there():
             yield faked
 
 
-@contextmanager
-def tensors_made_for(device: torch.device | None) -> Iterator[None]:
-    """Tensors are made on a device by default; instead of a GPU that is pretended, on meta."""
+def made_for(device: torch.device | None, make: Callable[[], T]) -> T:
+    """What ``make`` returns, which makes tensors on a device by default.
+
+    Instead of a GPU that is pretended, they are on meta, where they take no memory. If that fails
+    because a value is read, as a data loader does, they are made once more, on the CPU.
+
+    Raises:
+        UserError: as ``make`` raises it, for an error of the user's.
+    """
     if device is None:
-        yield
-    elif device.type == "cuda" and is_pretended():
-        with torch.device("meta"), _CudaAsMeta():
-            yield
-    else:
+        return make()
+    if device.type != "cuda" or not is_pretended():
         with torch.device(device):
-            yield
+            return make()
+    try:
+        with torch.device("meta"), _CudaAs("meta"):
+            return make()
+    except UserError as error:
+        if not _reads_value_on_meta(error.__cause__):
+            raise
+    with torch.device("cpu"), _CudaAs("cpu"):
+        return make()
+
+
+def _reads_value_on_meta(error: BaseException | None) -> bool:
+    return isinstance(error, RuntimeError) and "meta" in str(error).lower()
 
 
 def _device(device: torch.device | str | None, gpu: str | None) -> torch.device | None:
@@ -105,22 +120,23 @@ def _device(device: torch.device | str | None, gpu: str | None) -> torch.device 
     return found
 
 
-class _CudaAsMeta(TorchFunctionMode):
-    """Tensors that are made on CUDA, or moved there, are on the meta device: no GPU is needed."""
+class _CudaAs(TorchFunctionMode):
+    """Tensors that are made on CUDA, or moved there, are on another device: no GPU is needed."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        self._device = torch.device(device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
-            return args[0].to("meta")
+            return args[0].to(self._device)
         moved = func in (torch.Tensor.to, torch.set_default_device) or "device" in kwargs
         if moved:
-            args, kwargs = tree_map(_meta, tuple(args)), tree_map(_meta, kwargs)
+            args, kwargs = tree_map(self._other, tuple(args)), tree_map(self._other, kwargs)
         return func(*args, **kwargs)
 
-
-def _meta(value: Any) -> Any:
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return torch.device("meta")
-    if isinstance(value, str) and value.partition(":")[0] == "cuda":
-        return "meta"
-    return value
+    def _other(self, value: Any) -> Any:
+        named = value.partition(":")[0] if isinstance(value, str) else None
+        on_cuda = isinstance(value, torch.device) and value.type == "cuda"
+        return self._device if on_cuda or named == "cuda" else value

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from mstpass.torch_internals import fsdp_states
 from mstpass.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
-from mstpass.torch_internals.modules import is_compiled, own_tensors, uncompiled
+from mstpass.torch_internals.modules import fake_modules_moved, is_compiled, own_tensors, uncompiled
 from mstpass.torch_internals.pytrees import tree_leaves, tree_map
 from mstpass.tracing.names import modules_near
 
@@ -65,6 +66,21 @@ class FakeTensors:
         """The tensor that a stand-in stands for; any other value as it is."""
         originals = (value for value, known in self._known.values() if known is fake)
         return next(originals, fake)
+
+    @contextmanager
+    def made_there(self) -> Iterator[None]:
+        """Tensors that are made in here stand for tensors of the device, if all others do."""
+        if not self._moved:
+            yield
+            return
+        device = self._device
+
+        def from_numpy(array: Any) -> Tensor:
+            return torch.as_tensor(array, device=device)
+
+        patch = mock.patch.object(torch, "from_numpy", from_numpy)
+        with self.mode, device, patch, fake_modules_moved():
+            yield
 
     @contextmanager
     def replacing(self, step: T) -> Iterator[T]:
@@ -118,6 +134,7 @@ def _tensor_places(leaves: Sequence[Any]) -> Iterator[tuple[Any, Setter]]:
             for module in new:
                 for tensors in own_tensors(module):
                     yield from _items(tensors)
+                yield from _attributes(module)
         if isinstance(leaf, functools.partial):
             for value, put in _arguments(leaf):
                 yield value, put
@@ -167,6 +184,16 @@ def _items(container: Any) -> Iterator[tuple[Any, Setter]]:
         keys = range(len(container))
     for key in keys:
         yield container[key], functools.partial(container.__setitem__, key)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[Any, Setter]]:
+    """A module's tensors that are plain attributes, also one level down in a list or dict."""
+    attributes = vars(module)
+    for name, value in list(attributes.items()):
+        if isinstance(value, Tensor):
+            yield value, functools.partial(attributes.__setitem__, name)
+        elif not name.startswith("_"):
+            yield from _items(value)
 
 
 def _arguments(bound: Any) -> Iterator[tuple[Any, Setter]]:

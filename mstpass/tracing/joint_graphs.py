@@ -61,6 +61,7 @@ def _as_it_is(gm: fx.GraphModule, inputs: Sequence[Any]) -> Finish:
 
 
 _numbers = itertools.count()
+_NO_BACKWARD = "no backward: the result depends on nothing that requires a gradient"
 
 
 class NoJointGraph(UserError):
@@ -106,7 +107,8 @@ def trace_one_graph(
     with fakes.replacing((plain, args, kwargs)) as (_, given_args, given_kwargs), _undisturbed():
         try:
             compiled = torch.compile(_new_caller(plain), backend=backend, fullgraph=True)
-            with torch.compiler.set_stance("default"):  # the user's may be to compile nothing
+            # the user's stance may be to compile nothing
+            with fakes.made_there(), torch.compiler.set_stance("default"):
                 compiled(plain, given_args, given_kwargs)
         except Exception as error:
             if not found:
@@ -177,7 +179,7 @@ def trace_each_graph(
     with fakes.replacing((fn, args, kwargs)) as (step, given_args, given_kwargs), _undisturbed():
         has_compiled = calls_compiled((fn, args, kwargs))
         run = step if has_compiled else torch.compile(step, backend=backend)
-        with _backend_everywhere(backend):
+        with fakes.made_there(), _backend_everywhere(backend):
             try:
                 run(*given_args, **given_kwargs)
             except Exception as error:
@@ -226,6 +228,8 @@ def _trace_captured(gm: fx.GraphModule, inputs: Sequence[Any], use_joint: UseJoi
     Raises:
         NoJointGraph: there is no backward.
     """
+    if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+        raise NoJointGraph(_NO_BACKWARD)
     found: list[T] = []
 
     class Partitioner(CustomPartitionerFn):
@@ -253,7 +257,7 @@ def _trace_captured(gm: fx.GraphModule, inputs: Sequence[Any], use_joint: UseJoi
 
 def _no_backward(*_: Any, **__: Any) -> Any:
     """In place of Inductor's compiler, which is called first only if there is no backward."""
-    raise NoJointGraph("no backward: the result depends on nothing that requires a gradient")
+    raise NoJointGraph(_NO_BACKWARD)
 
 
 class _JointGraphUsed(Exception):
