@@ -129,7 +129,7 @@ def run(
     if _fits(result, budget):
         return result
     assert result.memory is not None
-    note = infeasible(budget, result.memory)
+    note = infeasible(budget, result.memory, result.outcome)
     if result.problem is not None:
         note += more_host_memory(result.problem, limit or simulated_limit(budget))
     if options.strict:
@@ -225,9 +225,10 @@ def _rewritten(
         peak_bytes=memory.peak_bytes if memory.known else None,
         notes=crossing.notes,
         limit_bytes=limit_bytes,
+        left_to_torch=crossing.left_to_torch,
     )
     before: StepMemory | None = None
-    if memory.known and not crossing.by_torch:
+    if memory.known and not crossing.left_to_torch:
         before, extra_time = pipeline_stages.compared(planned.problem, planned.plan)
         outcome = dataclasses.replace(
             outcome, baseline_peak_bytes=before.peak_bytes, extra_time=extra_time

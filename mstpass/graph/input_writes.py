@@ -1,4 +1,4 @@
-"""Writes to the inputs of a step, as the update of a buffer: ``aten.copy_`` at the end of the graph.
+"""Writes to the inputs of a step, such as the update of a buffer: ``aten.copy_`` at its end.
 
 AOTAutograd traces a step that writes to an input as one that computes the new value, and copies it
 to the input after everything else. Such a write can be split and planned like any other op: it runs

@@ -164,9 +164,7 @@ class LoopWriter:
         if same_shape(value.shape, shape):
             return node
         if not is_viewable(value, shape):
-            node = self._call(
-                meta, aten.clone.default, node, memory_format=torch.contiguous_format
-            )
+            node = self._call(meta, aten.clone.default, node, memory_format=torch.contiguous_format)
         return self._call(meta, aten.view.default, node, self.sizes.arguments(shape))
 
     def _call(self, meta: dict[str, Any], target: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -1,7 +1,8 @@
 """The graphs that torch's own partitioner splits, because our partition problem lacks what they do.
 
-Such graphs have writes of other forms than the update of a buffer (graph/input_writes.py), sizes that depend on data, sends and receives between two ranks,
-subgraphs (but for FlexAttention's), or a memory budget that the user set for a part of the model.
+Such graphs have writes of other forms than the update of a buffer (graph/input_writes.py), sizes
+that depend on data, sends and receives between two ranks, subgraphs (but for FlexAttention's), or a
+memory budget that the user set for a part of the model.
 """
 
 from __future__ import annotations
