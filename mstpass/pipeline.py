@@ -132,7 +132,7 @@ def run(
     if _fits(result, budget):
         return result
     assert result.memory is not None
-    note = infeasible(budget, result.memory)
+    note = infeasible(budget, result.memory, result.outcome)
     if result.problem is not None:
         note += more_host_memory(result.problem, limit or simulated_limit(budget))
     if options.strict:
@@ -162,7 +162,8 @@ def _run_stages(
     if limit_bytes == 0:
         options = dataclasses.replace(options, memory_budget=0.0)
     watch = _Stopwatch()
-    masks = masks_as_flags(inputs_before_writes(read()))
+    traced = inputs_before_writes(read())
+    masks = masks_as_flags(traced)
     watch.lap("read")
     detected = pipeline_stages.detect(masks.joint, options, loops_in_backward)
     detected = detected.with_masks(masks)
@@ -170,7 +171,7 @@ def _run_stages(
     if stop_after in ("read", "detect"):
         return Result(_outcome((), detected.rejections))
     static_inputs = torch_kwargs.get("static_lifetime_input_indices")
-    alone = functools.partial(inductor_alone, joint, static_inputs)
+    alone = functools.partial(inductor_alone, traced, static_inputs)
     planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit_bytes, alone)
     watch.lap("plan")
     if stop_after == "plan":
@@ -180,7 +181,7 @@ def _run_stages(
         _rewritten, detected, options, stop_after, limit_bytes, torch_kwargs, watch
     )
     results: list[Result] = []
-    for attempt in with_fewer_loops(planned, joint):
+    for attempt in with_fewer_loops(planned, traced):
         results.append(rewritten(attempt))
         if not _raises_peak(results[-1], attempt, options):
             break
@@ -239,9 +240,10 @@ def _rewritten(
         peak_bytes=memory.peak_bytes if memory.known else None,
         notes=(*detected.notes, *crossing.notes),
         limit_bytes=limit_bytes,
+        left_to_torch=crossing.left_to_torch,
     )
     before: StepMemory | None = None
-    if memory.known and not crossing.by_torch:
+    if memory.known and not crossing.left_to_torch:
         before, extra_time = pipeline_stages.compared(planned)
         outcome = dataclasses.replace(
             outcome, baseline_peak_bytes=before.peak_bytes, extra_time=extra_time

@@ -31,9 +31,8 @@ from mstpass.partition.host import host_memory
 from mstpass.partition.inductor_alone import with_torch_saved
 from mstpass.partition.offload import offload
 from mstpass.partition.reconstruct import most_won_bytes, reconstruct
-from mstpass.partition.solve import solve
+from mstpass.partition.solve import Solved, carried_over, solve
 from mstpass.partition.solvers.candidate import Candidate, baseline, without_loops
-from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.partition.split import split as split_graph
 from mstpass.partition.torch_fallback import (
     TORCH_BUDGET,
@@ -43,8 +42,7 @@ from mstpass.partition.torch_fallback import (
 from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Plan
-from mstpass.problem.saved_set import must_offload, read_by_backward
-from mstpass.problem.verify import InvalidPlan, verify
+from mstpass.problem.verify import verify
 from mstpass.schedule.second_rematerialization import add_second_rematerialization
 from mstpass.torch_internals.partitioners import has_torch_budget
 
@@ -237,14 +235,14 @@ class Split:
     """The forward and the backward graph, and what crosses between them.
 
     Attributes:
-        notes: why the saved values are not those of the plan, if they are not.
-        by_torch: torch's own partitioner split the graph.
+        notes: why the saved values are not those of the solver of the options, if they are not.
+        left_to_torch: why torch's own partitioner split the graph; empty if it did not.
     """
 
     modules: Modules
     save_plan: SavePlan
     notes: tuple[str, ...] = ()
-    by_torch: bool = False
+    left_to_torch: str = ""
 
 
 def split(
@@ -261,28 +259,14 @@ def split(
     if reason:
         modules, save_plan = split_by_torch(rewritten, **torch_kwargs)
         as_copies(modules)
-        note = f"torch's partitioner split this graph, because mstpass cannot: {reason}"
-        return Split(modules, _named(save_plan, applied, joint), (note,), by_torch=True)
-    name = planned.solver
-    saved = frozenset(applied.names.get(value, "") for value in solved.saved)
-    nested, inner = (
-        frozenset(applied.names[v] for v in names if v in applied.names)
-        for names in (solved.nested, solved.inner)
-    )
-    offloaded = frozenset(applied.names.get(value, "") for value in solved.offloaded)
+        return Split(modules, _named(save_plan, applied, joint), planned.notes, reason)
     host = planned.problem.host
     problem = cut_problem(rewritten, (), options.frees_memory_for_time, host)
-    notes = planned.notes
-    try:
-        verify(problem.allowing(True), saved, offloaded=offloaded)
-        saved = read_by_backward(problem, saved)
-    except InvalidPlan as error:  # a region was left out after the plan was made
-        name, saved, nested, offloaded = "min_cut", min_cut(problem), frozenset(), frozenset()
-        said = f"min_cut chose the saved values, because those of the plan are not valid: {error}"
-        notes = (*notes, said)
-    chosen = Plan(saved, {}, nested, offloaded | (saved & must_offload(problem)))
+    before = Solved(solved, planned.solver, planned.notes, planned.limit_bytes)
+    chosen, name, notes, _ = carried_over(before, applied.names, problem, options)
     reduced, saved, reconstructed = _reconstruct(rewritten, problem, chosen, options)
-    modules, save_plan = split_graph(reduced, saved, name, nested, inner, **torch_kwargs)
+    nested = (chosen.nested, chosen.inner)
+    modules, save_plan = split_graph(reduced, saved, name, *nested, **torch_kwargs)
     save_plan = dataclasses.replace(save_plan, reconstructed=reconstructed)
     save_plan = offload(
         modules,
@@ -360,7 +344,7 @@ def scheduled(
     modules = crossing.modules
     memory = simulate_step(modules[0].graph, modules[1].graph, scatters_delayed)
     wanted = limit_bytes is not None and memory.peak_bytes > limit_bytes
-    if wanted and not crossing.by_torch:
+    if wanted and not crossing.left_to_torch:
         return add_second_rematerialization(modules, memory, scatters_delayed)
     return modules, memory
 

@@ -287,6 +287,7 @@ class Outcome:
             compilation and where the schedule could not be read.
         limit_bytes: the highest simulated peak that the plan might have; None without a budget in
             bytes.
+        left_to_torch: why torch's partitioner chose what is saved; empty if mstpass did.
     """
 
     regions: tuple[ChunkPlan, ...] = ()
@@ -298,3 +299,4 @@ class Outcome:
     notes: tuple[str, ...] = ()
     scheduled_peak_bytes: int | None = None
     limit_bytes: int | None = None
+    left_to_torch: str = ""

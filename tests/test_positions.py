@@ -86,9 +86,7 @@ CAUSAL: dict[str, Program] = {
     ),
     "not after": lambda x: ~(_columns(x) > _rows(x)),
     "flipped twice": lambda x: (_columns(x) <= _rows(x)).flip(0).flip(0),
-    "counted": lambda x: (
-        torch.ones(x.shape[-1]).to(torch.int64).cumsum(0)[None] - 1 <= _rows(x)
-    ),
+    "counted": lambda x: torch.ones(x.shape[-1]).to(torch.int64).cumsum(0)[None] - 1 <= _rows(x),
     "rows without a key get all": lambda x: (
         (_columns(x) <= _rows(x)) | (_columns(x) > _rows(x)).all(-1, keepdim=True)
     ),
@@ -206,12 +204,18 @@ def _step(draw: random.Random, values: list[Tensor], n: int) -> Tensor:
 def _program(seed: int) -> Program:
     def program(x: Tensor) -> Tensor:
         draw, n = random.Random(seed), x.shape[0]
-        values = [torch.arange(n)[:, None], torch.arange(n)[None], torch.arange(n, dtype=torch.int32)]
+        values = [
+            torch.arange(n)[:, None],
+            torch.arange(n)[None],
+            torch.arange(n, dtype=torch.int32),
+        ]
         for _ in range(draw.randint(1, 7)):
             new = _step(draw, values, n)
             values.append(new if not new.is_floating_point() else new == 0)
-        return values[-1].expand(n, n) & True if values[-1].dtype == torch.bool else (
-            values[-1].expand(n, n) <= values[0]
+        return (
+            values[-1].expand(n, n) & True
+            if values[-1].dtype == torch.bool
+            else (values[-1].expand(n, n) <= values[0])
         )
 
     return program
@@ -234,9 +238,7 @@ def _number(poly: Poly | float, at: tuple[int, ...], sizes: Mapping[str, int]) -
 
 def _at(value: Pieces, at: tuple[int, ...], sizes: Mapping[str, int]) -> float:
     """The value at one position, which is in one part alone."""
-    (part,) = (
-        part for part in value.parts if all(_number(c, at, sizes) >= 0 for c in part.where)
-    )
+    (part,) = (part for part in value.parts if all(_number(c, at, sizes) >= 0 for c in part.where))
     return _number(part.number, at, sizes)
 
 

@@ -22,6 +22,7 @@ from torch import fx
 from mstpass.graph.sizes import expression, generic_numel, hint_numel, is_size, symbols_of
 from mstpass.torch_internals.graph_modules import graph_module
 from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.partitioners import is_write_of_backward
 
 T = TypeVar("T")
 Modules = tuple[fx.GraphModule, fx.GraphModule]  # (forward, backward)
@@ -136,13 +137,18 @@ class JointGraph:
 
     @cached_property
     def forward(self) -> set[fx.Node]:
-        """The nodes that a forward output depends on."""
-        return ancestors(self.forward_outputs)
+        """The nodes that a forward output depends on, or a write that the forward makes."""
+        return ancestors((*self.forward_outputs, *self.forward_writes))
 
     @cached_property
-    def has_side_effects(self) -> bool:
-        """Whether an op writes to its operands, as the update of a buffer does."""
-        return any(map(_mutates, self.nodes))
+    def forward_writes(self) -> list[fx.Node]:
+        """The ops of the forward that write to their operands, as the update of a buffer does."""
+        return [n for n in self.nodes if _mutates(n) and not is_write_of_backward(n)]
+
+    @cached_property
+    def backward_writes(self) -> list[fx.Node]:
+        """Those of the backward."""
+        return [n for n in self.nodes if _mutates(n) and is_write_of_backward(n)]
 
     def sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """The nodes in the graph's order."""

@@ -2,7 +2,8 @@
 
 heavy    matmuls, attention, loops, and every op that the op table does not know
 pinned   ops whose second run may give other results: random draws, sorts and writes by index (ties
-         may fall otherwise), collectives (graph/collectives.py), and ops from outside of PyTorch
+         may fall otherwise), collectives (graph/collectives.py), writes to operands, and ops from
+         outside of PyTorch
 
 Ops that make opaque values, such as the process group of a mesh, are neither.
 """
@@ -70,7 +71,7 @@ def _is_pinned_op(target: Any) -> bool:
     row = ops.row_of(target)
     if isinstance(row, op_table.Op) and row.kind in _KINDS_WITH_TIES:
         return True
-    return target.namespace not in ("aten", "prims")
+    return schema_of(target).is_mutable or target.namespace not in ("aten", "prims")
 
 
 @functools.cache

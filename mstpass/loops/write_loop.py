@@ -23,7 +23,7 @@ from mstpass.graph.builder import Builder, SizeNodes, fake_values
 from mstpass.graph.checkpoint_policies import policies_of, tag_of
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import STACK, SUM, OutputSpec, mst_loop
-from mstpass.graph.node_meta import origin_meta, policy_meta, replacement_meta
+from mstpass.graph.node_meta import inside_meta, origin_meta, policy_meta, replacement_meta
 from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.build import build_body
@@ -58,7 +58,8 @@ class LoopWriter:
         env = self._with_prelude(loop, env)
         inputs = [(self.joint.by_name[item.node], item.spec) for item in loop.inputs]
         axis = axis_of(plan.axis, plan.num_tokens)
-        sliced = [self._as_rows(env[node], spec, axis) for node, spec in inputs if spec]
+        inside = self._inside_meta(loop)
+        sliced = [self._as_rows(env[node], spec, axis, inside) for node, spec in inputs if spec]
         whole = [env[node] for node, spec in inputs if not spec]
         body_name, parts = self._body(plan, loop)
         specs = tuple(
@@ -72,7 +73,7 @@ class LoopWriter:
         call = self.builder.graph.call_function(mst_loop, args)
         call.meta["val"] = self._fake_results(specs, (*sliced, *whole)[0].meta["val"].device)
         tags = self._checkpoint_meta(loop)
-        call.meta.update(tags)
+        call.meta.update(tags or inside)
         results: dict[fx.Node, fx.Node] = {}
         for position, item in enumerate(loop.outputs):
             result = self.builder.call(operator.getitem, call, position)
@@ -135,25 +136,41 @@ class LoopWriter:
             return {}
         return policy_meta(nodes[0])
 
+    def _inside_meta(self, loop: LoopPlan) -> dict[str, Any]:
+        """The checkpointed region that all results of the loop are in; empty if there is none."""
+        found = [inside_meta(self.joint.by_name[item.node]) for item in loop.outputs]
+        return found[0] if all(meta == found[0] for meta in found) else {}
+
     # ---- layouts -------------------------------------------------------------------------------
-    def _as_rows(self, built: fx.Node, spec: Spec, axis: Axis) -> fx.Node:
+    # ``meta`` is that of the new nodes: the checkpointed region that they are inside of.
+    def _as_rows(self, built: fx.Node, spec: Spec, axis: Axis, meta: dict[str, Any]) -> fx.Node:
         """The value as ``[N, rest]``."""
         layout = axis.rows(built.meta["val"].shape, spec)
-        built = self._reshaped(built, layout.apart)
-        if layout.order != sorted(layout.order):
-            built = self.builder.call(aten.permute.default, built, layout.order)
-        return self._reshaped(built, layout.shape)
+        built = self._reshaped(built, layout.apart, meta)
+        built = self._permuted(built, layout.order, layout.order, meta)
+        return self._reshaped(built, layout.shape, meta)
 
-    def _reshaped(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
+    def _permuted(
+        self, node: fx.Node, order: list[int], dims: list[int], meta: dict[str, Any]
+    ) -> fx.Node:
+        """The value with its dims permuted, unless ``order`` says that they are in order."""
+        if order == sorted(order):
+            return node
+        return self._call(meta, aten.permute.default, node, dims)
+
+    def _reshaped(self, node: fx.Node, shape: Sequence[Size], meta: dict[str, Any]) -> fx.Node:
         """The value in a shape: a view if its strides allow one, else a copy."""
         value = node.meta["val"]
         if same_shape(value.shape, shape):
             return node
         if not is_viewable(value, shape):
-            node = self.builder.call(
-                aten.clone.default, node, memory_format=torch.contiguous_format
-            )
-        return self.builder.call(aten.view.default, node, self.sizes.arguments(shape))
+            node = self._call(meta, aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self._call(meta, aten.view.default, node, self.sizes.arguments(shape))
+
+    def _call(self, meta: dict[str, Any], target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.builder.call(target, *args, **kwargs)
+        node.meta.update(meta)
+        return node
 
     # ---- results -------------------------------------------------------------------------------
     def finish(
@@ -163,18 +180,18 @@ class LoopWriter:
         node = self.joint.by_name[item.node]
         value = value_of(node)
         assert value is not None
+        inside = inside_meta(node)
         if item.scaled and loop.unit:
-            unit = self._reshaped(env[self.joint.by_name[loop.unit]], [])
+            unit = self._reshaped(env[self.joint.by_name[loop.unit]], [], {})
             result = self.builder.call(aten.mul.Tensor, result, unit)
         if result.meta["val"].dtype != value.dtype:
             cast = torch.ops.prims.convert_element_type.default
             result = self.builder.call(cast, result, value.dtype)
         if item.spec is not None:
             layout = axis_of(plan.axis, plan.num_tokens).rows(value.shape, item.spec)
-            result = self._reshaped(result, layout.ordered)
-            if layout.order != sorted(layout.order):
-                result = self.builder.call(aten.permute.default, result, layout.inverse)
-            result = self._reshaped(result, value.shape)
+            result = self._reshaped(result, layout.ordered, inside)
+            result = self._permuted(result, layout.order, layout.inverse, inside)
+            result = self._reshaped(result, value.shape, inside)
         shape = result.meta["val"].shape
         if not same_shape(shape, value.shape):
             raise CannotTake(

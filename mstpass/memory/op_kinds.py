@@ -13,6 +13,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.collectives import is_wait_op
 from mstpass.graph.host_copies import is_wait_for_reload
+from mstpass.graph.input_writes import BEFORE_WRITE, is_input_write
 from mstpass.graph.joint import value_of
 from mstpass.graph.materialization import REALIZE
 from mstpass.graph.sizes import hint, is_size
@@ -60,6 +61,8 @@ def kind_of(node: fx.Node) -> str:
         return INPUT
     if is_wait_for_reload(node):
         return VIEW
+    if is_input_write(node):
+        return REALIZED
     kind = kind_of_target(node.target)
     if kind == REDUCTION and num_unrolled(node) > 0:
         return POINTWISE
@@ -77,6 +80,8 @@ def kind_of_target(target: Any) -> str:
         return SCATTER
     if target is REALIZE:
         return REALIZED
+    if target is BEFORE_WRITE:  # it becomes a copy
+        return POINTWISE
     row = ops.row_of(target)
     if isinstance(row, Refusal) or row.kind in _CALLED_KINDS or target in _CALLED:
         return CALL

@@ -12,6 +12,7 @@ from torch import fx
 
 from mstpass.graph.buffer_ops import parts_in_place
 from mstpass.graph.host_copies import is_on_host
+from mstpass.graph.input_writes import is_input_write
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.scatter_rows import rows_of
@@ -141,9 +142,10 @@ def op_of(
         scatters_delayed: as in ``simulate_step``.
     """
     kind = kind_of(node)
+    in_no_buffer = node in in_place or is_input_write(node)
     return Op(
         name=node.name,
-        bytes=0 if node in in_place or is_on_host(node) else buffer_bytes(node),
+        bytes=0 if in_no_buffer or is_on_host(node) else buffer_bytes(node),
         inputs=tuple(n.name for n in node.all_input_nodes),
         kind=kind,
         inner_bytes=_inner_bytes(node),

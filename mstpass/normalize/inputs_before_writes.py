@@ -17,18 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import fx, library
+from torch import fx
 
 from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.input_writes import BEFORE_WRITE
 from mstpass.graph.joint import JointGraph, Modules, value_of
 from mstpass.graph.sizes import is_size
 
 aten = torch.ops.aten
-
-_LIBRARY = library.Library("mstpass", "FRAGMENT")
-_LIBRARY.define("before_write(Tensor x) -> Tensor")
-_LIBRARY.impl("before_write", lambda x: x.clone(), "CompositeExplicitAutograd")
-_OP = torch.ops.mstpass.before_write.default
 
 
 def inputs_before_writes(joint: JointGraph) -> JointGraph:
@@ -44,7 +40,7 @@ def inputs_before_writes(joint: JointGraph) -> JointGraph:
         node = new.by_name[name]
         readers = _readers(node)
         with graph.inserting_before(first_call):
-            before = builder.call(_OP, node)
+            before = builder.call(BEFORE_WRITE, node)
         for reader in readers:
             reader.replace_input_with(node, before)
     graph.lint()
@@ -55,7 +51,7 @@ def inputs_before_writes(joint: JointGraph) -> JointGraph:
 def as_copies(modules: Modules) -> None:
     """Replace the ops by copies, in the forward and the backward graph."""
     for module in modules:
-        found = module.graph.find_nodes(op="call_function", target=_OP)
+        found = module.graph.find_nodes(op="call_function", target=BEFORE_WRITE)
         for node in found:
             node.target = aten.clone.default
         if found:

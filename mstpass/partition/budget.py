@@ -113,7 +113,15 @@ def over_budget(outcome: Outcome, options: Options) -> str:
         return ""  # ``infeasible`` has said so
     return (
         f"memory_budget={bytes_text(budget)} cannot be met: the lowest peak found is "
-        f"{bytes_text(scheduled)}, by Inductor's schedule. {_ADVICE}"
+        f"{bytes_text(scheduled)}, by Inductor's schedule. {_cause(outcome)}{_ADVICE}"
+    )
+
+
+def _cause(outcome: Outcome) -> str:
+    """Why a budget has no say in what is saved, as a sentence; "" where it has."""
+    reason = outcome.left_to_torch
+    return (
+        f"torch's partitioner chose what is saved, without a budget: {reason}. " if reason else ""
     )
 
 
@@ -127,13 +135,13 @@ def memory_of(problem: CutProblem, plan: Plan) -> StepMemory:
     return simulate_plan(problem, plan).memory
 
 
-def infeasible(budget: int, memory: StepMemory) -> str:
+def infeasible(budget: int, memory: StepMemory, outcome: Outcome) -> str:
     """The message that no plan meets a budget: the lowest peak found, and what is alive at it."""
     phase = "forward" if memory.peak is memory.forward else "backward"
     return (
         f"memory_budget={bytes_text(budget)} cannot be met: the lowest peak found is "
         f"{bytes_text(memory.peak_bytes)}, in {phase} at {memory.peak.peak.node}. In memory there: "
-        f"{_largest_alive(memory.peak)}. {_ADVICE}"
+        f"{_largest_alive(memory.peak)}. {_cause(outcome)}{_ADVICE}"
     )
 
 

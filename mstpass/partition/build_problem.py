@@ -13,6 +13,7 @@ from torch import fx
 from mstpass.graph import host_copies, ops
 from mstpass.graph.checkpoint_policies import Policies, policies_of
 from mstpass.graph.collectives import is_pending
+from mstpass.graph.input_writes import is_input_write
 from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.node_cost import time_us
 from mstpass.graph.recompute_rules import is_heavy, is_pinned
@@ -59,11 +60,12 @@ def cut_problem(
         )
         for in_backward in (False, True)
     )
+    written = (*joint.forward_outputs, *joint.forward_writes)
     gradients = tuple(n.name for n in joint.backward_outputs)
     return CutProblem(
         with_needs(forward, backward, gradients),
         backward=backward,
-        outputs=tuple(n.name for n in joint.forward_outputs),
+        outputs=tuple(n.name for n in written),
         gradients=gradients,
         regions=regions,
         host=host,
@@ -89,6 +91,7 @@ def _value(
         and value_of(node) is not None
         and not ops.shares_storage(node)
         and not is_pending(node)
+        and not is_input_write(node)
     )
     offload = ""
     if savable and not free and not stays and node not in joint.backward:

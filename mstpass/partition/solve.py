@@ -1,17 +1,23 @@
-"""Have a solver solve the partition problem, and check its plan; if it fails, another one does."""
+"""Have a solver solve the partition problem, and check its plan; if it fails, another one does.
+
+The plan speaks of the graph before its loops. ``carried_over`` is the same plan for the graph that
+has them. If it is not valid there, that graph is a partition problem without regions, and is solved
+within the same limit.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from mstpass.options import Options
-from mstpass.partition.budget import limit_of
+from mstpass.partition.budget import budget_bytes, limit_of
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
-from mstpass.problem.saved_set import must_offload
+from mstpass.problem.saved_set import must_offload, read_by_backward
 from mstpass.problem.solver_registry import Solver
 from mstpass.problem.verify import InvalidPlan, checked_plan, verify
 
@@ -23,7 +29,7 @@ class Solved(NamedTuple):
 
     Attributes:
         solver: the name of the solver that made it.
-        notes: why that is not the solver of the options, if it is not.
+        notes: why that is not the solver of the options, if it is not, or why it was asked again.
         limit_bytes: the limit on the simulated peak that the solver was asked for.
     """
 
@@ -50,14 +56,66 @@ def solve(
             limit = limit_of(problem, options, verified, limit_bytes)
             return Solved(verified(problem, limit), solver, tuple(notes), limit)
         except Exception as error:  # a user's function may raise anything
-            if left_to_torch:
-                return Solved(Plan(frozenset(), {}), solver)
             said = f"solver {solver!r} failed: {type(error).__name__}: {error}"
+            if left_to_torch and not _has_a_plan(problem):
+                notes.append(f"{said}; each region runs in its first mode")
+                return Solved(Plan(frozenset(), {}), solver, tuple(notes))
             if options.strict:
                 raise InvalidPlan(said) from error
             notes.append(f"{said}; {LAST if solver == AUTO else AUTO} solves instead")
             warnings.warn(f"mstpass: {notes[-1]}", stacklevel=2)
     return Solved(SOLVERS[LAST](problem, None), LAST, tuple(notes))
+
+
+def _has_a_plan(problem: CutProblem) -> bool:
+    """Whether a valid saved set exists, which only graphs that torch splits may lack."""
+    try:
+        _verified(LAST)(problem, None)
+    except Exception:
+        return False
+    return True
+
+
+def carried_over(
+    solved: Solved, names: Mapping[str, str], problem: CutProblem, options: Options
+) -> Solved:
+    """The plan for the graph that has its loops, or another one where that is not valid.
+
+    A value of the problem may have been read by regions alone that were left out after the plan was
+    made, or its checkpoint policy may no longer be known.
+
+    Args:
+        names: the name in that graph of each node that it has of the graph before it.
+        problem: the partition problem of that graph.
+    """
+    plan = solved.plan
+    saved, offloaded = (
+        frozenset(names.get(v, "") for v in s) for s in (plan.saved, plan.offloaded)
+    )
+    nested, inner = (
+        frozenset(names[v] for v in s if v in names) for s in (plan.nested, plan.inner)
+    )
+    try:
+        verify(problem.allowing(True), saved, offloaded=offloaded)
+    except InvalidPlan as error:
+        again = solve(problem, options, solved.limit_bytes, "")
+        said = (
+            f"{again.solver} planned once more for the graph with its loops, because the first "
+            f"plan is not valid there: {error}"
+        )
+        if budget_bytes(options) is not None:
+            warnings.warn(f"mstpass: {said}", stacklevel=2)
+        plan, notes = again.plan, (*solved.notes, *again.notes, said)
+        return again._replace(plan=_as_read(problem, plan), notes=notes)
+    plan = Plan(saved, {}, nested, offloaded, inner)
+    return solved._replace(plan=_as_read(problem, plan))
+
+
+def _as_read(problem: CutProblem, plan: Plan) -> Plan:
+    """The plan without the saved values that backward does not read."""
+    saved = read_by_backward(problem, plan.saved)
+    offloaded = plan.offloaded | (saved & must_offload(problem))
+    return dataclasses.replace(plan, saved=saved, offloaded=offloaded)
 
 
 def _verified(name: str) -> Solver:

@@ -1,7 +1,8 @@
 """The graphs that torch's own partitioner splits, because our partition problem lacks what they do.
 
-Such graphs have side effects, sizes that depend on data, sends and receives between two ranks,
-subgraphs (but for FlexAttention's), or a memory budget that the user set for a part of the model.
+Such graphs have writes of other forms than the update of a buffer (graph/input_writes.py), sizes
+that depend on data, sends and receives between two ranks, subgraphs (but for FlexAttention's), or a
+memory budget that the user set for a part of the model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import fx
 from mstpass.graph.checkpoint_policies import policies_of
 from mstpass.graph.collectives import is_between_two_ranks
 from mstpass.graph.flex_attention import FLEX, is_flex_subgraph
+from mstpass.graph.input_writes import unproven_write
 from mstpass.graph.joint import JointGraph, Modules, tensors_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.recompute_rules import draws_random_numbers
@@ -41,8 +43,8 @@ def split_by_torch(joint: JointGraph, **torch_kwargs: Any) -> tuple[Modules, Sav
 
 def needs_torch(joint: JointGraph) -> str:
     """The reason to leave the graph to torch's partitioner; empty where we split it."""
-    if joint.has_side_effects:
-        return "an op writes to its operands"
+    if reason := unproven_write(joint):
+        return reason
     for node, tag in policies_of(joint).tags.items():
         if tag in RECOMPUTED and draws_random_numbers(node):
             return f"{node.name} draws random numbers inside a checkpoint, which repeats the draw"

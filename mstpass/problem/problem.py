@@ -162,7 +162,7 @@ class CutProblem:
     Attributes:
         values: the values that need no tangent: all of the forward, and what only backward reads.
         backward: the ops that need a tangent, and the tangents themselves.
-        outputs: names of the values that the forward returns.
+        outputs: names of the values that the forward returns, and of its writes to inputs.
         gradients: names of the values that the backward returns.
         regions: the regions whose mode is still open; empty once ``with_modes`` has chosen them.
         recompute_heavy: whether backward may recompute heavy values: less memory for more time.

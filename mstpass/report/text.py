@@ -63,7 +63,8 @@ def report_lines(report: ReportData) -> list[str]:
 def _peak_lines(report: ReportData) -> list[str]:
     """The simulated peaks with and without chunks; apart from them the peak by the schedule.
 
-    A schedule's peak and a simulated one count different things: they do not share a line.
+    And why a budget does not decide about what is saved, if it does not. A schedule's peak and a
+    simulated one count different things: they do not share a line.
     """
     outcome, lines = report.outcome, []
     if outcome.peak_bytes is not None:
@@ -77,6 +78,9 @@ def _peak_lines(report: ReportData) -> list[str]:
     if outcome.scheduled_peak_bytes is not None:
         size = bytes_text(outcome.scheduled_peak_bytes)
         lines.append(f"  peak memory by Inductor's schedule: {size}")
+    if outcome.left_to_torch:
+        said = "torch's partitioner chose what is saved, without a budget, because mstpass cannot: "
+        lines += _wrap("  ", said + outcome.left_to_torch)
     return lines
 
 

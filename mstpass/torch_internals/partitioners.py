@@ -26,6 +26,7 @@ __all__ = [
     "extract_forward_and_backward",
     "finish_forward_and_backward",
     "has_torch_budget",
+    "is_write_of_backward",
     "merge_equal_nodes",
     "min_cut_rematerialization_partition",
     "saved_by_torch",
@@ -37,6 +38,7 @@ APIS = PrivateApis(
         "(num_fwd_outputs, static_lifetime_input_indices)",
         "torch._functorch.partitioners._extract_fwd_bwd_modules"
         "(saved_sym_nodes, num_fwd_outputs, static_lifetime_input_nodes)",
+        "torch._functorch.partitioners._must_be_in_backward(node)",
         "torch._functorch.partitioners.reordering_to_mimic_autograd_engine",
         "torch._functorch.partitioners.thread_graphsafe_rng_from_hops(is_backward)",
         "torch._functorch.compile_utils.fx_graph_cse",
@@ -156,6 +158,11 @@ def _choosing_alone() -> Callable[..., Modules]:
     return copy
 
 
+def is_write_of_backward(node: fx.Node) -> bool:
+    """Whether an op that writes to its operands was traced in the backward and must run there."""
+    return bool(partitioners._must_be_in_backward(node))
+
+
 def has_torch_budget(nodes: Iterable[fx.Node]) -> bool:
     """Whether a node is under ``torch.autograd.graph.region_activation_memory_budget``.
 
@@ -183,6 +190,10 @@ def probe() -> None:
     APIS.expect(returned == ops, "_extract_fwd_bwd_modules: forward returns other values")
     inputs = [node.name for node in backward.graph.find_nodes(op="placeholder")]
     names = [sines[0].name, "tangents_1"]
+    write = forward.graph.call_function(torch.ops.aten.copy_.default)
+    APIS.expect(not is_write_of_backward(write), "_must_be_in_backward: a write of the forward")
+    write.meta["partitioner_tag"] = "must_be_in_backward"
+    APIS.expect(is_write_of_backward(write), "_must_be_in_backward: a write of the backward")
     APIS.expect(inputs == names, "_extract_fwd_bwd_modules: backward has other inputs")
     forward, _ = min_cut_rematerialization_partition(_joint_graph(), None, num_fwd_outputs=1)
     crossing: Any = forward.graph.output_node().args[0]
