@@ -7,7 +7,7 @@ torch/distributed/algorithms/_checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,6 +52,15 @@ def uncompiled(fn: Any) -> Any:
 def is_compiled(value: Any) -> bool:
     """Whether torch.compile made the value, or ``nn.Module.compile`` was called on it."""
     return uncompiled(value) is not value or getattr(value, "_compiled_call_impl", None) is not None
+
+
+def compile_in_place(
+    module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]], **given: Any
+) -> None:
+    """``module.compile(**given)``; what ``around`` makes of the compiled call is what runs."""
+    module.compile(**given)
+    compiled: Any = module._compiled_call_impl
+    module._compiled_call_impl = around(compiled)
 
 
 def uncompile_in_place(module: nn.Module) -> None:
