@@ -9,6 +9,7 @@ compiled with ``logits="drop"``.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -18,8 +19,9 @@ import torch
 from torch import nn
 
 from mstpass.entry_point import mst
+from mstpass.integrations.transformers_masks import says_whether_packed
 from mstpass.options import ENV_PREFIX, OptionError, Options
-from mstpass.torch_internals.modules import uncompile_in_place, uncompiled
+from mstpass.torch_internals.modules import compile_in_place, uncompile_in_place, uncompiled
 from mstpass.torch_internals.plain_inductor import options_of_mode
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -79,7 +81,8 @@ def compile(
     }
     if isinstance(model, nn.Module):
         _name_default_losses(model)
-        model.compile(**given)
+        whether_packed = functools.partial(says_whether_packed, model, signature_of=model.forward)
+        compile_in_place(model, whether_packed, **given)
         return model
     compiled: Any = torch.compile(model, **given)
     return compiled

@@ -130,6 +130,48 @@ def test_compile_trainer_compiles_the_model(changes, tmp_path):
     assert (tmp_path / "model.safetensors").exists()
 
 
+class Ragged(Tokens):
+    """Sequences of many lengths, for collators that pad or pack them."""
+
+    def __getitem__(self, index):
+        return {"input_ids": super().__getitem__(index)["input_ids"][: LENGTH - 13 * index].tolist()}
+
+
+def padding():
+    from transformers import DataCollatorForLanguageModeling
+
+    return DataCollatorForLanguageModeling(tokenizer(VOCABULARY), mlm=False)
+
+
+def packing():
+    from transformers import DataCollatorWithFlattening
+
+    return DataCollatorWithFlattening()
+
+
+@pytest.mark.parametrize("collator", [padding, packing])
+def test_collators_that_pad_and_pack(collator, tmp_path):
+    """Losses of both steps are eager's, so the gradients of the first are; masks are from data."""
+    from transformers import Trainer, TrainingArguments
+
+    def trainer():
+        torch.manual_seed(0)
+        return Trainer(
+            model=llama(VOCABULARY),
+            args=TrainingArguments(**common(tmp_path)),
+            train_dataset=Ragged(8, LENGTH, VOCABULARY),
+            data_collator=collator(),
+        )
+
+    right = trainer()
+    right.train()
+    ours = trainer()
+    assert "the model" in mstpass.compile_trainer(ours)
+    ours.train()
+    same(log(ours), log(right))
+    assert {head.mode for head in heads()} == {"fused"}
+
+
 def test_two_compilers_are_refused(tmp_path):
     trainer = hf(tmp_path, torch_compile=True, torch_compile_backend="inductor")
     with pytest.raises(TrainerError, match=r"torch_compile_backend='inductor'.*compile_trainer"):
@@ -236,14 +278,14 @@ def grpo_with_reference(folder):
     return grpo(folder, beta=0.1, entropy_coef=0.01)
 
 
-def sft(folder, peft_config=None):
+def sft(folder, peft_config=None, words=lambda i: LENGTH, **changes):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
     arguments = trl.SFTConfig(
-        **common(folder, bf16=False, gradient_checkpointing=False), max_length=LENGTH
+        **common(folder, bf16=False, gradient_checkpointing=False, **changes), max_length=LENGTH
     )
-    rows = [text(LENGTH, VOCABULARY, i) for i in range(8)]
+    rows = [text(words(i), VOCABULARY, i) for i in range(8)]
     return trl.SFTTrainer(
         model=llama(VOCABULARY),
         args=arguments,
@@ -258,6 +300,11 @@ def sft_with_lora(folder):
     peft = pytest.importorskip("peft")
     adapters = peft.LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"])
     return sft(folder, peft_config=adapters)
+
+
+def sft_packed(folder):
+    """Several texts in a sequence, told apart by their positions."""
+    return sft(folder, words=lambda i: LENGTH // 4 + 5 * i, packing=True)
 
 
 def preferences(folder, kind, columns):
@@ -295,6 +342,7 @@ def kto(folder):
     [
         grpo,
         sft,
+        sft_packed,
         *(
             pytest.param(build, marks=pytest.mark.full)
             for build in (sft_with_lora, grpo_with_reference, rloo, dpo, kto)

@@ -7,7 +7,7 @@ torch/distributed/algorithms/_checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -87,6 +87,15 @@ def fake_modules_moved() -> Iterator[None]:
 
     with mock.patch.object(nn.Module, "_apply", apply):
         yield
+
+
+def compile_in_place(
+    module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]], **given: Any
+) -> None:
+    """``module.compile(**given)``; what ``around`` makes of the compiled call is what runs."""
+    module.compile(**given)
+    compiled: Any = module._compiled_call_impl
+    module._compiled_call_impl = around(compiled)
 
 
 def uncompile_in_place(module: nn.Module) -> None:

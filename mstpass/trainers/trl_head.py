@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mstpass.integrations.transformers_masks import says_whether_packed
 from mstpass.trainers.exchange import TrainerError, with_globals
 
 KNOWN_VERSIONS = "1.16"
@@ -57,7 +58,8 @@ def compile_fused_head(
     apply = functools.partial(token_statistics, entropy_has_gradient=entropy_has_gradient)
     exchanges = {FUNCTION: types.SimpleNamespace(apply=apply), "_use_triton": _every_token}
     _check(own.__func__)
-    fused = compiled(with_globals(own.__func__, exchanges))
+    theirs = own.__func__
+    fused = says_whether_packed(base, compiled(with_globals(theirs, exchanges)), theirs)
 
     @functools.wraps(own.__func__)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:

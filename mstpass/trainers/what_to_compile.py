@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mstpass import compiling
+from mstpass.integrations.transformers_masks import says_whether_packed
 from mstpass.options import Options
 from mstpass.trainers.exchange import TrainerError
 from mstpass.trainers.trl_head import KNOWN_VERSIONS, compile_fused_head, has_fused_head
@@ -54,7 +55,7 @@ def compile_trainer(trainer: Any, **options: Any) -> str:
 def _compile_loss(trainer: Any, compiled: Any) -> str:
     """Compile ``trainer.compute_loss``; where it returns outputs too, it stays as it is."""
     own = trainer.compute_loss
-    whole = compiled(own)
+    whole = says_whether_packed(trainer.model, compiled(own), own)
 
     def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         if return_outputs or not torch.is_grad_enabled():

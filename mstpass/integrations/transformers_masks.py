@@ -1,0 +1,179 @@
+"""Tells transformers where no sequences are packed, so that it builds no causal mask.
+
+A model of transformers computes its positions itself where its caller gives none, 0, 1, ..., N - 1.
+Then its sequences are not packed, and its causal mask is what attention's flag ``is_causal`` says.
+In eager mode transformers sees that in the values of the positions. Under ``torch.compile`` it
+cannot look at them, takes packed sequences for possible, and builds a mask of N x N; and it repeats
+the heads of keys and values, because its kernels take a mask or grouped heads, not both.
+
+Here a compiled model's caller says whether it gives positions, for as long as the call lasts and
+for its thread. Two functions of ``transformers.masking_utils`` listen to that:
+
+``find_packed_sequence_indices``   finds no packed sequences in positions that all sequences share
+``AttentionMaskInterface``'s sdpa  leaves a mask out where transformers says that a flag will do.
+                                   Up to torch 2.13 transformers does not leave it out itself under
+                                   Dynamo (``_ignore_causal_mask_sdpa``)
+
+With positions, with an attention mask, with a filled cache, or with a window that is shorter than
+the sequence, both do what they did, and so they do in every other call. The model, its config and
+its attention stay as they are. Models that join text with other inputs number their positions by
+what the inputs are, so they are left alone.
+
+Source: transformers 5.24, masking_utils.py. There is no interface for the first of the two, so the
+function is exchanged; where a version has another one, nothing is changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_FIND = "find_packed_sequence_indices"
+_SDPA = "sdpa"
+_MASK_ARGUMENTS = ("attention_mask", "local_size", "allow_is_causal_skip")
+
+
+class _Caller(threading.local):
+    """What the caller of a compiled model has said; of each thread its own."""
+
+    gives_no_positions = False
+
+
+_caller = _Caller()
+_preparing = threading.Lock()
+
+
+def says_whether_packed(
+    model: Any, function: Callable[..., Any], signature_of: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The function, made to tell transformers whether its caller gives positions to the model.
+
+    Args:
+        model: what the function calls; anything but a model of text of transformers is left alone.
+        function: takes the model's arguments, by themselves or in a mapping (a batch).
+        signature_of: has the function's parameters.
+    """
+    if not _is_text_model(model) or not _prepare():
+        return function
+    names = [
+        name
+        for name, parameter in inspect.signature(signature_of).parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = _caller.gives_no_positions
+        _caller.gives_no_positions = not _gives_positions(names, args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _caller.gives_no_positions = before
+
+    return call
+
+
+def _gives_positions(names: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    for batch in args:
+        if isinstance(batch, Mapping):
+            given.update(batch)
+    unknown = len(args) > len(names)
+    return unknown or any(
+        str(name).endswith("position_ids") and value is not None for name, value in given.items()
+    )
+
+
+def _is_text_model(model: Any) -> bool:
+    """Whether this is a model of transformers, or PEFT's around one, that takes text alone."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return False
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    if not isinstance(base, library.PreTrainedModel):
+        return False
+    text = getattr(base.config, "get_text_config", None)
+    return text is not None and text() is base.config
+
+
+def _prepare() -> bool:
+    """Let transformers listen; False where it is not built as in the versions that are known."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if masking is None:
+        return False
+    with _preparing:
+        try:
+            _exchange_find(masking)
+            _register_mask(masking)
+        except Exception as error:  # a version that is built differently
+            log.info("transformers builds a mask for each compiled model: %s", error)
+            return False
+    return True
+
+
+def _exchange_find(masking: ModuleType) -> None:
+    own: Any = getattr(masking, _FIND)
+    if hasattr(own, "of_mstpass"):
+        return
+    if list(inspect.signature(own).parameters) != ["position_ids"]:
+        raise TypeError(f"{_FIND} has other parameters")
+
+    @functools.wraps(own)
+    def find(position_ids: Any) -> Any:
+        shared = position_ids.stride(0) == 0 or position_ids.shape[0] == 1
+        return None if _caller.gives_no_positions and shared else own(position_ids)
+
+    find.of_mstpass = True  # type: ignore[attr-defined]
+    setattr(masking, _FIND, find)
+
+
+def _register_mask(masking: Any) -> None:
+    own = masking.sdpa_mask
+    if masking.ALL_MASK_ATTENTION_FUNCTIONS[_SDPA] is not own:
+        return  # ours is registered, or somebody else's
+    if not set(_MASK_ARGUMENTS) <= set(inspect.signature(own).parameters):
+        raise TypeError("sdpa_mask has other parameters")
+
+    @functools.wraps(own)
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return None if _a_flag_will_do(*args, **kwargs) else own(*args, **kwargs)
+
+    masking.AttentionMaskInterface.register(_SDPA, mask)
+
+
+def _a_flag_will_do(
+    batch_size: int = 0,
+    q_length: Any = None,
+    kv_length: Any = None,
+    q_offset: Any = None,
+    kv_offset: Any = None,
+    attention_mask: Any = None,
+    local_size: Any = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **_: Any,
+) -> bool:
+    """Whether the mask is all that ``is_causal`` says, or lets all tokens attend to all.
+
+    transformers says by ``allow_is_causal_skip`` that the mask is causal but for padding and a
+    window, and by ``allow_is_bidirectional_skip`` that it is full but for them. No padding is no
+    ``attention_mask``. A window, or a chunk, of ``local_size`` tokens that holds all N positions
+    hides none: N - 1 is the largest distance.
+    """
+    if not _caller.gives_no_positions or attention_mask is not None:
+        return False
+    if not (allow_is_causal_skip or allow_is_bidirectional_skip):
+        return False
+    if not (type(q_offset) is int and type(kv_offset) is int and q_offset == kv_offset == 0):
+        return False
+    if allow_is_causal_skip and q_length != kv_length:
+        return False
+    return local_size is None or bool(q_length <= local_size and kv_length <= local_size)
