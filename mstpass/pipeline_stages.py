@@ -7,6 +7,7 @@ goes on with the others.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import fx
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake
+from mstpass.left_whole import reasons_left_whole
 from mstpass.loops.apply_plans import Applied, CycleError, apply_plans
 from mstpass.loops.attention_modes import all_candidates, loops_over_heads
 from mstpass.loops.candidate_modes import RegionCandidates
@@ -116,6 +118,7 @@ class Planned:
         notes: why that is not the solver of the options, if it is not.
         limit_bytes: the limit on the simulated peak that it was asked for.
         alone: what Inductor alone would do with the graph as it was traced; None if unknown.
+        least: it was asked for the least memory that there is.
     """
 
     joint: JointGraph
@@ -127,6 +130,7 @@ class Planned:
     notes: tuple[str, ...] = ()
     limit_bytes: int | None = None
     alone: Candidate | None = None
+    least: bool = False
 
     @property
     def chunk_plans(self) -> tuple[ChunkPlan, ...]:
@@ -134,11 +138,13 @@ class Planned:
         modes = ((c, self._mode(c)) for c in self.candidates)
         return tuple(candidate[mode] for candidate, mode in modes if mode != WHOLE)
 
-    @property
+    @functools.cached_property
     def rejections(self) -> tuple[Rejection, ...]:
         """Why other regions have no loops."""
-        whole = (c for c in self.candidates if self._mode(c) == WHOLE)
-        return (*self.refused, *map(_left_whole, whole))
+        whole = [c for c in self.candidates if self._mode(c) == WHOLE]
+        reasons = reasons_left_whole(self.problem, self.plan, whole, self.least)
+        told = zip(whole, reasons, strict=True)
+        return (*self.refused, *(_rejected("plan", c.plans[0][1], why) for c, why in told))
 
     def _mode(self, candidate: RegionCandidates) -> str:
         first = WHOLE if candidate.whole_first else candidate.plans[0][0]
@@ -160,7 +166,16 @@ def plan(
     if alone is not None:
         problem = with_torch_saved(problem, alone.plan.saved)
     solved = solve(problem, options, limit_bytes, left_to_torch)
-    return Planned(joint, problem, solved.plan, tuple(left), tuple(refused), *solved[1:], alone)
+    return Planned(
+        joint,
+        problem,
+        solved.plan,
+        tuple(left),
+        tuple(refused),
+        *solved[1:],
+        alone,
+        least=options.memory_budget == 0.0,
+    )
 
 
 def _problem(
@@ -197,16 +212,6 @@ def _problem(
 
 def _rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:
     return Rejection(stage, plan.members[0][0], reason, plan.source, plan.bytes_before)
-
-
-def _left_whole(candidate: RegionCandidates) -> Rejection:
-    """Why a plan has no loops for a region that could have them."""
-    reason = "the step's peak lies elsewhere, so chunks here would not lower it"
-    if candidate.whole_first:
-        reason = "chunks without recomputation save no memory, and the plan needs none here"
-    elif not candidate.optional:  # chunk_tokens asked for them
-        reason = "chunks here would raise the step's peak, by the sums that they keep"
-    return _rejected("plan", candidate.plans[0][1], reason)
 
 
 # ---- apply -------------------------------------------------------------------------------------

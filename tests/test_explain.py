@@ -181,6 +181,12 @@ def test_every_reason_has_advice() -> None:
     assert not {reason for reason in reasons - _INTERNAL if not fix_of(reason)}
 
 
+def test_advice_against_work_that_is_done_by_hand() -> None:
+    assert "do not stack" in fix_of("aten.stack.default works along a token dim")
+    assert "do not stack" not in fix_of("aten.amax.default reduces over tokens along a token dim")
+    assert "by hand, do not" in fix_of("128 tokens are fewer than two chunks of 256 rows")
+
+
 def test_advice_does_not_send_those_to_aten_who_use_it() -> None:
     assert "ATen" in fix_of("no token rule for mine.scale.default")
     assert "report it" in fix_of("no token rule for aten.renorm.default")

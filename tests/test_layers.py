@@ -26,6 +26,7 @@ LAYERS = (
     ("schedule",),
     ("partition",),
     ("loops",),
+    ("left_whole",),
     ("pipeline_stages",),
     ("fewer_loops",),
     ("pipeline",),

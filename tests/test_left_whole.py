@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mstpass import pipeline
 from mstpass.bench.models import LlamaSize, llama
@@ -15,6 +17,7 @@ from mstpass.memory.simulate_plan import step_memory
 from mstpass.options import Options
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.problem.apply_modes import with_modes
+from mstpass.regions.advice import fix_of
 from tests.checks import joint_graph
 
 pytestmark = pytest.mark.op_by_op
@@ -50,6 +53,30 @@ def test_under_a_heavy_head_mlps_need_no_loops() -> None:
     assert "save" not in _mlps(result)
     reasons = [r.reason for r in result.outcome.rejections]
     assert reasons and all("the step's peak lies elsewhere" in r for r in reasons)
+
+
+@pytest.mark.parametrize("budget", ["free", 0.0])
+def test_a_head_whose_sums_are_larger_than_its_logits_says_so(budget: Any) -> None:
+    """d=1024, V=2048 in bfloat16: 1,024 tokens' logits take 4 MiB, the sums in float32 8 MiB."""
+    weight = torch.zeros(2048, 1024, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.zeros(1024, 1024, dtype=torch.bfloat16, requires_grad=True)
+
+    def loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy((hidden @ weight.t()).float(), labels)
+
+    joint, outputs = joint_graph(loss, hidden, torch.zeros(1024, dtype=torch.long))
+    options = Options(memory_budget=budget)
+    result = pipeline.run(joint, options, num_fwd_outputs=outputs)
+    (rejection,) = result.outcome.rejections
+    told = re.search(r"raise the step's peak, from ([\d.]+) MiB to ([\d.]+) MiB", rejection.reason)
+    assert told is not None and float(told[1]) < float(told[2])
+    assert "memory_budget" not in rejection.fix
+
+
+def test_no_lower_budget_is_advised_at_the_lowest() -> None:
+    reasons = ["the step's peak lies elsewhere (3 MiB at mm in backward), so chunks gain nothing"]
+    reasons.append(reasons[0] + ", at the least memory that was found")
+    assert [("set a lower memory_budget" in fix_of(r)) for r in reasons] == [True, False]
 
 
 def test_where_an_mlp_makes_the_peak_it_keeps_its_loop() -> None:

@@ -1,4 +1,4 @@
-"""A wheel built from the checkout, installed beside torch alone, runs the README's first example."""
+"""A wheel built from the checkout, beside torch alone, runs the README's first example."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ def _hidden() -> set[str]:
             known.add(name)
             with contextlib.suppress(PackageNotFoundError):  # of another platform
                 names += [other for other in requires(name) or () if "extra ==" not in other]
+    if "setuptools" in known:  # it has a copy of its own, and prefers another one
+        known.add("packaging")
     return {
         module
         for module, packages in packages_distributions().items()
@@ -104,7 +106,8 @@ def _alone(installed: Path, code: str) -> subprocess.CompletedProcess[str]:
     (installed / "program.py").write_text(code)
     (installed / "alone.py").write_text(_ALONE)
     argv = ["alone.py", ",".join(sorted(hidden)), "program.py"]
-    return _python(argv, installed, installed / "site")
+    # not that of setuptools, which torch does not need everywhere
+    return _python(argv, installed, installed / "site", SETUPTOOLS_USE_DISTUTILS="stdlib")
 
 
 def test_the_wheel_has_all_files_of_the_package(installed: Path) -> None:

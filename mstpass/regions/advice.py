@@ -18,6 +18,11 @@ _ROWWISE = (
     "the narrow input, or on the losses of the tokens; for contrastive pairs compute one product "
     "for each side, `a @ b.t()` and `b @ a.t()`"
 )
+_STACKS = (
+    "do not stack or join wide values, such as the logits of several heads: compute each one's "
+    "loss by itself, and add the losses"
+)
+_CHUNKS_BY_HAND = "; if the step splits its tokens or logits by hand, do not: mst makes the chunks"
 _SELECT_FIRST = (
     "select tokens before the widening matmul: `head(h[:, -1])` instead of `head(h)[:, -1]`; to "
     "leave tokens out of a loss, use `ignore_index` or torch.where, not a mask as an index"
@@ -76,7 +81,7 @@ _ADVICE = (
     (r"fit in one chunk of chunk_tokens", "set a smaller chunk_tokens, or leave it out"),
     (
         _TOO_FEW_TOKENS,
-        "train on more tokens at once, or force a chunk length with chunk_tokens",
+        "train on more tokens at once, or force a chunk length with chunk_tokens" + _CHUNKS_BY_HAND,
     ),
     # ---- chunks are possible but gain nothing
     (
@@ -91,6 +96,7 @@ _ADVICE = (
         r"would raise the step's peak",
         f"{_NOTHING}: with more tokens at once, chunks lower the peak",
     ),
+    (r"at the least memory that was found", f"{_NOTHING}: no budget is lower"),
     (r"peak lies elsewhere|gains nothing|chunks without recomputation", _BUDGET),
     (
         r"chunks would save no memory",
@@ -164,6 +170,7 @@ _ADVICE = (
         r"|indexed dims|embedding table|tokens that a slice drops",
         _SELECT_FIRST,
     ),
+    (r"aten\.(stack|cat)\b.*", _STACKS),
     (
         r"reduces over|along (a|the) token dim|normalizes over tokens|over all elements"
         r"|whole tensors|sum over all tokens|without dims|no operand that it sums"

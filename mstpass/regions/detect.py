@@ -46,7 +46,7 @@ from mstpass.regions.make_region import Core, make_region
 def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
     """The regions of the graph, and rejections of what is wide but was refused. Changes nothing."""
     regions: list[Region] = []
-    rejections: list[Rejection] = []
+    rejections: list[tuple[fx.Node, Rejection]] = []
     taken: set[fx.Node] = set()
     refused: set[fx.Node] = set()
     upstream = upstream_matmuls(joint)
@@ -58,7 +58,7 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
         try:
             region, growth = _region(joint, growth, anchor, spec)
         except CannotTake as refusal:
-            rejections.append(_rejection(anchor, refusal))
+            rejections.append((anchor, _rejection(anchor, refusal)))
             refused.update(n for n in growth.specs if growth.wide(n))
         else:
             regions.append(region)
@@ -67,7 +67,9 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
                 for n, s in growth.specs.items()
                 if s != WHOLE and not ops.is_cheap_view(n) and not growth.may_repeat(n)
             }
-    return regions, [*rejections, *refused_wide_products(joint)]
+    # what a later region took is no longer refused
+    refusals = [rejection for anchor, rejection in rejections if anchor not in taken]
+    return regions, [*refusals, *refused_wide_products(joint)]
 
 
 def _operand_specs(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
