@@ -73,15 +73,9 @@ def _slow_loops(loop_us: float) -> CutProblem:
             Value(wide, 100, (before,), CALL, us=50.0),
             Value(narrow, 1, (wide,), CALL, us=50.0),
         ]
+        members, results = (wide, narrow), (Result(narrow, 1),)
         modes = [
-            Mode(
-                name,
-                (
-                    Loop(
-                        loop_name(narrow), (wide, narrow), (before,), (Result(narrow, 1),), size, us
-                    ),
-                ),
-            )
+            Mode(mode, (Loop(loop_name(narrow), members, (before,), results, size, us),))
             for mode, size, us in (("save", 10, loop_us), ("save, long chunks", 20, 101.0))
         ]
         regions.append(RegionModes(f"r{i}", (*modes, Mode("whole"))))

@@ -1,7 +1,8 @@
 """What pictures of a plan are drawn from: plain data about one compiled graph, without the graph.
 
 ``Details`` has every node of the joint graph, as traced and before any loop, and the memory of the
-step over time, under Inductor alone and as planned. JSON, HTML, drawings and traces are made from it.
+step over time, under Inductor alone and as planned. JSON, HTML, drawings and traces are made from
+it.
 """
 
 from __future__ import annotations

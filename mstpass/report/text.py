@@ -61,7 +61,7 @@ def report_lines(report: ReportData) -> list[str]:
 
 
 def _peak_lines(report: ReportData) -> list[str]:
-    """The simulated peaks as planned and under Inductor alone; apart from them the peak by the schedule.
+    """The simulated peaks, as planned and under Inductor alone, and apart from them the schedule's.
 
     A schedule's peak and a simulated one count different things: they do not share a line.
     """
