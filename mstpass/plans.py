@@ -279,8 +279,8 @@ class Outcome:
     Attributes:
         peak_bytes: simulated peak of forward and backward; None where a size depends on data.
             Symbolic sizes count as in the batch that the graph was traced with.
-        baseline_peak_bytes: simulated peak of the step without loops, with the fewest bytes saved
-            that need no heavy op to be repeated.
+        baseline_peak_bytes: simulated peak of the step under Inductor alone, which saves what
+            torch's partitioner chooses.
         extra_time: estimated time beyond that step's, as a fraction of it.
         notes: what else the user should know of this graph.
         scheduled_peak_bytes: peak of the compiled graphs by Inductor's schedule; None before

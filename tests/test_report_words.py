@@ -38,8 +38,8 @@ def _lines(report: Report, part: str) -> list[str]:
 @pytest.mark.parametrize("scheduled_bytes", [None, 77 * MIB])
 def test_a_line_has_peaks_of_one_kind(scheduled_bytes: int | None) -> None:
     report = _report().with_outcome(scheduled_peak_bytes=scheduled_bytes)
-    (line,) = _lines(report, "without chunks")
-    assert "100.0 MiB (simulated), 300.0 MiB without chunks" in line
+    (line,) = _lines(report, "under Inductor alone")
+    assert "100.0 MiB (simulated), 300.0 MiB under Inductor alone" in line
     assert [bytes_text(77 * MIB) in line for line in _lines(report, "schedule")] == (
         [] if scheduled_bytes is None else [True]
     )

@@ -28,7 +28,7 @@ Step = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 _DESCRIPTION = """\
 Show what torch.compile(FUNCTION, backend="mst") would do, without running the
 step: which parts run in chunks, which parts do not, why, and what to change;
-what forward saves for backward; and the peak memory with and without chunks.
+what forward saves for backward; and the peak memory, and that of Inductor alone.
 
 FUNCTION returns the loss, like the function that you give to torch.compile.
 FILE.py is imported, not run as a script, and FUNCTION is traced on fake

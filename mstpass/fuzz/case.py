@@ -117,7 +117,10 @@ LOSSES = (
     "ignore_all",
     "focal",
     "top_margin",
+    "stacked",
+    "split",
     # these mix tokens
+    "pairs",
     "token_softmax",
     "running_sum",
     "neighbours",

@@ -1,8 +1,8 @@
 """The third oracle: what a plan promises.
 
 - A part that is left whole has a reason, and no stage failed.
-- The simulated peak is not above that of the step without loops, and the measured one, where it is
-  above the simulated one, not above that of Inductor alone.
+- The simulated peak is not above that of Inductor alone, and neither is the measured one, up to 3 %
+  and 4 KiB.
 - A lower budget never has a higher peak; a budget in bytes that some plan meets is met.
 """
 
@@ -38,7 +38,7 @@ def broken_promises(outcome: Outcome, setup: Setup) -> Iterator[tuple[str, str]]
     if not _keeps_loops(outcome, setup) and outcome.baseline_peak_bytes is not None:
         if outcome.peak_bytes > TIE * outcome.baseline_peak_bytes + GRAIN_BYTES:
             peak, before = outcome.peak_bytes, outcome.baseline_peak_bytes
-            yield "higher peak", f"{peak} bytes, {before} without loops"
+            yield "higher peak", f"{peak} bytes, {before} under Inductor alone"
 
 
 def broken_peak(
@@ -56,8 +56,6 @@ def broken_peak(
     """
     promised = setup.options.get("solver", "auto") in _PLANS_BY_PEAK
     if not promised or outcome.peak_bytes is None or _keeps_loops(outcome, setup):
-        return
-    if not _is_above(measured, outcome.peak_bytes):
         return
     others_scheduled, others_measured = alone()
     scheduled = outcome.scheduled_peak_bytes

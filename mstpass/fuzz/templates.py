@@ -141,7 +141,20 @@ LOSSES: Mapping[str, tuple[str, ...]] = {
         "top = logits.topk(2, -1).values",
         "loss = F.softplus(1 - (top[..., 0] - top[..., 1])).mean()",
     ),
+    "stacked": (
+        "both = torch.stack([logits, 0.5 * logits.sin()], 2)",
+        "loss = torch.logsumexp(both, 2).square().mean()",
+    ),
+    "split": (
+        "parts = zip(logits.chunk(3, 1), labels.chunk(3, 1))",
+        "loss = sum(F.cross_entropy(part.flatten(0, 1), words.flatten()) for part, words in parts)",
+    ),
     # these mix tokens
+    "pairs": (
+        "unit = F.normalize(logits.flatten(0, 1), dim=-1)",
+        "sign = 2 * torch.eye(unit.shape[0], dtype=unit.dtype) - 1",
+        "loss = -F.logsigmoid(sign * (10 * unit @ unit.t() - 10)).mean()",
+    ),
     "token_softmax": ("loss = torch.softmax(logits, 1).square().sum()",),
     "running_sum": ("logits = logits.cumsum(1) / 8", f"loss = {_CE.format('')}"),
     "neighbours": ("logits = logits + logits.roll(1, 1)", f"loss = {_CE.format('')}"),

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from mstpass.graph.joint import JointGraph
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.solvers.candidate import Candidate, by_torch
-from mstpass.problem.op import VIEW
+from mstpass.problem.op import ITEM, VIEW
 from mstpass.problem.problem import CutProblem, Value
 from mstpass.torch_internals.partitioners import saved_by_torch
 
@@ -48,6 +48,8 @@ def with_torch_saved(problem: CutProblem, names: Iterable[str]) -> CutProblem:
 
 
 def _base(by_name: dict[str, Value], name: str) -> str:
-    while by_name[name].kind == VIEW and by_name[name].inputs:
-        name = by_name[name].inputs[0]
-    return name
+    """The value that a view, or an item of a split, shows."""
+    value = by_name[name]
+    while value.kind in (VIEW, ITEM) and not value.savable and value.inputs:
+        value = by_name[value.inputs[0]]
+    return value.name

@@ -81,12 +81,13 @@ class ReportData:
 
     @property
     def baseline_peak_bytes(self) -> int | None:
-        """Simulated peak of the step without chunks; None if no peak is simulated."""
+        """Simulated peak of the step under Inductor alone, which saves what torch's
+        partitioner chooses; None if no peak is simulated."""
         return self.outcome.baseline_peak_bytes
 
     @property
     def extra_time(self) -> float | None:
-        """Time beyond that of the step without chunks, as a fraction of it, by the cost model."""
+        """Time beyond what Inductor alone takes, as a fraction of it, by the cost model."""
         return self.outcome.extra_time
 
     def to_dict(self) -> dict[str, Any]:

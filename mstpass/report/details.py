@@ -1,7 +1,8 @@
 """What pictures of a plan are drawn from: plain data about one compiled graph, without the graph.
 
 ``Details`` has every node of the joint graph, as traced and before any loop, and the memory of the
-step over time, without chunks and as planned. JSON, HTML, drawings and traces are made from it.
+step over time, under Inductor alone and as planned. JSON, HTML, drawings and traces are made from
+it.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Details:
     """Everything that a picture shows besides the plan itself.
 
     Attributes:
-        before: the step without chunks, as torch's partitioner would split it. None if a size
+        before: the step under Inductor alone, as torch's partitioner splits it. None if a size
             depends on data, or if torch's partitioner splits the planned step as well.
         after: the step as planned; None if a size depends on data.
         pareto: plans of the same step at other budgets; empty unless they were asked for.
@@ -124,8 +125,8 @@ class Details:
     pareto: tuple[ParetoPoint, ...] = ()
 
     def timelines(self) -> list[tuple[str, MemoryTimeline]]:
-        """The timelines that are known, each with its title: as planned, then without chunks."""
-        titled = [("mst: the step as planned", self.after), ("without chunks", self.before)]
+        """The timelines that are known, each with its title: as planned, then Inductor's."""
+        titled = [("mst: the step as planned", self.after), ("Inductor alone", self.before)]
         return [(title, timeline) for title, timeline in titled if timeline is not None]
 
 

@@ -22,7 +22,7 @@ _BASE_ADDRESS = 1 << 40
 def memory_snapshot(details: Details) -> dict[str, Any]:
     """A snapshot with the layout of ``torch.cuda.memory._snapshot()``.
 
-    Device 0 is the step as planned, device 1 the step without chunks. The "stack" of a tensor is
+    Device 0 is the step as planned, device 1 that of Inductor alone. The "stack" of a tensor is
     its node, its module and its line in the user's code.
     """
     nodes = {node.name: node for node in details.nodes}

@@ -98,7 +98,7 @@ class Report(ReportData):
         self._render("png", path, fold)
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> None:
-        """Write memory over time, as planned and without chunks, for https://ui.perfetto.dev.
+        """Write memory over time, as planned and under Inductor alone, for https://ui.perfetto.dev.
 
         Raises:
             NoDetails: the report has no ``details``.
@@ -109,7 +109,7 @@ class Report(ReportData):
     def to_memory_viz(self, path: str | os.PathLike[str]) -> None:
         """Write memory over time for https://pytorch.org/memory_viz: a pickle of plain data.
 
-        Device 0 is the step as planned, device 1 the step without chunks.
+        Device 0 is the step as planned, device 1 that of Inductor alone.
 
         Raises:
             NoDetails: the report has no ``details``.

@@ -61,7 +61,7 @@ def report_lines(report: ReportData) -> list[str]:
 
 
 def _peak_lines(report: ReportData) -> list[str]:
-    """The simulated peaks with and without chunks; apart from them the peak by the schedule.
+    """The simulated peaks, as planned and under Inductor alone, and apart from them the schedule's.
 
     And why a budget does not decide about what is saved, if it does not. A schedule's peak and a
     simulated one count different things: they do not share a line.
@@ -71,7 +71,7 @@ def _peak_lines(report: ReportData) -> list[str]:
         line = f"  peak memory: {bytes_text(outcome.peak_bytes)} (simulated)"
         if outcome.baseline_peak_bytes is not None and outcome.extra_time is not None:
             line += (
-                f", {bytes_text(outcome.baseline_peak_bytes)} without chunks; "
+                f", {bytes_text(outcome.baseline_peak_bytes)} under Inductor alone; "
                 f"estimated extra time: {100 * outcome.extra_time:.1f} %"
             )
         lines.append(line)

@@ -8,6 +8,10 @@ are too many to try.) Moves are tried together, and by halves if that exceeds th
     accept(moves): make all of them, if the peak stays within the budget and the time falls;
                    otherwise accept(first half), then accept(second half)
 
+The number of simulations is limited, so that planning time is. It falls with the size of the graph,
+to a few that are left for the largest. They are counted and not timed: all ranks of a job must find
+the same plan.
+
 No move is accepted that lowers the peak. Take two budgets whose searches begin with the same plan.
 They first differ at a move that only the larger budget accepts, because the peak then exceeds the
 smaller one. From there on the peak under the larger budget stays above the smaller budget. So a
@@ -27,8 +31,9 @@ from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.saved_set import saved_where
 
-_OPS = 40_000  # ops that all simulations together may have, which bounds the planning time
+_OPS = 40_000  # ops that all simulations together may have
 _TRIES = 64  # simulations, at most
+_LEAST_TRIES = 4  # even where they have more ops: the best eighth of the moves gets its turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +58,8 @@ def slack_spent(problem: CutProblem, plan: Plan, budget_bytes: int) -> MeasuredP
     start = MeasuredPlan(plan, step.lowered_peak_bytes, step.us)
     size = len(problem.values) + len(problem.backward)
     limit_bytes = max(budget_bytes, start.peak_bytes)
-    search = _Search(problem, start, limit_bytes, min(_TRIES, _OPS // max(1, size)))
+    tries = max(_LEAST_TRIES, min(_TRIES, _OPS // max(1, size)))
+    search = _Search(problem, start, limit_bytes, tries)
     search.accept(search.save_moves())  # first: one may spare a whole chain of ops
     for rank in range(max((len(r.modes) for r in problem.regions), default=0)):
         search.accept(search.mode_moves(rank))

@@ -20,7 +20,7 @@ function summarySection(data) {
         countText(onDevice.length, "value") + (solver ? `, chosen by ${solver}` : "") +
           (onHost.length ? `; on the host ${onHost.length} more, ${bytesText(bytesOf(onHost))}` : "")),
       card("Extra time", extra === null ? "unknown" : percentText(extra),
-        extra === null ? "there is no step to compare with" : "estimated, relative to the step without chunks"),
+        extra === null ? "there is no step to compare with" : "estimated, relative to Inductor alone"),
       card("Regions in chunks", String(regions.length),
         [...groupBy(regions, (region) => region.kind)].map(([kind, group]) => `${group.length} ${kind}`).join(", ") +
           (regions.length ? "; " : "") + `${rejections.length} not in chunks`),
@@ -37,7 +37,7 @@ function headline(peak, before, extra) {
     extra === null || Math.abs(extra) < 0.0005
       ? "in the same time"
       : `for ${percentText(Math.abs(extra))} ${extra > 0 ? "more" : "less"} time`;
-  if (peak === before) return ["The step peaks at ", strong(peak), ", the same as without chunks."];
+  if (peak === before) return ["The step peaks at ", strong(peak), ", the same as under Inductor alone."];
   const change = `${percentText(Math.abs(1 - peak / before))} ${peak < before ? "less" : "more"}`;
   return ["The step peaks at ", strong(peak), " instead of ", strong(before), `: ${change}, ${time}.`];
 }
@@ -54,7 +54,7 @@ function peakBars(peak, before) {
     return h("div.compare", null, h("span.what", null, text), h("span.track", null, fillBar),
       h("span.amount", null, bytesText(bytes)));
   };
-  return [bar("before", before, "without chunks"), bar("after", peak, "as planned")];
+  return [bar("before", before, "Inductor alone"), bar("after", peak, "as planned")];
 }
 
 function start() {

@@ -1,4 +1,4 @@
-// Memory of the step over time, without chunks and as planned. The two have different numbers of
+// Memory of the step over time, under Inductor alone and as planned. The two have different numbers of
 // moments, so each half is stretched: forward's moments share the left part of the axis, backward's
 // the right part.
 
@@ -79,7 +79,7 @@ class MemoryView {
     this.data = data;
     this.go = go;
     this.series = [];
-    if (data.before) this.series.push({ key: "before", label: "without chunks", line: data.before });
+    if (data.before) this.series.push({ key: "before", label: "Inductor alone", line: data.before });
     if (data.after) this.series.push({ key: "after", label: "as planned", line: data.after });
     this.axes = new MemoryAxes(this.series.map(({ line }) => line));
     this.read = this.series.at(-1); // the timeline that is read
