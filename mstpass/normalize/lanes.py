@@ -15,6 +15,7 @@ Terms:
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from typing import Any
 
@@ -28,7 +29,7 @@ from mstpass.graph.sizes import generic_shape, is_static
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
 from mstpass.normalize.parts import Parts, parts_after_view
-from mstpass.normalize.token_window import slice_bounds, sliced_dim
+from mstpass.normalize.token_window import readers, slice_bounds, sliced_dim
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 
 aten = torch.ops.aten
@@ -65,7 +66,7 @@ class Demand:
     kind: str
     node: fx.Node
     reader: fx.Node
-    structure: object
+    structure: str
 
 
 @dataclasses.dataclass
@@ -99,7 +100,7 @@ def next_windows(joint: JointGraph, given_up: set[str]) -> Windows | None:
         specs = {anchor: spec}
         found: dict[tuple[fx.Node, int], list[tuple[fx.Node, int, int]]] = {}
         wide_numel = WIDE_OF_ANCHOR * numel(anchor)
-        for node in joint.nodes[joint.index[anchor] + 1 :]:
+        for node in readers(joint, anchor, specs):
             source = next((n for n in node.all_input_nodes if n in specs), None)
             if source is None or node in joint.backward or node.op != "call_function":
                 continue
@@ -173,14 +174,16 @@ def lane_of(joint: JointGraph, windows: Windows, item: tuple[fx.Node, int, int])
         result = ops.result_spec(user, operand, lane.cone[operand])
         if isinstance(result, tuple) and result != WHOLE and _agrees(user, result, lane):
             lane.cone[user] = result
-    structures: dict[fx.Node, object] = {}
+    structures: dict[fx.Node, str] = {}
     for node in joint.sorted(lane.cone):
         for reader in joint.users(node):
             if reader in lane.cone:
                 continue
             kind = _how_read(joint, windows, lane, node, reader)
+            if kind == "window" and any(demand.node is node for demand in lane.demands[-1:]):
+                continue
             lane.demands.append(Demand(kind, node, reader, _structure(node, lane, structures)))
-    lane.demands.sort(key=lambda demand: (demand.kind, str(demand.structure)))
+    lane.demands.sort(key=lambda demand: (demand.kind, demand.structure))
     return lane
 
 
@@ -203,7 +206,7 @@ def _how_read(
     raise CannotTake(reader, "needs a wide value otherwise than token by token")
 
 
-def _structure(node: fx.Node, lane: Lane, known: dict[fx.Node, object]) -> object:
+def _structure(node: fx.Node, lane: Lane, known: dict[fx.Node, str]) -> str:
     """The ops that lead to a value, seen down to the item and to narrow values from outside."""
     if node is lane.item:
         return "item"
@@ -215,15 +218,9 @@ def _structure(node: fx.Node, lane: Lane, known: dict[fx.Node, object]) -> objec
         args = tuple(None if i == position else arg for i, arg in enumerate(node.args))
         if node not in lane.cone and is_item_op(node):  # of another value
             args = node.args[:1]
-        mapped = fx.map_arg((args, node.kwargs), lambda n: _Leaf(_structure(n, lane, known)))
-        text = f"{node.target}{mapped}"
-        known[node] = text if len(text) < 200 else hash(text)
+        mapped = fx.map_arg((args, node.kwargs), lambda n: _structure(n, lane, known))
+        known[node] = hashlib.sha1(f"{node.target}{mapped}".encode()).hexdigest()
     return known[node]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    structure: object
 
 
 def is_item_op(node: fx.Node) -> bool:
@@ -268,9 +265,10 @@ def sink_of(reader: fx.Node, windows: Windows) -> Sink:
         pieces = []
         for number, piece in enumerate(reader.args[0]):  # type: ignore[arg-type]
             start, stop = parts.bounds(number)
-            assert isinstance(start, int) and isinstance(stop, int)
+            if not isinstance(start, int) or not isinstance(stop, int):
+                raise CannotTake(reader, "writes at a symbolic place")
             pieces.append((piece, start, stop))
-        return Sink(sink, parts.dim - axis, tuple(pieces))  # type: ignore[arg-type]
+        return Sink(sink, parts.dim - axis, tuple(pieces))
     source, shape = reader.args[1], shape_of(reader)
     assert isinstance(source, fx.Node)
     (dim,) = dims_of(reader, len(shape), "dim")

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph.joint import value_of
 from mstpass.graph.linearity import is_zero
 from mstpass.graph.sizes import Size, generic, generic_shape
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
@@ -20,6 +19,9 @@ from mstpass.graph.tokens import group_of
 from mstpass.normalize.token_window import slice_bounds, sliced_dim
 
 aten = torch.ops.aten
+TAKERS = (aten.select.int, aten.slice.Tensor)
+_SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
+WRITERS = (aten.cat.default, *_SCATTERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +92,14 @@ def picked(node: fx.Node, parts: Parts) -> int | None:
 
 def written_parts(node: fx.Node, parts: Parts) -> dict[int, fx.Node] | None:
     """The parts that an op writes side by side, or into zeros; None if it writes no parts."""
-    if value_of(node) is None or sum(map(generic, parts.sizes)) != _size(node, parts.dim):
+    if node.target not in WRITERS or sum(map(generic, parts.sizes)) != _size(node, parts.dim):
         return None
     if node.target is aten.cat.default:
         (dim,) = dims_of(node, len(shape_of(node)), "dim")
         pieces: Any = node.args[0]
         sizes = tuple(shape_of(piece)[dim] for piece in pieces) if dim == parts.dim else ()
         return dict(enumerate(pieces)) if Parts(dim, sizes).fits(parts) else None
-    scatters = (aten.select_scatter.default, aten.slice_scatter.default)
-    if node.target not in scatters or not is_zero(node.args[0]):
+    if node.target not in _SCATTERS or not is_zero(node.args[0]):
         return None
     number = None
     if node.target is aten.select_scatter.default:

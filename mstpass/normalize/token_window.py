@@ -70,7 +70,7 @@ def slices_over_tokens(
     """The forward slices over tokens of the anchor's wide values, with the sources' specs."""
     specs: dict[fx.Node, Spec] = {anchor: spec}
     found = []
-    for node in _readers(joint, anchor, specs):
+    for node in readers(joint, anchor, specs):
         for operand in node.all_input_nodes:
             if operand not in specs or node in joint.backward:
                 continue
@@ -83,7 +83,7 @@ def slices_over_tokens(
     return found
 
 
-def _readers(joint: JointGraph, anchor: fx.Node, followed: Container[fx.Node]) -> Iterator[fx.Node]:
+def readers(joint: JointGraph, anchor: fx.Node, followed: Container[fx.Node]) -> Iterator[fx.Node]:
     """The users of the anchor and, for each user in ``followed``, its users, in the graph's order.
 
     The caller may add to ``followed`` while it iterates.

@@ -39,33 +39,28 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
-from mstpass.graph.chunk_form import VIEWS_BY_SHAPE, add_chunk
+from mstpass.graph.chunk_form import add_chunk
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.op_table import Op
-from mstpass.graph.sizes import Size, generic, is_size, same_shape
+from mstpass.graph.sizes import Size, is_size, same_shape
 from mstpass.graph.token_rules.along_dims import reduced_dims
-from mstpass.graph.token_rules.arguments import dims_of, shape_of
-from mstpass.graph.tokens import SUM, CannotTake, Refusal, Spec
+from mstpass.graph.token_rules.arguments import shape_of
+from mstpass.graph.tokens import CannotTake, Refusal, Spec
 from mstpass.normalize.downstream import downstream
-from mstpass.normalize.parts import Parts, parts_after_view, picked, written_parts
+from mstpass.normalize.follow_parts import (
+    COMBINED,
+    LOW_PRECISION,
+    MEANS,
+    VIEWS,
+    follow_parts,
+)
+from mstpass.normalize.parts import Parts, written_parts
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
 aten = torch.ops.aten
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 _CATS = (aten.cat.default, aten.stack.default)
-_VIEWS = (*VIEWS_BY_SHAPE, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
-_COMBINED = {  # a reduction: the op that combines the results of two parts
-    aten.sum.dim_IntList: aten.add.Tensor,
-    aten.sum.default: aten.add.Tensor,
-    aten.amax.default: aten.maximum.default,
-    aten.amin.default: aten.minimum.default,
-    aten.any.dim: aten.logical_or.default,
-    aten.any.dims: aten.logical_or.default,
-    aten.mean.dim: aten.add.Tensor,
-}
-_MEANS = (aten.mean.dim,)
-_NOT_SUMS = tuple(op for op, combine in _COMBINED.items() if combine is not aten.add.Tensor)
+_NOT_SUMS = tuple(op for op, combine in COMBINED.items() if combine is not aten.add.Tensor)
 
 
 def unstack(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
@@ -94,11 +89,10 @@ def _next_cat(joint: JointGraph, given_up: set[str]) -> tuple[str, float] | None
     for node in joint.nodes:
         if node.target not in _CATS or node in joint.backward or node.name in given_up:
             continue
-        pieces = node.args[0]
-        assert isinstance(pieces, tuple | list)
+        pieces: Any = node.args[0]
         anchors = [known[piece][1] for piece in pieces if piece in known]
         wide_numel = WIDE_OF_ANCHOR * min(map(numel, anchors), default=math.inf)
-        if len(pieces) > 1 and all(numel(piece) >= wide_numel for piece in pieces):  # type: ignore[arg-type]
+        if len(pieces) > 1 and all(numel(piece) >= wide_numel for piece in pieces):
             return node.name, wide_numel
     return None
 
@@ -111,9 +105,8 @@ class _Unstacker:
         self.builder = Builder(self.joint.module.graph, fake_mode_of(self.joint.nodes))
         self.sizes = SizeNodes.of_inputs(self.builder)
         self.cat = self.joint.by_name[name]
-        self.parts: dict[fx.Node, Parts] = {}
-        self.picks: dict[fx.Node, int] = {}  # nodes that take one part -> its number
-        self.combined: set[fx.Node] = set()  # reductions over the parts
+        flow = follow_parts(self.joint, self.cat, wide_numel)
+        self.parts, self.picks, self.combined = flow.parts, flow.picks, flow.combined
         self.built: dict[tuple[fx.Node, int, int], fx.Node | None] = {}  # (node, dim, number)
         self.put_together: dict[fx.Node, fx.Node] = {}
         self.changed: set[str] = set()
@@ -126,13 +119,6 @@ class _Unstacker:
             UnknownSize: a symbolic size cannot be written.
         """
         graph = self.joint.module.graph
-        self._follow()
-        self._check_gain()
-        kept = self._kept()
-        self.parts = {node: parts for node, parts in self.parts.items() if node in kept}
-        ends = {node for node in self.parts for node in node.users}
-        self.picks = {node: number for node, number in self.picks.items() if node in ends}
-        self.combined &= ends
         before = set(graph.nodes)
         for node in self.joint.nodes:
             with graph.inserting_before(node):
@@ -155,99 +141,6 @@ class _Unstacker:
     def _wide(self, node: fx.Node) -> bool:
         return numel(node) >= self.wide_numel
 
-    # ---- where the parts are ---------------------------------------------------------------------
-    def _follow(self) -> None:
-        """Note the parts of all values that have them, and what reads single parts or combines."""
-        self.parts[self.cat] = _parts_of_cat(self.cat)
-        for node in self.joint.nodes[self.joint.index[self.cat] + 1 :]:
-            if node.op != "call_function" or value_of(node) is None:
-                continue
-            found = self._scattered(node)
-            self._note_source(node)
-            operand = next((n for n in node.all_input_nodes if n in self.parts), None)
-            if found is None and operand is not None:
-                found = self._after(node, operand)
-            if found is not None:
-                self.parts[node] = found
-
-    def _scattered(self, node: fx.Node) -> Parts | None:
-        """The parts of a gradient whose shape is that of a value with parts."""
-        known = {(p.dim, tuple(map(generic, p.sizes))): p for p in self.parts.values()}
-        found = (parts for parts in known.values() if written_parts(node, parts) is not None)
-        return next(found, None)
-
-    def _note_source(self, node: fx.Node) -> None:
-        """Note the parts of a value that only nodes that take single parts of it read.
-
-        The gradient of a mean over a stack is such a value: one part, expanded.
-        """
-        sources = node.all_input_nodes
-        if len(sources) != 1 or sources[0] in self.parts or not self._wide(sources[0]):
-            return
-        shape = shape_of(sources[0])
-        for known, parts in list(self.parts.items()):
-            if shape_of(known) == shape and picked(node, parts) is not None:
-                if all(picked(user, parts) is not None for user in sources[0].users):
-                    self.parts[sources[0]] = parts
-                return
-
-    def _after(self, node: fx.Node, operand: fx.Node) -> Parts | None:
-        parts = self.parts[operand]
-        number = picked(node, parts)
-        if number is not None:
-            self.picks[node] = number
-            return None
-        if node.target in _VIEWS:
-            return parts_after_view(value_of(operand), value_of(node), parts)
-        row = ops.lookup(node)
-        if isinstance(row, Op) and row.kind == "reduce":
-            if parts.dim in reduced_dims(node, len(shape_of(operand))):
-                self._combine(node)
-                return None
-        result = ops.result_spec(node, operand, (parts.dim,))
-        if result == SUM and ops.is_matmul(node):
-            self._combine(node)
-        if not isinstance(result, tuple) or len(result) != 1:
-            return None
-        needs = ops.operand_specs(node, result)
-        if isinstance(needs, Refusal):
-            return None
-        others = [n for n in node.all_input_nodes if n in self.parts]
-        if all(needs.get(n) == (self.parts[n].dim,) and parts.fits(self.parts[n]) for n in others):
-            return dataclasses.replace(parts, dim=result[0])
-        return None
-
-    def _combine(self, node: fx.Node) -> None:
-        value = value_of(node)
-        low = value is not None and value.dtype in _LOW_PRECISION
-        if node.target in _COMBINED or (ops.is_matmul(node) and not low):
-            self.combined.add(node)
-
-    def _check_gain(self) -> None:
-        """Check that the parts come apart along their tokens, or are taken apart again.
-
-        Raises:
-            CannotTake: a loop over tokens may as well hold all of them.
-        """
-        known = self.joint.cached(downstream)
-        dim = self.parts[self.cat].dim
-        pieces = self.cat.args[0]
-        along_tokens = any(dim in known[p][0] for p in pieces if p in known)  # type: ignore[union-attr]
-        wide_sums = any(n.all_input_nodes and self._reads_wide(n) for n in self.combined)
-        if not along_tokens and (not self.picks or wide_sums):
-            raise CannotTake(self.cat, "its parts are not taken apart again")
-
-    def _reads_wide(self, node: fx.Node) -> bool:
-        return any(n in self.parts and self._wide(n) for n in node.all_input_nodes)
-
-    def _kept(self) -> set[fx.Node]:
-        """The values to compute part by part: the wide ones, and those that lead to these."""
-        kept: set[fx.Node] = set()
-        for node in reversed(self.joint.sorted(self.parts)):
-            if self._wide(node) or self._reads_wide(node) or any(u in kept for u in node.users):
-                kept.add(node)
-        return kept
-
     # ---- computing parts -------------------------------------------------------------------------
     def _part(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
         """One part of a value, computed before the current place in the graph; None if it is 0."""
@@ -269,7 +162,7 @@ class _Unstacker:
         pieces = _pieces(node) if node is self.cat else written_parts(node, parts)
         if pieces is not None:
             part = pieces.get(number)
-        elif node.target in _VIEWS:
+        elif node.target in VIEWS:
             source = node.all_input_nodes[0]
             part = self._part(source, self.parts[source], number)
         else:
@@ -353,11 +246,11 @@ class _Unstacker:
             if node.target not in _NOT_SUMS and self._part(source, parts, number) is None:
                 continue
             result = self._reduced(node, {n: self._operand(n, here[n], number) for n in here})
-            combine: Any = _COMBINED.get(node.target, aten.add.Tensor)
+            combine: Any = COMBINED.get(node.target, aten.add.Tensor)
             total = result if total is None else self.builder.call(combine, total, result)
         if total is None:
             raise CannotTake(node, "all its parts are zero")
-        return total if node.target not in _MEANS else self._mean(node, source, total)
+        return total if node.target not in MEANS else self._mean(node, source, total)
 
     def _reduced(self, node: fx.Node, each: dict[fx.Node, fx.Node]) -> fx.Node:
         """The node's op on one part; the sum of it for a mean."""
@@ -368,9 +261,9 @@ class _Unstacker:
             dims = reduced_dims(node, len(shape))
             if math.prod(shape[d] for d in dims) == 1 and dtype == value.dtype:
                 return self._reshaped(part, list(value.shape))
-            if dtype in _LOW_PRECISION and node.target not in _NOT_SUMS:
+            if dtype in LOW_PRECISION and node.target not in _NOT_SUMS:
                 raise CannotTake(node, f"each part of its sum would be rounded to {dtype}")
-            if node.target in _MEANS:
+            if node.target in MEANS:
                 keepdim = value.dim() == len(shape)
                 return self.builder.call(aten.sum.dim_IntList, part, dims, keepdim)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: each.get(n, n))
@@ -393,14 +286,6 @@ class _Unstacker:
             raise CannotTake(node, f"its parts have shape {tuple(new.meta['val'].shape)}")
         self.changed.update(user.name for user in node.users)
         node.replace_all_uses_with(new)
-
-
-def _parts_of_cat(cat: fx.Node) -> Parts:
-    pieces: Any = cat.args[0]
-    (dim,) = dims_of(cat, len(shape_of(cat)), "dim")
-    if cat.target is aten.stack.default:
-        return Parts(dim, (1,) * len(pieces))
-    return Parts(dim, tuple(piece.meta["val"].shape[dim] for piece in pieces))
 
 
 def _pieces(cat: fx.Node) -> dict[int, fx.Node]:
