@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mstpass.graph.joint import JointGraph, value_of
@@ -86,9 +86,7 @@ CAUSAL: dict[str, Program] = {
     ),
     "not after": lambda x: ~(_columns(x) > _rows(x)),
     "flipped twice": lambda x: (_columns(x) <= _rows(x)).flip(0).flip(0),
-    "counted": lambda x: (
-        torch.ones(x.shape[-1]).to(torch.int64).cumsum(0)[None] - 1 <= _rows(x)
-    ),
+    "counted": lambda x: torch.ones(x.shape[-1]).to(torch.int64).cumsum(0)[None] - 1 <= _rows(x),
     "rows without a key get all": lambda x: (
         (_columns(x) <= _rows(x)) | (_columns(x) > _rows(x)).all(-1, keepdim=True)
     ),
@@ -115,7 +113,7 @@ OTHERS: dict[str, tuple[Program, Band | str]] = {
     ),
     "blocks": (lambda x: _rows(x) // 3 == _columns(x) // 3, "it is no band"),
     "nothing": (lambda x: torch.zeros(x.shape, dtype=torch.bool), "it allows no key"),
-    "two sequences": (lambda x: _packed(x, lambda p: p % 4), "it is no band"),
+    "two sequences": (lambda x: _packed(x, lambda p: p % 4), "a sum over elements"),
     "a small number": (lambda x: _additive(_columns(x) <= _rows(x), -10.0), "it adds"),
     "a slope": (lambda x: (_columns(x) - _rows(x)).float(), "it adds"),
     "of data": (lambda x: x > 0, "its values are known when the step runs"),
@@ -149,7 +147,7 @@ def test_others(name: str, symbolic: bool) -> None:
 def test_sequence_lengths_that_differ() -> None:
     """The band counts positions from the first query and the first key."""
     assert _band(CAUSAL["comparison"], (5, 9)) == Band(None, 0)
-    at_the_end: Program = lambda x: _columns(x) <= _rows(x) + 4  # noqa: E731
+    at_the_end: Program = lambda x: _columns(x) <= _rows(x) + 4
     assert _band(at_the_end, (5, 9)) == Band(None, 4)
 
 
@@ -206,12 +204,18 @@ def _step(draw: random.Random, values: list[Tensor], n: int) -> Tensor:
 def _program(seed: int) -> Program:
     def program(x: Tensor) -> Tensor:
         draw, n = random.Random(seed), x.shape[0]
-        values = [torch.arange(n)[:, None], torch.arange(n)[None], torch.arange(n, dtype=torch.int32)]
+        values = [
+            torch.arange(n)[:, None],
+            torch.arange(n)[None],
+            torch.arange(n, dtype=torch.int32),
+        ]
         for _ in range(draw.randint(1, 7)):
             new = _step(draw, values, n)
             values.append(new if not new.is_floating_point() else new == 0)
-        return values[-1].expand(n, n) & True if values[-1].dtype == torch.bool else (
-            values[-1].expand(n, n) <= values[0]
+        return (
+            values[-1].expand(n, n) & True
+            if values[-1].dtype == torch.bool
+            else (values[-1].expand(n, n) <= values[0])
         )
 
     return program
@@ -234,9 +238,7 @@ def _number(poly: Poly | float, at: tuple[int, ...], sizes: Mapping[str, int]) -
 
 def _at(value: Pieces, at: tuple[int, ...], sizes: Mapping[str, int]) -> float:
     """The value at one position, which is in one part alone."""
-    (part,) = (
-        part for part in value.parts if all(_number(c, at, sizes) >= 0 for c in part.where)
-    )
+    (part,) = (part for part in value.parts if all(_number(c, at, sizes) >= 0 for c in part.where))
     return _number(part.number, at, sizes)
 
 
@@ -280,6 +282,3 @@ def _check(seed: int, symbolic: bool) -> str:
 @given(st.integers(0, 2**31), st.booleans())
 def test_random_programs(seed: int, symbolic: bool) -> None:
     _check(seed, symbolic)
-
-
-_ = fx
