@@ -157,21 +157,58 @@ def test_what_is_left_is_reported_where_it_is_large() -> None:
     assert not padded.rejections  # it depends on data
 
 
-@pytest.mark.parametrize("chunk", ["auto", "off"])
-def test_values_and_peak(chunk: str) -> None:
+@pytest.mark.op_by_op
+@pytest.mark.parametrize("name", PROVEN)
+def test_values(name: str) -> None:
+    mask, kind = PROVEN[name]
+    report = check_against_float64(Attention(mask), lambda m: m, [_input()], chunk="off")
+    assert any(f"proven to be {kind}" in note for note in report.outcome.notes)
+
+
+def test_peak() -> None:
     """Under Inductor: results as exact as eager's, and no mask in memory."""
     tokens = 512
-    model, x = Attention(_causal), _input(tokens)
-    report = check_against_float64(model, lambda m: m, [x], chunk=chunk)
-    assert any("proven to be causal" in note for note in report.outcome.notes)
-    mask_bytes = 4 * tokens**2
+    x, mask_bytes = _input(tokens), 4 * tokens**2
+    check_against_float64(Attention(_causal), lambda m: m, [x])
 
     def peak(mask: Mask) -> int:
         torch.compiler.reset()
-        step = compiled(Attention(mask), chunk=chunk)
+        step = compiled(Attention(mask))
         return peak_bytes(lambda: step(x).backward())
 
     assert peak(_causal) <= peak(lambda q, k, x: _window(q, k, x)) - 0.9 * mask_bytes
+
+
+# ---- transformers' masks -------------------------------------------------------------------------
+def _notes(model: nn.Module, gpu: str | None = None, tokens: int = 64) -> str:
+    ids = torch.zeros(2, tokens, dtype=torch.long)
+    report = mstpass.explain(lambda ids: model(input_ids=ids, labels=ids).loss, ids, gpu=gpu)
+    return " ".join(report.outcome.notes)
+
+
+@pytest.mark.op_by_op
+def test_unchanged_models_of_transformers() -> None:
+    """Layers with a window that is shorter than the sequence, and layers without."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "use_cache": False,
+    }
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    assert "the mask of 2 attention ops is proven to be causal" in _notes(llama)
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(
+        **sizes, head_dim=8, sliding_window=16, layer_types=kinds
+    )
+    gemma = transformers.Gemma3ForCausalLM(config).bfloat16()
+    notes = _notes(gemma, gpu="a100")
+    assert "the mask of an attention op is proven to be causal" in notes
+    assert "a window of 15 keys before and 0 after" in notes
 
 
 # ---- for a GPU -----------------------------------------------------------------------------------
