@@ -13,7 +13,7 @@ products_by_section.py a product that projects queries, keys and values at once 
 unused_random_state.py attention without dropout is given no state of a random generator
 bias_after_product.py  the bias of attention's output is added after its product
 
-Two more are applied before, to every graph: inputs_before_writes.py, and masks_as_flags.py, by which
+Two more are applied before, to every graph: inputs_before_writes.py and masks_as_flags.py, by which
 a mask of attention that follows from positions becomes a flag of its kernel (write_attention.py).
 """
 
