@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mstpass.graph.joint import JointGraph, value_of
@@ -113,7 +113,7 @@ OTHERS: dict[str, tuple[Program, Band | str]] = {
     ),
     "blocks": (lambda x: _rows(x) // 3 == _columns(x) // 3, "it is no band"),
     "nothing": (lambda x: torch.zeros(x.shape, dtype=torch.bool), "it allows no key"),
-    "two sequences": (lambda x: _packed(x, lambda p: p % 4), "it is no band"),
+    "two sequences": (lambda x: _packed(x, lambda p: p % 4), "a sum over elements"),
     "a small number": (lambda x: _additive(_columns(x) <= _rows(x), -10.0), "it adds"),
     "a slope": (lambda x: (_columns(x) - _rows(x)).float(), "it adds"),
     "of data": (lambda x: x > 0, "its values are known when the step runs"),
@@ -147,7 +147,7 @@ def test_others(name: str, symbolic: bool) -> None:
 def test_sequence_lengths_that_differ() -> None:
     """The band counts positions from the first query and the first key."""
     assert _band(CAUSAL["comparison"], (5, 9)) == Band(None, 0)
-    at_the_end: Program = lambda x: _columns(x) <= _rows(x) + 4  # noqa: E731
+    at_the_end: Program = lambda x: _columns(x) <= _rows(x) + 4
     assert _band(at_the_end, (5, 9)) == Band(None, 4)
 
 
@@ -282,6 +282,3 @@ def _check(seed: int, symbolic: bool) -> str:
 @given(st.integers(0, 2**31), st.booleans())
 def test_random_programs(seed: int, symbolic: bool) -> None:
     _check(seed, symbolic)
-
-
-_ = fx

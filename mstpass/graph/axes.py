@@ -114,7 +114,8 @@ class HeadAxis:
         shapes: list[list[Any]] = [list(v.shape) for v in tensors_of(node.meta["val"])]
         for position, shape in enumerate(shapes):
             if spec and heads.result_has_heads(node, position):
-                shape[spec[0]] = shape[spec[0]] // self.num_heads * length
+                dim = heads.result_dim(node, position, spec[0])
+                shape[dim] = shape[dim] // self.num_heads * length
         return shapes
 
     def shape_argument(self, node: fx.Node, spec: Spec, given: Any, length: Any) -> list[Any]:

@@ -140,11 +140,10 @@ def _item_source(item: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
     return {source: HeadDim(dim, shape_of(source)[dim] // num_heads)}
 
 
-def _item_dim(item: fx.Node) -> int:
-    """The dim of heads of one result of an attention op."""
-    (source,) = item.all_input_nodes
-    is_row_sums = item.args[1] == 1 and not _is_backward(source)
-    return _HEADS if is_row_sums else heads_dim(source)
+def result_dim(node: fx.Node, position: int, dim: int) -> int:
+    """The dim of heads of one result of a node whose first result has them in ``dim``."""
+    is_row_sums = position == 1 and _has_tokens_first(node) and not _is_backward(node)
+    return _HEADS if is_row_sums else dim
 
 
 def _attention_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
@@ -208,7 +207,7 @@ def result_heads(
     if is_attention_item(node):
         if not result_has_heads(operand, node.args[1]):  # type: ignore[arg-type]
             return Refusal(STATE)
-        dim = _item_dim(node)
+        dim = result_dim(operand, node.args[1], heads_dim(operand))  # type: ignore[arg-type]
         return HeadDim(dim, shape_of(node)[dim] // num_heads)
     row = ops.lookup(node)
     if isinstance(row, Refusal):

@@ -15,6 +15,9 @@ grouped_by_chunk.py    products of experts are told which rows a chunk has
 products_by_section.py a product that projects queries, keys and values at once becomes three
 unused_random_state.py attention without dropout is given no state of a random generator
 bias_after_product.py  the bias of attention's output is added after its product
+
+Two more are applied before, to every graph: inputs_before_writes.py and masks_as_flags.py, by which
+a mask of attention that follows from positions becomes a flag of its kernel (write_attention.py).
 """
 
 from __future__ import annotations

@@ -72,6 +72,12 @@ _ADVICE = (
         "return what you compute from the value instead, or do not return it",
     ),
     (_OUTPUT, "return the sum or the mean over tokens instead, or do not return it"),
+    # ---- masks
+    (
+        r"^the mask('s form)? is",
+        f"{_NOTHING}; attention that builds no mask is leaner: FlexAttention, or on a GPU flash "
+        "attention in 16 bits, which has a causal flag and a window",
+    ),
     # ---- the batch
     (
         r"has a symbolic size",

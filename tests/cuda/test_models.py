@@ -13,18 +13,25 @@ pytestmark = pytest.mark.dry_run
 
 
 @pytest.mark.parametrize(
-    ("gpu", "masked", "kernel"),
+    ("model", "gpu", "masked", "kernel", "flag"),
     [
-        ("a100", False, "efficient_attention"),  # transformers makes a mask of its own
-        ("a100", True, "efficient_attention"),
-        ("h100", True, "cudnn_attention"),
+        # transformers makes a mask of its own, which is causal
+        ("Llama", "a100", False, "_scaled_dot_product_flash_attention.default", ", 0.0, True"),
+        ("Llama", "a100", True, "_scaled_dot_product_efficient_attention.default", "scale="),
+        ("Llama", "h100", False, "_scaled_dot_product_cudnn_attention.default", "is_causal=True"),
+        ("Llama", "h100", True, "_scaled_dot_product_cudnn_attention.default", "scale="),
+        ("Mistral", "h100", False, "_flash_attention_forward.default", "window_size_left=4095"),
     ],
 )
-def test_attention_is_left_as_the_gpu_has_it(gpu: str, masked: bool, kernel: str) -> None:
+def test_attention_is_the_gpus_own(
+    model: str, gpu: str, masked: bool, kernel: str, flag: str
+) -> None:
     pytest.importorskip("transformers")
-    run = dry_run(*causal_lm("Llama", masked), gpu=gpu)
+    run = dry_run(*causal_lm(model, masked), gpu=gpu)
     check_lean(run)
-    assert f"_scaled_dot_product_{kernel}" in run.text
+    calls = [line for line in run.text.splitlines() if f"= torch.ops.aten.{kernel}(" in line]
+    assert calls and all(flag in call for call in calls)
+    assert ("8192, 8192), (" in run.text) == masked  # the shape of a buffer
 
 
 @pytest.mark.parametrize(
