@@ -81,9 +81,7 @@ def compile(
     }
     if isinstance(model, nn.Module):
         _name_default_losses(model)
-        whether_packed = functools.partial(
-            says_whether_packed, model, signature_of=model.forward
-        )
+        whether_packed = functools.partial(says_whether_packed, model, signature_of=model.forward)
         compile_in_place(model, whether_packed, **given)
         return model
     compiled: Any = torch.compile(model, **given)
