@@ -198,12 +198,17 @@ def test_an_optimizers_step_can_be_the_peak(tiny):
 
 @pytest.mark.usefixtures("one_cublas_workspace")
 def test_padding_is_skipped_by_attention(tiny):
+    def padded(document):
+        return {"document": document, "attention": "flash"}
+
     saved = [
-        eager_step(config_of(tiny), Training(document=n), plain, 2048).parts.saved
+        eager_step(
+            config_of(tiny), Training(document=n, attention="flash"), plain, 2048
+        ).parts.saved
         for n in (None, 2048, 64)
     ]
     assert saved[0] == saved[1] > 1.05 * saved[2]
-    own = [plan(asked(tiny, 64, {"document": n}, alone=True)).own for n in (None, 64)]
+    own = [plan(asked(tiny, 64, padded(n), alone=True)).own for n in (None, 64)]
     assert own[1].fits and own[1].length >= own[0].length
 
 

@@ -134,7 +134,9 @@ class Ragged(Tokens):
     """Sequences of many lengths, for collators that pad or pack them."""
 
     def __getitem__(self, index):
-        return {"input_ids": super().__getitem__(index)["input_ids"][: LENGTH - 13 * index].tolist()}
+        return {
+            "input_ids": super().__getitem__(index)["input_ids"][: LENGTH - 13 * index].tolist()
+        }
 
 
 def padding():

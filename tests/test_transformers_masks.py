@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,7 +49,7 @@ def _of(name: str, **changes: Any) -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.GraphModule]]:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     """The graphs that Dynamo captures; they run as they are."""
     found: list[fx.GraphModule] = []
 
@@ -59,7 +59,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.GraphModule]]:
 
     monkeypatch.setattr(compiling, "mst", backend)
     torch._dynamo.reset()  # all models share Module._call_impl, and its limit of recompilations
-    yield found
+    return found
 
 
 def _squares(graphs: list[fx.GraphModule], length: int = N) -> list[str]:
@@ -159,7 +159,7 @@ def test_generation(graphs: list[Any]) -> None:
 
 
 def test_other_calls_are_not_told() -> None:
-    """Neither another thread, nor a call behind a compiled one, nor a model that is not compiled."""
+    """Neither another thread, nor a later call, nor a model that is not compiled."""
     model, other = mstpass.compile(_of("Llama")), _of("Llama")
     find = transformers.masking_utils.find_packed_sequence_indices
     seen: list[Any] = []
@@ -172,9 +172,9 @@ def test_other_calls_are_not_told() -> None:
     def failing(*_: Any, **__: Any) -> None:
         look()
         seen.append(find(PACKED))
-        raise ValueError
+        raise ValueError("within")
 
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="within"):
         transformers_masks.says_whether_packed(model, failing, model.forward)(IDS)
     seen.append(find(PACKED))
     elsewhere, within, after = seen

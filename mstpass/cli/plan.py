@@ -17,7 +17,10 @@ from mstpass.planner.progress import Report, pieces
 from mstpass.planner.request import ALLOCATORS, EXPANDABLE, LOGITS, OUTPUTS, Request
 from mstpass.planner.result import Planned
 from mstpass.planner.training import (
+    ATTENTIONS,
     DTYPES,
+    FLASH,
+    MODEL,
     OPTIMIZER_STEPS,
     OPTIMIZERS,
     SHARDINGS,
@@ -124,6 +127,12 @@ def _add_step(group: Any) -> None:
     add("--sequence", type=count, metavar="TOKENS", help="plan this sequence length")
     add("--batch", type=count, default=1, help="sequences on one device (default: %(default)s)")
     add(
+        "--attention",
+        choices=ATTENTIONS,
+        help="model: the model's own, with the masks that it needs when it is compiled; flash: "
+        "FlashAttention-2, which needs none (default: model, with --document flash)",
+    )
+    add(
         "--document",
         type=count,
         metavar="TOKENS",
@@ -210,6 +219,8 @@ def _check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespa
     """End the program with a message if arguments contradict each other."""
     if given.device_memory is None and given.gpu is None:
         parser.error("--gpu or --device-memory is required: say how much memory the device has")
+    if given.document is not None and given.attention == MODEL:
+        parser.error("--document needs --attention flash, which skips padding")
     if given.host_memory is not None and not given.offload:
         parser.error("--host-memory is of use only with --offload")
     if given.plot is not None and given.sequence is not None:
@@ -251,6 +262,7 @@ def _request(given: argparse.Namespace) -> Request:
         ranks=given.ranks,
         batch=given.batch,
         document=given.document,
+        attention=given.attention or (MODEL if given.document is None else FLASH),
     )
     return Request(
         model=given.model,

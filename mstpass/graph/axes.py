@@ -1,4 +1,4 @@
-"""The axis along which a loop's chunks cut values: tokens, or heads.
+"""The axis along which a loop's chunks cut values: tokens, heads, or rows of queries.
 
 Terms:
     *spec*: where a value holds what the axis runs over: its token dims (tokens.py), or its
@@ -7,7 +7,7 @@ Terms:
     *rows*: the layout in which a loop slices and stacks a value: ``[N, rest]``, with one row for
         each token or head.
 
-Both axes answer the same questions, so that one writer of loops serves them.
+All axes answer the same questions, so that one writer of loops serves them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from mstpass.graph import heads, ops
+from mstpass.graph import heads, ops, query_rows
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import tensors_of
@@ -27,7 +27,7 @@ from mstpass.graph.sizes import Size, generic, hint, is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import Refusal, Spec, chunk_shape
 
-TOKENS, HEADS = "tokens", "heads"
+TOKENS, HEADS, QUERIES = "tokens", "heads", "queries"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +151,38 @@ def _rounds_and_inner(size: Size, inner: int, num_heads: int) -> tuple[Size, Siz
     raise UnknownSize(f"the size {size} has symbolic factors before and after the heads")
 
 
+@dataclasses.dataclass(frozen=True)
+class QueryAxis(TokenAxis):
+    """Tokens of attention's queries; keys and values are whole (query_rows.py)."""
+
+    def operand_specs(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+        if heads.is_attention(node) or heads.is_attention_item(node):
+            return query_rows.operand_rows(node, spec)
+        return super().operand_specs(node, spec)
+
+    def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
+        if heads.is_attention_item(node):
+            return {operand: spec}
+        return super().sum_operands(node, operand, spec)
+
+    def chunk_shapes(self, node: fx.Node, spec: Spec, length: Any) -> list[list[Any]]:
+        if not heads.is_attention(node):
+            return super().chunk_shapes(node, spec, length)
+        shapes = [v.shape for v in tensors_of(node.meta["val"])]
+        return [
+            chunk_shape(shape, spec, length)
+            if query_rows.result_by_row(node, position)
+            else list(shape)
+            for position, shape in enumerate(shapes)
+        ]
+
+
 TOKEN_AXIS: Axis = TokenAxis()
+QUERY_AXIS: Axis = QueryAxis()
 
 
 def axis_of(name: str, count: int) -> Axis:
-    """The axis of a plan, along which it has ``count`` tokens or heads."""
-    return HeadAxis(count) if name == HEADS else TOKEN_AXIS
+    """The axis of a plan, along which it has ``count`` tokens, heads or queries."""
+    if name == HEADS:
+        return HeadAxis(count)
+    return QUERY_AXIS if name == QUERIES else TOKEN_AXIS

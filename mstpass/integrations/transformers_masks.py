@@ -25,12 +25,13 @@ function is exchanged; where a version has another one, nothing is changed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -61,7 +62,7 @@ def says_whether_packed(
         function: takes the model's arguments, by themselves or in a mapping (a batch).
         signature_of: has the function's parameters.
     """
-    if not _is_text_model(model) or not _prepare():
+    if not _is_text_model(model) or not prepare():
         return function
     names = [
         name
@@ -71,14 +72,27 @@ def says_whether_packed(
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        before = _caller.gives_no_positions
-        _caller.gives_no_positions = not _gives_positions(names, args, kwargs)
-        try:
+        with _said(not _gives_positions(names, args, kwargs)):
             return function(*args, **kwargs)
-        finally:
-            _caller.gives_no_positions = before
 
     return call
+
+
+@contextlib.contextmanager
+def no_positions_given(model: Any) -> Iterator[None]:
+    """A context in which the model is called without positions, as `says_whether_packed` sees."""
+    with _said(_is_text_model(model) and prepare()):
+        yield
+
+
+@contextlib.contextmanager
+def _said(gives_no_positions: bool) -> Iterator[None]:
+    before = _caller.gives_no_positions
+    _caller.gives_no_positions = gives_no_positions
+    try:
+        yield
+    finally:
+        _caller.gives_no_positions = before
 
 
 def _gives_positions(names: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -104,7 +118,7 @@ def _is_text_model(model: Any) -> bool:
     return text is not None and text() is base.config
 
 
-def _prepare() -> bool:
+def prepare() -> bool:
     """Let transformers listen; False where it is not built as in the versions that are known."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None:

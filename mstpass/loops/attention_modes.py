@@ -8,16 +8,23 @@ Each is offered in two, four and eight groups, as far as the heads divide so. On
 share of what attention needs besides the layer's input and output and their gradients, which exist
 in full in any case: with more than eight groups that share hardly counts.
 
-Without a budget attention stays whole: the loops compute its projections twice.
+Where attention has a large mask that is computed, it may also run in loops over rows of queries,
+which hold the mask's rows of one chunk (regions/masked_attention.py): *save* keeps its results, and
+*recompute* nothing. These are offered in long and in short chunks, in place of the others where the
+mask is larger than what loops over heads hold in parts: those read the whole mask.
+
+Without a budget attention stays whole: the loops compute its projections, or its mask, twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.axes import HEADS, QUERIES
+from mstpass.graph.heads import is_attention, is_product
 from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.loops.candidate_modes import RegionCandidates, find_candidates
 from mstpass.loops.region_facts import RegionFacts
@@ -25,8 +32,10 @@ from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.options import Options
 from mstpass.plans import RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
 from mstpass.regions.attention import detect_attention
+from mstpass.regions.masked_attention import detect_masked_attention
 
 _GROUPS = (2, 4, 8)
+_LEAST_ROWS, _BLOCK = (2048, 512), 32  # of queries in a chunk, long or short; of a kernel's block
 
 
 def loops_over_heads(options: Options) -> bool:
@@ -57,18 +66,49 @@ def attention_candidates(
         taken: members of other regions.
     """
     regions, rejections = detect_attention(joint, taken)
-    return [_candidates(joint, region) for region in regions], rejections
+    masked, refused = detect_masked_attention(joint, taken)
+    candidates = [_candidates(joint, region, _counts_of_heads(region)) for region in regions]
+    for region in masked:
+        over_rows = _candidates(joint, region, _counts_of_rows(region))
+        over_heads = next((c for c in candidates if _share_attention(joint, c, over_rows)), None)
+        if not over_rows.plans:
+            continue
+        if over_heads is None:
+            candidates.append(over_rows)
+        elif over_heads.plans[0][1].bytes_before < over_rows.plans[0][1].bytes_before:
+            candidates[candidates.index(over_heads)] = over_rows
+    return candidates, [*rejections, *refused]
 
 
-def _candidates(joint: JointGraph, region: Region) -> RegionCandidates:
+def _share_attention(joint: JointGraph, a: RegionCandidates, b: RegionCandidates) -> bool:
+    """Whether two regions hold the same attention."""
+    members = [{name for _, plan in c.plans[:1] for name, _ in plan.members} for c in (a, b)]
+    return any(is_attention(joint.by_name[name]) for name in members[0] & members[1])
+
+
+def _counts_of_heads(region: Region) -> list[int]:
+    return [count for count in _GROUPS if region.num_tokens % count == 0] or [region.num_tokens]
+
+
+def _counts_of_rows(region: Region) -> list[int]:
+    """The numbers of chunks: all rows are in chunks of one length, whole blocks of the kernels."""
+    rows = region.num_tokens
+    lengths = range(_BLOCK, rows // 2 + 1, _BLOCK)
+    divisors = [length for length in lengths if rows % length == 0]
+    chosen = {next((n for n in divisors if n >= least), None) for least in _LEAST_ROWS}
+    return sorted(rows // length for length in chosen if length is not None)
+
+
+def _candidates(joint: JointGraph, region: Region, counts: Sequence[int]) -> RegionCandidates:
+    """The plan of each mode, for each number of chunks."""
     facts = RegionFacts(joint, region)
     products = frozenset(node.name for node in facts.specs if ops.is_matmul(node))
     modes = {
         mode.mode: mode for mode in (region_loops(facts, m, products) for m in (SAVE, RECOMPUTE))
     }
-    counts = [count for count in _GROUPS if region.num_tokens % count == 0] or [region.num_tokens]
+    what = "groups" if region.axis == HEADS else f"chunks of {region.axis}"
     plans = tuple(
-        (f"{mode}, {count} groups", plan_of_groups(facts, loops, count))
+        (f"{mode}, {count} {what}", plan_of_groups(facts, loops, count))
         for mode, loops in modes.items()
         for count in counts
     )
@@ -76,8 +116,11 @@ def _candidates(joint: JointGraph, region: Region) -> RegionCandidates:
 
 
 def plan_of_groups(facts: RegionFacts, loops: RegionLoops, num_groups: int) -> ChunkPlan:
-    """The loops of a region over this many groups of heads, all of the same size."""
+    """The loops of a region over this many groups of heads, or rows, all of the same size."""
     region = facts.region
+    bytes_before = facts.bytes_before
+    if region.axis == QUERIES:
+        bytes_before = max(nbytes(node) for node in facts.specs if not is_product(node))
     return ChunkPlan(
         kind=region.kind,
         mode=loops.mode,
@@ -85,8 +128,8 @@ def plan_of_groups(facts: RegionFacts, loops: RegionLoops, num_groups: int) -> C
         num_tokens=region.num_tokens,
         chunk_tokens=region.num_tokens // num_groups,
         num_chunks=num_groups,
-        bytes_before=facts.bytes_before,
-        bytes_after=sum(map(nbytes, loops.saved)) + facts.bytes_before // num_groups,
+        bytes_before=bytes_before,
+        bytes_after=sum(map(nbytes, loops.saved)) + bytes_before // num_groups,
         loops=loops.loops,
         saved=tuple(node.name for node in loops.saved),
         members=region.members,

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from torch import fx
 
 from mstpass.graph.attention_work import attention_work
-from mstpass.graph.axes import HEADS
+from mstpass.graph.axes import HEADS, QUERIES
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.device_costs import costs_of
+from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.loop_work import head_loop_work, loop_work
 from mstpass.graph.sizes import hint_shape
@@ -122,11 +123,16 @@ class _Loops:
             rows = work.tokens // plan.num_tokens * plan.chunk_tokens
             attention_us = sum(self._group_us(n, plan.num_chunks) for n in members)
             return costs_of(device).loop_us(work, rows) + plan.num_chunks * attention_us
+        attention_us = 0.0
+        if plan.axis == QUERIES:
+            attention_us = sum(self._group_us(n, plan.num_chunks) for n in members)
+            members = {n: spec for n, spec in members.items() if not is_attention(n)}
         work = loop_work(self.joint, members, plan.num_tokens)
-        return costs_of(device).loop_us(work, plan.chunk_tokens)
+        us = costs_of(device).loop_us(work, plan.chunk_tokens)
+        return us + plan.num_chunks * attention_us
 
     def _group_us(self, node: fx.Node, num_groups: int) -> float:
-        """The time of attention for one group of heads; 0 for other nodes."""
+        """The time of attention for one group of heads, or of queries; 0 for other nodes."""
         work = attention_work(node)
         if work is None:
             return 0.0

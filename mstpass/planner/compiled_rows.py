@@ -60,6 +60,7 @@ class CompiledRows:
         self.request, self.training = room.request, room.request.training
         self._report = report
         self._scaled: TracedStep | None = None  # the last trace that can be scaled
+        self.square_bytes = 0  # of the largest mask or scores of mst's row
 
     # ---- mst's row -----------------------------------------------------------------------------
     def mst_row(self) -> Row:
@@ -71,6 +72,7 @@ class CompiledRows:
         for _ in range(_TRIES):
             traced = self._trace(length, (_FREE, *self._between, _LEAST), steps)
             rows[length] = row = self._fastest(traced, steps)
+            self.square_bytes = traced.square_bytes
             another = self._next_length(rows, row) if given is None else None
             if another is None:
                 break

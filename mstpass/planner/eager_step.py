@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mstpass.integrations.transformers_masks import no_positions_given
 from mstpass.planner.allocator_replay import Event, OptimizerStep
 from mstpass.planner.models import build
 from mstpass.planner.result import Parts
@@ -48,7 +49,7 @@ def eager_step(
             share = 0.0 if training.optimizer_in_backward else 1 / training.ranks
             counter.free_gradients(model, share)
         loss_of = recipe(model)
-        with counter:
+        with counter, no_positions_given(model):
             with _autocast(training):
                 result = loss_of(ids_BS)
             counter.start_backward()

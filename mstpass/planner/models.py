@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from mstpass.errors import UserError, require
 from mstpass.plain_data import MOST_CONFIG_BYTES, read_json
+from mstpass.planner.attention import plan_attention
 from mstpass.planner.fixed_memory import Sizes
 from mstpass.planner.layers import keep_layers, layers_of
 from mstpass.planner.training import Training
 
 _FILE = Path(__file__).with_name("models.json")
-_ATTENTION = "mstpass_planned"  # a name with "flash" makes transformers look for a package
 
 # what transformers may load code by, from a file or from the Hub
 _NAMES_OF_CODE = ("auto_map", "attn_implementation", "_attn_implementation", "custom_pipelines")
@@ -102,7 +101,6 @@ def _config(values: Mapping[str, Any], name: str) -> Any:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or (heads and not generates):
         what = ", ".join(heads) or kind
         raise ModelError(f"--model {name}: {what} is not a causal language model")
-    config._attn_implementation = _ATTENTION
     config.use_cache = False
     return config
 
@@ -125,11 +123,8 @@ def build(config: Any, training: Training, layers: int | None = None) -> nn.Modu
     Raises:
         NotStacked: the model's layers are not one list.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    attention = functools.partial(_attention, training.document)
-    AttentionInterface.register(_ATTENTION, attention)
-    AttentionMaskInterface.register(_ATTENTION, _no_mask)
     dtype = torch.bfloat16 if training.dtype == "bf16" else torch.float32
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about generation, which does not happen here
@@ -137,6 +132,7 @@ def build(config: Any, training: Training, layers: int | None = None) -> nn.Modu
             config, dtype=dtype, trust_remote_code=False
         ).train()
     model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # transformers cannot tell from GPT-2's name
+    plan_attention(model, training)
     if layers is not None:
         keep_layers(model, layers)
     return model
@@ -155,33 +151,3 @@ def layer_count(config: Any) -> int:
 
 def most_positions(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
-
-
-def _attention(
-    document: int | None,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    **rest: Any,
-) -> tuple[Tensor, None]:
-    """FlashAttention-2 as CUDA runs it; under fake tensors only its shapes are computed.
-
-    Shapes: query (B, H, S, D), key and value (B, K, S, D), the result (B, S, H, D). With
-    ``document``, only the first ``document`` tokens attend to each other: transformers copies the
-    tokens of a padded batch that are not padding before it calls the kernel.
-    """
-    padding = max(0, query.shape[2] - document) if document else 0
-    if padding:
-        query, key, value = (x[:, :, :document].clone() for x in (query, key, value))
-    if torch.is_autocast_enabled("cpu"):  # F.scaled_dot_product_attention would be cast
-        query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
-    dropout, scale = rest.get("dropout") or 0.0, rest.get("scaling")
-    op = torch.ops.aten._scaled_dot_product_flash_attention
-    out = op(query, key, value, dropout, True, scale=scale)[0].transpose(1, 2)
-    return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out), None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask: the kernel applies causal masks and windows itself."""

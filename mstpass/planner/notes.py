@@ -10,6 +10,7 @@ from mstpass.planner.fixed_memory import Sizes, fixed, gradient_bytes, optimizer
 from mstpass.planner.models import most_positions
 from mstpass.planner.request import EXPANDABLE, Request
 from mstpass.planner.result import INDUCTOR, MST, Row
+from mstpass.planner.training import FLASH, Training
 
 _MOST_RANKS = 2**12
 
@@ -55,17 +56,21 @@ def _what_would_fit(request: Request, sizes: Sizes) -> str:
     return f"It would fit with {', or with '.join(found)}."
 
 
-def notes(request: Request, config: Any, own: Row) -> tuple[str, ...]:
-    """The assumptions behind a plan's figures; ``own`` is mst's row."""
-    return tuple(_notes(request, config, own))
+def notes(request: Request, config: Any, own: Row, square_bytes: int) -> tuple[str, ...]:
+    """The assumptions behind a plan's figures.
+
+    Args:
+        own: mst's row.
+        square_bytes: of its largest mask or scores of tokens x tokens; 0: there are none.
+    """
+    return tuple(_notes(request, config, own, square_bytes))
 
 
-def _notes(request: Request, config: Any, own: Row) -> Iterator[str]:
+def _notes(request: Request, config: Any, own: Row, square_bytes: int) -> Iterator[str]:
     training, most = request.training, most_positions(config)
     yield (
-        "These figures are simulated; nothing was measured on the device. Attention is "
-        "FlashAttention-2 as CUDA runs it, its backward's workspace included; windows and causal "
-        "masks take no memory."
+        "These figures are simulated; nothing was measured on the device. "
+        f"{_attention(training, square_bytes)}"
     )
     if request.allocator == EXPANDABLE:
         yield (
@@ -99,6 +104,25 @@ def _notes(request: Request, config: Any, own: Row) -> Iterator[str]:
             "This is mst's plan of least memory: no smaller plan is left if the measured peak is "
             "higher than the simulated one."
         )
+
+
+def _attention(training: Training, square_bytes: int) -> str:
+    if training.attention == FLASH:
+        return (
+            "Attention is FlashAttention-2 as CUDA runs it, its backward's workspace included; "
+            "windows and causal masks take no memory. That is attn_implementation="
+            "'flash_attention_2', which may not be the model's own."
+        )
+    own = (
+        "Attention is the model's own, as CUDA runs it, in a model that mstpass.compile has "
+        "compiled and that is called without an attention mask and without position ids: "
+    )
+    if not square_bytes:
+        return f"{own}it needs no mask, and its backward's workspace is included."
+    return (
+        f"{own}its masks or scores of tokens x tokens take {gib(square_bytes)} each. A kernel that "
+        "knows windows needs none: --attention flash plans with one."
+    )
 
 
 def gib(size: float) -> str:

@@ -2,7 +2,8 @@
 
 The joint graph is traced with N tokens such that no other size of the model has N's prime factor
 (`traced_step.distinct_length`). The bytes of a value therefore tell whether it has N rows. At
-another length, values with N rows grow in proportion; so does the time of ops and loops, and the
+another length, values with N rows grow in proportion, and those of N rows and N columns, which are
+masks and scores, with the square; the time of ops and loops grows in proportion, and so does the
 workspace of attention, whose time grows with the square. A loop's chunk keeps its length, but a
 loop over groups of heads holds all tokens of one group.
 
@@ -29,6 +30,8 @@ def scaled(problem: CutProblem, batch: int, length: int, new_length: int) -> Cut
     token_counts = [batch * (length + padding) for padding in _PADDINGS]
 
     def scale(size: int) -> int:
+        if size and size % length**2 == 0:
+            return int(size * factor**2)
         per_token = size and any(size % count == 0 for count in token_counts)
         return int(size * factor) if per_token else size
 

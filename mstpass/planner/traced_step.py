@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from mstpass import pipeline
 from mstpass.graph.joint import value_of
+from mstpass.integrations.transformers_masks import no_positions_given
 from mstpass.options import Options
 from mstpass.planner.models import build
 from mstpass.planner.scale_to_length import scaled
@@ -37,12 +38,15 @@ class TracedStep:
         length: tokens of each.
         problems: the problem under each ``memory_budget``.
         logits: names of the values of tokens x vocabulary.
+        square_bytes: of the largest mask or scores, which have a row and a column for each token; 0
+            where attention needs none.
     """
 
     batch: int
     length: int
     problems: Mapping[object, CutProblem]
     logits: frozenset[str]
+    square_bytes: int = 0
 
     def problem_at(self, length: int, memory_budget: object) -> CutProblem:
         """The problem under a budget, for sequences of ``length`` tokens."""
@@ -108,9 +112,10 @@ def _trace(
             )
             assert result.problem is not None
             problems[budget] = _with_sharded_gradients(result.problem, training)
-        return TracedStep(training.batch, length, problems, logits)
+        return TracedStep(training.batch, length, problems, logits, _square_bytes(module, length))
 
-    return trace_joint(loss_of, (ids_BS,), take)
+    with no_positions_given(model):  # as ``mstpass.compile(model)`` says
+        return trace_joint(loss_of, (ids_BS,), take)
 
 
 def distinct_length(dims: Collection[int], length: int, multiple: int) -> int:
@@ -162,6 +167,13 @@ def _logits(module: fx.GraphModule, vocabulary: int) -> frozenset[str]:
         and value.shape[-1] == vocabulary
         and tuple(value.shape) not in inputs
     )
+
+
+def _square_bytes(module: fx.GraphModule, length: int) -> int:
+    """Bytes of the largest value ``[B, heads or 1, length, length]``."""
+    values = map(value_of, module.graph.nodes)
+    squares = (v for v in values if v is not None and v.dim() == 4 and v.shape[2:] == (length,) * 2)
+    return max((v.untyped_storage().nbytes() for v in squares), default=0)
 
 
 def _with_sharded_gradients(problem: CutProblem, training: Training) -> CutProblem:

@@ -6,6 +6,8 @@ import dataclasses
 
 SHARDINGS = ("none", "zero1", "zero2", "zero3")
 DTYPES = ("bf16", "fp32", "autocast")
+MODEL, FLASH = "model", "flash"
+ATTENTIONS = (MODEL, FLASH)
 OPTIMIZER_STEPS = ("fused", "compiled", "foreach")
 _SCALE_BYTES = 4 / 256  # 8-bit states: an fp32 scale for each block of 256 (bitsandbytes)
 _MASTER_BYTES = 4
@@ -61,6 +63,8 @@ class Training:
         ranks: number of devices that the sharding divides by.
         batch: sequences per device.
         document: number of tokens of a sequence that are not padding; None: all of them.
+        attention: ``"model"``: what transformers chooses for the model, with the masks that a
+            compiled model builds for it. ``"flash"``: FlashAttention-2, which needs no masks.
     """
 
     dtype: str = "bf16"
@@ -72,6 +76,7 @@ class Training:
     ranks: int = 1
     batch: int = 1
     document: int | None = None
+    attention: str = MODEL
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -79,11 +84,16 @@ class Training:
             ("optimizer", self.optimizer, tuple(OPTIMIZERS)),
             ("optimizer_step", self.optimizer_step, OPTIMIZER_STEPS),
             ("sharding", self.sharding, SHARDINGS),
+            ("attention", self.attention, ATTENTIONS),
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         if self.ranks < 1 or self.batch < 1:
             raise ValueError(f"ranks={self.ranks}, batch={self.batch}: both must be at least 1")
+        if self.document is not None and self.attention != FLASH:
+            raise ValueError(
+                f"document={self.document} needs attention={FLASH!r}: it skips padding"
+            )
 
     @property
     def weight_bytes(self) -> int:

@@ -29,6 +29,7 @@ batch, and the length of its chunks, by which bytes are counted.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -266,6 +267,12 @@ class _Body:
             )
             return self.builder.call(node.target, *args, **kwargs)
         needs = self.axis.sum_operands(node, source, self.specs[source] or ())
+        if node.target is operator.getitem:  # of an op that sums by itself, and has several results
+            part = self.builder.call(
+                operator.getitem, self.env[source, needs[source]], node.args[1]
+            )
+            widens = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
+            return self._cast(part, torch.float32) if widens else part
         widen = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
         is_grouped = ops.is_grouped_matmul(node)
         matmul_widens = is_grouped or (ops.is_matmul(node) and value.device.type == "cuda")
