@@ -92,7 +92,7 @@ def test_a_copy_in_another_order_is_not_written_over_its_operand() -> None:
 
 
 def test_outer_dims_are_those_of_memory() -> None:
-    of_row = lambda x: [(y := (x - x.amax(-1, True)).exp()).sum(-1), y.t().sum(0)]  # noqa: E731
+    of_row = lambda x: [(y := (x - x.amax(-1, True)).exp()).sum(-1), y.t().sum(0)]
     assert _peak(of_row, X) < 0.2
 
 

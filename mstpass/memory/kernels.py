@@ -146,9 +146,8 @@ class Kernels:
             self._unfused_reads[op.name] = self._reads[op.name]
         if op.dear or not self._dear.isdisjoint(operands):
             self._dear.add(op.name)
-        if op.own_loops or op.kind == REDUCTION or any(map(self._has_loops_by_dim, operands)):
-            self._loops_by_dim.add(op.name)
-        elif op.broadcasts and any(map(self._has_elements, operands)):
+        by_dim = op.own_loops or op.kind == REDUCTION or any(map(self._has_loops_by_dim, operands))
+        if by_dim or (op.broadcasts and any(map(self._has_elements, operands))):
             self._loops_by_dim.add(op.name)
 
     def _has_loops_by_dim(self, name: str) -> bool:
