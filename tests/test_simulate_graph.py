@@ -75,7 +75,14 @@ def test_a_value_computed_from_a_slow_one_is_slow_as_well() -> None:
 )
 def test_a_kernel_with_loops_of_its_own_reads_a_buffer(read: Callable[[Tensor], Tensor]) -> None:
     assert 1 <= _peak(lambda x: [(y := x.exp()).sum(-1), read(y)], X) < 1.2
-    assert _peak(lambda x: [(y := x.exp()).sum(-1), (y + 1).sum(-1)], X) < 0.2
+    of_row = _peak(lambda x: [(y := (x - x.amax(-1, True)).exp()).sum(-1), (y + 1).sum(-1)], X)
+    assert of_row < 0.2
+
+
+def test_a_reduction_does_not_run_in_one_loop_over_all_elements() -> None:
+    """On a CPU: without a value of each row, the loops over rows and columns are one."""
+    assert 1 <= _peak(lambda x: [(y := x.exp()).sum(-1), (y + 1).sum(-1)], X) < 1.2
+    assert 1 <= _peak(lambda x, z: [(x.exp() * z).sum(-1), x.exp()], X, X) < 1.2
 
 
 def test_a_copy_in_another_order_is_not_written_over_its_operand() -> None:
@@ -85,7 +92,8 @@ def test_a_copy_in_another_order_is_not_written_over_its_operand() -> None:
 
 
 def test_outer_dims_are_those_of_memory() -> None:
-    assert _peak(lambda x: [(y := x.exp()).sum(-1), y.t().sum(0)], X) < 0.2
+    of_row = lambda x: [(y := (x - x.amax(-1, True)).exp()).sum(-1), y.t().sum(0)]
+    assert _peak(of_row, X) < 0.2
 
 
 def test_kernels_without_a_call_in_between_are_one_function_on_the_cpu() -> None:

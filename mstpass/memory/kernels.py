@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from mstpass.memory.delayed_scatters import waits
@@ -32,6 +32,7 @@ _MANY_READS = 4  # config.realize_reads_threshold, for values that are read more
 _MOST_READS = {True: 12, False: 8}  # config.realize_cpu_acc_reads_threshold, for all values
 _MANY_OPS = {True: 50, False: 30}  # config.realize_cpu_opcount_threshold
 _EXPANDED = 4  # a reader larger by this factor expands a value; a cast makes one of at most 4
+_ONE_ELEMENT = 8  # bytes, at most
 _NOTHING = frozenset[str]()
 
 
@@ -76,6 +77,8 @@ class Kernels:
         self.read_apart: dict[str, frozenset[str]] = {}
         self._read_unfused: dict[str, frozenset[str]] = {}
         self._dear: set[str] = set()
+        # Values whose loops Inductor keeps apart, dim by dim; of others it makes one loop.
+        self._loops_by_dim: set[str] = set()
         for op in self.op.values():
             self._add(op)
         self.readers: dict[str, list[str]] = {}
@@ -143,6 +146,19 @@ class Kernels:
             self._unfused_reads[op.name] = self._reads[op.name]
         if op.dear or not self._dear.isdisjoint(operands):
             self._dear.add(op.name)
+        by_dim = op.own_loops or op.kind == REDUCTION or any(map(self._has_loops_by_dim, operands))
+        if by_dim or (op.broadcasts and any(map(self._has_elements, operands))):
+            self._loops_by_dim.add(op.name)
+
+    def _has_loops_by_dim(self, name: str) -> bool:
+        return name in self._loops_by_dim and name not in self._from_call
+
+    def _has_elements(self, name: str) -> bool:
+        """Whether a value is or reads a buffer of more than one element, or counts them."""
+        if self.op[name].kind == CONSTANT:
+            return False
+        loads = [load[0] if isinstance(load, tuple) else load for load in self._loads[name]]
+        return any(self.op[load].bytes > _ONE_ELEMENT for load in loads if load in self.op)
 
     def _is_from_call(self, op: Op) -> bool:
         if op.kind == VIEW:
@@ -193,9 +209,32 @@ class Kernels:
                 self.op[kernel].kind != CALL
                 and self._stage[kernel] == self._stage[buffer]
                 and buffer not in self._read_unfused[kernel]
+                and not self._loops_differ(buffer, kernel)
                 for kernel in self.readers[buffer]
             )
         }
+
+    def _loops_differ(self, buffer: str, kernel: str) -> bool:
+        """Whether a kernel cannot run in the loop that writes a buffer it reads.
+
+        Inductor makes one loop of those over several dims where all that a kernel reads lies as
+        what it writes (``simplify_and_reorder``), before it fuses kernels. On a CPU a reduction
+        needs the loop over its rows (``CppScheduling.can_fuse_vertical``), and so it ends that
+        loop, for itself and for what comes after it.
+        """
+        return self._is_flat(buffer) and any(map(self._ends_flat_loop, self._with_behind(kernel)))
+
+    def _with_behind(self, kernel: str) -> Iterator[str]:
+        yield kernel
+        yield from self._behind(kernel)
+
+    def _is_flat(self, buffer: str) -> bool:
+        op = self.op[buffer]
+        return op.on_cpu and op.kind == POINTWISE and buffer not in self._loops_by_dim
+
+    def _ends_flat_loop(self, kernel: str) -> bool:
+        reads = self.read_by[kernel] & self.read_by.keys()
+        return self.op[kernel].kind == REDUCTION and any(map(self._is_flat, reads))
 
     def functions(self, fuse: bool) -> list[list[tuple[str, ...]]]:
         """The kernels that run as one, in order, and which of them are one function (rule 7)."""

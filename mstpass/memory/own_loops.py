@@ -1,4 +1,4 @@
-"""Which ops run in loops of their own: ``Op.own_loops`` and ``Op.merges_dims``.
+"""Which loops ops run in: ``Op.own_loops``, ``Op.merges_dims`` and ``Op.broadcasts``.
 
 Inductor fuses kernels that run through the same loops. An op that reads its operand at other places
 than it writes, or whose loops cannot be those of its operand's kernel, is not fused with that.
@@ -20,7 +20,7 @@ from mstpass.graph.sizes import hint
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.tokens import Refusal
 from mstpass.memory.op_kinds import kind_of, kind_of_target, num_unrolled
-from mstpass.problem.op import POINTWISE, REALIZED, REDUCTION
+from mstpass.problem.op import POINTWISE, REALIZED, REDUCTION, VIEW
 
 aten = torch.ops.aten
 
@@ -61,6 +61,16 @@ def merges_dims(node: fx.Node) -> bool:
         return False
     merged = _merged_dims(_hint_shape(node.all_input_nodes[0]), _hint_shape(node))
     return _merges_what_lies_apart(node, merged)
+
+
+def broadcasts(node: fx.Node) -> bool:
+    """``Op.broadcasts``."""
+    value = value_of(node)
+    if value is None or node.op != "call_function" or kind_of(node) not in (POINTWISE, VIEW):
+        return False
+    size = hint(value.numel())
+    operands = (value_of(operand) for operand in node.all_input_nodes)
+    return any(operand is not None and hint(operand.numel()) < size for operand in operands)
 
 
 def _merges_what_lies_apart(reader: fx.Node, merged: Sequence[int]) -> bool:

@@ -20,7 +20,7 @@ from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.memory.allocation import buffer_bytes
 from mstpass.memory.kernels import Kernels
 from mstpass.memory.op_kinds import kind_of, num_unrolled
-from mstpass.memory.own_loops import has_own_loops, merges_dims
+from mstpass.memory.own_loops import broadcasts, has_own_loops, merges_dims
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.memory.workspaces import node_workspace_bytes
@@ -153,6 +153,7 @@ def op_of(
         own_loops=has_own_loops(node),
         places=max(1, num_unrolled(node)),
         merges_dims=merges_dims(node),
+        broadcasts=broadcasts(node),
         on_cpu=_is_on_cpu(node),
         may_wait=scatters_delayed and kind == SCATTER and rows_of(node) is not None,
     )

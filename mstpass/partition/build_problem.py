@@ -106,6 +106,7 @@ def _value(
         own_loops=op.own_loops,
         places=op.places,
         merges_dims=op.merges_dims,
+        broadcasts=op.broadcasts,
         on_cpu=op.on_cpu,
         may_wait=op.may_wait,
         us=time_us(joint, node),

@@ -32,6 +32,8 @@ class Op:
             one for reductions that are unrolled.
         merges_dims: it is a view that makes one dim of two, for each of which its operand's kernel
             needs a loop. Kernels that read the value through it are not fused with that kernel.
+        broadcasts: it reads an operand of fewer elements than its result. Unless that is a single
+            number, its kernel needs a loop for each dim.
         on_cpu: it runs on the CPU, where kernels without a call in between are one function.
         may_wait: it is a scatter into zeros that may wait for its rows, which are the last of its
             inputs; where that frees memory it does (memory/delayed_scatters.py).
@@ -46,5 +48,6 @@ class Op:
     own_loops: bool = False
     places: int = 1
     merges_dims: bool = False
+    broadcasts: bool = False
     on_cpu: bool = False
     may_wait: bool = False

@@ -99,7 +99,7 @@ def _read_products(builder: Builder, any_length: bool) -> None:
         unused.remove(product)
         if is_scatter:
             with builder.graph.inserting_before(node):
-                node.update_arg(0, _reading(builder, node.args[0], product, any_length))  # type: ignore[arg-type]
+                node.update_arg(0, _reading(builder, node.args[0], product, any_length))
         else:
             users = list(node.users)
             with builder.graph.inserting_before(node.next):
@@ -150,8 +150,10 @@ def _write_gathered(builder: Builder) -> None:
     for product in [p for p in products if _gradients(p, order)]:
         for side in _side_readers(product, order):
             if not ops.is_reduction(side) and _has_several_per_row(side, product):
+                readers = list(side.users)
                 written = materialize(side)
-                side.replace_all_uses_with(written, lambda user, own=written: user is not own)
+                for reader in readers:
+                    reader.replace_input_with(side, written)
 
 
 def _has_several_per_row(side: fx.Node, product: fx.Node) -> bool:
