@@ -310,9 +310,6 @@ def test_a_budget_in_bytes_is_met_beside_a_counter() -> None:
     assert outcome.scheduled_peak_bytes <= budget
     assert outcome.peak_bytes == pytest.approx(outcome.scheduled_peak_bytes, rel=0.03)
     assert model.seen.item() == 1
-    torch.compiler.reset()  # the compile caches have the graphs
-    step(x, labels).backward()
-    assert model.seen.item() == 2 and mstpass.reports()[-1].cached
 
 
 @pytest.mark.op_by_op
