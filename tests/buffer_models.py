@@ -183,3 +183,17 @@ class BackwardCounter(Counter):
 
     def forward(self, x_ND: Tensor, labels: Tensor) -> Tensor:
         return self.loss(CountedInBackward.apply(self.hidden(x_ND), self.seen), labels)
+
+
+class LargestGradient(torch.autograd.Function):
+    """The identity, whose backward keeps the largest gradient in a tensor."""
+
+    @staticmethod
+    def forward(ctx, x, largest):  # type: ignore[no-untyped-def]
+        ctx.largest = largest
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        ctx.largest.copy_(torch.maximum(ctx.largest, gradient.amax()))
+        return gradient, None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from mstpass import pipeline
 from mstpass.graph import ops
@@ -25,6 +27,7 @@ from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.torch_fallback import needs_torch
 from mstpass.torch_internals.opaque_values import is_opaque
 from tests.checks import check_against_float64, joint_graph
+from tests.models import MLPS
 
 pytestmark = [
     pytest.mark.op_by_op,
@@ -126,6 +129,63 @@ def test_every_collective_runs_once_in_the_traced_order(
         assert [*forward, *backward] == _collectives(joint.module.graph)
         in_backward = [n.name for n in joint.nodes if is_collective(n) and n in joint.backward]
         assert backward == in_backward
+
+
+class Ulysses(nn.Module):
+    """Checkpointed blocks on a part of the sequence; an all-to-all before and after attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(D, 3 * D) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+        self.mlps = nn.ModuleList(MLPS["gelu"](D) for _ in range(2))
+
+    def block(self, i: int, x_BSD: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv[i](x_BSD).unflatten(-1, (3, 2, 2, -1)).permute(2, 0, 3, 4, 1, 5)
+        q, k, v = (_to_heads(part) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BSD = x_BSD + self.out[i](_to_tokens(mixed))
+        return x_BSD + self.mlps[i](x_BSD)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        for i in range(2):
+            x_BSD = checkpoint(partial(self.block, i), x_BSD, use_reentrant=False)
+        return x_BSD.sin().mean()
+
+
+def _exchanged(x: torch.Tensor) -> torch.Tensor:
+    import torch.distributed._functional_collectives as funcol
+
+    received: torch.Tensor = funcol.all_to_all_single_autograd(
+        x, None, None, torch.distributed.group.WORLD
+    )
+    return received
+
+
+def _to_heads(x_BRhSD: torch.Tensor) -> torch.Tensor:
+    """All heads of a rank's tokens to its heads of all tokens: [B, h, R S, D]."""
+    sent = x_BRhSD.permute(1, 3, 0, 2, 4).contiguous()
+    received = _exchanged(sent)
+    return received.flatten(0, 1).permute(1, 2, 0, 3)
+
+
+def _to_tokens(x_BhSD: torch.Tensor) -> torch.Tensor:
+    """A rank's heads of all tokens to all heads of its tokens: [B, S, R h D]."""
+    sent = x_BhSD.permute(2, 0, 1, 3).unflatten(0, (2, -1)).contiguous()
+    received = _exchanged(sent)
+    return received.permute(2, 1, 0, 3, 4).flatten(2)
+
+
+def test_plans_are_valid_where_a_checkpoint_repeats_a_collective(mesh: Any) -> None:
+    """A loop that reads a collective's result through a view keeps it inside of the checkpoint."""
+    joint = JointGraph(*joint_graph(Ulysses(), torch.randn(2, N // 2, D, requires_grad=True)))
+    free, least = (_run(joint, chunk_tokens=None, memory_budget=b) for b in ("free", 0.0))
+    assert least.outcome.save_plan is not None and least.memory is not None
+    assert not least.outcome.notes and least.outcome.save_plan.solver == "peak_search"
+    assert ("attention", "recompute") in {(r.kind, r.mode) for r in least.outcome.regions}
+    assert free.memory is not None and least.memory.peak_bytes < free.memory.peak_bytes
+    assert least.modules is not None
+    assert len(_collectives(least.modules[1].graph)) > len(_collectives(joint.module.graph)) / 2
 
 
 def test_no_loop_holds_a_collective(head: JointGraph) -> None:

@@ -17,10 +17,10 @@ import torch
 import mstpass
 from mstpass.bench import problems
 from mstpass.options import Options
-from mstpass.partition.solve import solve
+from mstpass.partition.solve import Solved, carried_over, solve
 from mstpass.partition.solvers import SOLVERS
 from mstpass.problem.apply_modes import with_modes
-from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.problem import CutProblem, Plan, Value
 from mstpass.problem.solver_registry import registered
 from mstpass.problem.time_limit import TimeLimitError, within
 from mstpass.problem.verify import InvalidPlan, verify
@@ -117,6 +117,76 @@ def test_if_our_own_solver_fails_the_simplest_one_solves(monkeypatch: pytest.Mon
     with pytest.warns(UserWarning, match="'peak_search' failed: .* min_cut solves instead"):
         _, solver, *_ = solve(PROBLEM, Options(), None, "")
     assert solver == "min_cut"
+
+
+def test_a_failure_on_a_graph_that_torch_splits_is_told_too() -> None:
+    """But for a graph that has no valid plan: there only the modes count."""
+    mstpass.register_solver("users", ANSWERS["an error"][0])
+    options = Options(solver="users")
+    with pytest.warns(UserWarning, match="on purpose"):
+        plan, solver, (note,), _ = solve(PROBLEM, options, None, "a reason")
+    assert (plan, solver) == (RIGHT, "peak_search") and "on purpose" in note
+    with pytest.raises(InvalidPlan, match="on purpose"):
+        solve(PROBLEM, dataclasses.replace(options, strict=True), None, "a reason")
+    lost = Value("lost", 8, ("x",), pinned=True, savable=False, needed=True)
+    none = CutProblem(
+        values=(_CHAIN.values[0], lost),
+        backward=(Value("gradient", 8, ("lost",)),),
+        outputs=("x",),
+        gradients=("gradient",),
+    )
+    strict = Options(strict=True)
+    plan, _, (note,), _ = solve(none, strict, None, "a reason")
+    assert plan == Plan(frozenset()) and "each region runs in its first mode" in note
+
+
+# ---- the plan for the graph with its loops -----------------------------------------------------
+_CHAIN = CutProblem(
+    values=(
+        Value("x", 8, free=True),
+        Value("a", 800, ("x",), us=1.0),
+        Value("b", 800, ("a",), us=1.0, needed=True),
+    ),
+    backward=(Value("tangent", 8), Value("gradient", 8, ("b", "tangent"))),
+    outputs=("b",),
+    gradients=("gradient",),
+)
+
+
+def test_a_plan_is_carried_over_by_name() -> None:
+    """What is recomputed ahead of time too, and the inner values of that."""
+    nested, inner = frozenset({"old_a", "gone"}), frozenset({"old_a"})
+    plan = Plan(frozenset({"old_b"}), {"region": "recompute"}, nested, frozenset(), inner)
+    names = {"old_a": "a", "old_b": "b"}
+    made = carried_over(Solved(plan, "users", ("note",), 5), names, _CHAIN, Options())
+    a = frozenset({"a"})
+    assert made == Solved(Plan(frozenset({"b"}), {}, a, frozenset(), a), "users", ("note",), 5)
+
+
+@pytest.mark.parametrize("budget", ["1GiB", 0.5])
+def test_a_plan_that_is_not_valid_any_more_is_made_again(
+    budget: str | float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the same limit; a budget in bytes is also told by a warning."""
+    asked: list[int | None] = []
+
+    def solver(problem: CutProblem, budget_bytes: int | None) -> Plan:
+        asked.append(budget_bytes)
+        return Plan(frozenset({"b"}))
+
+    mstpass.register_solver("users", solver)
+    options = Options(solver="users", memory_budget=budget)
+    pinned = dataclasses.replace(_CHAIN.values[2], pinned=True)
+    problem = dataclasses.replace(_CHAIN, values=(*_CHAIN.values[:2], pinned))
+    before = Solved(Plan(frozenset({"a"})), "peak_search", ("note",), 900)
+    message = "users planned once more .* backward needs b"
+    told = (
+        pytest.warns(UserWarning, match=message) if budget == "1GiB" else contextlib.nullcontext()
+    )
+    with told:
+        made = carried_over(before, {"a": "a"}, problem, options)
+    assert asked == [900] and (made.plan.saved, made.limit_bytes) == ({"b"}, 900)
+    assert made.notes[0] == "note" and "not valid there" in made.notes[1]
 
 
 def test_gradients_are_right_whatever_a_solver_says() -> None:

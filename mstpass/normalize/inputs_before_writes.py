@@ -38,7 +38,7 @@ def inputs_before_writes(joint: JointGraph) -> JointGraph:
     first_call = next(node for node in new.nodes if node.op != "placeholder")
     for name in names:
         node = new.by_name[name]
-        readers = _readers(node)
+        readers = _early_readers(node, new)
         with graph.inserting_before(first_call):
             before = builder.call(BEFORE_WRITE, node)
         for reader in readers:
@@ -92,8 +92,20 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if not _writes(user, node) and not is_size(user)]
 
 
+def _early_readers(node: fx.Node, joint: JointGraph) -> list[fx.Node]:
+    """The ops that read the value before the first write to it.
+
+    An op of the backward reads what is there when it runs, if only the backward writes: after two
+    forwards, the second of their backwards reads what the first has written.
+    """
+    writes = [user for user in node.users if _writes(user, node)]
+    if not writes or any(write in joint.forward_writes for write in writes):
+        return _readers(node)
+    return [reader for reader in _readers(node) if reader in joint.forward]
+
+
 def _backward_depends_on(node: fx.Node, joint: JointGraph) -> bool:
-    stack, seen = _readers(node), set()
+    stack, seen = _early_readers(node, joint), set()
     while stack:
         reader = stack.pop()
         if reader in joint.backward:
