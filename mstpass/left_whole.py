@@ -1,14 +1,16 @@
-"""Why a plan leaves regions whole that could have loops, with the peaks that decide it.
+"""Why a plan leaves regions whole that could have loops, with the numbers that decide it.
 
 A region stays whole if its loops would raise the simulated peak, by what they keep (sums over
-chunks in float32, gradients that a fused loop holds until the backward), or if the peak lies where
-the region is not. Each is told by a simulation: of the plan in which the region has loops, and of
-the bytes that are alive while the region runs. Regions that are alike share one simulation.
+chunks in float32, gradients that a fused loop holds until the backward); if they would lower it,
+and take more time than the free plan may, or than the budget needs; or if the peak lies where the
+region is not. Each is told by a simulation: of the plan in which the region has loops, and of the
+bytes that are alive while the region runs. Regions that are alike share one simulation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import networkx as nx
 
@@ -16,20 +18,44 @@ from mstpass.byte_sizes import bytes_text
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.mode_costs import WHOLE
 from mstpass.memory.simulate_plan import StepSimulation
-from mstpass.partition.solvers.candidate import TIE, Candidate, fewest_saved_bytes
+from mstpass.partition.solvers.candidate import (
+    TIE,
+    Candidate,
+    baseline,
+    fewest_saved_bytes,
+)
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan
 
 _MOST_VALUES = 20_000  # of all simulations together: they would take seconds
 
 
+class _Asked(NamedTuple):
+    """What the plan was asked for: no budget, one, or the least memory that there is."""
+
+    free: bool
+    least: bool
+
+
+class _Compared(NamedTuple):
+    """The peaks of the step with a region whole and with its loops, and the time of its loops.
+
+    Both save the fewest bytes. ``extra_time`` is a fraction of the step under Inductor alone.
+    """
+
+    whole_bytes: int
+    chunked_bytes: int
+    extra_time: float
+
+
 def reasons_left_whole(
-    problem: CutProblem, plan: Plan, left: Sequence[RegionCandidates], least: bool
+    problem: CutProblem, plan: Plan, left: Sequence[RegionCandidates], *, free: bool, least: bool
 ) -> list[str]:
     """The reason for each region, in order.
 
     Args:
         left: regions that have no loops in the plan.
+        free: the plan is that of no budget.
         least: the plan is that of the least memory.
     """
     if not left:
@@ -42,8 +68,9 @@ def reasons_left_whole(
     found: dict[str, str] = {}
     for group in alike.values():
         room -= len(problem.values)
-        raised = _raised_bytes(problem, plan, group[0]) if room > 0 else None
-        reason = _reason(simulation, raised, group, least)
+        compared = _compared(problem, plan, group[0]) if room > 0 else None
+        reason = _by_numbers(problem, compared, _Asked(free, least)) if compared else ""
+        reason = reason or _elsewhere(simulation, group, least)
         found |= {candidate.region: reason for candidate in group}
     return [found[candidate.region] for candidate in left]
 
@@ -55,32 +82,47 @@ def _kind(candidate: RegionCandidates) -> tuple[object, ...]:
     return (candidate.optional, candidate.whole_first, *modes)
 
 
-def _raised_bytes(problem: CutProblem, plan: Plan, candidate: RegionCandidates) -> tuple[int, int]:
-    """The peaks without and with loops of the region, both with the fewest saved bytes."""
-    whole = fewest_saved_bytes(problem, {**plan.modes, candidate.region: WHOLE}).peak_bytes
-    peaks = []
-    for mode, _ in candidate.plans:
+def _compared(problem: CutProblem, plan: Plan, candidate: RegionCandidates) -> _Compared | None:
+    """The region whole and in its mode of the lowest peak; None if that cannot be told."""
+    found = []
+    for mode in (WHOLE, *(mode for mode, _ in candidate.plans)):
         try:
-            peaks.append(
-                fewest_saved_bytes(problem, {**plan.modes, candidate.region: mode}).peak_bytes
-            )
+            one = fewest_saved_bytes(problem, {**plan.modes, candidate.region: mode})
+            found.append((one.peak_bytes, one.us))
         except (Cycle, nx.NetworkXUnbounded):
-            continue
-    return whole, min(peaks, default=0)
+            if mode == WHOLE:
+                return None
+    (whole_bytes, _), *chunked = found
+    if not chunked:
+        return None
+    chunked_bytes, us = min(chunked)
+    before_us = problem.once(baseline).us
+    return _Compared(whole_bytes, chunked_bytes, us / before_us - 1 if before_us else 0.0)
 
 
-def _reason(
-    simulation: StepSimulation,
-    raised: tuple[int, int] | None,
-    group: Sequence[RegionCandidates],
-    least: bool,
-) -> str:
-    if raised is not None and raised[1] > TIE * raised[0]:
-        whole, chunked = map(bytes_text, raised)
+def _by_numbers(problem: CutProblem, compared: _Compared, asked: _Asked) -> str:
+    """The reason, if the peak or the time of the region's loops is it; else an empty text."""
+    whole, chunked = bytes_text(compared.whole_bytes), bytes_text(compared.chunked_bytes)
+    if compared.chunked_bytes > TIE * compared.whole_bytes:
         return (
             f"chunks here would raise the step's peak, from {whole} to {chunked}, by the sums and "
             "gradients that their loops keep"
         )
+    if TIE * compared.chunked_bytes >= compared.whole_bytes or asked.least:
+        return ""
+    lowered = f"chunks here would lower the step's peak, from {whole} to {chunked}"
+    if not asked.free:
+        return f"{lowered}, but the budget is met without them"
+    if compared.extra_time <= problem.free_overhead:
+        return ""
+    return (
+        f"{lowered}, but take too long without a budget: the step would take "
+        f"{compared.extra_time:.1%} more time, and free_overhead allows {problem.free_overhead:.1%}"
+    )
+
+
+def _elsewhere(simulation: StepSimulation, group: Sequence[RegionCandidates], least: bool) -> str:
+    """The reason of a region that does not make the peak."""
     if group[0].whole_first:
         return "chunks without recomputation save no memory, and the plan needs none here"
     memory = simulation.memory

@@ -142,7 +142,8 @@ class Planned:
     def rejections(self) -> tuple[Rejection, ...]:
         """Why other regions have no loops."""
         whole = [c for c in self.candidates if self._mode(c) == WHOLE]
-        reasons = reasons_left_whole(self.problem, self.plan, whole, self.least)
+        free = self.limit_bytes is None
+        reasons = reasons_left_whole(self.problem, self.plan, whole, free=free, least=self.least)
         told = zip(whole, reasons, strict=True)
         return (*self.refused, *(_rejected("plan", c.plans[0][1], why) for c, why in told))
 

@@ -102,6 +102,11 @@ _ADVICE = (
         r"would raise the step's peak",
         f"{_NOTHING}: with more tokens at once, chunks lower the peak",
     ),
+    (
+        r"take too long without a budget",
+        "set a memory_budget (0.0 is the least memory), or a larger free_overhead",
+    ),
+    (r"budget is met without them", _BUDGET),
     (r"at the least memory that was found", f"{_NOTHING}: no budget is lower"),
     (r"peak lies elsewhere|gains nothing|chunks without recomputation", _BUDGET),
     (
