@@ -37,9 +37,10 @@ def _mlps(result: pipeline.Result) -> list[str]:
     return [p.mode for p in result.outcome.regions if p.kind == "mlp"]
 
 
-@pytest.mark.parametrize("size", [HEAVY_HEAD, LIGHT_HEAD])
-def test_no_peak_rises_by_what_is_left_out(size: LlamaSize) -> None:
-    result = _run(size)
+@pytest.mark.parametrize(("size", "free_overhead"), [(HEAVY_HEAD, 0.02), (LIGHT_HEAD, 0.1)])
+def test_no_peak_rises_by_what_is_left_out(size: LlamaSize, free_overhead: float) -> None:
+    """The second one has time for all loops: what is left out for its time raises the peak."""
+    result = _run(size, free_overhead=free_overhead)
     assert result.problem is not None and result.outcome.peak_bytes is not None
     everything = with_modes(result.problem, {})
     with_all_loops = step_memory(everything, min_cut(everything))
@@ -52,7 +53,22 @@ def test_under_a_heavy_head_mlps_need_no_loops() -> None:
     result = _run(HEAVY_HEAD, free_overhead=0.02)
     assert "save" not in _mlps(result)
     reasons = [r.reason for r in result.outcome.rejections]
-    assert reasons and all("the step's peak lies elsewhere" in r for r in reasons)
+    told = "take too long without a budget"  # loops that recompute would help
+    assert reasons and all(told in r or "the step's peak lies elsewhere" in r for r in reasons)
+
+
+def test_beside_a_larger_value_the_peak_lies_elsewhere() -> None:
+    """A sum over all tokens before them needs 32 MiB at once, and the MLP 4 MiB."""
+    wide, up, down = (
+        torch.zeros(*s, requires_grad=True) for s in [(4096, 64), (512, 64), (64, 512)]
+    )
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return F.silu(F.silu(x @ up.t()) @ down.t() @ wide.t()).cumsum(0).square().mean()
+
+    joint, outputs = joint_graph(loss, torch.zeros(2048, 64, requires_grad=True))
+    outcome = pipeline.run(joint, Options(), num_fwd_outputs=outputs).outcome
+    assert any("the step's peak lies elsewhere" in r.reason for r in outcome.rejections)
 
 
 @pytest.mark.parametrize("budget", ["free", 0.0])
@@ -71,6 +87,26 @@ def test_a_head_whose_sums_are_larger_than_its_logits_says_so(budget: Any) -> No
     told = re.search(r"raise the step's peak, from ([\d.]+) MiB to ([\d.]+) MiB", rejection.reason)
     assert told is not None and float(told[1]) < float(told[2])
     assert "memory_budget" not in rejection.fix
+
+
+def test_loops_that_take_too_long_say_so() -> None:
+    """Products of 16 features: chunks of 256 rows take much longer than all rows at once."""
+    weight = torch.zeros(8192, 16, requires_grad=True)
+    hidden = torch.zeros(1024, 16, requires_grad=True)
+
+    def loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(hidden @ weight.t(), labels)
+
+    joint, outputs = joint_graph(loss, hidden, torch.zeros(1024, dtype=torch.long))
+    told = pipeline.run(joint, Options(free_overhead=0.0), num_fwd_outputs=outputs).outcome
+    if told.regions:
+        assert told.extra_time is not None and told.extra_time <= 0.0
+        return
+    (rejection,) = told.rejections
+    assert "take too long without a budget" in rejection.reason
+    assert "memory_budget" in rejection.fix
+    much = pipeline.run(joint, Options(free_overhead=1.0), num_fwd_outputs=outputs).outcome
+    assert [p.kind for p in much.regions] == ["lm_head"]
 
 
 def test_no_lower_budget_is_advised_at_the_lowest() -> None:
