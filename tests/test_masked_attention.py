@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -59,10 +60,15 @@ def _inputs(mask: Callable[[Tensor], Tensor]) -> list[Tensor]:
     return [torch.randn(B, N, D, requires_grad=True), values.long().expand(B, N).contiguous()]
 
 
+def _loss_of(model: nn.Module) -> Callable[..., Tensor]:
+    assert isinstance(model, Layers)
+    return model.loss
+
+
 @pytest.mark.parametrize("mask", [padded, documents])
 def test_its_mask_exists_in_chunks(mask: Callable[[Tensor], Tensor]) -> None:
     model = Layers(mask)
-    report = check_against_float64(model, lambda m: m.loss, _inputs(mask), memory_budget=0.0)
+    report: Any = check_against_float64(model, _loss_of, _inputs(mask), memory_budget=0.0)
     attention = [region for region in report.regions if region.kind == "attention"]
     assert [(region.axis, region.num_chunks) for region in attention] == [("queries", 2)] * LAYERS
     square = B * N * N * 4
