@@ -48,6 +48,7 @@ from mstpass.partition.solvers.host_budget import more_host_memory
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
 from mstpass.regions.advice import with_fix
+from mstpass.regions.whole_masks import whole_masks
 
 STAGES = ("read", "detect", "plan", "apply", "split")
 FORCED_MAY_RAISE = TIE  # the peak by this factor: loops that ``chunk_tokens`` asks for
@@ -226,7 +227,9 @@ def _rewritten(
     joint = planned.joint
     applied, chunk_plans, refused = pipeline_stages.apply(joint, planned.chunk_plans, options)
     watch.lap("apply")
-    outcome = _outcome(chunk_plans, (*detected.rejections, *planned.rejections, *refused))
+    masks = whole_masks(joint, applied.names)
+    rejections = (*detected.rejections, *planned.rejections, *refused, *masks)
+    outcome = _outcome(chunk_plans, rejections)
     if stop_after == "apply":
         return Result(outcome, planned.problem, applied)
     rewritten = JointGraph(applied.module, joint.num_fwd_outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.checks import check_against_float64
 
 pytestmark = pytest.mark.op_by_op
 
+LEAST = {"memory_budget": 0.0}
 B, N, D, HEADS, LAYERS = 2, 1024, 32, 2, 2
 
 
@@ -58,19 +60,41 @@ def _inputs(mask: Callable[[Tensor], Tensor]) -> list[Tensor]:
     return [torch.randn(B, N, D, requires_grad=True), values.long().expand(B, N).contiguous()]
 
 
+def _loss_of(model: nn.Module) -> Callable[..., Tensor]:
+    assert isinstance(model, Layers)
+    return model.loss
+
+
 @pytest.mark.parametrize("mask", [padded, documents])
 def test_its_mask_exists_in_chunks(mask: Callable[[Tensor], Tensor]) -> None:
     model = Layers(mask)
-    report = check_against_float64(model, lambda m: m.loss, _inputs(mask), memory_budget=0.0)
+    report: Any = check_against_float64(model, _loss_of, _inputs(mask), memory_budget=0.0)
     attention = [region for region in report.regions if region.kind == "attention"]
     assert [(region.axis, region.num_chunks) for region in attention] == [("queries", 2)] * LAYERS
     square = B * N * N * 4
     assert report.peak_bytes < square < report.baseline_peak_bytes
+    assert not _masks(report)
+
+
+def _masks(report: mstpass.Report) -> list[mstpass.Rejection]:
+    return [r for r in report.rejections if "reads this mask whole" in r.reason]
 
 
 def test_a_mask_that_is_an_input_stays_whole() -> None:
     model = Layers(lambda mask: mask)
     mask = torch.ones(B, 1, N, N, dtype=torch.bool)
-    options = {"memory_budget": 0.0}
-    report = mstpass.explain(model.loss, _inputs(padded)[0], mask, options=options)
+    report = mstpass.explain(model.loss, _inputs(padded)[0], mask, options=LEAST)
+    assert "queries" not in {region.axis for region in report.regions}
+    (whole,) = _masks(report)
+    assert "2 x 1 x 1024 x 1024 in float32" in whole.reason and whole.bytes == B * N * N * 4
+    assert "no attention mask" in whole.fix and "varlen" in whole.fix
+    assert "8.0 MiB" in str(report) and "reads this mask whole" in str(report)
+
+
+@pytest.mark.parametrize("tokens", [1000, 256])
+def test_rows_that_do_not_divide_have_no_loops_over_queries(tokens: int) -> None:
+    """Neither those that are no whole blocks of the kernels, nor those too few for two chunks."""
+    model = Layers(padded)
+    inputs = (value[:, :tokens] for value in _inputs(padded))
+    report = mstpass.explain(model.loss, *inputs, options=LEAST)
     assert "queries" not in {region.axis for region in report.regions}

@@ -239,8 +239,8 @@ class _GraphWriter:
         """Let a view by shape copy, as Inductor does, if its operand's dims have another order now.
 
         The dims of a loop's result lie in memory in the order of the loop's rows: of heads, heads
-        come first, and queries before the sequences of a batch. What is computed from it element by element has the same order, though the
-        traced value does not say so.
+        come first, and queries before the sequences of a batch. What is computed from it element by
+        element has the same order, though the traced value does not say so.
         """
         if node.target in VIEWS_BY_SHAPE:
             node.target = torch.ops.aten.reshape.default

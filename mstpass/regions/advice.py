@@ -41,10 +41,24 @@ _BUDGET = (
     "chunk_tokens"
 )
 
+_MASK = (
+    "where nothing is padded, pass no attention mask (padding on the right needs none under causal "
+    "attention, if the loss ignores it); for packed sequences, windows and blocks use "
+    "FlexAttention, or flash attention with sequence lengths (varlen)"
+)
+_MASK_BY_BUDGET = f"{_MASK}; under a memory_budget loops compute its rows, if the graph computes it"
+
 _TOO_FEW_TOKENS = r"fewer than two chunks|too few for a loop"
 _OUTPUT = r"(are|is) an output( of the graph)?"
 
 _ADVICE = (
+    # ---- masks of attention
+    (r"attention reads this mask whole", _MASK_BY_BUDGET),
+    (
+        r"is an input of the graph|pads its rows|a row for each query|that is not by row"
+        r"|needs its rows in another dim",
+        _MASK,
+    ),
     # ---- the step returns a wide value
     (
         r"keeps the logits .*(graph break|depends on data)",
