@@ -17,7 +17,7 @@ from tests.graphs_of_steps import check_same_results
 
 pytestmark = pytest.mark.op_by_op
 VOCAB, DIM, TOKENS = 600, 16, 96
-LEAST = {"memory_budget": 0.0, "strict": True}
+CHUNKS = {"chunk_tokens": 64, "strict": True}
 
 
 class Heads(nn.Module):
@@ -110,7 +110,7 @@ def test_the_graph_computes_the_same(loss: Loss, shape: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("loss", APART)
 def test_each_head_is_a_region(loss: Loss) -> None:
-    report = mstpass.explain(_step(Heads(), loss), *_batch(2, 256), options=LEAST)
+    report = mstpass.explain(_step(Heads(), loss), *_batch(2, 256), options=CHUNKS)
     assert kinds(report) == [("lm_head", "fused")] * 3, str(report)
     assert not report.rejections
 
@@ -119,7 +119,7 @@ def test_each_head_is_a_region(loss: Loss) -> None:
 def test_the_peak_is_that_of_a_list(loss: Loss) -> None:
     batch = _batch(512)
     peaks = [
-        mstpass.explain(_step(Heads(), each), *batch, options=LEAST).peak_bytes
+        mstpass.explain(_step(Heads(), each), *batch, options=CHUNKS).peak_bytes
         for each in (loss, _each)
     ]
     assert peaks[0] <= 1.1 * peaks[1]
@@ -127,13 +127,13 @@ def test_the_peak_is_that_of_a_list(loss: Loss) -> None:
 
 @pytest.mark.parametrize("loss", TOGETHER)
 def test_a_reduction_over_the_stack_makes_one_region(loss: Loss) -> None:
-    report = mstpass.explain(_step(Heads(), loss), *_batch(512), options=LEAST)
+    report = mstpass.explain(_step(Heads(), loss), *_batch(512), options=CHUNKS)
     assert kinds(report) == [("lm_head", "fused")], str(report)
 
 
 def test_a_symbolic_number_of_tokens() -> None:
     model = Heads()
-    step = torch.compile(_step(model, _selected), backend="mst", dynamic=True, options=LEAST)
+    step = torch.compile(_step(model, _selected), backend="mst", dynamic=True, options=CHUNKS)
     for tokens in (TOKENS, 130):
         hidden, ids = _batch(tokens)
         torch.testing.assert_close(step(hidden, ids), _selected(model.logits(hidden), ids))
@@ -167,7 +167,7 @@ def test_features_side_by_side_stay() -> None:
         return F.cross_entropy(torch.cat(model.logits(hidden), -1), ids)
 
     assert not check_same_results(step, *_batch(TOKENS))
-    report = mstpass.explain(step, *_batch(512), options=LEAST)
+    report = mstpass.explain(step, *_batch(512), options=CHUNKS)
     assert kinds(report) == [("lm_head", "fused")], str(report)
 
 
