@@ -115,9 +115,13 @@ class Growth:
         return ops.is_reduction(node) and self._operands_repeat(node)
 
     def _is_made_from_narrow(self, node: fx.Node) -> bool:
-        """Whether cheap ops make the wide value from narrow ones, as a one-hot row from a label."""
+        """Whether cheap ops make the wide value from narrow ones, as a one-hot row from a label.
+
+        A gradient that a product reads is not among them: it belongs with the product.
+        """
         if node not in self._made_from_narrow:
             cheap = ops.is_pointwise(node) or ops.is_cheap_view(node)
+            cheap = cheap and not any(map(ops.is_matmul, ops.readers_through_views(node)))
             self._made_from_narrow[node] = cheap and self._operands_repeat(node)
         return self._made_from_narrow[node]
 
