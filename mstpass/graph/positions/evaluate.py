@@ -69,3 +69,5 @@ class Positions:
             return exactly(call, rule(call))
         except TooComplicated as error:
             return Unknown(node.name, str(error), False)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            return Unknown(node.name, f"arguments that its rule does not know ({error})", False)
