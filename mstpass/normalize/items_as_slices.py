@@ -57,8 +57,8 @@ def _is_wide(joint: JointGraph, item: fx.Node) -> bool:
     """Whether the item holds tokens of the values after an anchor, or is taken from a stack."""
     source, known = _source(item), joint.cached(downstream)
     (dim,) = dims_of(item.all_input_nodes[0], len(shape_of(source)), "dim")
-    if source in known:
-        return dim in known[source][0]
+    if source in known and dim in known[source][0]:
+        return True
     while ops.is_cheap_view(source):
         source = source.all_input_nodes[0]
     return source.target in _CATS and any(n in known for n in source.all_input_nodes)
