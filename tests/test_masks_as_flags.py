@@ -15,6 +15,7 @@ import mstpass
 from mstpass.graph.joint import JointGraph
 from mstpass.measure import peak_bytes
 from mstpass.normalize.masks_as_flags import WithoutMasks, masks_as_flags
+from mstpass.torch_internals.attention_kernels import EFFICIENT
 from tests.checks import check_against_float64, compiled, joint_graph
 
 Mask = Callable[[int, int, Tensor], Tensor]  # queries, keys, the input; to [queries, keys] or wider
@@ -249,6 +250,9 @@ def test_the_op_is_the_devices_own_choice(
     """What attention without a mask would have dispatched to."""
     mask, kind = PROVEN[name]
     result = _on_gpu(gpu, mask, dtype)
+    if name == "ones" and not result.notes:  # Inductor of newer versions dropped the mask before
+        assert torch.__version__ >= "2.14"
+        kernel = EFFICIENT.removeprefix("aten::")
     assert _targets(result) == {kernel, f"{kernel}_backward"}
     assert _flags_of_any(result) == {kind == CAUSAL}
     assert not _has_square(result, 64)
