@@ -83,10 +83,9 @@ def test_double_backward_says_what_to_do() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_double_backward_inside_of_a_step_says_the_same() -> None:
     torch.compiler.reset()
-    net, x0 = _net(), torch.randn(256, 3)
+    net, x = _net(), torch.randn(256, 3, requires_grad=True)
 
     def step() -> Tensor:
-        x = x0.clone().requires_grad_()
         (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
         return slope.square().mean()
 
