@@ -95,6 +95,6 @@ def test_a_mask_that_is_an_input_stays_whole() -> None:
 def test_rows_that_do_not_divide_have_no_loops_over_queries(tokens: int) -> None:
     """Neither those that are no whole blocks of the kernels, nor those too few for two chunks."""
     model = Layers(padded)
-    inputs = (value[:, :tokens] for value in _inputs(padded))
+    inputs = (v[:, :tokens].detach().requires_grad_(v.requires_grad) for v in _inputs(padded))
     report = mstpass.explain(model.loss, *inputs, options=LEAST)
     assert "queries" not in {region.axis for region in report.regions}

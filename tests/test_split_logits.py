@@ -131,7 +131,8 @@ def test_the_head_is_one_region(loss: Loss) -> None:
     report = mstpass.explain(_step(Head(), loss), *_batch(), options=options)
     assert kinds(report) == [("lm_head", "fused")], str(report)
     whole = mstpass.explain(_step(Head(), _whole), *_batch(), options=options)
-    assert report.peak_bytes <= 1.1 * whole.peak_bytes
+    labels_bytes = 16 * 4 * 96 * 8  # labels and numbers of the tokens, each window's own
+    assert report.peak_bytes <= whole.peak_bytes + labels_bytes
 
 
 def test_tokens_outside_of_the_window_have_no_gradient() -> None:

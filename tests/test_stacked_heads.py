@@ -122,7 +122,8 @@ def test_the_peak_is_that_of_a_list(loss: Loss) -> None:
         mstpass.explain(_step(Heads(), each), *batch, options=CHUNKS).peak_bytes
         for each in (loss, _each)
     ]
-    assert peaks[0] <= 1.1 * peaks[1]
+    numbers_bytes = 3 * 512 * 8 * 4  # labels, and numbers of each token, of all heads together
+    assert peaks[0] <= peaks[1] + numbers_bytes
 
 
 @pytest.mark.parametrize("loss", TOGETHER)
@@ -133,11 +134,18 @@ def test_a_reduction_over_the_stack_makes_one_region(loss: Loss) -> None:
 
 def test_a_symbolic_number_of_tokens() -> None:
     model = Heads()
-    step = torch.compile(_step(model, _selected), backend="mst", dynamic=True, options=CHUNKS)
+
+    def loss(hidden: Tensor, ids: Tensor) -> Tensor:
+        stacked = torch.stack(model.logits(hidden))
+        return F.cross_entropy(stacked[0], ids) + F.cross_entropy(stacked[2], ids)
+
+    step = torch.compile(loss, backend="mst", options=CHUNKS)
     for tokens in (TOKENS, 130):
         hidden, ids = _batch(tokens)
-        torch.testing.assert_close(step(hidden, ids), _selected(model.logits(hidden), ids))
-    assert kinds(mstpass.reports()[-1]) == [("lm_head", "fused")] * 3
+        for each in (hidden, ids):
+            torch._dynamo.mark_dynamic(each, 0)
+        torch.testing.assert_close(step(hidden, ids), loss(hidden, ids))
+    assert kinds(mstpass.reports()[-1]) == [("lm_head", "fused")] * 2
 
 
 def test_a_stack_that_is_returned_stays() -> None:

@@ -69,7 +69,7 @@ class WindowGroup:
             first,
             spec,
             self.num_tokens,
-            lambda n, s: self._operand(first, n, s),
+            lambda n, s: self._operand(first, spec, n, s),
             self.sizes,
         )
 
@@ -86,7 +86,7 @@ class WindowGroup:
             ):
                 raise CannotTake(nodes[0], "an operand of one window is two of another")
 
-    def _operand(self, reader: fx.Node, node: fx.Node, spec: Spec) -> fx.Node:
+    def _operand(self, reader: fx.Node, reader_spec: Spec, node: fx.Node, spec: Spec) -> fx.Node:
         nodes = self.nodes.get(node, [node])
         if spec != WHOLE:
             return self.merged(node, spec)
@@ -95,13 +95,13 @@ class WindowGroup:
         if is_size(node) or all(_same_value(other, node) for other in nodes):
             return node
         spread = ops.is_pointwise(reader) or reader.target is aten.expand.default
-        if numel(node) != 1 or not spread or reader not in self.cone:
+        if numel(node) != 1 or not spread:
             raise CannotTake(node, "every token needs all of it")
-        return self._one_per_token(reader, nodes)
+        return self._one_per_token(reader, reader_spec, nodes)
 
-    def _one_per_token(self, reader: fx.Node, nodes: list[fx.Node]) -> fx.Node:
+    def _one_per_token(self, reader: fx.Node, spec: Spec, nodes: list[fx.Node]) -> fx.Node:
         """Numbers, one for each lane, written to every token of the lane."""
-        spec, rank = self.cone[reader], len(shape_of(reader))
+        rank = len(shape_of(reader))
         before, after = spec[0], rank - 1 - spec[-1]
         pieces = []
         for lane, node in zip(self.lanes, nodes, strict=True):
