@@ -148,7 +148,8 @@ def test_stances() -> None:
 
     with torch.compiler.set_stance("force_eager"):
         assert is_right(ids) and len(mstpass.reports()) == before
-        explained = mstpass.explain(lambda ids: next_token_loss(model, ids), ids)
+        options = {"chunk_tokens": 128}
+        explained = mstpass.explain(lambda ids: next_token_loss(model, ids), ids, options=options)
         assert kinds(explained) == [("lm_head", "fused")]
     assert is_right(ids) and len(mstpass.reports()) == before + 1
     with torch.compiler.set_stance("eager_on_recompile"):

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from pathlib import Path
 
 import pytest
+import setuptools
 
 import mstpass
 
@@ -55,8 +56,9 @@ def _hidden() -> set[str]:
             known.add(name)
             with contextlib.suppress(PackageNotFoundError):  # of another platform
                 names += [other for other in requires(name) or () if "extra ==" not in other]
-    if "setuptools" in known:  # it has a copy of its own, and prefers another one
-        known.add("packaging")
+    if "setuptools" in known:  # it has copies of its own, and prefers others
+        copies = Path(str(setuptools.__file__)).parent / "_vendor"
+        known |= {path.name.partition("-")[0].lower() for path in copies.glob("*.dist-info")}
     return {
         module
         for module, packages in packages_distributions().items()

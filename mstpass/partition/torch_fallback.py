@@ -60,6 +60,9 @@ def _unsupported(node: fx.Node) -> str:
         return f"{node.name} is neither a tensor nor a size"
     if any(map(depends_on_data, tensors)):
         return f"the size of {node.name} depends on data"
+    for user in node.users if node.op == "get_attr" else ():
+        if isinstance(user.target, HigherOrderOperator) and user.target not in _KNOWN:
+            return f"{user.name} is the higher-order op {user.target}"
     if node.op == "get_attr" and not _is_loop_body(node) and not is_flex_subgraph(node):
         return f"{node.name} is a subgraph or a constant"
     if isinstance(node.target, HigherOrderOperator) and node.target not in _KNOWN:

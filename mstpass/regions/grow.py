@@ -72,13 +72,13 @@ class Growth:
         self.returned: set[fx.Node] = set()  # wide members that the step returns
         self.reenters = False  # a path leaves the region through a collective and comes back
         self._queue: deque[fx.Node] = deque()
-        self._made_from_narrow: dict[fx.Node, bool] = {}
+        self.made_from_narrow: dict[fx.Node, bool] = {}  # what was found so far
 
     def copy(self) -> Growth:
         other = Growth(self.joint, self.wide_numel, self.taken, self.upstream, self.operand_specs)
         other.specs, other.returned = dict(self.specs), set(self.returned)
         other.reenters = self.reenters
-        other._made_from_narrow = self._made_from_narrow
+        other.made_from_narrow = self.made_from_narrow
         return other
 
     def adopt(self, other: Growth) -> None:
@@ -119,11 +119,11 @@ class Growth:
 
         A gradient that a product reads is not among them: it belongs with the product.
         """
-        if node not in self._made_from_narrow:
+        if node not in self.made_from_narrow:
             cheap = ops.is_pointwise(node) or ops.is_cheap_view(node)
             cheap = cheap and not any(map(ops.is_matmul, ops.readers_through_views(node)))
-            self._made_from_narrow[node] = cheap and self._operands_repeat(node)
-        return self._made_from_narrow[node]
+            self.made_from_narrow[node] = cheap and self._operands_repeat(node)
+        return self.made_from_narrow[node]
 
     def _operands_repeat(self, node: fx.Node) -> bool:
         """Whether the wide operands may be repeated; masks among the inputs of the step may."""

@@ -138,7 +138,7 @@ def _certain_buffers(
 
 def _alive(buffers: list[_Buffer], ops: Sequence[Value], i: int) -> list[_Buffer]:
     """The buffers in memory while the i-th op runs; its own only if it reuses no operand's."""
-    own_buffer = ops[i].kind in (CALL, SCATTER)
+    own_buffer = ops[i].kind == CALL  # a scatter may write over what it scatters into
     return [b for b in buffers if b.first <= i <= b.last and (b.first < i or own_buffer)]
 
 
