@@ -13,8 +13,8 @@ Three rules decide it, with N tokens in all:
        c <= share * N * stacked_bytes / buffered_bytes
 
    Shorter chunks would hardly lower the peak. For the least memory the share is half of that.
-   Long chunks, for steps that have no time to lose, take at most ``_LONG`` times as long as the
-   whole instead of ``GOOD``.
+   Long chunks, for steps that have no time to lose, are the shortest that take at most ``_LONG``
+   times as long as the whole, or as the fastest chunks, instead of ``GOOD``.
 3. *Equal, and whole multiples.* If the chunk length does not divide N, the last chunk overlaps the
    one before it, and masks leave the repeated rows out of every sum. Up to a third more chunks are
    taken if they are then equal and the loop becomes at most ``_OVERLAP_TIME`` slower. On a GPU,
@@ -38,7 +38,7 @@ from mstpass.loops.region_loops import RegionLoops
 from mstpass.options import Options
 
 USUAL, SHORT, LONG = "usual", "short", "long"  # chunks
-_LONG = 1.005
+_LONG = 1.01
 _BUFFERED_SHARE = 0.5
 # The extra time of a loop whose last chunk overlaps, as a fraction. A head of d=256, V=32000,
 # N=2048 took 1.08 times Inductor's time in 6 chunks of 342 rows, 1.04 in 8 of 256 and in 4 of 512
@@ -67,7 +67,7 @@ def chunk_length(
     if symbolic:
         work = work.over(max(tokens, _MANY_TOKENS))
     fewest = costs.least_rows_of_products(work, costs.tolerable)
-    good = max(fewest, costs.least_rows(work, _LONG if length == LONG else GOOD))
+    good = max(fewest, costs.least_rows(work, GOOD))
     share = _BUFFERED_SHARE
     if length == SHORT:
         good, share = fewest, share / 2
@@ -82,6 +82,8 @@ def chunk_length(
     num_chunks = max(2, min(math.ceil(tokens / max(1, wanted)), tokens // good))
     if symbolic:
         return _rows(tokens, num_chunks, costs.grain)
+    if length == LONG:
+        return _long_chunks(num_chunks, work, costs)
     return _equal_chunks(num_chunks, work, costs, fewest)
 
 
@@ -106,3 +108,18 @@ def _equal_chunks(num_chunks: int, work: LoopWork, costs: Costs, fewest_rows: in
             return rows
     rounded = _rows(tokens, num_chunks, _MULTIPLE)
     return rounded if math.ceil(tokens / rounded) == num_chunks else given
+
+
+def _long_chunks(most: int, work: LoopWork, costs: Costs) -> int:
+    """The length of as many chunks as hardly take longer than the whole, ``most`` at most."""
+    lengths = [_rounded(work.tokens, count, costs.grain) for count in range(2, most + 1)]
+    times = [costs.relative_time(work, rows) for rows in lengths]
+    limit = _LONG * max(1.0, min(times))
+    return min(rows for rows, time in zip(lengths, times, strict=True) if time <= limit)
+
+
+def _rounded(tokens: int, num_chunks: int, grain: int) -> int:
+    """The length of so many chunks: equal ones or, where chunks overlap, of aligned rows."""
+    exact, rounded = (_rows(tokens, num_chunks, g) for g in (grain, _MULTIPLE))
+    is_as_many = math.ceil(tokens / rounded) == num_chunks
+    return rounded if tokens % exact and is_as_many else exact
