@@ -160,8 +160,8 @@ _ADVICE = (
     ),
     (
         r"writes to its operands",
-        "use the out-of-place form, `x = x.add(y)` instead of `x.add_(y)`; update buffers outside "
-        "of the compiled step",
+        "write to a buffer what is reduced token by token, `buffer.copy_(logits.amax(-1))`, or "
+        "write outside of the compiled step; let an op of your own return its result",
     ),
     (
         r"scores or masks depend on the head",
@@ -192,7 +192,7 @@ _ADVICE = (
     (r"size (of .*)?depends on data", _SELECT_FIRST),
     (
         r"picks (single )?tokens|writes single tokens|writes at indices|adds rows at indices"
-        r"|indexed dims|embedding table|tokens that a slice drops",
+        r"|indexed dims",
         _SELECT_FIRST,
     ),
     (r"aten\.(stack|cat)\b.*", _STACKS),
@@ -223,7 +223,7 @@ _ADVICE = (
         "the checkpoint",
     ),
     (
-        r"not linear in|reads a wide gradient",
+        r"not linear in",
         "clip or scale the loss instead: here the gradient of a wide value is changed on its way",
     ),
     (
