@@ -152,6 +152,20 @@ def test_a_scatter_that_is_read_at_once_has_a_buffer() -> None:
     assert _peak(tied, X, torch.zeros(64, dtype=torch.int64)) == 2
 
 
+def test_the_parts_of_a_concatenation_are_computed_in_their_places() -> None:
+    assert _peak(lambda x: torch.cat([x @ x, x.t() @ x]), X) == 2
+    assert _peak(lambda x: torch.cat([x.sin(), x @ x]).amax(-1), X) < 2.1
+    assert _peak(lambda x: [torch.cat([(y := x @ x), x.t() @ x]).sum(), y.cos() @ x], X) < 3.1
+    assert _peak(lambda x: torch.cat([x @ x, x.t() @ x]).exp(), X) == 4  # not written over
+
+
+def test_parts_that_lie_elsewhere_are_copied() -> None:
+    """Inputs, views, and what the graph returns besides."""
+    assert _peak(lambda x: torch.cat([x, x @ x]), X) == 3
+    assert _peak(lambda x: torch.cat([(x @ x).t(), (x.t() @ x).t()]), X) == 4
+    assert _peak(lambda x: [torch.cat([(y := x @ x), x.t() @ x]), y], X) == 4
+
+
 def test_inputs_count_only_if_they_are_freed() -> None:
     graph = make_fx(lambda x, y: (x @ x) @ y, tracing_mode="fake")(X, X.clone()).graph
     x, _ = graph.find_nodes(op="placeholder")

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
+from mstpass.memory.concatenations import in_place
 from mstpass.memory.delayed_scatters import waits
 from mstpass.memory.kernel_fusion import fused_groups
 from mstpass.problem.op import (
@@ -45,6 +46,7 @@ class Kernels:
         results: of each kernel the buffers that it writes.
         readers: of each buffer the kernels that read it.
         waiting: the scatters that wait for their rows.
+        parts: the values that are computed in their place in a concatenation.
     """
 
     def __init__(self, ops: Sequence[Op], kept: Iterable[str], freed: Set[str]):
@@ -58,7 +60,11 @@ class Kernels:
         self.waiting = {op.name for op in scatters if waits(op, self.op, self.users, freed)}
         for name in self.waiting:  # it reads the rows from memory, as a call does
             self.op[name] = dataclasses.replace(self.op[name], kind=CALL)
-        self.kept = {self._base(name) for name in kept if name in self.op}
+        kept = {name for name in kept if name in self.op}
+        placed = in_place(self.op, self.users, self._bases_of(kept))
+        self.op |= placed
+        self.parts = {name for name, op in placed.items() if op.kind != VIEW}
+        self.kept = self._bases_of(kept)
         self.read_by: dict[str, frozenset[str]] = {}
         self.results: dict[str, list[str]] = {}
         self._from_call: set[str] = set()  # values in buffers that a call writes
@@ -170,7 +176,7 @@ class Kernels:
     def _is_kernel(self, op: Op) -> bool:
         if op.kind == VIEW:
             return False
-        if op.kind in _KERNELS:
+        if op.kind in _KERNELS or op.name in self.parts:
             return True
         readers = self._readers_through_views(op.name)
         if op.name in self.kept or any(self.op[name].kind == CALL for name in readers):
@@ -189,22 +195,28 @@ class Kernels:
             found.extend(self._readers_through_views(user) if is_view else [user])
         return found
 
-    def _base(self, name: str) -> str:
-        """The value that a view shows; any other value itself."""
-        while self.op[name].kind == VIEW and self.op[name].inputs[0] in self.op:
-            name = self.op[name].inputs[0]
-        return name
+    def _bases_of(self, names: Iterable[str]) -> set[str]:
+        return {base for name in names for base in self._bases(name)}
 
-    def is_scattered(self, buffer: str) -> bool:
-        """Whether a scatter wrote the buffer."""
-        return buffer in self.op and self.op[buffer].kind == SCATTER
+    def _bases(self, name: str) -> list[str]:
+        """The values that a view shows, which are several if that is of a concatenation."""
+        op = self.op[name]
+        if op.kind != VIEW or op.inputs[0] not in self.op:
+            return [name]
+        shown = op.inputs if op.concatenates else op.inputs[:1]
+        return [base for operand in shown for base in self._bases(operand)]
+
+    def is_never_overwritten(self, buffer: str) -> bool:
+        """Whether a scatter wrote the buffer, or it is a concatenation's."""
+        return buffer in self.parts or (buffer in self.op and self.op[buffer].kind == SCATTER)
 
     def fused_away(self) -> set[str]:
         """The buffers that only kernels of their own stage read (rule 5)."""
         return {
             buffer
             for buffer in self.readers.keys() & self.read_by.keys()
-            if self.op[buffer].kind not in (CALL, SCATTER) and buffer not in self.kept
+            if self.op[buffer].kind not in (CALL, SCATTER)
+            if buffer not in self.kept and buffer not in self.parts
             if all(
                 self.op[kernel].kind != CALL
                 and self._stage[kernel] == self._stage[buffer]

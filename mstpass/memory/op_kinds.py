@@ -36,10 +36,14 @@ from mstpass.problem.op import (
 aten = torch.ops.aten
 
 _UNROLLED = 8  # config.unroll_reductions_threshold
-# Kinds of ops that run as calls; so do cat, which writes each part into its place (ConcatKernel in
-# torch/_inductor/ir.py), and cumsum, whose Scan has a loop nest of its own.
+# Kinds of ops that run as calls; so do cat, if it copies a part into its place
+# (memory/concatenations.py), and cumsum, whose Scan has a loop nest of its own.
 _CALLED_KINDS = frozenset({"matmul", "sort", "write", "collective"})
 _CALLED = frozenset({aten.cat.default, aten.cumsum.default})
+# Calls for which Inductor allocates the result (ExternKernelOut in torch/_inductor/ir.py).
+_WRITE_ANYWHERE = frozenset(
+    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+)
 # Kernels that compute the values they write, as reductions do (Scatter in torch/_inductor/ir.py).
 _SCATTERS = frozenset(
     {
@@ -104,3 +108,23 @@ def num_unrolled(node: fx.Node) -> int:
     number = math.prod(sizes)
     whole = value.device.type == "cpu" and hint(value.numel()) == 1
     return number if number < _UNROLLED and not whole else 0
+
+
+def concatenates(node: fx.Node) -> bool:
+    """``Op.concatenates``. On a GPU a concatenation of a few values is a pointwise op.
+
+    Source: ``cat`` in torch/_inductor/lowering.py.
+    """
+    value = value_of(node)
+    return (
+        node.target is aten.cat.default
+        and value is not None
+        and value.device.type == "cpu"
+        and value.dtype not in (torch.int8, torch.uint8)
+        and len(node.all_input_nodes) > 1
+    )
+
+
+def writes_anywhere(node: fx.Node) -> bool:
+    """``Op.writes_anywhere``."""
+    return node.target in _WRITE_ANYWHERE

@@ -19,7 +19,7 @@ from mstpass.graph.scatter_rows import rows_of
 from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.memory.allocation import buffer_bytes
 from mstpass.memory.kernels import Kernels
-from mstpass.memory.op_kinds import kind_of, num_unrolled
+from mstpass.memory.op_kinds import concatenates, kind_of, num_unrolled, writes_anywhere
 from mstpass.memory.own_loops import broadcasts, has_own_loops, merges_dims
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
@@ -156,6 +156,8 @@ def op_of(
         broadcasts=broadcasts(node),
         on_cpu=_is_on_cpu(node),
         may_wait=scatters_delayed and kind == SCATTER and rows_of(node) is not None,
+        concatenates=concatenates(node),
+        writes_anywhere=writes_anywhere(node),
     )
 
 

@@ -11,7 +11,9 @@ scheduler.py for the others):
    Being expanded counts as being read more than once. Every other pointwise value is computed
    inside the kernels that read it and has no buffer; so are reductions of a few elements, which
    are unrolled.
-2. A view shares the buffer of its base. Each item of a call's result has a buffer of its own.
+2. A view shares the buffer of its base. Each item of a call's result has a buffer of its own. The
+   parts of a concatenation share one buffer, where they are computed in their places in it
+   (concatenations.py).
 3. A call may need a workspace while it runs. That of a loop is the peak of one chunk.
 4. Buffers that no later kernel reads, and that do not leave the graph, are freed.
 5. A buffer that only kernels of its own *stage* read is fused away, unless one of them reads it
@@ -22,7 +24,8 @@ scheduler.py for the others):
 6. A pointwise kernel or reduction may write its result into the buffer of an operand that has the
    same size and that it is the last to read, if no other kernel that reads it runs as one with it.
    A scatter writes into a copy of its first operand, and the copy is such a pointwise kernel; what
-   the scatter reads besides, it reads after that. Nothing is written over what a scatter wrote.
+   the scatter reads besides, it reads after that. Nothing is written over what a scatter or a
+   concatenation's parts wrote.
 7. On the CPU, kernels without a call in between are one function: what they write is allocated
    before it, and what they read is freed after it.
 
@@ -195,7 +198,7 @@ class _Run:
         read = self.kernels.read_by[kernel] - self.kernels.read_apart[kernel]
         for buffer in dying:
             if buffer in read and [self.alive.get(buffer)] == new_bytes:
-                if self.kernels.is_scattered(buffer):
+                if self.kernels.is_never_overwritten(buffer):
                     continue
                 if self.last_reader[buffer] == group and not any(
                     self.kernels.run_as_one(kernel, other, group, buffer)

@@ -109,6 +109,8 @@ def _value(
         broadcasts=op.broadcasts,
         on_cpu=op.on_cpu,
         may_wait=op.may_wait,
+        concatenates=op.concatenates,
+        writes_anywhere=op.writes_anywhere,
         us=time_us(joint, node),
         free=free,
         heavy=is_heavy(node) or node in policies.boundary,

@@ -37,6 +37,10 @@ class Op:
         on_cpu: it runs on the CPU, where kernels without a call in between are one function.
         may_wait: it is a scatter into zeros that may wait for its rows, which are the last of its
             inputs; where that frees memory it does (memory/delayed_scatters.py).
+        concatenates: its result is its operands, one beside the other, each of which may be
+            computed in its place there (memory/concatenations.py).
+        writes_anywhere: it is a call that can write its result into a part of another buffer, as
+            matrix products can.
     """
 
     name: str
@@ -51,3 +55,5 @@ class Op:
     broadcasts: bool = False
     on_cpu: bool = False
     may_wait: bool = False
+    concatenates: bool = False
+    writes_anywhere: bool = False
