@@ -119,7 +119,7 @@ def test_meta_tensors_and_keywords() -> None:
     ],
 )
 def test_what_cannot_be_explained_is_said(fn: Callable[..., Any], line: int, why: str) -> None:
-    report = mstpass.explain_all(fn, hidden, labels)[-1]
+    report = mstpass.explain_all(fn, hidden, labels, options={"free_overhead": 1.0})[-1]
     note = report.outcome.notes[-1]
     line += fn.__code__.co_firstlineno
     assert note.startswith(

@@ -114,7 +114,7 @@ def _long_chunks(most: int, work: LoopWork, costs: Costs) -> int:
     """The length of as many chunks as hardly take longer than the whole, ``most`` at most."""
     lengths = [_rounded(work.tokens, count, costs.grain) for count in range(2, most + 1)]
     times = [costs.relative_time(work, rows) for rows in lengths]
-    limit = _LONG * max(1.0, min(times))
+    limit = max(_LONG, min(times))
     return min(rows for rows, time in zip(lengths, times, strict=True) if time <= limit)
 
 

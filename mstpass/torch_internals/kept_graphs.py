@@ -16,18 +16,17 @@ Dynamo, which compiles whatever a step calls between two graphs, is kept from wh
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._functorch._aot_autograd import runtime_wrappers
 
-from mstpass.torch_internals.patches import SharedPatch
 from mstpass.torch_internals.private_apis import PrivateApis
 
 APIS = PrivateApis(
@@ -49,19 +48,20 @@ DOUBLE_BACKWARD = (
 @contextmanager
 def backwards_may_keep_graphs() -> Iterator[None]:
     """Backwards of functions that this thread compiles in here may run while graphs are kept."""
-    with _patch():
-        token = _here.set(True)
-        try:
-            yield
-        finally:
-            _here.reset(token)
+    _patch_once()
+    token = _here.set(True)
+    try:
+        yield
+    finally:
+        _here.reset(token)
 
 
 _here: ContextVar[bool] = ContextVar("this thread compiles with mstpass", default=False)
 
 
-@contextmanager
-def _patched() -> Iterator[None]:
+@functools.cache
+def _patch_once() -> None:
+    """The patch stays: threads that compile without mstpass are told apart by ``_here``."""
     original = runtime_wrappers.RuntimeWrapper.post_compile
 
     def post_compile(self: Any, compiled_fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,11 +70,7 @@ def _patched() -> Iterator[None]:
             _extend(function)
         return original(self, compiled_fn, *args, **kwargs)
 
-    with mock.patch.object(runtime_wrappers.RuntimeWrapper, "post_compile", post_compile):
-        yield
-
-
-_patch = SharedPatch(_patched)
+    runtime_wrappers.RuntimeWrapper.post_compile = post_compile  # type: ignore[method-assign]
 
 
 def _extend(function: Any) -> None:
