@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dry_run
 
 STEPS: dict[str, tuple[Callable[[], Step], dict[str, Any]]] = {
     "head": (lambda: head(), {}),
-    "head, fp16": (lambda: head(dtype=FP16), {}),
+    "head, fp16": (lambda: head(dtype=FP16), {"free_overhead": 1.0}),
     "head, fp32": (lambda: head(dtype=FP32), {}),
     "head, odd vocabulary": (lambda: head(vocabulary=50257), {}),
     "head, odd number of tokens": (lambda: head(8191), {}),
