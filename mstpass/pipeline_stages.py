@@ -157,11 +157,14 @@ def plan(
     candidates: tuple[RegionCandidates, ...],
     options: Options,
     limit_bytes: int | None,
-    inductor_alone: Callable[[], Candidate | None],
+    inductor_alone: Callable[[], Candidate | str],
 ) -> Planned:
     """Choose each region's mode and the saved values, by the simulated peak."""
     left_to_torch = needs_torch(joint)
     alone = None if left_to_torch else inductor_alone()
+    notes: tuple[str, ...] = ()
+    if isinstance(alone, str):
+        notes, alone = (f"{alone}: plans are compared with the step without loops",), None
     problem, left, refused = _problem(joint, list(candidates), options)
     problem = dataclasses.replace(problem, free_overhead=options.free_overhead)
     if alone is not None:
@@ -173,7 +176,9 @@ def plan(
         solved.plan,
         tuple(left),
         tuple(refused),
-        *solved[1:],
+        solved.solver,
+        (*notes, *solved.notes),
+        solved.limit_bytes,
         alone,
         least=options.memory_budget == 0.0,
     )

@@ -18,7 +18,7 @@ from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.options import Options
 from mstpass.partition.inductor_alone import inductor_alone
-from mstpass.partition.solvers.candidate import by_torch
+from mstpass.partition.solvers.candidate import Candidate, by_torch
 from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.apply_modes import with_modes
@@ -139,7 +139,7 @@ def test_torch_s_choice_is_found_without_its_graphs(make: Any) -> None:
     modules = min_cut_rematerialization_partition(module, None, num_fwd_outputs=outputs)
     returned: Any = modules[0].graph.output_node().args[0]
     assert names == [node.name for node in returned[outputs:]]
-    assert alone is not None
+    assert isinstance(alone, Candidate)
     again = recomputed(alone.problem.allowing(True), alone.plan.saved)
     assert not [name for name in again if name.startswith(("mm", "addmm"))]
 
@@ -152,3 +152,17 @@ def test_pairs_need_no_more_than_under_inductor(options: dict[str, Any]) -> None
     alone = simulate_step(modules[0].graph, modules[1].graph).peak_bytes
     assert found.peak_bytes is not None and found.peak_bytes <= 1.005 * alone
     assert found.baseline_peak_bytes == pytest.approx(alone, rel=0.01)
+
+
+def test_where_torch_s_partitioner_fails_the_report_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> list[str]:
+        raise ValueError("no cut")
+
+    monkeypatch.setattr("mstpass.partition.inductor_alone.saved_by_torch", fails)
+    module, outputs = _layers()
+    found = pipeline.run(module, Options(), num_fwd_outputs=outputs).outcome
+    (note,) = found.notes
+    assert "ValueError: no cut" in note and "compared with the step without loops" in note
+    assert found.peak_bytes is not None and found.baseline_peak_bytes is not None

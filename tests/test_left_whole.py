@@ -77,18 +77,15 @@ def test_a_head_whose_sums_are_larger_than_its_logits_says_so(budget: Any) -> No
 
 
 def test_loops_that_take_too_long_say_so() -> None:
-    """Products of 16 features: chunks of 256 rows take much longer than all rows at once."""
-    weight = torch.zeros(8192, 16, requires_grad=True)
-    hidden = torch.zeros(1024, 16, requires_grad=True)
+    """In float16 a head is computed again in the backward: a third of its products more."""
+    weight = torch.zeros(8192, 256, dtype=torch.float16, requires_grad=True)
+    hidden = torch.zeros(2048, 256, dtype=torch.float16, requires_grad=True)
 
     def loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(hidden @ weight.t(), labels)
+        return F.cross_entropy((hidden @ weight.t()).float(), labels)
 
-    joint, outputs = joint_graph(loss, hidden, torch.zeros(1024, dtype=torch.long))
-    told = pipeline.run(joint, Options(free_overhead=0.0), num_fwd_outputs=outputs).outcome
-    if told.regions:
-        assert told.extra_time is not None and told.extra_time <= 0.0
-        return
+    joint, outputs = joint_graph(loss, hidden, torch.zeros(2048, dtype=torch.long))
+    told = pipeline.run(joint, Options(), num_fwd_outputs=outputs).outcome
     (rejection,) = told.rejections
     assert "take too long without a budget" in rejection.reason
     assert "memory_budget" in rejection.fix

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from mstpass.graph.joint import JointGraph
+from mstpass.graph.joint import JointGraph, ancestors
 from mstpass.torch_internals.graph_modules import graph_module
 
 
@@ -33,7 +33,8 @@ def in_order(joint: JointGraph) -> JointGraph:
 
 
 def _ordered(nodes: list[fx.Node]) -> Iterator[fx.Node]:
-    needed = _needed(nodes)
+    roots = [n for n in nodes if n.op in ("placeholder", "output") or n.is_impure()]
+    needed = ancestors(roots)
     done: set[fx.Node] = set()
     for root in nodes:
         if root not in needed:
@@ -53,14 +54,3 @@ def _ordered(nodes: list[fx.Node]) -> Iterator[fx.Node]:
             if node not in done:
                 done.add(node)
                 yield node
-
-
-def _needed(nodes: list[fx.Node]) -> set[fx.Node]:
-    stack = [node for node in nodes if node.op in ("placeholder", "output") or node.is_impure()]
-    found = set(stack)
-    while stack:
-        for operand in stack.pop().all_input_nodes:
-            if operand not in found:
-                found.add(operand)
-                stack.append(operand)
-    return found

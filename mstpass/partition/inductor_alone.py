@@ -8,7 +8,6 @@ the graph, and builds nothing.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterable
 
 from mstpass.graph.joint import JointGraph
@@ -18,11 +17,9 @@ from mstpass.problem.op import ITEM, VIEW
 from mstpass.problem.problem import CutProblem, Value
 from mstpass.torch_internals.partitioners import saved_by_torch
 
-log = logging.getLogger(__name__)
 
-
-def inductor_alone(traced: JointGraph, static_inputs: list[int] | None = None) -> Candidate | None:
-    """The step as Inductor alone splits it; None where torch's partitioner fails.
+def inductor_alone(traced: JointGraph, static_inputs: list[int] | None = None) -> Candidate | str:
+    """The step as Inductor alone splits it, or why that is not known.
 
     Args:
         traced: the joint graph as Inductor's joint passes have left it.
@@ -30,10 +27,11 @@ def inductor_alone(traced: JointGraph, static_inputs: list[int] | None = None) -
     """
     try:
         names = saved_by_torch(traced.copy().module, traced.num_fwd_outputs, static_inputs)
-    except Exception:  # then Inductor alone could not compile the step either
-        log.debug("torch's partitioner fails on this graph", exc_info=True)
-        return None
-    return by_torch(with_torch_saved(cut_problem(traced), names))
+    except Exception as error:  # of torch's own code, whose choice is not needed for a plan
+        return f"torch's partitioner fails on this graph: {type(error).__name__}: {error}"
+    found = by_torch(with_torch_saved(cut_problem(traced), names))
+    assert found is not None
+    return found
 
 
 def with_torch_saved(problem: CutProblem, names: Iterable[str]) -> CutProblem:

@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import networkx as nx
+
 from mstpass.options import Options
 from mstpass.partition.budget import budget_bytes, limit_of
 from mstpass.partition.solvers import AUTO, SOLVERS
@@ -71,7 +73,7 @@ def _has_a_plan(problem: CutProblem) -> bool:
     """Whether a valid saved set exists, which only graphs that torch splits may lack."""
     try:
         _verified(LAST)(problem, None)
-    except Exception:
+    except (InvalidPlan, nx.NetworkXUnbounded):
         return False
     return True
 

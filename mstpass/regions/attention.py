@@ -30,6 +30,7 @@ from mstpass.graph.tokens import CannotTake, Sum
 from mstpass.plans import Region, Rejection
 from mstpass.regions.attention_seeds import Seed, attention_seeds
 from mstpass.regions.head_growth import HeadGrowth, grow
+from mstpass.regions.rejection import rejection_of
 
 KIND = "attention"
 _WRONG_TYPE = "this torch says that the logarithms of float64 attention are float32"
@@ -55,8 +56,7 @@ def detect_attention(
             growth = _best_growth(joint, seed, known)
             regions.append(_region(joint, growth, node))
         except CannotTake as refusal:
-            where = source_of(node), nbytes(node)
-            rejections.append(Rejection("detect", refusal.node.name, refusal.reason, *where))
+            rejections.append(rejection_of(node, refusal))
         else:
             known |= {node for node in growth.held if not ops.is_constant(node)}
     return regions, rejections

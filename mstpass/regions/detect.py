@@ -23,9 +23,8 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.collectives import is_collective, is_wait
-from mstpass.graph.joint import JointGraph, nbytes, value_of
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import depends_on_data, hint_shape
-from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec, token_count
 from mstpass.plans import Region, Rejection
 from mstpass.regions.absorb import absorb_users
@@ -41,6 +40,7 @@ from mstpass.regions.close_fused import close_fused
 from mstpass.regions.gradient_seeds import add_gradients
 from mstpass.regions.grow import ONCE, Growth, upstream_matmuls
 from mstpass.regions.make_region import Core, make_region
+from mstpass.regions.rejection import rejection_of
 
 
 def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
@@ -58,7 +58,7 @@ def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
         try:
             region, growth = _region(joint, growth, anchor, spec)
         except CannotTake as refusal:
-            rejections.append((anchor, _rejection(anchor, refusal)))
+            rejections.append((anchor, rejection_of(anchor, refusal)))
             refused.update(n for n in growth.specs if growth.wide(n))
         else:
             regions.append(region)
@@ -77,10 +77,6 @@ def _operand_specs(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
     if is_collective(node) or is_wait(node):
         return Refusal(ONCE)
     return ops.operand_specs(node, spec)
-
-
-def _rejection(anchor: fx.Node, refusal: CannotTake) -> Rejection:
-    return Rejection("detect", refusal.node.name, refusal.reason, source_of(anchor), nbytes(anchor))
 
 
 def _region(

@@ -19,7 +19,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.axes import QUERIES, QUERY_AXIS
 from mstpass.graph.heads import is_attention_item
-from mstpass.graph.joint import JointGraph, nbytes, numel, value_of
+from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.query_rows import (
     OTHER_RESULT,
     ROWS,
@@ -34,6 +34,7 @@ from mstpass.graph.source_location import source_of
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.graph.tokens import CannotTake, Refusal, Spec
 from mstpass.plans import Region, Rejection
+from mstpass.regions.rejection import rejection_of
 
 KIND = "attention"
 NOT_BY_ROW = "is no tensor of fixed sizes with a row for each query"
@@ -57,8 +58,7 @@ def detect_masked_attention(
         try:
             regions.append(_region(joint, node, taken))
         except CannotTake as refusal:
-            where = source_of(node), nbytes(node)
-            rejections.append(Rejection("detect", refusal.node.name, refusal.reason, *where))
+            rejections.append(rejection_of(node, refusal))
     return regions, rejections
 
 
