@@ -31,6 +31,7 @@ from mstpass.planner.result import CHECKPOINT, EAGER, RECIPE, DoesNotFit
 from mstpass.planner.room import Room
 from mstpass.planner.terminal_table import show
 from mstpass.planner.traced_step import trace
+from mstpass.tracing.devices import traced_for
 from tests.planner_models import TINY, plan_sizes
 
 MIB = 2**20
@@ -107,6 +108,22 @@ def test_a_scaled_problem_is_the_traced_one(tiny):
         assert one.inner_bytes == pytest.approx(other.inner_bytes, rel=1e-3), one.name
     attentions = [value for value in whole.backward if value.inner_bytes]
     assert attentions and all("attention" in value.name for value in attentions)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "has_mask"),
+    [("h100", "bf16", False), ("h100", "fp32", True), (None, "bf16", True)],
+)
+def test_a_window_needs_no_mask_where_the_kernel_has_it(tmp_path, gpu, dtype, has_mask):
+    """In 16 bits it is that of flash attention, if it is known what the device runs."""
+    config = {**TINY, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "sliding_window": 128}))
+    if gpu is None and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with traced_for(None, gpu):
+        step = trace(config_of(str(path)), Training(dtype=dtype), 1024, ("free",))
+    assert (step.square_bytes > 0) == has_mask
 
 
 def test_tied_weights_have_two_gradients_until_they_are_added(tiny, tmp_path):

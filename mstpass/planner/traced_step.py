@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from mstpass import pipeline
-from mstpass.graph.joint import value_of
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.integrations.transformers_masks import no_positions_given
+from mstpass.normalize.masks_as_flags import masks_as_flags
 from mstpass.options import Options
 from mstpass.planner.models import build
 from mstpass.planner.scale_to_length import scaled
@@ -112,7 +113,8 @@ def _trace(
             )
             assert result.problem is not None
             problems[budget] = _with_sharded_gradients(result.problem, training)
-        return TracedStep(training.batch, length, problems, logits, _square_bytes(module, length))
+        squares = _square_bytes(masks_as_flags(JointGraph(module, num_fwd_outputs)).joint, length)
+        return TracedStep(training.batch, length, problems, logits, squares)
 
     with no_positions_given(model):  # as ``mstpass.compile(model)`` says
         return trace_joint(loss_of, (ids_BS,), take)
@@ -169,9 +171,9 @@ def _logits(module: fx.GraphModule, vocabulary: int) -> frozenset[str]:
     )
 
 
-def _square_bytes(module: fx.GraphModule, length: int) -> int:
+def _square_bytes(joint: JointGraph, length: int) -> int:
     """Bytes of the largest value ``[B, heads or 1, length, length]``."""
-    values = map(value_of, module.graph.nodes)
+    values = map(value_of, joint.nodes)
     squares = (v for v in values if v is not None and v.dim() == 4 and v.shape[2:] == (length,) * 2)
     return max((v.untyped_storage().nbytes() for v in squares), default=0)
 

@@ -3,7 +3,8 @@
 ``scaled_dot_product_attention`` asks the device which kernel can take its operands. Here it is
 asked on fake tensors of the same shapes and strides, so that the answer is what a trace of the same
 call would hold: on CUDA that of the driver's GPU, for a pretended GPU that of
-pretended_gpu_attention.py. Source: aten/src/ATen/native/transformers/attention.cpp (2.11 to 2.15).
+pretended_gpu_attention.py. Where there is neither, nobody is asked: a build of torch for the CPU
+ends the process. Source: aten/src/ATen/native/transformers/attention.cpp (2.11 to 2.15).
 
 Flash attention's own op takes a window, ``i - left <= j <= i + right``; ``-1`` is no bound. It is
 what torch.nn.attention.varlen calls. Its tensors are ``[B, N, heads, d]``. The ops for the CPU, of
@@ -74,6 +75,8 @@ def _dispatched(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
 ) -> str | None:
     assert isinstance(query, FakeTensor)
+    if query.device.type == "cuda" and not torch.cuda.is_available():
+        return None
     with query.fake_mode, _FusedOps() as seen, torch.enable_grad():
         operands = [
             torch.empty_strided(
