@@ -149,5 +149,7 @@ def _largest_alive(timeline: Timeline) -> str:
     """The largest values alive at the peak, by name, and the others together."""
     largest = timeline.alive[:_SHOWN]
     shown = ", ".join(f"{m.node} {bytes_text(m.bytes)}" for m in largest)
-    rest = sum(m.bytes for m in timeline.alive[_SHOWN:])
-    return f"{shown}, and {bytes_text(rest)} in {len(timeline.alive) - len(largest)} others"
+    others = timeline.alive[_SHOWN:]
+    if not others:
+        return shown
+    return f"{shown}, and {bytes_text(sum(m.bytes for m in others))} in {len(others)} others"

@@ -29,7 +29,7 @@ _SELECT_FIRST = (
 )
 _SEPARATE_DIMS = (
     "keep tokens and features in separate dims: flatten batch and sequence together, and nothing "
-    "else with them"
+    "else with them; do not flatten stacked heads with the tokens, but add the losses of each"
 )
 _REPORT = (
     "this is a limit of mstpass, not of your code: please report it with the error that "
