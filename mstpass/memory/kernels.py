@@ -265,7 +265,7 @@ class Kernels:
         if not fuse:
             return [(kernel,) for kernel in self.read_by]
         calls = {kernel for kernel in self.read_by if self.op[kernel].kind in (CALL, SCATTER)}
-        return fused_groups(self.read_by, self._writer, lambda kernel: self.op[kernel].bytes, calls)
+        return fused_groups(self.read_by, self._writer, lambda kernel: self.op[kernel].numel, calls)
 
     def run_as_one(self, kernel: str, other: str, group: tuple[str, ...], buffer: str) -> bool:
         """Whether Inductor may fuse two kernels because both read the buffer."""

@@ -16,7 +16,7 @@ from mstpass.graph.input_writes import is_input_write
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.scatter_rows import rows_of
-from mstpass.graph.sizes import depends_on_data, is_size
+from mstpass.graph.sizes import depends_on_data, hint_numel, is_size
 from mstpass.memory.allocation import buffer_bytes
 from mstpass.memory.kernels import Kernels
 from mstpass.memory.op_kinds import concatenates, kind_of, num_unrolled, writes_anywhere
@@ -158,6 +158,7 @@ def op_of(
         may_wait=scatters_delayed and kind == SCATTER and rows_of(node) is not None,
         concatenates=concatenates(node),
         writes_anywhere=writes_anywhere(node),
+        numel=sum(map(hint_numel, tensors_of(node.meta.get("val")))),
     )
 
 

@@ -41,6 +41,8 @@ class Op:
             computed in its place there (memory/concatenations.py).
         writes_anywhere: it is a call that can write its result into a part of another buffer, as
             matrix products can.
+        numel: the number of elements of its result. In a loop's body, only kernels of as many
+            elements run as one (memory/kernel_fusion.py).
     """
 
     name: str
@@ -57,3 +59,4 @@ class Op:
     may_wait: bool = False
     concatenates: bool = False
     writes_anywhere: bool = False
+    numel: int = 0
