@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mstpass
-from tests.checks import check_against_float64, errors, gradients, in_float64, kinds
+from mstpass.measure import peak_bytes
+from tests.checks import check_against_float64, compiled, errors, gradients, in_float64, kinds
 
 pytestmark = pytest.mark.op_by_op
 
@@ -132,3 +133,21 @@ def test_needs_less_memory(rows: Rows) -> None:
     report = mstpass.explain(_loss(Experts(rows)), _input(8192), options={"memory_budget": 0.0})
     assert report.peak_bytes is not None and report.baseline_peak_bytes is not None
     assert report.peak_bytes < 0.6 * report.baseline_peak_bytes
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whole_experts_need_what_is_simulated(dtype: torch.dtype) -> None:
+    """The backward computes the parts of a concatenation in their places."""
+    model = Experts(experts_choose).to(dtype)
+    step = _loss(model)
+    x, options = _input().detach().to(dtype).requires_grad_(), {"chunk": "off"}
+    expected = mstpass.explain(step, x, options=options).peak_bytes
+    ours = compiled(step, **options)
+
+    def run() -> list[Tensor]:
+        return list(torch.autograd.grad(ours(x), [x, *model.parameters()]))
+
+    run()
+    assert expected is not None
+    assert peak_bytes(run) == pytest.approx(expected, rel=0.03)

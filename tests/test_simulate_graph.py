@@ -159,6 +159,25 @@ def test_the_parts_of_a_concatenation_are_computed_in_their_places() -> None:
     assert _peak(lambda x: torch.cat([x @ x, x.t() @ x]).exp(), X) == 4  # not written over
 
 
+def test_the_parts_of_a_concatenation_are_written_over_nothing() -> None:
+    def fn(x: Tensor, weight: Tensor) -> Tensor:
+        first, _ = torch.ops.aten.split.Tensor(x @ weight, 64, 1)
+        return torch.cat([first.exp(), x.cos()], 1)
+
+    assert _peak(fn, X, torch.randn(64, 128)) == 4
+
+
+def test_a_slow_value_is_computed_in_its_readers_behind_a_call() -> None:
+    """It depends on no call, and its readers on one; no call lies between them."""
+
+    def fn(x: Tensor, y: Tensor) -> list[Tensor]:
+        product = x @ x
+        slow = y.exp()
+        return [product * slow, product + slow]
+
+    assert _peak(fn, X, X.clone()) == 3
+
+
 def test_parts_that_lie_elsewhere_are_copied() -> None:
     """Inputs, views, and what the graph returns besides."""
     assert _peak(lambda x: torch.cat([x, x @ x]), X) == 3

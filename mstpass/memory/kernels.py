@@ -92,6 +92,11 @@ class Kernels:
             for buffer in read:
                 self.readers.setdefault(buffer, []).append(kernel)
         self._writer = {name: kernel for kernel, names in self.results.items() for name in names}
+        # Of each kernel: how many calls are before it in the graph's order.
+        is_call = [self.op[kernel].kind == CALL for kernel in self.read_by]
+        self._calls_before = dict(
+            zip(self.read_by, itertools.accumulate(is_call, initial=0), strict=False)
+        )
 
     def _add(self, op: Op) -> None:
         name = op.name
@@ -219,12 +224,19 @@ class Kernels:
             if buffer not in self.kept and buffer not in self.parts
             if all(
                 self.op[kernel].kind != CALL
-                and self._stage[kernel] == self._stage[buffer]
+                and self._are_one_stage(buffer, kernel)
                 and buffer not in self._read_unfused[kernel]
                 and not self._loops_differ(buffer, kernel)
                 for kernel in self.readers[buffer]
             )
         }
+
+    def _are_one_stage(self, buffer: str, kernel: str) -> bool:
+        """Whether the kernel that writes the buffer may run as one with the other that reads it."""
+        return (
+            self._stage[kernel] == self._stage[buffer]
+            or self._calls_before[kernel] == self._calls_before[buffer]
+        )
 
     def _loops_differ(self, buffer: str, kernel: str) -> bool:
         """Whether a kernel cannot run in the loop that writes a buffer it reads.

@@ -19,13 +19,13 @@ scheduler.py for the others):
 5. A buffer that only kernels of its own *stage* read is fused away, unless one of them reads it
    through an op that needs loops of its own (``Op.own_loops``) or a view that merges dims
    (``Op.merges_dims``), or, on the CPU, needs the loop over rows that its kernel has not. A stage
-   is a stretch without a call in between. The buffer of a scatter stays, as its rows are written in
-   any order.
+   is a stretch without a call in between, in the order of the graph or on the paths in it. The
+   buffer of a scatter stays, as its rows are written in any order.
 6. A pointwise kernel or reduction may write its result into the buffer of an operand that has the
    same size and that it is the last to read, if no other kernel that reads it runs as one with it.
    A scatter writes into a copy of its first operand, and the copy is such a pointwise kernel; what
    the scatter reads besides, it reads after that. Nothing is written over what a scatter or a
-   concatenation's parts wrote.
+   concatenation's parts wrote, and these parts are written over nothing.
 7. On the CPU, kernels without a call in between are one function: what they write is allocated
    before it, and what they read is freed after it.
 
@@ -193,7 +193,7 @@ class _Run:
         self, kernel: str, group: tuple[str, ...], dying: list[str], new_bytes: list[int]
     ) -> str | None:
         """The operand that the kernel's result may be written over (rule 6)."""
-        if self.op[kernel].kind == CALL:
+        if self.op[kernel].kind == CALL or kernel in self.kernels.parts:
             return None
         read = self.kernels.read_by[kernel] - self.kernels.read_apart[kernel]
         for buffer in dying:
