@@ -112,6 +112,17 @@ def test_graphs_between_breaks_run_on_the_pretended_gpu() -> None:
     assert [len(report.regions) for report in reports] == [1]
 
 
+def test_a_step_may_begin_with_a_tensor_of_no_elements() -> None:
+    """As the cache of keys and values, which models of transformers make by default."""
+    model, *inputs = _step()
+
+    def loss(x: Tensor, labels: Tensor) -> Tensor:
+        rows = torch.cat([torch.tensor([], dtype=x.dtype, device=x.device), x[0]])
+        return model(x + rows, labels)
+
+    assert mstpass.explain(loss, *inputs, device="cuda", gpu="a100").regions
+
+
 def test_auto_is_the_memory_of_the_pretended_gpu() -> None:
     """No budget of 80 GiB keeps the plan from being the free one."""
     reports = [

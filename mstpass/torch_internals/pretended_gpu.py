@@ -11,7 +11,7 @@ F.scaled_dot_product_attention             pretended_gpu_attention.py
 FakeTensorMode                             it makes no real tensor to learn about the device
 UniformValueConstantFolder                 it runs operators on one element: on the CPU instead
 torch.tensor                               it moves what it has made as an operator of its own
-proxy_tensor                               it moves no constant to the GPU for real
+proxy_tensor                               it moves no constant to the GPU, not even an empty one
 pad_mm._should_pad                         it measures products; instead, none is padded
 
 Other threads see no such GPU: each patch asks whose question it is. But the engine and the
@@ -115,7 +115,7 @@ def _pretended(kind: Gpu) -> Iterator[None]:
         patch(folder, "_deduce_value", _on_cpu(folder._deduce_value))
         patch(pad_mm, "_should_pad", lambda *_, **__: False)
         stack.enter_context(_tensors_lifted_on_cpu())
-        stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", 0))
+        stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1))
         stack.enter_context(compiled_in_one_process())
         stack.enter_context(_forgotten(triton_utils))
         stack.enter_context(engine_without_gpu())
