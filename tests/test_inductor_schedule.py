@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,12 +57,44 @@ def _cat() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
     return value, lambda fn: Step(fn, (weight,))
 
 
+def _distributions(loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Any, Callable[..., Step]]:
+    """Two distributions over 512 words for each of 256 tokens, and a loss between them."""
+    torch.manual_seed(0)
+    weight, other = torch.randn(512, 16, requires_grad=True), torch.randn(512, 16)
+    x_ND = torch.randn(256, 16)
+
+    def value() -> Tensor:
+        return loss((x_ND @ weight.t()).log_softmax(-1), (x_ND @ other.t()).log_softmax(-1))
+
+    return value, lambda fn: Step(fn, (weight,))
+
+
+def _between_rows() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
+    """A loop over the elements of a row between loops over rows alone: no row is local."""
+
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        return F.kl_div(a, (b - b.amax(0)).softmax(-1), reduction="batchmean")
+
+    return _distributions(loss)
+
+
+def _written_over_twice() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
+    """A value without memory is written over an operand, and a result over that."""
+
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        mean = torch.logaddexp(a, b) - math.log(2)
+        divergences = (F.kl_div(mean, p, reduction="batchmean", log_target=True) for p in (a, b))
+        return sum(divergences, torch.zeros(()))
+
+    return _distributions(loss)
+
+
 def _compiled(value: Callable[[], Tensor], **options: Any) -> Any:
     torch.compiler.reset()
     return torch.compile(lambda: value(), backend="mst", options=options)
 
 
-@pytest.mark.parametrize("build", [_mlps, _attention, _cat])
+@pytest.mark.parametrize("build", [_mlps, _attention, _cat, _between_rows, _written_over_twice])
 @pytest.mark.parametrize("budget", ["free", pytest.param(0.0, marks=pytest.mark.full)])
 def test_the_measured_peak_is_the_scheduled_one(build: Any, budget: Any) -> None:
     value, make_step = build()

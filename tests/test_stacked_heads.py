@@ -123,7 +123,7 @@ def test_the_peak_is_that_of_a_list(loss: Loss) -> None:
         for each in (loss, _each)
     ]
     numbers_bytes = 3 * 512 * 8 * 4  # labels, and numbers of each token, of all heads together
-    assert peaks[0] <= peaks[1] + numbers_bytes
+    assert peaks[0] <= 1.01 * peaks[1] + numbers_bytes
 
 
 @pytest.mark.parametrize("loss", TOGETHER)

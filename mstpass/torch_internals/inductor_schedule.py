@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from mstpass.torch_internals.compile_fx import CustomSchedulerPass, compile_fx
 from mstpass.torch_internals.kernel_order import in_final_order
+from mstpass.torch_internals.local_buffers import kernels_by_nest, local_buffers
 from mstpass.torch_internals.op_calls import Argument, OpCall, Operand, name_of, op_call
 from mstpass.torch_internals.private_apis import PrivateApis
 from mstpass.torch_internals.triton_kernels import (
@@ -168,6 +169,7 @@ class _Walk:
         self.overwritten: list[str] = []
         self.unread: set[str] = set()  # afterwards
         self.partial_sums = 0
+        self.place_of: dict[str, str] = {}  # the operands of values that have no buffer
 
     def calls(self) -> Iterator[Call]:
         for node in self.nodes:
@@ -214,31 +216,38 @@ class _Walk:
         return found
 
     def _allocate(self, node: Any) -> None:
-        parts = node.get_nodes()
-        inside = {part.get_name() for part in parts}
         kept: Set[str] = frozenset()
         if is_triton_kernel(node):
             kept = buffers_between_loops(node)
             self.partial_sums += partial_sums(node)
-        for part in parts:
-            for buffer in part.get_outputs():
+        local = local_buffers(node)
+        for nest in kernels_by_nest(node):
+            inside = {kernel.get_name() for kernel in nest}
+            for kernel, buffer in ((k, buffer) for k in nest for buffer in k.get_outputs()):
                 name = buffer.get_name()
-                fused_away = name not in kept and _is_fused_away(buffer, inside)
-                if name in self.scheduler.mutation_real_name or fused_away:
+                if name in self.scheduler.mutation_real_name or name in local:
                     continue
-                layout = buffer.node.layout
-                if isinstance(layout, ir.NonOwningLayout):  # a part of a result of cat
-                    self._add(_buffer(layout.view))
-                elif isinstance(layout, ir.MultiOutputLayout):
-                    for user in buffer.users:
-                        for item in _items(user.node):
-                            self._add(item)
-                elif not isinstance(layout, _NO_BUFFER) and not _is_alias(buffer.node):
-                    operand = self._written_over(part, buffer)
-                    if operand is not None:
-                        self.alive.remove(operand)
-                        self.overwritten.append(operand)
-                    self._add(buffer.node)
+                if name not in kept and _is_fused_away(buffer, inside):
+                    # What the kernel makes of it is written over what it would be written over.
+                    if (operand := self._written_over(kernel, buffer)) is not None:
+                        self.place_of[name] = operand
+                else:
+                    self._give_memory(kernel, buffer)
+
+    def _give_memory(self, kernel: Any, buffer: Any) -> None:
+        layout = buffer.node.layout
+        if isinstance(layout, ir.NonOwningLayout):  # a part of a result of cat
+            self._add(_buffer(layout.view))
+        elif isinstance(layout, ir.MultiOutputLayout):
+            for user in buffer.users:
+                for item in _items(user.node):
+                    self._add(item)
+        elif not isinstance(layout, _NO_BUFFER) and not _is_alias(buffer.node):
+            operand = self._written_over(kernel, buffer)
+            if operand is not None:
+                self.alive.remove(operand)
+                self.overwritten.append(operand)
+            self._add(buffer.node)
 
     def _add(self, buffer: Any) -> None:
         name = buffer.get_name()
@@ -252,7 +261,8 @@ class _Walk:
         behind = self.done | set(part.ancestors)
         for read in part.read_writes.reads:
             operand = self.scheduler.name_to_buf.get(read.name) or self.donated.get(read.name)
-            if operand is None or read.name not in self.alive:
+            place = self.place_of.get(read.name, read.name)
+            if operand is None or place not in self.alive:
                 continue
             users = [user for user in operand.users if user.node.get_name() not in behind]
             if (
@@ -262,7 +272,7 @@ class _Walk:
                 and not isinstance(operand.defining_op, NopKernelSchedulerNode)
                 and can_match_buffer_size(operand.node, buffer.node)
             ):
-                return str(read.name)
+                return str(place)
         return None
 
 
