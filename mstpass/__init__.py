@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mstpass.returned_logits import DroppedLogits, DroppedLogitsError
     from mstpass.trainers import TrainerError, compile_trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "ChunkPlan",
     "DroppedLogits",
