@@ -30,6 +30,7 @@ from mstpass.fewer_loops import with_fewer_loops, with_loops_that_help
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.view_storages import share_storages
 from mstpass.loops.apply_plans import Applied
+from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize.inputs_before_writes import inputs_before_writes
 from mstpass.normalize.masks_as_flags import masks_as_flags
@@ -234,9 +235,11 @@ def _rewritten(
         return Result(outcome, planned.problem, applied)
     rewritten = JointGraph(applied.module, joint.num_fwd_outputs)
     crossing = pipeline_stages.split(rewritten, applied, planned, joint, options, torch_kwargs)
-    modules, memory = pipeline_stages.scheduled(crossing, options, planned.limit_bytes)
+    modules = crossing.modules
     for module in modules:
         share_storages(module.graph)
+    forward, backward = (module.graph for module in modules)
+    memory = simulate_step(forward, backward, options.frees_memory_for_time)
     outcome = dataclasses.replace(
         outcome,
         save_plan=crossing.save_plan,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -21,8 +21,7 @@ from mstpass.loops.apply_plans import Applied, CycleError, apply_plans
 from mstpass.loops.attention_modes import all_candidates, loops_over_heads
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.mode_costs import WHOLE, region_modes
-from mstpass.memory.simulate_graph import simulate_step
-from mstpass.memory.simulate_plan import simulate_plan, step_memory
+from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize import normalized
 from mstpass.normalize.inputs_before_writes import as_copies
@@ -31,7 +30,6 @@ from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.host import host_memory
 from mstpass.partition.inductor_alone import with_torch_saved
-from mstpass.partition.offload import offload
 from mstpass.partition.reconstruct import most_won_bytes, reconstruct
 from mstpass.partition.solve import Solved, carried_over, solve
 from mstpass.partition.solvers.candidate import Candidate, baseline, without_loops
@@ -43,9 +41,8 @@ from mstpass.partition.torch_fallback import (
 )
 from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
-from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.problem import CutProblem, Plan, Value
 from mstpass.problem.verify import verify
-from mstpass.schedule.second_rematerialization import add_second_rematerialization
 from mstpass.torch_internals.partitioners import has_torch_budget
 
 TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a loop in it"
@@ -265,43 +262,74 @@ def split(
     torch_kwargs: dict[str, Any],
 ) -> Split:
     """Split the graph that has the loops by the plan for ``joint``, the graph before them."""
-    solved = planned.plan
+    solved, names = planned.plan, applied.old_names()
     reason = needs_torch(rewritten)
     if reason:
         modules, save_plan = split_by_torch(rewritten, **torch_kwargs)
         as_copies(modules)
-        return Split(modules, _named(save_plan, applied, joint), planned.notes, reason)
-    host = planned.problem.host
-    problem = cut_problem(rewritten, (), options.frees_memory_for_time, host)
+        return Split(modules, _named(save_plan, names, joint), planned.notes, reason)
+    problem = _problem_of(rewritten, planned, names, options)
     before = Solved(solved, planned.solver, planned.notes, planned.limit_bytes)
     chosen, name, notes, _ = carried_over(before, applied.names, problem, options)
-    reduced, saved, reconstructed = _reconstruct(rewritten, problem, chosen, options)
-    nested = (chosen.nested, chosen.inner)
-    modules, save_plan = split_graph(reduced, saved, name, *nested, **torch_kwargs)
-    save_plan = dataclasses.replace(save_plan, reconstructed=reconstructed)
-    save_plan = offload(
-        modules,
-        _named(save_plan, applied, joint),
-        chosen.offloaded & saved,
-        rewritten.num_fwd_outputs,
-        with_modes(planned.problem, solved.modes),
-        applied.old_names(),
-    )
+    done = _reconstruct(rewritten, problem, chosen, options)
+    if done is not None:
+        rewritten, chosen = done.joint, done.plan
+        problem = _problem_of(rewritten, planned, names, options)
+    step = StepSimulation.of(problem, chosen)
+    limit_bytes = planned.limit_bytes
+    above_limit = limit_bytes is not None and step.peak_bytes > limit_bytes
+    program = step.lowered_program if above_limit else step.program
+    modules, save_plan = split_graph(rewritten, program, chosen, name, **torch_kwargs)
+    if done is not None:
+        save_plan = dataclasses.replace(save_plan, reconstructed=done.values)
     as_copies(modules)
-    return Split(modules, save_plan, notes)
+    return Split(modules, _named(save_plan, names, joint), notes)
 
 
-def _named(save_plan: SavePlan, applied: Applied, joint: JointGraph) -> SavePlan:
+def _problem_of(
+    rewritten: JointGraph, planned: Planned, names: Mapping[str, str], options: Options
+) -> CutProblem:
+    """The problem of the graph with its loops, with the times that the plan was made with.
+
+    Args:
+        names: the name in the graph before loops of each node.
+    """
+    problem = cut_problem(rewritten, (), options.frees_memory_for_time, planned.problem.host)
+    closed = with_modes(planned.problem, planned.plan.modes)
+    us = {value.name: value.us for value in (*closed.values, *closed.backward)}
+
+    def timed(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        times = ((value, us.get(names.get(value.name, ""), value.us)) for value in values)
+        return tuple(dataclasses.replace(value, us=time) for value, time in times)
+
+    return dataclasses.replace(
+        problem, values=timed(problem.values), backward=timed(problem.backward)
+    )
+
+
+def _named(save_plan: SavePlan, names: Mapping[str, str], joint: JointGraph) -> SavePlan:
     """The same plan, each saved value with the node that it is in the graph before loops."""
-    names = applied.old_names()
     saved = []
+    value_of: dict[str, str] = {}
     for value in save_plan.saved:
-        node = joint.by_name.get(names.get(value.node, ""))
-        if node is not None:
-            source = value.source or source_of(node)
-            value = dataclasses.replace(value, value=node.name, source=source)
-        saved.append(value)
-    return dataclasses.replace(save_plan, saved=tuple(saved))
+        written = value.value or value.node
+        node = joint.by_name.get(names.get(written, ""))
+        source = value.source or (source_of(node) if node is not None else "")
+        named = node.name if node is not None else ""
+        value_of[written] = named or written
+        saved.append(dataclasses.replace(value, value=named, source=source))
+    transfers = [dataclasses.replace(t, node=value_of[t.node]) for t in save_plan.transfers]
+    return dataclasses.replace(save_plan, saved=tuple(saved), transfers=tuple(transfers))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reconstruction:
+    """A graph in which backward reconstructs values, and the plan that saves fewer."""
+
+    joint: JointGraph
+    plan: Plan
+    problem: CutProblem
+    values: tuple[Reconstructed, ...]
 
 
 def _reconstruct(
@@ -309,20 +337,20 @@ def _reconstruct(
     problem: CutProblem,
     plan: Plan,
     options: Options,
-) -> tuple[JointGraph, frozenset[str], tuple[Reconstructed, ...]]:
+) -> _Reconstruction | None:
     """Save fewer values by reconstructing some in backward, unless that raises the peak."""
     pack_masks, saved = options.frees_memory_for_time, plan.saved
     allowed = problem.allowing(True)
     reduced, kept, done = reconstruct(joint, allowed, saved, options.reconstruct, pack_masks)
     if not done:
-        return joint, saved, ()
+        return None
     other = cut_problem(reduced, (), options.frees_memory_for_time, problem.host)
     verify(other.allowing(True), kept)
     peak_bytes = simulate_plan(problem, plan).peak_bytes
     after = dataclasses.replace(plan, saved=kept, offloaded=plan.offloaded & kept)
     if simulate_plan(other, after).peak_bytes > peak_bytes:
-        return joint, saved, ()
-    return reduced, kept, done
+        return None
+    return _Reconstruction(reduced, after, other, done)
 
 
 def is_lower_without_loops(
@@ -336,28 +364,8 @@ def is_lower_without_loops(
     won_bytes = most_won_bytes(joint, before.problem, saved, options.reconstruct)
     if before.peak_bytes - won_bytes >= peak_bytes:
         return False
-    reduced, kept, done = _reconstruct(joint, before.problem, before.plan, options)
-    if not done:
-        return False
-    other = cut_problem(reduced, scatters_delayed=options.frees_memory_for_time)
-    return step_memory(other, kept).peak_bytes < peak_bytes
-
-
-def scheduled(
-    crossing: Split, options: Options, limit_bytes: int | None
-) -> tuple[Modules, StepMemory]:
-    """The graphs with their simulated memory, cheap values recomputed once more where that helps.
-
-    Args:
-        limit_bytes: the limit on the simulated peak: values are recomputed once more above it.
-    """
-    scatters_delayed = options.frees_memory_for_time
-    modules = crossing.modules
-    memory = simulate_step(modules[0].graph, modules[1].graph, scatters_delayed)
-    wanted = limit_bytes is not None and memory.peak_bytes > limit_bytes
-    if wanted and not crossing.left_to_torch:
-        return add_second_rematerialization(modules, memory, scatters_delayed)
-    return modules, memory
+    done = _reconstruct(joint, before.problem, before.plan, options)
+    return done is not None and simulate_plan(done.problem, done.plan).peak_bytes < peak_bytes
 
 
 def compared(planned: Planned) -> tuple[StepMemory, float]:

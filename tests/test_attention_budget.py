@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mstpass
-from mstpass import pipeline, pipeline_stages
+from mstpass import pipeline
 from mstpass.bench.huggingface_architecture import TINY
 from mstpass.bench.huggingface_architectures import architectures
 from mstpass.bench.long import problem_of
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.loops import attention_modes
 from mstpass.memory.simulate_graph import simulate_step
-from mstpass.memory.simulate_plan import simulate_plan
+from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.options import Options
 from mstpass.partition.budget import memory_of
 from mstpass.partition.solve import solve
@@ -46,11 +46,7 @@ def _planned(form: Form, budget: float | str) -> pipeline.Result:
 
 
 def test_the_least_memory_is_that_of_a_group_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        pipeline_stages,
-        "add_second_rematerialization",
-        lambda modules, memory, _: (modules, memory),
-    )
+    monkeypatch.setattr(StepSimulation, "lowered_program", StepSimulation.program)
     form = dataclasses.replace(LLAMA, kv_heads=HEADS)
     result = _planned(form, 0.0)
     (region,) = result.outcome.regions

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 import mstpass
-from mstpass import pipeline, pipeline_stages
+from mstpass import pipeline
 from mstpass.backend import MstpassError
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import simulate_step
-from mstpass.memory.simulate_plan import simulate_plan
+from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.memory.timeline import Moment, StepMemory
 from mstpass.options import Options
 from mstpass.partition.budget import MEASURED_OVER_SIMULATED, memory_of
@@ -49,11 +49,7 @@ def test_plans_are_simulated_as_the_graphs_they_become(
     budget: str | float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Except for second rematerializations, which are no part of a plan."""
-    monkeypatch.setattr(
-        pipeline_stages,
-        "add_second_rematerialization",
-        lambda modules, memory, _: (modules, memory),
-    )
+    monkeypatch.setattr(StepSimulation, "lowered_program", StepSimulation.program)
     model, ids, target = llama(SIZE, torch.device("cpu"))
     model = model.to(dtype)
     joint, outputs = joint_graph(lambda ids, target: model(ids, target), ids, target)
@@ -163,7 +159,7 @@ def test_a_plan_within_the_budget_stays(monkeypatch: pytest.MonkeyPatch) -> None
     free_bytes, free_time = peak_of("free")
     exactly = math.ceil(MEASURED_OVER_SIMULATED * free_bytes) + 1
     assert peak_of(exactly) == (free_bytes, free_time)
-    simulate = pipeline_stages.simulate_step
+    simulate = pipeline.simulate_step
 
     def a_bit_more(*graphs: Any) -> StepMemory:
         memory = simulate(*graphs)
@@ -172,7 +168,7 @@ def test_a_plan_within_the_budget_stays(monkeypatch: pytest.MonkeyPatch) -> None
             memory, forward=dataclasses.replace(memory.forward, moments=moments)
         )
 
-    monkeypatch.setattr(pipeline_stages, "simulate_step", a_bit_more)
+    monkeypatch.setattr(pipeline, "simulate_step", a_bit_more)
     assert peak_of(exactly) == (free_bytes + 4096, free_time)
 
 

@@ -164,7 +164,7 @@ def test_a_value_on_the_host_is_freed_behind_its_copy_and_allocated_again() -> N
     assert max(at.values()) <= 3 * BYTES  # one is computed, one read, one copied
     at = {moment.node: moment.bytes for moment in step.backward.moments}
     assert max(at.values()) <= 3 * BYTES + 3 * 8
-    names = [op.name for op in step.schedule.backward]
+    names = [op.name for op in step.program.backward]
     assert names.index("x1:reload") < names.index("x1") < names.index("g1")
     assert StepSimulation(problem, ALL).peak_bytes >= LAYERS * BYTES
 

@@ -57,7 +57,7 @@ def test_one_block_is_not_nested() -> None:
 
 def test_a_pass_keeps_only_the_nested_value() -> None:
     problem = residual_stream(blocks=4, inner=3)
-    ops = StepSimulation(problem, frozenset({"x0"}), frozenset({"x2"})).schedule.backward
+    ops = StepSimulation(problem, frozenset({"x0"}), frozenset({"x2"})).program.backward
     names = [op.name for op in ops]
     assert len(set(names)) == len(names)
     known: set[str] = set()
@@ -73,7 +73,7 @@ def test_a_pass_keeps_only_the_nested_value() -> None:
 def test_an_inner_value_is_computed_on_the_way_and_once_more() -> None:
     problem = residual_stream(blocks=6, inner=3)
     saved, nested, inner = map(frozenset, (["x0"], ["x2", "x4"], ["x2"]))
-    ops = StepSimulation(problem, saved, nested, inner=inner).schedule.backward
+    ops = StepSimulation(problem, saved, nested, inner=inner).program.backward
     names = [op.name for op in ops]
     assert len(set(names)) == len(names)
     known: set[str] = set()

@@ -6,13 +6,16 @@ import pytest
 import torch
 
 import mstpass
-from mstpass import pipeline, pipeline_stages
+from mstpass import pipeline
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.loops import attention_modes
 from mstpass.measure import peak_bytes
+from mstpass.memory.repeated_values import repeated_values
+from mstpass.memory.simulate_graph import step_ops
+from mstpass.memory.simulate_plan import StepSimulation
+from mstpass.memory.timeline import StepMemory
 from mstpass.options import Options
 from mstpass.schedule.delay_recomputation import copy_waits
-from mstpass.schedule.second_rematerialization import add_second_rematerialization
 from tests.checks import compiled, joint_graph
 
 SIZE = LlamaSize(64, 2, 2, 96, 1024, 1024)  # the step peaks in attention
@@ -32,11 +35,7 @@ def _step(size: LlamaSize, **options: object) -> tuple[pipeline.Result, int]:
 def test_a_norm_is_computed_again_after_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_modes, "attention_candidates", lambda *_: ([], []))
     result, peak = _step(SIZE, memory_budget=0.0)
-    monkeypatch.setattr(
-        pipeline_stages,
-        "add_second_rematerialization",
-        lambda modules, memory, _: (modules, memory),
-    )
+    monkeypatch.setattr(StepSimulation, "lowered_program", StepSimulation.program)
     once, higher = _step(SIZE, memory_budget=0.0)
     value = SIZE.length * SIZE.width * 4
     assert peak <= higher - value
@@ -51,22 +50,23 @@ def test_a_norm_is_computed_again_after_attention(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_budget_that_is_met_needs_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
+    def never(_: object) -> None:
         raise AssertionError("a plan within its budget was rewritten")
 
-    monkeypatch.setattr(pipeline_stages, "add_second_rematerialization", never)
+    monkeypatch.setattr(StepSimulation, "lowered_program", property(never))
     _step(SIZE)
     _step(SIZE, memory_budget=0.4)
 
 
-def test_copies_that_lower_nothing_are_removed() -> None:
-    """The step peaks at the logits, so the modules come back as they were."""
+def test_copies_that_lower_nothing_are_not_made() -> None:
+    """The step peaks at the logits, so the ops come back as they were."""
     size = LlamaSize(32, 1, 2, 64, 2048, 128)
     result, _ = _step(size, chunk="off")
     assert result.modules is not None
-    memory = pipeline_stages.simulate_step(*(module.graph for module in result.modules))
-    modules, after = add_second_rematerialization(result.modules, memory, scatters_delayed=False)
-    assert modules is result.modules and after is memory
+    ops = step_ops(*(module.graph for module in result.modules))
+    memory = StepMemory(ops.forward.simulated(), ops.backward.simulated())
+    repeated = repeated_values(memory, ops.backward, {op.name for op in ops.backward.ops})
+    assert repeated.backward is ops.backward and repeated.memory is memory
 
 
 @pytest.mark.full

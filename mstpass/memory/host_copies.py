@@ -14,8 +14,6 @@ So ops have to wait for copies only at the end of forward and in the beginning o
 there is nothing to compute meanwhile; and where the op that a copy would run beside is so long that
 the wait is nothing against it (``TOLERABLE_STALL``), but the value's memory would be there for all
 that time. Times of ops are estimates, so backward begins a copy earlier than need be (``_MARGIN``).
-The two functions ``offload_copies`` and ``reload_copies`` know nothing
-of graphs, so that a plan is simulated as its graphs are written (schedule/offload_saved_values.py).
 """
 
 from __future__ import annotations
@@ -23,11 +21,19 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 
 from mstpass.memory.reloads import TOLERABLE_STALL, Reload, reloads
 from mstpass.problem.host_memory import Host
-from mstpass.problem.op import CALL, INPUT, VIEW
+from mstpass.problem.op import (
+    AWAIT_OFFLOAD,
+    AWAIT_RELOAD,
+    CALL,
+    INPUT,
+    OFFLOAD,
+    RELOAD,
+    VIEW,
+)
 from mstpass.problem.problem import Value
 
 _MARGIN = 1.25  # of a reload's time: it begins that much earlier than the estimate asks for
@@ -173,8 +179,9 @@ def with_offloads(ops: Sequence[Value], names: Set[str], host: Host) -> OpsWithC
     added: dict[int, list[Value]] = {}
     for copy in copies:
         begin = f"{copy.name}:offload"
-        added.setdefault(copy.begun, []).append(_copy_op(begin, (copy.name,)))
-        wait = _copy_op(offloaded_name(copy.name), (copy.name, begin))
+        added.setdefault(copy.begun, []).append(_copy_op(begin, (copy.name,), copy.name, OFFLOAD))
+        on_host = offloaded_name(copy.name)
+        wait = _copy_op(on_host, (copy.name, begin), copy.name, AWAIT_OFFLOAD)
         added.setdefault(copy.awaited, []).append(wait)
     return OpsWithCopies(_inserted(ops, added), tuple(copies))
 
@@ -196,7 +203,9 @@ def with_reloads(
     first_op = next((i for i, op in enumerate(ops) if op.kind != INPUT), len(ops))
     added: dict[int, list[Value]] = {}
     changed = [
-        dataclasses.replace(op, name=_host_name(op.name), bytes=0) if op.name in names else op
+        dataclasses.replace(op, name=host_name(op.name), node=op.name, bytes=0)
+        if op.name in names
+        else op
         for op in ops
     ]
     count: dict[str, int] = {}
@@ -205,31 +214,29 @@ def with_reloads(
         count[name] = count.get(name, 0) + 1
         number = f":{count[name]}" if count[name] > 1 else ""
         begun, awaited = max(copy.begun, first_op), max(copy.awaited, first_op)
-        begin = _copy_op(f"{name}:reload{number}", (_host_name(name),), reload.bytes)
+        on_host = (host_name(name),)
+        begin = _copy_op(f"{name}:reload{number}", on_host, name, RELOAD, reload.bytes)
         added.setdefault(begun, []).append(begin)
-        wait = _copy_op(f"{name}{number}", (begin.name,), reload.bytes)
+        wait = _copy_op(f"{name}{number}", (begin.name,), name, AWAIT_RELOAD, reload.bytes)
         added.setdefault(awaited, []).append(dataclasses.replace(wait, kind=VIEW))
         if number:
             new = {ops[i].name: f"{ops[i].name}{number}" for i in reload.chain} | {name: wait.name}
-            added[awaited] += [_reading(ops[i], new, new[ops[i].name]) for i in reload.chain]
+            added[awaited] += [ops[i].reading(new, new[ops[i].name]) for i in reload.chain]
             for i in reload.readers:
-                changed[i] = _reading(changed[i], new, changed[i].name)
+                changed[i] = changed[i].reading(new, changed[i].name)
     unread = {ops[i].name for i in found.unread}
     inserted = (op for op in _inserted(changed, added) if op.name not in unread)
     return OpsWithCopies(tuple(inserted), tuple(copies))
 
 
-def _reading(op: Value, by: Mapping[str, str], name: str) -> Value:
-    """The op under a name, with operands replaced."""
-    return dataclasses.replace(op, name=name, inputs=tuple(by.get(i, i) for i in op.inputs))
-
-
-def _host_name(name: str) -> str:
+def host_name(name: str) -> str:
+    """The name of the input that a value on the host is in a backward."""
     return f"{name}:host"
 
 
-def _copy_op(name: str, inputs: tuple[str, ...], size: int = 0) -> Value:
-    return Value(name, size, inputs, CALL, pinned=True, savable=False)
+def _copy_op(name: str, inputs: tuple[str, ...], node: str, action: str, size: int = 0) -> Value:
+    node = "" if node == name else node
+    return Value(name, size, inputs, CALL, node=node, action=action, pinned=True, savable=False)
 
 
 def _inserted(ops: Sequence[Value], added: dict[int, list[Value]]) -> tuple[Value, ...]:

@@ -12,8 +12,7 @@ of their weights; the peak of the step lies in between. The search::
                     down to values that are alive there in any case
                 take these copies if the step's peak does not rise and the bytes at this place fall
 
-The ops are plain data, so that a plan is compared with others by the peak that it has in the end.
-schedule/second_rematerialization.py writes the copies into the graph.
+schedule/delay_recomputation.py keeps the copies from being computed earlier.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True)
 class Repeated:
-    """The copies, in the order in which they were found, and the memory of the step with them."""
+    """The ops of the backward with the copies in place, and the memory of the step with them."""
 
-    copies: tuple[Copies, ...]
+    backward: GraphOps
     memory: StepMemory
 
 
@@ -62,16 +61,16 @@ def repeated_values(memory: StepMemory, backward: GraphOps, cheap: Set[str]) -> 
         backward: the ops of its backward.
         cheap: names of those that may be computed twice.
     """
-    taken: list[Copies] = []
     names = set(cheap)
-    while len(taken) < _MOST and memory.peak is memory.backward:
-        found = _one_more(memory, backward, names, len(taken))
+    for number in range(_MOST):
+        found = None
+        if memory.peak is memory.backward:
+            found = _one_more(memory, backward, names, number)
         if found is None:
             break
         copies, backward, memory = found
-        taken.append(copies)
         names.update(new for _, new in copies.names)
-    return Repeated(tuple(taken), memory)
+    return Repeated(backward, memory)
 
 
 def _one_more(
@@ -126,8 +125,8 @@ class _Graph:
         ops: list[Op] = []
         for op in self.graph.ops:
             if op.name == copies.before:
-                ops += [_reading(self.op[o], new, name=name) for o, name in copies.names]
-            ops.append(_reading(op, new, op.name) if op.name in readers else op)
+                ops += [self.op[o].reading(new, name) for o, name in copies.names]
+            ops.append(op.reading(new, op.name) if op.name in readers else op)
         return dataclasses.replace(self.graph, ops=tuple(ops))
 
     def _at(self, name: str) -> int:
@@ -175,8 +174,3 @@ class _Graph:
         if self.op[base].kind == INPUT or base in self.kept:
             return True
         return any(self.order[r] >= self.order[place] for r in self._readers(base))
-
-
-def _reading(op: Op, by: dict[str, str], name: str) -> Op:
-    """The op under a name, with operands replaced."""
-    return dataclasses.replace(op, name=name, inputs=tuple(by.get(i, i) for i in op.inputs))

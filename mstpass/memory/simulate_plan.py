@@ -1,15 +1,27 @@
-"""Simulate the step that a plan makes: the order of its ops, its memory and its time.
+"""The step that a plan makes as one program: the order of its ops, its memory and its time.
 
-The order is that of torch's partitioner (torch/_functorch/partitioners.py)::
+schedule/write_program.py writes the same program as the two graphs. The order is that of torch's
+partitioner (torch/_functorch/partitioners.py)::
 
     forward     as traced: the ops that the outputs and the saved values depend on
     backward    as traced: the ops that the gradients depend on; each recomputed value
                 just before its first use
 
-With nested recomputation (schedule/nested_recomputation.py), what a nested value is computed from
-runs in front of that, in a pass of its own whose results nothing else reads. On the way to a nested
-value the inner ones are computed like all others; they have passes of their own later. Saved values
-that wait on the host are copied there and back beside these ops (host_copies.py).
+Between two checkpoints the backward recomputes the forward's values, and keeps them until their
+gradients are done. A *nested* value in between divides that stretch: it is recomputed in a pass of
+its own, of which nothing else is kept::
+
+    saved a -> [block 1] -> nested b -> [block 2]
+
+    backward:   b from a, through block 1; nothing else of block 1 is kept
+                block 2 from b, its values kept; gradients of block 2
+                block 1 from a once more, its values kept; gradients of block 1
+
+These are two levels of recursive checkpointing (Chen et al., arXiv 1604.06174, section 4.3). With
+*inner* nested values there are three: on the way to a nested value they are computed like all
+others, and they have passes of their own later. Saved values that wait on the host are copied there
+and back beside these ops (host_copies.py), and cheap values may be computed once more for their
+later readers (repeated_values.py).
 """
 
 from __future__ import annotations
@@ -19,12 +31,18 @@ import functools
 from collections.abc import Iterable, Set
 
 from mstpass.memory.host_copies import (
+    HostCopy,
     OpsWithCopies,
     offloaded_name,
     with_offloads,
     with_reloads,
 )
-from mstpass.memory.repeated_values import CHEAP_KINDS, MOST_LOWERED, repeated_values
+from mstpass.memory.repeated_values import (
+    CHEAP_KINDS,
+    MOST_LOWERED,
+    Repeated,
+    repeated_values,
+)
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.problem.apply_modes import with_modes
@@ -34,11 +52,18 @@ from mstpass.problem.saved_set import must_offload
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
-    """The ops of forward and backward, in the order in which they run."""
+class Program:
+    """A step: the ops of forward and backward, in the order in which they run.
+
+    Attributes:
+        offloads: the copies among the forward's ops, of saved values to the host.
+        reloads: the copies among the backward's ops, from there.
+    """
 
     forward: tuple[Value, ...]
     backward: tuple[Value, ...]
+    offloads: tuple[HostCopy, ...] = ()
+    reloads: tuple[HostCopy, ...] = ()
 
 
 class StepSimulation:
@@ -73,7 +98,7 @@ class StepSimulation:
 
     @functools.cached_property
     def forward_copies(self) -> OpsWithCopies:
-        """The ops of the forward. Apart from ``schedule``: the backward's takes longer to find."""
+        """The ops of the forward. Apart from ``program``: the backward's takes longer to find."""
         ops, host = _forward_ops(self.problem, self.saved), self.problem.host
         if not self.offloaded or host is None:
             return OpsWithCopies(ops)
@@ -91,8 +116,9 @@ class StepSimulation:
         return with_reloads(ops, self.offloaded, cheap - set(self.problem.gradients), free, host)
 
     @functools.cached_property
-    def schedule(self) -> Schedule:
-        return Schedule(self.forward_copies.ops, self.backward_copies.ops)
+    def program(self) -> Program:
+        forward, backward = self.forward_copies, self.backward_copies
+        return Program(forward.ops, backward.ops, forward.copies, backward.copies)
 
     @functools.cached_property
     def forward(self) -> Timeline:
@@ -106,11 +132,11 @@ class StepSimulation:
 
     @property
     def backward_ops(self) -> GraphOps:
-        ops = self.schedule.backward
+        ops = self.program.backward
         tangents = [op.name for op in ops if op.kind == INPUT and op.name not in self.saved]
         free = {value.name for value in self.problem.values if value.free}
         outputs = [name for name in self.problem.outputs if name not in free]
-        held, kept = held_outputs(self.schedule.forward, outputs, self.saved, ops)
+        held, kept = held_outputs(self.program.forward, outputs, self.saved, ops)
         on_device = self.saved - self.offloaded
         freed = (*on_device, *(t for t in tangents if t not in free), *(o.name for o in held))
         return GraphOps((*held, *ops), (*self.problem.gradients, *kept), freed)
@@ -124,11 +150,24 @@ class StepSimulation:
         return self.memory.peak_bytes
 
     @functools.cached_property
-    def lowered_peak_bytes(self) -> int:
-        """The peak once backward computes some cheap values twice (memory/repeated_values.py)."""
+    def _lowered(self) -> Repeated:
+        """Backward computes some cheap values twice."""
         ops = self.backward_ops
         cheap = {op.name for op in ops.ops if isinstance(op, Value) and _is_cheap(op)}
-        return repeated_values(self.memory, ops, cheap).memory.peak_bytes
+        return repeated_values(self.memory, ops, cheap)
+
+    @property
+    def lowered_peak_bytes(self) -> int:
+        """The peak of ``lowered_program``."""
+        return self._lowered.memory.peak_bytes
+
+    @property
+    def lowered_program(self) -> Program:
+        """The program with some cheap values computed twice, where that lowers the peak."""
+        held = {op.name for op in self.backward_ops.ops} - {op.name for op in self.program.backward}
+        ops = self._lowered.backward.ops
+        backward = tuple(op for op in ops if isinstance(op, Value) and op.name not in held)
+        return dataclasses.replace(self.program, backward=backward)
 
     def lowered_within(self, limit_bytes: float) -> bool:
         """Whether the lowered peak is at most the limit; it is computed only if need be."""
@@ -150,7 +189,7 @@ class StepSimulation:
     @functools.cached_property
     def us(self) -> float:
         """Time of forward and backward by the cost model: recomputation, waits for copies."""
-        ops_us = sum(value.us for value in (*self.schedule.forward, *self.schedule.backward))
+        ops_us = sum(value.us for value in (*self.program.forward, *self.program.backward))
         return ops_us + self.forward_copies.stall_us + self.backward_copies.stall_us
 
 
@@ -268,8 +307,8 @@ class _Recomputation:
         alias = {other.name: f"{other.name}:for:{name}" for other in missing}
         self.available.add(name)
         kind = REALIZED if value.kind == POINTWISE else value.kind
-        last = dataclasses.replace(value, kind=kind, inputs=_inputs(value, alias))
-        return [*passes, *(_renamed(other, alias) for other in missing), last]
+        last = dataclasses.replace(value.reading(alias, name), kind=kind)
+        return [*passes, *(other.reading(alias, alias[other.name]) for other in missing), last]
 
     def _missing(self, names: Iterable[str], ends: Set[str]) -> tuple[list[str], list[Value]]:
         """What has to be computed for these values: names of ``ends``, and all other values.
@@ -291,11 +330,3 @@ class _Recomputation:
                 stack.extend(self.problem.values[i].inputs)
         values = self.problem.values
         return [values[i].name for i in sorted(nested)], [values[i] for i in sorted(found)]
-
-
-def _renamed(value: Value, alias: dict[str, str]) -> Value:
-    return dataclasses.replace(value, name=alias[value.name], inputs=_inputs(value, alias))
-
-
-def _inputs(value: Value, alias: dict[str, str]) -> tuple[str, ...]:
-    return tuple([alias.get(name, name) for name in value.inputs])

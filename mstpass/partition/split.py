@@ -1,16 +1,17 @@
-"""Split a joint graph into forward and backward modules, for a given set of saved values.
+"""Split a joint graph into forward and backward modules, as a plan has them.
 
 ::
 
-    saved = saved values, and the inputs, sizes and opaque values of the step that backward reads
+    program = what the plan makes of the graph                 (memory/simulate_plan.py)
+    crossing = saved values, and the inputs, sizes and opaque values of the step that backward reads
     forward, backward = torch's extraction of the two graphs around them
-    backward: give nested values a recomputation of their own   (schedule/nested_recomputation.py)
-    backward: move each recomputation to just before its first use              (torch does)
+    both are written again in the order of the program         (schedule/write_program.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -18,8 +19,11 @@ from torch import fx
 from mstpass.graph.joint import JointGraph, Modules, is_tangent, nbytes
 from mstpass.graph.sizes import is_size
 from mstpass.graph.source_location import source_of
-from mstpass.plans import SavedValue, SavePlan
-from mstpass.schedule.nested_recomputation import recompute_nested_values
+from mstpass.memory.host_copies import HostCopy
+from mstpass.memory.simulate_plan import Program
+from mstpass.plans import SavedValue, SavePlan, Transfer
+from mstpass.problem.problem import Plan
+from mstpass.schedule.write_program import write_program
 from mstpass.torch_internals.opaque_values import is_opaque
 from mstpass.torch_internals.partitioners import (
     extract_forward_and_backward,
@@ -28,33 +32,48 @@ from mstpass.torch_internals.partitioners import (
 
 
 def split(
-    joint: JointGraph,
-    saved: Set[str],
-    solver: str,
-    nested: Set[str] = frozenset(),
-    inner: Set[str] = frozenset(),
-    **torch_kwargs: Any,
+    joint: JointGraph, program: Program, plan: Plan, solver: str, **torch_kwargs: Any
 ) -> tuple[Modules, SavePlan]:
     """Forward and backward modules, and the values that cross between them.
 
     Args:
-        saved: the values that forward hands to backward, by name; ``verify`` accepts them.
-        solver: the name of the solver that chose them, for the report.
-        nested: values that backward recomputes ahead of time, as in ``Plan.nested``.
-        inner: those of them that are on the way to the others, as in ``Plan.inner``.
+        program: what ``plan`` makes of this graph.
+        solver: the name of the solver that made the plan, for the report.
         torch_kwargs: further arguments that AOTAutograd passes to a partitioner.
     """
-    nested = nested - saved
-    forward, backward = _extract(joint, [joint.by_name[n] for n in saved], torch_kwargs)
-    recompute_nested_values(backward.graph, (nested - inner, nested & inner))
-    modules = finish_forward_and_backward(forward, backward)
+    extracted = _extract(joint, [joint.by_name[n] for n in plan.saved], torch_kwargs)
+    written, on_host = write_program(extracted, program)
+    modules = finish_forward_and_backward(*written)
+    nested = plan.nested - plan.saved
+    saved = [
+        dataclasses.replace(value, node=on_host[value.node], value=value.node, on_host=True)
+        if value.node in on_host
+        else value
+        for value in saved_values(extracted, joint)
+    ]
     save_plan = SavePlan(
-        saved_values(modules, joint),
+        tuple(saved),
         solver,
         nested=tuple(sorted(nested)),
-        inner=tuple(sorted(nested & inner)),
+        inner=tuple(sorted(nested & plan.inner)),
     )
-    return modules, save_plan
+    return modules, _with_transfers(save_plan, program) if program.offloads else save_plan
+
+
+def _with_transfers(save_plan: SavePlan, program: Program) -> SavePlan:
+    """The same with the copies between device and host, and the times of the ops beside them."""
+
+    def transfers(copies: tuple[HostCopy, ...], to_host: bool) -> Iterator[Transfer]:
+        for copy in copies:
+            times = copy.start_us, copy.end_us, copy.stall_us
+            yield Transfer(copy.name, copy.bytes, to_host, *times)
+
+    return dataclasses.replace(
+        save_plan,
+        transfers=(*transfers(program.offloads, True), *transfers(program.reloads, False)),
+        forward_us=sum(op.us for op in program.forward),
+        backward_us=sum(op.us for op in program.backward),
+    )
 
 
 def saved_values(modules: Modules, joint: JointGraph) -> tuple[SavedValue, ...]:

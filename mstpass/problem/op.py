@@ -7,11 +7,25 @@ ops from the nodes of a graph.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 INPUT, VIEW, ITEM, CONSTANT = "input", "view", "item", "constant"
 CALL, REDUCTION, SCATTER, POINTWISE = "call", "reduction", "scatter", "pointwise"
 REALIZED = "realized"  # a pointwise value that is written to a buffer (graph/materialization.py)
 SIZE = "size"  # a symbolic size, which is no tensor
+
+# What an op of a program does: it runs a node, or copies the node's value to the host or back.
+RUN, OFFLOAD, AWAIT_OFFLOAD, RELOAD, AWAIT_RELOAD = (
+    "run",
+    "offload",
+    "await offload",
+    "reload",
+    "await reload",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +55,9 @@ class Op:
             computed in its place there (memory/concatenations.py).
         writes_anywhere: it is a call that can write its result into a part of another buffer, as
             matrix products can.
+        node: the name of the node that it stands for, if that is not its own: a node may run
+            several times in a step, each time under another name.
+        action: one of ``RUN``, ``OFFLOAD``, ``AWAIT_OFFLOAD``, ``RELOAD``, ``AWAIT_RELOAD``.
         numel: the number of elements of its result. In a loop's body, only kernels of as many
             elements run as one (memory/kernel_fusion.py).
     """
@@ -60,3 +77,16 @@ class Op:
     concatenates: bool = False
     writes_anywhere: bool = False
     numel: int = 0
+    node: str = ""
+    action: str = RUN
+
+    @property
+    def node_name(self) -> str:
+        """The name of the node that it stands for."""
+        return self.node or self.name
+
+    def reading(self, by: Mapping[str, str], name: str) -> Self:
+        """The op under a name, with operands replaced."""
+        inputs = tuple([by.get(operand, operand) for operand in self.inputs])
+        node = "" if name == self.node_name else self.node_name
+        return dataclasses.replace(self, name=name, inputs=inputs, node=node)

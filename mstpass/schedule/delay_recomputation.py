@@ -11,7 +11,7 @@ alive at once. This rewrite adds an order between nodes that have no data in com
    that goes on begins anew.
 2. *Gradients that only leave the graph*, such as a weight's: the next heavy op waits for them.
    Nothing else reads them, so Inductor may compute them late, and keep their operands alive.
-3. *Copies* of cheap values (schedule/second_rematerialization.py): each waits for the other
+3. *Copies* of cheap values (memory/repeated_values.py): each waits for the other
    operands of its readers, because it is not needed before they exist.
 
 A node waits by an op that takes the nodes it waits for as inputs

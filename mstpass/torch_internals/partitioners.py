@@ -39,7 +39,6 @@ APIS = PrivateApis(
         "torch._functorch.partitioners._extract_fwd_bwd_modules"
         "(saved_sym_nodes, num_fwd_outputs, static_lifetime_input_nodes)",
         "torch._functorch.partitioners._must_be_in_backward(node)",
-        "torch._functorch.partitioners.reordering_to_mimic_autograd_engine",
         "torch._functorch.partitioners.thread_graphsafe_rng_from_hops(is_backward)",
         "torch._functorch.compile_utils.fx_graph_cse",
         "torch._functorch.compile_utils.raise_getitems",
@@ -93,8 +92,7 @@ def extract_forward_and_backward(
 
 
 def finish_forward_and_backward(forward: fx.GraphModule, backward: fx.GraphModule) -> Modules:
-    """Recompute each value just before its first use; take results of calls right after them."""
-    backward = partitioners.reordering_to_mimic_autograd_engine(backward)
+    """Take results of calls right after them, and hand on the state of random draws."""
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     backward = partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)

@@ -1,0 +1,247 @@
+"""Write a program as the forward and the backward graph.
+
+torch extracts the two graphs from the joint graph, with their inputs, results, sizes and state.
+Their nodes are then copied in the order of the program (memory/simulate_plan.py), those that it has
+several times as often as it has them, and with its copies to the host and back::
+
+    forward     v = op(...)                            backward    inputs: v_host
+                copy = offload(v)                                  ...
+                ...                                                copy = reload(v_host)
+                v_host = wait(copy, v)                             ...
+                ...                                                v = wait(copy)
+                return ..., v_host                                 op(v)
+
+By ``host_copy_waits`` Inductor keeps the copies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from mstpass.graph.collectives import is_collective, is_wait
+from mstpass.graph.host_copies import is_host_copy
+from mstpass.graph.joint import Modules, is_tangent, value_of
+from mstpass.graph.materialization import materialize
+from mstpass.graph.node_copies import copy_name
+from mstpass.graph.recompute_rules import is_heavy, is_pinned
+from mstpass.graph.sizes import is_static
+from mstpass.memory.host_copies import host_name, offloaded_name
+from mstpass.memory.op_kinds import kind_of
+from mstpass.memory.simulate_plan import Program
+from mstpass.problem.op import (
+    AWAIT_OFFLOAD,
+    AWAIT_RELOAD,
+    OFFLOAD,
+    POINTWISE,
+    REALIZED,
+    RELOAD,
+    RUN,
+    Op,
+)
+from mstpass.schedule.delay_recomputation import Waits
+from mstpass.torch_internals import host_copy_ops
+from mstpass.torch_internals.graph_modules import graph_module
+from mstpass.torch_internals.op_types import OpOverload
+
+
+def write_program(modules: Modules, program: Program) -> tuple[Modules, dict[str, str]]:
+    """The graphs of a program.
+
+    Args:
+        modules: forward and backward, as torch extracts them around the program's saved values.
+            They do not change.
+
+    Returns:
+        The graphs, and for each value that crosses by way of the host the name of what crosses.
+    """
+    offloaded = [copy.name for copy in program.offloads]
+    forward = _Writer(modules[0], {name: offloaded_name(name) for name in offloaded})
+    forward.write(program.forward)
+    on_host = {name: forward.env[offloaded_name(name)].name for name in offloaded}
+    backward = _Writer(modules[1], on_host=on_host)
+    backward.write(program.backward)
+    return (forward.module(), backward.module()), on_host
+
+
+class _Writer:
+    """Writes one graph.
+
+    Attributes:
+        env: the new nodes by the names of the program's ops; of nodes that it does not name, by
+            their own.
+    """
+
+    def __init__(
+        self,
+        old: fx.GraphModule,
+        returned: Mapping[str, str] | None = None,
+        on_host: Mapping[str, str] | None = None,
+    ):
+        """
+        Args:
+            returned: results of the old graph, and the ops whose results are returned instead.
+            on_host: inputs of the old graph, and the names of those on the host instead.
+        """
+        self.old, self.returned, self.on_host = old, returned or {}, on_host or {}
+        self.nodes = {node.name: node for node in old.graph.nodes}
+        self.graph = fx.Graph()
+        self.env: dict[str, fx.Node] = {}
+        self.node_of: dict[str, str] = {}  # of each op of the program
+
+    def write(self, program: Sequence[Op]) -> None:
+        """Write all nodes; what the program does not name comes before its first reader."""
+        for node in self.old.graph.find_nodes(op="placeholder"):
+            self._input(node)
+        for op in program:
+            self.node_of[op.name] = op.node_name
+            if op.action != RUN:
+                self.env[op.name] = _ACTIONS[op.action](self, op)
+            elif op.name not in self.env and op.node_name in self.nodes:
+                self.env[op.name] = self._run(op)
+        for node in self._with_effects():
+            self._copy_with_inputs(node)
+        self._copy_with_inputs(self.old.graph.output_node())
+
+    def module(self) -> fx.GraphModule:
+        self.graph.lint()
+        module = graph_module(self.old, self.graph)
+        module.meta = dict(self.old.meta)
+        return module
+
+    def _input(self, node: fx.Node) -> None:
+        if node.name not in self.on_host:
+            self.env[node.name] = self.graph.node_copy(node)
+            return
+        name = self.on_host[node.name]
+        given = self.graph.placeholder(name)
+        assert given.name == name  # by which forward returns it
+        given.meta.update(node.meta, val=_on_host(node.meta["val"]))
+        given.meta.pop("tensor_meta", None)
+        self.env[host_name(node.name)] = given
+
+    def _with_effects(self) -> list[fx.Node]:
+        """The nodes that have to run although nothing reads them.
+
+        In a backward they come after the first reader of a tangent, but for writes: what comes
+        before has run in the forward.
+        """
+        nodes = list(self.old.graph.nodes)
+        tangents = [node for node in nodes if is_tangent(node)]
+        readers = {user for tangent in tangents for user in tangent.users}
+        first = next((i for i, node in enumerate(nodes) if node in readers), 0)
+        writes = [n for n in nodes[:first] if n.target is torch.ops.aten.copy_.default]
+        impure = [n for n in nodes[first:] if n.op == "call_function" and n.is_impure()]
+        return [*writes, *impure]
+
+    def _run(self, op: Op) -> fx.Node:
+        """The node of an op, which reads what the op reads."""
+        node = self.nodes[op.node_name]
+        read = {self.node_of[name]: name for name in op.inputs if name in self.node_of}
+
+        def operand(old: fx.Node) -> fx.Node:
+            return self._copy_with_inputs(old, read.get(old.name, old.name))
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
+        name = node.name if op.name == node.name else copy_name(node.name)
+        new = self.graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+        new.meta = dict(node.meta)
+        # Otherwise its readers would compute it, from operands that are kept for that.
+        is_written = op.kind == REALIZED and kind_of(node) == POINTWISE
+        return materialize(new) if is_written else new
+
+    def _copy_with_inputs(self, old: fx.Node, name: str = "") -> fx.Node:
+        """The new node for an old one; what is not written yet is written first."""
+        name = name or old.name
+        if name not in self.env:
+            stack = [old]
+            while stack:
+                node = stack[-1]
+                missing = [n for n in node.all_input_nodes if n.name not in self.env]
+                if missing:
+                    stack += missing
+                    continue
+                stack.pop()
+                if node.name not in self.env:
+                    self.env[node.name] = self.graph.node_copy(node, self._operand_of(node))
+            assert name in self.env, f"{name} is not available where {old.name} is read"
+        return self.env[name]
+
+    def _operand_of(self, node: fx.Node) -> Callable[[fx.Node], fx.Node]:
+        returned = self.returned if node.op == "output" else {}
+        return lambda old: self.env[returned.get(old.name, old.name)]
+
+    # ---- copies to the host and back -----------------------------------------------------------
+    def _offload(self, op: Op) -> fx.Node:
+        value = self.env[op.node_name]
+        name = f"{value.name}_offload"
+        return self._call(host_copy_ops.OFFLOAD, (value,), name, _on_host(value.meta["val"]))
+
+    def _await_offload(self, op: Op) -> fx.Node:
+        value, copy = (self.env[name] for name in op.inputs)
+        args = (copy, None, value)
+        return self._call(host_copy_ops.WAIT, args, f"{value.name}_host", copy.meta["val"])
+
+    def _reload(self, op: Op) -> fx.Node:
+        on_host, value = self.env[op.inputs[0]], self.nodes[op.node_name].meta["val"]
+        strided = is_static(value) and not value.is_contiguous()
+        layout = (list(value.shape), list(value.stride())) if strided else ()
+        args = (on_host, value.device, *layout)
+        return self._call(host_copy_ops.RELOAD, args, f"{op.node_name}_reload", value)
+
+    def _await_reload(self, op: Op) -> fx.Node:
+        copy, on_host = self.env[op.inputs[0]], self.env[host_name(op.node_name)]
+        args = (copy, None, on_host)
+        return self._call(host_copy_ops.WAIT, args, f"{op.node_name}_back", copy.meta["val"])
+
+    def _call(
+        self, target: OpOverload, args: tuple[object, ...], name: str, value: object
+    ) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, {}, name)  # type: ignore[arg-type]
+        node.meta["val"] = value
+        return node
+
+
+_ACTIONS = {
+    OFFLOAD: _Writer._offload,
+    AWAIT_OFFLOAD: _Writer._await_offload,
+    RELOAD: _Writer._reload,
+    AWAIT_RELOAD: _Writer._await_reload,
+}
+
+
+def _on_host(value: Tensor) -> Tensor:
+    return torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
+
+
+# ---- order of copies -----------------------------------------------------------------------------
+def host_copy_waits(graph: fx.Graph) -> Waits:
+    """What keeps each copy, and each wait for one, between the heavy ops around it.
+
+    Inductor's scheduler knows only what depends on what. It might begin all copies of a backward at
+    once, so that all values are back on the device from the start, or end them all at the end of a
+    forward. So each of them waits for the heavy op in front of it, and the next heavy op for it.
+    """
+    waits: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    before: fx.Node | None = None
+    pending: list[fx.Node] = []
+    for node in graph.nodes:
+        if is_host_copy(node):
+            if before is not None and before not in node.all_input_nodes:
+                waits[node] = (before,)
+            pending.append(node)
+        elif _is_anchor(node):
+            others = tuple(other for other in pending if other not in node.all_input_nodes)
+            if others:
+                waits[node] = others
+            pending, before = [], node
+    return waits
+
+
+def _is_anchor(node: fx.Node) -> bool:
+    """Whether other nodes may wait for the node, and it for them: a matmul or attention."""
+    if not isinstance(node.target, OpOverload) or is_collective(node) or is_wait(node):
+        return False
+    return is_heavy(node) and not is_pinned(node) and value_of(node) is not None

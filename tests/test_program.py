@@ -1,0 +1,90 @@
+"""A step's program: what is simulated of it is what the graphs that are written from it need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from mstpass import pipeline_stages
+from mstpass.bench.models import LlamaSize, llama
+from mstpass.graph.joint import JointGraph, Modules
+from mstpass.graph.materialization import REALIZE
+from mstpass.graph.node_copies import original_name
+from mstpass.memory.op_kinds import kind_of
+from mstpass.memory.simulate_graph import simulate_step
+from mstpass.memory.simulate_plan import Program, StepSimulation
+from mstpass.options import Options
+from mstpass.partition.split import split
+from mstpass.pipeline import run
+from mstpass.plans import SavePlan
+from mstpass.problem.op import INPUT, ITEM, SIZE
+from mstpass.problem.problem import CutProblem, Plan, Value
+from tests.checks import joint_graph
+from tests.models import MLPS, Attention, Block
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepSimulation, Program, Modules]]:
+    """The steps that the pipeline has written, with their programs and graphs."""
+    steps: list[StepSimulation] = []
+    found: list[tuple[StepSimulation, Program, Modules]] = []
+
+    class Recorded(StepSimulation):
+        @classmethod
+        def of(cls, problem: CutProblem, plan: Plan) -> StepSimulation:
+            steps.append(StepSimulation.of(problem, plan))
+            return steps[-1]
+
+    def recorded(
+        joint: JointGraph, program: Program, plan: Plan, solver: str, **torch_kwargs: Any
+    ) -> tuple[Modules, SavePlan]:
+        modules, save_plan = split(joint, program, plan, solver, **torch_kwargs)
+        found.append((steps[-1], program, modules))
+        return modules, save_plan
+
+    monkeypatch.setattr(pipeline_stages, "StepSimulation", Recorded)
+    monkeypatch.setattr(pipeline_stages, "split_graph", recorded)
+    return found
+
+
+def _blocks() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    parts = [Attention(16, 2) if i % 2 else MLPS["gelu"](16) for i in range(10)]
+    model = nn.Sequential(*(Block(16, part) for part in parts))
+    return model, torch.randn(1, 1024, 16, requires_grad=True)
+
+
+@pytest.mark.parametrize("chunk", ["auto", "off"])
+@pytest.mark.parametrize("budget", ["free", 0.3, 0.0])
+@pytest.mark.parametrize("model", ["blocks", "llama"])
+def test_the_graphs_are_the_program(
+    model: str, budget: str | float, chunk: str, written: list[Any]
+) -> None:
+    if model == "blocks":
+        module, x = _blocks()
+        joint, outputs = joint_graph(lambda x: module(x).sin().sum(), x)
+    else:
+        module, *batch = llama(LlamaSize(64, 2, 2, 96, 1024, 1024), torch.device("cpu"))
+        joint, outputs = joint_graph(lambda ids, target: module(ids, target), *batch)
+    run(joint, Options(memory_budget=budget, chunk=chunk), num_fwd_outputs=outputs)
+    assert written
+    for step, program, graphs in written:
+        for ops, graph in zip((program.forward, program.backward), graphs, strict=True):
+            assert _ran(ops) == _called(graph)
+        forward, backward = (each.graph for each in graphs)
+        memory = simulate_step(forward, backward, scatters_delayed=True)
+        lowered = program is not step.program
+        assert memory.peak_bytes == (step.lowered_peak_bytes if lowered else step.peak_bytes)
+
+
+def _ran(ops: tuple[Value, ...]) -> list[str]:
+    """The nodes that ops run, in order, but for items, which follow their calls."""
+    return [op.node_name for op in ops if op.kind not in (INPUT, SIZE, ITEM)]
+
+
+def _called(module: fx.GraphModule) -> list[str]:
+    nodes = [n for n in module.graph.nodes if n.op == "call_function" and n.target is not REALIZE]
+    return [original_name(n.name) for n in nodes if kind_of(n) not in (ITEM, SIZE)]
