@@ -90,6 +90,12 @@ class _Writer:
         self.graph = fx.Graph()
         self.env: dict[str, fx.Node] = {}
         self.node_of: dict[str, str] = {}  # of each op of the program
+        self.host_copies = {
+            OFFLOAD: self._offload,
+            AWAIT_OFFLOAD: self._await_offload,
+            RELOAD: self._reload,
+            AWAIT_RELOAD: self._await_reload,
+        }
 
     def write(self, program: Sequence[Op]) -> None:
         """Write all nodes; what the program does not name comes before its first reader."""
@@ -98,7 +104,7 @@ class _Writer:
         for op in program:
             self.node_of[op.name] = op.node_name
             if op.action != RUN:
-                self.env[op.name] = _ACTIONS[op.action](self, op)
+                self.env[op.name] = self.host_copies[op.action](op)
             elif op.name not in self.env and op.node_name in self.nodes:
                 self.env[op.name] = self._run(op)
         for node in self._with_effects():
@@ -202,14 +208,6 @@ class _Writer:
         node = self.graph.create_node("call_function", target, args, {}, name)  # type: ignore[arg-type]
         node.meta["val"] = value
         return node
-
-
-_ACTIONS = {
-    OFFLOAD: _Writer._offload,
-    AWAIT_OFFLOAD: _Writer._await_offload,
-    RELOAD: _Writer._reload,
-    AWAIT_RELOAD: _Writer._await_reload,
-}
 
 
 def _on_host(value: Tensor) -> Tensor:
