@@ -35,7 +35,7 @@ from mstpass.report.report import Report
 from mstpass.schedule.attention_masks import materialize_masks
 from mstpass.schedule.delay_embedding_gradient import delay_scatters
 from mstpass.schedule.delay_recomputation import delay_recomputation, joined
-from mstpass.schedule.write_program import host_copy_waits
+from mstpass.schedule.host_copy_waits import host_copy_waits
 from mstpass.torch_internals.compile_fx import CustomGraphPass, CustomPartitionerFn
 from mstpass.torch_internals.compiled_autograd import traces_backward_again
 from mstpass.torch_internals.control_dependencies import make_wait

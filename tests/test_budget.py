@@ -48,7 +48,7 @@ def _problem(size: LlamaSize) -> CutProblem:
 def test_plans_are_simulated_as_the_graphs_they_become(
     budget: str | float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Except for second rematerializations, which are no part of a plan."""
+    """Compared without cheap values that are computed twice."""
     monkeypatch.setattr(StepSimulation, "lowered_program", StepSimulation.program)
     model, ids, target = llama(SIZE, torch.device("cpu"))
     model = model.to(dtype)

@@ -11,7 +11,7 @@ several times as often as it has them, and with its copies to the host and back:
                 ...                                                v = wait(copy)
                 return ..., v_host                                 op(v)
 
-By ``host_copy_waits`` Inductor keeps the copies there.
+schedule/host_copy_waits.py has Inductor keep the copies there.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from mstpass.graph.collectives import is_collective, is_wait
-from mstpass.graph.host_copies import is_host_copy
-from mstpass.graph.joint import Modules, is_tangent, value_of
+from mstpass.graph.joint import Modules, is_tangent
 from mstpass.graph.materialization import materialize
 from mstpass.graph.node_copies import copy_name
-from mstpass.graph.recompute_rules import is_heavy, is_pinned
 from mstpass.graph.sizes import is_static
 from mstpass.memory.host_copies import host_name, offloaded_name
 from mstpass.memory.op_kinds import kind_of
@@ -41,7 +38,6 @@ from mstpass.problem.op import (
     RUN,
     Op,
 )
-from mstpass.schedule.delay_recomputation import Waits
 from mstpass.torch_internals import host_copy_ops
 from mstpass.torch_internals.graph_modules import graph_module
 from mstpass.torch_internals.op_types import OpOverload
@@ -212,34 +208,3 @@ class _Writer:
 
 def _on_host(value: Tensor) -> Tensor:
     return torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
-
-
-# ---- order of copies -----------------------------------------------------------------------------
-def host_copy_waits(graph: fx.Graph) -> Waits:
-    """What keeps each copy, and each wait for one, between the heavy ops around it.
-
-    Inductor's scheduler knows only what depends on what. It might begin all copies of a backward at
-    once, so that all values are back on the device from the start, or end them all at the end of a
-    forward. So each of them waits for the heavy op in front of it, and the next heavy op for it.
-    """
-    waits: dict[fx.Node, tuple[fx.Node, ...]] = {}
-    before: fx.Node | None = None
-    pending: list[fx.Node] = []
-    for node in graph.nodes:
-        if is_host_copy(node):
-            if before is not None and before not in node.all_input_nodes:
-                waits[node] = (before,)
-            pending.append(node)
-        elif _is_anchor(node):
-            others = tuple(other for other in pending if other not in node.all_input_nodes)
-            if others:
-                waits[node] = others
-            pending, before = [], node
-    return waits
-
-
-def _is_anchor(node: fx.Node) -> bool:
-    """Whether other nodes may wait for the node, and it for them: a matmul or attention."""
-    if not isinstance(node.target, OpOverload) or is_collective(node) or is_wait(node):
-        return False
-    return is_heavy(node) and not is_pinned(node) and value_of(node) is not None
