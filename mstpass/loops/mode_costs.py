@@ -22,9 +22,8 @@ from mstpass.graph.device_costs import costs_of
 from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.loop_work import head_loop_work, loop_work
-from mstpass.graph.sizes import hint_shape
 from mstpass.graph.traffic import moved_bytes
-from mstpass.loops.body.build import build_body
+from mstpass.loops.body.build import body_key, build_body
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.operand_layout import is_copied
 from mstpass.memory.allocation import allocated_bytes, buffer_bytes
@@ -66,7 +65,7 @@ class _Loops:
 
     def __init__(self, joint: JointGraph, accumulate: str):
         self.joint, self.accumulate = joint, accumulate
-        self.chunk_bytes: dict[object, int] = {}  # by the loop's structure
+        self.chunk_bytes: dict[str, int] = {}  # by the loop's ``body_key``
 
     def of(self, plan: ChunkPlan) -> tuple[Loop, ...]:
         return tuple(self._loop(plan, loop) for loop in plan.loops)
@@ -106,7 +105,7 @@ class _Loops:
 
     def _chunk_bytes(self, plan: ChunkPlan, loop: LoopPlan) -> int:
         """The peak of one chunk. Loops that do the same on the same shapes share the answer."""
-        key = _structure(self.joint, plan, loop)
+        key = body_key(self.joint, plan, loop)
         if key not in self.chunk_bytes:
             graph = fx.Graph()
             builder = Builder(graph, fake_mode_of(self.joint.nodes))
@@ -153,21 +152,3 @@ def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str
         size = size // value.element_size() * element_bytes
         return Result(item.node, allocated_bytes(size, value.device), scale, cast)
     return Result(item.node, buffer_bytes(node), scale)
-
-
-def _structure(joint: JointGraph, plan: ChunkPlan, loop: LoopPlan) -> object:
-    """Equal for loops whose bodies have the same ops, on values of the same shapes and dtypes."""
-    specs = dict(plan.members)
-    number: dict[fx.Node, int] = {}
-    rows: list[object] = [plan.axis, plan.chunk_tokens, plan.num_tokens, plan.symbolic]
-    rows += [item.spec for item in loop.inputs]
-    rows += [(item.spec, loop.members.index(item.node)) for item in loop.outputs]
-    for name in (*(item.node for item in loop.inputs), *loop.members):
-        node = joint.by_name[name]
-        number[node] = len(number)
-        tensors = [(t.dtype, hint_shape(t)) for t in tensors_of(node.meta.get("val"))]
-        rows.append((specs.get(name), tensors))
-        if name in specs:
-            args = fx.map_arg((node.args, node.kwargs), lambda n: ("node", number.get(n, -1)))
-            rows.append((node.target, args))
-    return repr(rows)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -26,7 +26,7 @@ from mstpass.graph.loop_op import STACK, SUM, OutputSpec, mst_loop
 from mstpass.graph.node_meta import inside_meta, origin_meta, policy_meta, replacement_meta
 from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
-from mstpass.loops.body.build import build_body
+from mstpass.loops.body.build import body_key, build_body
 from mstpass.loops.operand_layout import is_viewable
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import RECOMPUTED
@@ -35,6 +35,13 @@ from mstpass.torch_internals.graph_modules import graph_module
 aten = torch.ops.aten
 
 Env = Mapping[fx.Node, fx.Node]  # new nodes by the old ones that they stand for
+
+
+class _LoopBody(NamedTuple):
+    """The name of a body's module, and the dtype of each result of the body."""
+
+    module: str
+    dtypes: tuple[torch.dtype, ...]
 
 
 class LoopWriter:
@@ -51,7 +58,8 @@ class LoopWriter:
         self.joint, self.builder, self.sizes = joint, builder, sizes
         self.root, self.accumulate = root, accumulate
         self.tags = policies_of(joint).tags
-        self.bodies: dict[str, str] = {}  # names of body modules, by what they compute
+        self.bodies: dict[str, _LoopBody] = {}  # by their ``body_key``
+        self.modules: dict[str, str] = {}  # names of body modules, by what they compute
 
     def write(self, plan: ChunkPlan, loop: LoopPlan, env: Env) -> dict[fx.Node, fx.Node]:
         """The loop's results, unfinished, by the old nodes that they stand for."""
@@ -61,15 +69,15 @@ class LoopWriter:
         inside = self._inside_meta(loop)
         sliced = [self._as_rows(env[node], spec, axis, inside) for node, spec in inputs if spec]
         whole = [env[node] for node, spec in inputs if not spec]
-        body_name, parts = self._body(plan, loop)
+        body = self._body(plan, loop)
         specs = tuple(
-            self._output_spec(plan, item, part.dtype)
-            for item, part in zip(loop.outputs, parts, strict=True)
+            self._output_spec(plan, item, dtype)
+            for item, dtype in zip(loop.outputs, body.dtypes, strict=True)
         )
         (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
         sizes = (None if plan.symbolic else plan.num_chunks, plan.chunk_tokens, num_tokens)
-        body = self.builder.graph.get_attr(body_name)
-        args = (body, *sizes, specs, tuple(sliced), tuple(whole))
+        module = self.builder.graph.get_attr(body.module)
+        args = (module, *sizes, specs, tuple(sliced), tuple(whole))
         call = self.builder.graph.call_function(mst_loop, args)
         call.meta["val"] = self._fake_results(specs, (*sliced, *whole)[0].meta["val"].device)
         tags = self._checkpoint_meta(loop)
@@ -97,19 +105,24 @@ class LoopWriter:
             extended[node] = copy
         return extended
 
-    def _body(self, plan: ChunkPlan, loop: LoopPlan) -> tuple[str, list[torch.Tensor]]:
-        """The name of the body's module, and its results. Equal bodies are compiled once."""
+    def _body(self, plan: ChunkPlan, loop: LoopPlan) -> _LoopBody:
+        """The module of the loop's body. Equal bodies are built, and compiled, once."""
+        key = body_key(self.joint, plan, loop)
+        if key not in self.bodies:
+            self.bodies[key] = self._built(plan, loop)
+        return self.bodies[key]
+
+    def _built(self, plan: ChunkPlan, loop: LoopPlan) -> _LoopBody:
         graph = fx.Graph()
         builder = Builder(graph, self.builder.mode)
         parts = build_body(self.joint, plan, loop, builder, self.accumulate)
         inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
-        key = f"{graph} {[_layout(value) for value in inputs]}"
-        if key not in self.bodies:
-            name = f"mst_body_{len(self.bodies)}"
+        code = f"{graph} {[_layout(value) for value in inputs]}"
+        if code not in self.modules:  # loops over different nodes may have the same body
+            self.modules[code] = f"mst_body_{len(self.modules)}"
             subgraphs = {str(n.target): n.meta["val"] for n in graph.find_nodes(op="get_attr")}
-            setattr(self.root, name, graph_module(subgraphs, graph))
-            self.bodies[key] = name
-        return self.bodies[key], [part.meta["val"] for part in parts]
+            setattr(self.root, self.modules[code], graph_module(subgraphs, graph))
+        return _LoopBody(self.modules[code], tuple(part.meta["val"].dtype for part in parts))
 
     def _output_spec(self, plan: ChunkPlan, item: LoopOutput, dtype: torch.dtype) -> OutputSpec:
         value = value_of(self.joint.by_name[item.node])

@@ -37,6 +37,80 @@ _ONE_ELEMENT = 8  # bytes, at most
 _NOTHING = frozenset[str]()
 
 
+class _Value:
+    """What is known of one value, a kernel's or not. The sets are of names of buffers.
+
+    Attributes:
+        reads: what it is computed from.
+        loads: the same with inputs that are not freed, and with each place where they are read.
+        apart: those of ``reads`` that it reads in loops of its own.
+        unfused: these, and those that it reads through a view that merges dims.
+        num_ops: how many ops it takes to compute it from what it reads.
+        stage: the most calls on a path to it.
+        dear: it is in no buffer, and slow to compute.
+        by_dim: Inductor keeps its loops apart, dim by dim; of others it makes one loop.
+        from_call: a call wrote its buffer.
+    """
+
+    __slots__ = (
+        "apart",
+        "by_dim",
+        "dear",
+        "from_call",
+        "loads",
+        "num_ops",
+        "reads",
+        "stage",
+        "unfused",
+    )
+
+    def __init__(
+        self,
+        reads: frozenset[str],
+        loads: frozenset[Any],
+        apart: frozenset[str],
+        unfused: frozenset[str],
+    ):
+        self.reads, self.loads, self.apart, self.unfused = reads, loads, apart, unfused
+        self.num_ops = self.stage = 0
+        self.dear = self.by_dim = self.from_call = False
+
+    def becomes_buffer(self, op: Op) -> None:
+        """It is written to memory: what reads it reads that."""
+        self.reads = self.loads = frozenset((op.name,))
+        self.apart = self.unfused = _NOTHING
+        self.num_ops, self.dear = 0, False
+
+
+def _combined(op: Op, operands: Sequence[_Value]) -> _Value:
+    """The result of an op, as if it had no buffer of its own."""
+    if len(operands) == 1:  # the common case, faster
+        (one,) = operands
+        value = _Value(one.reads, one.loads, one.apart, one.unfused)
+        value.num_ops, value.stage = 1 + one.num_ops, one.stage + one.from_call
+        value.dear, value.by_dim = op.dear or one.dear, one.by_dim and not one.from_call
+    else:
+        value = _Value(
+            _NOTHING.union(*[one.reads for one in operands]),
+            _NOTHING.union(*[one.loads for one in operands]),
+            _NOTHING.union(*[one.apart for one in operands]),
+            _NOTHING.union(*[one.unfused for one in operands]),
+        )
+        value.num_ops = 1 + sum([one.num_ops for one in operands])
+        value.stage = max([one.stage + one.from_call for one in operands], default=0)
+        value.dear = op.dear or any(one.dear for one in operands)
+        value.by_dim = any(one.by_dim and not one.from_call for one in operands)
+    if op.own_loops:
+        value.apart = value.unfused = value.reads
+        value.loads = frozenset(itertools.product(value.loads, (op.name,), range(op.places)))
+    elif op.merges_dims:
+        value.unfused = value.reads
+    if op.own_loops or op.kind == REDUCTION:
+        value.by_dim = True
+    value.from_call = op.kind == CALL
+    return value
+
+
 class Kernels:
     """Which ops are kernels, and what each of them reads and writes.
 
@@ -67,24 +141,11 @@ class Kernels:
         self.kept = self._bases_of(kept)
         self.read_by: dict[str, frozenset[str]] = {}
         self.results: dict[str, list[str]] = {}
-        self._from_call: set[str] = set()  # values in buffers that a call writes
-        # Of each value, kernel or not: the buffers that it is computed from, the same with inputs
-        # that are not freed and with each place where they are read, how many ops that takes, and
-        # its stage: the most calls on a path to it.
-        self._reads: dict[str, frozenset[str]] = {}
-        self._loads: dict[str, frozenset[Any]] = {}
-        self._num_ops: dict[str, int] = {}
-        self._stage: dict[str, int] = {}
-        # Of each value: the buffers of ``_reads`` that it reads in loops of its own, and these with
-        # those that it reads through a view that merges dims. The same of each kernel. And which
-        # values no kernel holds that are dear to compute.
-        self._apart_reads: dict[str, frozenset[str]] = {}
-        self._unfused_reads: dict[str, frozenset[str]] = {}
+        self._value: dict[str, _Value] = {}
+        # Of each kernel the buffers that it reads in loops of its own, and these with those that it
+        # reads through a view that merges dims.
         self.read_apart: dict[str, frozenset[str]] = {}
         self._read_unfused: dict[str, frozenset[str]] = {}
-        self._dear: set[str] = set()
-        # Values whose loops Inductor keeps apart, dim by dim; of others it makes one loop.
-        self._loops_by_dim: set[str] = set()
         for op in self.op.values():
             self._add(op)
         self.readers: dict[str, list[str]] = {}
@@ -99,99 +160,53 @@ class Kernels:
         )
 
     def _add(self, op: Op) -> None:
-        name = op.name
-        if op.kind in (INPUT, SIZE):
-            self._reads[name] = frozenset({name} & self.freed) if op.kind == INPUT else _NOTHING
-            self._loads[name] = frozenset({name}) if op.kind == INPUT else _NOTHING
-            self._num_ops[name] = self._stage[name] = 0
-            self._apart_reads[name] = self._unfused_reads[name] = _NOTHING
+        name, kind, values = op.name, op.kind, self._value
+        if kind in (INPUT, SIZE):
+            loads = frozenset((name,)) if kind == INPUT else _NOTHING
+            values[name] = _Value(loads & self.freed, loads, _NOTHING, _NOTHING)
             return
-        if self._is_from_call(op):
-            self._from_call.add(name)
-        operands = [operand for operand in op.inputs if operand in self._reads]
-        self._combine(op, operands)
-        if op.kind == ITEM and operands and operands[0] in self.results:
-            self._reads[name] = self._loads[name] = frozenset({name})
-            self._stage[name] = self._stage[operands[0]]
-            self._num_ops[name] = 0
-            self._apart_reads[name] = self._unfused_reads[name] = _NOTHING
-        elif self._is_kernel(op):
-            self.read_by[name] = self._reads[name]
+        operands = [values[operand] for operand in op.inputs if operand in values]
+        value = values[name] = _combined(op, operands)
+        if op.broadcasts and not value.by_dim:
+            value.by_dim = any(self._has_elements(o) for o in op.inputs if o in values)
+        if kind == VIEW:
+            value.from_call = op.inputs[0] in values and values[op.inputs[0]].from_call
+            return
+        if kind == ITEM:
+            value.from_call = op.inputs[0] in self.op and self.op[op.inputs[0]].kind == CALL
+            if operands and op.inputs[0] in self.results:
+                value.stage = operands[0].stage
+                value.becomes_buffer(op)
+                return
+        if self._is_kernel(op, value):
+            self.read_by[name] = value.reads
             items = [user for user in self.users.get(name, ()) if self.op[user].kind == ITEM]
             self.results[name] = items or [name]
-            self.read_apart[name] = self._apart_reads[name]
-            if op.kind == SCATTER:  # its first operand is copied, into the buffer that it writes
-                elements = [self._reads[o] for o in operands if o != op.inputs[0]]
-                self.read_apart[name] = _NOTHING.union(*elements)
-            self._read_unfused[name] = self._unfused_reads[name]
-            self._reads[name] = self._loads[name] = frozenset({name})
-            self._num_ops[name] = 0
-            self._apart_reads[name] = self._unfused_reads[name] = _NOTHING
-            self._dear.discard(name)
-
-    def _combine(self, op: Op, operands: list[str]) -> None:
-        """Buffers, number of ops and stage of the op, as if it had no buffer of its own."""
-        if len(operands) == 1:  # the common case, faster
-            (name,) = operands
-            self._reads[op.name] = self._reads[name]
-            self._loads[op.name] = self._loads[name]
-            self._num_ops[op.name] = 1 + self._num_ops[name]
-            self._stage[op.name] = self._stage[name] + (name in self._from_call)
-            self._apart_reads[op.name] = self._apart_reads[name]
-            self._unfused_reads[op.name] = self._unfused_reads[name]
-        else:
-            self._reads[op.name] = _NOTHING.union(*[self._reads[name] for name in operands])
-            self._loads[op.name] = _NOTHING.union(*[self._loads[name] for name in operands])
-            self._num_ops[op.name] = 1 + sum([self._num_ops[name] for name in operands])
-            stages = [self._stage[name] + (name in self._from_call) for name in operands]
-            self._stage[op.name] = max(stages, default=0)
-            apart = [self._apart_reads[name] for name in operands]
-            self._apart_reads[op.name] = _NOTHING.union(*apart)
-            unfused = [self._unfused_reads[name] for name in operands]
-            self._unfused_reads[op.name] = _NOTHING.union(*unfused)
-        if op.own_loops:
-            self._apart_reads[op.name] = self._unfused_reads[op.name] = self._reads[op.name]
-            loads = itertools.product(self._loads[op.name], (op.name,), range(op.places))
-            self._loads[op.name] = frozenset(loads)
-        elif op.merges_dims:
-            self._unfused_reads[op.name] = self._reads[op.name]
-        if op.dear or not self._dear.isdisjoint(operands):
-            self._dear.add(op.name)
-        by_dim = op.own_loops or op.kind == REDUCTION or any(map(self._has_loops_by_dim, operands))
-        if by_dim or (op.broadcasts and any(map(self._has_elements, operands))):
-            self._loops_by_dim.add(op.name)
-
-    def _has_loops_by_dim(self, name: str) -> bool:
-        return name in self._loops_by_dim and name not in self._from_call
+            self.read_apart[name] = value.apart
+            if kind == SCATTER:  # its first operand is copied, into the buffer that it writes
+                rest = (o for o in op.inputs if o in values and o != op.inputs[0])
+                self.read_apart[name] = _NOTHING.union(*[values[o].reads for o in rest])
+            self._read_unfused[name] = value.unfused
+            value.becomes_buffer(op)
 
     def _has_elements(self, name: str) -> bool:
         """Whether a value is or reads a buffer of more than one element, or counts them."""
         if self.op[name].kind == CONSTANT:
             return False
-        loads = [load[0] if isinstance(load, tuple) else load for load in self._loads[name]]
+        loads = (x[0] if isinstance(x, tuple) else x for x in self._value[name].loads)
         return any(self.op[load].bytes > _ONE_ELEMENT for load in loads if load in self.op)
 
-    def _is_from_call(self, op: Op) -> bool:
-        if op.kind == VIEW:
-            return op.inputs[0] in self._from_call
-        if op.kind == ITEM:
-            return op.inputs[0] in self.op and self.op[op.inputs[0]].kind == CALL
-        return op.kind == CALL
-
-    def _is_kernel(self, op: Op) -> bool:
-        if op.kind == VIEW:
-            return False
+    def _is_kernel(self, op: Op, value: _Value) -> bool:
         if op.kind in _KERNELS or op.name in self.parts:
             return True
         readers = self._readers_through_views(op.name)
         if op.name in self.kept or any(self.op[name].kind == CALL for name in readers):
             return op.kind != CONSTANT or op.name in self.kept
-        num_loads = len(self._loads[op.name])
+        num_loads = len(value.loads)
         if len(readers) < 2:
             expanded = any(self.op[name].bytes > _EXPANDED * op.bytes for name in readers)
-            return num_loads > _MOST_READS[op.on_cpu] or (expanded and op.name in self._dear)
-        many_ops = self._num_ops[op.name] > _MANY_OPS[op.on_cpu]
-        return num_loads > _MANY_READS or many_ops or op.name in self._dear
+            return num_loads > _MOST_READS[op.on_cpu] or (expanded and value.dear)
+        return num_loads > _MANY_READS or value.num_ops > _MANY_OPS[op.on_cpu] or value.dear
 
     def _readers_through_views(self, name: str) -> list[str]:
         found: list[str] = []
@@ -234,7 +249,7 @@ class Kernels:
     def _are_one_stage(self, buffer: str, kernel: str) -> bool:
         """Whether the kernel that writes the buffer may run as one with the other that reads it."""
         return (
-            self._stage[kernel] == self._stage[buffer]
+            self._value[kernel].stage == self._value[buffer].stage
             or self._calls_before[kernel] == self._calls_before[buffer]
         )
 
@@ -254,7 +269,7 @@ class Kernels:
 
     def _is_flat(self, buffer: str) -> bool:
         op = self.op[buffer]
-        return op.on_cpu and op.kind == POINTWISE and buffer not in self._loops_by_dim
+        return op.on_cpu and op.kind == POINTWISE and not self._value[buffer].by_dim
 
     def _ends_flat_loop(self, kernel: str) -> bool:
         reads = self.read_by[kernel] & self.read_by.keys()
@@ -283,8 +298,8 @@ class Kernels:
         """Whether Inductor may fuse two kernels because both read the buffer."""
         if not self.op[kernel].on_cpu:
             return other in group
-        stage = self._stage[kernel]
-        if self._stage[other] != stage or self.op[other].kind == CALL:
+        stage = self._value[kernel].stage
+        if self._value[other].stage != stage or self.op[other].kind == CALL:
             return False
         before, others = self._behind(kernel), self._behind(other)
         if other in before:
@@ -308,12 +323,12 @@ class Kernels:
 
     def _behind(self, kernel: str) -> set[str]:
         """The kernels of the same stage whose results a kernel reads, directly or not."""
-        stage = self._stage[kernel]
+        stage = self._value[kernel].stage
         found: set[str] = set()
         stack = [kernel]
         while stack:
             writers = {self._writer.get(buffer, "") for buffer in self.read_by[stack.pop()]}
-            new = {k for k in writers - found if k and self._stage[k] >= stage}
+            new = {k for k in writers - found if k and self._value[k].stage >= stage}
             found |= new
             stack += new
         return found

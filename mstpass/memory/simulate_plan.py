@@ -233,7 +233,12 @@ def _backward_ops(problem: CutProblem, saved: Set[str], nested: _Nested) -> tupl
         if op.name in used:
             used.update(op.inputs)
     available = set(saved) | {value.name for value in problem.values if value.free}
-    inputs = [_as_input(v) for v in problem.values if v.name in saved or v.free]
+    free = problem.once(_free_inputs)
+    inputs = [
+        free[v.name] if v.free else _as_input(v)
+        for v in problem.values
+        if v.free or v.name in saved
+    ]
     recomputation = _Recomputation(problem, index, available, nested)
     ops: list[Value] = []
     for op in (*problem.backward, *(v for v in problem.values if v.name in gradients)):
@@ -253,6 +258,10 @@ def _index(problem: CutProblem) -> dict[str, int]:
 
 def _is_cheap(value: Value) -> bool:
     return value.kind in CHEAP_KINDS and not (value.heavy or value.pinned)
+
+
+def _free_inputs(problem: CutProblem) -> dict[str, Value]:
+    return {value.name: _as_input(value) for value in problem.values if value.free}
 
 
 def _as_input(value: Value) -> Value:

@@ -40,7 +40,7 @@ from mstpass.graph import ops
 from mstpass.graph.axes import TOKEN_AXIS, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
-from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.joint import JointGraph, tensors_of, value_of
 from mstpass.graph.loop_op import fitted_length
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
 from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
@@ -81,6 +81,37 @@ def build_body(
         return _Body(joint, plan, loop, builder, accumulate).build()
     except UnknownSize as error:
         raise CannotTake(joint.by_name[loop.members[0]], str(error)) from None
+
+
+def body_key(joint: JointGraph, plan: ChunkPlan, loop: LoopPlan) -> str:
+    """Equal for loops whose bodies are: the same ops, on values of the same sizes and layouts."""
+    specs = dict(plan.members)
+    number: dict[fx.Node, object] = {}
+    rows: list[object] = [plan.axis, plan.chunk_tokens, plan.num_chunks, plan.num_tokens]
+    rows += [plan.symbolic, *(item.spec for item in loop.inputs)]
+    rows += [(item.spec, loop.members.index(item.node)) for item in loop.outputs]
+    if loop.unit is not None:
+        unit = joint.by_name[loop.unit]
+        number[unit] = "unit"
+        rows.append(_layouts(unit))
+
+    def operand(node: fx.Node) -> tuple[str, object]:
+        return "node", number.get(node, node.target if node.op == "get_attr" else node.name)
+
+    for name in (*(item.node for item in loop.inputs), *loop.members):
+        node = joint.by_name[name]
+        number.setdefault(node, len(number))
+        rows.append((specs.get(name), _layouts(node)))
+    for name in loop.members:
+        node = joint.by_name[name]
+        rows.append((node.target, fx.map_arg((node.args, node.kwargs), operand)))
+    return repr(rows)
+
+
+def _layouts(node: fx.Node) -> object:
+    value = node.meta.get("val")
+    tensors = [(t.dtype, t.shape, t.stride(), t.device) for t in tensors_of(value)]
+    return tensors or value
 
 
 class _Body:

@@ -9,7 +9,8 @@ faster ones do::
     those that save                           what backward needs is kept
     all                                       attention is computed again
 
-Each family's problem has all the modes of the one before it.
+Each family's problem has all the modes of the one before it. Their plans begin where the free plan
+ends: only the last family has the free plan itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import dataclasses
 from collections.abc import Callable
 
 from mstpass.partition.solvers.choose_modes import mode_us, op_times
+from mstpass.partition.solvers.free_plan import every_saving, free_plan
+from mstpass.partition.solvers.landmark_sequence import Family
 from mstpass.problem.problem import CutProblem, Mode, RegionModes
 
 _SAVE = "save"  # modes whose backward loop reads what the forward loop kept
@@ -26,16 +29,21 @@ _LITTLE = 1.2  # of the time of the whole region, at most
 _Taken = Callable[[RegionModes, Mode], bool]
 
 
-def families(problem: CutProblem) -> tuple[CutProblem, ...]:
-    """The problem as each family has it, without families that are equal; itself comes last."""
+def families(problem: CutProblem) -> tuple[Family, ...]:
+    """The families of a problem, without those that are equal; that of all loops comes last."""
     us = problem.once(op_times)
 
     def takes_little(region: RegionModes, mode: Mode) -> bool:
         limit_us = _LITTLE * mode_us(us, region, region.modes[0])
         return _saves(region, mode) and mode_us(us, region, mode) <= limit_us
 
-    fewer = (_with(problem, taken) for taken in (_none, takes_little, _saves))
-    return tuple(dict.fromkeys((*fewer, problem)))
+    free, savings = problem.once(free_plan), problem.once(every_saving)
+    fewer = [_with(problem, taken) for taken in (_none, takes_little, _saves)]
+    next_ones = (*fewer[1:], problem)
+    different = (a for a, b in zip(fewer, next_ones, strict=True) if a.regions != b.regions)
+    first = (free,) if savings is free else (free, savings)
+    modes = savings.plan.modes
+    return (*(Family(other, modes) for other in different), Family(problem, modes, first))
 
 
 def _none(region: RegionModes, mode: Mode) -> bool:

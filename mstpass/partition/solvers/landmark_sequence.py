@@ -1,4 +1,4 @@
-"""The plans that ``peak_search`` walks over: landmarks, and the plans between them.
+"""The plans that ``peak_search`` walks over: the landmarks of a family, and the plans between them.
 
 Six plans are landmarks, from the fastest to the one of least memory (free_plan.py,
 low_memory_plans.py):
@@ -26,12 +26,13 @@ needs its values last: it recomputes them when all others are gone. ::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 
+from mstpass.memory.repeated_values import MOST_LOWERED
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
 from mstpass.partition.solvers.checkpoints import Places, save_at
 from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_loops, first_modes
-from mstpass.partition.solvers.free_plan import every_saving, free_plan
 from mstpass.partition.solvers.low_memory_plans import (
     Checkpointed,
     checkpointed,
@@ -41,82 +42,124 @@ from mstpass.partition.solvers.low_memory_plans import (
     twice_nested_checkpointed,
     with_slow_results,
 )
+from mstpass.partition.solvers.memory_lower_bounds import highest_call_bytes
 from mstpass.partition.solvers.min_cut import complete
+from mstpass.partition.solvers.plan_sequence import MeasuredPlan
+from mstpass.partition.solvers.spend_slack import slack_spent
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.verify import InvalidPlan, verify
 
+_FEW_OPS = 500  # a hundred simulations of so many take half a second
 _BETWEEN = 24  # plans between two landmarks, at most
 _THIRD_LEVEL = 1.25  # a third level of checkpoints does not lower the peak by a larger factor
 
 
-def landmarks(problem: CutProblem) -> Iterator[Candidate]:
-    """Landmarks 1, 2, 4 and 5: all that are compared for the least memory of a large graph."""
-    yield problem.once(free_plan)
-    yield problem.once(every_saving)
-    yield problem.once(least_memory_loops)
-    for plan in (problem.once(checkpointed), problem.once(nested_checkpointed)):
-        if plan is not None:
-            yield plan.candidate
+class Family:
+    """A problem with some of its modes, and the plans that lead to the least memory with them.
 
-
-def sequence(problem: CutProblem, budget_bytes: int | None = None) -> Iterator[Candidate]:
-    """The plans in order, the free one first.
-
-    Args:
-        budget_bytes: a third level of checkpoints is left out where its peak is above this.
+    Attributes:
+        problem: it has no other modes.
+        before: modes of regions, from which the sequence goes on to those of the fewest bytes.
+        first: the fastest plans, with which the sequence begins.
     """
-    free, savings = problem.once(free_plan), problem.once(every_saving)
-    yield free
-    if savings is not free:
-        yield savings
-    yield from _towards_fewest_bytes(problem)
-    upper = problem.once(least_memory_loops)
-    yield upper
-    lower = problem.once(checkpointed)
-    if lower is None:
-        return
-    places = lower.found.places
-    slow_results = with_slow_results(lower.candidate)
-    # A plan whose peak is no higher than that of the checkpoints alone does not lie before them.
-    if is_before := not slow_results.simulation.within(lower.candidate.peak_bytes):
-        yield from _towards_checkpoints(upper, slow_results, places)
-        yield slow_results
-        upper = slow_results
-    yield from _towards_checkpoints(upper, lower.candidate, places)
-    yield lower.candidate
-    if not is_before and slow_results.peak_bytes < lower.candidate.peak_bytes:
-        yield slow_results
-    nested = problem.once(nested_checkpointed)
-    if nested is None:
-        return
-    yield from _towards_nested(nested)
-    if budget_bytes is None:
-        last = problem.once(twice_nested_checkpointed)
-    else:
-        last = third_level(problem, budget_bytes)
-    if last is not None:
-        yield from _towards_nested(last)
+
+    def __init__(
+        self, problem: CutProblem, before: Mapping[str, str], first: Sequence[Candidate] = ()
+    ):
+        self.problem, self.before, self.first = problem, before, tuple(first)
+
+    @functools.cached_property
+    def least_bytes(self) -> int:
+        """No plan of the family has a lower peak."""
+        return highest_call_bytes(self.problem)
+
+    def landmarks(self) -> Iterator[Candidate]:
+        """Landmarks 1, 2, 4 and 5: all that are compared for the least memory of a large graph."""
+        yield from self.first
+        yield self.problem.once(least_memory_loops)
+        for plan in (self.problem.once(checkpointed), self.problem.once(nested_checkpointed)):
+            if plan is not None:
+                yield plan.candidate
+
+    def sequence(self, budget_bytes: int | None = None) -> Iterator[Candidate]:
+        """The plans in order.
+
+        Args:
+            budget_bytes: a third level of checkpoints is left out where its peak is above this.
+        """
+        problem = self.problem
+        yield from self.first
+        yield from _towards_fewest_bytes(problem, self.before)
+        upper = problem.once(least_memory_loops)
+        yield upper
+        lower = problem.once(checkpointed)
+        if lower is None:
+            return
+        places = lower.found.places
+        slow_results = with_slow_results(lower.candidate)
+        # A plan whose peak is no higher than that of the checkpoints alone is not before them.
+        if is_before := not slow_results.simulation.within(lower.candidate.peak_bytes):
+            yield from _towards_checkpoints(upper, slow_results, places)
+            yield slow_results
+            upper = slow_results
+        yield from _towards_checkpoints(upper, lower.candidate, places)
+        yield lower.candidate
+        if not is_before and slow_results.peak_bytes < lower.candidate.peak_bytes:
+            yield slow_results
+        nested = problem.once(nested_checkpointed)
+        if nested is None:
+            return
+        yield from _towards_nested(nested)
+        if budget_bytes is None:
+            last = problem.once(twice_nested_checkpointed)
+        else:
+            last = self.third_level(budget_bytes)
+        if last is not None:
+            yield from _towards_nested(last)
+
+    def compared(self) -> Iterator[Candidate]:
+        """The plans that are compared for the least memory."""
+        problem = self.problem
+        few_ops = len(problem.values) + len(problem.backward) <= _FEW_OPS
+        return self.sequence() if few_ops else self.landmarks()
+
+    @functools.cached_property
+    def lowest(self) -> Candidate:
+        """The plan of the lowest peak, without a third level of checkpoints in large graphs."""
+        lowest, *others = sorted(self.compared(), key=lambda candidate: candidate.peak_bytes)
+        for other in others:
+            lowered_bytes = lowest.simulation.lowered_peak_bytes
+            if other.peak_bytes > MOST_LOWERED * lowered_bytes:
+                break
+            if other.simulation.lowered_peak_bytes < lowered_bytes:
+                lowest = other
+        return lowest
+
+    @functools.cached_property
+    def least(self) -> MeasuredPlan:
+        """The same plan with time spent where that does not raise its peak."""
+        return slack_spent(self.problem, self.lowest.plan, 0)
+
+    def third_level(self, limit_bytes: int) -> Checkpointed | None:
+        """The plan with three levels of checkpoints, where it is within the limit.
+
+        The search for it takes as long as that for two levels, so it is left out where it is in
+        vain.
+        """
+        nested = self.problem.once(nested_checkpointed)
+        if nested is None or nested.candidate.peak_bytes > _THIRD_LEVEL * limit_bytes:
+            return None
+        last = self.problem.once(twice_nested_checkpointed)
+        return last if last and last.candidate.simulation.lowered_within(limit_bytes) else None
 
 
-def third_level(problem: CutProblem, limit_bytes: int) -> Checkpointed | None:
-    """The plan with three levels of checkpoints, where it is within the limit.
-
-    The search for it takes as long as that for two levels, so it is left out where it is in vain.
-    """
-    nested = problem.once(nested_checkpointed)
-    if nested is None or nested.candidate.peak_bytes > _THIRD_LEVEL * limit_bytes:
-        return None
-    last = problem.once(twice_nested_checkpointed)
-    return last if last and last.candidate.simulation.lowered_within(limit_bytes) else None
-
-
-def _towards_fewest_bytes(problem: CutProblem) -> Iterator[Candidate]:
+def _towards_fewest_bytes(problem: CutProblem, before: Mapping[str, str]) -> Iterator[Candidate]:
     """Put region after region in the mode of the fewest bytes, the forward's first region first.
 
     Regions that are whole until a budget asks for loops have their first mode with loops before.
     """
     fewest = fewest_bytes_modes(problem)
-    before = {**first_modes(problem), **problem.once(every_saving).plan.modes}
+    before = {**first_modes(problem), **before}
     for modes in ({**fewest, **first_loops(problem)}, fewest):
         regions = [name for name in modes if modes[name] != before[name]]
         for count in _counts(len(regions)):

@@ -6,12 +6,10 @@ is small from the beginning. A plan that cannot do with less takes one simulatio
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 from mstpass.partition.solvers.candidate import Candidate
 from mstpass.partition.solvers.families import families
-from mstpass.partition.solvers.landmark_sequence import landmarks, sequence
 from mstpass.partition.solvers.low_memory_plans import every_checkpointed
 from mstpass.partition.solvers.offload import offloaded_within
 from mstpass.problem.host_memory import pinned_bytes
@@ -46,7 +44,9 @@ def own_pinned_bytes(candidate: Candidate) -> int:
 
 def _every_plan(problem: CutProblem, limit_bytes: int) -> Iterator[Candidate]:
     last_first = tuple(reversed(problem.once(families)))  # the last ones have the lowest peaks
-    for plans in (landmarks, every_checkpointed):
-        yield from itertools.chain.from_iterable(map(plans, last_first))
     for family in last_first:
-        yield from sequence(family, limit_bytes)
+        yield from family.landmarks()
+    for family in last_first:
+        yield from every_checkpointed(family.problem)
+    for family in last_first:
+        yield from family.sequence(limit_bytes)

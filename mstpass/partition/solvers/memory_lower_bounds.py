@@ -22,7 +22,7 @@ its operands.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, REDUCTION, SCATTER, VIEW
 from mstpass.problem.problem import CutProblem, Value
@@ -72,6 +72,45 @@ def certain_bytes(problem: CutProblem) -> dict[str, int]:
     ops = (*problem.values, *problem.backward)
     buffers = _certain_buffers(ops, _Reads(ops), frozenset(), _names_with_items(ops))
     return {buffer.name: buffer.bytes for buffer in buffers}
+
+
+def highest_call_bytes(problem: CutProblem) -> int:
+    """A lower bound of the peak of every plan of a problem with open regions.
+
+    The most bytes that a single call outside of all loops needs: of its operands, its results and
+    its workspace. The inputs of the step do not count.
+    """
+    ops = {op.name: op for op in (*problem.values, *problem.backward)}
+    modes = (mode for region in problem.regions for mode in region.modes)
+    inside = {name for mode in modes for loop in mode.loops for name in loop.members}
+    results: dict[str, int] = {}  # bytes of the items of each call
+    for op in ops.values():
+        if op.kind == ITEM and op.inputs:
+            results[op.inputs[0]] = results.get(op.inputs[0], 0) + op.bytes
+    live = {*problem.outputs, *problem.gradients}
+    highest = 0
+    for op in reversed(ops.values()):
+        if op.name not in live:
+            continue
+        live.update(op.inputs)
+        if op.kind == CALL and op.name not in inside:
+            read = {_base(ops, name) for name in op.inputs if not _is_view_of(ops, name, inside)}
+            held = (ops[name] for name in read if ops[name].kind not in (INPUT, CONSTANT))
+            read_bytes = sum(value.bytes for value in held if not value.free)
+            written_bytes = results.get(op.name, op.bytes)
+            highest = max(highest, read_bytes + written_bytes + op.inner_bytes)
+    return highest
+
+
+def _is_view_of(ops: Mapping[str, Value], name: str, values: Set[str]) -> bool:
+    """Whether a name is that of a view of one of the values, or of a view among them."""
+    while ops[name].kind == VIEW and ops[name].inputs:
+        if name in values:
+            return True
+        name = ops[name].inputs[0]
+        if name in values:
+            return True
+    return False
 
 
 class _Reads:
@@ -150,7 +189,7 @@ def _names_with_items(ops: Iterable[Value]) -> set[str]:
     return {op.inputs[0] for op in ops if op.kind == ITEM and op.inputs}
 
 
-def _base(by_name: dict[str, Value], name: str) -> str:
+def _base(by_name: Mapping[str, Value], name: str) -> str:
     """The value that a view shows; any other value itself."""
     while by_name[name].kind == VIEW and by_name[name].inputs:
         name = by_name[name].inputs[0]

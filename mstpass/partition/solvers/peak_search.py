@@ -21,6 +21,9 @@ and two behind it. So are checkpoints that are chosen for the host, with slow re
 If none of these is within the budget, all that there are get tried (least_host_memory.py). For the
 least memory, the same plans are compared as without a host, and checkpoints that are chosen for it.
 
+A family in which a single op needs more memory than the budget, or than another family's plan, is
+not searched.
+
 A peak is the one that is left once backward computes some cheap values twice
 (memory/repeated_values.py).
 """
@@ -29,11 +32,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mstpass.memory.repeated_values import MOST_LOWERED
 from mstpass.partition.solvers.candidate import TIE, Candidate
 from mstpass.partition.solvers.families import families
 from mstpass.partition.solvers.free_plan import free_plan
-from mstpass.partition.solvers.landmark_sequence import landmarks, sequence, third_level
+from mstpass.partition.solvers.landmark_sequence import Family
 from mstpass.partition.solvers.least_host_memory import least_host_memory
 from mstpass.partition.solvers.low_memory_plans import checkpointed_by_host, with_slow_results
 from mstpass.partition.solvers.offload import (
@@ -46,7 +48,6 @@ from mstpass.partition.solvers.spend_slack import slack_spent
 from mstpass.problem.problem import CutProblem, Plan
 
 _LOOKED_AT = 8  # plans of a sequence that are tried with values on the host, at first
-_FEW_OPS = 500  # a hundred simulations of so many take half a second
 
 
 def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
@@ -119,7 +120,7 @@ def _least_offloaded(problem: CutProblem, least: MeasuredPlan) -> MeasuredPlan:
     """
     plans = [least]
     for family in problem.once(families):
-        every = (*_compared(family), *_checkpoints_by_host(family))
+        every = (*family.compared(), *_checkpoints_by_host(family.problem))
         found = [c for candidate in every if (c := offloaded_for_least_memory(candidate))]
         found.sort(key=lambda candidate: (candidate.peak_bytes, candidate.simulation.us))
         plans += [slack_spent(problem, candidate.plan, 0) for candidate in found[:1]]
@@ -128,55 +129,46 @@ def _least_offloaded(problem: CutProblem, least: MeasuredPlan) -> MeasuredPlan:
 
 
 # ---- without -----------------------------------------------------------------------------------
-def _within(family: CutProblem, budget_bytes: int) -> list[MeasuredPlan]:
+def _within(family: Family, budget_bytes: int) -> list[MeasuredPlan]:
     """The plans of a family that are within the budget, with its slack spent."""
+    if family.least_bytes > budget_bytes:
+        return []
     plans = [candidate.plan for candidate in _firsts(family, budget_bytes)]
-    if _lowered(family.once(_lowest)) <= budget_bytes:
-        plans.append(family.once(_least_of_family).plan)
-    return [slack_spent(family, plan, budget_bytes) for plan in plans]
+    if family.lowest.simulation.lowered_peak_bytes <= budget_bytes:
+        plans.append(family.least.plan)
+    return [slack_spent(family.problem, plan, budget_bytes) for plan in plans]
 
 
-def _firsts(problem: CutProblem, budget_bytes: int) -> list[Candidate]:
+def _firsts(family: Family, budget_bytes: int) -> list[Candidate]:
     """The first plan of the sequence that is within the budget, and the fastest with values on the
     host, if there are any."""
     found: list[Candidate] = []
     tried: list[Candidate] = []
-    for candidate in sequence(problem, budget_bytes):
+    for candidate in family.sequence(budget_bytes):
         if candidate.saved_bytes <= budget_bytes:
             if candidate.simulation.lowered_within(budget_bytes):
                 found.append(candidate)
                 break
         tried.append(candidate)
-    if _uses_host(problem):
-        by_host = (offloaded_within(c, budget_bytes) for c in _checkpoints_by_host(problem))
+    if _uses_host(family.problem):
+        by_host = (offloaded_within(c, budget_bytes) for c in _checkpoints_by_host(family.problem))
         every = [*_with_offloading(tried, budget_bytes), *(c for c in by_host if c is not None)]
         found += sorted(every, key=lambda candidate: candidate.simulation.us)[:1]
     return found
 
 
-def _least_of_family(family: CutProblem) -> MeasuredPlan:
-    """A family's plan of least memory, without a third level of checkpoints."""
-    return slack_spent(family, family.once(_lowest).plan, 0)
-
-
 def _least(problem: CutProblem) -> MeasuredPlan:
     """The plan of least memory of all families, without values on the host."""
     every_family = problem.once(families)
-    lowest = min((family.once(_lowest) for family in every_family), key=_lowered)
-    for family in reversed(every_family):  # the last ones have the lowest peaks
-        if last := third_level(family, _lowered(lowest)):
-            lowest = last.candidate
+    *fewer, last = every_family
+    lowest = last.lowest
+    for family in reversed(fewer):  # the last ones have the lowest peaks
+        if family.least_bytes <= _lowered(lowest):
+            lowest = min(family.lowest, lowest, key=_lowered)
+    for family in reversed(every_family):
+        if deeper := family.third_level(_lowered(lowest)):
+            lowest = deeper.candidate
     return slack_spent(problem, lowest.plan, 0)
-
-
-def _lowest(problem: CutProblem) -> Candidate:
-    """The plan of the sequence with the lowest peak."""
-    lowest, *others = sorted(_compared(problem), key=lambda candidate: candidate.peak_bytes)
-    for candidate in others:
-        if candidate.peak_bytes > MOST_LOWERED * _lowered(lowest):
-            break
-        lowest = min(lowest, candidate, key=_lowered)
-    return lowest
 
 
 def _lowered(candidate: Candidate) -> int:
@@ -185,11 +177,3 @@ def _lowered(candidate: Candidate) -> int:
 
 def _us(plan: MeasuredPlan) -> float:
     return plan.us
-
-
-def _compared(problem: CutProblem) -> Iterator[Candidate]:
-    """The plans that are compared for the least memory."""
-    if len(problem.values) + len(problem.backward) <= _FEW_OPS:
-        yield from sequence(problem)
-    else:
-        yield from landmarks(problem)
