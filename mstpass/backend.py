@@ -20,7 +20,6 @@ warning (``strict=True`` raises instead). docs/faults.md lists what may happen, 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -48,10 +47,11 @@ from mstpass.inductor_hooks import (
     uuid,
     warn_of,
 )
+from mstpass.limit import Limit
 from mstpass.memory.device_budget import device_budget_bytes, watch_optimizers
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import OptionError, Options
-from mstpass.partition.budget import BudgetError, over_budget, tighter_limit_bytes
+from mstpass.partition.budget import BudgetError, over_budget
 from mstpass.report import store
 from mstpass.report.graph_ends import with_graph_ends
 from mstpass.report.report import Report, ReportFileError
@@ -77,7 +77,7 @@ log = logging.getLogger(__name__)
 # Inductor keeps a freed buffer for a later one of equal size if its own estimate of the peak allows
 # it. That estimate leaves out what a loop needs inside and the workspace of attention.
 _OURS = {"allow_buffer_reuse": False}
-_MORE_ATTEMPTS = 3
+_MORE_ROUNDS = 3
 
 
 def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
@@ -153,15 +153,16 @@ def _planned(
 ) -> Callable[..., Any]:
     """The compiled graph, by the plan that fits on the device."""
     watch_optimizers()
-    available_bytes = device_budget_bytes(options, example_inputs)
-    if available_bytes is None:
-        return _compiled_and_reported(gm, example_inputs, users, options, drop)
-    available_bytes = _of_all_ranks(available_bytes, example_inputs)
-    free = dataclasses.replace(options, memory_budget="free")
-    with contextlib.suppress(DoesNotFitError):
-        return _compiled_and_reported(gm, example_inputs, users, free, drop, available_bytes)
-    in_bytes = dataclasses.replace(options, memory_budget=available_bytes)
-    return _compiled_and_reported(gm, example_inputs, users, in_bytes, drop)
+    device_bytes = device_budget_bytes(options, example_inputs)
+    if device_bytes is not None:
+        device_bytes = _of_all_ranks(device_bytes, example_inputs)
+    limit = Limit.of(options, device_bytes)
+    try:
+        return _compiled_and_reported(gm, example_inputs, users, options, limit, drop)
+    except DoesNotFitError:
+        assert device_bytes is not None
+    in_bytes = Limit.in_bytes(device_bytes)
+    return _compiled_and_reported(gm, example_inputs, users, options, in_bytes, drop)
 
 
 def _of_all_ranks(available_bytes: int, example_inputs: Sequence[Any]) -> int:
@@ -187,22 +188,22 @@ def _compiled_and_reported(
     example_inputs: Sequence[Any],
     users: dict[str, Any],
     options: Options,
+    limit: Limit,
     drop: Drop,
-    available_bytes: int | None = None,
 ) -> Callable[..., Any]:
     """The compiled graph, whose report is kept.
 
     Raises:
-        DoesNotFitError: the step needs more than ``available_bytes``.
+        DoesNotFitError: the free plan needs more than the device has left.
     """
-    salt = uuid(options, not traces_backward_again()) + drop.salt
+    salt = uuid(options, limit, not traces_backward_again()) + drop.salt
     key = store.graph_key(gm, example_inputs, salt)
     stored, cached = _stored(key)
-    limit_bytes = None
+    at_last = limit
     if stored:
-        check_fit(stored[-1].outcome, available_bytes)
-        limit_bytes = stored[-1].outcome.limit_bytes
-    partitioner = Partitioner(options, limit_bytes, available_bytes, cached)
+        check_fit(stored[-1].outcome, limit)
+        at_last = limit.with_simulated(stored[-1].outcome.limit_bytes)
+    partitioner = Partitioner(options, at_last, cached)
     try:
         compiled = _compiled(gm, example_inputs, users, partitioner)
     except Exception:
@@ -214,15 +215,13 @@ def _compiled_and_reported(
         for earlier in stored:
             store.keep(earlier)
         return compiled
-    if available_bytes is not None:
+    if limit.is_free and limit.budget_bytes is not None:
         store.remember(report, key)  # for later processes: the cache has the graph from now on
-    check_fit(report.outcome, available_bytes)
-    compiled, partitioner = _within_budget(
-        gm, example_inputs, users, options, compiled, partitioner
-    )
+    check_fit(report.outcome, limit)
+    compiled, partitioner = _within_budget(gm, example_inputs, users, compiled, partitioner)
     report = partitioner.report or report
     report = report.with_outcome(**drop.added_to(report.outcome))
-    over = over_budget(report.outcome, options)
+    over = over_budget(report.outcome, limit)
     if over:
         if options.strict:
             raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
@@ -283,7 +282,7 @@ def _compiled(
     partitioner: Partitioner,
 ) -> Any:
     """Compile with our hooks. Then the partitioner has a report, unless a cache had the graph."""
-    hold = partitioner.options.frees_memory_for_time
+    hold = not partitioner.limit.is_free
     mender = MendScheduler(_users_hook(FUSION_HOOK, users))
     reader = ReadSchedule(_users_hook(SCHEDULE_HOOK, users))
     cached = all(hook.uuid() is not None for hook in (partitioner, mender, reader))
@@ -313,22 +312,23 @@ def _within_budget(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     users: dict[str, Any],
-    options: Options,
     compiled: Any,
     partitioner: Partitioner,
 ) -> tuple[Any, Partitioner]:
     """Compile again with lower limits while Inductor's schedule needs more than the budget.
 
-    Returns the attempt of the lowest peak: a plan of a lower simulated peak may need as much as
-    the one before once Inductor has scheduled it.
+    Returns the round of the lowest peak: a plan of a lower simulated peak may need as much as the
+    one before once Inductor has scheduled it.
     """
+    options, limit = partitioner.options, partitioner.limit
     latest = best = partitioner.report
     assert latest is not None and best is not None
-    for attempt in range(_MORE_ATTEMPTS):
-        limit = tighter_limit_bytes(latest.outcome, options, last=attempt == _MORE_ATTEMPTS - 1)
-        if limit is None:
+    for number in range(1, _MORE_ROUNDS + 1):
+        planned = limit.with_simulated(latest.outcome.limit_bytes)
+        lower = planned.after(latest.outcome, last=number == _MORE_ROUNDS)
+        if lower is None:
             break
-        tighter = Partitioner(options, limit)
+        tighter = Partitioner(options, lower)
         try:
             again = _compiled(gm, example_inputs, users, tighter)
         except Exception as error:  # what is compiled already works

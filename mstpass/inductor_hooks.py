@@ -8,6 +8,7 @@ then leaves the graph to Inductor.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -23,9 +24,9 @@ from mstpass import pipeline
 from mstpass.graph import device_costs
 from mstpass.graph.host_copies import is_host_copy
 from mstpass.graph.loop_op import mst_loop
+from mstpass.limit import Limit
 from mstpass.loops.lowering import lower_loops
 from mstpass.options import OptionError, Options
-from mstpass.partition.budget import fits
 from mstpass.plans import Outcome, Rejection
 from mstpass.problem.solver_registry import is_own
 from mstpass.regions.advice import with_fix
@@ -73,8 +74,9 @@ def failed(error: Exception) -> Outcome:
     return Outcome(rejections=(with_fix(Rejection("error", "graph", reason)),))
 
 
-def check_fit(outcome: Outcome, available_bytes: int | None) -> None:
-    if available_bytes is not None and not fits(outcome, available_bytes):
+def check_fit(outcome: Outcome, limit: Limit) -> None:
+    """Raise `DoesNotFitError` if a free plan needs more than the device has left."""
+    if limit.is_free and not limit.allows(outcome):
         raise DoesNotFitError
 
 
@@ -87,12 +89,18 @@ def _sources_hash() -> str:
     return digest.hexdigest()
 
 
-def uuid(options: Options, loops_in_backward: bool = True) -> str:
+def uuid(options: Options, limit: Limit | None = None, loops_in_backward: bool = True) -> str:
     """A cache key of all that decides a plan besides the graph: sources, options, stored costs.
+
+    What the device has left does not decide a free plan, so that later processes find it.
 
     So does the number of threads, with which attention's workspace grows on the CPU.
     """
-    plan = f"{options.fingerprint()}-{device_costs.fingerprint()}"
+    limit = limit or Limit.of(options)
+    budget = None if limit.is_free else limit.budget_bytes
+    decided = f"{limit.share}-{budget}-{limit.peak_bytes}"
+    others = dataclasses.replace(options, memory_budget="free").fingerprint()
+    plan = f"{others}-{decided}-{device_costs.fingerprint()}"
     key = f"mstpass-{_sources_hash()}-{torch.get_num_threads()}-{plan}"
     return key if loops_in_backward else f"{key}-forward-loops"
 
@@ -101,8 +109,8 @@ class Partitioner(CustomPartitionerFn):
     """The partitioner that AOTAutograd calls with the joint graph.
 
     Attributes:
-        limit_bytes: the highest simulated peak that the plan may have (``pipeline.run``).
-        available_bytes: the memory of the device; a plan that needs more is an error.
+        limit: what the plan may take. A free plan that is not within the budget in bytes is an
+            error.
         cached: the compile caches may give the graph, and keep it.
         report: the plan of the graph; None until the partitioner is called. It is not called for a
             graph that comes from a compile cache.
@@ -115,12 +123,10 @@ class Partitioner(CustomPartitionerFn):
     def __init__(
         self,
         options: Options,
-        limit_bytes: int | None = None,
-        available_bytes: int | None = None,
+        limit: Limit | None = None,
         cached: bool = True,
     ):
-        self.options, self.limit_bytes = options, limit_bytes
-        self.available_bytes, self.cached = available_bytes, cached
+        self.options, self.limit, self.cached = options, limit or Limit.of(options), cached
         self.loops_in_backward = not traces_backward_again()
         self.report: Report | None = None
         self.nested: list[Report] = []
@@ -140,7 +146,7 @@ class Partitioner(CustomPartitionerFn):
             result = pipeline.run(
                 gm,
                 self.options,
-                limit_bytes=self.limit_bytes,
+                limit=self.limit,
                 loops_in_backward=self.loops_in_backward,
                 **pipeline_kwargs(kwargs),
             )
@@ -151,7 +157,7 @@ class Partitioner(CustomPartitionerFn):
                 raise MstpassError(f"mstpass failed (strict=True): {error}") from error
             raise
         assert result.modules is not None
-        check_fit(result.outcome, self.available_bytes)
+        check_fit(result.outcome, self.limit)
         self.report = Report(result.outcome, details=self._details(result))
         self.seconds = result.seconds
         self.loops += sum(_number_of_loops(module.graph) for module in result.modules)
@@ -171,7 +177,7 @@ class Partitioner(CustomPartitionerFn):
         # None means not cacheable: a user's solver may change while its name stays
         if not self.cached or not is_own(self.options.solver):
             return None
-        return f"{uuid(self.options, self.loops_in_backward)}-{self.limit_bytes}"
+        return uuid(self.options, self.limit, self.loops_in_backward)
 
 
 def _number_of_loops(graph: fx.Graph) -> int:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from mstpass.byte_sizes import bytes_text
+from mstpass.limit import Limit
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.mode_costs import WHOLE
 from mstpass.memory.simulate_plan import StepSimulation
@@ -30,13 +31,6 @@ from mstpass.problem.problem import CutProblem, Plan
 _MOST_VALUES = 20_000  # of all simulations together: they would take seconds
 
 
-class _Asked(NamedTuple):
-    """What the plan was asked for: no budget, one, or the least memory that there is."""
-
-    free: bool
-    least: bool
-
-
 class _Compared(NamedTuple):
     """The peaks of the step with a region whole and with its loops, and the time of its loops.
 
@@ -49,14 +43,13 @@ class _Compared(NamedTuple):
 
 
 def reasons_left_whole(
-    problem: CutProblem, plan: Plan, left: Sequence[RegionCandidates], *, free: bool, least: bool
+    problem: CutProblem, plan: Plan, left: Sequence[RegionCandidates], limit: Limit
 ) -> list[str]:
     """The reason for each region, in order.
 
     Args:
         left: regions that have no loops in the plan.
-        free: the plan is that of no budget.
-        least: the plan is that of the least memory.
+        limit: what the plan may take.
     """
     if not left:
         return []
@@ -69,8 +62,8 @@ def reasons_left_whole(
     for group in alike.values():
         room -= len(problem.values)
         compared = _compared(problem, plan, group[0]) if room > 0 else None
-        reason = _by_numbers(problem, compared, _Asked(free, least)) if compared else ""
-        reason = reason or _elsewhere(simulation, group, least)
+        reason = _by_numbers(problem, compared, limit) if compared else ""
+        reason = reason or _elsewhere(simulation, group, limit)
         found |= {candidate.region: reason for candidate in group}
     return [found[candidate.region] for candidate in left]
 
@@ -100,7 +93,7 @@ def _compared(problem: CutProblem, plan: Plan, candidate: RegionCandidates) -> _
     return _Compared(whole_bytes, chunked_bytes, us / before_us - 1 if before_us else 0.0)
 
 
-def _by_numbers(problem: CutProblem, compared: _Compared, asked: _Asked) -> str:
+def _by_numbers(problem: CutProblem, compared: _Compared, limit: Limit) -> str:
     """The reason, if the peak or the time of the region's loops is it; else an empty text."""
     whole, chunked = bytes_text(compared.whole_bytes), bytes_text(compared.chunked_bytes)
     if compared.chunked_bytes > TIE * compared.whole_bytes:
@@ -108,10 +101,10 @@ def _by_numbers(problem: CutProblem, compared: _Compared, asked: _Asked) -> str:
             f"chunks here would raise the step's peak, from {whole} to {chunked}, by the sums and "
             "gradients that their loops keep"
         )
-    if TIE * compared.chunked_bytes >= compared.whole_bytes or asked.least:
+    if TIE * compared.chunked_bytes >= compared.whole_bytes or limit.is_least:
         return ""
     lowered = f"chunks here would lower the step's peak, from {whole} to {chunked}"
-    if not asked.free:
+    if not limit.is_free:
         return f"{lowered}, but the budget is met without them"
     if compared.extra_time <= problem.free_overhead:
         return ""
@@ -121,7 +114,7 @@ def _by_numbers(problem: CutProblem, compared: _Compared, asked: _Asked) -> str:
     )
 
 
-def _elsewhere(simulation: StepSimulation, group: Sequence[RegionCandidates], least: bool) -> str:
+def _elsewhere(simulation: StepSimulation, group: Sequence[RegionCandidates], limit: Limit) -> str:
     """The reason of a region that does not make the peak."""
     if group[0].whole_first:
         return "chunks without recomputation save no memory, and the plan needs none here"
@@ -134,5 +127,5 @@ def _elsewhere(simulation: StepSimulation, group: Sequence[RegionCandidates], le
     told = f"{bytes_text(peak.bytes)} at {peak.node} in {phase}, at most {bytes_text(here)} here"
     if here >= peak.bytes:  # it runs where the peak is, which other values make
         told = f"{bytes_text(peak.bytes)} at {peak.node} in {phase}, with chunks here as well"
-    ending = ", at the least memory that was found" if least else ""
+    ending = ", at the least memory that was found" if limit.is_least else ""
     return f"the step's peak lies elsewhere ({told}), so chunks here would not lower it{ending}"

@@ -72,11 +72,6 @@ class Options:
         return Options(**values)
 
     @property
-    def frees_memory_for_time(self) -> bool:
-        """Whether plans may repeat matrix products: under any budget but the free plan's."""
-        return self.memory_budget not in ("auto", "free", 1.0)
-
-    @property
     def inductor_patches(self) -> dict[str, Any]:
         """The user's Inductor config as a dict."""
         return dict(self.inductor)

@@ -29,19 +29,14 @@ from mstpass import pipeline_stages
 from mstpass.fewer_loops import with_fewer_loops, with_loops_that_help
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.view_storages import share_storages
+from mstpass.limit import Limit, simulated_limit
 from mstpass.loops.apply_plans import Applied
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize.inputs_before_writes import inputs_before_writes
 from mstpass.normalize.masks_as_flags import masks_as_flags
 from mstpass.options import Options
-from mstpass.partition.budget import (
-    BudgetError,
-    budget_bytes,
-    infeasible,
-    simulated_limit,
-    simulated_limit_bytes,
-)
+from mstpass.partition.budget import BudgetError, infeasible
 from mstpass.partition.inductor_alone import inductor_alone
 from mstpass.partition.solvers import AUTO
 from mstpass.partition.solvers.candidate import TIE
@@ -96,7 +91,7 @@ def run(
     *,
     num_fwd_outputs: int,
     stop_after: str = "split",
-    limit_bytes: int | None = None,
+    limit: Limit | None = None,
     loops_in_backward: bool = True,
     **torch_kwargs: Any,
 ) -> Result:
@@ -105,8 +100,7 @@ def run(
     Args:
         module: the joint graph, after Inductor's joint passes.
         stop_after: the name of a stage.
-        limit_bytes: the highest simulated peak that the plan may have; it replaces the limit that
-            follows from a budget in bytes.
+        limit: what the plan may take; None: what the options say.
         loops_in_backward: whether the backward may have loops. If not, only fused regions have any.
         torch_kwargs: further arguments that AOTAutograd passes to a partitioner.
 
@@ -116,27 +110,28 @@ def run(
     """
     if stop_after not in STAGES:
         raise ValueError(f"stop_after must be one of {STAGES}, got {stop_after!r}")
-    limit = simulated_limit_bytes(options) if limit_bytes is None else limit_bytes
+    limit = limit or Limit.of(options)
 
-    def planned(limit: int | None) -> Result:
+    def planned(limit: Limit) -> Result:
         with collector_paused():
             joint = functools.partial(JointGraph, module, num_fwd_outputs)
             return _run_stages(joint, options, loops_in_backward, stop_after, limit, torch_kwargs)
 
     result = planned(limit)
-    budget = budget_bytes(options)
-    if budget is None or limit is None or _fits(result, budget):
+    if limit.is_free or result.memory is None or limit.allows(result.outcome):
         return result
-    if limit:  # the plan of ``memory_budget=0.0`` has candidates that no other limit has
-        least = planned(0)
-        if least.memory and result.memory and least.memory.peak_bytes < result.memory.peak_bytes:
+    if (lower := limit.after(result.outcome)) is not None:
+        least = planned(lower)
+        if least.memory and least.memory.peak_bytes < result.memory.peak_bytes:
             result = least
-    if _fits(result, budget):
+    if limit.allows(result.outcome):
         return result
-    assert result.memory is not None
-    note = infeasible(budget, result.memory, result.outcome)
+    assert result.memory is not None and limit.budget_bytes is not None
+    note = infeasible(limit.budget_bytes, result.memory, result.outcome)
     if result.problem is not None:
-        note += more_host_memory(result.problem, limit or simulated_limit(budget))
+        note += more_host_memory(
+            result.problem, limit.peak_bytes or simulated_limit(limit.budget_bytes)
+        )
     if options.strict:
         raise BudgetError(note)
     warnings.warn(f"mstpass: {note}", stacklevel=2)
@@ -144,44 +139,32 @@ def run(
     return dataclasses.replace(result, outcome=outcome)
 
 
-def _fits(result: Result, budget_bytes: int) -> bool:
-    """Whether the simulated peak is within the budget; a result without one is not held to it."""
-    return result.memory is None or result.memory.peak_bytes <= budget_bytes
-
-
 def _run_stages(
     read: Callable[[], JointGraph],
     options: Options,
     loops_in_backward: bool,
     stop_after: str,
-    limit_bytes: int | None,
+    limit: Limit,
     torch_kwargs: dict[str, Any],
 ) -> Result:
-    """One plan whose simulated peak is at most ``limit_bytes``, or as low as there is.
-
-    A limit of 0 asks for the plan of ``memory_budget=0.0``.
-    """
-    if limit_bytes == 0:
-        options = dataclasses.replace(options, memory_budget=0.0)
+    """One plan within the limit, or one with a peak as low as there is."""
     watch = _Stopwatch()
     traced = inputs_before_writes(read())
     masks = masks_as_flags(traced)
     watch.lap("read")
-    detected = pipeline_stages.detect(masks.joint, options, loops_in_backward)
+    detected = pipeline_stages.detect(masks.joint, options, limit, loops_in_backward)
     detected = detected.with_masks(masks)
     watch.lap("detect")
     if stop_after in ("read", "detect"):
         return Result(_outcome((), detected.rejections))
     static_inputs = torch_kwargs.get("static_lifetime_input_indices")
     alone = functools.partial(inductor_alone, traced, static_inputs)
-    planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit_bytes, alone)
+    planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit, alone)
     watch.lap("plan")
     if stop_after == "plan":
         rejections = (*detected.rejections, *planned.rejections)
         return Result(_outcome(planned.chunk_plans, rejections), planned.problem)
-    rewritten = functools.partial(
-        _rewritten, detected, options, stop_after, limit_bytes, torch_kwargs, watch
-    )
+    rewritten = functools.partial(_rewritten, detected, options, stop_after, torch_kwargs, watch)
     results: list[Result] = []
     for attempt in with_fewer_loops(planned, traced):
         results.append(rewritten(attempt))
@@ -189,7 +172,7 @@ def _run_stages(
             break
     else:
         return min(results, key=_peak_bytes)
-    if attempt is planned and options.chunk_tokens is not None and options.frees_memory_for_time:
+    if attempt is planned and options.chunk_tokens is not None and not limit.is_free:
         return _without_raising_loops(results[-1], planned, rewritten)
     return results[-1]
 
@@ -219,7 +202,6 @@ def _rewritten(
     detected: pipeline_stages.Detected,
     options: Options,
     stop_after: str,
-    limit_bytes: int | None,
     torch_kwargs: dict[str, Any],
     watch: _Stopwatch,
     planned: pipeline_stages.Planned,
@@ -239,13 +221,13 @@ def _rewritten(
     for module in modules:
         share_storages(module.graph)
     forward, backward = (module.graph for module in modules)
-    memory = simulate_step(forward, backward, options.frees_memory_for_time)
+    memory = simulate_step(forward, backward, not planned.limit.is_free)
     outcome = dataclasses.replace(
         outcome,
         save_plan=crossing.save_plan,
         peak_bytes=memory.peak_bytes if memory.known else None,
         notes=(*detected.notes, *crossing.notes),
-        limit_bytes=limit_bytes,
+        limit_bytes=planned.limit.simulated_bytes,
         left_to_torch=crossing.left_to_torch,
     )
     before: StepMemory | None = None
@@ -271,11 +253,11 @@ def _raises_peak(result: Result, planned: pipeline_stages.Planned, options: Opti
         return planned.solver == AUTO and result.before.peak_bytes < peak_bytes / TIE
     if all(region.symbolic for region in regions):  # those keep their loops
         return False
-    limit_bytes = peak_bytes / (1.0 if options.chunk_tokens is None else FORCED_MAY_RAISE)
-    if result.before.peak_bytes < limit_bytes:
+    most_bytes = peak_bytes / (1.0 if options.chunk_tokens is None else FORCED_MAY_RAISE)
+    if result.before.peak_bytes < most_bytes:
         return True
     return pipeline_stages.is_lower_without_loops(
-        result.read, planned.problem, options, limit_bytes
+        result.read, planned.problem, options, planned.limit, most_bytes
     )
 
 

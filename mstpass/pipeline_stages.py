@@ -17,6 +17,7 @@ from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake
 from mstpass.left_whole import reasons_left_whole
+from mstpass.limit import Limit
 from mstpass.loops.apply_plans import Applied, CycleError, apply_plans
 from mstpass.loops.attention_modes import all_candidates, loops_over_heads
 from mstpass.loops.candidate_modes import RegionCandidates
@@ -68,7 +69,9 @@ class Detected:
         return dataclasses.replace(self, rejections=rejections, notes=masks.notes)
 
 
-def detect(joint: JointGraph, options: Options, loops_in_backward: bool = True) -> Detected:
+def detect(
+    joint: JointGraph, options: Options, limit: Limit, loops_in_backward: bool = True
+) -> Detected:
     """Find regions, in the joint graph as it is or in a normalized copy of it.
 
     The copy is used only if a region has a node that normalization changed. Otherwise the graph
@@ -78,10 +81,10 @@ def detect(joint: JointGraph, options: Options, loops_in_backward: bool = True) 
         return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
     if options.chunk == "off":
         return Detected(joint)
-    joint, prepared, changed = normalized(joint, loops_over_heads(options))
-    candidates, rejections = all_candidates(prepared, options)
+    joint, prepared, changed = normalized(joint, loops_over_heads(options, limit))
+    candidates, rejections = all_candidates(prepared, options, limit)
     if prepared is not joint and not any(changed.intersection(_members(c)) for c in candidates):
-        prepared, (candidates, _) = joint, all_candidates(joint, options)
+        prepared, (candidates, _) = joint, all_candidates(joint, options, limit)
     if not loops_in_backward:
         refused = [candidate for candidate in candidates if not candidate.fused]
         candidates = [candidate for candidate in candidates if candidate.fused]
@@ -113,9 +116,9 @@ class Planned:
         refused: the regions whose loops cannot be written, which the problem does not have.
         solver: the name of the solver that made the plan.
         notes: why that is not the solver of the options, if it is not.
-        limit_bytes: the limit on the simulated peak that it was asked for.
+        limit: what the plan may take.
+        limit_bytes: the most bytes at the simulated peak that the solver was asked for.
         alone: what Inductor alone would do with the graph as it was traced; None if unknown.
-        least: it was asked for the least memory that there is.
     """
 
     joint: JointGraph
@@ -124,10 +127,10 @@ class Planned:
     candidates: tuple[RegionCandidates, ...]
     refused: tuple[Rejection, ...]
     solver: str
+    limit: Limit
     notes: tuple[str, ...] = ()
     limit_bytes: int | None = None
     alone: Candidate | None = None
-    least: bool = False
 
     @property
     def chunk_plans(self) -> tuple[ChunkPlan, ...]:
@@ -139,8 +142,7 @@ class Planned:
     def rejections(self) -> tuple[Rejection, ...]:
         """Why other regions have no loops."""
         whole = [c for c in self.candidates if self._mode(c) == WHOLE]
-        free = self.limit_bytes is None
-        reasons = reasons_left_whole(self.problem, self.plan, whole, free=free, least=self.least)
+        reasons = reasons_left_whole(self.problem, self.plan, whole, self.limit)
         told = zip(whole, reasons, strict=True)
         return (*self.refused, *(_rejected("plan", c.plans[0][1], why) for c, why in told))
 
@@ -153,7 +155,7 @@ def plan(
     joint: JointGraph,
     candidates: tuple[RegionCandidates, ...],
     options: Options,
-    limit_bytes: int | None,
+    limit: Limit,
     inductor_alone: Callable[[], Candidate | str],
 ) -> Planned:
     """Choose each region's mode and the saved values, by the simulated peak."""
@@ -162,11 +164,11 @@ def plan(
     notes: tuple[str, ...] = ()
     if isinstance(alone, str):
         notes, alone = (f"{alone}: plans are compared with the step without loops",), None
-    problem, left, refused = _problem(joint, list(candidates), options)
+    problem, left, refused = _problem(joint, list(candidates), options, limit)
     problem = dataclasses.replace(problem, free_overhead=options.free_overhead)
     if alone is not None:
         problem = with_torch_saved(problem, alone.plan.saved)
-    solved = solve(problem, options, limit_bytes, left_to_torch)
+    solved = solve(problem, options, limit, left_to_torch)
     return Planned(
         joint,
         problem,
@@ -174,15 +176,15 @@ def plan(
         tuple(left),
         tuple(refused),
         solved.solver,
+        limit,
         (*notes, *solved.notes),
         solved.limit_bytes,
         alone,
-        least=options.memory_budget == 0.0,
     )
 
 
 def _problem(
-    joint: JointGraph, candidates: list[RegionCandidates], options: Options
+    joint: JointGraph, candidates: list[RegionCandidates], options: Options, limit: Limit
 ) -> tuple[CutProblem, list[RegionCandidates], list[Rejection]]:
     """The partition problem, without the regions whose loops cannot be written."""
     rejections: list[Rejection] = []
@@ -190,7 +192,7 @@ def _problem(
     while True:
         try:
             modes = region_modes(joint, candidates, options.accumulate)
-            problem = cut_problem(joint, modes, options.frees_memory_for_time, host)
+            problem = cut_problem(joint, modes, not limit.is_free, host)
             with_modes(problem, {})
             broken = broken_policies(problem)
             if not broken:
@@ -268,13 +270,13 @@ def split(
         modules, save_plan = split_by_torch(rewritten, **torch_kwargs)
         as_copies(modules)
         return Split(modules, _named(save_plan, names, joint), planned.notes, reason)
-    problem = _problem_of(rewritten, planned, names, options)
+    problem = _problem_of(rewritten, planned, names)
     before = Solved(solved, planned.solver, planned.notes, planned.limit_bytes)
-    chosen, name, notes, _ = carried_over(before, applied.names, problem, options)
-    done = _reconstruct(rewritten, problem, chosen, options)
+    chosen, name, notes, _ = carried_over(before, applied.names, problem, options, planned.limit)
+    done = _reconstruct(rewritten, problem, chosen, options, planned.limit)
     if done is not None:
         rewritten, chosen = done.joint, done.plan
-        problem = _problem_of(rewritten, planned, names, options)
+        problem = _problem_of(rewritten, planned, names)
     step = StepSimulation.of(problem, chosen)
     limit_bytes = planned.limit_bytes
     above_limit = limit_bytes is not None and step.peak_bytes > limit_bytes
@@ -286,15 +288,13 @@ def split(
     return Split(modules, _named(save_plan, names, joint), notes)
 
 
-def _problem_of(
-    rewritten: JointGraph, planned: Planned, names: Mapping[str, str], options: Options
-) -> CutProblem:
+def _problem_of(rewritten: JointGraph, planned: Planned, names: Mapping[str, str]) -> CutProblem:
     """The problem of the graph with its loops, with the times that the plan was made with.
 
     Args:
         names: the name in the graph before loops of each node.
     """
-    problem = cut_problem(rewritten, (), options.frees_memory_for_time, planned.problem.host)
+    problem = cut_problem(rewritten, (), not planned.limit.is_free, planned.problem.host)
     closed = with_modes(planned.problem, planned.plan.modes)
     us = {value.name: value.us for value in (*closed.values, *closed.backward)}
 
@@ -337,14 +337,15 @@ def _reconstruct(
     problem: CutProblem,
     plan: Plan,
     options: Options,
+    limit: Limit,
 ) -> _Reconstruction | None:
     """Save fewer values by reconstructing some in backward, unless that raises the peak."""
-    pack_masks, saved = options.frees_memory_for_time, plan.saved
+    pack_masks, saved = not limit.is_free, plan.saved
     allowed = problem.allowing(True)
     reduced, kept, done = reconstruct(joint, allowed, saved, options.reconstruct, pack_masks)
     if not done:
         return None
-    other = cut_problem(reduced, (), options.frees_memory_for_time, problem.host)
+    other = cut_problem(reduced, (), not limit.is_free, problem.host)
     verify(other.allowing(True), kept)
     peak_bytes = simulate_plan(problem, plan).peak_bytes
     after = dataclasses.replace(plan, saved=kept, offloaded=plan.offloaded & kept)
@@ -354,7 +355,7 @@ def _reconstruct(
 
 
 def is_lower_without_loops(
-    joint: JointGraph, problem: CutProblem, options: Options, peak_bytes: float
+    joint: JointGraph, problem: CutProblem, options: Options, limit: Limit, peak_bytes: float
 ) -> bool:
     """Whether the step without loops has a lower simulated peak, by reconstruction as well."""
     before = problem.once(without_loops)
@@ -364,7 +365,7 @@ def is_lower_without_loops(
     won_bytes = most_won_bytes(joint, before.problem, saved, options.reconstruct)
     if before.peak_bytes - won_bytes >= peak_bytes:
         return False
-    done = _reconstruct(joint, before.problem, before.plan, options)
+    done = _reconstruct(joint, before.problem, before.plan, options, limit)
     return done is not None and simulate_plan(done.problem, done.plan).peak_bytes < peak_bytes
 
 

@@ -15,6 +15,7 @@ from mstpass.bench.huggingface_architecture import TINY
 from mstpass.bench.huggingface_architectures import architectures
 from mstpass.bench.long import problem_of
 from mstpass.bench.models import LlamaSize, llama
+from mstpass.limit import Limit
 from mstpass.loops import attention_modes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
@@ -54,7 +55,9 @@ def test_the_least_memory_is_that_of_a_group_of_heads(monkeypatch: pytest.Monkey
     assert region.num_chunks == HEADS
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
-    plan, *_ = solve(result.problem, Options(memory_budget=0.0), None, "")
+    plan, *_ = solve(
+        result.problem, Options(memory_budget=0.0), Limit.of(Options(memory_budget=0.0)), ""
+    )
     planned = memory_of(result.problem, plan)
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
     assert planned.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.01)

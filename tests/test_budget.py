@@ -14,12 +14,13 @@ import mstpass
 from mstpass import pipeline
 from mstpass.backend import MstpassError
 from mstpass.bench.models import LlamaSize, llama
+from mstpass.limit import MEASURED_OVER_SIMULATED, Limit
 from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.memory.timeline import Moment, StepMemory
 from mstpass.options import Options
-from mstpass.partition.budget import MEASURED_OVER_SIMULATED, memory_of
+from mstpass.partition.budget import memory_of
 from mstpass.partition.solve import solve
 from mstpass.partition.solvers import SOLVERS
 from mstpass.partition.solvers.peak_search import peak_search
@@ -57,7 +58,7 @@ def test_plans_are_simulated_as_the_graphs_they_become(
     result = pipeline.run(joint, options, num_fwd_outputs=outputs)
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
-    plan, *_ = solve(result.problem, options, None, "")
+    plan, *_ = solve(result.problem, options, Limit.of(options), "")
     planned = memory_of(result.problem, plan)
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.01)
     assert planned.backward.peak.bytes == pytest.approx(real.backward.peak.bytes, rel=0.01)
@@ -77,7 +78,7 @@ def test_operands_that_no_view_shows_token_by_token_are_planned() -> None:
     result = pipeline.run(joint, options, num_fwd_outputs=outputs)
     assert result.problem is not None and result.modules is not None
     real = simulate_step(*(module.graph for module in result.modules))
-    plan, *_ = solve(result.problem, options, None, "")
+    plan, *_ = solve(result.problem, options, Limit.of(options), "")
     planned = memory_of(result.problem, plan)
     assert [region.mode for region in result.outcome.regions] == ["fused"]
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.001)

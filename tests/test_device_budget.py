@@ -115,8 +115,7 @@ class _Compiler:
     def __call__(self, gm: Any, inputs: Any, config_patches: dict[str, Any]) -> Any:
         partitioner = config_patches["custom_partitioner_fn"]
         modules = partitioner(self.joint, [], num_fwd_outputs=self.outputs)
-        free = partitioner.options.memory_budget == "free"
-        self.scheduled_bytes = self.free_plan_needs if free else None
+        self.scheduled_bytes = self.free_plan_needs if partitioner.limit.is_free else None
         self.keys.append(partitioner.uuid())
         self.graphs.append(tuple(map(graph_text, modules)))
         return gm.forward

@@ -9,7 +9,7 @@ import torch
 
 from mstpass.fuzz.case import Case, Layer
 from mstpass.fuzz.checks import INDUCTOR, check_case
-from mstpass.partition.budget import MEASURED_OVER_SIMULATED
+from mstpass.limit import MEASURED_OVER_SIMULATED
 
 SLICED = Case(
     (Layer(act="silu"),),

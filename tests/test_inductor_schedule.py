@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import mstpass
 from mstpass import backend, inductor_hooks, pipeline
 from mstpass.bench.models import MLPs, Step
+from mstpass.limit import Limit
 from mstpass.measure import peak_bytes
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import Options
-from mstpass.partition.budget import tighter_limit_bytes
 from mstpass.plans import Outcome
 
 CPU = torch.device("cpu")
@@ -175,18 +175,18 @@ def test_a_plan_that_needs_as_much_is_followed_by_another(monkeypatch: pytest.Mo
     planned = {75: (60, 120), 50: (50, 95)}  # by limit: simulated, scheduled
 
     def again(gm: Any, inputs: Any, users: Any, partitioner: backend.Partitioner) -> str:
-        peak, scheduled = planned[partitioner.limit_bytes or 0]
+        limit_bytes = partitioner.limit.simulated_bytes
+        peak, scheduled = planned[limit_bytes or 0]
         partitioner.report = base.with_outcome(
-            limit_bytes=partitioner.limit_bytes, peak_bytes=peak, scheduled_peak_bytes=scheduled
+            limit_bytes=limit_bytes, peak_bytes=peak, scheduled_peak_bytes=scheduled
         )
         return f"of {scheduled}"
 
     monkeypatch.setattr(backend, "_compiled", again)
-    options = Options(memory_budget=100)
-    first = backend.Partitioner(options, 97)
+    first = backend.Partitioner(Options(memory_budget=100))
     first.report = base.with_outcome(limit_bytes=97, peak_bytes=90, scheduled_peak_bytes=120)
     graph: Any = None
-    found, best = backend._within_budget(graph, (), {}, options, "of 120", first)
+    found, best = backend._within_budget(graph, (), {}, "of 120", first)
     assert found == "of 95" and best.report is not None and best.report.peak_bytes == 95
 
 
@@ -205,7 +205,8 @@ def test_the_limit_of_the_next_attempt(
     limit: int, peak: int, scheduled: int, last: bool, tighter: int | None
 ) -> None:
     outcome = Outcome(limit_bytes=limit, peak_bytes=peak, scheduled_peak_bytes=scheduled)
-    assert tighter_limit_bytes(outcome, Options(memory_budget=100), last) == tighter
+    found = Limit.in_bytes(100).with_simulated(limit).after(outcome, last)
+    assert (found and found.simulated_bytes) == tighter
 
 
 def test_a_budget_that_no_schedule_meets_is_a_warning() -> None:

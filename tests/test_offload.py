@@ -20,8 +20,8 @@ from torch.utils.checkpoint import (
 
 import mstpass
 from mstpass.bench.models import LlamaSize, llama
+from mstpass.limit import MEASURED_OVER_SIMULATED
 from mstpass.options import OptionError
-from mstpass.partition.budget import MEASURED_OVER_SIMULATED
 from mstpass.partition.host import NoDeviceError
 from tests.checks import check_against_float64, compiled
 from tests.host_on_cpu import host_on_cpu

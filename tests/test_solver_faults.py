@@ -16,6 +16,7 @@ import torch
 
 import mstpass
 from mstpass.bench import problems
+from mstpass.limit import Limit
 from mstpass.options import Options
 from mstpass.partition.solve import Solved, carried_over, solve
 from mstpass.partition.solvers import SOLVERS
@@ -92,18 +93,25 @@ def test_nonsense_is_refused(name: str, budget: str | float) -> None:
     mstpass.register_solver("users", answer)
     options = Options(solver="users", memory_budget=budget)
     with pytest.warns(UserWarning, match=reason) as told:
-        plan, solver, notes, _ = solve(PROBLEM, options, None, "")
+        plan, solver, notes, _ = solve(PROBLEM, options, Limit.of(options), "")
     assert len(told) == 1 and "solver 'users' failed" in str(told[0].message)
     assert solver == "peak_search" and "peak_search solves instead" in notes[0]
     auto = dataclasses.replace(options, solver="auto")
-    assert plan == solve(PROBLEM, auto, None, "")[0]
+    assert plan == solve(PROBLEM, auto, Limit.of(auto), "")[0]
     with pytest.raises(InvalidPlan, match=reason):
-        solve(PROBLEM, dataclasses.replace(options, strict=True), None, "")
+        solve(
+            PROBLEM,
+            dataclasses.replace(options, strict=True),
+            Limit.of(dataclasses.replace(options, strict=True)),
+            "",
+        )
 
 
 def test_a_right_plan_is_taken_as_it_is() -> None:
     mstpass.register_solver("users", lambda problem, _: RIGHT)
-    plan, solver, notes, _ = solve(PROBLEM, Options(solver="users"), None, "")
+    plan, solver, notes, _ = solve(
+        PROBLEM, Options(solver="users"), Limit.of(Options(solver="users")), ""
+    )
     assert (plan, solver, notes) == (RIGHT, "users", ())
 
 
@@ -115,7 +123,7 @@ def test_if_our_own_solver_fails_the_simplest_one_solves(monkeypatch: pytest.Mon
 
     monkeypatch.setitem(solvers._OWN, "peak_search", fails)
     with pytest.warns(UserWarning, match="'peak_search' failed: .* min_cut solves instead"):
-        _, solver, *_ = solve(PROBLEM, Options(), None, "")
+        _, solver, *_ = solve(PROBLEM, Options(), Limit.of(Options()), "")
     assert solver == "min_cut"
 
 
@@ -124,10 +132,15 @@ def test_a_failure_on_a_graph_that_torch_splits_is_told_too() -> None:
     mstpass.register_solver("users", ANSWERS["an error"][0])
     options = Options(solver="users")
     with pytest.warns(UserWarning, match="on purpose"):
-        plan, solver, (note,), _ = solve(PROBLEM, options, None, "a reason")
+        plan, solver, (note,), _ = solve(PROBLEM, options, Limit.of(options), "a reason")
     assert (plan, solver) == (RIGHT, "peak_search") and "on purpose" in note
     with pytest.raises(InvalidPlan, match="on purpose"):
-        solve(PROBLEM, dataclasses.replace(options, strict=True), None, "a reason")
+        solve(
+            PROBLEM,
+            dataclasses.replace(options, strict=True),
+            Limit.of(dataclasses.replace(options, strict=True)),
+            "a reason",
+        )
     lost = Value("lost", 8, ("x",), pinned=True, savable=False, needed=True)
     none = CutProblem(
         values=(_CHAIN.values[0], lost),
@@ -136,7 +149,7 @@ def test_a_failure_on_a_graph_that_torch_splits_is_told_too() -> None:
         gradients=("gradient",),
     )
     strict = Options(strict=True)
-    plan, _, (note,), _ = solve(none, strict, None, "a reason")
+    plan, _, (note,), _ = solve(none, strict, Limit.of(strict), "a reason")
     assert plan == Plan(frozenset()) and "each region runs in its first mode" in note
 
 
@@ -158,7 +171,7 @@ def test_a_plan_is_carried_over_by_name() -> None:
     nested, inner = frozenset({"old_a", "gone"}), frozenset({"old_a"})
     plan = Plan(frozenset({"old_b"}), {"region": "recompute"}, nested, frozenset(), inner)
     names = {"old_a": "a", "old_b": "b"}
-    made = carried_over(Solved(plan, "users", ("note",), 5), names, _CHAIN, Options())
+    made = carried_over(Solved(plan, "users", ("note",), 5), names, _CHAIN, Options(), Limit())
     a = frozenset({"a"})
     assert made == Solved(Plan(frozenset({"b"}), {}, a, frozenset(), a), "users", ("note",), 5)
 
@@ -184,7 +197,7 @@ def test_a_plan_that_is_not_valid_any_more_is_made_again(
         pytest.warns(UserWarning, match=message) if budget == "1GiB" else contextlib.nullcontext()
     )
     with told:
-        made = carried_over(before, {"a": "a"}, problem, options)
+        made = carried_over(before, {"a": "a"}, problem, options, Limit.of(options))
     assert asked == [900] and (made.plan.saved, made.limit_bytes) == ({"b"}, 900)
     assert made.notes[0] == "note" and "not valid there" in made.notes[1]
 
@@ -245,15 +258,22 @@ def test_a_solver_that_never_returns_is_stopped() -> None:
     start = time.monotonic()
     options = Options(solver="users", memory_budget=0.5)  # asks more than once
     with pytest.warns(UserWarning, match=r"no result within 0\.2 s; register.*allows more"):
-        _, solver, *_ = solve(PROBLEM, options, None, "")
+        _, solver, *_ = solve(PROBLEM, options, Limit.of(options), "")
     assert solver == "peak_search" and time.monotonic() - start < 20
     _no_thread_is_left()
     start = time.monotonic()
     with pytest.raises(InvalidPlan, match=r"no result within 0\.2 s"):
-        solve(PROBLEM, dataclasses.replace(options, strict=True), None, "")
+        solve(
+            PROBLEM,
+            dataclasses.replace(options, strict=True),
+            Limit.of(dataclasses.replace(options, strict=True)),
+            "",
+        )
     assert time.monotonic() - start < 0.2, "it is not asked again"
     mstpass.register_solver("users", lambda *_: RIGHT, time_limit_s=0.2)
-    assert solve(PROBLEM, Options(solver="users"), None, "")[1] == "users"
+    assert (
+        solve(PROBLEM, Options(solver="users"), Limit.of(Options(solver="users")), "")[1] == "users"
+    )
 
 
 def _no_thread_is_left() -> None:

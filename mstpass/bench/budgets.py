@@ -34,7 +34,8 @@ from mstpass.bench.comparison import (
 from mstpass.bench.record import problem_of
 from mstpass.bench.tables import MIB, Result, Table, Target
 from mstpass.errors import UserError, require
-from mstpass.partition.budget import MEASURED_OVER_SIMULATED, memory_of
+from mstpass.limit import MEASURED_OVER_SIMULATED
+from mstpass.partition.budget import memory_of
 from mstpass.partition.solvers import AUTO, SOLVERS
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)

@@ -8,9 +8,10 @@ import networkx as nx
 from torch import fx
 
 from mstpass import pipeline
+from mstpass.limit import Limit
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.options import Options
-from mstpass.partition.budget import limit_of
+from mstpass.partition.budget import peak_limit_bytes
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.candidate import baseline
 from mstpass.problem.apply_modes import Cycle
@@ -21,7 +22,11 @@ BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.1, 0.0)
 
 
 def pareto_points(
-    result: pipeline.Result, module: fx.GraphModule, options: Options, num_fwd_outputs: int
+    result: pipeline.Result,
+    module: fx.GraphModule,
+    options: Options,
+    limit: Limit,
+    num_fwd_outputs: int,
 ) -> tuple[ParetoPoint, ...]:
     """The plan at hand and plans at ``BUDGETS``, the highest peak first.
 
@@ -32,11 +37,14 @@ def pareto_points(
     outcome = result.outcome
     if outcome.peak_bytes is None or outcome.extra_time is None:
         return ()
-    at_hand = options.memory_budget if options.frees_memory_for_time else 1.0
+    at_hand = _budget_of(limit, options)
     points = [ParetoPoint(_label(at_hand), outcome.peak_bytes, outcome.extra_time, chosen=True)]
     # The problem of any budget below 1.0 has all modes; solving it is quickest with min_cut.
-    any_budget = dataclasses.replace(options, memory_budget=BUDGETS[2], solver="min_cut")
-    planned = pipeline.run(module, any_budget, num_fwd_outputs=num_fwd_outputs, stop_after="plan")
+    quick = dataclasses.replace(options, solver="min_cut")
+    any_budget = Limit(share=BUDGETS[2])
+    planned = pipeline.run(
+        module, quick, limit=any_budget, num_fwd_outputs=num_fwd_outputs, stop_after="plan"
+    )
     problem = planned.problem
     assert problem is not None
     before_us = problem.once(baseline).us or 1.0
@@ -45,16 +53,23 @@ def pareto_points(
         if budget == at_hand:
             continue
         try:
-            limit = limit_of(problem, dataclasses.replace(options, memory_budget=budget), solve)
-            step = simulate_plan(problem, solve(problem, limit))
+            most_bytes = peak_limit_bytes(problem, Limit(share=budget), solve)
+            step = simulate_plan(problem, solve(problem, most_bytes))
             peak_bytes, extra = step.peak_bytes, step.us / before_us - 1
-            if limit is not None and peak_bytes > limit:
+            if most_bytes is not None and peak_bytes > most_bytes:
                 peak_bytes = step.lowered_peak_bytes
         except (InvalidPlan, Cycle, KeyError, nx.NetworkXUnbounded):
             continue  # a user's own solver may fail at some budgets
         points.append(ParetoPoint(_label(budget), peak_bytes, extra))
     points.sort(key=lambda point: (-point.peak_bytes, point.extra_time))
     return tuple(points)
+
+
+def _budget_of(limit: Limit, options: Options) -> object:
+    """The budget of the plan at hand, as a user writes it."""
+    if limit.share is not None:
+        return limit.share
+    return limit.budget_bytes if options.memory_budget == "auto" else options.memory_budget
 
 
 def _label(budget: object) -> str:

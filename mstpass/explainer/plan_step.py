@@ -29,9 +29,9 @@ from mstpass.explainer.errors import (
 from mstpass.explainer.pareto import pareto_points
 from mstpass.frame_stack import with_deep_stack
 from mstpass.inductor_hooks import pipeline_kwargs
+from mstpass.limit import Limit
 from mstpass.memory.device_budget import device_budget_bytes
 from mstpass.options import OptionError, Options
-from mstpass.partition.budget import fits
 from mstpass.regions.advice import is_output
 from mstpass.report.collect_details import collect_details
 from mstpass.report.report import Report
@@ -217,17 +217,16 @@ class _ReportMaker:
         return self._drop.finish
 
     def report(self, module: fx.GraphModule, torch_kwargs: dict[str, Any]) -> Report:
-        given, device_bytes = self._given, self._device_bytes
-        bound = given if device_bytes is None else dataclasses.replace(given, memory_budget="free")
+        given, limit = self._given, Limit.of(self._given, self._device_bytes)
         known = pipeline_kwargs(torch_kwargs)
         known["loops_in_backward"] = not traces_backward_again()
-        result = pipeline.run(module, bound, **known)
-        if device_bytes is not None and not fits(result.outcome, device_bytes):
-            bound = dataclasses.replace(given, memory_budget=device_bytes)
-            result = pipeline.run(module, bound, **known)
+        result = pipeline.run(module, given, limit=limit, **known)
+        if limit.is_free and (in_bytes := limit.after(result.outcome)) is not None:
+            limit = in_bytes
+            result = pipeline.run(module, given, limit=limit, **known)
         details = collect_details(result)
         if details is not None and self._pareto:
-            points = pareto_points(result, module, bound, torch_kwargs["num_fwd_outputs"])
+            points = pareto_points(result, module, given, limit, torch_kwargs["num_fwd_outputs"])
             details = dataclasses.replace(details, pareto=points)
         report = Report(result.outcome, details=details)
         return report.with_outcome(**self._drop.added_to(result.outcome))

@@ -20,6 +20,7 @@ from mstpass import pipeline
 from mstpass.fuzz.program import Call, Compile, Setup, drawn, new_seed
 from mstpass.fuzz.traced_strides import AsTraced
 from mstpass.inductor_hooks import LowerLoops, Partitioner
+from mstpass.limit import Limit
 from mstpass.options import Options
 from mstpass.returned_logits import drop_logits
 from mstpass.torch_internals.compile_fx import boxed, compile_fx
@@ -84,7 +85,7 @@ def fast(setup: Setup, record: list[Recording], ours: bool = True) -> Compile:
             patches["custom_partitioner_fn"] = recording
         lower = None
         if recording is not None and setup.lowered:
-            hold = options.frees_memory_for_time
+            hold = not Limit.of(options).is_free
             lower = LowerLoops(None, hold, recording, cached=False)
 
         def compile_graph(graph: fx.GraphModule, *_: Any, **__: Any) -> Any:

@@ -17,7 +17,7 @@ from mstpass import pipeline
 from mstpass.fuzz.compiled import Recording
 from mstpass.fuzz.program import Setup
 from mstpass.inductor_hooks import pipeline_kwargs
-from mstpass.partition.budget import MEASURED_OVER_SIMULATED
+from mstpass.limit import MEASURED_OVER_SIMULATED
 from mstpass.partition.solvers.candidate import TIE
 from mstpass.plans import Outcome
 from mstpass.torch_internals.fake_tensors import as_while_tracing

@@ -26,6 +26,7 @@ from mstpass.graph import ops
 from mstpass.graph.axes import HEADS, QUERIES
 from mstpass.graph.heads import is_attention, is_product
 from mstpass.graph.joint import JointGraph, nbytes
+from mstpass.limit import Limit
 from mstpass.loops.candidate_modes import RegionCandidates, find_candidates
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
@@ -38,17 +39,17 @@ _GROUPS = (2, 4, 8)
 _LEAST_ROWS, _BLOCK = (2048, 512), 32  # of queries in a chunk, long or short; of a kernel's block
 
 
-def loops_over_heads(options: Options) -> bool:
+def loops_over_heads(options: Options, limit: Limit) -> bool:
     """Whether attention may run in loops: where a budget may ask for less memory."""
-    return options.frees_memory_for_time and options.chunk == "auto"
+    return not limit.is_free and options.chunk == "auto"
 
 
 def all_candidates(
-    joint: JointGraph, options: Options
+    joint: JointGraph, options: Options, limit: Limit
 ) -> tuple[list[RegionCandidates], list[Rejection]]:
     """The candidates of all regions."""
-    candidates, rejections = find_candidates(joint, options)
-    if not loops_over_heads(options):
+    candidates, rejections = find_candidates(joint, options, limit)
+    if not loops_over_heads(options, limit):
         return candidates, rejections
     plans = (candidate.plans[0][1] for candidate in candidates)
     members = {joint.by_name[name] for plan in plans for name, _ in plan.members}

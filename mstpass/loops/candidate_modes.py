@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 
 from mstpass.graph.joint import JointGraph
+from mstpass.limit import Limit
 from mstpass.loops.chunk_length import LONG, SHORT, USUAL
 from mstpass.loops.free_overhead import spend_free_overhead
 from mstpass.loops.plan_region import RegionPlanner
@@ -58,22 +59,22 @@ class RegionCandidates:
 
 
 def find_candidates(
-    joint: JointGraph, options: Options
+    joint: JointGraph, options: Options, limit: Limit
 ) -> tuple[list[RegionCandidates], list[Rejection]]:
     """The candidates of every region, and the large parts of the graph that do not run in chunks.
 
-    Neither the graph nor the options change.
+    The graph does not change.
     """
     regions, rejections = detect(joint)
-    length = SHORT if options.memory_budget == 0.0 else USUAL
+    length = SHORT if limit.is_least else USUAL
     planners = {region.members: RegionPlanner(joint, region, options) for region in regions}
     preferred: list[ChunkPlan] = []
     only_recomputed: list[RegionCandidates] = []
     for planner in planners.values():
-        plan = planner.plan(preferred_mode(planner.region, options), length=length)
+        plan = planner.plan(preferred_mode(planner.region, limit), length=length)
         if isinstance(plan, ChunkPlan):
             preferred.append(plan)
-        elif candidates := _recomputed_for_a_budget(planner):
+        elif candidates := _recomputed_for_a_budget(planner, limit):
             only_recomputed.append(candidates)
         else:
             rejections.append(plan)
@@ -83,34 +84,34 @@ def find_candidates(
         return other if isinstance(other, ChunkPlan) else plan
 
     preferred = spend_free_overhead(joint, preferred, options.free_overhead, replan)
-    taken = [_candidates(planners[plan.members], plan) for plan in preferred]
+    taken = [_candidates(planners[plan.members], plan, limit) for plan in preferred]
     return [*taken, *only_recomputed], rejections
 
 
-def preferred_mode(region: Region, options: Options) -> str:
-    """The mode that takes no extra time; with ``memory_budget=0.0`` the one of least memory."""
+def preferred_mode(region: Region, limit: Limit) -> str:
+    """The mode that takes no extra time; for the least memory, the one of least memory."""
     if region.fused:
         return FUSED
     if region.returned:
         return SAVE  # the step returns those values, so they exist in any case
-    if region.kind == "lm_head" or options.memory_budget == 0.0:
+    if region.kind == "lm_head" or limit.is_least:
         return RECOMPUTE
     return SAVE
 
 
-def _recomputed_for_a_budget(planner: RegionPlanner) -> RegionCandidates | None:
+def _recomputed_for_a_budget(planner: RegionPlanner, limit: Limit) -> RegionCandidates | None:
     """For a region that gains nothing in its preferred mode: recompute, if a budget asks for it."""
     region = planner.region
-    if not planner.options.frees_memory_for_time or region.fused or region.returned:
+    if limit.is_free or region.fused or region.returned:
         return None
     plan = planner.plan(RECOMPUTE)
     if not isinstance(plan, ChunkPlan):
         return None
-    candidates = _candidates(planner, plan)
+    candidates = _candidates(planner, plan, limit)
     return dataclasses.replace(candidates, whole_first=candidates.optional)
 
 
-def _candidates(planner: RegionPlanner, preferred: ChunkPlan) -> RegionCandidates:
+def _candidates(planner: RegionPlanner, preferred: ChunkPlan, limit: Limit) -> RegionCandidates:
     """The preferred plan, and others that need less memory.
 
     A region keeps its loops if ``chunk_tokens`` is given, or if its token count varies: later
@@ -121,7 +122,7 @@ def _candidates(planner: RegionPlanner, preferred: ChunkPlan) -> RegionCandidate
     optional = planner.options.chunk_tokens is None and not region.symbolic
     leaner = preferred.mode if region.fused or region.returned else RECOMPUTE
     others = [(leaner, USUAL), (leaner, SHORT)]
-    if optional and not planner.options.frees_memory_for_time:
+    if optional and limit.is_free:
         others.append((preferred.mode, LONG))
     for mode, length in others:
         plan = planner.plan(mode, length=length)

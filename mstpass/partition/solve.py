@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import networkx as nx
 
+from mstpass.limit import Limit
 from mstpass.options import Options
-from mstpass.partition.budget import budget_bytes, limit_of
+from mstpass.partition.budget import peak_limit_bytes
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
@@ -41,9 +42,7 @@ class Solved(NamedTuple):
     limit_bytes: int | None = None
 
 
-def solve(
-    problem: CutProblem, options: Options, limit_bytes: int | None, left_to_torch: str
-) -> Solved:
+def solve(problem: CutProblem, options: Options, limit: Limit, left_to_torch: str) -> Solved:
     """The solver's plan; if it fails, another one's, and why.
 
     Args:
@@ -55,8 +54,8 @@ def solve(
     for solver in dict.fromkeys((asked, AUTO)):
         try:
             verified = _verified(solver)
-            limit = limit_of(problem, options, verified, limit_bytes)
-            return Solved(verified(problem, limit), solver, tuple(notes), limit)
+            limit_bytes = peak_limit_bytes(problem, limit, verified)
+            return Solved(verified(problem, limit_bytes), solver, tuple(notes), limit_bytes)
         except Exception as error:  # a user's function may raise anything
             said = f"solver {solver!r} failed: {type(error).__name__}: {error}"
             if left_to_torch and not _has_a_plan(problem):
@@ -79,7 +78,11 @@ def _has_a_plan(problem: CutProblem) -> bool:
 
 
 def carried_over(
-    solved: Solved, names: Mapping[str, str], problem: CutProblem, options: Options
+    solved: Solved,
+    names: Mapping[str, str],
+    problem: CutProblem,
+    options: Options,
+    limit: Limit,
 ) -> Solved:
     """The plan for the graph that has its loops, or another one where that is not valid.
 
@@ -100,12 +103,13 @@ def carried_over(
     try:
         verify(problem.allowing(True), saved, offloaded=offloaded)
     except InvalidPlan as error:
-        again = solve(problem, options, solved.limit_bytes, "")
+        same = Limit(None, limit.budget_bytes, solved.limit_bytes) if solved.limit_bytes else limit
+        again = solve(problem, options, same, "")
         said = (
             f"{again.solver} planned once more for the graph with its loops, because the first "
             f"plan is not valid there: {error}"
         )
-        if budget_bytes(options) is not None:
+        if limit.budget_bytes is not None:
             warnings.warn(f"mstpass: {said}", stacklevel=2)
         plan, notes = again.plan, (*solved.notes, *again.notes, said)
         return again._replace(plan=_as_read(problem, plan), notes=notes)

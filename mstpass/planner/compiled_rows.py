@@ -21,8 +21,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mstpass.limit import simulated_limit
 from mstpass.memory.allocation import BLOCK
-from mstpass.partition.budget import simulated_limit
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.pipeline import collector_paused

@@ -95,7 +95,7 @@ def body_key(joint: JointGraph, plan: ChunkPlan, loop: LoopPlan) -> str:
         number[unit] = "unit"
         rows.append(_layouts(unit))
 
-    def operand(node: fx.Node) -> tuple[str, object]:
+    def operand(node: fx.Node) -> Any:
         return "node", number.get(node, node.target if node.op == "get_attr" else node.name)
 
     for name in (*(item.node for item in loop.inputs), *loop.members):
