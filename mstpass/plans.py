@@ -239,7 +239,7 @@ class SavePlan:
         saved: the values that cross, one for each storage.
         solver: the name of the solver that chose them; ``"torch"`` for torch's partitioner.
         nested: values that backward recomputes in a pass of their own, between two saved values
-            (memory/simulate_plan.py). They do not cross.
+            (memory/program.py). They do not cross.
         inner: those of them that the passes of others compute as well.
         transfers: the copies of what waits in host memory, in the order in which they run.
         forward_us: the time of the forward's ops by the cost model, beside which copies run; 0

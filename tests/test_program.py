@@ -14,8 +14,9 @@ from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.materialization import REALIZE
 from mstpass.graph.node_copies import original_name
 from mstpass.memory.op_kinds import kind_of
+from mstpass.memory.program import Program
 from mstpass.memory.simulate_graph import simulate_step
-from mstpass.memory.simulate_plan import Program, StepSimulation
+from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.options import Options
 from mstpass.partition.split import split
 from mstpass.pipeline import run

@@ -2,7 +2,8 @@
 
 All simulations end in simulate_ops.py, which makes a timeline (timeline.py)::
 
-    a plan of the partition problem   simulate_plan.py   -> ops of forward and backward
+    a plan of the partition problem   program.py         -> ops of forward and backward, in order
+                                      simulate_plan.py   -> their memory and time
     forward and backward graphs       simulate_graph.py  -> ops of forward and backward
     the body of a loop                simulate_graph.py  -> ops, fused by kernel_fusion.py
 

@@ -2,7 +2,7 @@
 
 ::
 
-    program = what the plan makes of the graph                 (memory/simulate_plan.py)
+    program = what the plan makes of the graph                 (memory/program.py)
     crossing = saved values, and the inputs, sizes and opaque values of the step that backward reads
     forward, backward = torch's extraction of the two graphs around them
     both are written again in the order of the program         (schedule/write_program.py)
@@ -20,7 +20,7 @@ from mstpass.graph.joint import JointGraph, Modules, is_tangent, nbytes
 from mstpass.graph.sizes import is_size
 from mstpass.graph.source_location import source_of
 from mstpass.memory.host_copies import HostCopy
-from mstpass.memory.simulate_plan import Program
+from mstpass.memory.program import Program
 from mstpass.plans import SavedValue, SavePlan, Transfer
 from mstpass.problem.problem import Plan
 from mstpass.schedule.write_program import write_program

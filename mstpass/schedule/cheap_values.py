@@ -11,7 +11,7 @@ from mstpass.memory.repeated_values import CHEAP_KINDS
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """The kinds of ops that plans count on (memory/simulate_plan.py), if they may run twice."""
+    """The kinds of ops that plans count on (memory/program.py), if they may run twice."""
     if node.op != "call_function" or is_heavy(node) or is_pinned(node):
         return False
     return kind_of(node) in CHEAP_KINDS

@@ -1,7 +1,7 @@
 """Write a program as the forward and the backward graph.
 
 torch extracts the two graphs from the joint graph, with their inputs, results, sizes and state.
-Their nodes are then copied in the order of the program (memory/simulate_plan.py), those that it has
+Their nodes are then copied in the order of the program (memory/program.py), those that it has
 several times as often as it has them, and with its copies to the host and back::
 
     forward     v = op(...)                            backward    inputs: v_host
@@ -27,7 +27,7 @@ from mstpass.graph.node_copies import copy_name
 from mstpass.graph.sizes import is_static
 from mstpass.memory.host_copies import host_name, offloaded_name
 from mstpass.memory.op_kinds import kind_of
-from mstpass.memory.simulate_plan import Program
+from mstpass.memory.program import Program
 from mstpass.problem.op import (
     AWAIT_OFFLOAD,
     AWAIT_RELOAD,
