@@ -33,7 +33,8 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.sizes import generic_shape, generic_stride
 from mstpass.graph.tokens import CannotTake
 from mstpass.loops.write_loop import LoopWriter
-from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
+from mstpass.plans import ChunkPlan, LoopOutput
+from mstpass.problem.dependency_order import DependencyCycle, dependency_order
 from mstpass.problem.problem import UNFINISHED, loop_name, unfinished
 from mstpass.torch_internals.graph_modules import graph_module
 
@@ -92,7 +93,7 @@ def apply_plans(
     return Applied(writer.write(), writer.names())
 
 
-_Task = fx.Node | LoopPlan  # what is written as a whole: a node of the old graph, or a loop
+_Task = fx.Node | str  # what is written as a whole: a node of the old graph, or a loop by its name
 
 
 class _GraphWriter:
@@ -107,14 +108,15 @@ class _GraphWriter:
         self.loops = LoopWriter(joint, builder, self.sizes, self.root, accumulate)
         self.env: dict[fx.Node, fx.Node] = {}  # new nodes by the old ones that they stand for
         self.results: dict[fx.Node, fx.Node] = {}  # the same for what loops return, unfinished
-        self.written: set[int] = set()  # loops, by id
+        self.written: set[str] = set()  # names of loops
         self.permuted: set[fx.Node] = set()  # new nodes whose dims lie in memory in another order
-        self.plan_of = {id(loop): plan for plan in plans for loop in plan.loops}
-        self.producers: dict[fx.Node, tuple[LoopPlan, LoopOutput]] = {}
-        for plan in plans:
-            for loop in plan.loops:
-                for item in loop.outputs:
-                    self.producers.setdefault(joint.by_name[item.node], (loop, item))
+        self.loop_of = {
+            loop_name(loop.outputs[0].node): (plan, loop) for plan in plans for loop in plan.loops
+        }
+        self.producers: dict[fx.Node, tuple[str, LoopOutput]] = {}
+        for name, (_, loop) in self.loop_of.items():
+            for item in loop.outputs:
+                self.producers.setdefault(joint.by_name[item.node], (name, item))
         collectives = [node for node in joint.nodes if is_collective(node)]
         self.earlier = dict(itertools.pairwise(reversed(collectives)))  # the collective before each
 
@@ -128,9 +130,13 @@ class _GraphWriter:
                 self.env[node] = self.graph.node_copy(node)
                 self.sizes.learn(self.env[node])
         needed = self._needed()
-        for node in self.joint.nodes:
-            if node in needed:
-                self._write_with_dependencies(node)
+        targets: list[_Task] = [node for node in self.joint.nodes if node in needed]
+        try:
+            for task in dependency_order(targets, self._dependencies, self._is_written):
+                self._write(task)
+        except DependencyCycle as cycle:
+            loops = [task for task in cycle.path if isinstance(task, str)]
+            raise CycleError(self.loop_of[loops[-1]][0]) from None
         module = graph_module(self.root, self.graph)
         module.meta = dict(self.joint.module.meta)
         self.graph.lint()
@@ -139,7 +145,8 @@ class _GraphWriter:
     def names(self) -> dict[str, str]:
         names = {old.name: new.name for old, new in self.env.items()}
         for node, result in self.results.items():
-            loop, item = self.producers[node]
+            name, item = self.producers[node]
+            _, loop = self.loop_of[name]
             value = value_of(node)
             cast = value is not None and result.meta["val"].dtype != value.dtype
             changes = cast or (item.scaled and loop.unit)
@@ -148,83 +155,56 @@ class _GraphWriter:
 
     # ---- order ---------------------------------------------------------------------------------
     def _dependencies(self, task: _Task) -> list[_Task]:
-        if isinstance(task, LoopPlan):
-            nodes = [self.joint.by_name[item.node] for item in task.inputs]
-            prelude = {self.joint.by_name[name] for name in task.prelude}
-            nodes += [i for node in prelude for i in node.all_input_nodes if i.name != task.unit]
+        if isinstance(task, str):
+            _, loop = self.loop_of[task]
+            nodes = [self.joint.by_name[item.node] for item in loop.inputs]
+            prelude = {self.joint.by_name[name] for name in loop.prelude}
+            nodes += [i for node in prelude for i in node.all_input_nodes if i.name != loop.unit]
             return [node for node in nodes if node not in prelude]
         if task not in self.producers:
             earlier = [self.earlier[task]] if task in self.earlier else []
             return [*task.all_input_nodes, *earlier]
-        loop, item = self.producers[task]
+        name, item = self.producers[task]
+        _, loop = self.loop_of[name]
         unit = [self.joint.by_name[loop.unit]] if item.scaled and loop.unit else []
-        return [loop, *unit]
+        return [name, *unit]
 
     def _is_written(self, task: _Task) -> bool:
-        return id(task) in self.written if isinstance(task, LoopPlan) else task in self.env
+        return task in self.written if isinstance(task, str) else task in self.env
 
-    def _needed(self) -> set[fx.Node]:
-        """The nodes that the graph's output or an op with side effects depends on."""
+    def _needed(self) -> set[_Task]:
+        """The nodes and loops that the graph's output or an op with side effects depends on."""
         # Attention counts as impure, because it might draw random numbers; in a loop it does not.
-        members = {name for plan in self.plan_of.values() for name, _ in plan.members}
+        members = {name for plan, _ in self.loop_of.values() for name, _ in plan.members}
         stack: list[_Task] = [
             node
             for node in self.joint.nodes
             if node.op == "output" or (node.is_impure() and node.name not in members)
         ]
-        seen: set[int] = set()
-        needed: set[fx.Node] = set()
+        needed: set[_Task] = set()
         while stack:
             task = stack.pop()
-            if id(task) not in seen:
-                seen.add(id(task))
-                if isinstance(task, fx.Node):
-                    needed.add(task)
+            if task not in needed:
+                needed.add(task)
                 stack.extend(self._dependencies(task))
         return needed
-
-    def _write_with_dependencies(self, target: _Task) -> None:
-        """Depth first, with a stack of its own: graphs are deeper than Python's recursion limit."""
-        stack: list[_Task] = [target]
-        path: dict[int, _Task] = {}
-        while stack:
-            task = stack[-1]
-            missing: list[_Task] = []
-            if not self._is_written(task):
-                missing = [t for t in self._dependencies(task) if not self._is_written(t)]
-            for other in missing:
-                if id(other) in path or other is task:
-                    raise CycleError(self._plan_in_cycle([*path.values(), task]))
-            if missing:
-                path[id(task)] = task
-                stack.extend(reversed(missing))
-                continue
-            stack.pop()
-            path.pop(id(task), None)
-            if not self._is_written(task):
-                self._write(task)
-
-    def _plan_in_cycle(self, path: list[_Task]) -> ChunkPlan:
-        loops = [task for task in path if isinstance(task, LoopPlan)]
-        return self.plan_of[id(loops[-1])]
 
     # ---- tasks ---------------------------------------------------------------------------------
     def _write(self, task: _Task) -> None:
         try:
             self._write_task(task)
         except UnknownSize as error:
-            member = self.joint.by_name[task.members[0]] if isinstance(task, LoopPlan) else task
-            raise CannotTake(member, str(error)) from None
+            first = self.loop_of[task][1].members[0] if isinstance(task, str) else task.name
+            raise CannotTake(self.joint.by_name[first], str(error)) from None
 
     def _write_task(self, task: _Task) -> None:
-        if isinstance(task, LoopPlan):
-            self.results |= self.loops.write(self.plan_of[id(task)], task, self.env)
-            self.written.add(id(task))
+        if isinstance(task, str):
+            self.results |= self.loops.write(*self.loop_of[task], self.env)
+            self.written.add(task)
         elif task in self.producers:
-            loop, item = self.producers[task]
-            result = self.loops.finish(
-                self.results[task], self.plan_of[id(loop)], loop, item, self.env
-            )
+            name, item = self.producers[task]
+            plan, loop = self.loop_of[name]
+            result = self.loops.finish(self.results[task], plan, loop, item, self.env)
             self.env[task] = result
             if not _has_strides_of(result, task):
                 self.permuted.add(result)

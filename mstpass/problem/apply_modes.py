@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
+from mstpass.problem.dependency_order import DependencyCycle, dependency_order
 from mstpass.problem.op import CALL, ITEM, VIEW
 from mstpass.problem.problem import (
     MUST_RECOMPUTE,
@@ -153,12 +154,13 @@ class _Writer:
     def write(self) -> CutProblem:
         live = _reached([*self.problem.outputs, *self.problem.gradients], self._inputs)
         live.update(name for name, value in self.old.items() if not value.inputs)
-        for name, value in self.old.items():
-            if name in live and name not in self.new:
-                if name not in self.producer and all(map(self.new.__contains__, value.inputs)):
-                    self._add(value)
-                else:
-                    self._write_with_inputs(name)
+        targets = (name for name in self.old if name in live)
+        try:
+            for name in dependency_order(targets, self._inputs, self.new.__contains__):
+                self._write(name)
+        except DependencyCycle as cycle:
+            loops = [self.producer[n][0].name for n in cycle.path if n in self.producer]
+            raise Cycle(loops[-1]) from None
         serves_forward = _reached(self.problem.outputs, lambda name: self.new[name].inputs)
         values = [
             v
@@ -179,31 +181,12 @@ class _Writer:
             torch_saved=torch_saved,
         )
 
-    # ---- order, as in loops/apply_plans.py -------------------------------------------------------
     def _inputs(self, name: str) -> tuple[str, ...]:
         """What a node needs in the new problem."""
         if name in self.producer:
             loop, result = self.producer[name]
             return (*loop.needs, result.scale) if result.scale else loop.needs
         return self.old[name].inputs
-
-    def _write_with_inputs(self, name: str) -> None:
-        """Write a node after all that it needs and that is not written yet: a depth-first walk."""
-        stack, path = [name], set[str]()
-        while stack:
-            top = stack[-1]
-            missing = [] if top in self.new else [n for n in self._inputs(top) if n not in self.new]
-            if any(n in path or n == top for n in missing):
-                loops = [self.producer[n][0].name for n in (top, *path) if n in self.producer]
-                raise Cycle(loops[0])
-            if missing:
-                path.add(top)
-                stack.extend(reversed(missing))
-                continue
-            stack.pop()
-            path.discard(top)
-            if top not in self.new:
-                self._write(top)
 
     def _write(self, name: str) -> None:
         if name not in self.producer:
