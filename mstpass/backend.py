@@ -282,12 +282,12 @@ def _compiled(
     partitioner: Partitioner,
 ) -> Any:
     """Compile with our hooks. Then the partitioner has a report, unless a cache had the graph."""
-    hold = not partitioner.limit.is_free
+    takes_time = not partitioner.limit.is_free
     mender = MendScheduler(_users_hook(FUSION_HOOK, users))
     reader = ReadSchedule(_users_hook(SCHEDULE_HOOK, users))
     cached = all(hook.uuid() is not None for hook in (partitioner, mender, reader))
     users_pass = _users_hook("post_grad_custom_post_pass", users)
-    lowering = LowerLoops(users_pass, hold, partitioner, cached)
+    lowering = LowerLoops(users_pass, takes_time, partitioner, cached)
     hooks = {"custom_partitioner_fn": partitioner, "post_grad_custom_post_pass": lowering}
     of_scheduler = {FUSION_HOOK: mender, SCHEDULE_HOOK: reader}
     hooks |= {name: hook for name, hook in of_scheduler.items() if is_inductor_setting(name)}

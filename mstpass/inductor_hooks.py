@@ -202,8 +202,8 @@ class LowerLoops(CustomGraphPass):
         loops: how many it has lowered.
     """
 
-    def __init__(self, users_pass: Any, hold: bool, partitioner: Partitioner, cached: bool):
-        self.users_pass, self.hold = users_pass, hold
+    def __init__(self, users_pass: Any, takes_time: bool, partitioner: Partitioner, cached: bool):
+        self.users_pass, self.takes_time = users_pass, takes_time
         self.partitioner, self.cached = partitioner, cached
         self.graphs = self.loops = 0
 
@@ -214,12 +214,12 @@ class LowerLoops(CustomGraphPass):
             raise TorchChangedError("custom_partitioner_fn is not called")
         self.graphs += 1
         self.loops += lower_loops(graph)
-        if self.hold:
+        if self.takes_time:
             delay_scatters(graph)
         waits = host_copy_waits(graph)
         for op in {node.target for node in graph.nodes if is_host_copy(node)}:
             call_with_aligned_result(op)
-        waits = joined(delay_recomputation(graph, self.hold), waits)
+        waits = joined(delay_recomputation(graph, self.takes_time), waits)
         make_wait(graph, waits)
         materialize_masks(graph)
         keep_donations_from_subgraphs(graph)
@@ -230,4 +230,4 @@ class LowerLoops(CustomGraphPass):
         theirs = self.users_pass.uuid() if isinstance(self.users_pass, CustomGraphPass) else None
         if not self.cached or (self.users_pass is not None and theirs is None):
             return None  # the user's pass has no key: not cacheable, as without mstpass
-        return f"mstpass-{_sources_hash()}-{self.hold}-{theirs}"
+        return f"mstpass-{_sources_hash()}-{self.takes_time}-{theirs}"

@@ -34,7 +34,7 @@ from mstpass.partition.inductor_alone import with_torch_saved
 from mstpass.partition.reconstruct import most_won_bytes, reconstruct
 from mstpass.partition.solve import Solved, carried_over, solve
 from mstpass.partition.solvers.candidate import Candidate, baseline, without_loops
-from mstpass.partition.split import split as split_graph
+from mstpass.partition.split import split_joint
 from mstpass.partition.torch_fallback import (
     TORCH_BUDGET,
     needs_torch,
@@ -281,7 +281,7 @@ def split(
     limit_bytes = planned.limit_bytes
     above_limit = limit_bytes is not None and step.peak_bytes > limit_bytes
     program = step.lowered_program if above_limit else step.program
-    modules, save_plan = split_graph(rewritten, program, chosen, name, **torch_kwargs)
+    modules, save_plan = split_joint(rewritten, program, chosen, name, **torch_kwargs)
     if done is not None:
         save_plan = dataclasses.replace(save_plan, reconstructed=done.values)
     as_copies(modules)

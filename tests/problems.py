@@ -19,10 +19,10 @@ from mstpass.problem.problem import (
     RECOMPUTED,
     CutProblem,
     Loop,
+    LoopResult,
     Mode,
     Plan,
     RegionModes,
-    Result,
     Value,
     with_needs,
 )
@@ -164,7 +164,7 @@ def _loop(
         name,
         tuple(members),
         tuple(needs),
-        tuple(Result(n, draw(SIZES), "t" if scaled else "") for n in results),
+        tuple(LoopResult(n, draw(SIZES), "t" if scaled else "") for n in results),
         inner_bytes=draw(st.integers(0, 10)),
         us=draw(TIMES),
     )

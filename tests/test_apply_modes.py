@@ -8,7 +8,7 @@ import pytest
 
 from mstpass.memory.simulate_plan import step_memory, step_us
 from mstpass.problem.apply_modes import Cycle, with_modes
-from mstpass.problem.problem import CutProblem, Loop, Mode, RegionModes, Result, Value
+from mstpass.problem.problem import CutProblem, Loop, LoopResult, Mode, RegionModes, Value
 
 
 def _chain() -> CutProblem:
@@ -24,8 +24,10 @@ def _chain() -> CutProblem:
         Value("dx", 8, ("dwide",), "call", us=4.0),
     )
     loops = (
-        Loop("loop:out", ("wide", "out"), ("x",), (Result("out", 8),), 16, 8.0),
-        Loop("loop:dx", ("wide", "dwide", "dx"), ("x", "tangent"), (Result("dx", 8),), 32, 12.0),
+        Loop("loop:out", ("wide", "out"), ("x",), (LoopResult("out", 8),), 16, 8.0),
+        Loop(
+            "loop:dx", ("wide", "dwide", "dx"), ("x", "tangent"), (LoopResult("dx", 8),), 32, 12.0
+        ),
     )
     modes = RegionModes("wide", (Mode("recompute", loops), Mode("whole")))
     return CutProblem(
@@ -58,8 +60,8 @@ def test_what_the_caller_holds_is_there_all_through_the_backward() -> None:
 
 def test_loops_that_need_each_other_are_no_plan() -> None:
     problem = _chain()
-    one = Loop("loop:out", ("out",), ("dx",), (Result("out", 8),), 1, 1.0)
-    two = Loop("loop:dx", ("dx",), ("out",), (Result("dx", 8),), 1, 1.0)
+    one = Loop("loop:out", ("out",), ("dx",), (LoopResult("out", 8),), 1, 1.0)
+    two = Loop("loop:dx", ("dx",), ("out",), (LoopResult("dx", 8),), 1, 1.0)
     circle = dataclasses.replace(problem, regions=(RegionModes("r", (Mode("save", (one, two)),)),))
     with pytest.raises(Cycle, match="needs its own results"):
         with_modes(circle, {})

@@ -26,9 +26,9 @@ from mstpass.problem.op import CALL, INPUT
 from mstpass.problem.problem import (
     CutProblem,
     Loop,
+    LoopResult,
     Mode,
     RegionModes,
-    Result,
     Value,
     loop_name,
     with_needs,
@@ -73,7 +73,7 @@ def _slow_loops(loop_us: float) -> CutProblem:
             Value(wide, 100, (before,), CALL, us=50.0),
             Value(narrow, 1, (wide,), CALL, us=50.0),
         ]
-        members, results = (wide, narrow), (Result(narrow, 1),)
+        members, results = (wide, narrow), (LoopResult(narrow, 1),)
         modes = [
             Mode(mode, (Loop(loop_name(narrow), members, (before,), results, size, us),))
             for mode, size, us in (("save", 10, loop_us), ("save, long chunks", 20, 101.0))

@@ -24,7 +24,7 @@ from mstpass.partition.solvers.memory_lower_bounds import certain_bytes
 from mstpass.plans import Outcome
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import CALL, INPUT
-from mstpass.problem.problem import CutProblem, Loop, Mode, Plan, RegionModes, Result, Value
+from mstpass.problem.problem import CutProblem, Loop, LoopResult, Mode, Plan, RegionModes, Value
 from mstpass.problem.saved_set import saved_where
 from mstpass.problem.solver_registry import OWN_SOLVERS, registered
 from mstpass.tracing.joint_graphs import trace_joint
@@ -100,7 +100,9 @@ def test_only_the_loops_that_raise_the_peak_are_given_up() -> None:
     for i, (name, size) in enumerate(inner_bytes.items()):
         wide, narrow = f"wide{i}", f"x{i + 1}"
         values += [Value(wide, 100, (f"x{i}",), CALL), Value(narrow, 1, (wide,), CALL)]
-        loop = Loop(f"loop:{narrow}", (wide, narrow), (f"x{i}",), (Result(narrow, 1),), size, 1.0)
+        loop = Loop(
+            f"loop:{narrow}", (wide, narrow), (f"x{i}",), (LoopResult(narrow, 1),), size, 1.0
+        )
         regions.append(RegionModes(name, (Mode("recompute", (loop,)), Mode("whole"))))
     problem = CutProblem(tuple(values), outputs=("x4",), regions=tuple(regions))
     found = Candidate(with_modes(problem, {}), Plan(frozenset()))

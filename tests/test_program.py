@@ -18,7 +18,7 @@ from mstpass.memory.program import Program
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.options import Options
-from mstpass.partition.split import split
+from mstpass.partition.split import split_joint
 from mstpass.pipeline import run
 from mstpass.plans import SavePlan
 from mstpass.problem.op import INPUT, ITEM, SIZE
@@ -42,12 +42,12 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepSimulation, Progr
     def recorded(
         joint: JointGraph, program: Program, plan: Plan, solver: str, **torch_kwargs: Any
     ) -> tuple[Modules, SavePlan]:
-        modules, save_plan = split(joint, program, plan, solver, **torch_kwargs)
+        modules, save_plan = split_joint(joint, program, plan, solver, **torch_kwargs)
         found.append((steps[-1], program, modules))
         return modules, save_plan
 
     monkeypatch.setattr(pipeline_stages, "StepSimulation", Recorded)
-    monkeypatch.setattr(pipeline_stages, "split_graph", recorded)
+    monkeypatch.setattr(pipeline_stages, "split_joint", recorded)
     return found
 
 

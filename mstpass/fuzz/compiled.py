@@ -85,8 +85,8 @@ def fast(setup: Setup, record: list[Recording], ours: bool = True) -> Compile:
             patches["custom_partitioner_fn"] = recording
         lower = None
         if recording is not None and setup.lowered:
-            hold = not Limit.of(options).is_free
-            lower = LowerLoops(None, hold, recording, cached=False)
+            takes_time = not Limit.of(options).is_free
+            lower = LowerLoops(None, takes_time, recording, cached=False)
 
         def compile_graph(graph: fx.GraphModule, *_: Any, **__: Any) -> Any:
             return _op_by_op(graph, lower, recording)

@@ -23,7 +23,7 @@ from mstpass.loops.free_overhead import spend_free_overhead
 from mstpass.loops.plan_region import RegionPlanner
 from mstpass.options import Options
 from mstpass.plans import FUSED, RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
-from mstpass.regions.detect import detect
+from mstpass.regions.detect import find_regions
 
 _LENGTHS = {USUAL: "{}", SHORT: "{}, short chunks", LONG: "{}, long chunks"}  # names of modes
 
@@ -65,7 +65,7 @@ def find_candidates(
 
     The graph does not change.
     """
-    regions, rejections = detect(joint)
+    regions, rejections = find_regions(joint)
     length = SHORT if limit.is_least else USUAL
     planners = {region.members: RegionPlanner(joint, region, options) for region in regions}
     preferred: list[ChunkPlan] = []

@@ -29,7 +29,7 @@ from mstpass.loops.operand_layout import is_copied
 from mstpass.memory.allocation import allocated_bytes, buffer_bytes
 from mstpass.memory.simulate_graph import body_bytes
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
-from mstpass.problem.problem import Loop, Mode, RegionModes, Result, loop_name
+from mstpass.problem.problem import Loop, LoopResult, Mode, RegionModes, loop_name
 
 WHOLE = "whole"  # the mode without loops
 _ACCUMULATOR_BYTES = 4  # of one element in float32
@@ -140,7 +140,7 @@ class _Loops:
         return costs_of(device).attention_us(work.of_group(num_groups), moved)
 
 
-def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str) -> Result:
+def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str) -> LoopResult:
     """An output as the loop returns it: a sum of a narrower dtype is kept in float32."""
     node = joint.by_name[item.node]
     size = nbytes(node)
@@ -150,5 +150,5 @@ def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str
         cast = value.element_size() < _ACCUMULATOR_BYTES
         element_bytes = max(_ACCUMULATOR_BYTES, value.element_size())
         size = size // value.element_size() * element_bytes
-        return Result(item.node, allocated_bytes(size, value.device), scale, cast)
-    return Result(item.node, buffer_bytes(node), scale)
+        return LoopResult(item.node, allocated_bytes(size, value.device), scale, cast)
+    return LoopResult(item.node, buffer_bytes(node), scale)

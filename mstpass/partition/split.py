@@ -31,7 +31,7 @@ from mstpass.torch_internals.partitioners import (
 )
 
 
-def split(
+def split_joint(
     joint: JointGraph, program: Program, plan: Plan, solver: str, **torch_kwargs: Any
 ) -> tuple[Modules, SavePlan]:
     """Forward and backward modules, and the values that cross between them.

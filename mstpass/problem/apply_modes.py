@@ -19,7 +19,7 @@ from mstpass.problem.problem import (
     RECOMPUTED,
     CutProblem,
     Loop,
-    Result,
+    LoopResult,
     Value,
     with_needs,
 )
@@ -144,7 +144,7 @@ class _Writer:
         self.problem = problem
         self.old = {v.name: v for v in (*problem.values, *problem.backward)}
         self.tangents = {v.name for v in problem.backward if not v.inputs}
-        self.producer: dict[str, tuple[Loop, Result]] = {}
+        self.producer: dict[str, tuple[Loop, LoopResult]] = {}
         for loop in loops:
             for result in loop.results:
                 self.producer.setdefault(result.node, (loop, result))

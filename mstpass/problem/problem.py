@@ -80,7 +80,7 @@ class Value(Op):
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class LoopResult:
     """A buffer that a loop returns, in the place of a node.
 
     Attributes:
@@ -120,7 +120,7 @@ class Loop:
     name: str
     members: tuple[str, ...]
     needs: tuple[str, ...]
-    results: tuple[Result, ...]
+    results: tuple[LoopResult, ...]
     inner_bytes: int
     us: float
 

@@ -43,7 +43,7 @@ from mstpass.regions.make_region import Core, make_region
 from mstpass.regions.rejection import rejection_of
 
 
-def detect(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
+def find_regions(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
     """The regions of the graph, and rejections of what is wide but was refused. Changes nothing."""
     regions: list[Region] = []
     rejections: list[tuple[fx.Node, Rejection]] = []

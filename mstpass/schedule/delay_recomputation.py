@@ -41,18 +41,18 @@ _LOOP = torch.ops.higher_order.while_loop
 Waits = dict[fx.Node, tuple[fx.Node, ...]]  # for each node the nodes that it waits for
 
 
-def delay_recomputation(graph: fx.Graph, frees_memory_for_time: bool = True) -> Waits:
+def delay_recomputation(graph: fx.Graph, takes_time: bool = True) -> Waits:
     """What nodes of a backward wait for by the rules above; nothing in a graph without tangents.
 
     Args:
-        frees_memory_for_time: False leaves the order to Inductor where nothing heavy is recomputed.
+        takes_time: False leaves the order to Inductor where nothing heavy is recomputed.
             Then only such heavy ops of rule 2 are waited for as read a recomputed value, because
             a kernel that other gradients read is fused with these, and computed as late as they.
     """
     if not any(is_tangent(node) for node in graph.find_nodes(op="placeholder")):
         return {}
     recomputation = recomputation_waits(graph)
-    if not frees_memory_for_time and not recomputation:
+    if not takes_time and not recomputation:
         return gradient_waits(graph, _reads_shared_recomputation(graph))
     return joined(recomputation, gradient_waits(graph), copy_waits(graph))
 

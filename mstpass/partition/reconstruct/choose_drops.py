@@ -30,7 +30,7 @@ Step = Inverse | None  # how backward computes a value: by an inverse, or (None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Drop:
+class DroppedValue:
     """One saved value that is left out.
 
     Attributes:
@@ -59,11 +59,11 @@ class Decision:
 
     saved: frozenset[str]
     steps: tuple[tuple[str, Step], ...]
-    drops: tuple[Drop, ...]
+    drops: tuple[DroppedValue, ...]
 
 
 def choose_drops(problem: CutProblem, saved: Set[str], inverses: Sequence[Inverse]) -> Decision:
-    """Drop the saved values that can be reconstructed for fewer bytes.
+    """DroppedValue the saved values that can be reconstructed for fewer bytes.
 
     Args:
         problem: a problem whose modes are chosen.
@@ -72,7 +72,7 @@ def choose_drops(problem: CutProblem, saved: Set[str], inverses: Sequence[Invers
     """
     search = _Search(Derivations(problem, inverses, set(recomputed(problem, saved))))
     kept = frozenset(saved)
-    drops: list[Drop] = []
+    drops: list[DroppedValue] = []
     read_by_drops: set[str] = set()
     for name in _candidates(problem, kept):
         if name in read_by_drops:
@@ -115,7 +115,7 @@ class _Search:
 
     def drop(
         self, name: str, saved: frozenset[str], in_use: Set[Inverse]
-    ) -> tuple[Drop, set[str]] | None:
+    ) -> tuple[DroppedValue, set[str]] | None:
         """The drop of one saved value, and the saved values it reads; None if the value must stay.
 
         Args:
@@ -138,7 +138,9 @@ class _Search:
         won_bytes = value.bytes - sum(self.values[i].bytes for i in also_saved)
         if won_bytes <= 0 or not new:
             return None
-        drop = Drop(name, tuple(new), tuple(self.values[i].name for i in also_saved), won_bytes)
+        drop = DroppedValue(
+            name, tuple(new), tuple(self.values[i].name for i in also_saved), won_bytes
+        )
         read = self.graph.support(available, [self.graph.index[i.target] for i in new])
         return drop, {self.values[i].name for i in read if available[i] == SAVED}
 

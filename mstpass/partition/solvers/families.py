@@ -24,7 +24,7 @@ from mstpass.partition.solvers.landmark_sequence import Family
 from mstpass.problem.problem import CutProblem, Mode, RegionModes
 
 _SAVE = "save"  # modes whose backward loop reads what the forward loop kept
-_LITTLE = 1.2  # of the time of the whole region, at most
+_SLOWER_AT_MOST = 1.2  # factor over the time of the whole region
 
 _Taken = Callable[[RegionModes, Mode], bool]
 
@@ -34,7 +34,7 @@ def families(problem: CutProblem) -> tuple[Family, ...]:
     us = problem.once(op_times)
 
     def takes_little(region: RegionModes, mode: Mode) -> bool:
-        limit_us = _LITTLE * mode_us(us, region, region.modes[0])
+        limit_us = _SLOWER_AT_MOST * mode_us(us, region, region.modes[0])
         return _saves(region, mode) and mode_us(us, region, mode) <= limit_us
 
     free, savings = problem.once(free_plan), problem.once(every_saving)

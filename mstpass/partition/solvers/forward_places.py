@@ -23,7 +23,9 @@ from mstpass.problem.problem import CutProblem
 
 _BOUNDS = 16  # bounds T that are tried
 _NEXT_BOUND = 0.75  # of the widest segment that the last bound led to
-_NEARBY = 4  # positions on either side of a place; at none of them fewer bytes are alive
+_POSITIONS_COMPARED = (
+    4  # positions on either side of a place; at none of them fewer bytes are alive
+)
 
 
 class ForwardPlaces:
@@ -113,7 +115,7 @@ class ForwardPlaces:
             t
             for t, size in enumerate(sizes)
             if 0 < size < math.inf
-            and size <= min(sizes[max(0, t - _NEARBY) : t + _NEARBY + 1])
+            and size <= min(sizes[max(0, t - _POSITIONS_COMPARED) : t + _POSITIONS_COMPARED + 1])
             and (t == 0 or alive[t] != alive[t - 1])
         ]
 
