@@ -56,12 +56,15 @@ from mstpass.report import store
 from mstpass.report.graph_ends import with_graph_ends
 from mstpass.report.report import Report, ReportFileError
 from mstpass.returned_logits import Drop, drop_logits
+from mstpass.torch_internals.aot_autograd import (
+    backwards_may_keep_graphs,
+    has_backward_hooks,
+    traces_backward_again,
+)
 from mstpass.torch_internals.caches import cache_counts
-from mstpass.torch_internals.compile_fx import compile_fx
-from mstpass.torch_internals.compiled_autograd import has_backward_hooks, traces_backward_again
-from mstpass.torch_internals.compiler_collectives import least_of_ranks
+from mstpass.torch_internals.collectives import least_of_ranks
 from mstpass.torch_internals.dynamo import RestartAnalysis
-from mstpass.torch_internals.kept_graphs import backwards_may_keep_graphs
+from mstpass.torch_internals.inductor import compile_fx
 from mstpass.torch_internals.plain_inductor import by_inductor_alone, options_of_mode
 from mstpass.torch_internals.scheduler_mends import MendScheduler
 from mstpass.torch_internals.settings import (

@@ -18,7 +18,7 @@ from mstpass.memory.cuda_device import CudaDevice
 from mstpass.memory.simulate_graph import simulate_graph
 from mstpass.memory.workspaces import node_workspace_bytes, workspace_bytes
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
-from mstpass.torch_internals.op_calls import Argument, OpCall, Operand
+from mstpass.torch_internals.graphs import Argument, OpCall, Operand
 
 aten = torch.ops.aten
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -22,8 +22,8 @@ from mstpass.fuzz.traced_strides import AsTraced
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.options import Options
 from mstpass.returned_logits import drop_logits
-from mstpass.torch_internals.compile_fx import boxed, compile_fx
-from mstpass.torch_internals.graph_modules import graph_module
+from mstpass.torch_internals.graphs import graph_module
+from mstpass.torch_internals.inductor import boxed, compile_fx
 from mstpass.torch_internals.settings import backward_compiled_at_once, without_padding
 
 

@@ -21,7 +21,7 @@ from mstpass.graph.joint import tensors_of
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.graph.token_rules.matmul import bias_and_factors
 from mstpass.graph.token_rules.views import VIEWS
-from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims

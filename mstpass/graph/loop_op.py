@@ -30,8 +30,7 @@ from typing import Any
 import torch
 
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
-from mstpass.torch_internals.higher_order_ops import implement
-from mstpass.torch_internals.op_types import HigherOrderOperator
+from mstpass.torch_internals.graphs import HigherOrderOperator, implement
 
 STACK, SUM = "stack", "sum"
 CONDITION = "mst_cond_"  # what the names of the conditions of lowered loops begin with

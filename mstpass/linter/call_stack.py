@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mstpass.torch_internals.checkpoint_frames import (
+from mstpass.torch_internals.dynamo import (
     UPKEEP_FILES,
     FrameKind,
     called_module,

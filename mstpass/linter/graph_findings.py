@@ -30,7 +30,7 @@ from mstpass.graph.node_cost import flops, total_flops
 from mstpass.graph.sizes import hint
 from mstpass.graph.source_location import source_of
 from mstpass.linter.report import BOUNDARY, DEAD, DUPLICATE, SAVED, Finding, LintReport
-from mstpass.torch_internals.op_types import HigherOrderOperator, OpOverload, schema_of
+from mstpass.torch_internals.graphs import HigherOrderOperator, OpOverload, schema_of
 
 Number = int
 GraphLike = fx.Graph | fx.GraphModule

@@ -38,8 +38,8 @@ from mstpass.graph.loop_op import CONDITION, OutputSpec, mst_loop
 from mstpass.graph.materialization import REALIZE
 from mstpass.graph.sizes import Size, expression, is_size, symbols_of
 from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step
-from mstpass.torch_internals.inductor_lowerings import select_decomp_table, write_to_memory
-from mstpass.torch_internals.symbols import first_expression, renamed
+from mstpass.torch_internals.fake_tensors import first_expression, renamed
+from mstpass.torch_internals.inductor import select_decomp_table, write_to_memory
 
 aten = torch.ops.aten
 # Ops that Inductor may run in place on their first argument (_inductor/fx_passes/reinplace.py)

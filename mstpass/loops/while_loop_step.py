@@ -44,7 +44,7 @@ from mstpass.graph.buffer_ops import (
 from mstpass.graph.grouped_products import add_grouped_, grouped_sums
 from mstpass.graph.loop_op import STACK, OutputSpec, fitted_length
 from mstpass.graph.sizes import Size, hint, is_static
-from mstpass.torch_internals.symbols import set_hint
+from mstpass.torch_internals.fake_tensors import set_hint
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ import re
 import torch
 
 from mstpass.memory.cuda_device import CudaDevice
-from mstpass.torch_internals.op_calls import OpCall
+from mstpass.torch_internals.graphs import OpCall
 
 _KIB, _MIB = 2**10, 2**20
 _DEFAULT, _DEFAULT_LARGE = 8 * _MIB + 128 * _KIB, 32 * _MIB

@@ -53,7 +53,7 @@ from mstpass.torch_internals.attention_kernels import (
     chosen_kernel,
     has_window,
 )
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload
 
 log = logging.getLogger(__name__)
 _LEAST_REPORTED = 2**20  # queries times keys: a smaller mask that is left is no news

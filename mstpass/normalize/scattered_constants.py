@@ -17,7 +17,7 @@ from torch import fx
 from mstpass.graph.builder import Builder, fake_mode_of, fake_values
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload
 
 aten = torch.ops.aten
 _cast = torch.ops.prims.convert_element_type.default

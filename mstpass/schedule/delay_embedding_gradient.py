@@ -26,7 +26,7 @@ from torch import fx
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.materialization import materialize
 from mstpass.memory.simulate_graph import scatters_to_delay
-from mstpass.torch_internals.control_dependencies import make_wait
+from mstpass.torch_internals.inductor import make_wait
 
 aten = torch.ops.aten
 

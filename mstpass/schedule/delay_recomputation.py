@@ -34,7 +34,7 @@ from mstpass.graph.joint import is_tangent, nbytes, value_of
 from mstpass.graph.materialization import REALIZE
 from mstpass.graph.recompute_rules import is_heavy
 from mstpass.schedule.cheap_values import is_cheap, viewed
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload
 
 _LOOP = torch.ops.higher_order.while_loop
 

@@ -1,14 +1,20 @@
-"""The versions of torch that mstpass was checked on, for every file of this package.
+"""What the installed torch is and has, and the errors that say what it lacks.
 
-A version is here once all probes and the tests of hooks have passed on it; docs/versions.md says
-what else has been run.
+A version is in ``CHECKED`` once all probes and the tests of hooks have passed on it;
+docs/versions.md says what else has been run. An API is a dotted name, with the parameters that are
+passed by name in parentheses; ``a | b`` stands for an API that has had several names.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import warnings
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
 
 CHECKED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 ADVICE = (
@@ -19,6 +25,31 @@ ADVICE = (
 
 class UncheckedTorchWarning(UserWarning):
     """The installed torch is newer than any that mstpass was checked on."""
+
+
+class TorchChangedError(RuntimeError):
+    """The installed torch lacks a private API, or has changed it; ``wrong`` says which and how."""
+
+    def __init__(self, wrong: str):
+        versions = ", ".join(CHECKED)
+        super().__init__(
+            f"torch {installed()}: {wrong} (mstpass was checked with torch {versions})"
+        )
+
+
+class LostLoopError(RuntimeError):
+    """A loop that was planned is not in what torch compiled, or not where it must be."""
+
+
+# ---- which version -----------------------------------------------------------------------------
+def installed() -> str:
+    """The version of torch, such as ``2.13.0+cpu``."""
+    return str(torch.__version__)
+
+
+def has_release(release: str) -> bool:
+    """Whether the installed torch is of this release, such as ``2.15``, or of a later one."""
+    return _release(installed()) >= _release(release)
 
 
 def is_newer(version: str) -> bool:
@@ -42,3 +73,44 @@ def warn_if_newer(version: str) -> None:
 def _release(version: str) -> tuple[int, ...]:
     """Major and minor number, also of "2.16.0a0+git1234"."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+# ---- which APIs --------------------------------------------------------------------------------
+def find(api: str) -> Any:
+    """An API; of several names that it has had, the first that is there.
+
+    Raises:
+        TorchChangedError: it is missing, or lacks a parameter.
+    """
+    wrong = []
+    for name in api.split(" | "):
+        path, _, parameters = name.rstrip(")").partition("(")
+        try:
+            found = resolve_name(path)
+        except (ImportError, AttributeError):
+            wrong.append(f"{path} is missing")
+            continue
+        known = inspect.signature(found).parameters if parameters else ()
+        missing = [p for p in parameters.split(", ") if p and p not in known]
+        if not missing:
+            return found
+        wrong.append(f"{path} has no parameter {', '.join(missing)}")
+    raise TorchChangedError("; ".join(wrong))
+
+
+def find_or_none(api: str) -> Any:
+    """An API that not every version has."""
+    try:
+        return find(api)
+    except TorchChangedError:
+        return None
+
+
+def expect(holds: bool, wrong: str) -> None:
+    """Check a behavior of torch; ``wrong`` says what is different where it does not hold.
+
+    Raises:
+        TorchChangedError: it does not hold.
+    """
+    if not holds:
+        raise TorchChangedError(wrong)
