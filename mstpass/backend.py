@@ -73,7 +73,7 @@ from mstpass.torch_internals.settings import (
     is_inductor_setting,
     without_padding,
 )
-from mstpass.torch_internals.versions import warn_if_newer
+from mstpass.torch_internals.versions import installed, warn_if_newer
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         OptionError: an option has an unknown name or a bad value.
         MstpassError: an error of mstpass, under ``strict``.
     """
-    warn_if_newer(torch.__version__)
+    warn_if_newer(installed())
     options = Options.parse(kwargs.get("options"))
     users = {**options_of_mode(kwargs.get("mode")), **options.inductor_patches}
     drop = _drop(gm, options)

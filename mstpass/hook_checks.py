@@ -26,7 +26,7 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.torch_internals.caches import CacheCounts
-from mstpass.torch_internals.probes import LOOPS, PROBES
+from mstpass.torch_internals.probes.table import PROBES
 from mstpass.torch_internals.scheduler_mends import MendScheduler
 from mstpass.torch_internals.versions import ADVICE, LostLoopError, TorchChangedError
 
@@ -92,7 +92,7 @@ def torch_changed(error: BaseException) -> TorchChangedError | None:
         if isinstance(cause, TorchChangedError):
             return cause
     for probe in PROBES:
-        if probe.lost == LOOPS:
+        if probe.lost == "loops":
             try:
                 probe.require()
             except TorchChangedError as lacking:

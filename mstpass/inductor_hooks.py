@@ -48,7 +48,7 @@ from mstpass.torch_internals.inductor import (
     call_with_aligned_result,
     make_wait,
 )
-from mstpass.torch_internals.versions import TorchChangedError
+from mstpass.torch_internals.versions import TorchChangedError, installed
 
 log = logging.getLogger(__name__)
 _NESTED = (
@@ -87,7 +87,7 @@ def check_fit(outcome: Outcome, available_bytes: int | None) -> None:
 @functools.cache
 def _sources_hash() -> str:
     """A hash of all our sources: a changed pass must not get graphs that an older one compiled."""
-    digest = hashlib.sha256(torch.__version__.encode())
+    digest = hashlib.sha256(installed().encode())
     for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import mstpass
 from mstpass.backend import mst
 from mstpass.torch_internals import __main__ as runner
 from mstpass.torch_internals import dynamo
-from mstpass.torch_internals.probes import PROBES, Probe
+from mstpass.torch_internals.probes.table import LOST, PROBES, Probe
 from mstpass.torch_internals.settings import SharedPatch, backward_compiled_at_once
 from mstpass.torch_internals.versions import (
     CHECKED,
@@ -44,7 +45,7 @@ def test_the_installed_torch_has(probe: Probe) -> None:
 def test_a_probe_says_all() -> None:
     assert len({probe.name for probe in PROBES}) == len(PROBES) > 40
     for probe in PROBES:
-        assert probe.purpose and probe.apis and probe.lost
+        assert probe.purpose and probe.apis and LOST[probe.lost]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_the_runner_fails_loudly(
     monkeypatch.delattr("torch._ops.OpOverload")
     assert runner.main() == 1
     told = capsys.readouterr().out
-    assert "op_types: TorchChangedError: torch" in told and "Lost (graphs.py): loops" in told
+    assert "op_types: TorchChangedError: torch" in told and "Without graphs.py: every" in told
 
 
 def test_the_trial_fails_loudly(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,6 +290,32 @@ def _private_names(path: Path) -> Iterator[tuple[Any, str]]:
         for name in names:
             parts = name.split(".")
             yield node, name if parts[0] == "torch" and any(map(_is_private, parts)) else ""
+
+
+@pytest.mark.parametrize("path", _FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_versions_of_torch_are_asked_for_in_one_place(path: Path) -> None:
+    """Support for a new torch touches torch_internals/versions.py alone."""
+    found = [f"{path.name}:{node.lineno}" for node in _versions(ast.parse(path.read_text()))]
+    assert not found, "ask mstpass/torch_internals/versions.py"
+
+
+def test_questions_for_versions_are_found() -> None:
+    source = "torch.__version__\nVERSION = '2.15'\nhasattr(torch.nn, 'A')\ngetattr(F, 'a', None)\n"
+    kept = "getattr(torch, name)\nself.__version__ = '0.2.0'\ngetattr(gm, 'a', None)\n"
+    assert [node.lineno for node in _versions(ast.parse(source + kept))] == [1, 2, 3, 4]
+
+
+def _versions(tree: ast.AST) -> Iterator[Any]:
+    """Nodes that name a version of torch, or ask whether torch has something."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Constant):
+            if re.fullmatch(r"torch\.__version__|'2\.1\d'", ast.unparse(node)):
+                yield node
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr"):
+            owner, name = node.args[:2]
+            of_torch = re.match(r"(torch|F|nn|aten|fx)\b", ast.unparse(owner))
+            if of_torch and isinstance(name, ast.Constant):
+                yield node
 
 
 _BY_NAME = ("getattr", "hasattr", "setattr", "delattr")

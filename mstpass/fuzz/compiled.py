@@ -140,7 +140,7 @@ def _op_by_op(graph: fx.GraphModule, lower: LowerLoops | None, recording: Record
 def draw_in_order(graph: fx.Graph) -> None:
     """Draw random numbers as eager does under `DrawInFloat32`, each by a seed of its own.
 
-    Besides, run what waits for other nodes at its place: torch 2.11 cannot outside of Inductor.
+    Besides, run what waits for other nodes at its place: not every torch can outside of Inductor.
     """
     prims = torch.ops.prims
     for node in graph.nodes:

@@ -64,7 +64,7 @@ _FILLS: Mapping[Any, int] = {  # ops that fill a tensor -> position of the numbe
 
 def linear_in(target: OpOverload) -> LinearRule:
     """The rule of a pointwise op; ``never`` if none is known."""
-    if schema_of(target).name == "prims::fma":  # an op of Inductor; torch 2.11 has no such op
+    if schema_of(target).name == "prims::fma":  # an op of Inductor, not in every torch
         return _product_and_term
     return _LINEAR_POINTWISE.get(target, never)
 

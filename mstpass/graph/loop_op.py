@@ -19,7 +19,7 @@ precision stay aligned to 32 bytes. No chunks overlap, so there is no ``valid``.
 of the body is the length of the chunk: ``body(rows, *chunks, *whole)``.
 
 Unlike ``while_loop`` the op is cacheable: FxGraphCache and AOTAutogradCache accept graphs that hold
-it (checked with torch 2.13). loops/lowering.py turns it into an in-place ``while_loop`` later.
+it. loops/lowering.py turns it into an in-place ``while_loop`` later.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from mstpass.tracing.names import forward_owner, location, module_of, unwrapped
 
 aten = torch.ops.aten
 _FLOPS: Mapping[Any, Any] = {
-    # missing from torch's table (checked up to 2.13)
+    # missing from torch's table
     aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     **flop_registry,
 }

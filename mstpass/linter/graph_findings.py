@@ -11,8 +11,7 @@ placeholder of the backward gets the number of the forward value that it holds. 
 - nodes whose result nothing reads.
 
 In the backward, saved values and copies of forward nodes have the names of their forward nodes.
-``meta["ac_graph_id"]`` tells checkpointed blocks apart (torch/_functorch/partitioners.py; checked
-with torch 2.11 and 2.13).
+``meta["ac_graph_id"]`` tells checkpointed blocks apart (torch/_functorch/partitioners.py).
 """
 
 from __future__ import annotations

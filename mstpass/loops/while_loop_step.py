@@ -241,7 +241,7 @@ def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
 
     On the CPU, Inductor asks of a ``bmm`` whether a matrix has one row, which fails for a length
     that only the running program knows (``is_preferred_layout_as_bmm_input`` in
-    torch/_inductor/kernel/bmm.py, 2.11 to 2.15). It does not ask of ``baddbmm``.
+    torch/_inductor/kernel/bmm.py). It does not ask of ``baddbmm``.
     """
     mapped: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     args, kwargs = mapped

@@ -43,7 +43,7 @@ def delay_scatters(graph: fx.Graph) -> None:
             zero = _zero_by_matmul(builder, rows) if on_cpu else _zero_from(builder, written)
             flat = builder.call(aten.view.default, zero, [1] * value.dim())
             one = builder.call(aten.expand.default, flat, list(value.shape))
-            # Inductor may run the scatter in place, on its zeros: up to torch 2.13 also where one
+            # Inductor may run the scatter in place, on its zeros: older ones also where one
             # element stands for all of them. The copy costs nothing: the scatter would make it.
             zeros = builder.call(aten.clone.default, one, memory_format=torch.contiguous_format)
         scatter.update_arg(0, zeros)

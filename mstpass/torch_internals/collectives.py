@@ -9,6 +9,7 @@ torch/distributed/distributed_c10d.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Iterator
@@ -170,7 +171,7 @@ class _Questions:
     _asked = 0  # counted over all groups, because a new group may have the store of an old one
 
     def __init__(self, group: Any):
-        self.group, self.alone = group, ""
+        self.alone = ""
         self.agreed: dict[int | None, int] = {}  # by the number of the frame
         self._store: Any = dist.distributed_c10d._get_default_store()
 
@@ -186,7 +187,7 @@ class _Questions:
                     self.alone = f"rank {other} did not compile together with rank {rank}"
                     return Agreed(number, self.alone)
                 number = min(number, int(self._store.get(f"{topic}/{other}")))
-        except RuntimeError as error:  # of the store, or of the network
+        except RuntimeError as error:  # the store is gone, or lost its connection
             self.alone = f"rank {rank} could not ask the other ranks ({error})"
         return Agreed(number, self.alone)
 
@@ -200,7 +201,9 @@ class _Questions:
         return True
 
 
-_questions: _Questions | None = None
+@functools.lru_cache(maxsize=1)  # a new group starts anew
+def _questions_to(group: Any) -> _Questions:
+    return _Questions(group)
 
 
 def least_of_ranks(number: int) -> Agreed:
@@ -229,16 +232,12 @@ def least_of_ranks(number: int) -> Agreed:
     frame = CompileContext.current_compile_id()
     if frame is None or not _has_ranks():
         return Agreed(number)
-    questions = _questions_to_ranks()
+    questions = _questions_to(dist.group.WORLD)
     if questions.alone:
         return Agreed(number, questions.alone)
     if frame.frame_compile_id != 0:  # again, and perhaps no other rank does so now
         return Agreed(min(number, questions.agreed.get(frame.frame_id, number)))
-    try:
-        agreed = questions.least(number)
-    except RuntimeError as error:  # the store is gone, or lost its connection
-        questions.alone = f"the store of the process group failed ({error})"
-        return Agreed(number, questions.alone)
+    agreed = questions.least(number)
     questions.agreed[frame.frame_id] = agreed.number
     return agreed
 
@@ -248,12 +247,3 @@ def _has_ranks() -> bool:
         return False
     # ranks of a fake group do not exist, and MPI has no store
     return dist.get_world_size() > 1 and dist.get_backend() not in ("fake", "mpi")
-
-
-def _questions_to_ranks() -> _Questions:
-    """What was asked in the process group that there is now; a new group starts anew."""
-    global _questions
-    world = dist.group.WORLD
-    if _questions is None or _questions.group is not world:
-        _questions = _Questions(world)
-    return _questions

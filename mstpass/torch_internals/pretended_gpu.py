@@ -159,27 +159,18 @@ def _answers(kind: Gpu) -> dict[str, Callable[..., Any]]:
         gcnArchName="",
     )
     answers: dict[str, Any] = {
-        "is_available": True,
-        "is_initialized": True,
-        "_is_compiled": True,
-        "_lazy_init": None,
-        "init": None,
+        **dict.fromkeys(("is_available", "is_initialized", "_is_compiled"), True),
+        **dict.fromkeys(("_lazy_init", "init", "set_device", "set_rng_state", "synchronize")),
+        **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0),
+        **dict.fromkeys(("memory_reserved", "memory_allocated"), 0),
         "device_count": 1,
-        "current_device": 0,
-        "set_device": None,
-        "_exchange_device": 0,
-        "_maybe_exchange_device": 0,
-        "synchronize": None,
         "get_device_properties": described,
         "get_device_name": kind.full_name,
         "get_device_capability": kind.capability,
         "is_bf16_supported": kind.capability >= (8, 0),
         "is_current_stream_capturing": False,
         "mem_get_info": (kind.memory_bytes, kind.memory_bytes),
-        "memory_reserved": 0,
-        "memory_allocated": 0,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": None,
     }
     return {name: _told(answer) for name, answer in answers.items()}
 

@@ -32,8 +32,8 @@ _MASK_ALIGNMENT, _FLASH_ALIGNMENT = 16, 8
 def attention_of(capability: tuple[int, int]) -> Iterator[None]:
     """Attention on CUDA tensors is the kernel that a GPU of this capability would run."""
 
-    def attention(*args: Any, enable_gqa: bool = False, **given: Any) -> Tensor:
-        return _Call(*args, grouped=enable_gqa, **given).run(capability)
+    def attention(*args: Any, **given: Any) -> Tensor:
+        return _Call(*args, **given).run(capability)
 
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -45,7 +45,10 @@ def attention_of(capability: tuple[int, int]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One call, with the conditions of each kernel; the order is that of the op's arguments."""
+    """One call, with the conditions of each kernel.
+
+    The fields are in the order of the op's arguments; the last two have their names.
+    """
 
     query: Tensor
     key: Tensor
@@ -54,7 +57,7 @@ class _Call:
     dropout: float = 0.0
     causal: bool = False
     scale: float | None = None
-    grouped: bool = False
+    enable_gqa: bool = False
 
     @property
     def width(self) -> int:
@@ -105,7 +108,7 @@ class _Call:
         return (
             self._is_dense()
             and self.query.dtype in known
-            and not self.grouped
+            and not self.enable_gqa
             and all(width % aligned == 0 for width in widths)
         )
 
@@ -146,7 +149,7 @@ class _Call:
 
     def _math(self) -> Tensor:
         operands = (*self._tensors(), self._bias(), self.dropout, self.causal)
-        options = {"scale": self.scale, "enable_gqa": self.grouped}
+        options = {"scale": self.scale, "enable_gqa": self.enable_gqa}
         return aten._scaled_dot_product_attention_math(*operands, **options)[0]
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,6 +31,8 @@ from typing import Any
 
 import torch
 
+from mstpass.torch_internals.versions import installed
+
 _GUARD = Path(__file__).with_name("pretended_gpu_guard.cpp")
 _ROOT = Path(torch.__file__).parent
 _TABLE_ENTRIES = 128  # of virtual methods: no fewer than there are
@@ -115,7 +117,7 @@ def _library(name: str) -> ctypes.CDLL:
 def _load_guard() -> None:
     """Compile the guard, unless an earlier process did, and load it."""
     cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    library = Path(cache, "mstpass", f"pretended_gpu_guard-{torch.__version__}.so")
+    library = Path(cache, "mstpass", f"pretended_gpu_guard-{installed()}.so")
     with contextlib.suppress(OSError):  # it is not there, or broken
         ctypes.CDLL(str(library))
         return

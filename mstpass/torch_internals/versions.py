@@ -3,6 +3,24 @@
 A version is in ``CHECKED`` once all probes and the tests of hooks have passed on it;
 docs/versions.md says what else has been run. An API is a dotted name, with the parameters that are
 passed by name in parentheses; ``a | b`` stands for an API that has had several names.
+
+Files outside of this package name no version. What differs between versions for them:
+
+=========== =======================================================================================
+2.11        attention in float64 says that its logarithms are float32 (regions/attention.py); a
+            profile of one cycle warns (measure.py); nodes that wait for others run under Inductor
+            alone (fuzz/compiled.py); offsets of ``as_strided`` count from a subgraph's input
+            (loops/lowering.py)
+up to 2.12  Inductor scatters constants in the default dtype (normalize/scattered_constants.py) and
+            holds kernels on the CPU to the limits of a GPU (memory/kernels.py, simulate_graph.py)
+up to 2.13  a scatter may write over expanded zeros (schedule/delay_embedding_gradient.py);
+            transformers builds masks under Dynamo (integrations/transformers_masks.py)
+up to 2.14  a loop's carries are in the order of their first write (loops/lowering.py)
+from 2.13   torch has a chunked head of its own: ``linear_cross_entropy``
+from 2.15   the op that draws seeds has the metadata of another (graph/checkpoint_policies.py);
+            ``Function.apply`` has no frame (linter/call_stack.py); products free their workspaces:
+            ``frees_cublas_workspaces``
+=========== =======================================================================================
 """
 
 from __future__ import annotations
@@ -73,6 +91,18 @@ def warn_if_newer(version: str) -> None:
 def _release(version: str) -> tuple[int, ...]:
     """Major and minor number, also of "2.16.0a0+git1234"."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+def frees_cublas_workspaces() -> bool:
+    """Whether each product of cuBLAS allocates its workspace and frees it afterwards."""
+    return has_release("2.15")
+
+
+def linear_cross_entropy() -> tuple[Any, Any] | None:
+    """torch's own chunked head and the class of its options; None if it has none."""
+    found = find_or_none("torch.nn.functional.linear_cross_entropy")
+    options = find_or_none("torch.nn.LinearCrossEntropyOptions")
+    return None if found is None or options is None else (found, options)
 
 
 # ---- which APIs --------------------------------------------------------------------------------

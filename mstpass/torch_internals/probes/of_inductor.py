@@ -10,23 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.torch_internals.probes.row import SCHEDULE, probe
 from mstpass.torch_internals.versions import expect
 
 aten = torch.ops.aten
 
 
 # ---- compile -----------------------------------------------------------------------------------
-@probe(
-    "inductor",
-    "torch._inductor.compile_fx: compile_fx(inner_compile, config_patches)",
-    "torch._inductor.custom_graph_pass: CustomGraphPass.uuid, CustomPartitionerFn.uuid",
-    # CustomSchedulerPass is not in 2.11
-    "torch._inductor: custom_graph_pass.CustomSchedulerPass | config._post_fusion_custom_pass",
-    "torch._inductor.config: custom_partitioner_fn, post_grad_custom_pre_pass",
-    "torch._inductor.config: post_grad_custom_post_pass",
-    "torch._inductor.config: _pre_fusion_custom_pass, _post_fusion_custom_pass",
-)
 def compile_fx(own: Any) -> None:
     """Compile a graph with Inductor, with passes at its hooks."""
     inputs: list[str] = []
@@ -56,23 +45,12 @@ def compile_fx(own: Any) -> None:
     expect(given <= names, f"a partitioner is not given {sorted(given)}")
 
 
-@probe(
-    "plain_inductor",
-    "torch._inductor: compile(gm, example_inputs, options), list_mode_options(mode)",
-)
 def plain_inductor(own: Any) -> None:
     """Compile a graph with Inductor and nothing else, and what its modes set."""
     found = own.options_of_mode("max-autotune")
     expect("max_autotune" in found, "a mode sets no max_autotune")
 
 
-@probe(
-    "inductor",
-    "torch._inductor.lowering: lowerings, register_lowering(type_promotion_kind)",
-    "torch._inductor.lowering: make_fallback(warn), fallback_handler",
-    "torch._inductor: graph.GraphLowering, virtualized.V, ir.StorageBox.realize",
-    "torch._inductor.decomposition: select_decomp_table",
-)
 def inductor_lowerings(own: Any) -> None:
     """Tell Inductor how to lower an op: write a value to memory, or call the op as it is."""
     known = own.lowering.lowerings
@@ -82,11 +60,6 @@ def inductor_lowerings(own: Any) -> None:
     expect(aten.addmm_.default in known, "make_fallback does not register a lowering")
 
 
-@probe(
-    "inductor",
-    "torch._inductor.fx_passes.control_dependencies: preserve_node_ordering",
-    "torch.utils._ordered_set: OrderedSet",
-)
 def control_dependencies(own: Any) -> None:
     """Order nodes of a graph that have no data in common, so that Inductor keeps the order."""
     graph = fx.Graph()
@@ -103,15 +76,6 @@ def control_dependencies(own: Any) -> None:
     expect(named, "preserve_node_ordering gives the node another name")
 
 
-@probe(
-    "settings",
-    "torch._inductor.config: _config, patch, get_config_copy, fx_graph_cache, compile_threads",
-    "torch._inductor.config: post_grad_custom_pre_pass, shape_padding, force_shape_pad",
-    "torch._functorch.config: patch, activation_memory_budget, cse, enable_autograd_cache",
-    "torch._functorch.config: force_non_lazy_backward_lowering",
-    "torch._dynamo.config: patch, automatic_dynamic_shapes, error_on_recompile",
-    "torch._dynamo.config: run_gc_after_compile",
-)
 def settings(own: Any) -> None:
     """Read and patch the settings of Inductor, AOTAutograd and Dynamo."""
     seen: list[bool] = []
@@ -132,11 +96,6 @@ def settings(own: Any) -> None:
     expect(elsewhere == (before if own.PER_THREAD else True), "settings are shared otherwise")
 
 
-@probe(
-    "caches",
-    "torch._dynamo.utils: counters",
-    "torch._inductor: metrics.num_auto_chunking, utils.fresh_cache",
-)
 def caches(own: Any) -> None:
     """What torch counts while it compiles, and a compile cache that is empty."""
     for group in ("stats", "aot_autograd", "inductor"):
@@ -144,14 +103,6 @@ def caches(own: Any) -> None:
         del own.counters[group]["mstpass_probe"]
 
 
-@probe(
-    "caches",
-    "torch._inductor.config: trace.enabled, trace.debug_dir",
-    "torch._dynamo.utils: get_debug_dir",
-    "torch._functorch._aot_autograd.logging_utils: get_aot_graph_name",
-    "torch._inductor.runtime.cache_dir_utils: cache_dir",
-    "torch._logging._internal: trace_structured_artifact(name, encoding, payload_fn)",
-)
 def compile_artifacts(own: Any) -> None:
     """Where torch puts what it writes about a compilation: trace, debug folder, compile cache."""
     expect(bool(own.get_aot_graph_name()), "get_aot_graph_name gives no name")
@@ -160,7 +111,6 @@ def compile_artifacts(own: Any) -> None:
 
 
 # ---- host copies and attention -----------------------------------------------------------------
-@probe("host_copy_ops", "torch.accelerator: current_stream, set_stream")
 def host_copy_ops(own: Any) -> None:
     """The ops that copy a value from a GPU to the host and back, beside computation."""
     expected = {
@@ -176,15 +126,6 @@ def host_copy_ops(own: Any) -> None:
         expect(found == arguments, f"{schema.name} has the arguments {found}")
 
 
-@probe(
-    "attention_kernels",
-    "torch.utils._python_dispatch: TorchDispatchMode",
-    "torch.ops.aten: _scaled_dot_product_flash_attention",
-    "torch.ops.aten: _scaled_dot_product_flash_attention_backward",
-    "torch.ops.aten: _scaled_dot_product_cudnn_attention",
-    "torch.ops.aten: _scaled_dot_product_cudnn_attention_backward",
-    "torch.ops.aten: _flash_attention_forward, _flash_attention_backward",
-)
 def attention_kernels(own: Any) -> None:
     """Which fused attention op the device's own dispatch chooses, and a call with a window."""
     for op in (aten._flash_attention_forward, aten._flash_attention_backward):
@@ -193,27 +134,10 @@ def attention_kernels(own: Any) -> None:
 
 
 # ---- the scheduler -----------------------------------------------------------------------------
-@probe(
-    "scheduler_mends",
-    "torch._inductor.config: _pre_fusion_custom_pass",
-    "torch._inductor.scheduler: BaseSchedulerNode.get_nodes, SchedulerNode",
-    "torch._inductor.virtualized: V",
-    "torch._inductor.dependencies: Dep.numbytes_hint, Dep.numel_hint",
-    "torch._inductor.graph: GraphLowering.get_dep_size_hint(dep, count_bytes)",
-    "torch._inductor.sizevars: SizeVarAllocator",
-    "torch.fx.experimental.symbolic_shapes: free_unbacked_symbols",
-)
 def scheduler_mends(own: Any) -> None:
     """Inductor's pass before fusion, in which its scheduler is mended."""
 
 
-@probe(
-    "scheduler_mends",
-    "torch._inductor.scheduler: SchedulerNode.recompute_size_and_body",
-    "torch._inductor.scheduler: SchedulerNode.set_read_writes",
-    "torch._inductor.dependencies: ReadWrites.with_read, ReadWrites.rename, StarDep, WeakDep",
-    "torch.utils._ordered_set: OrderedSet",
-)
 def scheduler_dependencies(own: Any) -> None:
     """Kernels wait for the loops whose results they read."""
     from torch._inductor.dependencies import ReadWrites
@@ -228,36 +152,12 @@ def scheduler_dependencies(own: Any) -> None:
     expect(names == {"new", "other"}, "ReadWrites renames otherwise")
 
 
-@probe(
-    "scheduler_mends",
-    "torch._inductor.config: cpp.dynamic_threads",
-    "torch._inductor.codegen.cpp: CppKernel, CppKernelProxy.tile2d_kernel_cls",
-    "torch._inductor.codegen.cpp: CppScheduling.codegen_outer_loop_node(node)",
-    "torch._inductor.codegen.cpp: CppScheduling.kernel_proxy_cls",
-    "torch._inductor.codegen.cpp: CppTile2DKernel.need_vec_transpose",
-    "torch._inductor.codegen.cpp: CppTile2DKernel.store(name, index, value, mode)",
-    "torch._inductor.codegen.cpp: CppVecKernel.store(name, index, value, mode)",
-    "torch._inductor.codegen.cpp: LoopLevel(steps), LoopNest(loops)",
-    "torch._inductor.codegen.cpp: OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr"
-    "(cpp_kernel_proxy_list, outer_loop_fusion_depth)",
-    "torch._inductor.scheduler: Scheduler.get_backend",
-    "torch.utils._sympy.symbol: SymT.TMP, free_symbol_is_type",
-)
 def vectorized_cpp(own: Any) -> None:
     """Two faults of Inductor's vectorized C++, mended for the graphs of one scheduler."""
     expect(hasattr(type(own.V), "local_buffer_context"), "V has no local_buffer_context")
 
 
 # ---- reading the schedule ----------------------------------------------------------------------
-@probe(
-    "inductor_kernels",
-    "torch._inductor.config: reorder_for_peak_memory",
-    "torch._inductor.graph: GraphLowering.add_device_info",
-    "torch._inductor.memory: reorder_for_peak_memory",
-    "torch._inductor.virtualized: V",
-    "torch.utils._ordered_set: OrderedSet",
-    lost=SCHEDULE,
-)
 def kernel_order(own: Any) -> None:
     """The devices of the graph that Inductor schedules, and the order of its kernels."""
     from torch._inductor.graph import GraphLowering
@@ -266,15 +166,6 @@ def kernel_order(own: Any) -> None:
     expect(annotated, "GraphLowering has no device_types")
 
 
-@probe(
-    "inductor_kernels",
-    "torch._inductor.dependencies: WeakDep",
-    "torch._inductor.graph: GraphLowering.run_node",  # an interpreter of the graph it has
-    "torch._inductor.ir: WhileLoop",
-    "torch._inductor.scheduler: BaseSchedulerNode.get_nodes, BaseSchedulerNode.get_outputs",
-    "torch._inductor.scheduler: SchedulerBuffer.get_mutations",
-    lost=SCHEDULE,
-)
 def scheduled_loops(own: Any) -> None:
     """Whether the schedule runs the loops of a graph, each before what reads its results.
 
@@ -286,34 +177,10 @@ def scheduled_loops(own: Any) -> None:
     expect(next(iter(operands)) == "cond_fn", "while_loop's first operand is no condition")
 
 
-@probe(
-    "inductor_kernels",
-    "torch._inductor.codegen.cpp: OuterLoopFusedSchedulerNode.get_outer_nodes",
-    "torch._inductor.loop_body: LoopBody.get_read_expr(buffer_name)",
-    "torch._inductor.loop_body: LoopBody.get_write_expr(buffer_name)",
-    "torch._inductor.scheduler: SchedulerNode",
-    lost=SCHEDULE,
-)
 def local_buffers(own: Any) -> None:
     """Which values stay inside of one C++ kernel that Inductor made of several loop nests."""
 
 
-@probe(
-    "inductor_kernels",
-    "torch._inductor.choices: InductorChoices.should_use_persistent_reduction"
-    "(features, cooperative_reduction)",
-    "torch._inductor.codegen.cuda_combined_scheduling: CUDACombinedScheduling",
-    "torch._inductor.codegen.simd: SIMDScheduling.generate_node_schedule(nodes, numel, rnumel)",
-    "torch._inductor.codegen.simd_kernel_features: EnableReduction",
-    "torch._inductor.codegen.simd_kernel_features: MemoryEstimator(features, groups)",
-    "torch._inductor.codegen.simd_kernel_features: SIMDKernelFeatures"
-    "(node_schedule, numel, reduction_numel)",
-    "torch._inductor.config: triton.mix_order_reduction_split_size",
-    "torch._inductor.runtime: hints.DeviceProperties.create, runtime_utils.last_power_of_2",
-    "torch._inductor.scheduler: FusedMixOrderReductions, FusedSchedulerNode",
-    "torch._inductor.scheduler: MixOrderReduction.get_numel_rnumel, Scheduler.get_backend",
-    lost=SCHEDULE,
-)
 def triton_kernels(own: Any) -> None:
     """What memory Triton kernels take, besides what a schedule says of their buffers."""
     from torch._inductor.codegen.cuda_combined_scheduling import CUDACombinedScheduling
@@ -322,24 +189,6 @@ def triton_kernels(own: Any) -> None:
     expect("_triton_scheduling" in fields, "CUDACombinedScheduling has other schedulers")
 
 
-@probe(
-    "inductor_schedule",
-    "torch._inductor.config: _post_fusion_custom_pass",
-    "torch._inductor.codegen.wrapper: can_match_buffer_size",
-    "torch._inductor.graph: GraphLowering.get_allocation_storage_size, SubgraphLowering",
-    "torch._inductor.graph: GraphLowering.get_output_names",
-    "torch._inductor.ir: FallbackKernel(unflatten_args), InvokeSubgraph, WhileLoop",
-    "torch._inductor.ir: MultiOutput, MultiOutputLayout, MutationLayoutSHOULDREMOVE",
-    "torch._inductor.ir: NonOwningLayout, NoneLayout, Switch | Conditional",
-    "torch._inductor.ir: Operation.get_inputs_that_alias_output"
-    " | Buffer.get_inputs_that_alias_output",
-    "torch._inductor.scheduler: BaseSchedulerNode.used_or_aliased_buffer_names",
-    "torch._inductor.scheduler: NopKernelSchedulerNode, OutputNode, SchedulerBuffer.can_free",
-    "torch._inductor.sizevars: SizeVarAllocator.optimization_hint(fallback)",
-    "torch._inductor.virtualized: V",
-    "torch.fx.experimental.symbolic_shapes: free_unbacked_symbols",
-    lost=SCHEDULE,
-)
 def inductor_schedule(own: Any) -> None:
     """Read Inductor's schedule after fusion: what each call allocates, overwrites and frees."""
     from mstpass.torch_internals.inductor import CustomSchedulerPass, compile_fx
@@ -372,3 +221,25 @@ def inductor_schedule(own: Any) -> None:
     expect(allocated == [product, total], f"the schedule allocates {allocated} bytes")
     freed = [len(call.freed) for call in schedule.calls]
     expect(freed == [2, 1], f"the schedule frees {freed} buffers")
+
+
+# ---- the pretended GPU -------------------------------------------------------------------------
+def pretended_gpu(own: Any) -> None:
+    """A step is traced and compiled for a GPU that is not there."""
+
+
+def pretended_gpu_attention(own: Any) -> None:
+    """The kernel that CUDA would choose for ``scaled_dot_product_attention``."""
+
+
+def pretended_gpu_engine(own: Any) -> None:
+    """Differentiate fake CUDA tensors on a machine that has no CUDA device."""
+    methods = own.virtual_methods()
+    known = {"isBuilt", "hasPrimaryContext"} <= {*methods}
+    first = methods[:1] == ["~AcceleratorHooksInterface"]
+    expect(first and known, "AcceleratorHooksInterface has other virtual methods")
+    expect(bool(own.cuda_hooks()), "at::detail::getCUDAHooks is missing")
+
+
+def pretended_triton(own: Any) -> None:
+    """Compile a step for a pretended GPU: to the code that Inductor writes, and to cubins."""

@@ -10,14 +10,12 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mstpass.torch_internals.probes.row import probe
 from mstpass.torch_internals.versions import expect, find_or_none
 
 aten = torch.ops.aten
 
 
 # ---- ops and graphs ----------------------------------------------------------------------------
-@probe("graphs", "torch._ops: OpOverload", "torch.ops.aten.mm.default: _schema")
 def op_types(own: Any) -> None:
     """What a node of an FX graph calls: ATen's and higher-order ops, and an op's schema."""
     add, add_ = aten.add.Tensor, aten.add_.Tensor
@@ -31,14 +29,6 @@ def op_types(own: Any) -> None:
     expect(isinstance(loop, own.HigherOrderOperator), "while_loop is no HigherOrderOperator")
 
 
-@probe(
-    "graphs",
-    "torch._higher_order_ops.utils: autograd_not_implemented(deferred_error)",
-    "torch._ops: HigherOrderOperator(name, cacheable), HigherOrderOperator.py_impl",
-    "torch._ops: HigherOrderOperator.py_autograd_impl",
-    "torch._C.DispatchKey: CompositeExplicitAutograd",
-    "torch._subclasses.fake_tensor: FakeTensorMode",
-)
 def higher_order_ops(own: Any) -> None:
     """A higher-order op of our own: what it computes, and its results on fake tensors."""
 
@@ -55,13 +45,6 @@ def higher_order_ops(own: Any) -> None:
     expect(getattr(found, "fake_mode", None) is mode, "a higher-order op is not run as fake")
 
 
-@probe(
-    "graphs",
-    "torch._ops: HigherOrderOperator.name",
-    "torch._higher_order_ops.flex_attention: FlexAttentionHOP.__call__(query, key, value)",
-    "torch._higher_order_ops.flex_attention: FlexAttentionBackwardHOP.__call__"
-    "(query, key, value, out, logsumexp, grad_out)",
-)
 def op_calls(own: Any) -> None:
     """The call of an op as plain data: its name and its arguments."""
     name = own.name_of(aten.mm.default)
@@ -73,7 +56,6 @@ def op_calls(own: Any) -> None:
         expect(found == arguments, f"the arguments of {name} are {', '.join(found)}")
 
 
-@probe("graphs", "torch.fx._lazy_graph_module: _LazyGraphModule")
 def graph_modules(own: Any) -> None:
     """Graph modules that write their Python code when it is first needed.
 
@@ -91,7 +73,6 @@ def graph_modules(own: Any) -> None:
     expect(results == [1.0, -1.0], "a lazy graph module runs an earlier state of its graph")
 
 
-@probe("graphs", "torch.utils._pytree: tree_leaves, tree_map")
 def pytrees(own: Any) -> None:
     """The leaves of nested tuples, lists, dicts and whatever else is registered with torch."""
     tree = {"a": (1, [2]), "b": 3}
@@ -99,7 +80,6 @@ def pytrees(own: Any) -> None:
     expect(own.tree_map(str, tree) == {"a": ("1", ["2"]), "b": "3"}, "tree_map maps otherwise")
 
 
-@probe("graphs", "torch._library.fake_class_registry: FakeScriptObject")
 def opaque_values(own: Any) -> None:
     """Values of a graph that are neither tensors nor sizes, such as the mesh of a DTensor."""
     node = fx.Graph().placeholder("x")
@@ -108,13 +88,6 @@ def opaque_values(own: Any) -> None:
 
 
 # ---- tensors and sizes -------------------------------------------------------------------------
-@probe(
-    "fake_tensors",
-    "torch._subclasses.fake_tensor: FakeTensor, FakeTensorMode(allow_non_fake_inputs)",
-    "torch._subclasses.fake_tensor: FakeTensorMode.from_tensor, DataDependentOutputException",
-    "torch._subclasses.fake_tensor: DynamicOutputShapeException",
-    "torch._guards: tracing(context), TracingContext(fake_mode)",
-)
 def fake_tensors(own: Any) -> None:
     """Tensors without data, and what they raise where data would be needed."""
     mode = own.FakeTensorMode(allow_non_fake_inputs=True)
@@ -135,11 +108,6 @@ def fake_tensors(own: Any) -> None:
             expect(False, f"fake tensors do not raise {expected.__name__}")
 
 
-@probe(
-    "fake_tensors",
-    "torch.utils._python_dispatch: TorchDispatchMode",
-    "torch.UntypedStorage: _cdata",
-)
 def dispatch_modes(own: Any) -> None:
     """See every op that runs, below autograd; and tell storages apart."""
     seen = set()
@@ -160,7 +128,6 @@ def dispatch_modes(own: Any) -> None:
     expect(keys[0] == keys[1] != keys[2], "storages cannot be told apart")
 
 
-@probe("fake_tensors", "torch.Tensor: _make_wrapper_subclass")
 def wrapper_tensors(own: Any) -> None:
     """Tensors without memory, whose ops all go to ``__torch_dispatch__``."""
 
@@ -177,13 +144,6 @@ def wrapper_tensors(own: Any) -> None:
         expect(False, "an op on a wrapper does not reach __torch_dispatch__")
 
 
-@probe(
-    "fake_tensors",
-    "torch.fx.experimental.symbolic_shapes: ShapeEnv.create_unbacked_symint",
-    "torch.fx.experimental.symbolic_shapes: ShapeEnv.create_symintnode(hint)",
-    "torch.fx.experimental.sym_node: SymNode.expr",
-    "torch._inductor.sizevars: SizeVarAllocator.optimization_hint(fallback)",
-)
 def symbols(own: Any) -> None:
     """Sizes as the compiler sees them: their hints, and the names that they were given first."""
     from torch._inductor.sizevars import SizeVarAllocator
@@ -198,16 +158,6 @@ def symbols(own: Any) -> None:
 
 
 # ---- AOTAutograd -------------------------------------------------------------------------------
-@probe(
-    "aot_autograd",
-    "torch._functorch.partitioners: min_cut_rematerialization_partition"
-    "(num_fwd_outputs, static_lifetime_input_indices), _must_be_in_backward(node)",
-    "torch._functorch.partitioners: _extract_fwd_bwd_modules"
-    "(saved_sym_nodes, num_fwd_outputs, static_lifetime_input_nodes)",
-    "torch._functorch.partitioners: thread_graphsafe_rng_from_hops(is_backward)",
-    "torch._functorch.compile_utils: fx_graph_cse, raise_getitems",
-    "torch.utils._ordered_set: OrderedSet",
-)
 def partitioners(own: Any) -> None:
     """What torch's partitioner does besides choosing what is saved, and the partitioner itself."""
     budget_of = find_or_none("torch.fx.traceback._get_memory_budget_annotation")
@@ -250,14 +200,6 @@ def _joint_graph() -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-@probe(
-    "aot_autograd",
-    "torch._guards: TracingContext.try_get",
-    "torch._functorch._aot_autograd.schemas: ViewAndMutationMeta.bw_donated_idxs",
-    "torch._inductor.graph: SubgraphLowering",
-    "torch._inductor.utils: get_donated_idxs",
-    "torch._inductor.virtualized: V",
-)
 def donated_buffers(own: Any) -> None:
     """A loop's operands, which Inductor must not overwrite as if they were donated."""
     context = own.TracingContext
@@ -265,11 +207,6 @@ def donated_buffers(own: Any) -> None:
     expect(hasattr(context(None), "fw_metadata"), "TracingContext has no fw_metadata")
 
 
-@probe(
-    "aot_autograd",
-    "torch._functorch._aot_autograd.runtime_wrappers: RuntimeWrapper.post_compile(compiled_fn)",
-    "torch._C._autograd: _get_current_graph_task_keep_graph",
-)
 def kept_graphs(own: Any) -> None:
     """Backwards that keep their graph: ``retain_graph=True`` and ``create_graph=True``."""
     source = inspect.getsource(own.runtime_wrappers)
@@ -277,12 +214,6 @@ def kept_graphs(own: Any) -> None:
         expect(used in source, f"the autograd function of a graph has no {used}")
 
 
-@probe(
-    "aot_autograd",
-    "torch._dynamo.config: compiled_autograd",
-    "torch._dynamo.compiled_autograd: compiled_autograd_enabled, _enable(compiler_fn)",
-    "torch.fx.experimental._backward_state: BackwardState",
-)
 def compiled_autograd(own: Any) -> None:
     """Whether compiled autograd is on: the backward is then traced and compiled a second time."""
     before = own.traces_backward_again()

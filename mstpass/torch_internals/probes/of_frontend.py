@@ -10,21 +10,10 @@ import torch
 from torch import fx, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from mstpass.torch_internals.probes.row import LINT, TRACES, probe
 from mstpass.torch_internals.versions import expect
 
 
 # ---- Dynamo ------------------------------------------------------------------------------------
-@probe(
-    "dynamo",
-    "torch._C._dynamo.eval_frame: _debug_get_cache_entry_list, reset_code",
-    "torch._dynamo.convert_frame: register_bytecode_hook(hook)",
-    "torch._dynamo.exc: RestartAnalysis, TorchDynamoException, Unsupported",
-    "torch._dynamo: maybe_mark_dynamic",
-    "torch._dynamo.output_graph: GraphCompileReason(reason, user_stack, graph_break)",
-    "torch._subclasses.fake_tensor: log",
-    "torch._dynamo.variables: tensor.log, ctx_manager.log",
-)
 def dynamo(own: Any) -> None:
     """What Dynamo compiles, why a graph of it ends, and how to have it forget a compilation."""
     codes: list[Any] = []
@@ -58,18 +47,6 @@ def _breaks(x: torch.Tensor) -> torch.Tensor:
     return y.cos()
 
 
-@probe(
-    "dynamo",
-    "torch.nn: Module._call_impl",
-    "torch.autograd: backward, graph._engine_run_backward",
-    "torch.utils.checkpoint: _checkpoint_impl(function, use_reentrant)"
-    " | checkpoint(function, use_reentrant)",
-    "torch.utils.checkpoint: _checkpoint_without_reentrant_generator_impl(fn)"
-    " | _checkpoint_without_reentrant_generator(fn)",
-    "torch.utils.checkpoint: CheckpointFunction.forward(ctx), CheckpointFunction.backward(ctx)",
-    "torch._C: _current_graph_task_id",
-    lost=LINT,
-)
 def checkpoint_frames(own: Any) -> None:
     """The frames of modules, checkpoints and backward passes on the Python stack."""
     kind = own.FrameKind
@@ -118,13 +95,6 @@ class _Stacks(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 # ---- modules -----------------------------------------------------------------------------------
-@probe(
-    "modules",
-    "torch._dynamo.eval_frame: OptimizedModule",
-    "torch.nn: Module._apply(fn, recurse), Module._compiled_call_impl",
-    "torch.distributed: fsdp._common_utils.FSDP_WRAPPED_MODULE",
-    "torch.distributed.algorithms._checkpoint: checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE",
-)
 def modules(own: Any) -> None:
     """Modules' own tensors, and what wrappers and torch.compile have put around them."""
     module = nn.BatchNorm1d(2)
@@ -150,12 +120,6 @@ def modules(own: Any) -> None:
         expect(held, "FSDP holds its module elsewhere")
 
 
-@probe(
-    "modules",
-    "torch.distributed.fsdp: FSDPModule._get_fsdp_state",
-    lost=TRACES,
-    applies=torch.distributed.is_available,
-)
 def fsdp_states(own: Any) -> None:
     """What FSDP2 keeps of the modules that it wraps: their tensors, and the state of its hooks.
 
@@ -164,7 +128,6 @@ def fsdp_states(own: Any) -> None:
 
 
 # ---- distributed -------------------------------------------------------------------------------
-@probe("collectives", "torch.ops: _c10d_functional, _dtensor")
 def collective_ops(own: Any) -> None:
     """The ops of functional collectives, by name; a torch without distributed has none."""
     if not torch.distributed.is_available():
@@ -177,15 +140,6 @@ def collective_ops(own: Any) -> None:
     expect(arguments[:2] == ["input", "reduce_op"], "all_reduce has other arguments")
 
 
-@probe(
-    "collectives",
-    "torch._dynamo.config: enable_compiler_collectives",
-    "torch._dynamo.distributed: get_compile_pg",
-    "torch._guards: CompileContext.current_compile_id, CompileId",
-    "torch._subclasses.fake_tensor: unset_fake_temporarily",
-    "torch.distributed.distributed_c10d: _get_default_store",
-    "torch.utils._mode_utils: no_dispatch",
-)
 def compiler_collectives(own: Any) -> None:
     """Agree with the other ranks on a number, while graphs are compiled."""
     group = own.get_compile_pg()
@@ -194,12 +148,6 @@ def compiler_collectives(own: Any) -> None:
     expect(compiled is None, "a compilation without anything to compile")
 
 
-@probe(
-    "collectives",
-    "torch._dynamo.backends.distributed: propagate_dynamo_source",
-    "torch.nn.parallel: DistributedDataParallel._get_active_ddp_module",
-    applies=torch.distributed.is_available,
-)
 def data_parallel(own: Any) -> None:
     """Which data-parallel wrapper runs the graph that is compiled now."""
     graph = fx.Graph()
@@ -208,10 +156,6 @@ def data_parallel(own: Any) -> None:
     expect(found == own.Wrapper(), "a wrapper around no module")
 
 
-@probe(
-    "collectives",
-    "torch._dynamo.backends.distributed: SubmodCompiler.run_node(n), DDPOptimizer.compile_fn(gm)",
-)
 def ddp_buckets(own: Any) -> None:
     """Which call a graph is that Dynamo has split off for a bucket of DDP."""
     outside = own.bucket_being_compiled()
