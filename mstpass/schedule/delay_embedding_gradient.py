@@ -15,7 +15,7 @@ itself. Nothing more is launched.
 On the CPU an order alone is not enough: neighbouring kernels are one C++ function there, whose
 buffers are allocated before it and freed after it. Only a call ends such a function. So the zeros
 are made from a matmul of a 1 x 1 zero with itself, and this call waits for the rows
-(torch_internals/control_dependencies.py).
+(torch_internals/inductor.py).
 """
 
 from __future__ import annotations

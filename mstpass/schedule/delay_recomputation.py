@@ -15,7 +15,7 @@ alive at once. This rewrite adds an order between nodes that have no data in com
    operands of its readers, because it is not needed before they exist.
 
 A node waits by an op that takes the nodes it waits for as inputs
-(torch_internals/control_dependencies.py). XLA's optimization barriers serve ``jax.checkpoint`` in
+(torch_internals/inductor.py). XLA's optimization barriers serve ``jax.checkpoint`` in
 the same way.
 """
 

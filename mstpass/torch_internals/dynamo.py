@@ -81,7 +81,7 @@ class FrameKind(enum.Enum):
 
 
 # From 2.15 on, checkpoints work in functions of their own, which decorators call as well.
-WITHOUT_REENTRANT = (
+_WITHOUT_REENTRANT = (
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl(fn)"
     " | torch.utils.checkpoint._checkpoint_without_reentrant_generator(fn)"
 )
@@ -94,7 +94,6 @@ _FUNCTIONS = {
     FrameKind.BACKWARD: "torch.autograd.backward",
     FrameKind.ENGINE: "torch.autograd.graph._engine_run_backward",
 }
-FRAME_APIS = (*_FUNCTIONS.values(), WITHOUT_REENTRANT)
 # A checkpoint's own ops, which save inputs and restore random states, are issued from these.
 UPKEEP_FILES = frozenset({torch_checkpoint.__file__, torch.random.__file__, None})
 
@@ -121,9 +120,9 @@ def _code(api: str) -> types.CodeType:
 
 
 def _recompute_code() -> types.CodeType:
-    inner = _code(WITHOUT_REENTRANT).co_consts
+    inner = _code(_WITHOUT_REENTRANT).co_consts
     codes = [c for c in inner if isinstance(c, types.CodeType) and c.co_name == "recompute_fn"]
-    expect(len(codes) == 1, f"{WITHOUT_REENTRANT} has no function recompute_fn")
+    expect(len(codes) == 1, f"{_WITHOUT_REENTRANT} has no function recompute_fn")
     return codes[0]
 
 

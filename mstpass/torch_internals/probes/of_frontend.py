@@ -1,4 +1,4 @@
-"""Probes of Dynamo, modules and what runs around them: checkpoints, DDP, FSDP, ranks."""
+"""Checks of Dynamo, modules, checkpoints, DDP, FSDP and ranks; each gets the adapter as ``own``."""
 
 from __future__ import annotations
 

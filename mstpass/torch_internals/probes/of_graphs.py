@@ -1,4 +1,4 @@
-"""Probes of graphs, tensors and AOTAutograd."""
+"""Checks of graphs, tensors and AOTAutograd; each gets the adapter as ``own``."""
 
 from __future__ import annotations
 

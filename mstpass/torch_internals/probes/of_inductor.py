@@ -1,4 +1,4 @@
-"""Probes of Inductor: its hooks, settings, caches, scheduler and kernels; and of host copies."""
+"""Checks of Inductor, host copies and the pretended GPU; each gets the adapter as ``own``."""
 
 from __future__ import annotations
 
