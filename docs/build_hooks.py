@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import posixpath
 import re
 import tempfile
@@ -23,7 +22,7 @@ from mkdocs.structure.files import File, Files
 
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.explainer.plan_step import explain_step
-from mstpass.torch_internals import __main__ as torch_internals
+from mstpass.torch_internals.probes.table import PROBES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -117,12 +116,14 @@ def _examples() -> str:
 
 
 def _private_apis() -> str:
-    rows = ["| file | what for | private APIs |", "|---|---|---|"]
-    for name in torch_internals.names():
-        module = torch_internals.load(name)
-        purpose = (inspect.getdoc(module) or "").partition("\n")[0]
-        apis = "<br>".join(f"`{api}`".replace("|", "\\|") for api in module.APIS.names)
-        rows.append(f"| `{name}.py` | {purpose} | {apis} |")
+    rows = [
+        "| probe | file | what for | private APIs | lost without them |",
+        "|---|---|---|---|---|",
+    ]
+    for probe in PROBES:
+        apis = "<br>".join(f"`{api}`".replace("|", "\\|") for api in probe.apis)
+        file = f"`{probe.adapter}.py`"
+        rows.append(f"| {probe.name} | {file} | {probe.purpose} | {apis} | {probe.lost} |")
     return "\n".join(rows)
 
 

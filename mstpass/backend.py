@@ -56,12 +56,15 @@ from mstpass.report import store
 from mstpass.report.graph_ends import with_graph_ends
 from mstpass.report.report import Report, ReportFileError
 from mstpass.returned_logits import Drop, drop_logits
+from mstpass.torch_internals.aot_autograd import (
+    backwards_may_keep_graphs,
+    has_backward_hooks,
+    traces_backward_again,
+)
 from mstpass.torch_internals.caches import cache_counts
-from mstpass.torch_internals.compile_fx import compile_fx
-from mstpass.torch_internals.compiled_autograd import has_backward_hooks, traces_backward_again
-from mstpass.torch_internals.compiler_collectives import least_of_ranks
+from mstpass.torch_internals.collectives import least_of_ranks
 from mstpass.torch_internals.dynamo import RestartAnalysis
-from mstpass.torch_internals.kept_graphs import backwards_may_keep_graphs
+from mstpass.torch_internals.inductor import compile_fx
 from mstpass.torch_internals.plain_inductor import by_inductor_alone, options_of_mode
 from mstpass.torch_internals.scheduler_mends import MendScheduler
 from mstpass.torch_internals.settings import (
@@ -70,7 +73,7 @@ from mstpass.torch_internals.settings import (
     is_inductor_setting,
     without_padding,
 )
-from mstpass.torch_internals.versions import warn_if_newer
+from mstpass.torch_internals.versions import installed, warn_if_newer
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +95,7 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
         OptionError: an option has an unknown name or a bad value.
         MstpassError: an error of mstpass, under ``strict``.
     """
-    warn_if_newer(torch.__version__)
+    warn_if_newer(installed())
     options = Options.parse(kwargs.get("options"))
     users = {**options_of_mode(kwargs.get("mode")), **options.inductor_patches}
     drop = _drop(gm, options)

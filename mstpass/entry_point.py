@@ -11,13 +11,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from mstpass.frame_stack import with_deep_stack
 from mstpass.options import Options
 from mstpass.torch_internals.plain_inductor import by_inductor_alone, options_of_mode
-from mstpass.torch_internals.versions import ADVICE, CHECKED
+from mstpass.torch_internals.versions import ADVICE, CHECKED, installed
 
 
 def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
@@ -53,7 +52,7 @@ def _by_inductor(
 def _warn_once(lacking: str) -> None:
     warnings.warn(
         "mstpass is off, and steps compile as under Inductor, because torch "
-        f"{torch.__version__} lacks what mstpass imports. {lacking}. mstpass was checked with "
+        f"{installed()} lacks what mstpass imports. {lacking}. mstpass was checked with "
         f"torch {CHECKED[0]} to {CHECKED[-1]}. {ADVICE}.",
         stacklevel=4,
     )

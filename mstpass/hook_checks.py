@@ -19,7 +19,6 @@ process is, too: `switch_off`. Without the schedule, mstpass goes on. ``strict=T
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Iterator
 
@@ -27,11 +26,10 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.torch_internals.caches import CacheCounts
-from mstpass.torch_internals.private_apis import LostLoopError, PrivateApis, TorchChangedError
+from mstpass.torch_internals.probes.table import PROBES
 from mstpass.torch_internals.scheduler_mends import MendScheduler
-from mstpass.torch_internals.versions import ADVICE
+from mstpass.torch_internals.versions import ADVICE, LostLoopError, TorchChangedError
 
-_HOMES = "mstpass.torch_internals."
 FUSION_HOOK, SCHEDULE_HOOK = "_pre_fusion_custom_pass", "_post_fusion_custom_pass"
 _UNREAD = f"{SCHEDULE_HOOK} is not called"
 _off: list[TorchChangedError] = []  # why mstpass is off; empty while it is on
@@ -93,11 +91,10 @@ def torch_changed(error: BaseException) -> TorchChangedError | None:
     for cause in _chain(error):
         if isinstance(cause, TorchChangedError):
             return cause
-    for name, module in list(sys.modules.items()):
-        apis = getattr(module, "APIS", None) if name.startswith(_HOMES) else None
-        if isinstance(apis, PrivateApis):
+    for probe in PROBES:
+        if probe.lost == "loops":
             try:
-                apis.require()
+                probe.require()
             except TorchChangedError as lacking:
                 return lacking
     return None

@@ -37,13 +37,19 @@ from mstpass.schedule.attention_masks import materialize_masks
 from mstpass.schedule.delay_embedding_gradient import delay_scatters
 from mstpass.schedule.delay_recomputation import delay_recomputation, joined
 from mstpass.schedule.host_copy_waits import host_copy_waits
-from mstpass.torch_internals.compile_fx import CustomGraphPass, CustomPartitionerFn
-from mstpass.torch_internals.compiled_autograd import traces_backward_again
-from mstpass.torch_internals.control_dependencies import make_wait
-from mstpass.torch_internals.donated_buffers import is_backward, keep_donations_from_subgraphs
-from mstpass.torch_internals.inductor_lowerings import call_with_aligned_result
-from mstpass.torch_internals.partitioners import merge_equal_nodes
-from mstpass.torch_internals.private_apis import TorchChangedError
+from mstpass.torch_internals.aot_autograd import (
+    is_backward,
+    keep_donations_from_subgraphs,
+    merge_equal_nodes,
+    traces_backward_again,
+)
+from mstpass.torch_internals.inductor import (
+    CustomGraphPass,
+    CustomPartitionerFn,
+    call_with_aligned_result,
+    make_wait,
+)
+from mstpass.torch_internals.versions import TorchChangedError, installed
 
 log = logging.getLogger(__name__)
 _NESTED = (
@@ -83,7 +89,7 @@ def check_fit(outcome: Outcome, limit: Limit) -> None:
 @functools.cache
 def _sources_hash() -> str:
     """A hash of all our sources: a changed pass must not get graphs that an older one compiled."""
-    digest = hashlib.sha256(torch.__version__.encode())
+    digest = hashlib.sha256(installed().encode())
     for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()

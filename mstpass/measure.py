@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from mstpass.torch_internals.versions import installed
+
 Step = Callable[[], object]
 Device = str | torch.device
 Key = TypeVar("Key")
@@ -125,7 +127,7 @@ def _cuda_peak_bytes(fn: Step, device: Device) -> int:
 
 
 def _cpu_peak_bytes(fn: Step) -> int:
-    # one cycle has nothing to accumulate, but torch 2.11 warns where acc_events is off
+    # one cycle has nothing to accumulate, but older versions warn where acc_events is off
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with _quiet_stderr():
         profiler.start()
@@ -187,8 +189,8 @@ def _quiet_stderr() -> Iterator[None]:
 def device_name(device: torch.device) -> str:
     """The name of the device and the version of torch, for captions."""
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    return f"{cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
+        return f"{torch.cuda.get_device_name(device)}, torch {installed()}"
+    return f"{cpu_name()}, {os.cpu_count()} cores, torch {installed()}"
 
 
 def cpu_name() -> str:

@@ -44,7 +44,7 @@ from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Plan, Value
 from mstpass.problem.verify import verify
-from mstpass.torch_internals.partitioners import has_torch_budget
+from mstpass.torch_internals.aot_autograd import has_torch_budget
 
 TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a loop in it"
 

@@ -18,7 +18,7 @@ from torch._inductor.fx_passes.control_dependencies import control_deps
 
 import mstpass
 from mstpass import backend
-from mstpass.torch_internals.compile_fx import CustomPartitionerFn, compile_fx
+from mstpass.torch_internals.inductor import CustomPartitionerFn, compile_fx
 from mstpass.torch_internals.settings import inductor_setting
 
 Loss = Callable[..., torch.Tensor]

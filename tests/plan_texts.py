@@ -29,7 +29,7 @@ from mstpass.bench.huggingface_architecture import TINY, Architecture
 from mstpass.bench.huggingface_architectures import architectures
 from mstpass.graph.graph_text import graph_text
 from mstpass.options import Options
-from mstpass.torch_internals.partitioners import merge_equal_nodes
+from mstpass.torch_internals.aot_autograd import merge_equal_nodes
 from tests.checks import joint_graph
 from tests.losses import FUSED, OUTSIDE, RECOMPUTED, REFUSED, VOCAB, Loss, LossModel
 

@@ -21,7 +21,7 @@ from mstpass.bench.huggingface_architectures import architectures
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.token_dataflow import missing_ops
 from mstpass.options import Options
-from mstpass.torch_internals.partitioners import merge_equal_nodes
+from mstpass.torch_internals.aot_autograd import merge_equal_nodes
 from tests.checks import check_against_float64, compiled, errors, gradients, joint_graph
 
 pytest.importorskip("transformers")

@@ -25,7 +25,7 @@ from mstpass.normalize.local_sums import local_sums
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.torch_fallback import needs_torch
-from mstpass.torch_internals.opaque_values import is_opaque
+from mstpass.torch_internals.graphs import is_opaque
 from tests.checks import check_against_float64, joint_graph
 from tests.models import MLPS
 

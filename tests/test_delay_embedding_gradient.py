@@ -13,7 +13,7 @@ from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import scatters_to_delay
 from mstpass.schedule.delay_embedding_gradient import delay_scatters
 from mstpass.torch_internals.fake_tensors import FakeTensor
-from mstpass.torch_internals.pytrees import tree_map
+from mstpass.torch_internals.graphs import tree_map
 from tests.checks import compiled, joint_graph
 
 aten = torch.ops.aten

@@ -17,8 +17,8 @@ from mstpass.explainer import plan_step
 from mstpass.graph.graph_text import graph_text
 from mstpass.memory import device_budget
 from mstpass.options import Options
-from mstpass.torch_internals import compiler_collectives
-from mstpass.torch_internals.compiler_collectives import Agreed
+from mstpass.torch_internals import collectives
+from mstpass.torch_internals.collectives import Agreed
 from tests.checks import joint_graph
 
 GIB = 2**30
@@ -210,15 +210,15 @@ class _Group:
 
 
 def test_ranks_that_compile_together_take_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiler_collectives.least_of_ranks(7) == Agreed(7), "without ranks nobody is asked"
+    assert collectives.least_of_ranks(7) == Agreed(7), "without ranks nobody is asked"
 
     def gather(numbers: list[int], number: int, group: _Group) -> None:
         numbers[:] = [9, number, 8]
 
-    monkeypatch.setattr(compiler_collectives, "get_compile_pg", _Group)
+    monkeypatch.setattr(collectives, "get_compile_pg", _Group)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    assert compiler_collectives.least_of_ranks(7) == Agreed(7)
-    assert compiler_collectives.least_of_ranks(10) == Agreed(8)
+    assert collectives.least_of_ranks(7) == Agreed(7)
+    assert collectives.least_of_ranks(10) == Agreed(8)
 
 
 def test_the_least_of_the_ranks_is_what_counts(

@@ -23,7 +23,7 @@ from mstpass.options import Options
 from mstpass.plans import ChunkPlan, Outcome, Rejection, SavedValue, SavePlan, Transfer
 from mstpass.regions.advice import fix_of
 from mstpass.report.report import Report
-from mstpass.torch_internals.partitioners import merge_equal_nodes
+from mstpass.torch_internals.aot_autograd import merge_equal_nodes
 
 from . import refused
 from .checks import joint_graph

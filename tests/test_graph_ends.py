@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from mstpass.plans import Outcome, Rejection
 from mstpass.report import graph_ends
 from mstpass.report.report import Report
-from mstpass.torch_internals.data_parallel import DDP, FSDP2, Split, Wrapper, wrapper_of
+from mstpass.torch_internals.collectives import DDP, FSDP2, Split, Wrapper, wrapper_of
 
 LOGITS = "logits are an output of the graph, so they exist in full"
 PLAIN = Rejection("detect", "mm", LOGITS, fix="as always")

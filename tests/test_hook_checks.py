@@ -27,7 +27,7 @@ from torch._inductor.scheduler import SchedulerNode
 
 import mstpass
 from mstpass import backend, entry_point, hook_checks
-from mstpass.torch_internals.compile_fx import CustomSchedulerPass
+from mstpass.torch_internals.inductor import CustomSchedulerPass
 
 Patch = pytest.MonkeyPatch
 _READERS = {  # the modules that look up a hook
@@ -329,7 +329,7 @@ def test_a_program_that_inductor_cannot_compile_is_not_ours() -> None:
 # ---- names that mstpass imports ------------------------------------------------------------------
 def test_a_name_that_cannot_be_imported(fallback: None, monkeypatch: Patch) -> None:
     monkeypatch.delattr("torch._inductor.custom_graph_pass.CustomPartitionerFn")
-    for name in ("mstpass.torch_internals.compile_fx", "mstpass.backend", "mstpass.inductor_hooks"):
+    for name in ("mstpass.torch_internals.inductor", "mstpass.backend", "mstpass.inductor_hooks"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("mstpass.backend")
     model = _Head()

@@ -35,7 +35,7 @@ from mstpass.problem.problem import (
 )
 from mstpass.problem.saved_set import recomputed, saved_where
 from mstpass.problem.verify import verify
-from mstpass.torch_internals.partitioners import (
+from mstpass.torch_internals.aot_autograd import (
     merge_equal_nodes,
     min_cut_rematerialization_partition,
     saved_by_torch,

@@ -16,7 +16,7 @@ from mstpass.graph.loop_op import STACK, SUM, mst_loop, run_eagerly
 from mstpass.graph.materialization import REALIZE
 from mstpass.loops.lowering import lower_loops
 from mstpass.options import Options
-from mstpass.torch_internals import donated_buffers
+from mstpass.torch_internals import aot_autograd
 from tests.checks import compiled, joint_graph
 from tests.models import MLPS
 
@@ -104,11 +104,11 @@ def _backward_graph() -> fx.Graph:
 def test_no_subgraph_has_the_donations_of_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = SimpleNamespace(bw_donated_idxs=[0, 2])
     context = SimpleNamespace(fw_metadata=metadata)
-    monkeypatch.setattr(donated_buffers.TracingContext, "try_get", staticmethod(lambda: context))
-    monkeypatch.setattr(donated_buffers.torch, "__version__", "2.13.0")
-    donated_buffers.keep_donations_from_subgraphs(_backward_graph())
+    monkeypatch.setattr(aot_autograd.TracingContext, "try_get", staticmethod(lambda: context))
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    aot_autograd.keep_donations_from_subgraphs(_backward_graph())
     found = metadata.bw_donated_idxs
     assert found == [0, 2] and 2 in found and 1 not in found
-    with donated_buffers.V.set_graph_handler(object.__new__(donated_buffers.SubgraphLowering)):
+    with aot_autograd.V.set_graph_handler(object.__new__(aot_autograd.SubgraphLowering)):
         assert 2 not in found
     assert type(pickle.loads(pickle.dumps(found))) is list  # in torch's caches

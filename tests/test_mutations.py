@@ -9,7 +9,7 @@ from torch._inductor.dependencies import ReadWrites, StarDep
 from torch.utils._ordered_set import OrderedSet
 
 from mstpass.graph.materialization import materialize
-from mstpass.torch_internals.scheduler_dependencies import keep_names
+from mstpass.torch_internals.scheduler_mends import keep_names
 from tests.checks import joint_graph
 
 

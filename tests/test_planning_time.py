@@ -8,7 +8,7 @@ from torch import fx
 
 from mstpass import pipeline
 from mstpass.options import Options
-from mstpass.torch_internals.partitioners import merge_equal_nodes
+from mstpass.torch_internals.aot_autograd import merge_equal_nodes
 from tests.checks import joint_graph
 
 TOKENS, D = 2**15, 32

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mstpass
-from mstpass.torch_internals.pytrees import tree_map
+from mstpass.torch_internals.graphs import tree_map
 from tests.checks import compiled, errors, gradients, kinds
 from tests.models import GatedMLP, TinyLM, next_token_loss
 

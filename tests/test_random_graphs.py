@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mstpass import pipeline
 from mstpass.options import Options
-from mstpass.torch_internals.partitioners import merge_equal_nodes
+from mstpass.torch_internals.aot_autograd import merge_equal_nodes
 from tests.checks import examples, joint_graph
 
 D, WIDE = 8, 64

@@ -23,7 +23,7 @@ import mstpass
 from mstpass import backend
 from mstpass.linter.call_stack import OpContext, current_context
 from mstpass.memory import scheduled_peak
-from mstpass.torch_internals import symbols
+from mstpass.torch_internals import fake_tensors, scheduler_mends
 from tests.checks import compiled
 
 
@@ -142,14 +142,14 @@ def test_torch_2_11_counts_the_hints_of_unknown_sizes(monkeypatch: pytest.Monkey
 
     shapes = ShapeEnv()
     hinted, unknown = shapes.create_unbacked_symint(), shapes.create_unbacked_symint()
-    symbols.set_hint(hinted, 7)
+    fake_tensors.set_hint(hinted, 7)
     graph: Any = Graph(shapes)
-    monkeypatch.setattr(symbols, "_COUNTS_HINTS", False)
-    symbols.count_hints(graph)
+    monkeypatch.setattr(scheduler_mends, "_COUNTS_HINTS", False)
+    scheduler_mends.count_hints(graph)
     count = graph.get_dep_size_hint
     assert count(operand(hinted.node.expr)) == 28
     assert count(operand(hinted.node.expr), count_bytes=False) == 7
     assert count(operand(unknown.node.expr * hinted.node.expr)) == -1
     assert count(operand(sympy.Integer(5))) == -1
-    symbols.count_hints(graph)  # a graph is scheduled twice: the method stays
+    scheduler_mends.count_hints(graph)  # a graph is scheduled twice: the method stays
     assert graph.get_dep_size_hint is count

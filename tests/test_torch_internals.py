@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,13 +20,16 @@ import torch._functorch.config as functorch_config
 import mstpass
 from mstpass.backend import mst
 from mstpass.torch_internals import __main__ as runner
-from mstpass.torch_internals import checkpoint_frames
-from mstpass.torch_internals.patches import SharedPatch
-from mstpass.torch_internals.private_apis import PrivateApis, TorchChangedError
-from mstpass.torch_internals.settings import backward_compiled_at_once
+from mstpass.torch_internals import dynamo
+from mstpass.torch_internals.probes.table import LOST, PROBES, Probe
+from mstpass.torch_internals.settings import SharedPatch, backward_compiled_at_once
 from mstpass.torch_internals.versions import (
     CHECKED,
+    TorchChangedError,
     UncheckedTorchWarning,
+    find,
+    find_or_none,
+    has_release,
     is_newer,
     warn_if_newer,
 )
@@ -33,9 +37,15 @@ from mstpass.torch_internals.versions import (
 ROOT = Path(mstpass.__file__).parent
 
 
-@pytest.mark.parametrize("name", [*runner.names()])
-def test_the_installed_torch_has(name: str) -> None:
-    runner.load(name).probe()
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
+def test_the_installed_torch_has(probe: Probe) -> None:
+    probe.run()
+
+
+def test_a_probe_says_all() -> None:
+    assert len({probe.name for probe in PROBES}) == len(PROBES) > 40
+    for probe in PROBES:
+        assert probe.purpose and probe.apis and LOST[probe.lost]
 
 
 @pytest.mark.parametrize(
@@ -48,9 +58,9 @@ def test_the_installed_torch_has(name: str) -> None:
     ],
 )
 def test_what_is_missing_is_named_with_the_versions_checked(api: str, message: str) -> None:
-    apis = PrivateApis((api,))
     with pytest.raises(TorchChangedError, match=message.replace(".", r"\.")) as error:
-        apis.require()
+        find(api)
+    assert find_or_none(api) is None
     assert f"checked with torch {', '.join(CHECKED)}" in str(error.value)
 
 
@@ -58,6 +68,22 @@ def test_the_installed_torch_was_checked() -> None:
     """A newer one warns: once all probes and tests have passed on it, add it to CHECKED."""
     assert not is_newer(torch.__version__)
     assert ".".join(torch.__version__.split(".")[:2]) in CHECKED
+
+
+@pytest.mark.parametrize(
+    ("version", "release", "has"),
+    [
+        ("2.15.0a0+git12", "2.15", True),
+        ("2.14.1+cpu", "2.15", False),
+        ("2.100.0", "2.15", True),
+        ("3.0.0", "2.15", True),
+    ],
+)
+def test_releases_are_numbers(
+    version: str, release: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert has_release(release) == has
 
 
 @pytest.mark.parametrize(
@@ -89,18 +115,19 @@ def test_the_backend_warns_of_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_of_several_names_is_enough() -> None:
-    PrivateApis(("torch._ops.Nothing | torch._ops.OpOverload",)).require()
+    assert find("torch._ops.Nothing | torch._ops.OpOverload") is torch._ops.OpOverload
 
 
 def test_the_runner_fails_loudly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runner, "names", lambda: iter(("op_types",)))
+    monkeypatch.setattr(runner, "PROBES", [p for p in PROBES if p.name == "op_types"])
     assert runner.main() == 0
     assert "op_types: ok" in capsys.readouterr().out
     monkeypatch.delattr("torch._ops.OpOverload")
     assert runner.main() == 1
-    assert "op_types: TorchChangedError: torch" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "op_types: TorchChangedError: torch" in told and "Without graphs.py: every" in told
 
 
 def test_the_trial_fails_loudly(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +144,7 @@ def test_the_trial_fails_loudly(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_lint_says_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.autograd.graph._engine_run_backward")
-    checkpoint_frames._kinds.cache_clear()
+    dynamo._kinds.cache_clear()
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(TorchChangedError, match=r"torch\.autograd\.graph\._engine_run_backward is"):
         mstpass.lint(lambda: x.sin().sum())
@@ -214,7 +241,8 @@ def run_together(*functions: Callable[[], None]) -> None:
 
 
 # ---- no private API of torch outside of its home ------------------------------------------------
-_FILES = [p for p in ROOT.rglob("*.py") if p.parent != ROOT / "torch_internals"]
+_HOME = ROOT / "torch_internals"
+_FILES = [path for path in ROOT.rglob("*.py") if _HOME not in path.parents]
 # not torch's: a named tuple's method, the interpreter's frame, whether an import is under way, the
 # names of an enum's own protocol, and what transformers and TRL have
 _OTHERS = {
@@ -264,6 +292,32 @@ def _private_names(path: Path) -> Iterator[tuple[Any, str]]:
             yield node, name if parts[0] == "torch" and any(map(_is_private, parts)) else ""
 
 
+def test_versions_of_torch_are_asked_for_in_one_place() -> None:
+    """Support for a new torch touches mstpass/torch_internals alone."""
+    trees = ((path, ast.parse(path.read_text())) for path in _FILES)
+    found = [f"{path.name}:{node.lineno}" for path, tree in trees for node in _versions(tree)]
+    assert not found, "ask mstpass/torch_internals/versions.py"
+
+
+def test_questions_for_versions_are_found() -> None:
+    source = "torch.__version__\nVERSION = '2.15'\nhasattr(torch.nn, 'A')\ngetattr(F, 'a', None)\n"
+    kept = "getattr(torch, name)\nself.__version__ = '0.2.0'\ngetattr(gm, 'a', None)\n"
+    assert [node.lineno for node in _versions(ast.parse(source + kept))] == [1, 2, 3, 4]
+
+
+def _versions(tree: ast.AST) -> Iterator[Any]:
+    """Nodes that name a version of torch, or ask whether torch has something."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Constant):
+            if re.fullmatch(r"torch\.__version__|'2\.1\d'", ast.unparse(node)):
+                yield node
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr"):
+            owner, name = node.args[:2]
+            of_torch = re.match(r"(torch|F|nn|aten|fx)\b", ast.unparse(owner))
+            if of_torch and isinstance(name, ast.Constant):
+                yield node
+
+
 _BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 
 
@@ -271,18 +325,16 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-@pytest.mark.parametrize("name", [*runner.names()])
-def test_a_home_lists_what_it_imports(name: str) -> None:
-    module = runner.load(name)
-    source = ast.parse(Path(str(module.__file__)).read_text())
+@pytest.mark.parametrize("path", sorted(_HOME.glob("*.py")), ids=lambda path: path.stem)
+def test_the_probes_of_a_file_list_what_it_imports(path: Path) -> None:
     imported = {
         f"{node.module}.{alias.name}"
-        for node in ast.walk(source)
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom) and _is_private_path(str(node.module))
         for alias in node.names
     }
-    listed = " ".join(module.APIS.names)
-    assert not {path for path in imported if path not in listed}
+    listed = " ".join(api for probe in PROBES if probe.adapter == path.stem for api in probe.apis)
+    assert not {name for name in imported if name not in listed}
 
 
 def _is_private_path(module: str) -> bool:

@@ -18,7 +18,7 @@ from mstpass.memory.cuda_device import CudaDevice
 from mstpass.memory.simulate_graph import simulate_graph
 from mstpass.memory.workspaces import node_workspace_bytes, workspace_bytes
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
-from mstpass.torch_internals.op_calls import Argument, OpCall, Operand
+from mstpass.torch_internals.graphs import Argument, OpCall, Operand
 
 aten = torch.ops.aten
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -187,7 +187,7 @@ def test_nothing_is_known_of_other_ops_and_devices() -> None:
 @pytest.fixture
 def each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As from torch 2.15 on, without settings of the environment."""
-    monkeypatch.setattr(cublas_workspace, "_ALLOCATED_EACH_TIME", "1.0")
+    monkeypatch.setattr(cublas_workspace, "frees_cublas_workspaces", lambda: True)
     for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", cublas_workspace._CACHE):
         monkeypatch.delenv(name, raising=False)
 
@@ -214,7 +214,7 @@ def test_the_workspace_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_older_versions_keep_the_workspace_of_the_first_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cublas_workspace, "_ALLOCATED_EACH_TIME", "99.0")
+    monkeypatch.setattr(cublas_workspace, "frees_cublas_workspaces", lambda: False)
     product = _product("aten::mm", _operand(64, 64), _operand(64, 64))
     assert product_workspace_bytes(product, H100) == 0
     assert cublas_workspace_bytes((9, 0)) > 0

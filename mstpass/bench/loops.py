@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from mstpass.bench import estimates, measure_chunk_costs, tables
 from mstpass.bench.arguments import Arguments
@@ -32,6 +31,7 @@ from mstpass.bench.comparison import (
 from mstpass.bench.models import Head, LossFn, MLPs
 from mstpass.bench.tables import Result, Table, Target
 from mstpass.graph import device_costs
+from mstpass.torch_internals.versions import linear_cross_entropy
 
 TIME_LIMIT, PEAK_LIMIT = 1.03, 1.10
 BUDGET_0 = "mst, memory_budget=0.0"
@@ -201,11 +201,11 @@ def _compared(
 
 
 def _linear_cross_entropy(head: Head, rows: int) -> list[Contender]:
-    """torch's own chunked head; torch has it from 2.13 on."""
-    function: Any = getattr(F, "linear_cross_entropy", None)
-    options: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    if function is None or options is None:
+    """torch's own chunked head, if this torch has one."""
+    found = linear_cross_entropy()
+    if found is None:
         return []
+    function, options = found
 
     def with_options(**chosen: Any) -> LossFn:
         return lambda: function(head.hidden, head.weight, head.target, options=options(**chosen))

@@ -52,7 +52,7 @@ _ADVICE = {  # a part of an error's text -> what to change
     "torch._dynamo.config.ignore_logging_functions; where transformers warns that a model has no "
     "loss_type, set model.loss_type = 'ForCausalLM', as mstpass.compile(model) does",
     "`disable` in file": _HOOK_OUT_OF_GRAPHS,
-    "Call to `torch._dynamo.disable()`": _HOOK_OUT_OF_GRAPHS,  # torch 2.15
+    "Call to `torch._dynamo.disable()`": _HOOK_OUT_OF_GRAPHS,
     "same device, but found": _ONE_DEVICE,
     " and meta": "no fake tensor stands for a tensor on the meta device: give that tensor, or the "
     "module that holds it, as an argument",

@@ -36,7 +36,7 @@ from mstpass.regions.advice import is_output
 from mstpass.report.collect_details import collect_details
 from mstpass.report.report import Report
 from mstpass.returned_logits import Drop, drop_logits
-from mstpass.torch_internals.compiled_autograd import traces_backward_again
+from mstpass.torch_internals.aot_autograd import traces_backward_again
 from mstpass.torch_internals.dynamo import GraphCompileReason
 from mstpass.tracing.devices import traced_for
 from mstpass.tracing.joint_graphs import (

@@ -23,8 +23,8 @@ from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.limit import Limit
 from mstpass.options import Options
 from mstpass.returned_logits import drop_logits
-from mstpass.torch_internals.compile_fx import boxed, compile_fx
-from mstpass.torch_internals.graph_modules import graph_module
+from mstpass.torch_internals.graphs import graph_module
+from mstpass.torch_internals.inductor import boxed, compile_fx
 from mstpass.torch_internals.settings import backward_compiled_at_once, without_padding
 
 
@@ -141,7 +141,7 @@ def _op_by_op(graph: fx.GraphModule, lower: LowerLoops | None, recording: Record
 def draw_in_order(graph: fx.Graph) -> None:
     """Draw random numbers as eager does under `DrawInFloat32`, each by a seed of its own.
 
-    Besides, run what waits for other nodes at its place: torch 2.11 cannot outside of Inductor.
+    Besides, run what waits for other nodes at its place: not every torch can outside of Inductor.
     """
     prims = torch.ops.prims
     for node in graph.nodes:

@@ -28,7 +28,7 @@ from mstpass.fuzz.program import Setup
 from mstpass.fuzz.traced_strides import AsTraced
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.torch_internals.fake_tensors import as_while_tracing
-from mstpass.torch_internals.graph_modules import graph_module
+from mstpass.torch_internals.graphs import graph_module
 
 TOLERANCE = 1e-8  # times the root mean square of a value, or of all values if it is smaller
 _ROUNDING = 10.0  # times the change of a value by the rounding of inputs

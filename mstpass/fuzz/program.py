@@ -15,8 +15,8 @@ from mstpass.fuzz.case import Case
 from mstpass.fuzz.render import source
 from mstpass.measure import peak_bytes
 from mstpass.returned_logits.placeholder import DroppedLogits
-from mstpass.torch_internals.dispatch_modes import TorchDispatchMode
 from mstpass.torch_internals.dynamo import maybe_mark_dynamic
+from mstpass.torch_internals.fake_tensors import TorchDispatchMode
 
 Values = dict[str, Tensor | None]
 Call = Callable[..., Any]

@@ -23,7 +23,7 @@ from mstpass.graph.heads import heads_dim, is_attention
 from mstpass.graph.joint import value_of
 from mstpass.graph.sizes import hint_shape
 from mstpass.graph.token_rules.arguments import argument, has_argument
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload
 
 _BLOCK = 256  # queries that a thread computes in one go, of long sequences
 # In the backward of a single head, the threads share its products instead: two took 1.64 times as

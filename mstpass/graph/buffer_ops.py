@@ -21,8 +21,8 @@ from torch import Tensor, fx, library
 
 from mstpass.graph.grouped_products import GROUPED_OPS, grouped_sums
 from mstpass.graph.sizes import same_shape
-from mstpass.torch_internals.inductor_lowerings import call_as_it_is
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload
+from mstpass.torch_internals.inductor import call_as_it_is
 
 aten = torch.ops.aten
 

@@ -18,12 +18,11 @@ region never recomputes the region before it, and no region runs a second time o
 torch differs in one point: it saves what the next region reads, except for views, and recomputes
 what ops outside of regions read.
 
-Source: ``cleanup_recompute_tags`` and ``solve_min_cut`` in torch/_functorch/partitioners.py,
-checked with torch 2.11, 2.13 and 2.15.
+Source: ``cleanup_recompute_tags`` and ``solve_min_cut`` in torch/_functorch/partitioners.py.
 
-Inductor draws the seeds of a whole graph in one op, which belongs to no checkpoint. From torch 2.15
-on (torch/_inductor/fx_passes/replace_random.py) that op has the metadata of the first op that drew
-a seed, its policy included. That policy is ignored here.
+Inductor draws the seeds of a whole graph in one op, which belongs to no checkpoint. In new versions
+of torch that op has the metadata of the first op that drew a seed, its policy included
+(torch/_inductor/fx_passes/replace_random.py). That policy is ignored here.
 """
 
 from __future__ import annotations

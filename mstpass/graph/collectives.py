@@ -32,13 +32,13 @@ from typing import Any
 
 from torch import fx
 
-from mstpass.torch_internals.collective_ops import (
+from mstpass.torch_internals.collectives import (
     ALL_TO_ALL_OF_DTENSOR,
     BETWEEN_TWO,
     NAMESPACE,
     WAITS,
 )
-from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import tensors_of
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload
 
 _SHORT = {
     torch.float32: "f32",

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, library
 from torch.nn.functional import grouped_mm
 
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload
 
 _LIBRARY = library.Library("mstpass", "FRAGMENT")
 _LIBRARY.define(

@@ -37,7 +37,7 @@ from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, shape_of, tensor_inputs
 from mstpass.graph.token_rules.views import view_forward
 from mstpass.graph.tokens import WHOLE, Refusal, Sum, group_of
-from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 
 class HeadDim(NamedTuple):

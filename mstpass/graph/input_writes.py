@@ -17,8 +17,7 @@ graph:
   graph;
 - an op after the write reads the input, or the result of the write: its place in the order counts.
 
-Source: ``create_functionalized_fn`` in torch/_functorch/_aot_autograd/graph_capture_wrappers.py,
-2.11 to 2.15.
+Source: ``create_functionalized_fn`` in torch/_functorch/_aot_autograd/graph_capture_wrappers.py.
 """
 
 from __future__ import annotations

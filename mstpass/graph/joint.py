@@ -7,7 +7,7 @@ Terms:
 
 Source: AOTAutograd names the placeholders ``primals_i`` and ``tangents_i`` and puts the forward
 outputs before the gradients in the output node (torch/_functorch/partitioners.py; probed in
-torch_internals/compile_fx.py).
+torch_internals/probes/of_inductor.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import torch
 from torch import fx
 
 from mstpass.graph.sizes import expression, generic_numel, hint_numel, is_size, symbols_of
-from mstpass.torch_internals.graph_modules import graph_module
-from mstpass.torch_internals.op_types import OpOverload, schema_of
-from mstpass.torch_internals.partitioners import is_write_of_backward
+from mstpass.torch_internals.aot_autograd import is_write_of_backward
+from mstpass.torch_internals.graphs import OpOverload, graph_module, schema_of
 
 T = TypeVar("T")
 Modules = tuple[fx.GraphModule, fx.GraphModule]  # (forward, backward)

@@ -21,7 +21,7 @@ from mstpass.graph.joint import tensors_of
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.graph.token_rules.matmul import bias_and_factors
 from mstpass.graph.token_rules.views import VIEWS
-from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -64,7 +64,7 @@ _FILLS: Mapping[Any, int] = {  # ops that fill a tensor -> position of the numbe
 
 def linear_in(target: OpOverload) -> LinearRule:
     """The rule of a pointwise op; ``never`` if none is known."""
-    if schema_of(target).name == "prims::fma":  # an op of Inductor; torch 2.11 has no such op
+    if schema_of(target).name == "prims::fma":  # an op of Inductor, not in every torch
         return _product_and_term
     return _LINEAR_POINTWISE.get(target, never)
 

@@ -19,7 +19,7 @@ precision stay aligned to 32 bytes. No chunks overlap, so there is no ``valid``.
 of the body is the length of the chunk: ``body(rows, *chunks, *whole)``.
 
 Unlike ``while_loop`` the op is cacheable: FxGraphCache and AOTAutogradCache accept graphs that hold
-it (checked with torch 2.13). loops/lowering.py turns it into an in-place ``while_loop`` later.
+it. loops/lowering.py turns it into an in-place ``while_loop`` later.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from typing import Any
 import torch
 
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
-from mstpass.torch_internals.higher_order_ops import implement
-from mstpass.torch_internals.op_types import HigherOrderOperator
+from mstpass.torch_internals.graphs import HigherOrderOperator, implement
 
 STACK, SUM = "stack", "sum"
 CONDITION = "mst_cond_"  # what the names of the conditions of lowered loops begin with

@@ -13,7 +13,7 @@ from torch import Tensor, fx, library
 
 from mstpass.graph.builder import fake_mode_of
 from mstpass.graph.node_copies import copy_name
-from mstpass.torch_internals.inductor_lowerings import write_to_memory
+from mstpass.torch_internals.inductor import write_to_memory
 
 _LIBRARY = library.Library("mstpass", "DEF")
 

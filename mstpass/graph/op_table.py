@@ -39,7 +39,7 @@ from mstpass.graph.token_rules import (
     scaled_matmul,
     views,
 )
-from mstpass.torch_internals.collective_ops import ALL_TO_ALL_OF_DTENSOR, NAMESPACE, overloads
+from mstpass.torch_internals.collectives import ALL_TO_ALL_OF_DTENSOR, NAMESPACE, overloads
 
 aten = torch.ops.aten
 prims = torch.ops.prims

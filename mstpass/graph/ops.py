@@ -30,8 +30,7 @@ from mstpass.graph.token_rules.indexing import PUTS, put_sum_specs
 from mstpass.graph.token_rules.matmul import MATMULS, bias_and_factors, contracted_specs
 from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal, Spec, Sum, without_ones
-from mstpass.torch_internals.op_types import OpOverload, schema_of
-from mstpass.torch_internals.opaque_values import is_opaque
+from mstpass.torch_internals.graphs import OpOverload, is_opaque, schema_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims

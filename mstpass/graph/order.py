@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from mstpass.graph.joint import JointGraph, ancestors
-from mstpass.torch_internals.graph_modules import graph_module
+from mstpass.torch_internals.graphs import graph_module
 
 
 class Circle(Exception):

@@ -17,7 +17,7 @@ from mstpass.graph import ops
 from mstpass.graph.joint import nbytes, value_of
 from mstpass.graph.sizes import hint_shape
 from mstpass.graph.tokens import Spec
-from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 BATCH, ROWS, CONTRACTED, COLUMNS = "batch", "rows", "contracted", "columns"
 

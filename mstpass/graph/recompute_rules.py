@@ -23,8 +23,7 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.token_rules.arguments import argument, has_argument
 from mstpass.graph.token_rules.matmul import MATMULS
 from mstpass.graph.tokens import Refusal
-from mstpass.torch_internals.op_types import OpOverload, schema_of
-from mstpass.torch_internals.opaque_values import is_opaque
+from mstpass.torch_internals.graphs import OpOverload, is_opaque, schema_of
 
 # Inductor's random numbers are a function of a seed, which is a value of the graph, and of their
 # position. They are pinned although a second run would give the same numbers.

@@ -18,8 +18,8 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.joint import tensors_of
-from mstpass.torch_internals.dispatch_modes import storage_key
-from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.fake_tensors import storage_key
+from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 _MAY_BE_VIEWS = (torch.ops.aten.reshape.default,)
 

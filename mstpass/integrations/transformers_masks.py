@@ -11,8 +11,8 @@ for its thread. Two functions of ``transformers.masking_utils`` listen to that:
 
 ``find_packed_sequence_indices``   finds no packed sequences in positions that all sequences share
 ``AttentionMaskInterface``'s sdpa  leaves a mask out where transformers says that a flag will do.
-                                   Up to torch 2.13 transformers does not leave it out itself under
-                                   Dynamo (``_ignore_causal_mask_sdpa``)
+                                   Under older versions of torch, transformers does not leave it out
+                                   itself in Dynamo (``_ignore_causal_mask_sdpa``)
 
 With positions, with an attention mask, with a filled cache, or with a window that is shorter than
 the sequence, both do what they did, and so they do in every other call. The model, its config and

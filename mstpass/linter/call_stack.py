@@ -3,7 +3,7 @@
 No hook is set and nothing is patched. A call of a module, of ``torch.utils.checkpoint`` or of the
 ``forward`` of an ``autograd.Function`` has a frame on the stack, whose variables tell which module
 or function it runs. This also works in autograd's threads, and where an exception ends a
-recomputation early. (``Function.apply`` has no frame since torch 2.15, because it is C++.)
+recomputation early. (``Function.apply`` has no frame where it is C++.)
 
 An op in the backward is *recomputed* if it runs inside a checkpoint or a module; otherwise it is a
 *gradient op*.
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mstpass.torch_internals.checkpoint_frames import (
+from mstpass.torch_internals.dynamo import (
     UPKEEP_FILES,
     FrameKind,
     called_module,

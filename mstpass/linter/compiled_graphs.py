@@ -19,8 +19,8 @@ from mstpass.linter.errors import LintError
 from mstpass.linter.graph_findings import read_graphs
 from mstpass.linter.report import DUPLICATE, Finding, LintReport
 from mstpass.report.store import reports
-from mstpass.torch_internals.compile_fx import CustomGraphPass
-from mstpass.torch_internals.graph_modules import graph_module
+from mstpass.torch_internals.graphs import graph_module
+from mstpass.torch_internals.inductor import CustomGraphPass
 from mstpass.torch_internals.settings import inductor_graphs_given_to, inductor_setting
 
 

@@ -14,13 +14,13 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from mstpass.linter.call_stack import CheckpointRun, OpContext, caller_of, current_context
 from mstpass.linter.liveness import RecomputeLiveness, only_views
-from mstpass.torch_internals.dispatch_modes import TorchDispatchMode
-from mstpass.torch_internals.pytrees import tree_leaves
+from mstpass.torch_internals.fake_tensors import TorchDispatchMode
+from mstpass.torch_internals.graphs import tree_leaves
 from mstpass.tracing.names import forward_owner, location, module_of, unwrapped
 
 aten = torch.ops.aten
 _FLOPS: Mapping[Any, Any] = {
-    # missing from torch's table (checked up to 2.13)
+    # missing from torch's table
     aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     **flop_registry,
 }

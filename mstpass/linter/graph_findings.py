@@ -11,8 +11,7 @@ placeholder of the backward gets the number of the forward value that it holds. 
 - nodes whose result nothing reads.
 
 In the backward, saved values and copies of forward nodes have the names of their forward nodes.
-``meta["ac_graph_id"]`` tells checkpointed blocks apart (torch/_functorch/partitioners.py; checked
-with torch 2.11 and 2.13).
+``meta["ac_graph_id"]`` tells checkpointed blocks apart (torch/_functorch/partitioners.py).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from mstpass.graph.node_cost import flops, total_flops
 from mstpass.graph.sizes import hint
 from mstpass.graph.source_location import source_of
 from mstpass.linter.report import BOUNDARY, DEAD, DUPLICATE, SAVED, Finding, LintReport
-from mstpass.torch_internals.op_types import HigherOrderOperator, OpOverload, schema_of
+from mstpass.torch_internals.graphs import HigherOrderOperator, OpOverload, schema_of
 
 Number = int
 GraphLike = fx.Graph | fx.GraphModule

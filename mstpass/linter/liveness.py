@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from mstpass.torch_internals.dispatch_modes import storage_key
-from mstpass.torch_internals.op_types import OpOverload, schema_of
-from mstpass.torch_internals.pytrees import tree_leaves
+from mstpass.torch_internals.fake_tensors import storage_key
+from mstpass.torch_internals.graphs import OpOverload, schema_of, tree_leaves
 
 aten = torch.ops.aten
 # ops that read the shape of their operand but not its values

@@ -36,7 +36,7 @@ from mstpass.loops.write_loop import LoopWriter
 from mstpass.plans import ChunkPlan, LoopOutput
 from mstpass.problem.dependency_order import DependencyCycle, dependency_order
 from mstpass.problem.problem import UNFINISHED, loop_name, unfinished
-from mstpass.torch_internals.graph_modules import graph_module
+from mstpass.torch_internals.graphs import graph_module
 
 
 class CycleError(Exception):

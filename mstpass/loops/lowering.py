@@ -11,7 +11,7 @@ measured at 0.97-1.02 times the time of the unchunked graph, against 1.21 for th
 
 Two facts about Inductor that this file depends on:
 
-- 2.11 to 2.14 pair the carries that a step writes with the loop's outputs in the order of their
+- Older versions pair the carries that a step writes with the loop's outputs in the order of their
   first write (``torch/_inductor/ir.py``, ``WhileLoop.create``), so the step writes them in the
   order of their positions.
 - CSE would merge the equal initial buffers of two loops. This rewrite runs after the last CSE, as
@@ -38,8 +38,8 @@ from mstpass.graph.loop_op import CONDITION, OutputSpec, mst_loop
 from mstpass.graph.materialization import REALIZE
 from mstpass.graph.sizes import Size, expression, is_size, symbols_of
 from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step
-from mstpass.torch_internals.inductor_lowerings import select_decomp_table, write_to_memory
-from mstpass.torch_internals.symbols import first_expression, renamed
+from mstpass.torch_internals.fake_tensors import first_expression, renamed
+from mstpass.torch_internals.inductor import select_decomp_table, write_to_memory
 
 aten = torch.ops.aten
 # Ops that Inductor may run in place on their first argument (_inductor/fx_passes/reinplace.py)
@@ -114,7 +114,7 @@ class _Lowering:
 
         Inductor's code holds all results in a list, and deletes it after the last reader of a
         result that is not updated in place. The counter is the only one, and nothing else reads
-        it: all buffers would stay alive to the end of the graph (2.11 and 2.13). And what waits for
+        it: all buffers would stay alive to the end of the graph. And what waits for
         the loop (schedule/delay_recomputation.py) waits for this reader, because the results have
         the names of the buffers that the loop was given. Inductor does not remove an ``abs_``, as
         it works in place, nor what it works on.
@@ -127,7 +127,7 @@ class _Lowering:
         """Copy a result of the loop for the ops that Inductor may run in place on it.
 
         Where Inductor runs one of them in place, it gives the result's buffer the data of another
-        one (``mutate_to`` in torch/_inductor/lowering.py, 2.11 to 2.15). The loop has that buffer
+        one (``mutate_to`` in torch/_inductor/lowering.py). The loop has that buffer
         as its operand, so that it would read what is computed from its own results.
         """
         for reader in ops.readers_through_views(item):
@@ -142,8 +142,8 @@ class _Lowering:
     def _at_offset_zero(self, node: fx.Node) -> fx.Node:
         """The value; a copy if it starts inside its storage, as shifted labels do.
 
-        Inductor 2.13 counts the offset of ``as_strided`` on a subgraph's input from the start of
-        the storage, 2.11 from the start of the input. At offset zero both agree.
+        Inductor counts the offset of ``as_strided`` on a subgraph's input from the start of the
+        storage, in old versions from the start of the input. At offset zero both agree.
         """
         if expression(node.meta["val"].storage_offset()) == 0:
             return node

@@ -44,7 +44,7 @@ from mstpass.graph.buffer_ops import (
 from mstpass.graph.grouped_products import add_grouped_, grouped_sums
 from mstpass.graph.loop_op import STACK, OutputSpec, fitted_length
 from mstpass.graph.sizes import Size, hint, is_static
-from mstpass.torch_internals.symbols import set_hint
+from mstpass.torch_internals.fake_tensors import set_hint
 
 aten = torch.ops.aten
 
@@ -241,7 +241,7 @@ def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
 
     On the CPU, Inductor asks of a ``bmm`` whether a matrix has one row, which fails for a length
     that only the running program knows (``is_preferred_layout_as_bmm_input`` in
-    torch/_inductor/kernel/bmm.py, 2.11 to 2.15). It does not ask of ``baddbmm``.
+    torch/_inductor/kernel/bmm.py). It does not ask of ``baddbmm``.
     """
     mapped: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     args, kwargs = mapped

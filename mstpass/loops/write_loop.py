@@ -30,7 +30,7 @@ from mstpass.loops.body.build import body_key, build_body
 from mstpass.loops.operand_layout import is_viewable
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import RECOMPUTED
-from mstpass.torch_internals.graph_modules import graph_module
+from mstpass.torch_internals.graphs import graph_module
 
 aten = torch.ops.aten
 

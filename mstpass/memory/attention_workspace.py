@@ -36,7 +36,7 @@ import torch
 
 from mstpass.memory.allocation import rounded
 from mstpass.memory.cuda_device import CudaDevice
-from mstpass.torch_internals.op_calls import OpCall, Operand
+from mstpass.torch_internals.graphs import OpCall, Operand
 
 _FLOAT = torch.float32.itemsize
 

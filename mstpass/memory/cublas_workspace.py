@@ -7,9 +7,9 @@ torch gives cuBLAS a workspace of a fixed size, whatever the product::
     else                             8.125 MiB
     products with a bias, by cuBLASLt CUBLASLT_WORKSPACE_SIZE KiB, else 1 MiB
 
-Before torch 2.15 it is allocated at the first product of a thread and a stream and then kept. It
-exists before a step that is measured begins, so it is no part of the step's peak; `mstpass plan`
-counts it as overhead. From 2.15 on, each product allocates it and frees it afterwards, unless
+Older versions of torch allocate it at the first product of a thread and a stream and then keep it.
+It exists before a step that is measured begins, so it is no part of the step's peak; `mstpass plan`
+counts it as overhead. In newer ones each product allocates it and frees it afterwards, unless
 TORCH_CUBLAS_WORKSPACE_CACHE=1: then it is part of the peak, if a product runs at the peak.
 
 Source: aten/src/ATen/cuda/CublasHandlePool.cpp (``parseChosenWorkspaceSize``,
@@ -22,10 +22,9 @@ from __future__ import annotations
 import os
 import re
 
-import torch
-
 from mstpass.memory.cuda_device import CudaDevice
-from mstpass.torch_internals.op_calls import OpCall
+from mstpass.torch_internals.graphs import OpCall
+from mstpass.torch_internals.versions import frees_cublas_workspaces
 
 _KIB, _MIB = 2**10, 2**20
 _DEFAULT, _DEFAULT_LARGE = 8 * _MIB + 128 * _KIB, 32 * _MIB
@@ -33,7 +32,6 @@ _LARGE = range(9, 13)  # major compute capabilities
 _LT_KIB = 1024
 _CACHE = "TORCH_CUBLAS_WORKSPACE_CACHE"
 _TRUE = frozenset({"1", "y", "yes", "on", "t", "true"})  # c10/util/env.h: ``check_env``
-_ALLOCATED_EACH_TIME = "2.15"  # from this version of torch on
 
 _WITH_BIAS = {"aten::addmm": "self"}
 PRODUCTS = frozenset(
@@ -63,7 +61,7 @@ def product_workspace_bytes(call: OpCall, device: CudaDevice) -> int:
 
 def is_kept() -> bool:
     """Whether the first product allocates a workspace for all later ones."""
-    if torch.__version__ < _ALLOCATED_EACH_TIME:
+    if not frees_cublas_workspaces():
         return True
     return os.environ.get(_CACHE, "").lower() in _TRUE
 

@@ -29,7 +29,7 @@ from mstpass.problem.op import (
 
 _KERNELS = frozenset({CALL, REALIZED, REDUCTION, SCATTER})
 _MANY_READS = 4  # config.realize_reads_threshold, for values that are read more than once
-# By whether it is on the CPU, which up to torch 2.12 has the limits of a GPU.
+# By whether it is on the CPU, which in older versions has the limits of a GPU.
 _MOST_READS = {True: 12, False: 8}  # config.realize_cpu_acc_reads_threshold, for all values
 _MANY_OPS = {True: 50, False: 30}  # config.realize_cpu_opcount_threshold
 _EXPANDED = 4  # a reader larger by this factor expands a value; a cast makes one of at most 4

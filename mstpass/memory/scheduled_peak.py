@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from mstpass.graph.loop_op import CONDITION
 from mstpass.memory.allocation import allocated_bytes, bytes_on_gpu
 from mstpass.memory.workspaces import KNOWN, workspace_bytes
-from mstpass.torch_internals.compile_fx import CustomSchedulerPass, key_of
-from mstpass.torch_internals.private_apis import LostLoopError
+from mstpass.torch_internals.inductor import CustomSchedulerPass, key_of
+from mstpass.torch_internals.versions import LostLoopError
 
 if TYPE_CHECKING:
     from mstpass.torch_internals.inductor_schedule import Schedule
@@ -48,8 +48,11 @@ class ReadSchedule(CustomSchedulerPass):
         try:
             # Imported here: a torch that lacks what the reader needs still compiles.
             from mstpass.torch_internals import inductor_schedule as reader
-            from mstpass.torch_internals.kernel_order import in_final_order, is_for_cpu
-            from mstpass.torch_internals.scheduled_loops import check_loops
+            from mstpass.torch_internals.inductor_kernels import (
+                check_loops,
+                in_final_order,
+                is_for_cpu,
+            )
         except Exception as error:
             return self._failed(nodes, error, expected=False)
         try:

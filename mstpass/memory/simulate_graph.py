@@ -32,8 +32,8 @@ from mstpass.problem.op import (
 aten = torch.ops.aten
 
 # Pointwise ops that Inductor does not compute again for every reader
-# (StorageBox.should_realize_on_reuse in torch/_inductor/ir.py; up to torch 2.12 only exp and
-# sigmoid).
+# (StorageBox.should_realize_on_reuse in torch/_inductor/ir.py; in older versions only exp
+# and sigmoid).
 _SLOW_ON_CPU = frozenset(
     {
         aten.exp.default,

@@ -18,7 +18,7 @@ from mstpass.memory.allocation import allocated_bytes
 from mstpass.memory.attention_workspace import CPU_FLASH, ON_CUDA, cpu_flash_bytes
 from mstpass.memory.cublas_workspace import PRODUCTS, product_workspace_bytes
 from mstpass.memory.cuda_device import cuda_device
-from mstpass.torch_internals.op_calls import Argument, OpCall, Operand, name_of, op_call
+from mstpass.torch_internals.graphs import Argument, OpCall, Operand, name_of, op_call
 
 KNOWN = CPU_FLASH | ON_CUDA.keys() | PRODUCTS
 

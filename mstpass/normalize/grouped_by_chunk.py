@@ -20,7 +20,7 @@ from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.sizes import expression
 from mstpass.graph.token_rules.arguments import argument, has_argument
-from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims

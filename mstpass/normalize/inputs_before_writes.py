@@ -74,8 +74,8 @@ def _overwritten(joint: JointGraph) -> Iterator[fx.Node]:
 def _overwritten_by_returned_values(joint: JointGraph) -> Iterator[int]:
     """The positions, among the step's inputs, of those whose new values the forward returns.
 
-    Source: ``InputMutationAOTOutput`` in torch/_functorch/_aot_autograd/descriptors.py, 2.11 to
-    2.15. A graph without descriptions has no such input as far as this can tell.
+    Source: ``InputMutationAOTOutput`` in torch/_functorch/_aot_autograd/descriptors.py. A
+    graph without descriptions has no such input as far as this can tell.
     """
     for description in (joint.output.meta.get("desc") or ())[: joint.num_fwd_outputs]:
         position = getattr(getattr(description, "mutated_input", None), "idx", None)

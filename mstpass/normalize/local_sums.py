@@ -28,8 +28,8 @@ from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.sizes import same_shape
 from mstpass.normalize.downstream import downstream
-from mstpass.torch_internals.collective_ops import ALL_REDUCE
-from mstpass.torch_internals.op_types import schema_of
+from mstpass.torch_internals.collectives import ALL_REDUCE
+from mstpass.torch_internals.graphs import schema_of
 
 aten = torch.ops.aten
 

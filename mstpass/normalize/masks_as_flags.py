@@ -12,7 +12,7 @@ in the forward and in its backward, in the op that the device's dispatch chooses
 ``is_causal`` lets query i read keys 0 to i, from the first key on, so it fits equally many queries
 and keys alone. Every query of such a band may read a key, itself, so no row of scores is empty.
 
-Inductor, as of torch 2.15, drops a mask of added zeros from memory-efficient attention before
+Inductor drops a mask of added zeros from memory-efficient attention before
 this. That op then stays: whether it had a mask, or is what the user asked for, cannot be told.
 
 The decisions are ``FlaggedAttention``, made on the graph as it is; write_attention.py applies them.
@@ -53,7 +53,7 @@ from mstpass.torch_internals.attention_kernels import (
     chosen_kernel,
     has_window,
 )
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload
 
 log = logging.getLogger(__name__)
 _LEAST_REPORTED = 2**20  # queries times keys: a smaller mask that is left is no news

@@ -1,9 +1,9 @@
 """Give scattered constants their own dtype again.
 
 Inductor rewrites ``scatter(full(shape, b, dtype), dim, index, a)``, with numbers a and b, as
-``where(index == iota, a, b)``. Up to torch 2.12 the result has the default dtype instead of
-``dtype``, and the metadata of its readers stays as it was: the gradient of a loss of bfloat16
-logits is float32 and is said to be bfloat16. Torch 2.13 casts the result, and so does this pass,
+``where(index == iota, a, b)``. In older versions of torch the result has the default dtype instead
+of ``dtype``, and the metadata of its readers stays as it was: the gradient of a loss of bfloat16
+logits is float32 and is said to be bfloat16. Newer ones cast the result, and so does this pass,
 wherever a reader's dtype is not the one that its operands give.
 """
 
@@ -17,7 +17,7 @@ from torch import fx
 from mstpass.graph.builder import Builder, fake_mode_of, fake_values
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload
 
 aten = torch.ops.aten
 _cast = torch.ops.prims.convert_element_type.default

@@ -24,7 +24,7 @@ from mstpass.graph.positions.calls import name_of_op
 from mstpass.graph.sizes import generic_shape, generic_stride
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.torch_internals.attention_kernels import CUDNN, FLASH
-from mstpass.torch_internals.op_types import schema_of
+from mstpass.torch_internals.graphs import schema_of
 
 aten = torch.ops.aten
 WINDOW = "aten::_flash_attention_forward"

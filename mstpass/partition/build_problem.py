@@ -30,7 +30,7 @@ from mstpass.problem.problem import (
     Value,
     with_needs,
 )
-from mstpass.torch_internals.opaque_values import is_opaque
+from mstpass.torch_internals.graphs import is_opaque
 
 LEAST_OFFLOADED_BYTES = 2**20
 

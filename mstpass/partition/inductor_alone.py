@@ -15,7 +15,7 @@ from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.solvers.candidate import Candidate, by_torch
 from mstpass.problem.op import ITEM, VIEW
 from mstpass.problem.problem import CutProblem, Value
-from mstpass.torch_internals.partitioners import saved_by_torch
+from mstpass.torch_internals.aot_autograd import saved_by_torch
 
 
 def inductor_alone(traced: JointGraph, static_inputs: list[int] | None = None) -> Candidate | str:

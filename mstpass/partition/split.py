@@ -24,11 +24,11 @@ from mstpass.memory.program import Program
 from mstpass.plans import SavedValue, SavePlan, Transfer
 from mstpass.problem.problem import Plan
 from mstpass.schedule.write_program import write_program
-from mstpass.torch_internals.opaque_values import is_opaque
-from mstpass.torch_internals.partitioners import (
+from mstpass.torch_internals.aot_autograd import (
     extract_forward_and_backward,
     finish_forward_and_backward,
 )
+from mstpass.torch_internals.graphs import is_opaque
 
 
 def split_joint(

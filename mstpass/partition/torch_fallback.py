@@ -22,12 +22,11 @@ from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.partition.split import saved_values
 from mstpass.plans import SavePlan
 from mstpass.problem.problem import RECOMPUTED
-from mstpass.torch_internals.op_types import HigherOrderOperator
-from mstpass.torch_internals.opaque_values import is_opaque
-from mstpass.torch_internals.partitioners import (
+from mstpass.torch_internals.aot_autograd import (
     has_torch_budget,
     min_cut_rematerialization_partition,
 )
+from mstpass.torch_internals.graphs import HigherOrderOperator, is_opaque
 
 _KNOWN = frozenset({mst_loop, *FLEX})
 TORCH_BUDGET = "a part of the model has torch's own budget, which only torch's partitioner obeys"

@@ -18,8 +18,8 @@ from mstpass.memory.allocation import allocated_bytes
 from mstpass.memory.workspaces import eager_workspace_bytes
 from mstpass.planner.allocator_replay import Event, OptimizerStep
 from mstpass.planner.result import Parts
-from mstpass.torch_internals.dispatch_modes import TorchDispatchMode, storage_key
-from mstpass.torch_internals.pytrees import tree_leaves
+from mstpass.torch_internals.fake_tensors import TorchDispatchMode, storage_key
+from mstpass.torch_internals.graphs import tree_leaves
 
 _GPU = torch.device("cuda", 0)  # nothing runs there
 _GRADIENTS, _LOGITS, _OTHER = "gradients", "logits", "other"

@@ -22,7 +22,7 @@ from mstpass.planner.training import Training
 from mstpass.problem.op import VIEW
 from mstpass.problem.problem import CutProblem, Value
 from mstpass.torch_internals.fake_tensors import FakeTensor
-from mstpass.torch_internals.pytrees import tree_map
+from mstpass.torch_internals.graphs import tree_map
 from mstpass.torch_internals.settings import no_collection_after_tracing
 from mstpass.tracing.joint_graphs import trace_joint
 

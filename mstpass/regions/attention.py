@@ -63,7 +63,7 @@ def detect_attention(
 
 
 def _check_types(attention: fx.Node) -> None:
-    """Check that the results have the types that torch says: torch 2.11 says float32 on the CPU.
+    """Check that the results have the types that torch says: an old one says float32 on the CPU.
 
     Raises:
         CannotTake: they have not, so that a loop's buffer would have another type than its rows.

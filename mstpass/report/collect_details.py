@@ -34,7 +34,7 @@ from mstpass.report.details import (
 )
 from mstpass.report.timeline_names import OFFLOAD, OFFLOADED, RELOAD, is_on_host
 from mstpass.torch_internals import host_copy_ops
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload
 
 
 def collect_details(result: Result) -> Details | None:

@@ -20,7 +20,7 @@ from mstpass.graph.sizes import hint_numel
 from mstpass.plans import Rejection
 from mstpass.regions.advice import is_output, with_fix
 from mstpass.report.report import Report
-from mstpass.torch_internals.data_parallel import DDP, FSDP2, Split, Wrapper, wrapper_of
+from mstpass.torch_internals.collectives import DDP, FSDP2, Split, Wrapper, wrapper_of
 
 _ONE_GRAPH = (
     "give DDP a larger bucket_cap_mb, or set torch._dynamo.config.optimize_ddp = False, with which "

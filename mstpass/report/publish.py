@@ -21,7 +21,7 @@ from mstpass.byte_sizes import bytes_text
 from mstpass.errors import MissingPackageError
 from mstpass.report.drawing.boxes import loop_label
 from mstpass.report.report import Report
-from mstpass.torch_internals.compile_artifacts import (
+from mstpass.torch_internals.caches import (
     debug_folder,
     get_aot_graph_name,
     trace_structured_artifact,

@@ -20,7 +20,7 @@ from torch import fx
 from mstpass.plain_data import replace_text
 from mstpass.report.publish import publish
 from mstpass.report.report import Report
-from mstpass.torch_internals.compile_artifacts import cache_folder
+from mstpass.torch_internals.caches import cache_folder
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,8 @@ from torch import fx
 
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.sizes import generic, generic_shape, generic_stride
-from mstpass.torch_internals.dispatch_modes import TorchDispatchMode
-from mstpass.torch_internals.fake_tensors import FakeTensorMode
-from mstpass.torch_internals.pytrees import tree_leaves
+from mstpass.torch_internals.fake_tensors import FakeTensorMode, TorchDispatchMode
+from mstpass.torch_internals.graphs import tree_leaves
 
 log = logging.getLogger(__name__)
 

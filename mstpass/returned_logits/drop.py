@@ -29,7 +29,7 @@ from mstpass.regions.advice import with_fix
 from mstpass.returned_logits.aten_calls import value_of
 from mstpass.returned_logits.find_logits import find_logits
 from mstpass.returned_logits.placeholder import DroppedLogits
-from mstpass.torch_internals.ddp_buckets import bucket_being_compiled
+from mstpass.torch_internals.collectives import bucket_being_compiled
 from mstpass.torch_internals.dynamo import graph_break_after
 
 _AFTER_BREAK = "the graph ends at a graph break, and the code behind it may read the logits"

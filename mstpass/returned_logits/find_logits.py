@@ -28,7 +28,7 @@ from mstpass.graph.token_rules.views import VIEWS
 from mstpass.graph.tokens import Refusal
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, WIDEN
 from mstpass.returned_logits.aten_calls import AtenCall, AtenCalls, largest_of, value_of
-from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mstpass.torch_internals.wrapper_tensors import without_storage
+from mstpass.torch_internals.fake_tensors import without_storage
 
 aten = torch.ops.aten
 

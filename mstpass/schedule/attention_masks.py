@@ -16,7 +16,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import nbytes, value_of
 from mstpass.graph.materialization import materialize
-from mstpass.torch_internals.op_calls import name_of
+from mstpass.torch_internals.graphs import name_of
 
 _MASK = {  # its position among the arguments of a backward
     "aten::_scaled_dot_product_efficient_attention_backward": 4,

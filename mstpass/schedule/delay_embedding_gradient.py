@@ -15,7 +15,7 @@ itself. Nothing more is launched.
 On the CPU an order alone is not enough: neighbouring kernels are one C++ function there, whose
 buffers are allocated before it and freed after it. Only a call ends such a function. So the zeros
 are made from a matmul of a 1 x 1 zero with itself, and this call waits for the rows
-(torch_internals/control_dependencies.py).
+(torch_internals/inductor.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import fx
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.materialization import materialize
 from mstpass.memory.simulate_graph import scatters_to_delay
-from mstpass.torch_internals.control_dependencies import make_wait
+from mstpass.torch_internals.inductor import make_wait
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ def delay_scatters(graph: fx.Graph) -> None:
             zero = _zero_by_matmul(builder, rows) if on_cpu else _zero_from(builder, written)
             flat = builder.call(aten.view.default, zero, [1] * value.dim())
             one = builder.call(aten.expand.default, flat, list(value.shape))
-            # Inductor may run the scatter in place, on its zeros: up to torch 2.13 also where one
+            # Inductor may run the scatter in place, on its zeros: older ones also where one
             # element stands for all of them. The copy costs nothing: the scatter would make it.
             zeros = builder.call(aten.clone.default, one, memory_format=torch.contiguous_format)
         scatter.update_arg(0, zeros)

@@ -15,7 +15,7 @@ alive at once. This rewrite adds an order between nodes that have no data in com
    operands of its readers, because it is not needed before they exist.
 
 A node waits by an op that takes the nodes it waits for as inputs
-(torch_internals/control_dependencies.py). XLA's optimization barriers serve ``jax.checkpoint`` in
+(torch_internals/inductor.py). XLA's optimization barriers serve ``jax.checkpoint`` in
 the same way.
 """
 
@@ -34,7 +34,7 @@ from mstpass.graph.joint import is_tangent, nbytes, value_of
 from mstpass.graph.materialization import REALIZE
 from mstpass.graph.recompute_rules import is_heavy
 from mstpass.schedule.cheap_values import is_cheap, viewed
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload
 
 _LOOP = torch.ops.higher_order.while_loop
 

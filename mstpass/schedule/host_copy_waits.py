@@ -9,7 +9,7 @@ from mstpass.graph.host_copies import is_host_copy
 from mstpass.graph.joint import value_of
 from mstpass.graph.recompute_rules import is_heavy, is_pinned
 from mstpass.schedule.delay_recomputation import Waits
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload
 
 
 def host_copy_waits(graph: fx.Graph) -> Waits:

@@ -39,8 +39,7 @@ from mstpass.problem.op import (
     Op,
 )
 from mstpass.torch_internals import host_copy_ops
-from mstpass.torch_internals.graph_modules import graph_module
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload, graph_module
 
 
 def write_program(modules: Modules, program: Program) -> tuple[Modules, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Every private API of torch that mstpass uses: one file each, with a probe.
+"""The private APIs of torch that mstpass uses: a file for each part of torch, and probes.
 
 ``python -m mstpass.torch_internals`` asks the installed torch for all of them.
 """

@@ -5,35 +5,31 @@ Exits with 1 where a probe fails or the step's gradients are not eager's.
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
 import sys
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-import mstpass.torch_internals as package
-from mstpass.torch_internals.versions import CHECKED
-
-_NO_PROBE = ("__main__", "patches", "private_apis", "versions")
+from mstpass.torch_internals.probes.table import LOST, PROBES, Probe
+from mstpass.torch_internals.versions import CHECKED, installed
 
 
 def main() -> int:
     sys.stdout.write(
-        f"The private APIs of torch {torch.__version__} that mstpass uses; "
+        f"The private APIs of torch {installed()} that mstpass uses; "
         f"checked with torch {', '.join(CHECKED)}\n"
     )
     failed = 0
-    for name in names():
-        purpose, apis, wrong = _row(name)
+    for probe in PROBES:
+        wrong = _wrong(probe)
         failed += bool(wrong)
-        lines = [f"{name}: {wrong or 'ok'}", f"  {purpose}", *(f"    {api}" for api in apis)]
+        lines = [f"{probe.name}: {wrong or 'ok'}", f"  {probe.purpose}"]
+        lines += [f"    {api}" for api in probe.apis]
+        if wrong:
+            lines.append(f"  Without {probe.adapter}.py: {LOST[probe.lost]}")
         sys.stdout.write("\n".join(["", *lines, ""]))
-    sys.stdout.write(f"\n{failed} of {len(list(names()))} files do not fit this torch\n")
+    sys.stdout.write(f"\n{failed} of {len(PROBES)} probes fail on this torch\n")
     return 1 if failed else 0
 
 
@@ -63,29 +59,13 @@ def trial(backend: Any = "mst") -> int:
     return int(not worst < 1e-5)
 
 
-def names() -> Iterator[str]:
-    """The files that have a probe."""
-    for found in pkgutil.iter_modules(package.__path__):
-        if found.name not in _NO_PROBE:
-            yield found.name
-
-
-def load(name: str) -> ModuleType:
-    return importlib.import_module(f"{package.__name__}.{name}")
-
-
-def _row(name: str) -> tuple[str, tuple[str, ...], str]:
-    """What the file is for, its APIs, and what is wrong."""
+def _wrong(probe: Probe) -> str:
+    """What is wrong with what the probe asks for; empty where nothing is."""
     try:
-        module = load(name)
+        probe.run()
     except Exception as error:
-        return "", (), _text(error)
-    purpose = (inspect.getdoc(module) or "").partition("\n")[0]
-    try:
-        module.probe()
-    except Exception as error:
-        return purpose, module.APIS.names, _text(error)
-    return purpose, module.APIS.names, ""
+        return _text(error)
+    return ""
 
 
 def _text(error: Exception) -> str:

@@ -18,23 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from mstpass.torch_internals.fake_tensors import FakeTensor
-from mstpass.torch_internals.op_types import OpOverload, schema_of
-from mstpass.torch_internals.private_apis import PrivateApis
+from mstpass.torch_internals.fake_tensors import FakeTensor, TorchDispatchMode
+from mstpass.torch_internals.graphs import OpOverload, schema_of
 
-APIS = PrivateApis(
-    names=(
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "torch.ops.aten._scaled_dot_product_flash_attention",
-        "torch.ops.aten._scaled_dot_product_flash_attention_backward",
-        "torch.ops.aten._scaled_dot_product_cudnn_attention",
-        "torch.ops.aten._scaled_dot_product_cudnn_attention_backward",
-        "torch.ops.aten._flash_attention_forward",
-        "torch.ops.aten._flash_attention_backward",
-    ),
-)
 aten = torch.ops.aten
 FLASH = "aten::_scaled_dot_product_flash_attention"
 CUDNN = "aten::_scaled_dot_product_cudnn_attention"
@@ -97,13 +84,3 @@ def _dispatched(
 
 def _hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
-
-
-def probe() -> None:
-    APIS.require()
-    for op, names in (
-        (aten._flash_attention_forward, ("window_size_left", "window_size_right")),
-        (aten._flash_attention_backward, ("window_size_left", "window_size_right")),
-    ):
-        known = {argument.name for argument in schema_of(op.default).arguments}
-        APIS.expect(known.issuperset(names), f"{op} has no window")

@@ -1,28 +1,24 @@
-"""What torch counts while it compiles, and a compile cache that is empty.
+"""What torch counts and writes while it compiles: cache hits, traces, debug folder, compile cache.
 
-Source: torch/_dynamo/utils.py (``counters``), torch/_inductor/metrics.py, utils.py, codecache.py;
-torch/_functorch/_aot_autograd/autograd_cache.py.
+Source: torch/_dynamo/utils.py (``counters``), torch/_inductor/metrics.py, utils.py, codecache.py,
+config.py (``trace``), runtime/cache_dir_utils.py; torch/_logging/_internal.py;
+torch/_functorch/_aot_autograd/autograd_cache.py and logging_utils.py.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
+import torch._inductor.config as inductor_config
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._inductor import metrics
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
+from torch._logging._internal import trace_structured_artifact
 
-from mstpass.torch_internals.private_apis import PrivateApis
-
-__all__ = ["CacheCounts", "cache_counts", "counters", "fresh_cache", "num_auto_chunked"]
-
-APIS = PrivateApis(
-    names=(
-        "torch._dynamo.utils.counters",
-        "torch._inductor.metrics.num_auto_chunking",
-        "torch._inductor.utils.fresh_cache",
-    ),
-)
+__all__ = ["counters", "fresh_cache", "get_aot_graph_name", "trace_structured_artifact"]
 
 
 class CacheCounts(NamedTuple):
@@ -49,8 +45,15 @@ def num_auto_chunked() -> int:
     return metrics.num_auto_chunking
 
 
-def probe() -> None:
-    APIS.require()
-    for group in ("stats", "aot_autograd", "inductor"):
-        APIS.expect(counters[group]["mstpass_probe"] == 0, f"counters has no group {group}")
-        del counters[group]["mstpass_probe"]
+def debug_folder() -> Path | None:
+    """What ``TORCH_COMPILE_DEBUG=1`` asks Inductor to write to; None where it is not asked."""
+    if not inductor_config.trace.enabled:
+        return None
+    from torch._dynamo.utils import get_debug_dir
+
+    return Path(inductor_config.trace.debug_dir or get_debug_dir()) / "torchinductor"
+
+
+def cache_folder() -> Path:
+    """What Inductor's compile cache lies in."""
+    return Path(cache_dir())

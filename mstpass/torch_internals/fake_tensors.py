@@ -1,17 +1,20 @@
-"""Tensors without data, and what they raise where data would be needed.
+"""Tensors without data or without memory, the ops that run on tensors, and sizes as symbols.
 
 Graphs hold a fake tensor for each value; new nodes are computed under the same mode, and a step can
-be traced, or run without computing. Source: torch/_subclasses/fake_tensor.py.
+be traced, or run without computing. Source: torch/_subclasses/fake_tensor.py,
+torch/utils/_python_dispatch.py, torch/storage.py, torch/fx/experimental/symbolic_shapes.py,
+torch/csrc/autograd/python_variable.cpp (``THPVariable_make_wrapper_subclass``).
 """
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
+import sympy
 import torch
-from torch import fx
+from torch import SymInt, fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -19,28 +22,16 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-
-from mstpass.torch_internals.private_apis import PrivateApis
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
-    "as_while_tracing",
+    "TorchDispatchMode",
 ]
-
-APIS = PrivateApis(
-    names=(
-        "torch._subclasses.fake_tensor.FakeTensor",
-        "torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs)",
-        "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor",
-        "torch._subclasses.fake_tensor.DataDependentOutputException",
-        "torch._subclasses.fake_tensor.DynamicOutputShapeException",
-        "torch._guards.tracing(context)",
-        "torch._guards.TracingContext(fake_mode)",
-    ),
-)
+Subclass = TypeVar("Subclass", bound=torch.Tensor)
 
 
 def as_while_tracing(graph: fx.Graph) -> AbstractContextManager[Any]:
@@ -50,23 +41,41 @@ def as_while_tracing(graph: fx.Graph) -> AbstractContextManager[Any]:
     return tracing(TracingContext(mode))
 
 
-def probe() -> None:
-    APIS.require()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = mode.from_tensor(torch.ones(2))
-    APIS.expect(isinstance(fake, FakeTensor) and fake.fake_mode is mode, "a fake has no fake_mode")
-    APIS.expect(hasattr(mode, "allow_scalar_outputs"), "FakeTensorMode has no allow_scalar_outputs")
-    raised = []
-    for op, expected in (
-        (torch.nonzero, DynamicOutputShapeException),
-        (lambda value: value.sum().item(), DataDependentOutputException),
-    ):
-        with mode, contextlib.suppress(expected):
-            op(fake)
-            raised.append(expected.__name__)
-    graph = fx.Graph()
-    graph.placeholder("x").meta["val"] = fake
-    with as_while_tracing(graph):
-        found = TracingContext.try_get()
-    APIS.expect(found is not None and found.fake_mode is mode, "a TracingContext has no fake_mode")
-    APIS.expect(not raised, f"fake tensors do not raise {', '.join(raised)}")
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The same for two tensors that share a storage, as long as one of them lives.
+
+    It is an address that storages of fake tensors have as well; their ``data_ptr`` is 0.
+    """
+    return storage._cdata
+
+
+def without_storage(
+    cls: type[Subclass], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Subclass:
+    """A new instance of a subclass that has no memory and requires no gradient.
+
+    All ops on it go to the subclass's ``__torch_dispatch__``.
+    """
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        cls, tuple(shape), dtype=dtype, device=device, requires_grad=False
+    )
+    return made
+
+
+# ---- sizes -------------------------------------------------------------------------------------
+def set_hint(size: SymInt, hint: int) -> None:
+    """Estimates take the size, which is a symbol of its own, as ``hint``; nothing is guarded."""
+    size.node.shape_env.var_to_hint_override[size.node.expr] = hint
+
+
+def first_expression(size: SymInt) -> sympy.Expr:
+    """The size before its symbol turned out equal to another one. Inductor names inputs by it."""
+    found: sympy.Expr = size.node._expr
+    return found
+
+
+def renamed(size: SymInt) -> SymInt:
+    """The same size, named by the symbol that stands for it now."""
+    node = size.node
+    found: SymInt = node.shape_env.create_symintnode(node.expr, hint=node.hint)
+    return found

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from mstpass.torch_internals.op_types import OpOverload, schema_of
-from mstpass.torch_internals.private_apis import PrivateApis
+from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 _TORCHS = "torch._functorch._activation_offloading.offload_ops"
 SCHEMAS = (
@@ -34,13 +33,6 @@ SCHEMAS = (
     "-> Tensor(a)",
 )
 _KEPT = "last_use_of_storage"
-
-APIS = PrivateApis(
-    names=(
-        "torch.accelerator.current_stream",
-        "torch.accelerator.set_stream",
-    ),
-)
 
 
 def _torchs() -> Any:
@@ -140,16 +132,3 @@ WAIT: OpOverload = _ops.wait_tensor.default
 
 def all_ops() -> tuple[OpOverload, ...]:
     return OFFLOAD, RELOAD, WAIT
-
-
-def probe() -> None:
-    APIS.require()
-    names = [schema_of(op).name.partition("::")[2] for op in (OFFLOAD, RELOAD, WAIT)]
-    APIS.expect(names == ["offload", "reload", "wait_tensor"], f"copies are named {names}")
-    if not IS_TORCHS:
-        return
-    expected = [["tensor"], ["tensor", "device", "original_size", "original_stride"],
-                ["tensor", "keepalive", _KEPT]]  # fmt: skip
-    for op, arguments in zip((OFFLOAD, RELOAD, WAIT), expected, strict=True):
-        found = [argument.name for argument in schema_of(op).arguments]
-        APIS.expect(found == arguments, f"{schema_of(op).name} has the arguments {found}")

@@ -10,14 +10,12 @@ Source: torch/_inductor/scheduler.py (``decide_inplace_update``, ``free_buffers`
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
 from torch._inductor import ir
 from torch._inductor.codegen.wrapper import can_match_buffer_size
 from torch._inductor.graph import SubgraphLowering
@@ -25,46 +23,18 @@ from torch._inductor.scheduler import NopKernelSchedulerNode, OutputNode
 from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from mstpass.torch_internals.compile_fx import CustomSchedulerPass, compile_fx
-from mstpass.torch_internals.kernel_order import in_final_order
-from mstpass.torch_internals.local_buffers import kernels_by_nest, local_buffers
-from mstpass.torch_internals.op_calls import Argument, OpCall, Operand, name_of, op_call
-from mstpass.torch_internals.private_apis import PrivateApis
-from mstpass.torch_internals.triton_kernels import (
+from mstpass.torch_internals.graphs import Argument, OpCall, Operand, name_of, op_call
+from mstpass.torch_internals.inductor_kernels import (
     buffers_between_loops,
     is_triton_kernel,
+    kernels_by_nest,
+    local_buffers,
     partial_sums,
 )
-
-APIS = PrivateApis(
-    names=(
-        "torch._inductor.config._post_fusion_custom_pass",
-        "torch._inductor.codegen.wrapper.can_match_buffer_size",
-        "torch._inductor.graph.GraphLowering.get_allocation_storage_size",
-        "torch._inductor.graph.GraphLowering.get_output_names",
-        "torch._inductor.graph.SubgraphLowering",
-        "torch._inductor.ir.FallbackKernel(unflatten_args)",
-        "torch._inductor.ir.InvokeSubgraph",
-        "torch._inductor.ir.MultiOutput",
-        "torch._inductor.ir.MultiOutputLayout",
-        "torch._inductor.ir.MutationLayoutSHOULDREMOVE",
-        "torch._inductor.ir.NonOwningLayout",
-        "torch._inductor.ir.NoneLayout",
-        "torch._inductor.ir.Operation.get_inputs_that_alias_output"
-        " | torch._inductor.ir.Buffer.get_inputs_that_alias_output",
-        "torch._inductor.ir.Switch | torch._inductor.ir.Conditional",
-        "torch._inductor.ir.WhileLoop",
-        "torch._inductor.scheduler.BaseSchedulerNode.used_or_aliased_buffer_names",
-        "torch._inductor.scheduler.NopKernelSchedulerNode",
-        "torch._inductor.scheduler.OutputNode",
-        "torch._inductor.scheduler.SchedulerBuffer.can_free",
-        "torch._inductor.sizevars.SizeVarAllocator.optimization_hint(fallback)",
-        "torch._inductor.virtualized.V",
-    ),
-)
+from mstpass.torch_internals.versions import find
 
 # torch.cond: `Conditional` up to 2.14, `Switch` from 2.15 on
-_BRANCH = ir.Switch if hasattr(ir, "Switch") else ir.Conditional
+_BRANCH = find("torch._inductor.ir.Switch | torch._inductor.ir.Conditional")
 Allocated = Callable[[int, torch.device | None], int]
 _NO_BUFFER = (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE)
 
@@ -349,40 +319,3 @@ def _hint(size: Any) -> int:
     if free_unbacked_symbols(size) - shapes.var_to_hint_override.keys():
         raise NotCountedError(f"{size} is known at run time only")
     return int(V.graph.sizevars.optimization_hint(size, fallback=1))
-
-
-# ---- probe -------------------------------------------------------------------------------------
-class _ReadOne(CustomSchedulerPass):
-    """Reads one graph's schedule, and ends the compilation before code is written."""
-
-    def __init__(self) -> None:
-        self.found: Schedule | Exception | None = None
-
-    def __call__(self, nodes: list[Any]) -> list[Any]:
-        try:
-            self.found = read_schedule(in_final_order(nodes))
-        except Exception as error:
-            self.found = error
-        raise InterruptedError
-
-    def uuid(self) -> Any:
-        return None
-
-
-def probe() -> None:
-    APIS.require()
-    module = fx.symbolic_trace(lambda x, weight: ((x @ weight).sin().sum(),))
-    inputs = [torch.ones(64, 32), torch.ones(32, 16)]
-    reader = _ReadOne()
-    patches = {"_post_fusion_custom_pass": reader, "fx_graph_cache": False}
-    with torch.no_grad(), contextlib.suppress(Exception):
-        compile_fx(module, inputs, config_patches=patches)
-    found = reader.found
-    APIS.expect(found is not None, "_post_fusion_custom_pass is not called")
-    APIS.expect(isinstance(found, Schedule), f"the schedule cannot be read: {found!r}")
-    assert isinstance(found, Schedule)
-    product, total = 64 * 16 * 4, 4
-    allocated = [size for call in found.calls for size in call.allocated.values()]
-    APIS.expect(allocated == [product, total], f"the schedule allocates {allocated} bytes")
-    freed = [len(call.freed) for call in found.calls]
-    APIS.expect(freed == [2, 1], f"the schedule frees {freed} buffers")

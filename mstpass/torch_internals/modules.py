@@ -1,31 +1,23 @@
-"""Look inside modules: their own tensors, and what wrappers and torch.compile have put around them.
+"""Look inside modules: their own tensors, what wraps them, and what FSDP2 keeps beside them.
 
 Wrapped are modules under activation checkpointing and FSDP, and those that torch.compile returns.
-Source: torch/nn/modules/module.py, torch/_dynamo/eval_frame.py, torch/distributed/fsdp,
-torch/distributed/algorithms/_checkpoint.
+Source: torch/nn/modules/module.py, torch/_dynamo/eval_frame.py,
+torch/distributed/algorithms/_checkpoint, torch/distributed/fsdp/_fully_shard (``FSDPState``,
+``FSDPParamGroup``, ``FSDPParam``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import enum
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
-from mstpass.torch_internals.private_apis import PrivateApis
+from mstpass.torch_internals.settings import replaced
 
-APIS = PrivateApis(
-    names=(
-        "torch._dynamo.eval_frame.OptimizedModule",
-        "torch.nn.Module._apply(fn, recurse)",
-        "torch.nn.Module._compiled_call_impl",
-        "torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE",
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE",
-    ),
-)
 COMPILED = "_orig_mod"
 WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", COMPILED)
 
@@ -85,7 +77,7 @@ def fake_modules_moved() -> Iterator[None]:
                 tensors.update({name: converted(fn, value) for name, value in held.items()})
         return self
 
-    with mock.patch.object(nn.Module, "_apply", apply):
+    with replaced((nn.Module, "_apply", apply)):
         yield
 
 
@@ -103,29 +95,58 @@ def uncompile_in_place(module: nn.Module) -> None:
     vars(module).pop("_compiled_call_impl", None)
 
 
-def probe() -> None:
-    APIS.require()
-    module = nn.BatchNorm1d(2)
-    names = [sorted(tensors) for tensors in own_tensors(module)]
-    expected = [["bias", "weight"], ["num_batches_tracked", "running_mean", "running_var"]]
-    APIS.expect(names == expected, "a module's _parameters and _buffers hold other tensors")
+# ---- FSDP2 ---------------------------------------------------------------------------------------
+_FSDP = "torch.distributed.fsdp._fully_shard"
 
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return x
 
-    for given in (module, function):
-        made = torch.compile(given, backend="eager")
-        APIS.expect(uncompiled(made) is given, "torch.compile does not tell what it was given")
-    plain = is_compiled(module)
-    module.compile(backend="eager")
-    APIS.expect((plain, is_compiled(module)) == (False, True), "compiled modules cannot be told")
-    uncompile_in_place(module)
-    APIS.expect(not is_compiled(module), "nn.Module.compile cannot be undone")
-    module.compile(backend="eager")
-    if torch.distributed.is_available():
-        from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
-        from torch.distributed.fsdp import _common_utils
+def fsdp_containers(modules: Iterable[nn.Module]) -> list[Any]:
+    """The attributes of FSDP2's objects of these modules, and the lists, dicts and sets in them.
 
-        wrapped = checkpoint_wrapper.checkpoint_wrapper(module)
-        APIS.expect(wrapped_in(wrapped) is module, "checkpoint_wrapper holds its module elsewhere")
-        APIS.expect(_common_utils.FSDP_WRAPPED_MODULE in WRAPPED, "FSDP holds its module elsewhere")
+    ``fully_shard`` puts hooks around a module. They gather the module's weights from shards that
+    FSDP2 keeps beside the module, and note in objects of their own what is gathered and what comes
+    next. A trace that runs the hooks on fake tensors needs fakes of those shards, or one rank alone
+    would gather real ones. Afterwards the objects say that weights are gathered, which are fake;
+    they must be restored, or the next real step would fail.
+    """
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
+    attributes = [vars(own) for own in _objects(states)]
+    return attributes + [v for own in attributes for v in own.values() if _is_container(v)]
+
+
+@contextmanager
+def contents_kept(containers: Iterable[Any]) -> Iterator[None]:
+    """Restore afterwards what is in these lists, dicts and sets."""
+    kept = [(container, container.copy()) for container in containers]
+    try:
+        yield
+    finally:
+        for container, before in kept:
+            container.clear()
+            container.extend(before) if isinstance(before, list) else container.update(before)
+
+
+def _objects(roots: Iterable[Any]) -> Iterator[Any]:
+    """The objects of FSDP2 that can be reached from the roots through their attributes."""
+    stack, seen = list(roots), set()
+    while stack:
+        value = stack.pop()
+        if _is_container(value) or isinstance(value, tuple):
+            stack += value.values() if isinstance(value, dict) else value
+        elif id(value) not in seen and _is_of_fsdp(value):
+            seen.add(id(value))
+            yield value
+            stack += vars(value).values()
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, list | dict | set)
+
+
+def _is_of_fsdp(value: Any) -> bool:
+    kind = type(value)
+    is_state = kind.__module__.startswith(_FSDP) and not issubclass(kind, nn.Module | enum.Enum)
+    return is_state and hasattr(value, "__dict__")

@@ -12,15 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.torch_internals.private_apis import PrivateApis
-
-APIS = PrivateApis(
-    names=(
-        "torch._inductor.compile(gm, example_inputs, options)",
-        "torch._inductor.list_mode_options(mode)",
-    ),
-)
-
 
 def by_inductor_alone(
     gm: fx.GraphModule, example_inputs: Sequence[Any], users: Mapping[str, Any]
@@ -33,8 +24,3 @@ def by_inductor_alone(
 def options_of_mode(mode: str | None) -> dict[str, Any]:
     """Inductor's settings under a ``mode`` of ``torch.compile``."""
     return {} if mode in (None, "default") else dict(torch._inductor.list_mode_options(mode))
-
-
-def probe() -> None:
-    APIS.require()
-    APIS.expect("max_autotune" in options_of_mode("max-autotune"), "a mode sets no max_autotune")

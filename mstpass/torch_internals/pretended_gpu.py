@@ -27,7 +27,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 from unittest import mock
@@ -40,30 +40,12 @@ from torch._subclasses import fake_tensor
 from torch.fx.experimental import proxy_tensor
 
 from mstpass.gpus import Gpu
-from mstpass.torch_internals.dispatch_modes import TorchDispatchMode
-from mstpass.torch_internals.patches import SharedPatch
+from mstpass.torch_internals.fake_tensors import TorchDispatchMode
 from mstpass.torch_internals.pretended_gpu_attention import attention_of
 from mstpass.torch_internals.pretended_gpu_engine import NoPretendedGpu, engine_without_gpu
-from mstpass.torch_internals.private_apis import PrivateApis
-from mstpass.torch_internals.settings import compiled_in_one_process
+from mstpass.torch_internals.settings import SharedPatch, compiled_in_one_process, replaced
 
 __all__ = ["NoPretendedGpu", "is_pretended", "pretended_gpu"]
-
-APIS = PrivateApis(
-    names=(
-        "torch._C._only_lift_cpu_tensors()",
-        "torch._C._set_only_lift_cpu_tensors",
-        "torch._dynamo.device_interface.CudaInterface.Worker.get_device_properties",
-        "torch._dynamo.device_interface.caching_worker_device_properties",
-        "torch._dynamo.device_interface.caching_worker_current_devices",
-        "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder._deduce_value",
-        "torch._inductor.fx_passes.pad_mm._should_pad",
-        "torch.fx.experimental.proxy_tensor.CONSTANT_NUMEL_LIMIT",
-        "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init",
-        "torch._subclasses.fake_tensor.init_gpu_context",
-        "torch.utils._triton.has_triton",
-    ),
-)
 
 
 @contextmanager
@@ -94,42 +76,43 @@ def is_pretended() -> bool:
 
 @contextmanager
 def _pretended(kind: Gpu) -> Iterator[None]:
-    with ExitStack() as stack:
-        patch = _Patcher(stack)
-        for name, answer in _answers(kind).items():
-            patch(torch.cuda, name, answer)
-            for interface in (
-                device_interface.CudaInterface,
-                device_interface.CudaInterface.Worker,
-            ):
-                if hasattr(interface, name):
-                    patch(interface, name, staticmethod(answer))
-        for known in (
-            device_interface.caching_worker_device_properties,
-            device_interface.caching_worker_current_devices,
-        ):
-            stack.enter_context(mock.patch.dict(known, clear=True))
-        patch(fake_tensor, "init_gpu_context", lambda *_: None)
-        patch(fake_tensor.FakeTensorMode, "avoid_device_init", property(lambda _: True))
-        folder = joint_graph.UniformValueConstantFolder
-        patch(folder, "_deduce_value", _on_cpu(folder._deduce_value))
-        patch(pad_mm, "_should_pad", lambda *_, **__: False)
-        stack.enter_context(_tensors_lifted_on_cpu())
-        stack.enter_context(mock.patch.object(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1))
-        stack.enter_context(compiled_in_one_process())
-        stack.enter_context(_forgotten(triton_utils))
-        stack.enter_context(engine_without_gpu())
-        stack.enter_context(attention_of(kind.capability))
+    folder = joint_graph.UniformValueConstantFolder
+    told_here = (
+        *_changes_of_driver(kind),
+        (fake_tensor, "init_gpu_context", lambda *_: None),
+        (fake_tensor.FakeTensorMode, "avoid_device_init", property(lambda _: True)),
+        (folder, "_deduce_value", _on_cpu(folder._deduce_value)),
+        (pad_mm, "_should_pad", lambda *_, **__: False),
+    )
+    with (
+        replaced(*(_in_this_thread(*change) for change in told_here)),
+        replaced((proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1)),
+        mock.patch.dict(device_interface.caching_worker_device_properties, clear=True),
+        mock.patch.dict(device_interface.caching_worker_current_devices, clear=True),
+        _tensors_lifted_on_cpu(),
+        compiled_in_one_process(),
+        _forgotten(triton_utils),
+        engine_without_gpu(),
+        attention_of(kind.capability),
+    ):
         yield
 
 
-class _Patcher:
-    def __init__(self, stack: ExitStack):
-        self.stack = stack
+Change = tuple[Any, str, Any]  # of an attribute: its owner, its name and what it is
 
-    def __call__(self, owner: Any, name: str, value: Any) -> None:
-        patched = _pretended_here(value, inspect.getattr_static(owner, name))
-        self.stack.enter_context(mock.patch.object(owner, name, patched))
+
+def _changes_of_driver(kind: Gpu) -> Iterator[Change]:
+    """``torch.cuda`` and Dynamo's interface of devices answer as for a GPU of this kind."""
+    interface = device_interface.CudaInterface
+    for name, answer in _answers(kind).items():
+        yield torch.cuda, name, answer
+        for owner in (interface, interface.Worker):
+            if hasattr(owner, name):
+                yield owner, name, staticmethod(answer)
+
+
+def _in_this_thread(owner: Any, name: str, value: Any) -> Change:
+    return owner, name, _pretended_here(value, inspect.getattr_static(owner, name))
 
 
 @torch.compiler.assume_constant_result  # Dynamo cannot trace a context variable
@@ -176,27 +159,18 @@ def _answers(kind: Gpu) -> dict[str, Callable[..., Any]]:
         gcnArchName="",
     )
     answers: dict[str, Any] = {
-        "is_available": True,
-        "is_initialized": True,
-        "_is_compiled": True,
-        "_lazy_init": None,
-        "init": None,
+        **dict.fromkeys(("is_available", "is_initialized", "_is_compiled"), True),
+        **dict.fromkeys(("_lazy_init", "init", "set_device", "set_rng_state", "synchronize")),
+        **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0),
+        **dict.fromkeys(("memory_reserved", "memory_allocated"), 0),
         "device_count": 1,
-        "current_device": 0,
-        "set_device": None,
-        "_exchange_device": 0,
-        "_maybe_exchange_device": 0,
-        "synchronize": None,
         "get_device_properties": described,
         "get_device_name": kind.full_name,
         "get_device_capability": kind.capability,
         "is_bf16_supported": kind.capability >= (8, 0),
         "is_current_stream_capturing": False,
         "mem_get_info": (kind.memory_bytes, kind.memory_bytes),
-        "memory_reserved": 0,
-        "memory_allocated": 0,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": None,
     }
     return {name: _told(answer) for name, answer in answers.items()}
 
@@ -251,7 +225,3 @@ def _forgotten(module: types.ModuleType) -> Iterator[None]:
         yield
     finally:
         forget()
-
-
-def probe() -> None:
-    APIS.require()

@@ -13,24 +13,15 @@ first where its version is above 9.15, as in the wheels for 2.11 to 2.15).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mstpass.torch_internals.private_apis import PrivateApis
-
-APIS = PrivateApis(
-    names=(
-        "torch.ops.aten._scaled_dot_product_flash_attention",
-        "torch.ops.aten._scaled_dot_product_efficient_attention",
-        "torch.ops.aten._scaled_dot_product_cudnn_attention",
-        "torch.ops.aten._scaled_dot_product_attention_math",
-        "torch.library.Library._destroy",
-    ),
-)
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _CUDNN_WIDTH, _FLASH_WIDTH = 128, 256  # largest size of a head
@@ -41,19 +32,8 @@ _MASK_ALIGNMENT, _FLASH_ALIGNMENT = 16, 8
 def attention_of(capability: tuple[int, int]) -> Iterator[None]:
     """Attention on CUDA tensors is the kernel that a GPU of this capability would run."""
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return call.run(capability)
+    def attention(*args: Any, **given: Any) -> Tensor:
+        return _Call(*args, **given).run(capability)
 
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -63,23 +43,25 @@ def attention_of(capability: tuple[int, int]) -> Iterator[None]:
         library._destroy()
 
 
+@dataclasses.dataclass(frozen=True)
 class _Call:
-    """One call, with the conditions of each kernel."""
+    """One call, with the conditions of each kernel.
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        dropout: float,
-        causal: bool,
-        scale: float | None,
-        grouped: bool,
-    ):
-        self.query, self.key, self.value, self.mask = query, key, value, mask
-        self.dropout, self.causal, self.scale, self.grouped = dropout, causal, scale, grouped
-        self.width = int(query.shape[-1])
+    The fields are in the order of the op's arguments; the last two have their names.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    dropout: float = 0.0
+    causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def width(self) -> int:
+        return int(self.query.shape[-1])
 
     def run(self, capability: tuple[int, int]) -> Tensor:
         settings = torch.backends.cuda
@@ -94,8 +76,8 @@ class _Call:
 
     # ---- conditions ----------------------------------------------------------------------------
     def _is_dense(self) -> bool:
-        same = self.query.dtype == self.key.dtype == self.value.dtype
-        return same and self.query.dim() == self.key.dim() == self.value.dim() == 4
+        kinds = {(t.dtype, t.dim()) for t in self._tensors()}
+        return kinds == {(self.query.dtype, 4)}
 
     def _cudnn_can(self, capability: tuple[int, int]) -> bool:
         widths = (self.width, int(self.value.shape[-1]))
@@ -126,14 +108,13 @@ class _Call:
         return (
             self._is_dense()
             and self.query.dtype in known
-            and not self.grouped
+            and not self.enable_gqa
             and all(width % aligned == 0 for width in widths)
         )
 
     # ---- kernels -------------------------------------------------------------------------------
     def _needs_logsumexp(self) -> bool:
-        tensors = (self.query, self.key, self.value)
-        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        return torch.is_grad_enabled() and any(t.requires_grad for t in self._tensors())
 
     def _bias(self) -> Tensor | None:
         """A mask of booleans as one that is added."""
@@ -143,25 +124,16 @@ class _Call:
         return torch.where(self.mask, zero, float("-inf"))
 
     def _cudnn(self) -> Tensor:
-        return aten._scaled_dot_product_cudnn_attention(
-            self.query,
-            self.key,
-            self.value,
-            self._bias(),
-            self._needs_logsumexp(),
-            self.dropout,
-            self.causal,
-            False,
-            scale=self.scale,
-        )[0]
+        operands = (*self._tensors(), self._bias(), self._needs_logsumexp())
+        options = (self.dropout, self.causal, False)
+        return aten._scaled_dot_product_cudnn_attention(*operands, *options, scale=self.scale)[0]
 
     def _flash(self) -> Tensor:
         scale = self.width**-0.5 if self.scale is None else self.scale
         missing = -self.width % _FLASH_ALIGNMENT
         padded = [F.pad(t, (0, missing)) if missing else t for t in self._tensors()]
-        result = aten._scaled_dot_product_flash_attention(
-            *padded, self.dropout, self.causal, False, scale=scale
-        )[0]
+        options = (self.dropout, self.causal, False)
+        result = aten._scaled_dot_product_flash_attention(*padded, *options, scale=scale)[0]
         return result[..., : self.width] if missing else result
 
     def _efficient(self) -> Tensor:
@@ -172,28 +144,13 @@ class _Call:
             if missing:  # rows of the mask have to be aligned in memory
                 bias = F.pad(bias, (0, missing))[..., :keys]
             bias = bias.expand(*self.query.shape[:3], self.key.shape[2])
-        return aten._scaled_dot_product_efficient_attention(
-            *self._tensors(),
-            bias,
-            self._needs_logsumexp(),
-            self.dropout,
-            self.causal,
-            scale=self.scale,
-        )[0]
+        operands = (*self._tensors(), bias, self._needs_logsumexp(), self.dropout, self.causal)
+        return aten._scaled_dot_product_efficient_attention(*operands, scale=self.scale)[0]
 
     def _math(self) -> Tensor:
-        return aten._scaled_dot_product_attention_math(
-            *self._tensors(),
-            self._bias(),
-            self.dropout,
-            self.causal,
-            scale=self.scale,
-            enable_gqa=self.grouped,
-        )[0]
+        operands = (*self._tensors(), self._bias(), self.dropout, self.causal)
+        options = {"scale": self.scale, "enable_gqa": self.enable_gqa}
+        return aten._scaled_dot_product_attention_math(*operands, **options)[0]
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query, self.key, self.value
-
-
-def probe() -> None:
-    APIS.require()

@@ -31,11 +31,8 @@ from typing import Any
 
 import torch
 
-from mstpass.torch_internals.private_apis import PrivateApis
+from mstpass.torch_internals.versions import installed
 
-APIS = PrivateApis(
-    names=("torch.autograd.set_multithreading_enabled", "torch.backends.cuda.is_built"),
-)
 _GUARD = Path(__file__).with_name("pretended_gpu_guard.cpp")
 _ROOT = Path(torch.__file__).parent
 _TABLE_ENTRIES = 128  # of virtual methods: no fewer than there are
@@ -80,8 +77,8 @@ def _cuda_hooks(answers: Mapping[str, Callable[..., bool]]) -> Iterator[None]:
     """Replace methods of the one object of torch's CUDA hooks."""
     if sys.platform == "win32":
         raise NoPretendedGpu("a GPU can be pretended on Linux and macOS, not on Windows")
-    methods = _virtual_methods()
-    table_of = ctypes.cast(_hooks(), _pointers)
+    methods = virtual_methods()
+    table_of = ctypes.cast(cuda_hooks(), _pointers)
     header_bytes = _HEADER_ENTRIES * ctypes.sizeof(ctypes.c_void_p)
     original = table_of[0]
     assert original is not None
@@ -98,13 +95,13 @@ def _cuda_hooks(answers: Mapping[str, Callable[..., bool]]) -> Iterator[None]:
         table_of[0] = original
 
 
-def _virtual_methods() -> list[str]:
+def virtual_methods() -> list[str]:
     """The virtual methods of the hooks in the order of their declaration, the destructor first."""
     header = _ROOT / "include/ATen/detail/AcceleratorHooksInterface.h"
     return re.findall(r"(?m)^  virtual [\w:<>&* ]*?(~?\w+)\(", header.read_text())
 
 
-def _hooks() -> int:
+def cuda_hooks() -> int:
     find = _library("torch_cpu")._ZN2at6detail12getCUDAHooksEv  # at::detail::getCUDAHooks()
     find.restype = ctypes.c_void_p
     address: int = find()
@@ -120,7 +117,7 @@ def _library(name: str) -> ctypes.CDLL:
 def _load_guard() -> None:
     """Compile the guard, unless an earlier process did, and load it."""
     cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    library = Path(cache, "mstpass", f"pretended_gpu_guard-{torch.__version__}.so")
+    library = Path(cache, "mstpass", f"pretended_gpu_guard-{installed()}.so")
     with contextlib.suppress(OSError):  # it is not there, or broken
         ctypes.CDLL(str(library))
         return
@@ -155,13 +152,3 @@ def _compile_guard(library: Path) -> None:
         if done.returncode:
             raise NoPretendedGpu(f"{compiler} cannot compile {_GUARD.name}: {done.stderr.strip()}")
         made.replace(library)  # at once, so that another process never loads half a file
-
-
-def probe() -> None:
-    APIS.require()
-    methods = _virtual_methods()
-    known = methods[:1] == ["~AcceleratorHooksInterface"] and {"isBuilt", "hasPrimaryContext"} <= {
-        *methods
-    }
-    APIS.expect(known, "AcceleratorHooksInterface has other virtual methods")
-    APIS.expect(bool(_hooks()), "at::detail::getCUDAHooks is missing")

@@ -19,19 +19,8 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.graph import GraphLowering
 
-from mstpass.torch_internals.private_apis import PrivateApis
+from mstpass.torch_internals.settings import is_inductor_setting, replaced
 
-APIS = PrivateApis(
-    names=(
-        "torch._inductor.graph.GraphLowering.save_output_code",
-        "torch._inductor.runtime.triton_heuristics.CachingAutotuner.precompile",
-        "torch._inductor.runtime.triton_heuristics.CachingAutotuner._precompile_worker",
-        "torch._inductor.runtime.triton_helpers.set_driver_to_gpu",
-        "torch._inductor.config.fx_graph_cache",
-        "torch._inductor.select_algorithm.AlgorithmSelectorCache.make_benchmark_fn",
-        "torch._inductor.select_algorithm.TritonTemplateCaller",
-    ),
-)
 _SETTINGS = {
     "fx_graph_cache": False,
     "use_static_triton_launcher | use_static_cuda_launcher": False,
@@ -88,19 +77,18 @@ def generated_code(
             found.failures[name] = error
 
     settings = {
-        next(n for n in names.split(" | ") if hasattr(inductor_config, n)): value
+        next(filter(is_inductor_setting, names.split(" | "))): value
         for names, value in _SETTINGS.items()
     }
-    tuner = triton_heuristics.CachingAutotuner
     with ExitStack() as stack:
-        for owner, name, value in (
+        changes = (
             (GraphLowering, "save_output_code", staticmethod(found.modules.append)),
             (triton.runtime.driver, "_active", _Driver(capability)),
             (triton_helpers, "set_driver_to_gpu", lambda: None),
-            (tuner, "precompile", precompile),
+            (triton_heuristics.CachingAutotuner, "precompile", precompile),
             (AlgorithmSelectorCache, "make_benchmark_fn", _unmeasured),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+        )
+        stack.enter_context(replaced(*changes))
         for name, answer in _OF_CUDA_BUILDS.items():
             if not hasattr(torch._C, name):
                 told = mock.patch.object(torch._C, name, create=True, return_value=answer)
@@ -130,9 +118,3 @@ class _Driver:
 
     def get_current_device(self) -> int:
         return 0
-
-
-def probe() -> None:
-    """Triton is not a part of every torch: without it, there is nothing to check."""
-    if has_triton():
-        APIS.require()

@@ -1,9 +1,9 @@
-"""Read and patch the settings of Inductor, AOTAutograd and Dynamo.
+"""Patch what torch's modules hold, and restore it: settings, and attributes of any owner.
 
-A patch holds for the thread that makes it: torch keeps settings in context variables. Up to 2.11
-all threads share them; of threads that need the same patch at once, the first makes it and the last
-undoes it. Source: torch/_inductor/config.py, torch/_functorch/config.py, torch/_dynamo/config.py,
-torch/utils/_config_module.py.
+A patch of settings holds for the thread that makes it: torch keeps settings in context variables.
+Up to 2.11 all threads share them; of threads that need the same patch at once, the first makes it
+and the last undoes it. Source: torch/_inductor/config.py, torch/_functorch/config.py,
+torch/_dynamo/config.py, torch/utils/_config_module.py.
 """
 
 from __future__ import annotations
@@ -11,44 +11,75 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
+from unittest import mock
 
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 
-from mstpass.torch_internals.patches import SharedPatch
-from mstpass.torch_internals.private_apis import PrivateApis
-
-APIS = PrivateApis(
-    names=(
-        "torch._inductor.config._config",
-        "torch._inductor.config.patch",
-        "torch._inductor.config.get_config_copy",
-        "torch._inductor.config.fx_graph_cache",
-        "torch._inductor.config.post_grad_custom_pre_pass",
-        "torch._inductor.config.shape_padding",
-        "torch._inductor.config.force_shape_pad",
-        "torch._inductor.config.compile_threads",
-        "torch._functorch.config.patch",
-        "torch._functorch.config.activation_memory_budget",
-        "torch._functorch.config.cse",
-        "torch._functorch.config.enable_autograd_cache",
-        "torch._functorch.config.force_non_lazy_backward_lowering",
-        "torch._dynamo.config.patch",
-        "torch._dynamo.config.automatic_dynamic_shapes",
-        "torch._dynamo.config.error_on_recompile",
-        "torch._dynamo.config.run_gc_after_compile",
-    ),
-)
 _ENTRIES: Any = vars(inductor_config)["_config"]
-_PER_THREAD = isinstance(_ENTRIES["fx_graph_cache"].user_override, ContextVar)
-
+PER_THREAD = isinstance(_ENTRIES["fx_graph_cache"].user_override, ContextVar)
 Patch = Callable[[], AbstractContextManager[Any]]
 
 
+@contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """In here, attributes have other values: of each change the owner, the name and the value."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+class SharedPatch:
+    """A patch of what all threads share, which is there while at least one thread needs it.
+
+    The first thread to enter makes it and the last one to leave undoes it. A patch of one thread's
+    own would restore, when it ends, what another thread's patch has put there. A forked process has
+    the thread that forked alone, so only that thread's need counts in it.
+
+    Args:
+        patch: makes the patch, as a context.
+    """
+
+    def __init__(self, patch: Callable[[], AbstractContextManager[Any]]):
+        self._patch = patch
+        self._lock = threading.Lock()
+        self._undo = ExitStack()
+        self._threads: list[int] = []  # once for each time that one has entered
+        os.register_at_fork(after_in_child=self._forked)
+
+    @property
+    def is_made(self) -> bool:
+        return bool(self._threads)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        with self._lock:
+            if not self._threads:
+                self._undo.enter_context(self._patch())
+            self._threads.append(thread)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads.remove(thread)
+                if not self._threads:
+                    self._undo.close()
+
+    def _forked(self) -> None:
+        self._lock = threading.Lock()  # a thread that is not here may hold the other one
+        here = [thread for thread in self._threads if thread == threading.get_ident()]
+        if self._threads and not here:
+            self._undo.close()
+        self._threads = here
+
+
+# ---- settings ----------------------------------------------------------------------------------
 def inductor_setting(name: str) -> Any:
     """The value in force; None if there is no such setting."""
     return getattr(inductor_config, name, None)
@@ -72,7 +103,7 @@ def _patch(config: Any, **values: Any) -> Patch:
     def patch() -> AbstractContextManager[Any]:
         return config.patch(**values)
 
-    return patch if _PER_THREAD else SharedPatch(patch)
+    return patch if PER_THREAD else SharedPatch(patch)
 
 
 def without_padding() -> dict[str, Any]:
@@ -111,23 +142,3 @@ def inductor_graphs_given_to(graph_pass: Callable[[Any], None]) -> Iterator[None
         inductor_config.patch(fx_graph_cache=False, post_grad_custom_pre_pass=graph_pass),
     ):
         yield
-
-
-def probe() -> None:
-    APIS.require()
-    seen: list[bool] = []
-
-    def look() -> None:
-        seen.append(functorch_config.force_non_lazy_backward_lowering)
-
-    look()
-    with backward_compiled_at_once():
-        look()
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-    look()
-    before, within, elsewhere, after = seen
-    APIS.expect(within, "torch._functorch.config.patch changes nothing")
-    APIS.expect(after == before, "torch._functorch.config.patch does not restore")
-    APIS.expect(elsewhere == (before if _PER_THREAD else True), "settings are shared otherwise")

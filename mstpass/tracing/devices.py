@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from mstpass import gpus
 from mstpass.errors import UserError
+from mstpass.torch_internals.graphs import tree_map
 from mstpass.torch_internals.pretended_gpu import NoPretendedGpu, is_pretended, pretended_gpu
-from mstpass.torch_internals.pytrees import tree_map
 from mstpass.tracing.fake_tensors import FakeTensors
 
 T = TypeVar("T")

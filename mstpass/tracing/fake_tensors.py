@@ -18,10 +18,16 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from mstpass.torch_internals import fsdp_states
 from mstpass.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
-from mstpass.torch_internals.modules import fake_modules_moved, is_compiled, own_tensors, uncompiled
-from mstpass.torch_internals.pytrees import tree_leaves, tree_map
+from mstpass.torch_internals.graphs import tree_leaves, tree_map
+from mstpass.torch_internals.modules import (
+    contents_kept,
+    fake_modules_moved,
+    fsdp_containers,
+    is_compiled,
+    own_tensors,
+    uncompiled,
+)
 from mstpass.tracing.names import modules_near
 
 T = TypeVar("T")
@@ -90,8 +96,8 @@ class FakeTensors:
             step: a tree of functions, modules and arguments.
         """
         with contextlib.ExitStack() as restored:
-            of_fsdp = fsdp_states.containers(_modules(step))
-            restored.enter_context(fsdp_states.contents_kept(of_fsdp))
+            of_fsdp = fsdp_containers(_modules(step))
+            restored.enter_context(contents_kept(of_fsdp))
             places = chain(_tensor_places(tree_leaves(step)), *map(_items, of_fsdp))
             for value, put in list(places):
                 fake = self.fake_of(value)

@@ -27,7 +27,10 @@ from torch import Tensor, fx, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mstpass.errors import UserError
-from mstpass.torch_internals.compile_fx import CustomPartitionerFn, compile_fx
+from mstpass.torch_internals.aot_autograd import (
+    merge_equal_nodes,
+    min_cut_rematerialization_partition,
+)
 from mstpass.torch_internals.dynamo import (
     TRACING_LOGGERS,
     GraphCompileReason,
@@ -35,11 +38,8 @@ from mstpass.torch_internals.dynamo import (
     graph_break_after,
     register_bytecode_hook,
 )
+from mstpass.torch_internals.inductor import CustomPartitionerFn, compile_fx
 from mstpass.torch_internals.modules import is_compiled, uncompiled
-from mstpass.torch_internals.partitioners import (
-    merge_equal_nodes,
-    min_cut_rematerialization_partition,
-)
 from mstpass.torch_internals.settings import static_sizes, without_padding
 from mstpass.tracing.fake_tensors import FakeTensors, calls_compiled
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import mstpass
 from mstpass import backend
 from mstpass.bench.comparison import own_code
-from mstpass.torch_internals import compiler_collectives
+from mstpass.torch_internals import collectives
 
 LEFT = 2**40, 400 * 2**10  # by rank: all that the step needs, and less
 
@@ -33,9 +33,9 @@ def _device_has(left_bytes: int) -> None:
     backend.least_of_ranks = _timed_least_of_ranks  # type: ignore[assignment]
 
 
-def _timed_least_of_ranks(number: int) -> compiler_collectives.Agreed:
+def _timed_least_of_ranks(number: int) -> collectives.Agreed:
     start = time.monotonic()
-    agreed = compiler_collectives.least_of_ranks(number)
+    agreed = collectives.least_of_ranks(number)
     waits_s.append(time.monotonic() - start)
     return agreed
 
@@ -90,7 +90,7 @@ def evaluation() -> dict[str, Any]:
 
 def alone() -> dict[str, Any]:
     """One rank runs another program; neither waits for ever."""
-    compiler_collectives.PATIENCE_S = PATIENCE_S
+    collectives.PATIENCE_S = PATIENCE_S
     _device_has(LEFT[dist.get_rank()])
     first = _new_step(dynamic=False)(512) if dist.get_rank() == 0 else {}
     dist.barrier()

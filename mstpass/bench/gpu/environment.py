@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mstpass.errors import UserError
+from mstpass.torch_internals.versions import installed
 
 LEAST_CAPABILITY = (8, 0)  # bf16 products and FlashAttention-2
 _CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw")
@@ -35,7 +36,7 @@ def check_machine(would_run: str) -> None:
     """
     instead = f"It would run {would_run}. `--dry-run` traces and plans all of it without a GPU."
     if not torch.cuda.is_available():
-        built = "" if torch.version.cuda else f" (torch {torch.__version__} is built without CUDA)"
+        built = "" if torch.version.cuda else f" (torch {installed()} is built without CUDA)"
         raise CannotRun(f"torch sees no CUDA device{built}. {instead}")
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     if capability < LEAST_CAPABILITY:
@@ -53,14 +54,14 @@ def check_machine(would_run: str) -> None:
 def card() -> dict[str, Any]:
     """What the rows of a state file belong to: the card and torch."""
     if not torch.cuda.is_available():
-        return {"card": "none", "torch": torch.__version__}
+        return {"card": "none", "torch": installed()}
     properties = torch.cuda.get_device_properties(0)
     return {
         "card": properties.name,
         "capability": [properties.major, properties.minor],
         "memory_bytes": properties.total_memory,
         "multiprocessors": properties.multi_processor_count,
-        "torch": torch.__version__,
+        "torch": installed(),
     }
 
 

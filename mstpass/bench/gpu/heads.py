@@ -23,6 +23,7 @@ from mstpass.bench.gpu.job import Job
 from mstpass.bench.gpu.rows import Case, Settings
 from mstpass.bench.gpu.side_by_side import Way, Workload, eager, inductor, measure, mst
 from mstpass.bench.models import Head
+from mstpass.torch_internals.versions import installed, linear_cross_entropy
 
 NAME = "heads"
 DTYPE = torch.bfloat16
@@ -96,12 +97,11 @@ def cut_cross_entropy() -> Way:
 
 
 def torch_linear_cross_entropy() -> Way:
-    """torch's own chunked head, which torch has from 2.13 on."""
-    function: Any = getattr(F, "linear_cross_entropy", None)
-    options: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    name = "F.linear_cross_entropy"
-    if function is None or options is None:
-        return eager(name, missing=f"torch {torch.__version__} does not have it")
+    """torch's own chunked head."""
+    found, name = linear_cross_entropy(), "F.linear_cross_entropy"
+    if found is None:
+        return eager(name, missing=f"torch {installed()} does not have it")
+    function, options = found
     return eager(name, lambda x_ND, w_VD, y_N: function(x_ND, w_VD, y_N, options=options()))
 
 

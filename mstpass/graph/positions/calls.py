@@ -16,7 +16,7 @@ from mstpass.graph.positions.pieces import Number, Pieces, Shape, whole
 from mstpass.graph.positions.polynomials import Poly, TooComplicated, const, of_size
 from mstpass.graph.sizes import Size, is_size
 from mstpass.graph.token_rules.arguments import argument, has_argument
-from mstpass.torch_internals.op_types import schema_of
+from mstpass.torch_internals.graphs import schema_of
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from mstpass.graph.positions.calls import Call, exactly, name_of_op
 from mstpass.graph.positions.pieces import Pieces
 from mstpass.graph.positions.polynomials import TooComplicated
 from mstpass.graph.sizes import is_size
-from mstpass.torch_internals.op_types import OpOverload
+from mstpass.torch_internals.graphs import OpOverload
 
 _RULES = {**sources.RULES, **pointwise.RULES, **views.RULES, **sums.RULES}
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.sizes import generic_shape
-from mstpass.torch_internals.op_types import OpOverload, schema_of
+from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 
 def shape_of(node: fx.Node) -> torch.Size:

@@ -1,7 +1,7 @@
 """Let Inductor write a chunk's gradient into the buffer of the chunk's logits.
 
 Inductor reuses a buffer in place only if every other reader of it is an ancestor of the writer
-(``SchedulerNode.decide_inplace_update`` in torch/_inductor/scheduler.py, torch 2.13). A *side
+(``SchedulerNode.decide_inplace_update`` in torch/_inductor/scheduler.py). A *side
 reader* is a narrow value that is read off the logits and that the gradient does not depend on, such
 as the label's log-probability or an accuracy. It costs a second buffer of chunk x vocabulary. This
 rewrite makes the gradient depend on it:

@@ -2,7 +2,7 @@
 
 Inductor writes a pointwise value that several kernels read to memory if it is slow to compute: an
 exp, log or sigmoid on the CPU, or an expression of many reads or many ops
-(``StorageBox.should_realize_on_reuse`` in torch/_inductor/ir.py, 2.11 and 2.13). A softmax that its
+(``StorageBox.should_realize_on_reuse`` in torch/_inductor/ir.py). A softmax that its
 entropy, its row sums and the gradient read is then one more buffer of chunk x vocabulary. Given a
 copy of its own, each reader absorbs it, and the readers become one kernel that computes it once in
 each pass over the row. Values that a matmul or attention reads or that leave the chunk need a

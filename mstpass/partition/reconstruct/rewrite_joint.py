@@ -21,7 +21,7 @@ from mstpass.partition.reconstruct.choose_drops import Decision, Step
 from mstpass.partition.reconstruct.encodings import decode, encode
 from mstpass.partition.reconstruct.rule import Inverse, Writer, aten
 from mstpass.partition.reconstruct.table import RULE_BY_NAME
-from mstpass.torch_internals.graph_modules import graph_module
+from mstpass.torch_internals.graphs import graph_module
 
 _COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack")
 

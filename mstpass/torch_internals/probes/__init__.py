@@ -1,0 +1,1 @@
+"""Probes of the private APIs: the table, and the checks of behavior."""

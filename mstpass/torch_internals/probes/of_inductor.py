@@ -1,0 +1,245 @@
+"""Checks of Inductor, host copies and the pretended GPU; each gets the adapter as ``own``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.torch_internals.versions import expect
+
+aten = torch.ops.aten
+
+
+# ---- compile -----------------------------------------------------------------------------------
+def compile_fx(own: Any) -> None:
+    """Compile a graph with Inductor, with passes at its hooks."""
+    inputs: list[str] = []
+    names: set[str] = set()
+
+    class Partitioner(own.CustomPartitionerFn):
+        """Keeps what it is called with, and ends the compilation."""
+
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **given: Any) -> Any:
+            inputs.extend(str(node.target) for node in gm.graph.find_nodes(op="placeholder"))
+            names.update(given)
+            raise InterruptedError
+
+        def uuid(self) -> Any:
+            return None
+
+    module = fx.symbolic_trace(lambda x: (x.sin().sum(),))
+    weight = torch.ones(2, requires_grad=True)
+    with contextlib.suppress(Exception):  # whatever torch makes of the error
+        own.compile_fx(module, [weight], config_patches={"custom_partitioner_fn": Partitioner()})
+    expected, given = (
+        ["primals_1", "tangents_1"],
+        {"num_fwd_outputs", "static_lifetime_input_indices"},
+    )
+    expect(bool(inputs), "custom_partitioner_fn is not called by compile_fx")
+    expect(inputs == expected, f"the joint graph's inputs are not named {expected}")
+    expect(given <= names, f"a partitioner is not given {sorted(given)}")
+
+
+def plain_inductor(own: Any) -> None:
+    """Compile a graph with Inductor and nothing else, and what its modes set."""
+    found = own.options_of_mode("max-autotune")
+    expect("max_autotune" in found, "a mode sets no max_autotune")
+
+
+def inductor_lowerings(own: Any) -> None:
+    """Tell Inductor how to lower an op: write a value to memory, or call the op as it is."""
+    known = own.lowering.lowerings
+    expect(aten.mm.default in known, "lowerings has no aten.mm")
+    expect(aten.zeros.default in own.select_decomp_table(), "select_decomp_table has no aten.zeros")
+    own.call_as_it_is(aten.addmm_.default)
+    expect(aten.addmm_.default in known, "make_fallback does not register a lowering")
+
+
+def control_dependencies(own: Any) -> None:
+    """Order nodes of a graph that have no data in common, so that Inductor keeps the order."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    sine, cosine = (graph.call_function(op.default, (x,)) for op in (aten.sin, aten.cos))
+    for node in (x, sine, cosine):
+        node.meta["val"] = torch.empty(2, device="meta")
+    graph.output((sine, cosine))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    own.make_wait(gm.graph, {cosine: [sine]})
+    waiting = [node for node in gm.graph.nodes if {x, sine} <= set(node.all_input_nodes)]
+    named = [node.name for node in waiting] == [cosine.name]
+    expect(bool(waiting), "preserve_node_ordering does not make a node wait")
+    expect(named, "preserve_node_ordering gives the node another name")
+
+
+def settings(own: Any) -> None:
+    """Read and patch the settings of Inductor, AOTAutograd and Dynamo."""
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(own.functorch_config.force_non_lazy_backward_lowering)
+
+    look()
+    with own.backward_compiled_at_once():
+        look()
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    look()
+    before, within, elsewhere, after = seen
+    expect(within, "torch._functorch.config.patch changes nothing")
+    expect(after == before, "torch._functorch.config.patch does not restore")
+    expect(elsewhere == (before if own.PER_THREAD else True), "settings are shared otherwise")
+
+
+def caches(own: Any) -> None:
+    """What torch counts while it compiles, and a compile cache that is empty."""
+    for group in ("stats", "aot_autograd", "inductor"):
+        expect(own.counters[group]["mstpass_probe"] == 0, f"counters has no group {group}")
+        del own.counters[group]["mstpass_probe"]
+
+
+def compile_artifacts(own: Any) -> None:
+    """Where torch puts what it writes about a compilation: trace, debug folder, compile cache."""
+    expect(bool(own.get_aot_graph_name()), "get_aot_graph_name gives no name")
+    expect(own.cache_folder().is_absolute(), "cache_dir gives no folder")
+    own.trace_structured_artifact("mstpass_probe", "string", lambda: "")
+
+
+# ---- host copies and attention -----------------------------------------------------------------
+def host_copy_ops(own: Any) -> None:
+    """The ops that copy a value from a GPU to the host and back, beside computation."""
+    expected = {
+        "offload": ["tensor"],
+        "reload": ["tensor", "device", "original_size", "original_stride"],
+        "wait_tensor": ["tensor", "keepalive", "last_use_of_storage"],
+    }
+    schemas = [op._schema for op in own.all_ops()]
+    names = [schema.name.partition("::")[2] for schema in schemas]
+    expect(names == [*expected], f"copies are named {names}")
+    for schema, arguments in zip(schemas, expected.values(), strict=True):
+        found = [argument.name for argument in schema.arguments]
+        expect(found == arguments, f"{schema.name} has the arguments {found}")
+
+
+def attention_kernels(own: Any) -> None:
+    """Which fused attention op the device's own dispatch chooses, and a call with a window."""
+    for op in (aten._flash_attention_forward, aten._flash_attention_backward):
+        known = {argument.name for argument in op.default._schema.arguments}
+        expect(known >= {"window_size_left", "window_size_right"}, f"{op} has no window")
+
+
+# ---- the scheduler -----------------------------------------------------------------------------
+def scheduler_mends(own: Any) -> None:
+    """Inductor's pass before fusion, in which its scheduler is mended."""
+
+
+def scheduler_dependencies(own: Any) -> None:
+    """Kernels wait for the loops whose results they read."""
+    from torch._inductor.dependencies import ReadWrites
+    from torch.utils._ordered_set import OrderedSet
+
+    classes = own.SchedulerNode.__mro__
+    known = any("mutation_renames" in vars(cls).get("__annotations__", {}) for cls in classes)
+    expect(known, "torch._inductor.scheduler.SchedulerNode has no mutation_renames")
+    reads = ReadWrites(OrderedSet([own.StarDep("old")]), OrderedSet(), OrderedSet())
+    renamed = reads.with_read(own.StarDep("other")).rename({"old": "new"})
+    names = {dep.name for dep in renamed.reads}
+    expect(names == {"new", "other"}, "ReadWrites renames otherwise")
+
+
+def vectorized_cpp(own: Any) -> None:
+    """Two faults of Inductor's vectorized C++, mended for the graphs of one scheduler."""
+    expect(hasattr(type(own.V), "local_buffer_context"), "V has no local_buffer_context")
+
+
+# ---- reading the schedule ----------------------------------------------------------------------
+def kernel_order(own: Any) -> None:
+    """The devices of the graph that Inductor schedules, and the order of its kernels."""
+    from torch._inductor.graph import GraphLowering
+
+    annotated = "device_types" in GraphLowering.__init__.__code__.co_names
+    expect(annotated, "GraphLowering has no device_types")
+
+
+def scheduled_loops(own: Any) -> None:
+    """Whether the schedule runs the loops of a graph, each before what reads its results.
+
+    That loops are found in real schedules is tested: tests/test_hook_checks.py.
+    """
+    fields = own.ir.WhileLoop.__dataclass_fields__
+    expect("cond_subgraph" in fields, "torch._inductor.ir.WhileLoop has no cond_subgraph")
+    operands = inspect.signature(torch.ops.higher_order.while_loop.__call__).parameters
+    expect(next(iter(operands)) == "cond_fn", "while_loop's first operand is no condition")
+
+
+def local_buffers(own: Any) -> None:
+    """Which values stay inside of one C++ kernel that Inductor made of several loop nests."""
+
+
+def triton_kernels(own: Any) -> None:
+    """What memory Triton kernels take, besides what a schedule says of their buffers."""
+    from torch._inductor.codegen.cuda_combined_scheduling import CUDACombinedScheduling
+
+    fields = CUDACombinedScheduling.__init__.__code__.co_names
+    expect("_triton_scheduling" in fields, "CUDACombinedScheduling has other schedulers")
+
+
+def inductor_schedule(own: Any) -> None:
+    """Read Inductor's schedule after fusion: what each call allocates, overwrites and frees."""
+    from mstpass.torch_internals.inductor import CustomSchedulerPass, compile_fx
+    from mstpass.torch_internals.inductor_kernels import in_final_order
+
+    found: list[Any] = []
+
+    class ReadOne(CustomSchedulerPass):
+        """Reads one graph's schedule, and ends the compilation before code is written."""
+
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            try:
+                found.append(own.read_schedule(in_final_order(nodes)))
+            except Exception as error:
+                found.append(error)
+            raise InterruptedError
+
+        def uuid(self) -> Any:
+            return None
+
+    module = fx.symbolic_trace(lambda x, weight: ((x @ weight).sin().sum(),))
+    patches = {"_post_fusion_custom_pass": ReadOne(), "fx_graph_cache": False}
+    with torch.no_grad(), contextlib.suppress(Exception):
+        compile_fx(module, [torch.ones(64, 32), torch.ones(32, 16)], config_patches=patches)
+    expect(bool(found), "_post_fusion_custom_pass is not called")
+    schedule = found[0]
+    expect(isinstance(schedule, own.Schedule), f"the schedule cannot be read: {schedule!r}")
+    product, total = 64 * 16 * 4, 4
+    allocated = [size for call in schedule.calls for size in call.allocated.values()]
+    expect(allocated == [product, total], f"the schedule allocates {allocated} bytes")
+    freed = [len(call.freed) for call in schedule.calls]
+    expect(freed == [2, 1], f"the schedule frees {freed} buffers")
+
+
+# ---- the pretended GPU -------------------------------------------------------------------------
+def pretended_gpu(own: Any) -> None:
+    """A step is traced and compiled for a GPU that is not there."""
+
+
+def pretended_gpu_attention(own: Any) -> None:
+    """The kernel that CUDA would choose for ``scaled_dot_product_attention``."""
+
+
+def pretended_gpu_engine(own: Any) -> None:
+    """Differentiate fake CUDA tensors on a machine that has no CUDA device."""
+    methods = own.virtual_methods()
+    known = {"isBuilt", "hasPrimaryContext"} <= {*methods}
+    first = methods[:1] == ["~AcceleratorHooksInterface"]
+    expect(first and known, "AcceleratorHooksInterface has other virtual methods")
+    expect(bool(own.cuda_hooks()), "at::detail::getCUDAHooks is missing")
+
+
+def pretended_triton(own: Any) -> None:
+    """Compile a step for a pretended GPU: to the code that Inductor writes, and to cubins."""
