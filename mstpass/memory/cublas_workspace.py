@@ -36,19 +36,6 @@ _TRUE = frozenset({"1", "y", "yes", "on", "t", "true"})  # c10/util/env.h: ``che
 _ALLOCATED_EACH_TIME = "2.15"  # from this version of torch on
 
 _WITH_BIAS = {"aten::addmm": "self"}
-PRODUCTS = frozenset(
-    {
-        "aten::mm",
-        "aten::addmm",
-        "aten::addmm_",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::baddbmm_",
-        "extern_kernels.bias_addmm",
-        "mstpass::add_product_",
-        "mstpass::write_product_",
-    }
-)
 
 
 def product_workspace_bytes(call: OpCall, device: CudaDevice) -> int:

@@ -7,12 +7,14 @@ named. torch has no public names for these types. Source: torch/_ops.py.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
 from mstpass.torch_internals.private_apis import PrivateApis
 
-__all__ = ["HigherOrderOperator", "OpOverload", "schema_of"]
+__all__ = ["HigherOrderOperator", "OpOverload", "returns_view", "schema_of"]
 
 APIS = PrivateApis(
     names=(
@@ -28,6 +30,13 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
+@functools.cache
+def returns_view(op: OpOverload) -> bool:
+    """Whether the op's schema says that its result shares the storage of an operand."""
+    returned = [result.alias_info for result in schema_of(op).returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
 def probe() -> None:
     APIS.require()
     add, add_ = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
@@ -37,5 +46,7 @@ def probe() -> None:
     APIS.expect(arguments == ["self", "other", "alpha"], "an op's schema has other arguments")
     writes = (schema_of(add).is_mutable, schema_of(add_).is_mutable)
     APIS.expect(writes == (False, True), "an op's schema does not say what the op writes to")
+    views = (returns_view(add), returns_view(add_), returns_view(torch.ops.aten.view.default))
+    APIS.expect(views == (False, False, True), "an op's schema does not say what is a view")
     loop = torch.ops.higher_order.while_loop
     APIS.expect(isinstance(loop, HigherOrderOperator), "while_loop is no HigherOrderOperator")
