@@ -227,12 +227,11 @@ def is_sum_of_sums(node: fx.Node, sums: set[fx.Node]) -> bool:
 
     Such a node can be applied to the parts of each group of heads, and the results added up.
     """
-    row = ops.lookup(node)
     read = set(tensor_inputs(node))
-    if isinstance(row, Refusal) or value_of(node) is None or not read <= sums:
+    if value_of(node) is None or not read <= sums:
         return False
     narrows = any(value_of(node).itemsize < value_of(n).itemsize for n in read)  # type: ignore[union-attr]
-    return not narrows and row.is_linear(node, read)
+    return not narrows and ops.row(node).is_linear(node, read)
 
 
 def _in_terms_of_heads(refusal: Refusal) -> Refusal:

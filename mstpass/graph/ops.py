@@ -95,7 +95,8 @@ def _can_be_operand(node: fx.Node) -> bool:
 
 def sum_operands(node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
     """The specs of the operands of a node that sums over the tokens of ``operand``."""
-    return row(node).sum_operands(node, operand, spec)
+    sums = row(node).sums
+    return {operand: spec} if sums is None else sums(node)
 
 
 def size_operands(node: fx.Node) -> list[fx.Node]:

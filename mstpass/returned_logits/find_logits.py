@@ -25,21 +25,13 @@ from mstpass.graph.op_table import row_of
 from mstpass.graph.sizes import generic_shape
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, WIDEN
 from mstpass.returned_logits.aten_calls import AtenCall, AtenCalls, largest_of, value_of
+from mstpass.returned_logits.placeholder import CASTS, SAME
 from mstpass.torch_internals.op_calls import name_of
 from mstpass.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 
-_COPIES = frozenset(
-    {
-        aten._to_copy.default,
-        aten.alias.default,
-        aten.clone.default,
-        aten.detach.default,
-        aten.lift_fresh.default,
-        aten._reshape_alias.default,
-    }
-)
+_COPIES = frozenset((*CASTS, *SAME, aten._reshape_alias.default))
 _JOINS = frozenset({aten.cat.default, aten.stack.default})
 
 

@@ -61,8 +61,8 @@ def product_rows() -> dict[Any, Op]:
         ),
     }
     for op in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default):
-        biased, batched = op in matmul.BIASED, "bmm" in str(op)
-        factors = Factors(left=int(biased), batched=batched, adds=not biased)
+        biased = op in matmul.BIASED
+        factors = Factors(left=int(biased), batched="bmm" in str(op), adds=not biased)
         found[name_of(op)] = Op("other", factors=factors, workspace=row.PRODUCT)
         found[op] = Op(
             "matmul",

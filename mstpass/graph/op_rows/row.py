@@ -15,7 +15,7 @@ from torch import fx
 from mstpass.graph import linearity
 from mstpass.graph.linearity import LinearRule, never
 from mstpass.graph.token_rules import BackwardRule, ForwardRule, OperandSpecs
-from mstpass.graph.tokens import Refusal, Spec
+from mstpass.graph.tokens import Refusal
 from mstpass.problem.op import CALL, POINTWISE, REDUCTION, VIEW
 
 # Whether backward may run an op once more.
@@ -30,10 +30,11 @@ FLASH, FLASH_BACKWARD = "flash", "flash backward"
 EFFICIENT, EFFICIENT_BACKWARD = "efficient", "efficient backward"
 CUDNN_BACKWARD, FLEX_BACKWARD = "cuDNN backward", "flex backward"
 
+# By the kind of an op: how Inductor runs it (calls are left out), and whether it may run again
+# (pinned kinds are left out: among equal elements, a second sort or write may choose another one).
 _RUNS = {"view": VIEW, "reduce": REDUCTION, "pointwise": POINTWISE, "index": POINTWISE}
 _RUNS |= {"create": POINTWISE}
-_REPEATS = {"view": CHEAP, "reduce": CHEAP, "pointwise": CHEAP, "index": CHEAP, "create": CHEAP}
-_REPEATS |= {"matmul": HEAVY, "other": HEAVY}  # pinned: ties of sorts and writes; collectives
+_REPEATS = {**dict.fromkeys(_RUNS, CHEAP), "matmul": HEAVY, "other": HEAVY}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +168,3 @@ class Op:
     def is_linear(self, node: fx.Node, operands: set[fx.Node]) -> bool:
         """Whether the node's result is linear in the operands, up to rounding."""
         return linearity.has_linear_dtype(node) and self.linear(node, operands)
-
-    def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
-        """The specs of the operands of a node that sums over the tokens of ``operand``."""
-        return {operand: spec} if self.sums is None else self.sums(node)
