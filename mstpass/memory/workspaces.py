@@ -14,16 +14,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import value_of
-from mstpass.graph.op_rows.row import (
-    CPU_FLASH,
-    CUDNN_BACKWARD,
-    EFFICIENT,
-    EFFICIENT_BACKWARD,
-    FLASH,
-    FLASH_BACKWARD,
-    FLEX_BACKWARD,
-    PRODUCT,
-)
+from mstpass.graph.op_rows import row
 from mstpass.graph.op_table import TABLE, row_of
 from mstpass.graph.sizes import hint, hint_shape
 from mstpass.memory import attention_workspace
@@ -34,15 +25,15 @@ from mstpass.torch_internals.op_calls import Argument, OpCall, Operand, name_of,
 
 # The names are those of ``Op.workspace``.
 ON_CUDA: Mapping[str, Callable[[OpCall, CudaDevice], int]] = {
-    PRODUCT: product_workspace_bytes,
-    FLASH: attention_workspace.flash_forward_bytes,
-    FLASH_BACKWARD: attention_workspace.flash_backward_bytes,
-    EFFICIENT: attention_workspace.efficient_forward_bytes,
-    EFFICIENT_BACKWARD: attention_workspace.efficient_backward_bytes,
-    CUDNN_BACKWARD: attention_workspace.cudnn_backward_bytes,
-    FLEX_BACKWARD: attention_workspace.flex_backward_bytes,
+    row.PRODUCT: product_workspace_bytes,
+    row.FLASH: attention_workspace.flash_forward_bytes,
+    row.FLASH_BACKWARD: attention_workspace.flash_backward_bytes,
+    row.EFFICIENT: attention_workspace.efficient_forward_bytes,
+    row.EFFICIENT_BACKWARD: attention_workspace.efficient_backward_bytes,
+    row.CUDNN_BACKWARD: attention_workspace.cudnn_backward_bytes,
+    row.FLEX_BACKWARD: attention_workspace.flex_backward_bytes,
 }
-KNOWN = frozenset(name_of(target) for target, row in TABLE.items() if row.workspace)
+KNOWN = frozenset(name_of(op) for op, known in TABLE.items() if known.workspace)
 
 
 def workspace_bytes(call: OpCall, device: torch.device | None = None) -> int:
@@ -52,14 +43,14 @@ def workspace_bytes(call: OpCall, device: torch.device | None = None) -> int:
         device: where the call runs; None: where its operands are.
     """
     workspace = row_of(call.op).workspace
-    if workspace == CPU_FLASH:
+    if workspace == row.CPU_FLASH:
         return attention_workspace.cpu_flash_bytes(call)
     if device is None:
         device = next((a.device for a in call.arguments.values() if isinstance(a, Operand)), None)
     if not workspace or device is None or device.type != "cuda":
         return 0
     found = ON_CUDA[workspace](call, cuda_device(device))
-    return allocated_bytes(found, device) if workspace == PRODUCT else found
+    return allocated_bytes(found, device) if workspace == row.PRODUCT else found
 
 
 def node_workspace_bytes(node: fx.Node) -> int:
