@@ -72,11 +72,11 @@ def test_with_its_row_it_runs_in_a_loop() -> None:
     )
     assert kinds(report) == [("lm_head", "fused")], report
     (region,) = report.outcome.regions
-    assert {"soft_cap", "soft_cap_backward"} <= dict(region.members).keys()
+    assert {"soft_cap_default", "soft_cap_backward_default"} <= dict(region.members).keys()
 
 
 @pytest.mark.usefixtures("rows")
-@pytest.mark.parametrize("linear", [never], indirect=False)
+@pytest.mark.parametrize("linear", [never])
 def test_a_row_that_is_not_linear_is_not_fused(linear: object) -> None:
     model = TinyLM(VOCAB, D)
     compiled(lambda ids: _loss(model, ids), chunk_tokens=64)(torch.randint(VOCAB, (2, 96)))
