@@ -166,7 +166,7 @@ def _reasons() -> set[str]:
                 elif isinstance(argument, ast.JoinedStr):
                     parts = (getattr(part, "value", "X") for part in argument.values)
                     found.add("".join(p if isinstance(p, str) else "X" for p in parts))
-    return found | {f"X: {reason}" for reason in op_table.NOT_TOKEN_PARALLEL.values()}
+    return found | {f"X: {row.mixes}" for row in op_table.TABLE.values() if row.mixes}
 
 
 # Reasons that stand for another one or that no user sees.

@@ -18,7 +18,6 @@ from torch.nn.attention import flex_attention as flex
 
 import mstpass
 from mstpass.graph import ops
-from mstpass.graph.flex_attention import BACKWARD
 from mstpass.graph.heads import BUFFERS, OTHER_SCORES
 from mstpass.graph.joint import JointGraph
 from mstpass.regions.advice import fix_of
@@ -199,6 +198,7 @@ def test_the_backward_stays_outside_where_buffers_have_gradients() -> None:
     joint = _joint(Form("", "learned"))
     (region,), rejections = detect_attention(joint)
     assert not rejections
-    (backward,) = joint.module.graph.find_nodes(op="call_function", target=BACKWARD)
+    target = torch.ops.higher_order.flex_attention_backward
+    (backward,) = joint.module.graph.find_nodes(op="call_function", target=target)
     assert backward.name not in dict(region.members)
     check_loops(joint, region, tolerance=1e-4)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mstpass.graph.op_table import TABLE
 from mstpass.partition.reconstruct import EXACT, RULES, TOLERANT, Inverse, Refused, inverses_of
 from mstpass.partition.reconstruct.encodings import decode, encode, encoding_of, low_dtype
 from mstpass.partition.reconstruct.rule import Writer
@@ -63,6 +64,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((((a == b) & signs.bool()) | both_nan.bool()).all())
 
 
+aten = torch.ops.aten
+cast = torch.ops.prims.convert_element_type.default
 INTS = torch.tensor([0, 1, -1, 2**62, -(2**63), 7], dtype=torch.int64)
 LOW = EDGES.to(torch.bfloat16)
 EXACT_CASES: dict[str, tuple[Fn, str, tuple[torch.Tensor, ...]]] = {
@@ -70,6 +73,9 @@ EXACT_CASES: dict[str, tuple[Fn, str, tuple[torch.Tensor, ...]]] = {
     "integers sub": (lambda a, b: a - b, "sum", (INTS, INTS.flip(0))),
     "neg": (lambda a: -a, "neg", (EDGES,)),
     "view": (lambda a: a.view(3, 4), "view", (EDGES,)),
+    "unsafe view": (lambda a: aten._unsafe_view.default(a, [3, 4]), "view", (EDGES,)),
+    "squeeze, dims": (lambda a: aten.squeeze.dims(a, [0, 2]), "view", (EDGES.view(1, 12, 1),)),
+    "cast": (lambda a: cast(a, torch.float32), "cast", (EDGES.bfloat16(),)),
     "unsqueeze": (lambda a: a.unsqueeze(0), "view", (EDGES,)),
     "squeeze": (lambda a: a.squeeze(1), "view", (EDGES.view(12, 1),)),
     "permute": (lambda a: a.permute(2, 0, 1), "permute", (EDGES.view(2, 3, 2),)),
@@ -177,6 +183,20 @@ def test_tolerant_rules(name: str) -> None:
     inverse, right, back = undone(fn, rule, *inputs)
     assert inverse.grade == TOLERANT and inverse.bound != "none"
     assert float((right - back).norm() / right.norm()) <= tolerance
+
+
+def test_every_op_is_inverted_by_each_rule_that_its_row_names() -> None:
+    cases = [(fn, inputs) for fn, _, inputs in EXACT_CASES.values()]
+    cases += [(fn, inputs) for fn, _, inputs, _ in TOLERANT_CASES.values()]
+    inverted = {
+        (node.target, found.rule)
+        for fn, inputs in cases
+        for node in traced(fn, inputs).graph.nodes
+        for found in inverses_of(node)
+        if isinstance(found, Inverse)
+    }
+    named = {(op, rule) for op, row in TABLE.items() for rule in row.inverses}
+    assert inverted | {(aten.reshape.default, "view")} == named  # which is traced as another view
 
 
 def test_a_rounding_cast_is_tolerant() -> None:

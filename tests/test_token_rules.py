@@ -1,4 +1,4 @@
-"""The token rules of every op in the op table, checked on numbers.
+"""What the op table says of every op, checked on numbers: token rules first.
 
 Each case (tests/token_rule_cases.py) names all ways in which the result of an op may be cut into
 chunks of tokens. For each of them the op is run on chunks of its operands and compared with chunks
@@ -16,11 +16,14 @@ from torch import fx
 
 from mstpass.graph import op_table, ops
 from mstpass.graph.joint import tensors_of
-from mstpass.graph.token_rules.views import VIEWS
+from mstpass.graph.op_table import row_of
+from mstpass.graph.recompute_rules import is_pinned
 from mstpass.graph.tokens import SUM, Refusal, Spec, chunk_shape, token_count
-from tests.token_rule_cases import CASES, COLLECTIVES, B, Case, D, E, S, ids, x
+from mstpass.torch_internals.graphs import name_of
+from tests.token_rule_cases import CASES, COLLECTIVES, FMA, B, Case, D, E, S, ids, x
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 CHUNK = 2
 
 
@@ -176,7 +179,9 @@ def _check_linear(node: fx.Node, values: dict[fx.Node, Any], operands: tuple[fx.
 
     def result(part: dict[fx.Node, Any]) -> Any:
         found = _call(node, {**values, **part})
-        return found if isinstance(found, torch.Tensor) else tuple(found)
+        if not isinstance(found, torch.Tensor):
+            return tuple(found)
+        return found.double() if found.itemsize == 1 else found  # no arithmetic in 8 bits
 
     others = {n: _random_like(values[n]) for n in operands}
     both = {n: combined(values[n], others[n]) for n in operands}
@@ -188,6 +193,28 @@ def _random_like(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(_random_like, value))
     return torch.randn_like(value)
+
+
+NOT_LINEAR = (
+    Case(aten.exp.default, lambda: (x(),)),
+    Case(aten.abs.default, lambda: (x(),)),  # homogeneous, for positive factors
+    Case(aten.mul.Tensor, lambda: (x(), x())),  # in both factors
+    Case(aten.addmm.default, lambda: (x(S, E) * 0 + 1, x(S, D), x(D, E))),  # affine
+    Case(aten.constant_pad_nd.default, lambda: (x(), [1, 0], 1.0)),
+    Case(aten.scatter.value, lambda: (x(), 2, ids(B, S, 1, below=D), 1.0)),
+    Case(prims.convert_element_type.default, lambda: (x(), torch.int32)),
+    Case(prims.convert_element_type.default, lambda: (100 * x(), torch.float8_e4m3fn)),
+)
+
+
+@pytest.mark.parametrize("given", NOT_LINEAR, ids=_name)
+def test_what_is_not_linear_fails_that_check_and_is_not_said_to_be(given: Case) -> None:
+    node, values = _node(given)
+    row = ops.row(node)
+    operands = tuple(n for n, v in values.items() if v.is_floating_point() and not v.eq(1).all())
+    assert not row.is_linear(node, set(operands))
+    with pytest.raises(AssertionError):
+        _check_linear(node, values, operands)
 
 
 def test_no_cast_of_a_gradient_to_integers_or_to_eight_bits_is_linear() -> None:
@@ -204,12 +231,62 @@ def test_no_cast_of_a_gradient_to_integers_or_to_eight_bits_is_linear() -> None:
     assert len(linear) == 3 and not any(linear.values())
 
 
-def test_every_row_of_the_table_has_a_case() -> None:
-    assert set(op_table.TABLE) <= {given.target for given in (*CASES, *COLLECTIVES)}
+# ---- what else a row says -----------------------------------------------------------------------
+def _same_bits(first: Any, second: Any) -> bool:
+    """Whether two results are equal bit for bit; zeros of both signs differ."""
+    pairs = zip(tensors_of(first), tensors_of(second), strict=True)
+    return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
 
 
-def test_views_are_the_rows_of_that_kind() -> None:
-    assert {target for target, row in op_table.TABLE.items() if row.kind == "view"} == VIEWS
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(value) if value.is_complex() else value
+    return real.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("given", CASES, ids=_name)
+def test_what_may_run_twice_gives_the_same_bits(given: Case) -> None:
+    node, values = _node(given)
+    if not is_pinned(node):
+        assert _same_bits(_call(node, values), node.meta["val"])
+
+
+def test_random_draws_fail_that_check_and_are_pinned() -> None:
+    node, values = _node(Case(aten.bernoulli.p, lambda: (x(), 0.5)))
+    assert is_pinned(node) and not _same_bits(_call(node, values), node.meta["val"])
+
+
+@pytest.mark.parametrize("given", [g for g in CASES if row_of(g.target).range], ids=_name)
+def test_results_keep_to_their_range(given: Case) -> None:
+    found = row_of(given.target).range
+    assert found is not None
+    result = given.target(*given.args())
+    assert ((found[0] <= result) & (result <= found[1])).all()
+
+
+FUNCTIONS = [
+    given
+    for given in CASES
+    if row_of(given.target).kind == "pointwise"
+    and sum(isinstance(a, torch.Tensor) for a in given.args()) == 1
+]
+
+
+@pytest.mark.parametrize("given", FUNCTIONS, ids=_name)
+def test_what_jumps_is_said_to(given: Case) -> None:
+    """On a fine grid, neighbouring results of other functions differ by little, but at poles."""
+    grid = torch.arange(-1000, 3001, dtype=torch.float64) / 1000
+    result = given.target(grid, *given.args()[1:], **dict(given.kwargs))
+    if result.is_floating_point() and result.itemsize > 1:
+        differences = result.double().where(result.abs() < 5, torch.nan).diff()
+        assert bool((differences.abs() > 0.4).any()) == row_of(given.target).jumps
+
+
+def test_every_row_with_token_rules_has_a_case() -> None:
+    cases = {given.target for given in (*CASES, *COLLECTIVES)}
+    known = cases | set(map(name_of, cases))
+    rows = {target for target, row in op_table.TABLE.items() if row.has_token_rules}
+    assert rows - {"prims::fma"} <= known
+    assert not FMA or "prims::fma" in known
 
 
 @pytest.mark.parametrize(

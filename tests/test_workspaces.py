@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import fx
 
+from mstpass.graph.op_table import TABLE, row_of
 from mstpass.memory import cublas_workspace
 from mstpass.memory.allocation import BLOCK, allocated_bytes
-from mstpass.memory.attention_workspace import ON_CUDA
 from mstpass.memory.cublas_workspace import cublas_workspace_bytes, product_workspace_bytes
 from mstpass.memory.cuda_device import CudaDevice
 from mstpass.memory.simulate_graph import simulate_graph
-from mstpass.memory.workspaces import node_workspace_bytes, workspace_bytes
+from mstpass.memory.workspaces import ON_CUDA, node_workspace_bytes, workspace_bytes
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from mstpass.torch_internals.graphs import Argument, OpCall, Operand
 
@@ -28,6 +28,9 @@ A10G = CudaDevice((8, 6), 80, 99 * 1024)
 MIB = 2**20
 FLASH = "aten::_scaled_dot_product_flash_attention"
 EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
+ATTENTION = sorted(
+    op for op, row in TABLE.items() if row.attention is not None and row.workspace in ON_CUDA
+)
 
 
 def _operand(*shape: int, dtype: torch.dtype = torch.bfloat16, rows_first: bool = True) -> Operand:
@@ -53,7 +56,7 @@ def _call(
 
 
 def _bytes(call: OpCall, device: CudaDevice = H100) -> int:
-    return ON_CUDA[call.op](call, device)
+    return ON_CUDA[row_of(call.op).workspace](call, device)
 
 
 # ---- flash attention -----------------------------------------------------------------------------
@@ -151,7 +154,7 @@ def _sizes() -> Iterator[tuple[int, int, int, torch.dtype, CudaDevice]]:
     yield from itertools.product((1, 3), (4, 32), (32, 64, 96, 128, 256), dtypes, (H100, A10G))
 
 
-@pytest.mark.parametrize("op", sorted(op for op in ON_CUDA if "scaled" in op or "flex" in op))
+@pytest.mark.parametrize("op", [op for op in ATTENTION if "scaled" in op or "flex" in op])
 def test_more_tokens_never_need_less(op: str) -> None:
     """But for the forward of flash attention, which splits the keys of short sequences only."""
     for batch, heads, features, dtype, device in _sizes():
@@ -165,7 +168,7 @@ def test_more_tokens_never_need_less(op: str) -> None:
             assert found == sorted(found)
 
 
-@pytest.mark.parametrize("op", sorted(ON_CUDA))
+@pytest.mark.parametrize("op", ATTENTION)
 def test_calls_without_what_they_need_have_no_workspace(op: str) -> None:
     assert _bytes(OpCall(op, {})) == 0
     assert _bytes(OpCall(op, {"query": _operand(2, 3), "key": _operand(2, 3)})) == 0

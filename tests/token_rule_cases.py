@@ -57,6 +57,7 @@ def case(target: Any, args: Any, *specs: Spec, sums: Any = (), **kwargs: Any) ->
     return Case(target, args, specs, tuple(sums), tuple(kwargs.items()))
 
 
+FMA = [prims.fma] if hasattr(prims, "fma") else []
 SCALED_BY_ROW = [
     case(
         aten._scaled_mm.default,
@@ -89,6 +90,63 @@ CASES = [
     case(aten.mul.Tensor, lambda: (x(B, S), x(B, S)), *OF_MATRIX),
     case(aten.where.self, lambda: (x() > 0, x(), x(S, 1)), (0,), (1,), (2,), (0, 2)),
     case(aten.threshold_backward.default, lambda: (x(), x(), 0), *ALL),
+    case(aten.native_dropout_backward.default, lambda: (x(), x() > 0, 2.0), *ALL),
+    *(
+        case(target, lambda: (x(), x()), *ALL)
+        for target in (
+            aten.sub.Tensor,
+            aten.div.Tensor,
+            aten.gelu_backward.default,
+            aten.silu_backward.default,
+            aten.sigmoid_backward.default,
+            aten.tanh_backward.default,
+            aten.fmod.Tensor,
+            aten.remainder.Tensor,
+        )
+    ),
+    *(
+        case(target, lambda: (x(), 1.5), *ALL)
+        for target in (
+            aten.mul.Scalar,
+            aten.div.Scalar,
+            aten.fmod.Scalar,
+            aten.remainder.Scalar,
+        )
+    ),
+    *(
+        case(target, lambda: (x(),), *ALL)
+        for target in (
+            aten.neg.default,
+            aten.reciprocal.default,
+            aten.exp.default,
+            aten.sigmoid.default,
+            aten.tanh.default,
+            aten.softplus.default,
+            aten.cos.default,
+            aten.sin.default,
+            aten.erf.default,
+            aten.abs.default,
+            aten.relu.default,
+            aten.sign.default,
+            aten.sgn.default,
+            aten.floor.default,
+            aten.ceil.default,
+            aten.round.default,
+            aten.trunc.default,
+        )
+    ),
+    *(
+        case(target, lambda: (x().abs(),), *ALL)
+        for target in (
+            aten.log.default,
+            aten.log10.default,
+            aten.log1p.default,
+            aten.log2.default,
+            aten.sqrt.default,
+            aten.rsqrt.default,
+        )
+    ),
+    *(case(op.default, lambda: (x(), x(), x()), *ALL) for op in FMA),
     # views
     case(aten.view.default, lambda: (x(), [B * S, D]), (0,), (1,), (0, 1)),
     case(
@@ -280,6 +338,7 @@ CASES = [
     case(aten.zeros_like.default, lambda: (x(B, S),), *OF_MATRIX),
     case(aten.ones_like.default, lambda: (x(B, S),), *OF_MATRIX),
     case(aten.scalar_tensor.default, lambda: (2.0,)),
+    case(aten.arange.start_step, lambda: (0, S)),
     case(
         prims.iota.default,
         lambda: (S,),

@@ -1,7 +1,8 @@
 """The joint graph as the passes read it: values, token dims, ops and their costs. Changes nothing.
 
 joint.py, builder.py          a graph read, and a graph built node by node
-op_table.py, ops.py           what is known about each op; token_rules/, linearity.py: its rules
+op_table.py, ops.py           what is known about each op: its row in op_rows/; token_rules/,
+                              linearity.py: the rules that rows refer to
 tokens.py, chunk_form.py      token dims, and a node for one chunk of tokens
 heads.py, axes.py             dims of heads; what tokens and heads have in common
 token_dataflow.py             the token dims of all values of a graph

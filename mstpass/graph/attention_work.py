@@ -18,8 +18,6 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.flex_attention import FLEX
-from mstpass.graph.heads import heads_dim, is_attention
 from mstpass.graph.joint import value_of
 from mstpass.graph.sizes import hint_shape
 from mstpass.graph.token_rules.arguments import argument, has_argument
@@ -96,15 +94,16 @@ def attention_work(node: fx.Node) -> AttentionWork | None:
     Two matmuls in the forward, five in the backward, each ``[S, D] @ [D, T]`` for every head.
     Symbolic sizes count with their hint (sizes.py).
     """
-    if not is_attention(node):
+    attention = ops.attention_of(node)
+    if attention is None:
         return None
-    backward = "backward" in ops.op_name(node)
+    backward = attention.backward
     tensors = [v for v in map(value_of, node.all_input_nodes) if v is not None and v.dim() == 4]
-    first = int(backward and node.target not in FLEX)  # behind the gradient of the output
+    first = int(backward and not attention.flex)  # behind the gradient of the output
     query, key = tensors[first : first + 2] if len(tensors) > 2 else (None, None)
     if query is None or key is None:
         return None
-    shape, in_heads = hint_shape(query), heads_dim(node)
+    shape, in_heads = hint_shape(query), attention.heads_dim
     batch, heads, queries, features = shape[0], shape[in_heads], shape[3 - in_heads], shape[3]
     keys = hint_shape(key)[3 - in_heads]
     operations = (5 if backward else 2) * 2 * batch * heads * queries * keys * features

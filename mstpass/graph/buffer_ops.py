@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx, library
 
+from mstpass.graph import ops
 from mstpass.graph.grouped_products import GROUPED_OPS, grouped_sums
 from mstpass.graph.sizes import same_shape
 from mstpass.torch_internals.graphs import OpOverload
@@ -91,12 +92,6 @@ write_product_: OpOverload = torch.ops.mstpass.write_product_.default
 counter: OpOverload = torch.ops.mstpass.counter.default
 done: OpOverload = torch.ops.mstpass.done.default
 
-_RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-_PRODUCTS = (
-    *(aten.mm.default, aten.bmm.default, aten.mm.dtype, aten.bmm.dtype),
-    grouped_sums,
-)
-
 
 def call_buffer_ops_as_they_are() -> None:
     """Have Inductor call the ops, and those in place that a loop may need besides."""
@@ -117,7 +112,7 @@ def parts_in_place(result: fx.Node) -> list[fx.Node]:
         if node.op != "call_function" or len(node.users) != 1:
             return []
         found.append(node)
-        if node.target in _RESHAPES:
+        if ops.is_view_by_shape(node):
             stack.append(node.all_input_nodes[0])
         elif _is_plain_sum(node):
             stack.extend(reversed(node.all_input_nodes))
@@ -136,7 +131,8 @@ def _has_shape_of(product: fx.Node, result: fx.Node) -> bool:
 
 def is_product(node: fx.Node) -> bool:
     """Whether a loop can add the node's result to a buffer in one op."""
-    return node.target in _PRODUCTS
+    factors = ops.row(node).factors
+    return factors is not None and factors.adds
 
 
 def is_written_in_place(result: fx.Node) -> bool:

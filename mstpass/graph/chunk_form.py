@@ -19,12 +19,10 @@ from mstpass.graph import ops
 from mstpass.graph.axes import TOKEN_AXIS, Axis
 from mstpass.graph.builder import Builder, SizeNodes
 from mstpass.graph.joint import tensors_of
-from mstpass.graph.op_table import Op
 from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
 
 aten = torch.ops.aten
-VIEWS_BY_SHAPE = frozenset((aten.view.default, aten.reshape.default, aten._unsafe_view.default))
 
 OperandChunk = Callable[[fx.Node, Spec], fx.Node]  # (operand, its spec) -> the node of its chunk
 
@@ -52,17 +50,16 @@ def chunk_call(
     needs = axis.operand_specs(node, spec)
     if isinstance(needs, Refusal):
         raise CannotTake(node, needs.reason)
-    row = ops.lookup(node)
     target: Any = node.target
     args: tuple[Any, ...] = node.args
     shape: list[Any] | None = None
-    position = row.shape_arg if isinstance(row, Op) else None
+    position = ops.row(node).shape_arg
     if position is not None and spec:
         shape = axis.shape_argument(node, spec, args[position], chunk_tokens)
         if rows is not None:
             shape[spec[-1]] = rows
         args = (*args[:position], None, *args[position + 1 :])
-    if target in VIEWS_BY_SHAPE:
+    if ops.is_view_by_shape(node):
         target = aten.reshape.default
     mapped: Any = fx.map_arg((args, node.kwargs), lambda n: operand_chunk(n, needs.get(n, WHOLE)))
     args, kwargs = mapped

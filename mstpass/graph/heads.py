@@ -31,11 +31,9 @@ from typing import NamedTuple
 from torch import fx
 
 from mstpass.graph import flex_attention, ops
-from mstpass.graph.flex_attention import FLEX
 from mstpass.graph.joint import value_of
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, shape_of, tensor_inputs
-from mstpass.graph.token_rules.views import view_forward
 from mstpass.graph.tokens import WHOLE, Refusal, Sum, group_of
 from mstpass.torch_internals.graphs import OpOverload, schema_of
 
@@ -54,45 +52,23 @@ FEW_KEYS = "attention's key-value heads do not divide into the groups"
 OTHER_SCORES = "FlexAttention's scores or masks depend on the head"
 BUFFERS = "FlexAttention returns gradients of what its scores are changed by"
 
-_ATTENTION = {
-    f"aten::_scaled_dot_product_{kind}{suffix}"
-    for kind in (
-        "flash_attention_for_cpu",
-        "flash_attention",
-        "efficient_attention",
-        "cudnn_attention",
-        "fused_attention_overrideable",
-    )
-    for suffix in ("", "_backward")
-}
-_TOKENS_FIRST = {  # [B, N, heads, d]
-    "aten::_flash_attention_forward",
-    "aten::_flash_attention_backward",
-}
 _WITH_HEADS = frozenset(  # arguments [B, heads, ...] of attention ops
     ("query", "key", "value", "attn_bias", "attn_mask", "out", "logsumexp", "grad_out", "grad_out_")
 )
-_HEADS = 1  # the dim of heads of all of them, but for those of ``_TOKENS_FIRST``
-_ROW_SUMS = "logsumexp"  # [B, heads, N], of all ops
-_RESULTS_WITH_HEADS = {False: 2, True: 4}  # forward: output, logsumexp; backward: gradients
-_FLEX_RESULTS_WITH_HEADS = 3  # output, logsumexp, maxima; or gradients
+_ROW_SUMS, _HEADS_OF_ROW_SUMS = "logsumexp", 1  # [B, heads, N], of all ops
 
 
 # ---- attention -----------------------------------------------------------------------------------
 def is_attention(node: fx.Node) -> bool:
     """Whether the node is one of the fused attention ops, forward or backward."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return node.target in FLEX
-    return schema_of(node.target).name in _ATTENTION | _TOKENS_FIRST
+    return ops.attention_of(node) is not None
 
 
 def heads_dim(node: fx.Node) -> int:
     """The dim of heads of the queries, keys, values and results of a fused attention op."""
-    return 2 if _has_tokens_first(node) else _HEADS
-
-
-def _has_tokens_first(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and schema_of(node.target).name in _TOKENS_FIRST
+    attention = ops.attention_of(node)
+    assert attention is not None
+    return attention.heads_dim
 
 
 def is_product(node: fx.Node) -> bool:
@@ -107,28 +83,18 @@ def is_attention_item(node: fx.Node) -> bool:
 
 def forward_of(node: fx.Node) -> fx.Node:
     """The fused attention op to which a node belongs, of which it may be the backward."""
-    if not _is_backward(node):
+    attention = ops.attention_of(node)
+    if attention is None or not attention.backward:
         return node
-    is_flex = node.target in FLEX
-    result = node.args[flex_attention.OUTPUT] if is_flex else argument(node, "out")
+    result = node.args[flex_attention.OUTPUT] if attention.flex else argument(node, "out")
     assert isinstance(result, fx.Node)
     return result.all_input_nodes[0]
 
 
-def _is_backward(node: fx.Node) -> bool:
-    if node.target in FLEX:
-        return node.target is flex_attention.BACKWARD
-    assert isinstance(node.target, OpOverload)
-    return schema_of(node.target).name.endswith("_backward")
-
-
 def result_has_heads(node: fx.Node, position: int) -> bool:
     """Whether a result of the node holds heads, and not the state of a generator."""
-    if not is_attention(node):
-        return True
-    if node.target in FLEX:
-        return position < _FLEX_RESULTS_WITH_HEADS
-    return position < _RESULTS_WITH_HEADS[_is_backward(node)]
+    attention = ops.attention_of(node)
+    return attention is None or position < attention.results
 
 
 def _item_source(item: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
@@ -142,13 +108,14 @@ def _item_source(item: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
 
 def result_dim(node: fx.Node, position: int, dim: int) -> int:
     """The dim of heads of one result of a node whose first result has them in ``dim``."""
-    is_row_sums = position == 1 and _has_tokens_first(node) and not _is_backward(node)
-    return _HEADS if is_row_sums else dim
+    attention = ops.attention_of(node)
+    is_row_sums = position == 1 and attention is not None and not attention.backward
+    return _HEADS_OF_ROW_SUMS if is_row_sums else dim
 
 
 def _attention_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
     """Where the operands of an attention op must hold their heads."""
-    if node.target in FLEX:
+    if flex_attention.is_flex(node):
         return _flex_heads(node, num_heads)
     if argument(node, "dropout_p") != 0:
         return Refusal(DROPOUT)
@@ -163,7 +130,7 @@ def _attention_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
         if is_mask and (len(shape) < 3 or shape[-3] == 1):
             continue
         dim = len(shape) - 3 if is_mask else heads_dim(node)
-        dim = _HEADS if known.name == _ROW_SUMS else dim
+        dim = _HEADS_OF_ROW_SUMS if known.name == _ROW_SUMS else dim
         if shape[dim] % num_heads:
             return Refusal(FEW_KEYS)
         needs[operand] = HeadDim(dim, shape[dim] // num_heads)
@@ -176,12 +143,12 @@ def _flex_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
     if flex_attention.gradients_of_buffers(node):
         return Refusal(BUFFERS)
     needs: OperandSpecs = dict.fromkeys(tensor_inputs(node), WHOLE)
-    masks = flex_attention.masks_by_head(node)
+    masks, dim = flex_attention.masks_by_head(node), heads_dim(node)
     for operand in (*flex_attention.operands_with_heads(node), *masks):
-        heads = shape_of(operand)[_HEADS]
+        heads = shape_of(operand)[dim]
         if heads % num_heads:
             return Refusal(FEW_KEYS)
-        needs[operand] = HeadDim(_HEADS, heads // num_heads)
+        needs[operand] = HeadDim(dim, heads // num_heads)
     return needs
 
 
@@ -212,7 +179,7 @@ def result_heads(
     row = ops.lookup(node)
     if isinstance(row, Refusal):
         return _in_terms_of_heads(row)
-    if row.forward is view_forward:
+    if ops.is_reshape(node):
         return through_view(shape_of(operand), shape_of(node), held, num_heads)
     result = ops.result_spec(node, operand, (held.dim,))
     if isinstance(result, Sum):
@@ -233,7 +200,7 @@ def operand_heads(node: fx.Node, held: HeadDim, num_heads: int) -> OperandSpecs 
     row = ops.lookup(node)
     if isinstance(row, Refusal):
         return _in_terms_of_heads(row)
-    if row.forward is view_forward:
+    if ops.is_reshape(node):
         source = node.all_input_nodes[0]
         result = through_view(shape_of(node), shape_of(source), held, num_heads)
         return result if isinstance(result, Refusal) else {source: result}
@@ -260,12 +227,11 @@ def is_sum_of_sums(node: fx.Node, sums: set[fx.Node]) -> bool:
 
     Such a node can be applied to the parts of each group of heads, and the results added up.
     """
-    row = ops.lookup(node)
     read = set(tensor_inputs(node))
-    if isinstance(row, Refusal) or value_of(node) is None or not read <= sums:
+    if value_of(node) is None or not read <= sums:
         return False
     narrows = any(value_of(node).itemsize < value_of(n).itemsize for n in read)  # type: ignore[union-attr]
-    return not narrows and row.is_linear(node, read)
+    return not narrows and ops.row(node).is_linear(node, read)
 
 
 def _in_terms_of_heads(refusal: Refusal) -> Refusal:

@@ -11,6 +11,7 @@ homogeneous in them together, with the other operands held fixed: f(s * x) = s *
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,11 +21,9 @@ from torch import fx
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.graph.token_rules.matmul import bias_and_factors
-from mstpass.graph.token_rules.views import VIEWS
-from mstpass.torch_internals.graphs import OpOverload, schema_of
+from mstpass.torch_internals.graphs import OpOverload, returns_view
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 LinearRule = Callable[[fx.Node, "set[fx.Node]"], bool]
 
@@ -52,7 +51,14 @@ def is_zero(node: object) -> bool:
         return bool(node.args[_FILLS[node.target]] == 0)
     if node.target in (aten.zeros.default, aten.zeros_like.default):
         return True
-    return node.target in VIEWS and is_zero(node.args[0])
+    return _shows_elements(node.target) and is_zero(node.args[0])
+
+
+def _shows_elements(target: Any) -> bool:
+    """Whether the result of an op has no other elements than its first operand."""
+    if target in (operator.getitem, aten._unsafe_view.default):
+        return True
+    return isinstance(target, OpOverload) and returns_view(target)
 
 
 _FILLS: Mapping[Any, int] = {  # ops that fill a tensor -> position of the number
@@ -60,13 +66,6 @@ _FILLS: Mapping[Any, int] = {  # ops that fill a tensor -> position of the numbe
     aten.full_like.default: 1,
     aten.scalar_tensor.default: 0,
 }
-
-
-def linear_in(target: OpOverload) -> LinearRule:
-    """The rule of a pointwise op; ``never`` if none is known."""
-    if schema_of(target).name == "prims::fma":  # an op of Inductor, not in every torch
-        return _product_and_term
-    return _LINEAR_POINTWISE.get(target, never)
 
 
 def never(node: fx.Node, operands: set[fx.Node]) -> bool:
@@ -78,12 +77,12 @@ def first_only(node: fx.Node, operands: set[fx.Node]) -> bool:
     return operands == {node.args[0]} and not any(a in operands for a in _flat(node)[1:])
 
 
-def _product(node: fx.Node, operands: set[fx.Node]) -> bool:
+def product(node: fx.Node, operands: set[fx.Node]) -> bool:
     """``a * b``: linear if exactly one factor depends on the operands."""
     return sum(a in operands for a in node.args if isinstance(a, fx.Node)) == 1
 
 
-def _product_and_term(node: fx.Node, operands: set[fx.Node]) -> bool:
+def product_and_term(node: fx.Node, operands: set[fx.Node]) -> bool:
     """``a * b + c``: linear if exactly one factor and the term depend on the operands."""
     a, b, c = node.args
     return (a in operands) != (b in operands) and (c in operands or is_zero(c))
@@ -96,12 +95,12 @@ def linear_cat(node: fx.Node, operands: set[fx.Node]) -> bool:
     return all(part in operands or is_zero(part) for part in parts)
 
 
-def _sum_of_two(node: fx.Node, operands: set[fx.Node]) -> bool:
+def sum_of_two(node: fx.Node, operands: set[fx.Node]) -> bool:
     """``a + b``: linear if each term depends on the operands or is zero."""
     return all(a in operands or is_zero(a) for a in node.args[:2])
 
 
-def _branches(node: fx.Node, operands: set[fx.Node]) -> bool:
+def branches(node: fx.Node, operands: set[fx.Node]) -> bool:
     """``where(c, a, b)``: linear if c does not depend on the operands, and a and b do or are 0."""
     return node.args[0] not in operands and all(a in operands or is_zero(a) for a in node.args[1:3])
 
@@ -112,43 +111,13 @@ def _flat(node: fx.Node) -> list[Any]:
     return [*(first if isinstance(first, tuple | list) else [first]), *node.args[1:]]
 
 
-_LINEAR_POINTWISE: Mapping[Any, LinearRule] = {
-    aten.mul.Tensor: _product,
-    aten.mul.Scalar: first_only,
-    aten.div.Tensor: first_only,
-    aten.div.Scalar: first_only,
-    aten.neg.default: first_only,
-    aten.add.Tensor: _sum_of_two,
-    aten.sub.Tensor: _sum_of_two,
-    aten.where.self: _branches,
-    **dict.fromkeys(
-        (
-            aten.threshold_backward.default,
-            aten.gelu_backward.default,
-            aten.silu_backward.default,
-            aten.sigmoid_backward.default,
-            aten.tanh_backward.default,
-            aten.native_dropout_backward.default,
-        ),
-        first_only,
-    ),
-    aten.clone.default: first_only,
-    prims.convert_element_type.default: first_only,
-}
-
-
 def linear_view(node: fx.Node, operands: set[fx.Node]) -> bool:
     return operands == {node.args[0]}
 
 
 def linear_scatter(node: fx.Node, operands: set[fx.Node]) -> bool:
-    """Scatters: linear if base and source each depend on the operands or are zero."""
-    base, *rest = node.args
-    source = rest[0] if node.target in _SOURCE_SECOND else rest[-1]
-    return all(a in operands or is_zero(a) for a in (base, source))
-
-
-_SOURCE_SECOND = frozenset({aten.slice_scatter.default, aten.select_scatter.default})
+    """``scatter``: linear if base and source, the last, depend on the operands or are 0."""
+    return all(a in operands or is_zero(a) for a in (node.args[0], node.args[-1]))
 
 
 def linear_put(node: fx.Node, operands: set[fx.Node]) -> bool:
@@ -157,6 +126,11 @@ def linear_put(node: fx.Node, operands: set[fx.Node]) -> bool:
     if any(i in operands for i in indices if isinstance(i, fx.Node)):
         return False
     return all(a in operands or is_zero(a) for a in (node.args[0], node.args[2]))
+
+
+def linear_insert(node: fx.Node, operands: set[fx.Node]) -> bool:
+    """``slice_scatter``: the same of the source behind the base."""
+    return all(a in operands or is_zero(a) for a in node.args[:2])
 
 
 def linear_pad(node: fx.Node, operands: set[fx.Node]) -> bool:

@@ -14,74 +14,60 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import numel, tensors_of, value_of
-from mstpass.graph.linearity import linear_in
-from mstpass.graph.op_table import (
-    GROUPED_BY_EXPERT,
-    NOT_TOKEN_PARALLEL,
-    TABLE,
-    Op,
-    pointwise_row,
-)
+from mstpass.graph.op_rows.row import Attention, Op
+from mstpass.graph.op_table import may_draw, row_of
 from mstpass.graph.sizes import is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import shape_of, tensor_inputs
-from mstpass.graph.token_rules.grouped_matmul import GROUPED
-from mstpass.graph.token_rules.indexing import PUTS, put_sum_specs
-from mstpass.graph.token_rules.matmul import MATMULS, bias_and_factors, contracted_specs
-from mstpass.graph.token_rules.views import VIEWS
+from mstpass.graph.token_rules.matmul import bias_and_factors
+from mstpass.graph.token_rules.views import view_forward
 from mstpass.graph.tokens import Refusal, Spec, Sum, without_ones
+from mstpass.problem.op import SCATTER
 from mstpass.torch_internals.graphs import OpOverload, is_opaque, schema_of
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
-_COPIES = frozenset({prims.convert_element_type.default, aten.clone.default})
-_SCATTERS = PUTS | {aten.scatter.src, aten.scatter.value, aten.scatter_add.default}
-_PADDED = frozenset(
-    {aten.constant_pad_nd.default, aten.select_scatter.default, aten.slice_scatter.default}
-)
+_NO_OP = Op("other")  # placeholders and the like
 
 
 class NoRule(Refusal):
     """The op table does not know the op: a gap of the table, not a property of the op."""
 
 
+def row(node: fx.Node) -> Op:
+    """The row of the node's op, whether it has token rules or not."""
+    return row_of(node.target) if node.op == "call_function" else _NO_OP
+
+
 def lookup(node: fx.Node) -> Op | Refusal:
-    """The row of the node's op, or the reason why it has none."""
+    """The row of the node's op, or the reason why it has no token rules."""
     if node.op != "call_function":
         return Refusal(f"{node.name} is a {node.op}, not an op")
-    return row_of(node.target)
+    return with_token_rules(node.target)
 
 
 @functools.cache
-def row_of(target: Any) -> Op | Refusal:
-    """The row of an op, or the reason why it has none.
-
-    An op without a row in the table is pointwise if PyTorch tags it so. Ops that draw random
-    numbers or write to their operands are refused whatever their tags say.
-    """
-    row = TABLE.get(target)
-    if row is not None:
-        return row
-    if isinstance(target, OpOverload):
-        if schema_of(target).name in NOT_TOKEN_PARALLEL:
-            return Refusal(f"{target}: {NOT_TOKEN_PARALLEL[schema_of(target).name]}")
-        if torch.Tag.nondeterministic_seeded in target.tags:
-            return Refusal(f"{target} draws random numbers")
-        if schema_of(target).is_mutable:
-            return Refusal(f"{target} writes to its operands")
-        if torch.Tag.pointwise in target.tags:
-            return pointwise_row(linear_in(target))
+def with_token_rules(target: Any) -> Op | Refusal:
+    """The row of an op, or the reason why it has no token rules."""
+    found = row_of(target)
+    if found.has_token_rules:
+        return found
+    if found.mixes:
+        return Refusal(f"{target}: {found.mixes}")
+    if may_draw(target):
+        return Refusal(f"{target} draws random numbers")
+    if isinstance(target, OpOverload) and schema_of(target).is_mutable:
+        return Refusal(f"{target} writes to its operands")
     return NoRule(f"no token rule for {target}")
 
 
 # ---- token rules -------------------------------------------------------------------------------
 def result_spec(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Refusal:
     """The spec of the node's result if one of its operands has ``spec``."""
-    row = lookup(node)
-    if isinstance(row, Refusal):
-        return row
-    result = row.forward(node, operand, spec)
+    rules = lookup(node)
+    if isinstance(rules, Refusal):
+        return rules
+    result = rules.forward(node, operand, spec)
     if isinstance(result, tuple):
         return without_ones(shape_of(node), result)
     return result
@@ -89,12 +75,12 @@ def result_spec(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Ref
 
 def operand_specs(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     """The specs that the node's operands must have for its result to have ``spec``."""
-    row = lookup(node)
-    if isinstance(row, Refusal):
-        return row
+    rules = lookup(node)
+    if isinstance(rules, Refusal):
+        return rules
     if not all(value_of(n) is not None or _can_be_operand(n) for n in node.all_input_nodes):
         return Refusal(f"an operand of {node.name} is not a tensor")
-    needs = row.backward(node, spec)
+    needs = rules.backward(node, spec)
     if isinstance(needs, Refusal):
         return needs
     return {n: without_ones(shape_of(n), s) for n, s in needs.items()}
@@ -108,15 +94,13 @@ def _can_be_operand(node: fx.Node) -> bool:
 
 def sum_operands(node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:
     """The specs of the operands of a node that sums over the tokens of ``operand``."""
-    if node.target in PUTS:
-        return put_sum_specs(node)
-    return contracted_specs(node) if node.target in MATMULS else {operand: spec}
+    sums = row(node).sums
+    return {operand: spec} if sums is None else sums(node)
 
 
 def size_operands(node: fx.Node) -> list[fx.Node]:
     """The symbolic sizes that a node computes with; those in its ``shape_arg`` do not count."""
-    row = lookup(node)
-    shape_arg = row.shape_arg if isinstance(row, Op) else None
+    shape_arg = row(node).shape_arg
     found: dict[fx.Node, None] = {}
     values = [a for i, a in enumerate(node.args) if i != shape_arg]
     fx.map_arg((values, node.kwargs), lambda n: found.setdefault(n) if is_size(n) else None)
@@ -133,34 +117,42 @@ _name = functools.cache(str)  # an OpOverload builds its name anew at every call
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    row = lookup(node)
-    return isinstance(row, Op) and row.kind == "pointwise"
+    return row(node).kind == "pointwise"
 
 
 def is_reduction(node: fx.Node) -> bool:
-    row = lookup(node)
-    return isinstance(row, Op) and row.kind == "reduce"
+    return row(node).kind == "reduce"
 
 
 def is_constant(node: fx.Node) -> bool:
     """Whether the op makes its result from no tensor: ``full``, ``iota``, ..."""
-    row = TABLE.get(node.target) if node.op == "call_function" else None
-    return row is not None and row.kind == "create" and not tensor_inputs(node)
+    return row(node).kind == "create" and not tensor_inputs(node)
 
 
 def is_padded(node: fx.Node) -> bool:
     """Whether the value is another one among zeros, as a slice's gradient is."""
-    return node.op == "call_function" and node.target in _PADDED
+    return row(node).pads
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Whether the value has the elements of the operand, perhaps in another dtype."""
+    return row(node).copies
 
 
 def is_scatter(node: fx.Node) -> bool:
     """Whether the op writes elements at given places of a copy of its first operand."""
-    return node.op == "call_function" and node.target in _SCATTERS
+    return row(node).memory_kind == SCATTER
+
+
+def attention_of(node: fx.Node) -> Attention | None:
+    """What is known of a fused attention op whose heads a loop can divide; None of all others."""
+    attention = row(node).attention
+    return attention if attention is not None and attention.results else None
 
 
 # ---- matmuls -----------------------------------------------------------------------------------
 def is_matmul(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in MATMULS
+    return row(node).kind == "matmul"
 
 
 def matmul_factors(node: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -180,22 +172,36 @@ def gathers_rows(node: fx.Node) -> bool:
 
 def is_grouped_matmul(node: fx.Node) -> bool:
     """Whether the op multiplies rows that are grouped by expert, each group by its own weights."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return False
-    by_expert = NOT_TOKEN_PARALLEL.get(schema_of(node.target).name) == GROUPED_BY_EXPERT
-    return by_expert or node.target in GROUPED
+    factors = row(node).factors
+    return factors is not None and factors.grouped
+
+
+def is_batched_matmul(node: fx.Node) -> bool:
+    """Whether the op multiplies batches of matrices: bmm, baddbmm."""
+    factors = row(node).factors
+    return is_matmul(node) and factors is not None and factors.batched
 
 
 def is_weight(node: fx.Node) -> bool:
     """Whether the node is an input of the step, perhaps viewed, cast or copied."""
-    while is_view(node) or node.target in _COPIES:
+    while is_view(node) or is_copy(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
 
 
 # ---- views and storages ------------------------------------------------------------------------
 def is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in VIEWS
+    return row(node).kind == "view"
+
+
+def is_reshape(node: fx.Node) -> bool:
+    """Whether the node is a view that keeps all elements in order: by a shape, or (un)squeeze."""
+    return row(node).forward is view_forward
+
+
+def is_view_by_shape(node: fx.Node) -> bool:
+    """Whether the node is a view by a shape that it is given: view, reshape, _unsafe_view."""
+    return is_reshape(node) and row(node).shape_arg is not None
 
 
 def is_cheap_view(node: fx.Node) -> bool:

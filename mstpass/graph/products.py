@@ -17,12 +17,8 @@ from mstpass.graph import ops
 from mstpass.graph.joint import nbytes, value_of
 from mstpass.graph.sizes import hint_shape
 from mstpass.graph.tokens import Spec
-from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 BATCH, ROWS, CONTRACTED, COLUMNS = "batch", "rows", "contracted", "columns"
-
-_BIASED = frozenset({"aten::addmm", "aten::baddbmm"})
-_PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_int_mm"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +87,7 @@ def product_of(node: fx.Node) -> Product | None:
     Symbolic sizes count with their hint (sizes.py). Rows that are grouped by expert count as
     groups of equal size.
     """
-    factors = _factors(node)
+    factors, has_bias = _factors(node)
     out, shapes = value_of(node), [hint_shape(v) for v in map(value_of, factors) if v is not None]
     if out is None or len(shapes) != 2 or min(map(len, shapes)) < 2 or out.dim() < 2:
         return None
@@ -104,7 +100,7 @@ def product_of(node: fx.Node) -> Product | None:
         rows = max(1, rows // count)
     operand = value_of(factors[0])
     assert operand is not None
-    bias = set(node.all_input_nodes) - set(factors) if _name(node) in _BIASED else ()
+    bias = set(node.all_input_nodes) - set(factors) if has_bias else ()
     return Product(
         rows=rows,
         contracted=contracted,
@@ -116,19 +112,13 @@ def product_of(node: fx.Node) -> Product | None:
     )
 
 
-def _factors(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The left and the right matrix of a product; empty for all other nodes."""
-    name = _name(node)
-    if name not in _BIASED and name not in _PRODUCTS and not ops.is_grouped_matmul(node):
-        return ()
-    start = 1 if name in _BIASED else 0
-    return tuple(n for n in node.args[start : start + 2] if isinstance(n, fx.Node))
-
-
-def _name(node: fx.Node) -> str:
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return ""
-    return schema_of(node.target).name
+def _factors(node: fx.Node) -> tuple[tuple[fx.Node, ...], bool]:
+    """Both matrices of a product, none of other nodes; and whether it has a bias."""
+    factors = ops.row(node).factors
+    if factors is None:
+        return (), False
+    matrices = node.args[factors.left : factors.left + 2]
+    return tuple(n for n in matrices if isinstance(n, fx.Node)), factors.left > 0
 
 
 def token_product(node: fx.Node, spec: Spec | None) -> TokenProduct | None:

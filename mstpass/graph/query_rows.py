@@ -16,16 +16,15 @@ from __future__ import annotations
 
 from torch import fx
 
-from mstpass.graph.heads import DROPOUT, is_attention, is_attention_item
+from mstpass.graph import ops
+from mstpass.graph.heads import DROPOUT, is_attention_item
 from mstpass.graph.joint import tensors_of
-from mstpass.graph.ops import op_name
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, has_argument, tensor_inputs
 from mstpass.graph.tokens import WHOLE, Refusal, Spec
 
 ROWS = 2  # the dim of rows, of all values but masks: there it is the last but one
 _SPEC = (ROWS,)
-_KERNELS = ("_efficient_attention", "_cudnn_attention", "_flash_attention_for_cpu")
 _MASKS = ("attn_bias", "attn_mask")
 _BY_ROW = ("query", "out", "logsumexp", "grad_out", "grad_out_")
 _RESULTS_BY_ROW = {False: 2, True: 1}  # forward: result and logarithms; backward: of queries
@@ -35,7 +34,8 @@ OTHER_RESULT = "attention returns its mask's gradient, or another result that is
 
 def mask_of(node: fx.Node) -> fx.Node | None:
     """The mask of a fused attention that can run in rows; None of other nodes."""
-    if not is_attention(node) or not any(kernel in op_name(node) for kernel in _KERNELS):
+    attention = ops.attention_of(node)
+    if attention is None or not attention.by_row:
         return None
     name = next((name for name in _MASKS if has_argument(node, name)), None)
     mask = argument(node, name) if name else None
@@ -43,7 +43,9 @@ def mask_of(node: fx.Node) -> fx.Node | None:
 
 
 def is_backward(node: fx.Node) -> bool:
-    return "_backward" in op_name(node)
+    """Whether the node is the backward of an attention."""
+    attention = ops.attention_of(node)
+    return attention is not None and attention.backward
 
 
 def result_by_row(node: fx.Node, position: int) -> bool:

@@ -18,7 +18,6 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes
-from mstpass.graph.op_table import Op
 from mstpass.graph.sizes import is_size
 
 _FUSED_KINDS = frozenset({"pointwise", "reduce", "create", "index"})
@@ -71,5 +70,4 @@ class _Traffic:
 
 
 def _is_fused(node: fx.Node) -> bool:
-    row = ops.lookup(node)
-    return isinstance(row, Op) and row.kind in _FUSED_KINDS
+    return ops.row(node).kind in _FUSED_KINDS

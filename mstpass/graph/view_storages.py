@@ -12,16 +12,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.joint import tensors_of
 from mstpass.torch_internals.fake_tensors import storage_key
-from mstpass.torch_internals.graphs import OpOverload, schema_of
-
-_MAY_BE_VIEWS = (torch.ops.aten.reshape.default,)
+from mstpass.torch_internals.graphs import OpOverload, returns_view
 
 
 def share_storages(graph: fx.Graph) -> None:
@@ -40,14 +37,9 @@ def share_storages(graph: fx.Graph) -> None:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    if ops.shares_storage(node) or node.target in _MAY_BE_VIEWS:
+    if ops.shares_storage(node):
         return True
-    if not isinstance(node.target, OpOverload):
-        return False
-    returned = [result.alias_info for result in schema_of(node.target).returns]
-    return any(alias is not None and not alias.is_write for alias in returned)
+    return isinstance(node.target, OpOverload) and returns_view(node.target)
 
 
 def _is_stale(node: fx.Node) -> bool:

@@ -26,7 +26,6 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
-from mstpass.graph.chunk_form import VIEWS_BY_SHAPE
 from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import mst_loop
@@ -222,7 +221,7 @@ class _GraphWriter:
         come first, and queries before the sequences of a batch. What is computed from it element by
         element has the same order, though the traced value does not say so.
         """
-        if node.target in VIEWS_BY_SHAPE:
+        if ops.is_view_by_shape(node):
             node.target = torch.ops.aten.reshape.default
         if (
             node.target is torch.ops.aten.reshape.default

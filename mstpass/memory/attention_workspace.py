@@ -29,11 +29,13 @@ attention at run time (``torch.nn.attention.activate_flash_attention_impl``) are
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from mstpass.graph.op_rows.row import Attention
+from mstpass.graph.op_table import row_of
 from mstpass.memory.allocation import rounded
 from mstpass.memory.cuda_device import CudaDevice
 from mstpass.torch_internals.graphs import OpCall, Operand
@@ -84,7 +86,7 @@ def _sizes(call: OpCall) -> _Sizes | None:
         return _sizes_in_one_row(call, query, key, value)
     if len(query) != 4:
         return None
-    if _heads_first(call.op):
+    if _heads_first(call):
         B, H, S, D = query
         K, T, E = key[1], key[2], value[3]
     else:
@@ -103,9 +105,15 @@ def _sizes_in_one_row(
     return _Sizes(B, H, K, S, T, D, value[2], rows, key_rows)
 
 
-def _heads_first(op: str) -> bool:
+def _attention(call: OpCall) -> Attention:
+    found = row_of(call.op).attention
+    assert found is not None
+    return found
+
+
+def _heads_first(call: OpCall) -> bool:
     """Whether the op takes (B, H, S, D); others take (B, S, H, D)."""
-    return any(name in op for name in ("_scaled_dot_product", "cudnn", "flex_"))
+    return _attention(call).heads_dim == 1
 
 
 def _copied(call: OpCall, *names: str) -> list[int]:
@@ -113,7 +121,7 @@ def _copied(call: OpCall, *names: str) -> list[int]:
     found = []
     for name in names:
         operand = call.operand(name)
-        if operand is not None and not _is_contiguous(operand, _heads_first(call.op)):
+        if operand is not None and not _is_contiguous(operand, _heads_first(call)):
             found.append(operand.bytes)
     return found
 
@@ -316,7 +324,7 @@ def cpu_flash_bytes(call: OpCall) -> int:
     if operands is None:
         return 0
     query, key, _ = operands
-    backward = "backward" in call.op
+    backward = _attention(call).backward
     queries, features = query.shape[-2:]
     rows = min(queries, next(block for least, block in _QUERIES if queries >= least))
     keys = min(key.shape[-2], _MOST_KEYS)
@@ -324,21 +332,3 @@ def cpu_flash_bytes(call: OpCall) -> int:
     if query.dtype.itemsize < _FLOAT:
         elements += rows * keys // 2 * (2 if backward else 1)
     return torch.get_num_threads() * elements * _FLOAT
-
-
-CPU_FLASH = frozenset(
-    f"aten::_scaled_dot_product_flash_attention_for_cpu{end}" for end in ("", "_backward")
-)
-ON_CUDA: Mapping[str, Callable[[OpCall, CudaDevice], int]] = {
-    "aten::_scaled_dot_product_flash_attention": flash_forward_bytes,
-    "aten::_scaled_dot_product_flash_attention_backward": flash_backward_bytes,
-    "aten::_flash_attention_forward": flash_forward_bytes,
-    "aten::_flash_attention_backward": flash_backward_bytes,
-    "aten::_scaled_dot_product_efficient_attention": efficient_forward_bytes,
-    "aten::_scaled_dot_product_efficient_attention_backward": efficient_backward_bytes,
-    "aten::_efficient_attention_forward": efficient_forward_bytes,
-    "aten::_efficient_attention_backward": efficient_backward_bytes,
-    "aten::_scaled_dot_product_cudnn_attention_backward": cudnn_backward_bytes,
-    "aten::_cudnn_attention_backward": cudnn_backward_bytes,
-    "flex_attention_backward": flex_backward_bytes,
-}

@@ -34,19 +34,6 @@ _CACHE = "TORCH_CUBLAS_WORKSPACE_CACHE"
 _TRUE = frozenset({"1", "y", "yes", "on", "t", "true"})  # c10/util/env.h: ``check_env``
 
 _WITH_BIAS = {"aten::addmm": "self"}
-PRODUCTS = frozenset(
-    {
-        "aten::mm",
-        "aten::addmm",
-        "aten::addmm_",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::baddbmm_",
-        "extern_kernels.bias_addmm",
-        "mstpass::add_product_",
-        "mstpass::write_product_",
-    }
-)
 
 
 def product_workspace_bytes(call: OpCall, device: CudaDevice) -> int:

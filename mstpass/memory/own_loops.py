@@ -6,10 +6,8 @@ than it writes, or whose loops cannot be those of its operand's kernel, is not f
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -18,25 +16,10 @@ from mstpass.graph import ops
 from mstpass.graph.joint import value_of
 from mstpass.graph.sizes import hint
 from mstpass.graph.token_rules.along_dims import reduced_dims
-from mstpass.graph.tokens import Refusal
-from mstpass.memory.op_kinds import kind_of, kind_of_target, num_unrolled
+from mstpass.memory.op_kinds import kind_of, num_unrolled
 from mstpass.problem.op import POINTWISE, REALIZED, REDUCTION, VIEW
 
 aten = torch.ops.aten
-
-# Views of a part of their operand; and ops of the kind "index" that read where they write.
-_PARTS = frozenset(
-    {
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.unbind.int,
-    }
-)
-_IN_PLACE = frozenset(
-    {aten.tril.default, aten.triu.default, aten._softmax.default, aten._log_softmax.default}
-)
 
 
 def has_own_loops(node: fx.Node) -> bool:
@@ -45,14 +28,15 @@ def has_own_loops(node: fx.Node) -> bool:
     value = value_of(node)
     if operand is None or value is None or node.op != "call_function":
         return False
-    if kind_of_target(node.target) == REDUCTION:
+    row = ops.row(node)
+    if row.memory_kind == REDUCTION:
         dims = reduced_dims(node, operand.dim())
         if num_unrolled(node) > 1 or _reduces_outer_dims(operand, dims):
             return True
         return _merges_what_lies_apart(node, [d for d in dims if d + 1 in dims])
     if node.target is aten.clone.default:
         return _outer_to_inner(operand) != _outer_to_inner(value)
-    return _reads_elsewhere(node.target)
+    return row.reads_elsewhere
 
 
 def merges_dims(node: fx.Node) -> bool:
@@ -101,7 +85,8 @@ def _merges_what_lies_apart(reader: fx.Node, merged: Sequence[int]) -> bool:
 
 
 def _is_part(node: fx.Node) -> bool:
-    return node.target in _PARTS or ops.is_padded(node)
+    """Whether the node shows a part of its operand, or writes it as a part of zeros."""
+    return (ops.is_view(node) and ops.row(node).reads_elsewhere) or ops.is_padded(node)
 
 
 def _hint_shape(node: fx.Node) -> tuple[int, ...]:
@@ -123,13 +108,6 @@ def _outer_to_inner(value: Tensor) -> list[int]:
     """The dims of more than one element, in the order in which they lie in memory."""
     long = [d for d in range(value.dim()) if hint(value.shape[d]) > 1]
     return sorted(long, key=lambda d: -hint(value.stride()[d]))
-
-
-@functools.cache
-def _reads_elsewhere(target: Any) -> bool:
-    row = ops.row_of(target)
-    is_index = not isinstance(row, Refusal) and row.kind == "index"
-    return target in _PARTS or (is_index and target not in _IN_PLACE)
 
 
 def _reduces_outer_dims(operand: Tensor, dims: Sequence[int]) -> bool:

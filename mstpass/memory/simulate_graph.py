@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mstpass.graph import ops
 from mstpass.graph.buffer_ops import parts_in_place
 from mstpass.graph.host_copies import is_on_host
 from mstpass.graph.input_writes import is_input_write
@@ -31,21 +32,6 @@ from mstpass.problem.op import (
 
 aten = torch.ops.aten
 
-# Pointwise ops that Inductor does not compute again for every reader
-# (StorageBox.should_realize_on_reuse in torch/_inductor/ir.py; in older versions only exp
-# and sigmoid).
-_SLOW_ON_CPU = frozenset(
-    {
-        aten.exp.default,
-        aten.log.default,
-        aten.log10.default,
-        aten.log1p.default,
-        aten.log2.default,
-        aten.sigmoid.default,
-        aten.tanh.default,
-    }
-)
-
 
 def simulate_step(
     forward: fx.Graph, backward: fx.Graph, scatters_delayed: bool = False
@@ -59,8 +45,8 @@ def simulate_step(
         scatters_delayed: scatters wait for their rows where that frees memory
             (delayed_scatters.py).
     """
-    ops = step_ops(forward, backward, scatters_delayed)
-    return StepMemory(ops.forward.simulated(), ops.backward.simulated(), ops.known)
+    step = step_ops(forward, backward, scatters_delayed)
+    return StepMemory(step.forward.simulated(), step.backward.simulated(), step.known)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +135,7 @@ def op_of(
         inputs=tuple(n.name for n in node.all_input_nodes),
         kind=kind,
         inner_bytes=_inner_bytes(node),
-        dear=_is_slow_pointwise(node),
+        dear=_is_on_cpu(node) and ops.row(node).slow_on_cpu,
         own_loops=has_own_loops(node),
         places=max(1, num_unrolled(node)),
         merges_dims=merges_dims(node),
@@ -160,10 +146,6 @@ def op_of(
         writes_anywhere=writes_anywhere(node),
         numel=sum(map(hint_numel, tensors_of(node.meta.get("val")))),
     )
-
-
-def _is_slow_pointwise(node: fx.Node) -> bool:
-    return node.target in _SLOW_ON_CPU and _is_on_cpu(node)
 
 
 def _is_on_cpu(node: fx.Node) -> bool:

@@ -7,20 +7,33 @@ of a graph, scheduled peaks for calls of Inductor's schedule.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from mstpass.graph.joint import value_of
+from mstpass.graph.op_rows import row
+from mstpass.graph.op_table import TABLE, row_of
 from mstpass.graph.sizes import hint, hint_shape
+from mstpass.memory import attention_workspace
 from mstpass.memory.allocation import allocated_bytes
-from mstpass.memory.attention_workspace import CPU_FLASH, ON_CUDA, cpu_flash_bytes
-from mstpass.memory.cublas_workspace import PRODUCTS, product_workspace_bytes
-from mstpass.memory.cuda_device import cuda_device
+from mstpass.memory.cublas_workspace import product_workspace_bytes
+from mstpass.memory.cuda_device import CudaDevice, cuda_device
 from mstpass.torch_internals.graphs import Argument, OpCall, Operand, name_of, op_call
 
-KNOWN = CPU_FLASH | ON_CUDA.keys() | PRODUCTS
+# The names are those of ``Op.workspace``.
+ON_CUDA: Mapping[str, Callable[[OpCall, CudaDevice], int]] = {
+    row.PRODUCT: product_workspace_bytes,
+    row.FLASH: attention_workspace.flash_forward_bytes,
+    row.FLASH_BACKWARD: attention_workspace.flash_backward_bytes,
+    row.EFFICIENT: attention_workspace.efficient_forward_bytes,
+    row.EFFICIENT_BACKWARD: attention_workspace.efficient_backward_bytes,
+    row.CUDNN_BACKWARD: attention_workspace.cudnn_backward_bytes,
+    row.FLEX_BACKWARD: attention_workspace.flex_backward_bytes,
+}
+KNOWN = frozenset(name_of(op) for op, known in TABLE.items() if known.workspace)
 
 
 def workspace_bytes(call: OpCall, device: torch.device | None = None) -> int:
@@ -29,15 +42,15 @@ def workspace_bytes(call: OpCall, device: torch.device | None = None) -> int:
     Args:
         device: where the call runs; None: where its operands are.
     """
-    if call.op in CPU_FLASH:
-        return cpu_flash_bytes(call)
+    workspace = row_of(call.op).workspace
+    if workspace == row.CPU_FLASH:
+        return attention_workspace.cpu_flash_bytes(call)
     if device is None:
         device = next((a.device for a in call.arguments.values() if isinstance(a, Operand)), None)
-    if call.op not in KNOWN or device is None or device.type != "cuda":
+    if not workspace or device is None or device.type != "cuda":
         return 0
-    if call.op in PRODUCTS:
-        return allocated_bytes(product_workspace_bytes(call, cuda_device(device)), device)
-    return ON_CUDA[call.op](call, cuda_device(device))
+    found = ON_CUDA[workspace](call, cuda_device(device))
+    return allocated_bytes(found, device) if workspace == row.PRODUCT else found
 
 
 def node_workspace_bytes(node: fx.Node) -> int:

@@ -18,7 +18,6 @@ from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import policy_meta
 
 aten = torch.ops.aten
-_COPIES = (aten.clone.default, torch.ops.prims.convert_element_type.default)
 
 
 def bias_after_product(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
@@ -43,7 +42,7 @@ def _is_output_projection(node: fx.Node) -> bool:
         return False
     source = node.args[1]
     assert isinstance(source, fx.Node)
-    while (ops.is_cheap_view(source) or source.target in _COPIES) and source.all_input_nodes:
+    while (ops.is_cheap_view(source) or ops.is_copy(source)) and source.all_input_nodes:
         source = source.all_input_nodes[0]
     return is_attention_item(source) or source.target is aten.bmm.default
 

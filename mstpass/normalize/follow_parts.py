@@ -10,9 +10,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.chunk_form import VIEWS_BY_SHAPE
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.op_table import Op
 from mstpass.graph.sizes import generic
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import dims_of, shape_of
@@ -29,7 +27,6 @@ from mstpass.normalize.parts import (
 
 aten = torch.ops.aten
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-VIEWS = (*VIEWS_BY_SHAPE, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
 COMBINED: Mapping[Any, Any] = {  # a reduction: the op that combines the results of two parts
     aten.sum.dim_IntList: aten.add.Tensor,
     aten.sum.default: aten.add.Tensor,
@@ -122,13 +119,11 @@ class _Follower:
         if number is not None:
             self.picks[node] = number
             return None
-        if node.target in VIEWS:
+        if ops.is_reshape(node):
             return parts_after_view(value_of(operand), value_of(node), parts)
-        row = ops.lookup(node)
-        if isinstance(row, Op) and row.kind == "reduce":
-            if parts.dim in reduced_dims(node, len(shape_of(operand))):
-                self._combine(node)
-                return None
+        if ops.is_reduction(node) and parts.dim in reduced_dims(node, len(shape_of(operand))):
+            self._combine(node)
+            return None
         result = ops.result_spec(node, operand, (parts.dim,))
         if result == SUM and ops.is_matmul(node):
             self._combine(node)

@@ -24,7 +24,6 @@ from torch import fx
 
 from mstpass.graph import linearity, ops
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.op_table import Op
 from mstpass.graph.sizes import generic_shape, is_static
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
@@ -213,8 +212,7 @@ def _structure(node: fx.Node, lane: Lane, known: dict[fx.Node, str]) -> str:
     if node not in lane.cone and not lane.is_made_of_wide(node):
         return "outside"
     if node not in known:
-        row = ops.lookup(node)
-        position = row.shape_arg if isinstance(row, Op) else None
+        position = ops.row(node).shape_arg
         args = tuple(None if i == position else arg for i, arg in enumerate(node.args))
         if node not in lane.cone and is_item_op(node):  # of another value
             args = node.args[:1]

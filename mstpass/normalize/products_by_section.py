@@ -31,12 +31,10 @@ from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.token_rules.arguments import shape_of
-from mstpass.graph.token_rules.matmul import BATCHED
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
-_RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +93,7 @@ def _only_reader_through_reshapes(node: fx.Node) -> fx.Node | None:
     columns = shape_of(node)[-1]
     while len(node.users) == 1:
         (reader,) = node.users
-        if reader.target not in _RESHAPES:
+        if not ops.is_view_by_shape(reader):
             return reader
         if shape_of(reader)[-1] != columns:
             return None
@@ -114,7 +112,7 @@ def _reaches_attention(item: fx.Node) -> bool:
     stack, seen = [item], {item}
     while stack:
         for user in stack.pop().users:
-            if is_attention(user) or user.target in BATCHED:
+            if is_attention(user) or ops.is_batched_matmul(user):
                 return True
             if user not in seen and not ops.is_matmul(user) and user.op == "call_function":
                 seen.add(user)
@@ -129,7 +127,7 @@ def _gradient(joint: JointGraph, product: fx.Node, sizes: list[int]) -> fx.Node 
         if node.target is not aten.mm.default or node not in joint.backward:
             continue
         left, right = ops.matmul_factors(node)
-        while left.target in _RESHAPES:
+        while ops.is_view_by_shape(left):
             left = left.all_input_nodes[0]
         if left.target is not aten.cat.default or ops.base_of(right) is not weight:
             continue
@@ -147,7 +145,7 @@ def _gradient(joint: JointGraph, product: fx.Node, sizes: list[int]) -> fx.Node 
 def _readers(gradient: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Pairs of the gradient as a matrix, or of that transposed, and a reader of it."""
     for user in gradient.users:
-        is_reshape = user.target in _RESHAPES
+        is_reshape = ops.is_view_by_shape(user)
         if is_reshape or (user.target is aten.permute.default and user.meta["val"].dim() == 2):
             yield from _readers(user)
         else:

@@ -69,8 +69,7 @@ def scattered_gradients(
 def _spec_if_zero_outside(node: fx.Node, specs: Mapping[fx.Node, Spec]) -> Spec | None:
     """The token dims of a node that is linear in operands that are zero outside; else None."""
     operands = {i for i in node.all_input_nodes if i in specs}
-    row = ops.lookup(node)
-    if not operands or isinstance(row, Refusal) or not row.is_linear(node, operands):
+    if not operands or not ops.row(node).is_linear(node, operands):
         return None
     operand = next(iter(operands))
     result = ops.result_spec(node, operand, specs[operand])

@@ -42,7 +42,6 @@ from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
 from mstpass.graph.chunk_form import add_chunk
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
-from mstpass.graph.op_table import Op
 from mstpass.graph.sizes import Size, is_size, same_shape
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import shape_of
@@ -52,7 +51,6 @@ from mstpass.normalize.follow_parts import (
     COMBINED,
     LOW_PRECISION,
     MEANS,
-    VIEWS,
     follow_parts,
 )
 from mstpass.normalize.parts import Parts, written_parts
@@ -162,7 +160,7 @@ class _Unstacker:
         pieces = _pieces(node) if node is self.cat else written_parts(node, parts)
         if pieces is not None:
             part = pieces.get(number)
-        elif node.target in VIEWS:
+        elif ops.is_reshape(node):
             source = node.all_input_nodes[0]
             part = self._part(source, self.parts[source], number)
         else:
@@ -177,8 +175,7 @@ class _Unstacker:
         here = {n: dataclasses.replace(parts, dim=s[0]) for n, s in needs.items() if s}
         zero = {n for n in here if n in self.parts and self._part(n, here[n], number) is None}
         if zero:
-            row = ops.lookup(node)
-            if isinstance(row, Op) and row.linear(node, zero):
+            if ops.row(node).linear(node, zero):  # 0 whatever the dtype
                 return None
             other = _other_term(node, zero)
             if other is not None:

@@ -13,7 +13,7 @@ from torch import fx
 
 from mstpass.graph.checkpoint_policies import policies_of
 from mstpass.graph.collectives import is_between_two_ranks
-from mstpass.graph.flex_attention import FLEX, is_flex_subgraph
+from mstpass.graph.flex_attention import is_flex, is_flex_subgraph
 from mstpass.graph.input_writes import unproven_write
 from mstpass.graph.joint import JointGraph, Modules, tensors_of
 from mstpass.graph.loop_op import mst_loop
@@ -28,7 +28,6 @@ from mstpass.torch_internals.aot_autograd import (
 )
 from mstpass.torch_internals.graphs import HigherOrderOperator, is_opaque
 
-_KNOWN = frozenset({mst_loop, *FLEX})
 TORCH_BUDGET = "a part of the model has torch's own budget, which only torch's partitioner obeys"
 
 
@@ -60,15 +59,21 @@ def _unsupported(node: fx.Node) -> str:
     if any(map(depends_on_data, tensors)):
         return f"the size of {node.name} depends on data"
     for user in node.users if node.op == "get_attr" else ():
-        if isinstance(user.target, HigherOrderOperator) and user.target not in _KNOWN:
+        if _is_unknown(user):
             return f"{user.name} is the higher-order op {user.target}"
     if node.op == "get_attr" and not _is_loop_body(node) and not is_flex_subgraph(node):
         return f"{node.name} is a subgraph or a constant"
-    if isinstance(node.target, HigherOrderOperator) and node.target not in _KNOWN:
+    if _is_unknown(node):
         return f"{node.name} is the higher-order op {node.target}"
     if node.meta.get("memory_budget") is not None:
         return TORCH_BUDGET
     return f"{node.name} is a send or a receive" if is_between_two_ranks(node) else ""
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether the node is a higher-order op other than those whose subgraphs we know."""
+    is_known = node.target is mst_loop or is_flex(node)
+    return isinstance(node.target, HigherOrderOperator) and not is_known
 
 
 def _is_loop_body(node: fx.Node) -> bool:

@@ -17,8 +17,6 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.heads import HeadDim, heads_dim, is_attention
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
-from mstpass.graph.op_table import Op
-from mstpass.graph.token_rules.matmul import BATCHED
 
 aten = torch.ops.aten
 
@@ -56,7 +54,7 @@ def _reads_scores(product: fx.Node) -> bool:
     exponential = False
     while stack:
         node = stack.pop()
-        if node.target in BATCHED:
+        if ops.is_batched_matmul(node):
             return exponential
         exponential |= node.target in (aten.exp.default, aten._softmax.default)
         if _works_row_by_row(node):
@@ -67,8 +65,7 @@ def _reads_scores(product: fx.Node) -> bool:
 
 
 def _works_row_by_row(node: fx.Node) -> bool:
-    row = ops.lookup(node)
-    return isinstance(row, Op) and row.kind in ("view", "pointwise", "index")
+    return ops.row(node).kind in ("view", "pointwise", "index")
 
 
 def _with_heads_apart(product: fx.Node) -> tuple[fx.Node, int] | None:

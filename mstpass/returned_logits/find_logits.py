@@ -20,30 +20,18 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import fx
 
-from mstpass.graph import ops
 from mstpass.graph.joint import ancestors
+from mstpass.graph.op_table import row_of
 from mstpass.graph.sizes import generic_shape
-from mstpass.graph.token_rules.matmul import BIASED, MATMULS
-from mstpass.graph.token_rules.views import VIEWS
-from mstpass.graph.tokens import Refusal
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, WIDEN
 from mstpass.returned_logits.aten_calls import AtenCall, AtenCalls, largest_of, value_of
-from mstpass.torch_internals.graphs import OpOverload, schema_of
+from mstpass.returned_logits.placeholder import CASTS, SAME
+from mstpass.torch_internals.graphs import OpOverload, name_of
 
 aten = torch.ops.aten
 
-_COPIES = frozenset(
-    {
-        aten._to_copy.default,
-        aten.alias.default,
-        aten.clone.default,
-        aten.detach.default,
-        aten.lift_fresh.default,
-        aten._reshape_alias.default,
-    }
-)
+_COPIES = frozenset((*CASTS, *SAME, aten._reshape_alias.default))
 _JOINS = frozenset({aten.cat.default, aten.stack.default})
-_MIXERS = ("aten::_scaled_dot_product_", "aten::convolution", "aten::_grouped_mm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +122,7 @@ class _Finder:
             calls = self.calls.of(node)
             if calls is None:
                 return None
-            products = [call for call in calls if call.op in MATMULS]
+            products = [call for call in calls if _is_matmul(call)]
             if not all(map(_widens, products)):
                 return None
             others = (call.op for call in calls if call not in products and _is_other(call))
@@ -169,27 +157,32 @@ class _Finder:
 
 
 # ---- ops ---------------------------------------------------------------------------------------
+def _is_matmul(call: AtenCall) -> bool:
+    return row_of(call.op).kind == "matmul"
+
+
 def _widens(product: AtenCall) -> bool:
-    left = product.operands[1 if product.op in BIASED else 0]
+    factors = row_of(product.op).factors
+    assert factors is not None
+    left = product.operands[factors.left]
     return product.result[-1] >= WIDEN * left[-1]
 
 
 def _is_other(call: AtenCall) -> bool:
     """Whether an op is neither a view, a cast nor pointwise; ops without operands do not count."""
     op = call.op
-    if not call.operands or op in VIEWS or op in _COPIES or op in _JOINS:
+    if not call.operands or op in _COPIES or op in _JOINS:
         return False
     if isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags:
         return False
-    row = ops.row_of(op)
-    return isinstance(row, Refusal) or row.kind not in ("pointwise", "create")
+    return row_of(op).kind not in ("view", "pointwise", "create")
 
 
 def _mixes(call: AtenCall) -> bool:
     """Whether an op belongs to a further layer."""
-    if call.op in MATMULS:
-        return True
-    return isinstance(call.op, OpOverload) and schema_of(call.op).name.startswith(_MIXERS)
+    row = row_of(call.op)
+    is_convolution = name_of(call.op) == "aten::convolution"
+    return row.factors is not None or row.attention is not None or is_convolution
 
 
 def _large_operands(node: fx.Node, calls: Iterable[AtenCall]) -> Iterator[fx.Node]:

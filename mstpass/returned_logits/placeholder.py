@@ -17,8 +17,8 @@ from mstpass.torch_internals.fake_tensors import without_storage
 aten = torch.ops.aten
 
 # What makes no other values, as far as one can tell without any.
-_CASTS = (aten._to_copy.default,)
-_SAME = (aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default)
+CASTS = (aten._to_copy.default,)
+SAME = (aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default)
 
 _MESSAGE = (
     "{op} reads logits that the compiled step has not kept: under logits='drop' a step that "
@@ -55,7 +55,7 @@ class DroppedLogits(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         source = args[0] if args else None
-        if isinstance(source, DroppedLogits) and func in (*_SAME, *_CASTS):
+        if isinstance(source, DroppedLogits) and func in (*SAME, *CASTS):
             given = kwargs or {}
             dtype, device = given.get("dtype"), given.get("device")
             return DroppedLogits(

@@ -16,21 +16,16 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import nbytes, value_of
 from mstpass.graph.materialization import materialize
-from mstpass.torch_internals.graphs import name_of
-
-_MASK = {  # its position among the arguments of a backward
-    "aten::_scaled_dot_product_efficient_attention_backward": 4,
-    "aten::_efficient_attention_backward": 4,
-}
 
 
 def materialize_masks(graph: fx.Graph) -> None:
     """Write masks that an attention's backward reads to memory before they are expanded."""
     written: set[fx.Node] = set()
     for node in list(graph.nodes):
-        if node.op != "call_function" or name_of(node.target) not in _MASK:
+        attention = ops.row(node).attention
+        if attention is None or attention.mask_to_write is None:
             continue
-        mask = node.args[_MASK[name_of(node.target)]]
+        mask = node.args[attention.mask_to_write]
         if not isinstance(mask, fx.Node):
             continue
         view, base = _last_view(mask)

@@ -44,6 +44,13 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
 
 
 @functools.cache
+def returns_view(op: OpOverload) -> bool:
+    """Whether the op's schema says that its result shares the storage of an operand."""
+    returned = [result.alias_info for result in schema_of(op).returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+@functools.cache
 def name_of(target: Any) -> str:
     """The name of an op, as in ``OpCall``; empty for what is no op."""
     if isinstance(target, str):  # a kernel of Inductor that is no op

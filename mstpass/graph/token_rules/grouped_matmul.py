@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from mstpass.graph.grouped_products import grouped_rows, grouped_sums
+from mstpass.graph.grouped_products import grouped_sums
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum
 
-GROUPED = frozenset({grouped_rows, grouped_sums})
 _ROWS, _COLUMNS = (0,), (1,)
 _FEATURES = "the features of experts are no tokens"
 

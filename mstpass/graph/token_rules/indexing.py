@@ -142,7 +142,6 @@ def _specs_for_block(
 
 
 # ---- writing ------------------------------------------------------------------------------------
-PUTS = frozenset({torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default})
 _FEWER = 8  # a table that is summed up in chunks has fewer elements than all values by this factor
 
 

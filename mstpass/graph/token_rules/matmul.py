@@ -12,16 +12,12 @@ from torch import fx
 
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import shape_of
-from mstpass.graph.token_rules.grouped_matmul import GROUPED, summed_specs
 from mstpass.graph.token_rules.pointwise import pointwise_forward
 from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, broadcast_source
 
 aten = torch.ops.aten
 
 BIASED = frozenset({aten.addmm.default, aten.baddbmm.default})
-BATCHED = frozenset({aten.bmm.default, aten.baddbmm.default})
-SCALED = frozenset({aten._scaled_mm.default})  # its rules: scaled_matmul.py
-MATMULS = BIASED | BATCHED | SCALED | GROUPED | {aten.mm.default}
 
 
 def bias_and_factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
@@ -74,8 +70,6 @@ def matmul_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
 
 def contracted_specs(node: fx.Node) -> OperandSpecs:
     """The specs of the two matrices if the product contracts the tokens."""
-    if node.target in GROUPED:
-        return summed_specs(node)
     _, left, right = bias_and_factors(node)
     rank = len(shape_of(node))
     return {left: (rank - 1,), right: (rank - 2,)}

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
@@ -17,31 +15,6 @@ from mstpass.graph.token_rules.pointwise import pointwise_forward
 from mstpass.graph.tokens import Refusal, Spec, through_view
 
 aten = torch.ops.aten
-
-# The ops whose result shares the storage of the operand; ``getitem`` takes one of several results.
-VIEWS = frozenset(
-    {
-        operator.getitem,
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.squeeze.default,
-        aten.permute.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.expand.default,
-        aten.select.int,
-        aten.unbind.int,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.view_as_complex.default,
-        aten.view_as_real.default,
-    }
-)
 
 
 def view_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal:

@@ -32,7 +32,6 @@ from mstpass.graph import linearity, ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.sizes import same_shape
-from mstpass.graph.tokens import Refusal
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -121,8 +120,7 @@ def _is_found_in_row(index: fx.Node) -> bool:
     index = ops.base_of(index)
     if index.target is operator.getitem:
         index = index.all_input_nodes[0]
-    row = ops.lookup(index)
-    return not isinstance(row, Refusal) and row.kind in ("reduce", "sort")
+    return ops.row(index).kind in ("reduce", "sort")
 
 
 def _masked_sum(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:

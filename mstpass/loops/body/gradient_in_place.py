@@ -29,7 +29,6 @@ from mstpass.graph.builder import Builder
 from mstpass.graph.joint import ancestors, numel, value_of
 from mstpass.graph.materialization import REALIZE, materialize
 from mstpass.graph.token_rules.arguments import dims_of, has_argument
-from mstpass.graph.tokens import Refusal
 
 aten = torch.ops.aten
 
@@ -167,8 +166,7 @@ def _side_readers(product: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     for node in order:
         written = node.target is REALIZE
         reader = node.all_input_nodes[0] if written else node
-        row = ops.lookup(reader) if reader.op == "call_function" else None
-        if row is None or isinstance(row, Refusal) or row.kind not in ("reduce", "index"):
+        if ops.row(reader).kind not in ("reduce", "index"):
             continue
         value = value_of(reader)
         narrow = value is not None and numel(reader) * 4 < numel(product)

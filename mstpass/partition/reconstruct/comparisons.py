@@ -11,31 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.op_table import Op
-
-aten = torch.ops.aten
-
-# Ops that jump though their results are floats. Of floats, results of other types always do.
-_JUMPS = frozenset(
-    {
-        aten.sign.default,
-        aten.sgn.default,
-        aten.floor.default,
-        aten.ceil.default,
-        aten.round.default,
-        aten.trunc.default,
-        aten.fmod.Scalar,
-        aten.fmod.Tensor,
-        aten.remainder.Scalar,
-        aten.remainder.Tensor,
-    }
-)
 
 
 def is_compared(value: fx.Node) -> bool:
@@ -77,14 +57,14 @@ def _inputs_of_body(loop: fx.Node, operand: fx.Node) -> Iterator[fx.Node]:
 def _hands_on(node: fx.Node) -> bool:
     if node.op == "placeholder" or ops.is_pointwise(node) or ops.is_cheap_view(node):
         return True
-    row = ops.lookup(node) if node.op == "call_function" else None
-    return isinstance(row, Op) and row.kind == "index"
+    return ops.row(node).kind == "index"
 
 
 def _jumps(node: fx.Node) -> bool:
+    """Whether the op jumps; of floats, results of other types always do."""
     if node.op != "call_function":
         return False
-    if node.target in _JUMPS:
+    if ops.row(node).jumps:
         return True
     value = value_of(node)
     floats = value is None or value.is_floating_point()

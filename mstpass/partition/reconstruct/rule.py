@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import fx
@@ -91,7 +90,6 @@ class Rule:
 
     Attributes:
         name: shown in reports.
-        ops: the overloads that it inverts.
         algebra: the equations.
         grade: the grade of its inverses, where they have only one.
         condition: when the rule applies, and what it assumes.
@@ -104,7 +102,6 @@ class Rule:
     """
 
     name: str
-    ops: tuple[Any, ...]
     algebra: str
     grade: str
     condition: str

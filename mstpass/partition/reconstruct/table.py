@@ -1,27 +1,21 @@
-"""All reconstruction rules, one row each. docs/reconstruction.md shows the same table."""
+"""All reconstruction rules, one row each. docs/reconstruction.md shows the same table.
+
+The rows of the op table name the rules that invert their op.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import fx
 
-from mstpass.partition.reconstruct.rule import (
-    CAST,
-    EXACT,
-    TOLERANT,
-    Inverse,
-    Refused,
-    Rule,
-    aten,
-)
+from mstpass.graph import ops
+from mstpass.partition.reconstruct.rule import EXACT, TOLERANT, Inverse, Refused, Rule
 from mstpass.partition.reconstruct.rules import arithmetic, functions, layout, rotary
 
 RULES: tuple[Rule, ...] = (
     Rule(
         name="sum",
-        ops=(aten.add.Tensor, aten.sub.Tensor),
         algebra="c = a + b: b = c - a; c = a - b: a = c + b, b = a - c",
         grade=TOLERANT,
         condition="c in float32 or float64 and not broadcast; integers: exact",
@@ -32,7 +26,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="product",
-        ops=(aten.mul.Tensor,),
         algebra="c = a f: a = c / f",
         grade=TOLERANT,
         condition=(
@@ -46,7 +39,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="quotient",
-        ops=(aten.div.Tensor,),
         algebra="c = a / f: a = c f",
         grade=TOLERANT,
         condition="not broadcast",
@@ -57,7 +49,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="reciprocal",
-        ops=(aten.reciprocal.default,),
         algebra="c = 1 / a: a = 1 / c",
         grade=TOLERANT,
         condition="floats",
@@ -68,7 +59,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="neg",
-        ops=(aten.neg.default,),
         algebra="c = -a: a = -c",
         grade=EXACT,
         condition="-",
@@ -79,7 +69,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="function",
-        ops=tuple(functions.FUNCTIONS),
         algebra="exp, log, sigmoid, tanh, softplus: log, exp, logit, atanh, y + log(1 - exp(-y))",
         grade=TOLERANT,
         condition="float32; the graph proves that the argument keeps to the inverse's range",
@@ -90,7 +79,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="relu mask",
-        ops=(aten.relu.default,),
         algebra="x > 0 is relu(x) > 0",
         grade=EXACT,
         condition="-",
@@ -101,7 +89,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="rotary",
-        ops=(aten.add.Tensor,),
         algebra="y = x cos t + turn(x) sin t: x = y cos t - turn(y) sin t",
         grade=TOLERANT,
         condition="cos and sin of one angle that both halves share",
@@ -112,14 +99,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="view",
-        ops=(
-            aten.view.default,
-            aten.reshape.default,
-            aten._unsafe_view.default,
-            aten.unsqueeze.default,
-            aten.squeeze.dim,
-            aten.squeeze.dims,
-        ),
         algebra="the first shape again",
         grade=EXACT,
         condition="its sizes can be written",
@@ -130,7 +109,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="permute",
-        ops=(aten.permute.default, aten.transpose.int, aten.t.default),
         algebra="the inverse permutation",
         grade=EXACT,
         condition="-",
@@ -141,7 +119,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="copy",
-        ops=(aten.clone.default,),
         algebra="the copy itself",
         grade=EXACT,
         condition="-",
@@ -152,7 +129,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="expand",
-        ops=(aten.expand.default,),
         algebra="expand, repeat_kv: one of the equal copies",
         grade=EXACT,
         condition="-",
@@ -163,7 +139,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="cast",
-        ops=(CAST,),
         algebra="the first type again",
         grade=EXACT,
         condition="lossless, such as bfloat16 to float32; float32 to bfloat16: tolerant",
@@ -175,13 +150,9 @@ RULES: tuple[Rule, ...] = (
 )
 
 RULE_BY_NAME: Mapping[str, Rule] = {rule.name: rule for rule in RULES}
-_RULES_BY_OP: dict[Any, list[Rule]] = {}
-for _rule in RULES:
-    for _op in _rule.ops:
-        _RULES_BY_OP.setdefault(_op, []).append(_rule)
 
 
 def inverses_of(node: fx.Node) -> list[Inverse | Refused]:
     """The answers of all rules for the operands of a node; none if no rule inverts its op."""
-    rules = _RULES_BY_OP.get(node.target, []) if node.op == "call_function" else []
+    rules = (RULE_BY_NAME[name] for name in ops.row(node).inverses)
     return [found for rule in rules for found in rule.find(node)]

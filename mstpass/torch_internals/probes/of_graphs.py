@@ -25,6 +25,8 @@ def op_types(own: Any) -> None:
     expect(arguments == ["self", "other", "alpha"], "an op's schema has other arguments")
     writes = (own.schema_of(add).is_mutable, own.schema_of(add_).is_mutable)
     expect(writes == (False, True), "an op's schema does not say what the op writes to")
+    views = tuple(map(own.returns_view, (add, add_, aten.view.default)))
+    expect(views == (False, False, True), "an op's schema does not say what is a view")
     loop = torch.ops.higher_order.while_loop
     expect(isinstance(loop, own.HigherOrderOperator), "while_loop is no HigherOrderOperator")
 

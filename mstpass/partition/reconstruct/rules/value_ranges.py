@@ -11,23 +11,12 @@ from collections.abc import Callable
 
 from torch import fx
 
+from mstpass.graph import ops
 from mstpass.partition.reconstruct.rule import CAST, aten
 
 Interval = tuple[float, float]
 ANY: Interval = (-math.inf, math.inf)
 _DEPTH = 8  # ops that are followed from a value towards the inputs
-_RANGES: dict[object, Interval] = {
-    aten.tanh.default: (-1.0, 1.0),
-    aten.sigmoid.default: (0.0, 1.0),
-    aten.cos.default: (-1.0, 1.0),
-    aten.sin.default: (-1.0, 1.0),
-    aten.erf.default: (-1.0, 1.0),
-    aten.relu.default: (0.0, math.inf),
-    aten.abs.default: (0.0, math.inf),
-    aten.exp.default: (0.0, math.inf),
-    aten.sqrt.default: (0.0, math.inf),
-    aten.rsqrt.default: (5e-20, math.inf),
-}
 _KEEP_ELEMENTS = frozenset(
     {
         CAST,
@@ -54,7 +43,7 @@ def value_range(node: object, depth: int = _DEPTH) -> Interval:
         return value_range(node.args[0], depth - 1)
     if node.target is aten.full.default:
         return value_range(node.args[1])
-    known = _RANGES.get(node.target, ANY)
+    known = ops.row(node).range or ANY
     derive = _ARITHMETIC.get(node.target)
     if derive is None or node.kwargs.get("alpha", 1) != 1:
         return known

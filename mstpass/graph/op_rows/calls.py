@@ -1,0 +1,173 @@
+"""The rows of products, attention, collectives, random draws and of other ops that mix tokens.
+
+A key that is a name, such as ``aten::mm``, stands for all overloads without a row of their own, and
+for the kernel of that name in Inductor's schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from mstpass.graph.grouped_products import grouped_rows, grouped_sums
+from mstpass.graph.linearity import linear_matmul
+from mstpass.graph.op_rows import row
+from mstpass.graph.op_rows.row import HEAVY, PINNED, Attention, Factors, FlexArguments, Op
+from mstpass.graph.token_rules import collectives, grouped_matmul, matmul, scaled_matmul
+from mstpass.problem.op import POINTWISE, REALIZED, VIEW
+from mstpass.torch_internals.collectives import ALL_TO_ALL_OF_DTENSOR, NAMESPACE, WAITS, overloads
+from mstpass.torch_internals.graphs import name_of
+
+aten = torch.ops.aten
+
+
+# ---- products ------------------------------------------------------------------------------------
+def product_rows() -> dict[Any, Op]:
+    rules = matmul.matmul_forward, matmul.matmul_backward, linear_matmul
+    grouped = grouped_matmul.grouped_forward, grouped_matmul.grouped_backward
+    rows_by_expert = Op("matmul", *grouped, factors=Factors(grouped=True), repeat=PINNED)
+    sums_by_expert = dataclasses.replace(
+        rows_by_expert, sums=grouped_matmul.summed_specs, factors=Factors(grouped=True, adds=True)
+    )
+    by_expert = Op("other", mixes="the rows are grouped by expert", factors=Factors(grouped=True))
+    found: dict[Any, Op] = {
+        aten._scaled_mm.default: Op(
+            "matmul", scaled_matmul.scaled_forward, scaled_matmul.scaled_backward, factors=Factors()
+        ),
+        grouped_rows: rows_by_expert,
+        grouped_sums: sums_by_expert,
+        **dict.fromkeys(("aten::_scaled_mm", "aten::_int_mm"), Op("other", factors=Factors())),
+        **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), by_expert),
+        **dict.fromkeys(
+            ("transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"),
+            dataclasses.replace(by_expert, repeat=PINNED),
+        ),
+        **dict.fromkeys(
+            (
+                "aten::addmm_",
+                "aten::baddbmm_",
+                "extern_kernels.bias_addmm",
+                "mstpass::add_product_",
+                "mstpass::write_product_",
+            ),
+            Op("other", workspace=row.PRODUCT, repeat=PINNED),
+        ),
+    }
+    for op in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default):
+        biased = op in matmul.BIASED
+        factors = Factors(left=int(biased), batched="bmm" in str(op), adds=not biased)
+        found[name_of(op)] = Op("other", factors=factors, workspace=row.PRODUCT)
+        found[op] = Op(
+            "matmul",
+            *rules,
+            sums=matmul.contracted_specs,
+            factors=factors,
+            workspace=row.PRODUCT,
+            writes_anywhere=True,
+        )
+    return found
+
+
+# ---- attention -----------------------------------------------------------------------------------
+def attention_rows() -> dict[Any, Op]:
+    """Fused attention; the names of the workspaces are those of memory/workspaces.py."""
+    sdpa, flash, efficient = "aten::_scaled_dot_product_", "aten::_flash", "aten::_efficient"
+    forward, backward = Attention(False, results=2), Attention(True, results=4)
+    of_rows = dataclasses.replace(forward, by_row=True)
+    of_rows_backward = dataclasses.replace(backward, by_row=True)
+    masked_backward = dataclasses.replace(of_rows_backward, mask_to_write=4)
+    tokens_first = dataclasses.replace(forward, heads_dim=2)
+    tokens_first_backward = dataclasses.replace(backward, heads_dim=2)
+    known: dict[str, tuple[Attention, str]] = {
+        f"{sdpa}flash_attention_for_cpu": (of_rows, row.CPU_FLASH),
+        f"{sdpa}flash_attention_for_cpu_backward": (of_rows_backward, row.CPU_FLASH),
+        f"{sdpa}flash_attention": (forward, row.FLASH),
+        f"{sdpa}flash_attention_backward": (backward, row.FLASH_BACKWARD),
+        f"{sdpa}efficient_attention": (of_rows, row.EFFICIENT),
+        f"{sdpa}efficient_attention_backward": (masked_backward, row.EFFICIENT_BACKWARD),
+        f"{sdpa}cudnn_attention": (of_rows, ""),
+        f"{sdpa}cudnn_attention_backward": (of_rows_backward, row.CUDNN_BACKWARD),
+        f"{sdpa}fused_attention_overrideable": (forward, ""),
+        f"{sdpa}fused_attention_overrideable_backward": (backward, ""),
+        f"{flash}_attention_forward": (tokens_first, row.FLASH),
+        f"{flash}_attention_backward": (tokens_first_backward, row.FLASH_BACKWARD),
+    }
+    reason = "attention: every token reads other tokens"
+    return {
+        **{
+            name: Op("other", mixes=reason, attention=attention, workspace=workspace)
+            for name, (attention, workspace) in known.items()
+        },
+        # No loop over heads runs these.
+        f"{efficient}_attention_forward": Op(
+            "other", attention=Attention(False, heads_dim=2), workspace=row.EFFICIENT
+        ),
+        f"{efficient}_attention_backward": Op(
+            "other",
+            attention=Attention(True, heads_dim=2, mask_to_write=4),
+            workspace=row.EFFICIENT_BACKWARD,
+        ),
+        "aten::_cudnn_attention_backward": Op(
+            "other", attention=Attention(True), workspace=row.CUDNN_BACKWARD
+        ),
+        "flex_attention": Op(
+            "other", attention=Attention(False, results=3, flex=FlexArguments(3, 4, (3,)))
+        ),
+        "flex_attention_backward": Op(
+            "other",
+            attention=Attention(True, results=3, flex=FlexArguments(7, 9, (7, 8))),
+            workspace=row.FLEX_BACKWARD,
+        ),
+    }
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+def collective_rows() -> dict[Any, Op]:
+    names = {
+        collectives.elementwise: ("all_reduce", "broadcast", "wait_tensor"),
+        collectives.first_dim: (
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+            "all_to_all_single",
+        ),
+    }
+    found: dict[Any, Op] = {name: Op("other", runs=VIEW, repeat=PINNED) for name in WAITS}
+    for rules, each in names.items():
+        for name in (f"{NAMESPACE}::{op}" for op in each):
+            runs = VIEW if name in WAITS else ""  # it returns the memory of the pending result
+            found |= dict.fromkeys(overloads((name,)), Op("collective", *rules, runs=runs))
+    exchanged = Op("collective", *collectives.gathered_and_divided)
+    return {**found, **dict.fromkeys(overloads((ALL_TO_ALL_OF_DTENSOR,)), exchanged)}
+
+
+# ---- the rest ------------------------------------------------------------------------------------
+def other_rows() -> dict[Any, Op]:
+    """Ops that mix tokens, those that draw random numbers, and ops of mstpass itself."""
+    random, counts = "draws random numbers", "counts over all elements"
+    neighbours = "a convolution reads neighbouring positions"
+    strides = "addresses memory by strides, not by dims"
+    reasons = {
+        "aten::embedding_dense_backward": "adds rows at indices that depend on the token",
+        "prims::inductor_lookup_seed": "draws a random seed",
+        **dict.fromkeys(("aten::histc", "aten::bincount"), counts),
+        **dict.fromkeys(("aten::convolution", "aten::convolution_backward"), neighbours),
+        "aten::nonzero": "the size of the result depends on data",
+        **dict.fromkeys(
+            ("aten::as_strided", "aten::as_strided_scatter", "aten::new_empty_strided"), strides
+        ),
+        "aten::equal": "compares whole tensors",
+    }
+    return {
+        **{name: Op("other", mixes=reason) for name, reason in reasons.items()},
+        # Functions of a seed, which is a value of the graph, and of their position. They are pinned
+        # although a second run would give the same numbers.
+        **dict.fromkeys(
+            ("prims::inductor_random", "prims::inductor_randint"),
+            Op("other", mixes=random, repeat=PINNED),
+        ),
+        "mst_loop": Op("other", repeat=HEAVY),  # the mode of its region says whether it may
+        "mstpass::realize": Op("other", runs=REALIZED, repeat=PINNED),
+        "mstpass::before_write": Op("other", runs=POINTWISE, repeat=PINNED),  # it becomes a copy
+    }

@@ -1,0 +1,179 @@
+"""The rows of views, of reductions, of ops along a dim, and of reads and writes by index."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+
+from mstpass.graph import linearity
+from mstpass.graph.linearity import LinearRule, first_only, linear_view, never
+from mstpass.graph.op_rows.row import Op
+from mstpass.graph.token_rules import along_dims, indexing, views
+from mstpass.graph.token_rules.pointwise import pointwise_backward
+from mstpass.problem.op import CALL, ITEM, SCATTER
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+def view_rows() -> dict[Any, Op]:
+    view = Op(
+        "view",
+        views.view_forward,
+        views.view_backward,
+        linear_view,
+        shape_arg=1,
+        inverses=("view",),
+    )
+    squeezed = dataclasses.replace(view, shape_arg=None)
+    whole = dataclasses.replace(squeezed, backward=views.squeeze_all_backward, inverses=())
+    order = (views.permute_forward, views.permute_backward)
+    permute = Op("view", *order, linear_view, inverses=("permute",))
+    select = along_dims.select_forward, along_dims.select_backward
+    along = along_dims.along(along_dims.dim_argument)
+    item = Op("view", *select, linear_view, reads_elsewhere=True)
+    part = Op("view", *along, linear_view, reads_elsewhere=True)
+    return {
+        operator.getitem: Op(
+            "view", views.getitem_forward, views.getitem_backward, linear_view, runs=ITEM
+        ),
+        **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), view),
+        **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims), squeezed),
+        aten.squeeze.default: whole,
+        **dict.fromkeys((aten.permute.default, aten.t.default, aten.transpose.int), permute),
+        aten.expand.default: Op(
+            "view",
+            views.expand_forward,
+            pointwise_backward,
+            linear_view,
+            shape_arg=1,
+            inverses=("expand",),
+        ),
+        **dict.fromkeys(
+            (aten.view_as_complex.default, aten.view_as_real.default),
+            Op("view", views.complex_forward, views.complex_backward, linear_view),
+        ),
+        **dict.fromkeys((aten.select.int, aten.unbind.int), item),
+        **dict.fromkeys(
+            (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default), part
+        ),
+    }
+
+
+def reduction_rows() -> dict[Any, Op]:
+    def reduction(kind: str, linear: LinearRule, sums: bool = False) -> Op:
+        return Op(kind, along_dims.reduce_forward(sums), along_dims.reduce_backward, linear)
+
+    others = (
+        aten.amax.default,
+        aten.amin.default,
+        aten.var_mean.correction,
+        aten.var.correction,
+        aten.logsumexp.default,
+        aten.argmax.default,
+        aten.argmin.default,
+        aten.any.default,
+        aten.any.dim,
+        aten.any.dims,
+        aten.prod.dim_int,
+        aten.max.default,
+        aten.max.dim,
+        aten.min.default,
+        aten.min.dim,
+    )
+    selections = (  # Inductor calls ATen's kernels for these
+        aten.kthvalue.default,
+        aten.median.dim,
+        aten.nanmedian.dim,
+        aten.mode.default,
+    )
+    total, mean = reduction("reduce", linear_view, sums=True), reduction("reduce", linear_view)
+    return {
+        **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default), total),
+        **dict.fromkeys((aten.mean.dim, aten.mean.default), mean),
+        **dict.fromkeys(others, reduction("reduce", never)),
+        **dict.fromkeys(selections, reduction("sort", never)),
+        aten.native_layer_norm.default: Op(
+            "reduce", along_dims.norm_forward, along_dims.norm_backward
+        ),
+    }
+
+
+def rows_along_dims() -> dict[Any, Op]:
+    def along(
+        linear: LinearRule = never,
+        worked_dims: along_dims.WorkedDims = along_dims.dim_argument,
+        kind: str = "index",
+        reads_elsewhere: bool = True,
+        **known: Any,
+    ) -> Op:
+        rules = along_dims.along(worked_dims)
+        return Op(kind, *rules, linear, reads_elsewhere=reads_elsewhere, **known)
+
+    in_place = along(reads_elsewhere=False)
+    triangle = along(linear_view, along_dims.last_two, reads_elsewhere=False)
+    cat = along(linearity.linear_cat, runs=CALL)  # if it copies a part (memory/concatenations.py)
+    stacked = along_dims.stack_forward, along_dims.stack_backward
+    inserted = along_dims.select_scatter_forward, along_dims.select_scatter_backward
+    repeated = along_dims.repeat_forward, along_dims.repeat_backward
+    written = along(linearity.linear_scatter, runs=SCATTER)
+    sorts = (
+        aten.topk.default,
+        aten.sort.default,
+        aten.sort.stable,
+        aten.cumprod.default,
+        aten.cummax.default,
+        aten.cummin.default,
+        aten.logcumsumexp.default,
+        aten.scatter_reduce.two,
+    )
+    return {
+        **dict.fromkeys((aten._softmax.default, aten._log_softmax.default), in_place),
+        **dict.fromkeys(sorts, along(kind="sort", reads_elsewhere=False)),
+        aten.cumsum.default: along(first_only, runs=CALL),  # a loop nest of its own
+        aten.gather.default: along(first_only),
+        aten.cat.default: cat,
+        aten.stack.default: Op("index", *stacked, linearity.linear_cat, reads_elsewhere=True),
+        aten.slice_scatter.default: along(linearity.linear_insert, pads=True),
+        aten.select_scatter.default: Op(
+            "index", *inserted, linearity.linear_insert, reads_elsewhere=True, pads=True
+        ),
+        aten.constant_pad_nd.default: along(linearity.linear_pad, along_dims.padded, pads=True),
+        **dict.fromkeys((aten.scatter.value, aten.scatter.src), written),
+        aten.scatter_add.default: dataclasses.replace(written, added_rows=3),
+        **dict.fromkeys(
+            (aten.flip.default, aten.roll.default, prims.rev.default),
+            along(linear_view, along_dims.dims_argument),
+        ),
+        **dict.fromkeys((aten.tril.default, aten.triu.default), triangle),
+        aten.repeat.default: Op("index", *repeated, linear_view, reads_elsewhere=True),
+    }
+
+
+def index_rows() -> dict[Any, Op]:
+    rules = indexing.index_forward, indexing.index_backward
+    read = Op("index", *rules, linear_view, reads_elsewhere=True)
+    looked_up = indexing.embedding_forward, indexing.embedding_backward
+    write = Op(
+        "write",
+        indexing.put_forward,
+        indexing.put_backward,
+        linearity.linear_put,
+        sums=indexing.put_sum_specs,
+        added_rows=2,
+        runs=SCATTER,
+    )
+    return {
+        aten.embedding.default: Op("index", *looked_up, reads_elsewhere=True),
+        **dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), read),
+        **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), write),
+        "aten::_unsafe_masked_index_put_accumulate": Op(
+            "other",
+            mixes="adds rows at indices that depend on the token",
+            added_rows=3,
+            runs=SCATTER,
+        ),
+    }

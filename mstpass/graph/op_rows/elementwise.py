@@ -1,0 +1,111 @@
+"""The rows of pointwise ops, of copies, and of ops that make a value from no tensor.
+
+Pointwise ops need no row unless something is known of them besides: PyTorch tags them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from mstpass.graph import linearity
+from mstpass.graph.linearity import LinearRule, first_only, never
+from mstpass.graph.op_rows.row import Op
+from mstpass.graph.token_rules.pointwise import (
+    created_backward,
+    created_forward,
+    iota_backward,
+    pointwise_backward,
+    pointwise_forward,
+)
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+_POSITIVE = (0.0, math.inf)
+
+
+def pointwise(linear: LinearRule = never, **known: Any) -> Op:
+    """The row of a pointwise op, with what is known of it besides."""
+    return Op("pointwise", pointwise_forward, pointwise_backward, linear, **known)
+
+
+def _function(low: float = -math.inf, high: float = math.inf, **known: Any) -> Op:
+    """The row of a function of one number, with the range of its values."""
+    return pointwise(range=(low, high), **known)
+
+
+def pointwise_rows() -> dict[Any, Op]:
+    return {
+        aten.add.Tensor: pointwise(linearity.sum_of_two, inverses=("sum", "rotary")),
+        aten.sub.Tensor: pointwise(linearity.sum_of_two, inverses=("sum",)),
+        aten.mul.Tensor: pointwise(linearity.product, inverses=("product",)),
+        aten.div.Tensor: pointwise(first_only, inverses=("quotient",)),
+        aten.reciprocal.default: pointwise(inverses=("reciprocal",)),
+        aten.neg.default: pointwise(first_only, inverses=("neg",)),
+        aten.where.self: pointwise(linearity.branches),
+        "prims::fma": pointwise(linearity.product_and_term),  # of Inductor, from torch 2.12 on
+        **dict.fromkeys(
+            (
+                aten.mul.Scalar,
+                aten.div.Scalar,
+                aten.threshold_backward.default,
+                aten.gelu_backward.default,
+                aten.silu_backward.default,
+                aten.sigmoid_backward.default,
+                aten.tanh_backward.default,
+                aten.native_dropout_backward.default,
+            ),
+            pointwise(first_only),
+        ),
+        aten.exp.default: _function(*_POSITIVE, slow_on_cpu=True, inverses=("function",)),
+        aten.log.default: pointwise(slow_on_cpu=True, inverses=("function",)),
+        aten.sigmoid.default: _function(0.0, 1.0, slow_on_cpu=True, inverses=("function",)),
+        aten.tanh.default: _function(-1.0, 1.0, slow_on_cpu=True, inverses=("function",)),
+        aten.softplus.default: pointwise(inverses=("function",)),
+        **dict.fromkeys(
+            (aten.log10.default, aten.log1p.default, aten.log2.default), pointwise(slow_on_cpu=True)
+        ),
+        **dict.fromkeys(
+            (aten.cos.default, aten.sin.default, aten.erf.default), _function(-1.0, 1.0)
+        ),
+        **dict.fromkeys((aten.abs.default, aten.sqrt.default), _function(*_POSITIVE)),
+        aten.relu.default: _function(*_POSITIVE, inverses=("relu mask",)),
+        aten.rsqrt.default: _function(5e-20, math.inf),  # of a finite number in float32
+        **dict.fromkeys(
+            (
+                aten.sign.default,
+                aten.sgn.default,
+                aten.floor.default,
+                aten.ceil.default,
+                aten.round.default,
+                aten.trunc.default,
+                aten.fmod.Scalar,
+                aten.fmod.Tensor,
+                aten.remainder.Scalar,
+                aten.remainder.Tensor,
+            ),
+            pointwise(jumps=True),
+        ),
+        aten.clone.default: pointwise(first_only, copies=True, inverses=("copy",)),
+        aten.copy.default: pointwise(),
+        # Linear if the new dtype only rounds: see ``Op.is_linear``.
+        prims.convert_element_type.default: pointwise(first_only, copies=True, inverses=("cast",)),
+    }
+
+
+def created_rows() -> dict[Any, Op]:
+    created = Op("create", created_forward, created_backward, shape_arg=0)
+    like = dataclasses.replace(created, shape_arg=None)
+    constant = dataclasses.replace(like, backward=iota_backward)
+    return {
+        **dict.fromkeys((aten.full.default, aten.zeros.default, aten.ones.default), created),
+        **dict.fromkeys(
+            (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default), like
+        ),
+        **dict.fromkeys(
+            (aten.scalar_tensor.default, prims.iota.default, aten.arange.start_step), constant
+        ),
+    }

@@ -1,0 +1,173 @@
+"""What the passes know of an op: one ``Op`` for each, the rows of the op table.
+
+A row says where tokens go, in which operands the op is linear, what it costs, whether backward may
+run it again, how its operands follow from its result, and what Inductor makes of it. Whatever a row
+leaves out has a default, which is that of most ops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torch import fx
+
+from mstpass.graph import linearity
+from mstpass.graph.linearity import LinearRule, never
+from mstpass.graph.token_rules import BackwardRule, ForwardRule, OperandSpecs
+from mstpass.graph.tokens import Refusal
+from mstpass.problem.op import CALL, POINTWISE, REDUCTION, VIEW
+
+# Whether backward may run an op once more.
+CHEAP = "cheap"
+HEAVY = "heavy"  # it may, but that is slow
+PINNED = "pinned"  # it must not: a second run may give other results, or have effects
+
+# Names of workspaces; their formulas are in memory/workspaces.py.
+PRODUCT = "product"
+CPU_FLASH = "flash on a CPU"
+FLASH, FLASH_BACKWARD = "flash", "flash backward"
+EFFICIENT, EFFICIENT_BACKWARD = "efficient", "efficient backward"
+CUDNN_BACKWARD, FLEX_BACKWARD = "cuDNN backward", "flex backward"
+
+# By the kind of an op: how Inductor runs it (calls are left out), and whether it may run again
+# (pinned kinds are left out: among equal elements, a second sort or write may choose another one).
+_RUNS = {"view": VIEW, "reduce": REDUCTION, "pointwise": POINTWISE, "index": POINTWISE}
+_RUNS |= {"create": POINTWISE}
+_REPEATS = {**dict.fromkeys(_RUNS, CHEAP), "matmul": HEAVY, "other": HEAVY}
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """Where a matrix product has its operands, and of which kind it is.
+
+    Attributes:
+        left: the position of the left matrix, 1 behind a bias; the right one follows.
+        batched: it multiplies batches of matrices.
+        grouped: rows are grouped by expert, and each group has its own weights.
+        adds: a loop can add the result to a buffer in one op (graph/buffer_ops.py).
+    """
+
+    left: int = 0
+    batched: bool = False
+    grouped: bool = False
+    adds: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class FlexArguments:
+    """Positions of FlexAttention's arguments.
+
+    Attributes:
+        operands: how many of the first are ``[B, heads, ...]``; one of them may be None.
+        mask: the block mask.
+        scores: the subgraphs that change scores.
+    """
+
+    operands: int
+    mask: int
+    scores: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """What is known of a fused attention op.
+
+    Attributes:
+        backward: it computes gradients.
+        results: how many of its first results hold heads; 0: no loop over heads can run it.
+        heads_dim: the dim of heads of queries, keys, values and results.
+        by_row: it can run on some rows of queries and of the mask (query_rows.py).
+        mask_to_write: the position of the mask that Inductor would write once for each head
+            (schedule/attention_masks.py).
+        flex: the arguments of FlexAttention; None for all other ops.
+    """
+
+    backward: bool
+    results: int = 0
+    heads_dim: int = 1
+    by_row: bool = False
+    mask_to_write: int | None = None
+    flex: FlexArguments | None = None
+
+
+def mixes_tokens(node: fx.Node, *_: object) -> Refusal:
+    """The token rules, forward and backward, of an op that has none."""
+    return Refusal(f"no token rule for {node.target}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """A row of the table.
+
+    Attributes:
+        kind: the group that it belongs to: "pointwise", "view", "reduce", "matmul", "index",
+            "sort", "write", "create", "collective"; "other" for ops without token rules.
+        forward: token rule: the spec of one operand -> the spec of the result (token_rules/).
+        backward: token rule: the spec of the result -> the specs of the operands.
+        sums: the specs of the operands where the op sums over tokens; None: the summed operand is
+            the only one.
+        mixes: why the op has no token rules, if that is a property of the op and no gap.
+        shape_arg: the position of the argument with sizes, which a chunk replaces by its own.
+        linear: whether the result is linear in given operands (linearity.py); ask ``is_linear``.
+        copies: the result has the operand's elements, perhaps in another dtype.
+        pads: the result is the operand among zeros, as a slice's gradient is.
+        added_rows: the position of the rows that the op adds to its first operand.
+        factors: of a matrix product, its operands: they decide its cost (products.py).
+        attention: of fused attention, its operands, which decide its cost (attention_work.py).
+        workspace: the name of what it allocates while it runs; empty: nothing, as far as is known.
+        repeat: as ``repeats``; empty: as most ops of its kind.
+        inverses: the names of the reconstruction rules that compute its operands
+            (partition/reconstruct/table.py).
+        range: the least and the greatest element of its result, whatever the operands are.
+        jumps: its result is a float that jumps as an operand changes a little.
+        runs: as ``memory_kind``; empty: as most ops of its kind. Scatters are kernels that compute
+            the values they write, as reductions do (Scatter, there).
+        reads_elsewhere: it reads its operand at other places than it writes.
+        slow_on_cpu: a pointwise op that Inductor does not compute again for every reader there
+            (StorageBox.should_realize_on_reuse in torch/_inductor/ir.py; in older versions only exp
+            and sigmoid).
+        writes_anywhere: a call for which Inductor allocates the result (ExternKernelOut, there), so
+            that it can be a part of a buffer.
+    """
+
+    kind: str
+    forward: ForwardRule = mixes_tokens
+    backward: BackwardRule = mixes_tokens
+    linear: LinearRule = never
+    shape_arg: int | None = None
+    _: dataclasses.KW_ONLY
+    sums: Callable[[fx.Node], OperandSpecs] | None = None
+    mixes: str = ""
+    copies: bool = False
+    pads: bool = False
+    added_rows: int | None = None
+    factors: Factors | None = None
+    attention: Attention | None = None
+    workspace: str = ""
+    repeat: str = ""
+    inverses: tuple[str, ...] = ()
+    range: tuple[float, float] | None = None
+    jumps: bool = False
+    runs: str = ""
+    reads_elsewhere: bool = False
+    slow_on_cpu: bool = False
+    writes_anywhere: bool = False
+
+    @property
+    def repeats(self) -> str:
+        """Whether backward may run the op once more: ``CHEAP``, ``HEAVY`` or ``PINNED``."""
+        return self.repeat or _REPEATS.get(self.kind, PINNED)
+
+    @property
+    def memory_kind(self) -> str:
+        """The kind of its nodes in a simulation (problem/op.py)."""
+        return self.runs or _RUNS.get(self.kind, CALL)
+
+    @property
+    def has_token_rules(self) -> bool:
+        return self.forward is not mixes_tokens
+
+    def is_linear(self, node: fx.Node, operands: set[fx.Node]) -> bool:
+        """Whether the node's result is linear in the operands, up to rounding."""
+        return linearity.has_linear_dtype(node) and self.linear(node, operands)
