@@ -24,13 +24,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from mstpass.graph import ops
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
-from mstpass.graph.chunk_form import VIEWS_BY_SHAPE
 from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.sizes import generic_shape, generic_stride
+from mstpass.graph.renew_values import CannotRenew, layout_of, renew_value
 from mstpass.graph.tokens import CannotTake
 from mstpass.loops.write_loop import LoopWriter
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
@@ -102,13 +100,13 @@ class _GraphWriter:
         self.joint = joint
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
-        builder = Builder(self.graph, fake_mode_of(joint.nodes))
-        self.sizes = SizeNodes(builder)
-        self.loops = LoopWriter(joint, builder, self.sizes, self.root, accumulate)
+        self.builder = Builder(self.graph, fake_mode_of(joint.nodes))
+        self.sizes = SizeNodes(self.builder)
+        self.loops = LoopWriter(joint, self.builder, self.sizes, self.root, accumulate)
         self.env: dict[fx.Node, fx.Node] = {}  # new nodes by the old ones that they stand for
         self.results: dict[fx.Node, fx.Node] = {}  # the same for what loops return, unfinished
         self.written: set[int] = set()  # loops, by id
-        self.permuted: set[fx.Node] = set()  # new nodes whose dims lie in memory in another order
+        self.strided: set[fx.Node] = set()  # new nodes with other strides than were traced
         self.plan_of = {id(loop): plan for plan in plans for loop in plan.loops}
         self.producers: dict[fx.Node, tuple[LoopPlan, LoopOutput]] = {}
         for plan in plans:
@@ -212,7 +210,7 @@ class _GraphWriter:
     def _write(self, task: _Task) -> None:
         try:
             self._write_task(task)
-        except UnknownSize as error:
+        except (UnknownSize, CannotRenew) as error:
             member = self.joint.by_name[task.members[0]] if isinstance(task, LoopPlan) else task
             raise CannotTake(member, str(error)) from None
 
@@ -226,35 +224,12 @@ class _GraphWriter:
                 self.results[task], self.plan_of[id(loop)], loop, item, self.env
             )
             self.env[task] = result
-            if not _has_strides_of(result, task):
-                self.permuted.add(result)
+            if layout_of(result) != layout_of(task):  # heads come first where a loop is over heads
+                self.strided.add(result)
         else:
             copied = self.graph.node_copy(task, self.env.__getitem__)
             self.env[task] = copied
-            if not self.permuted.isdisjoint(copied.all_input_nodes):
-                self._copy_where_no_view(copied)
+            if task.op == "call_function" and not self.strided.isdisjoint(copied.all_input_nodes):
+                if renew_value(self.builder, copied):
+                    self.strided.add(copied)
             self.sizes.learn(copied)
-
-    def _copy_where_no_view(self, node: fx.Node) -> None:
-        """Let a view by shape copy, as Inductor does, if its operand's dims have another order now.
-
-        The dims of a loop's result lie in memory in the order of the loop's rows: of heads, heads
-        come first, and queries before the sequences of a batch. What is computed from it element by
-        element has the same order, though the traced value does not say so.
-        """
-        if node.target in VIEWS_BY_SHAPE:
-            node.target = torch.ops.aten.reshape.default
-        if (
-            node.target is torch.ops.aten.reshape.default
-            or ops.is_pointwise(node)
-            or ops.is_view(node)
-        ):
-            self.permuted.add(node)
-
-
-def _has_strides_of(result: fx.Node, node: fx.Node) -> bool:
-    """Whether a loop's result lies in memory as the node for which it stands."""
-    found, traced = value_of(result), value_of(node)
-    assert found is not None and traced is not None
-    strides = zip(generic_shape(found), generic_stride(found), generic_stride(traced), strict=True)
-    return all(size == 1 or mine == other for size, mine, other in strides)

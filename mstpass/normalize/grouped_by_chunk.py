@@ -18,6 +18,7 @@ from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.renew_values import layout_of, renew_values
 from mstpass.graph.sizes import expression
 from mstpass.graph.token_rules.arguments import argument, has_argument
 from mstpass.torch_internals.op_types import OpOverload, schema_of
@@ -43,6 +44,7 @@ def grouped_by_chunk(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     for node in new.nodes:
         if _is_grouped(node):
             rewriting.replace(node)
+    renew_values(rewriting.builder, rewriting.strided)
     new.module.graph.eliminate_dead_code()
     new.module.graph.lint()
     new.module.recompile()
@@ -73,11 +75,13 @@ class _Rewriting:
 
     Attributes:
         made: the names of the new products.
+        strided: those whose strides are not those of what they replace.
     """
 
     def __init__(self, builder: Builder):
         self.builder = builder
         self.made: list[str] = []
+        self.strided: set[fx.Node] = set()
         self._positions: dict[tuple[object, torch.device], fx.Node] = {}
 
     def replace(self, node: fx.Node) -> None:
@@ -100,8 +104,13 @@ class _Rewriting:
             weights = value_of(right)
             assert weights is not None
             new = (self._rows if weights.dim() == 3 else self._sums)(left, right, ends, node)
-        node.replace_all_uses_with(new)
+        self._replace(node, new)
         self.builder.graph.erase_node(node)
+
+    def _replace(self, old: fx.Node, new: fx.Node) -> None:
+        old.replace_all_uses_with(new)
+        if layout_of(old) != layout_of(new):
+            self.strided.add(new)
 
     def _rows(self, rows: fx.Node, weights: fx.Node, ends: fx.Node, like: fx.Node) -> fx.Node:
         positions = self._positions_of(rows)
@@ -114,7 +123,7 @@ class _Rewriting:
 
     def _replace_items(self, node: fx.Node, values: tuple[fx.Node, ...]) -> None:
         for item in list(node.users):
-            item.replace_all_uses_with(values[item.args[1]])  # type: ignore[index]
+            self._replace(item, values[item.args[1]])  # type: ignore[index]
             self.builder.graph.erase_node(item)
         self.builder.graph.erase_node(node)
 

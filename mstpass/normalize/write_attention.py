@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize
-from mstpass.graph.joint import JointGraph, tensors_of, value_of
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.positions import Band
 from mstpass.graph.positions.calls import name_of_op
-from mstpass.graph.sizes import generic_shape, generic_stride
+from mstpass.graph.renew_values import CannotRenew, layout_of, renew_values
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.torch_internals.attention_kernels import CUDNN, FLASH
 from mstpass.torch_internals.op_types import schema_of
@@ -87,8 +87,12 @@ def write_attention(
             continue
         writer = _Writer(builder, sizes, one)
         changed |= writer.write(forward, backwards)
-    if changed:
-        _renew_values(builder, changed)
+    try:
+        renewed = renew_values(builder, changed)
+    except CannotRenew as error:
+        raise CannotReplace(str(error)) from error
+    if not renewed.isdisjoint(builder.graph.output_node().all_input_nodes):
+        raise CannotReplace("an output of the step has other strides")
 
 
 def _set_arguments(node: fx.Node, changes: Mapping[str, Any]) -> None:
@@ -157,7 +161,7 @@ class _Writer:
             if isinstance(position, int) and position in new:
                 for reader in readers:
                     reader.replace_input_with(item, new[position])
-                if _layout(item) != _layout(new[position]):
+                if layout_of(item) != layout_of(new[position]):
                     found.add(new[position])
         return found
 
@@ -219,29 +223,3 @@ class _Writer:
             "window_size_left": -1 if band.left is None else band.left,
             "window_size_right": -1 if band.right is None else band.right,
         }
-
-
-def _layout(node: fx.Node) -> list[object]:
-    return [
-        (generic_shape(t), generic_stride(t), t.dtype) for t in tensors_of(node.meta.get("val"))
-    ]
-
-
-def _renew_values(builder: Builder, changed: set[fx.Node]) -> None:
-    """Compute the fake values of what reads results with other strides.
-
-    Raises:
-        CannotReplace: an op cannot read them, or an output of the step would change.
-    """
-    for node in builder.graph.nodes:
-        if node in changed or changed.isdisjoint(node.all_input_nodes):
-            continue
-        if node.op == "output":
-            raise CannotReplace("an output of the step has other strides")
-        before = _layout(node)
-        try:
-            builder.compute_value(node)
-        except Exception as error:
-            raise CannotReplace(f"{node.name} cannot read other strides: {error}") from error
-        if _layout(node) != before:
-            changed.add(node)
