@@ -39,6 +39,8 @@ from mstpass.partition.torch_fallback import (
     needs_torch,
     split_by_torch,
 )
+from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
+from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Plan, Value
@@ -68,7 +70,9 @@ class Detected:
         return dataclasses.replace(self, rejections=rejections, notes=masks.notes)
 
 
-def detect(joint: JointGraph, options: Options, loops_in_backward: bool = True) -> Detected:
+def detect(
+    joint: JointGraph, options: Options, runner: PassRunner, loops_in_backward: bool = True
+) -> Detected:
     """Find regions, in the joint graph as it is or in a normalized copy of it.
 
     The copy is used only if a region has a node that normalization changed. Otherwise the graph
@@ -78,7 +82,7 @@ def detect(joint: JointGraph, options: Options, loops_in_backward: bool = True) 
         return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
     if options.chunk == "off":
         return Detected(joint)
-    joint, prepared, changed = normalized(joint, loops_over_heads(options))
+    joint, prepared, changed = normalized(joint, loops_over_heads(options), runner)
     candidates, rejections = all_candidates(prepared, options)
     if prepared is not joint and not any(changed.intersection(_members(c)) for c in candidates):
         prepared, (candidates, _) = joint, all_candidates(joint, options)
@@ -218,15 +222,28 @@ def _rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:
 
 
 # ---- apply -------------------------------------------------------------------------------------
+def _apply_plans(
+    joint: JointGraph, plans: Sequence[ChunkPlan], accumulate: str
+) -> tuple[JointGraph, Applied]:
+    applied = apply_plans(joint, plans, accumulate)
+    return JointGraph(applied.module, joint.num_fwd_outputs), applied
+
+
+APPLY_PLANS = Pass("apply_plans", _apply_plans, (NO_LOOPS,), (*ALWAYS, PURE_LOOPS))
+
+
 def apply(
-    joint: JointGraph, chunk_plans: tuple[ChunkPlan, ...], options: Options
+    joint: JointGraph, chunk_plans: tuple[ChunkPlan, ...], options: Options, runner: PassRunner
 ) -> tuple[Applied, tuple[ChunkPlan, ...], tuple[Rejection, ...]]:
     """The joint graph with its loops, the plans that it has, and the loops that were left out."""
     left = list(chunk_plans)
     rejections: list[Rejection] = []
     while True:
         try:
-            return apply_plans(joint, left, options.accumulate), tuple(left), tuple(rejections)
+            _, applied = runner.run(APPLY_PLANS, joint, left, options.accumulate)
+            if applied is None:  # refused: the graph as it is
+                left, applied = [], apply_plans(joint, [], options.accumulate)
+            return applied, tuple(left), tuple(rejections)
         except CycleError as error:
             guilty, reason = error.plan, str(error)
         except CannotTake as error:
@@ -259,6 +276,7 @@ def split(
     planned: Planned,
     joint: JointGraph,
     options: Options,
+    runner: PassRunner,
     torch_kwargs: dict[str, Any],
 ) -> Split:
     """Split the graph that has the loops by the plan for ``joint``, the graph before them."""
@@ -271,7 +289,7 @@ def split(
     problem = _problem_of(rewritten, planned, names, options)
     before = Solved(solved, planned.solver, planned.notes, planned.limit_bytes)
     chosen, name, notes, _ = carried_over(before, applied.names, problem, options)
-    done = _reconstruct(rewritten, problem, chosen, options)
+    done = _reconstruct(rewritten, problem, chosen, options, runner)
     if done is not None:
         rewritten, chosen = done.joint, done.plan
         problem = _problem_of(rewritten, planned, names, options)
@@ -280,6 +298,8 @@ def split(
     above_limit = limit_bytes is not None and step.peak_bytes > limit_bytes
     program = step.lowered_program if above_limit else step.program
     modules, save_plan = split_graph(rewritten, program, chosen, name, **torch_kwargs)
+    for half, module in zip(("forward", "backward"), modules, strict=True):
+        runner.check(f"split ({half})", (*FINISHED, PURE_LOOPS), rewritten, JointGraph(module, 0))
     if done is not None:
         save_plan = dataclasses.replace(save_plan, reconstructed=done.values)
     as_copies(modules)
@@ -337,13 +357,15 @@ def _reconstruct(
     problem: CutProblem,
     plan: Plan,
     options: Options,
+    runner: PassRunner,
 ) -> _Reconstruction | None:
     """Save fewer values by reconstructing some in backward, unless that raises the peak."""
     pack_masks, saved = options.frees_memory_for_time, plan.saved
     allowed = problem.allowing(True)
-    reduced, kept, done = reconstruct(joint, allowed, saved, options.reconstruct, pack_masks)
-    if not done:
+    reduced, found = runner.run(RECONSTRUCT, joint, allowed, saved, options.reconstruct, pack_masks)
+    if reduced is joint:
         return None
+    kept, done = found
     other = cut_problem(reduced, (), options.frees_memory_for_time, problem.host)
     verify(other.allowing(True), kept)
     peak_bytes = simulate_plan(problem, plan).peak_bytes
@@ -353,8 +375,20 @@ def _reconstruct(
     return _Reconstruction(reduced, after, other, done)
 
 
+def _reconstruct_values(*args: Any) -> tuple[JointGraph, Any]:
+    joint, *found = reconstruct(*args)
+    return joint, found
+
+
+RECONSTRUCT = Pass("reconstruct", _reconstruct_values, (PURE_LOOPS,), (*ALWAYS, PURE_LOOPS))
+
+
 def is_lower_without_loops(
-    joint: JointGraph, problem: CutProblem, options: Options, peak_bytes: float
+    joint: JointGraph,
+    problem: CutProblem,
+    options: Options,
+    peak_bytes: float,
+    runner: PassRunner,
 ) -> bool:
     """Whether the step without loops has a lower simulated peak, by reconstruction as well."""
     before = problem.once(without_loops)
@@ -364,7 +398,7 @@ def is_lower_without_loops(
     won_bytes = most_won_bytes(joint, before.problem, saved, options.reconstruct)
     if before.peak_bytes - won_bytes >= peak_bytes:
         return False
-    done = _reconstruct(joint, before.problem, before.plan, options)
+    done = _reconstruct(joint, before.problem, before.plan, options, runner)
     return done is not None and simulate_plan(done.problem, done.plan).peak_bytes < peak_bytes
 
 

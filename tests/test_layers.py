@@ -19,6 +19,7 @@ LAYERS = (
     ("torch_internals", "byte_sizes", "problem"),
     ("graph",),
     ("plans", "options", "argument_parsers"),
+    ("passes",),
     ("regions",),
     ("returned_logits",),
     ("normalize",),

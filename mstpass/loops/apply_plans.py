@@ -28,7 +28,7 @@ from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
 from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.renew_values import CannotRenew, layout_of, renew_value
+from mstpass.graph.renew_values import CannotRenew, Renewal
 from mstpass.graph.tokens import CannotTake
 from mstpass.loops.write_loop import LoopWriter
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
@@ -100,13 +100,13 @@ class _GraphWriter:
         self.joint = joint
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
-        self.builder = Builder(self.graph, fake_mode_of(joint.nodes))
-        self.sizes = SizeNodes(self.builder)
-        self.loops = LoopWriter(joint, self.builder, self.sizes, self.root, accumulate)
+        builder = Builder(self.graph, fake_mode_of(joint.nodes))
+        self.sizes = SizeNodes(builder)
+        self.loops = LoopWriter(joint, builder, self.sizes, self.root, accumulate)
         self.env: dict[fx.Node, fx.Node] = {}  # new nodes by the old ones that they stand for
         self.results: dict[fx.Node, fx.Node] = {}  # the same for what loops return, unfinished
         self.written: set[int] = set()  # loops, by id
-        self.strided: set[fx.Node] = set()  # new nodes with other strides than were traced
+        self.renewal = Renewal(self.graph)
         self.plan_of = {id(loop): plan for plan in plans for loop in plan.loops}
         self.producers: dict[fx.Node, tuple[LoopPlan, LoopOutput]] = {}
         for plan in plans:
@@ -224,12 +224,11 @@ class _GraphWriter:
                 self.results[task], self.plan_of[id(loop)], loop, item, self.env
             )
             self.env[task] = result
-            if layout_of(result) != layout_of(task):  # heads come first where a loop is over heads
-                self.strided.add(result)
+            self.renewal.replaced(task, result)  # heads come first where a loop is over heads
+        elif task is self.joint.output:
+            results = {n: self.renewal.with_layout_of(self.env[n], n) for n in task.all_input_nodes}
+            self.env[task] = self.graph.node_copy(task, results.__getitem__)
         else:
-            copied = self.graph.node_copy(task, self.env.__getitem__)
-            self.env[task] = copied
-            if task.op == "call_function" and not self.strided.isdisjoint(copied.all_input_nodes):
-                if renew_value(self.builder, copied):
-                    self.strided.add(copied)
+            self.env[task] = copied = self.graph.node_copy(task, self.env.__getitem__)
+            self.renewal.renew(copied)
             self.sizes.learn(copied)

@@ -14,11 +14,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import replacement_meta
-from mstpass.graph.renew_values import layout_of, renew_values
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import expression
 from mstpass.graph.token_rules.arguments import argument, has_argument
 from mstpass.torch_internals.op_types import OpOverload, schema_of
@@ -31,7 +30,7 @@ _FALLBACK = "transformers::grouped_mm_fallback"
 _FALLBACK_BACKWARD = "transformers::grouped_mm_fallback_backward"
 
 
-def grouped_by_chunk(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def grouped_by_chunk(joint: JointGraph) -> Rewritten:
     """Rewrite the products of experts, in a copy of the graph.
 
     Returns:
@@ -39,16 +38,12 @@ def grouped_by_chunk(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     """
     if not any(map(_is_grouped, joint.nodes)):
         return joint, frozenset()
-    new = joint.copy()
-    rewriting = _Rewriting(Builder(new.module.graph, fake_mode_of(new.nodes)))
-    for node in new.nodes:
+    rewriting = Rewriting(joint)
+    products = _Products(rewriting)
+    for node in rewriting.joint.nodes:
         if _is_grouped(node):
-            rewriting.replace(node)
-    renew_values(rewriting.builder, rewriting.strided)
-    new.module.graph.eliminate_dead_code()
-    new.module.graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs), frozenset(rewriting.made)
+            products.replace(node)
+    return rewriting.finished(), frozenset(products.made)
 
 
 def _is_grouped(node: fx.Node) -> bool:
@@ -70,18 +65,16 @@ def _name(node: fx.Node) -> str:
     return schema_of(node.target).name
 
 
-class _Rewriting:
-    """The rewrite of one graph.
+class _Products:
+    """The products of one graph.
 
     Attributes:
-        made: the names of the new products.
-        strided: those whose strides are not those of what they replace.
+        made: the names of the new ones.
     """
 
-    def __init__(self, builder: Builder):
-        self.builder = builder
+    def __init__(self, rewriting: Rewriting):
+        self.rewriting, self.builder = rewriting, rewriting.builder
         self.made: list[str] = []
-        self.strided: set[fx.Node] = set()
         self._positions: dict[tuple[object, torch.device], fx.Node] = {}
 
     def replace(self, node: fx.Node) -> None:
@@ -104,13 +97,7 @@ class _Rewriting:
             weights = value_of(right)
             assert weights is not None
             new = (self._rows if weights.dim() == 3 else self._sums)(left, right, ends, node)
-        self._replace(node, new)
-        self.builder.graph.erase_node(node)
-
-    def _replace(self, old: fx.Node, new: fx.Node) -> None:
-        old.replace_all_uses_with(new)
-        if layout_of(old) != layout_of(new):
-            self.strided.add(new)
+        self.rewriting.replace(node, new)
 
     def _rows(self, rows: fx.Node, weights: fx.Node, ends: fx.Node, like: fx.Node) -> fx.Node:
         positions = self._positions_of(rows)
@@ -123,9 +110,7 @@ class _Rewriting:
 
     def _replace_items(self, node: fx.Node, values: tuple[fx.Node, ...]) -> None:
         for item in list(node.users):
-            self._replace(item, values[item.args[1]])  # type: ignore[index]
-            self.builder.graph.erase_node(item)
-        self.builder.graph.erase_node(node)
+            self.rewriting.replace(item, values[item.args[1]])  # type: ignore[index]
 
     def _positions_of(self, rows: fx.Node) -> fx.Node:
         """The numbers of the rows; one node for all values of as many rows."""

@@ -26,11 +26,11 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.builder import Builder
 from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import policy_meta
-from mstpass.graph.renew_values import layout_of, renew_values
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.token_rules.matmul import BATCHED
 
@@ -50,7 +50,7 @@ class _Sections:
     bounds: tuple[tuple[int, int], ...]
 
 
-def products_by_section(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def products_by_section(joint: JointGraph) -> Rewritten:
     """Divide the products of which attention reads sections, in a copy of the graph.
 
     Returns:
@@ -59,19 +59,9 @@ def products_by_section(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     found = [match for node in joint.nodes if (match := _match(joint, node)) is not None]
     if not found:
         return joint, frozenset()
-    new = joint.copy()
-    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
-    names: set[str] = set()
-    strided: set[fx.Node] = set()
-    for match in found:
-        division = _Division(builder, new, match)
-        names.update(node.name for node in division.divide())
-        strided |= division.strided
-    renew_values(builder, strided)
-    new.module.graph.eliminate_dead_code()
-    new.module.graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs), frozenset(names)
+    rewriting = Rewriting(joint)
+    names = {node.name for match in found for node in _Division(rewriting, match).divide()}
+    return rewriting.finished(), frozenset(names)
 
 
 # ---- which products ------------------------------------------------------------------------------
@@ -201,18 +191,12 @@ def _bias_gradient(
 
 # ---- the rewrite ---------------------------------------------------------------------------------
 class _Division:
-    """Divides one product and the readers of its gradient.
+    """Divides one product and the readers of its gradient."""
 
-    Attributes:
-        strided: the new nodes whose strides are not those of what they replace.
-    """
-
-    def __init__(self, builder: Builder, joint: JointGraph, match: _Sections):
-        self.builder, self.bounds = builder, match.bounds
-        self.product = joint.by_name[match.product]
-        self.split = joint.by_name[match.split]
-        self.gradient = joint.by_name[match.gradient]
-        self.strided: set[fx.Node] = set()
+    def __init__(self, rewriting: Rewriting, match: _Sections):
+        self.rewriting, self.builder, self.bounds = rewriting, rewriting.builder, match.bounds
+        nodes = (match.product, match.split, match.gradient)
+        self.product, self.split, self.gradient = map(rewriting.joint.by_name.__getitem__, nodes)
 
     def divide(self) -> list[fx.Node]:
         """Returns the products of the forward."""
@@ -227,13 +211,8 @@ class _Division:
                 given: Any = self.gradient.args[0]
                 parts = [self._as_matrix(part, source) for part in given]
                 result = division(self.builder, reader, parts, self.bounds)
-            self._replace(reader, result)
+            self.rewriting.replace(reader, result)
         return products
-
-    def _replace(self, old: fx.Node, new: fx.Node) -> None:
-        old.replace_all_uses_with(new)
-        if layout_of(old) != layout_of(new):
-            self.strided.add(new)
 
     def _items(self) -> list[fx.Node | None]:
         items: dict[Any, fx.Node] = {user.args[1]: user for user in self.split.users}
@@ -251,7 +230,7 @@ class _Division:
             built.meta.update(policy_meta(product))
         with builder.graph.inserting_before(item):
             result = self._reshaped(built, self.split.all_input_nodes[0], end - start)
-        self._replace(item, result)
+        self.rewriting.replace(item, result)
         return built
 
     def _reshaped(self, section: fx.Node, whole: fx.Node, columns: int) -> fx.Node:

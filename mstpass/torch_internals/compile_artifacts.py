@@ -11,11 +11,17 @@ from pathlib import Path
 import torch._inductor.config as inductor_config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._logging._internal import trace_structured_artifact
+from torch._logging._internal import trace_log, trace_structured_artifact
 
 from mstpass.torch_internals.private_apis import PrivateApis
 
-__all__ = ["cache_folder", "debug_folder", "get_aot_graph_name", "trace_structured_artifact"]
+__all__ = [
+    "cache_folder",
+    "debug_folder",
+    "get_aot_graph_name",
+    "is_tracing",
+    "trace_structured_artifact",
+]
 
 APIS = PrivateApis(
     names=(
@@ -25,6 +31,7 @@ APIS = PrivateApis(
         "torch._functorch._aot_autograd.logging_utils.get_aot_graph_name",
         "torch._inductor.runtime.cache_dir_utils.cache_dir",
         "torch._logging._internal.trace_structured_artifact(name, encoding, payload_fn)",
+        "torch._logging._internal.trace_log.handlers",
     ),
 )
 
@@ -41,6 +48,11 @@ def debug_folder() -> Path | None:
 def cache_folder() -> Path:
     """What Inductor's compile cache lies in."""
     return Path(cache_dir())
+
+
+def is_tracing() -> bool:
+    """Whether ``TORCH_TRACE`` asks for artifacts."""
+    return bool(trace_log.handlers)
 
 
 def probe() -> None:

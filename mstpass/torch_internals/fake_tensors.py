@@ -7,6 +7,7 @@ be traced, or run without computing. Source: torch/_subclasses/fake_tensor.py.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "as_while_tracing",
+    "without_guards",
 ]
 
 APIS = PrivateApis(
@@ -37,6 +39,7 @@ APIS = PrivateApis(
         "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor",
         "torch._subclasses.fake_tensor.DataDependentOutputException",
         "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv.suppress_guards",
         "torch._guards.tracing(context)",
         "torch._guards.TracingContext(fake_mode)",
     ),
@@ -48,6 +51,14 @@ def as_while_tracing(graph: fx.Graph) -> AbstractContextManager[Any]:
     values = (node.meta.get("val") for node in graph.nodes)
     mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
     return tracing(TracingContext(mode))
+
+
+@contextlib.contextmanager
+def without_guards(mode: FakeTensorMode) -> Iterator[None]:
+    """Ops compute fake values of this mode, and no comparison of sizes becomes a guard."""
+    shapes = mode.shape_env
+    with mode, contextlib.nullcontext() if shapes is None else shapes.suppress_guards():
+        yield
 
 
 def probe() -> None:
