@@ -16,7 +16,7 @@ from torch import fx
 
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.chunk_form import VIEWS_BY_SHAPE
-from mstpass.graph.joint import tensors_of
+from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.sizes import depends_on_data, generic_shape, generic_stride, is_dense
 from mstpass.graph.view_storages import may_be_view
@@ -71,10 +71,10 @@ class Renewal:
         Raises:
             CannotRenew: the recorded strides are not those of a copy.
         """
-        recorded, value = old.meta.get("val"), new.meta.get("val")
-        if layout_of(old) == layout_of(new) or not isinstance(value, torch.Tensor):
+        recorded, value = value_of(old), value_of(new)
+        if recorded is None or value is None or defined_strides(recorded) == defined_strides(value):
             return new
-        if not isinstance(recorded, torch.Tensor) or not is_dense(recorded):
+        if not is_dense(recorded):
             raise CannotRenew(f"the step returns {old.name} with other strides")
         strides = generic_stride(recorded)
         order = sorted(range(len(strides)), key=lambda dim: -strides[dim])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 from torch import fx
 
@@ -66,9 +67,11 @@ class Rewriting:
         return JointGraph(self.joint.module, self.joint.num_fwd_outputs)
 
     def _keep_layouts(self, output: fx.Node, recorded: fx.Node) -> None:
-        results = []
+        results: Any = output.args[0]
+        traced: Any = recorded.args[0]
+        kept = []
         with self.graph.inserting_before(output):
-            for new, old in zip(output.args[0], recorded.args[0], strict=True):
+            for new, old in zip(results, traced, strict=True):
                 is_value = isinstance(new, fx.Node) and isinstance(old, fx.Node)
-                results.append(self._renewal.with_layout_of(new, old) if is_value else new)
-        output.args = (type(output.args[0])(results),)
+                kept.append(self._renewal.with_layout_of(new, old) if is_value else new)
+        output.args = (tuple(kept),)

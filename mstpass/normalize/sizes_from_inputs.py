@@ -29,5 +29,6 @@ def sizes_from_inputs(joint: JointGraph) -> Rewritten:
         node = new.by_name[name]
         with contextlib.suppress(UnknownSize), rewriting.graph.inserting_before(first):
             (size,) = rewriting.sizes.arguments([node.meta["val"]])
-            fx.map_arg(size, lambda known, node=node: rewriting.replace(node, known))
+            if isinstance(size, fx.Node):
+                rewriting.replace(node, size)
     return rewriting.finished(), frozenset()

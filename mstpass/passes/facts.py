@@ -15,7 +15,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.input_writes import BEFORE_WRITE
-from mstpass.graph.joint import JointGraph
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.passes.loops import body_differences
 from mstpass.passes.values import difference, layout_difference, signature
@@ -68,9 +68,9 @@ def _changed_results(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
             if old is not new and (isinstance(old, fx.Node) or isinstance(new, fx.Node)):
                 yield Fault("output", f"has {new} in place of {old}")
             continue
-        values = old.meta.get("val"), new.meta.get("val")
-        if all(isinstance(value, torch.Tensor) for value in values):
-            if found := layout_difference(*values):
+        traced, value = value_of(old), value_of(new)
+        if traced is not None and value is not None:
+            if found := layout_difference(traced, value):
                 yield Fault(new.name, f"is a result of the step: {found}")
 
 

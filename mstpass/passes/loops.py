@@ -1,7 +1,10 @@
 """Whether the body of a loop is as pure as ``mst_loop`` claims, and fits the loop's operands.
 
 pure    nothing is written but what the body has made itself; no rank waits for another
-fits    one input for each operand, with its layout; results as the loop says
+fits    one input for each operand, with its shape and dtype; results as the loop says
+
+The strides of a body's inputs are those of rows of their own. The lowering traces the body again,
+with those of the operands, so ops in it that need others copy.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.collectives import is_collective, is_wait
-from mstpass.graph.joint import tensors_of
+from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import STACK
 from mstpass.graph.sizes import generic_shape
 from mstpass.passes.values import difference, layout_difference
@@ -66,7 +69,7 @@ def _operand_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
         chunk = given if rows is None else _rows_like(given, taken)
         if chunk is None:
             yield "its body has an input of another shape than its operand's chunks"
-        elif found := layout_difference(taken, chunk):
+        elif found := layout_difference(taken, chunk, strides=False):
             yield f"an input of its body: {found}"
 
 
@@ -83,7 +86,7 @@ def _rows_like(given: torch.Tensor, taken: torch.Tensor) -> torch.Tensor | None:
 def _result_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
     specs = _values(loop.args)[4]
     (results,) = body.output_node().args
-    parts = [n.meta.get("val") for n in results if isinstance(n, fx.Node)]  # type: ignore[union-attr]
+    parts = [part for n in results if (part := value_of(n)) is not None]  # type: ignore
     returned = list(tensors_of(loop.meta.get("val")))
     if not len(parts) == len(specs) == len(returned):
         yield f"its body returns {len(parts)} values of {len(specs)}"

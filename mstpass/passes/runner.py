@@ -197,5 +197,5 @@ def _publish(name: str, before: str, after: str) -> None:
 
 
 def _diff(name: str, before: str, after: str) -> list[str]:
-    lines = (text.splitlines(keepends=True) for text in (before, after))
-    return list(difflib.unified_diff(*lines, f"before {name}", f"after {name}", n=2))
+    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    return list(difflib.unified_diff(old, new, f"before {name}", f"after {name}", n=2))

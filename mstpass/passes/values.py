@@ -46,12 +46,12 @@ def difference(node: fx.Node, storages: bool = True) -> str:
     except Exception as error:
         return f"its op cannot read its operands: {type(error).__name__}: {error}"
     if isinstance(recorded, torch.SymInt | int) and isinstance(value, torch.SymInt | int):
-        known, now = generic(recorded), generic(value)
-        return f"is recorded as {recorded}, but is {value}" if known != now else ""
-    pairs = list(zip(tensors_of(recorded), tensors_of(value), strict=False))
-    if len(pairs) != len(list(tensors_of(value))) or len(pairs) != len(list(tensors_of(recorded))):
+        same = generic(recorded) == generic(value)
+        return "" if same else f"is recorded as {recorded}, but is {value}"
+    results, values = list(tensors_of(recorded)), list(tensors_of(value))
+    if len(results) != len(values):
         return "has another number of results than is recorded"
-    for known, now in pairs:
+    for known, now in zip(results, values, strict=True):
         if found := layout_difference(known, now):
             return found
         if storages and may_be_view(node) and _shared_with(node, known) != _shared_with(node, now):
@@ -59,18 +59,20 @@ def difference(node: fx.Node, storages: bool = True) -> str:
     return ""
 
 
-def layout_difference(recorded: torch.Tensor, value: torch.Tensor) -> str:
-    """How two fake tensors differ; empty if they do not."""
-    for what, known, now in (
-        ("shape", list(generic_shape(recorded)), list(generic_shape(value))),
-        ("dtype", recorded.dtype, value.dtype),
-        ("device", recorded.device, value.device),
-        ("strides", defined_strides(recorded), defined_strides(value)),
-    ):
-        if known != now:
-            told = {"shape": torch.Tensor.size, "strides": torch.Tensor.stride}.get(what)
-            pair = (tuple(told(recorded)), tuple(told(value))) if told else (known, now)
-            return f"{what} is recorded as {pair[0]}, but is {pair[1]}"
+def layout_difference(recorded: torch.Tensor, value: torch.Tensor, strides: bool = True) -> str:
+    """How two fake tensors differ; empty if they do not.
+
+    Args:
+        strides: compare these, too.
+    """
+    if list(generic_shape(recorded)) != list(generic_shape(value)):
+        return f"shape is recorded as {tuple(recorded.shape)}, but is {tuple(value.shape)}"
+    if recorded.dtype != value.dtype:
+        return f"dtype is recorded as {recorded.dtype}, but is {value.dtype}"
+    if recorded.device != value.device:
+        return f"device is recorded as {recorded.device}, but is {value.device}"
+    if strides and defined_strides(recorded) != defined_strides(value):
+        return f"strides are recorded as {recorded.stride()}, but is {value.stride()}"
     return ""
 
 
