@@ -236,9 +236,9 @@ def _rewritten(
     )
     watch.lap("apply")
     masks = whole_masks(joint, applied.names)
-    rejections = (*detected.rejections, *planned.rejections, *refused, *masks, *runner.refused)
-    outcome = _outcome(chunk_plans, rejections)
+    rejections = (*detected.rejections, *planned.rejections, *refused, *masks)
     if stop_after == "apply":
+        outcome = _outcome(chunk_plans, (*rejections, *runner.refused))
         return Result(outcome, planned.problem, applied)
     rewritten = JointGraph(applied.module, joint.num_fwd_outputs)
     crossing = pipeline_stages.split(
@@ -250,7 +250,7 @@ def _rewritten(
     forward, backward = (module.graph for module in modules)
     memory = simulate_step(forward, backward, options.frees_memory_for_time)
     outcome = dataclasses.replace(
-        outcome,
+        _outcome(chunk_plans, (*rejections, *runner.refused)),
         save_plan=crossing.save_plan,
         peak_bytes=memory.peak_bytes if memory.known else None,
         notes=(*detected.notes, *crossing.notes),

@@ -28,7 +28,8 @@ aten = torch.ops.aten
 
 
 def inputs_before_writes(joint: JointGraph) -> Rewritten:
-    """A copy of the graph that has the ops; the graph itself if it needs none."""
+    """A copy of the graph that has the ops, of which none counts as changed; the graph itself if it
+    needs none."""
     names = [node.name for node in _overwritten(joint) if _backward_depends_on(node, joint)]
     if not names:
         return joint, frozenset()

@@ -25,7 +25,8 @@ _cast = torch.ops.prims.convert_element_type.default
 
 
 def scattered_constants(joint: JointGraph) -> Rewritten:
-    """A copy of the graph with the casts; the graph itself if none is missing."""
+    """A copy of the graph with the casts, which change no region; the graph itself if none is
+    missing."""
     found = [node for node in joint.nodes if _is_choice_of_numbers(node)]
     mode = fake_mode_of(joint.nodes) if found else None
     dtypes = {node.name: _lost_dtype(node, mode) for node in found if mode is not None}

@@ -55,7 +55,7 @@ def _writes_to_operand(node: fx.Node, body: fx.Graph) -> bool:
 
 
 def _operand_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
-    _, num_chunks, chunk_tokens, num_tokens, _, sliced, whole = _values(loop.args)
+    _, num_chunks, *_, sliced, whole = _values(loop.args)
     inputs = [node.meta.get("val") for node in body.find_nodes(op="placeholder")]
     if num_chunks is None:
         inputs = inputs[1:]  # the length of the chunk
