@@ -211,7 +211,7 @@ def _compiled_and_reported(
         compiled = _compiled(gm, example_inputs, users, partitioner)
     except Exception:
         if options.strict and partitioner.report is not None:  # the plan may say why
-            store.keep(partitioner.report, partitioner.seconds)
+            store.keep(partitioner.report, partitioner.seconds, partitioner.pass_seconds)
         raise
     report = partitioner.report
     if report is None:
@@ -232,7 +232,7 @@ def _compiled_and_reported(
         report = report.with_outcome(notes=(*report.outcome.notes, over))
     report = _with_graph_ends(report, gm, example_inputs, options)
     store.add_nested(partitioner.nested, key)
-    store.add(report, key, partitioner.seconds)
+    store.add(report, key, partitioner.seconds, partitioner.pass_seconds)
     _write_reports([*partitioner.nested, report], options)
     return compiled
 

@@ -14,7 +14,7 @@ import hashlib
 import logging
 import pathlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.limit import Limit
 from mstpass.loops.lowering import lower_loops
 from mstpass.options import OptionError, Options
+from mstpass.passes.facts import FINISHED, NO_LOOPS
+from mstpass.passes.runner import InPlacePass, PassRunner
 from mstpass.plans import Outcome, Rejection
 from mstpass.problem.solver_registry import is_own
 from mstpass.regions.advice import with_fix
@@ -123,6 +125,7 @@ class Partitioner(CustomPartitionerFn):
         nested: the plans of regions under ``torch.compiler.nested_compile_region``, with which the
             partitioner is called before the graph that calls them.
         seconds: the time that each stage of the pipeline took.
+        pass_seconds: the time that each pass took, by name.
         loops: how many loops the graphs have that it returned.
     """
 
@@ -137,6 +140,7 @@ class Partitioner(CustomPartitionerFn):
         self.report: Report | None = None
         self.nested: list[Report] = []
         self.seconds: Mapping[str, float] = {}
+        self.pass_seconds: Mapping[str, float] = {}
         self.loops = 0
 
     def __call__(
@@ -165,7 +169,7 @@ class Partitioner(CustomPartitionerFn):
         assert result.modules is not None
         check_fit(result.outcome, self.limit)
         self.report = Report(result.outcome, details=self._details(result))
-        self.seconds = result.seconds
+        self.seconds, self.pass_seconds = result.seconds, result.pass_seconds
         self.loops += sum(_number_of_loops(module.graph) for module in result.modules)
         return result.modules
 
@@ -178,6 +182,12 @@ class Partitioner(CustomPartitionerFn):
                 raise
             log.debug("mstpass has no details of this graph", exc_info=True)
             return None
+
+    def refused(self, runner: PassRunner) -> None:
+        """Add passes over the finished graphs that were refused to the report."""
+        if self.report is not None and runner.refused:
+            rejections = (*self.report.rejections, *runner.refused)
+            self.report = self.report.with_outcome(rejections=rejections)
 
     def uuid(self) -> str | None:
         # None means not cacheable: a user's solver may change while its name stays
@@ -194,6 +204,14 @@ def pipeline_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What ``pipeline.run`` takes of the arguments that AOTAutograd gives to a partitioner."""
     names = ("num_fwd_outputs", "static_lifetime_input_indices")
     return {name: kwargs[name] for name in names if name in kwargs}
+
+
+def _wait(graph: fx.Graph, takes_time: bool) -> None:
+    """Have recomputations, gradients and copies to the host wait for others."""
+    waits = host_copy_waits(graph)
+    for op in {node.target for node in graph.nodes if is_host_copy(node)}:
+        call_with_aligned_result(op)
+    make_wait(graph, joined(delay_recomputation(graph, takes_time), waits))
 
 
 class LowerLoops(CustomGraphPass):
@@ -219,18 +237,23 @@ class LowerLoops(CustomGraphPass):
         if self.partitioner.report is None and is_backward(graph):
             raise TorchChangedError("custom_partitioner_fn is not called")
         self.graphs += 1
-        self.loops += lower_loops(graph)
-        if self.takes_time:
-            delay_scatters(graph)
-        waits = host_copy_waits(graph)
-        for op in {node.target for node in graph.nodes if is_host_copy(node)}:
-            call_with_aligned_result(op)
-        waits = joined(delay_recomputation(graph, self.takes_time), waits)
-        make_wait(graph, waits)
-        materialize_masks(graph)
+        runner = PassRunner(self.partitioner.options.verify)
+        self.loops += runner.run_in_place(
+            InPlacePass("lower_loops", lower_loops, (*FINISHED, NO_LOOPS), required=True), graph
+        )
+        for step in self._passes():
+            runner.run_in_place(step, graph)
+        self.partitioner.refused(runner)
         keep_donations_from_subgraphs(graph)
         if self.users_pass is not None:
             self.users_pass(graph)
+
+    def _passes(self) -> Iterator[InPlacePass]:
+        """The passes over a graph whose loops are lowered."""
+        if self.takes_time:
+            yield InPlacePass("delay_scatters", delay_scatters, FINISHED)
+        yield InPlacePass("wait", functools.partial(_wait, takes_time=self.takes_time), FINISHED)
+        yield InPlacePass("materialize_masks", materialize_masks, FINISHED)
 
     def uuid(self) -> Any:
         theirs = self.users_pass.uuid() if isinstance(self.users_pass, CustomGraphPass) else None

@@ -43,6 +43,7 @@ class Options:
     logits: str = "keep"
     host_budget: int = 0
     strict: bool = False
+    verify: bool = False
     inductor: tuple[tuple[str, Any], ...] = ()
     report: str | None = None
 
@@ -170,7 +171,7 @@ def _solver(value: Any, where: str) -> Any:
     return _one_of(*solver_names())(value, where)  # users may have registered more
 
 
-def _strict(value: Any, where: str) -> bool:
+def _switch(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
         raise OptionError(f"{where} must be True or False, got {value!r}")
     return value
@@ -210,7 +211,8 @@ _CHECKS: dict[str, Check] = {
     "accumulate": _one_of("float32", "input"),
     "logits": _one_of("keep", "drop"),
     "host_budget": _host_budget,
-    "strict": _strict,
+    "strict": _switch,
+    "verify": _switch,
     "inductor": _inductor,
     "report": _report,
 }

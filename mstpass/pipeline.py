@@ -33,14 +33,15 @@ from mstpass.limit import Limit, simulated_limit
 from mstpass.loops.apply_plans import Applied
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.timeline import StepMemory
-from mstpass.normalize.inputs_before_writes import inputs_before_writes
-from mstpass.normalize.masks_as_flags import masks_as_flags
+from mstpass.normalize import MASKS, READ
+from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
 from mstpass.partition.budget import BudgetError, infeasible
 from mstpass.partition.inductor_alone import inductor_alone
 from mstpass.partition.solvers import AUTO
 from mstpass.partition.solvers.candidate import TIE
 from mstpass.partition.solvers.host_budget import more_host_memory
+from mstpass.passes.runner import PassRunner
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
 from mstpass.regions.advice import with_fix
@@ -63,6 +64,7 @@ class Result:
             data and where torch's partitioner split the graph.
         memory: the simulated memory of ``modules``.
         seconds: the time that each stage took.
+        pass_seconds: the time that each pass took, by name, as part of its stage.
     """
 
     outcome: Outcome
@@ -73,6 +75,7 @@ class Result:
     before: StepMemory | None = None
     memory: StepMemory | None = None
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    pass_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def joint(self) -> fx.GraphModule | None:
@@ -148,11 +151,12 @@ def _run_stages(
     torch_kwargs: dict[str, Any],
 ) -> Result:
     """One plan within the limit, or one with a peak as low as there is."""
-    watch = _Stopwatch()
-    traced = inputs_before_writes(read())
-    masks = masks_as_flags(traced)
+    watch, runner = _Stopwatch(), PassRunner(options.verify)
+    traced, _ = runner.run_all(READ, read())
+    joint, masks = runner.run(MASKS, traced)
+    masks = masks or WithoutMasks(joint)
     watch.lap("read")
-    detected = pipeline_stages.detect(masks.joint, options, limit, loops_in_backward)
+    detected = pipeline_stages.detect(joint, options, limit, runner, loops_in_backward)
     detected = detected.with_masks(masks)
     watch.lap("detect")
     if stop_after in ("read", "detect"):
@@ -164,11 +168,13 @@ def _run_stages(
     if stop_after == "plan":
         rejections = (*detected.rejections, *planned.rejections)
         return Result(_outcome(planned.chunk_plans, rejections), planned.problem)
-    rewritten = functools.partial(_rewritten, detected, options, stop_after, torch_kwargs, watch)
+    rewritten = functools.partial(
+        _rewritten, detected, options, stop_after, torch_kwargs, runner, watch
+    )
     results: list[Result] = []
     for attempt in with_fewer_loops(planned, traced):
         results.append(rewritten(attempt))
-        if not _raises_peak(results[-1], attempt, options):
+        if not _raises_peak(results[-1], attempt, options, runner):
             break
     else:
         return min(results, key=_peak_bytes)
@@ -203,27 +209,32 @@ def _rewritten(
     options: Options,
     stop_after: str,
     torch_kwargs: dict[str, Any],
+    runner: PassRunner,
     watch: _Stopwatch,
     planned: pipeline_stages.Planned,
 ) -> Result:
     """The graphs of one plan: the stages that are left once it is made."""
     joint = planned.joint
-    applied, chunk_plans, refused = pipeline_stages.apply(joint, planned.chunk_plans, options)
+    applied, chunk_plans, refused = pipeline_stages.apply(
+        joint, planned.chunk_plans, options, runner
+    )
     watch.lap("apply")
     masks = whole_masks(joint, applied.names)
     rejections = (*detected.rejections, *planned.rejections, *refused, *masks)
-    outcome = _outcome(chunk_plans, rejections)
     if stop_after == "apply":
+        outcome = _outcome(chunk_plans, (*rejections, *runner.refused))
         return Result(outcome, planned.problem, applied)
     rewritten = JointGraph(applied.module, joint.num_fwd_outputs)
-    crossing = pipeline_stages.split(rewritten, applied, planned, joint, options, torch_kwargs)
+    crossing = pipeline_stages.split(
+        rewritten, applied, planned, joint, options, runner, torch_kwargs
+    )
     modules = crossing.modules
     for module in modules:
         share_storages(module.graph)
     forward, backward = (module.graph for module in modules)
     memory = simulate_step(forward, backward, not planned.limit.is_free)
     outcome = dataclasses.replace(
-        outcome,
+        _outcome(chunk_plans, (*rejections, *runner.refused)),
         save_plan=crossing.save_plan,
         peak_bytes=memory.peak_bytes if memory.known else None,
         notes=(*detected.notes, *crossing.notes),
@@ -237,10 +248,13 @@ def _rewritten(
             outcome, baseline_peak_bytes=before.peak_bytes, extra_time=extra_time
         )
     watch.lap("split")
-    return Result(outcome, planned.problem, applied, modules, joint, before, memory, watch.seconds)
+    times = watch.seconds, runner.seconds
+    return Result(outcome, planned.problem, applied, modules, joint, before, memory, *times)
 
 
-def _raises_peak(result: Result, planned: pipeline_stages.Planned, options: Options) -> bool:
+def _raises_peak(
+    result: Result, planned: pipeline_stages.Planned, options: Options, runner: PassRunner
+) -> bool:
     """Whether a plan raises the simulated peak above that of the step without loops.
 
     A solver that the user asks for may save what it likes where there are no loops.
@@ -257,7 +271,7 @@ def _raises_peak(result: Result, planned: pipeline_stages.Planned, options: Opti
     if result.before.peak_bytes < most_bytes:
         return True
     return pipeline_stages.is_lower_without_loops(
-        result.read, planned.problem, options, planned.limit, most_bytes
+        result.read, planned.problem, options, planned.limit, most_bytes, runner
     )
 
 

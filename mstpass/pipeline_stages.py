@@ -40,6 +40,8 @@ from mstpass.partition.torch_fallback import (
     needs_torch,
     split_by_torch,
 )
+from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
+from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Plan, Value
@@ -70,7 +72,11 @@ class Detected:
 
 
 def detect(
-    joint: JointGraph, options: Options, limit: Limit, loops_in_backward: bool = True
+    joint: JointGraph,
+    options: Options,
+    limit: Limit,
+    runner: PassRunner,
+    loops_in_backward: bool = True,
 ) -> Detected:
     """Find regions, in the joint graph as it is or in a normalized copy of it.
 
@@ -81,7 +87,7 @@ def detect(
         return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
     if options.chunk == "off":
         return Detected(joint)
-    joint, prepared, changed = normalized(joint, loops_over_heads(options, limit))
+    joint, prepared, changed = normalized(joint, loops_over_heads(options, limit), runner)
     candidates, rejections = all_candidates(prepared, options, limit)
     if prepared is not joint and not any(changed.intersection(_members(c)) for c in candidates):
         prepared, (candidates, _) = joint, all_candidates(joint, options, limit)
@@ -220,15 +226,28 @@ def _rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:
 
 
 # ---- apply -------------------------------------------------------------------------------------
+def _apply_plans(
+    joint: JointGraph, plans: Sequence[ChunkPlan], accumulate: str
+) -> tuple[JointGraph, Applied]:
+    applied = apply_plans(joint, plans, accumulate)
+    return JointGraph(applied.module, joint.num_fwd_outputs), applied
+
+
+APPLY_PLANS = Pass("apply_plans", _apply_plans, (NO_LOOPS,), (*ALWAYS, PURE_LOOPS))
+
+
 def apply(
-    joint: JointGraph, chunk_plans: tuple[ChunkPlan, ...], options: Options
+    joint: JointGraph, chunk_plans: tuple[ChunkPlan, ...], options: Options, runner: PassRunner
 ) -> tuple[Applied, tuple[ChunkPlan, ...], tuple[Rejection, ...]]:
     """The joint graph with its loops, the plans that it has, and the loops that were left out."""
     left = list(chunk_plans)
     rejections: list[Rejection] = []
     while True:
         try:
-            return apply_plans(joint, left, options.accumulate), tuple(left), tuple(rejections)
+            _, applied = runner.run(APPLY_PLANS, joint, left, options.accumulate)
+            if applied is None:  # refused: the graph as it is
+                left, applied = [], apply_plans(joint, [], options.accumulate)
+            return applied, tuple(left), tuple(rejections)
         except CycleError as error:
             guilty, reason = error.plan, str(error)
         except CannotTake as error:
@@ -261,6 +280,7 @@ def split(
     planned: Planned,
     joint: JointGraph,
     options: Options,
+    runner: PassRunner,
     torch_kwargs: dict[str, Any],
 ) -> Split:
     """Split the graph that has the loops by the plan for ``joint``, the graph before them."""
@@ -273,7 +293,7 @@ def split(
     problem = _problem_of(rewritten, planned, names)
     before = Solved(solved, planned.solver, planned.notes, planned.limit_bytes)
     chosen, name, notes, _ = carried_over(before, applied.names, problem, options, planned.limit)
-    done = _reconstruct(rewritten, problem, chosen, options, planned.limit)
+    done = _reconstruct(rewritten, problem, chosen, options, planned.limit, runner)
     if done is not None:
         rewritten, chosen = done.joint, done.plan
         problem = _problem_of(rewritten, planned, names)
@@ -282,6 +302,8 @@ def split(
     above_limit = limit_bytes is not None and step.peak_bytes > limit_bytes
     program = step.lowered_program if above_limit else step.program
     modules, save_plan = split_joint(rewritten, program, chosen, name, **torch_kwargs)
+    for half, module in zip(("forward", "backward"), modules, strict=True):
+        runner.check(f"split ({half})", (*FINISHED, PURE_LOOPS), rewritten, JointGraph(module, 0))
     if done is not None:
         save_plan = dataclasses.replace(save_plan, reconstructed=done.values)
     as_copies(modules)
@@ -338,13 +360,15 @@ def _reconstruct(
     plan: Plan,
     options: Options,
     limit: Limit,
+    runner: PassRunner,
 ) -> _Reconstruction | None:
     """Save fewer values by reconstructing some in backward, unless that raises the peak."""
     pack_masks, saved = not limit.is_free, plan.saved
     allowed = problem.allowing(True)
-    reduced, kept, done = reconstruct(joint, allowed, saved, options.reconstruct, pack_masks)
-    if not done:
+    reduced, found = runner.run(RECONSTRUCT, joint, allowed, saved, options.reconstruct, pack_masks)
+    if reduced is joint:
         return None
+    kept, done = found
     other = cut_problem(reduced, (), not limit.is_free, problem.host)
     verify(other.allowing(True), kept)
     peak_bytes = simulate_plan(problem, plan).peak_bytes
@@ -354,8 +378,21 @@ def _reconstruct(
     return _Reconstruction(reduced, after, other, done)
 
 
+def _reconstruct_values(*args: Any) -> tuple[JointGraph, Any]:
+    joint, *found = reconstruct(*args)
+    return joint, found
+
+
+RECONSTRUCT = Pass("reconstruct", _reconstruct_values, (PURE_LOOPS,), (*ALWAYS, PURE_LOOPS))
+
+
 def is_lower_without_loops(
-    joint: JointGraph, problem: CutProblem, options: Options, limit: Limit, peak_bytes: float
+    joint: JointGraph,
+    problem: CutProblem,
+    options: Options,
+    limit: Limit,
+    peak_bytes: float,
+    runner: PassRunner,
 ) -> bool:
     """Whether the step without loops has a lower simulated peak, by reconstruction as well."""
     before = problem.once(without_loops)
@@ -365,7 +402,7 @@ def is_lower_without_loops(
     won_bytes = most_won_bytes(joint, before.problem, saved, options.reconstruct)
     if before.peak_bytes - won_bytes >= peak_bytes:
         return False
-    done = _reconstruct(joint, before.problem, before.plan, options, limit)
+    done = _reconstruct(joint, before.problem, before.plan, options, limit, runner)
     return done is not None and simulate_plan(done.problem, done.plan).peak_bytes < peak_bytes
 
 

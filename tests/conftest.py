@@ -14,6 +14,7 @@ import torch
 
 from mstpass import pipeline
 from mstpass.frame_stack import with_deep_stack
+from mstpass.passes import runner
 from tests import checks
 from tests.html_page import browser, open_page  # noqa: F401
 from tests.planner_models import TINY
@@ -91,6 +92,14 @@ def forced_loops_stay() -> Iterator[None]:
     """Tests force loops with ``chunk_tokens`` on steps so small that loops may raise the peak."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "FORCED_MAY_RAISE", math.inf)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def every_pass_is_verified() -> Iterator[None]:
+    """A pass that leaves wrong metadata, order or phases behind fails the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "LEAST", runner.RAISE)
         yield
 
 

@@ -20,6 +20,7 @@ LAYERS = (
     ("graph",),
     ("plans", "options", "argument_parsers"),
     ("limit",),
+    ("passes",),
     ("regions",),
     ("returned_logits",),
     ("normalize",),

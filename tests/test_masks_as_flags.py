@@ -224,7 +224,7 @@ def _on_gpu(
 
     model = Attention(mask, **sizes).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mstpass.pipeline.masks_as_flags", keep)
+        patch.setattr("mstpass.normalize.masks_as_flags", keep)
         mstpass.explain(model, _input(64).to(dtype), gpu=gpu)
     return found[0]
 

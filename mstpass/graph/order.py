@@ -6,30 +6,31 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from mstpass.graph.joint import JointGraph, ancestors
-from mstpass.torch_internals.graphs import graph_module
+from mstpass.graph.joint import ancestors
 
 
 class Circle(Exception):
     """A node depends on its own result."""
 
 
-def in_order(joint: JointGraph) -> JointGraph:
-    """The graph with each node as early as it was, or earlier where another one needs it.
+def put_in_order(graph: fx.Graph) -> None:
+    """Move each node to where it was, or earlier where another one needs it.
 
     Nodes that nothing needs are left out.
 
     Raises:
         Circle: there is no such order.
     """
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in _ordered(list(joint.module.graph.nodes)):
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.lint()
-    module = graph_module(joint.module, graph)
-    module.meta = dict(joint.module.meta)
-    return JointGraph(module, joint.num_fwd_outputs)
+    nodes, output = list(graph.nodes), graph.output_node()
+    ordered = list(_ordered(nodes))
+    for node in ordered:
+        if node is not output:
+            output.prepend(node)
+    unneeded = set(nodes).difference(ordered)
+    for node in unneeded:
+        node.args, node.kwargs = (), {}
+    for node in unneeded:
+        graph.erase_node(node)
 
 
 def _ordered(nodes: list[fx.Node]) -> Iterator[fx.Node]:

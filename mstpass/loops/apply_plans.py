@@ -24,12 +24,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from mstpass.graph import ops
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
 from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.sizes import generic_shape, generic_stride
+from mstpass.graph.renew_values import CannotRenew, Renewal
 from mstpass.graph.tokens import CannotTake
 from mstpass.loops.write_loop import LoopWriter
 from mstpass.plans import ChunkPlan, LoopOutput
@@ -108,7 +107,7 @@ class _GraphWriter:
         self.env: dict[fx.Node, fx.Node] = {}  # new nodes by the old ones that they stand for
         self.results: dict[fx.Node, fx.Node] = {}  # the same for what loops return, unfinished
         self.written: set[str] = set()  # names of loops
-        self.permuted: set[fx.Node] = set()  # new nodes whose dims lie in memory in another order
+        self.renewal = Renewal(self.graph)
         self.loop_of = {
             loop_name(loop.outputs[0].node): (plan, loop) for plan in plans for loop in plan.loops
         }
@@ -192,7 +191,7 @@ class _GraphWriter:
     def _write(self, task: _Task) -> None:
         try:
             self._write_task(task)
-        except UnknownSize as error:
+        except (UnknownSize, CannotRenew) as error:
             first = self.loop_of[task][1].members[0] if isinstance(task, str) else task.name
             raise CannotTake(self.joint.by_name[first], str(error)) from None
 
@@ -205,35 +204,11 @@ class _GraphWriter:
             plan, loop = self.loop_of[name]
             result = self.loops.finish(self.results[task], plan, loop, item, self.env)
             self.env[task] = result
-            if not _has_strides_of(result, task):
-                self.permuted.add(result)
+            self.renewal.replaced(task, result)  # heads come first where a loop is over heads
+        elif task is self.joint.output:
+            results = {n: self.renewal.with_layout_of(self.env[n], n) for n in task.all_input_nodes}
+            self.env[task] = self.graph.node_copy(task, results.__getitem__)
         else:
-            copied = self.graph.node_copy(task, self.env.__getitem__)
-            self.env[task] = copied
-            if not self.permuted.isdisjoint(copied.all_input_nodes):
-                self._copy_where_no_view(copied)
+            self.env[task] = copied = self.graph.node_copy(task, self.env.__getitem__)
+            self.renewal.renew(copied)
             self.sizes.learn(copied)
-
-    def _copy_where_no_view(self, node: fx.Node) -> None:
-        """Let a view by shape copy, as Inductor does, if its operand's dims have another order now.
-
-        The dims of a loop's result lie in memory in the order of the loop's rows: of heads, heads
-        come first, and queries before the sequences of a batch. What is computed from it element by
-        element has the same order, though the traced value does not say so.
-        """
-        if ops.is_view_by_shape(node):
-            node.target = torch.ops.aten.reshape.default
-        if (
-            node.target is torch.ops.aten.reshape.default
-            or ops.is_pointwise(node)
-            or ops.is_view(node)
-        ):
-            self.permuted.add(node)
-
-
-def _has_strides_of(result: fx.Node, node: fx.Node) -> bool:
-    """Whether a loop's result lies in memory as the node for which it stands."""
-    found, traced = value_of(result), value_of(node)
-    assert found is not None and traced is not None
-    strides = zip(generic_shape(found), generic_stride(found), generic_stride(traced), strict=True)
-    return all(size == 1 or mine == other for size, mine, other in strides)

@@ -98,7 +98,7 @@ class _Lowering:
             loop = self.graph.call_function(
                 torch.ops.higher_order.while_loop, (cond, step, (zero, *buffers), extra)
             )
-            loop.meta["val"] = (zero.meta["val"], *(b.meta["val"] for b in buffers))
+            loop.meta["val"] = (zero.meta["val"], *call.meta["val"])  # as its items have them
             self._read_counter_after(loop)
         for user in list(call.users):
             with self.graph.inserting_before(user):

@@ -1,5 +1,7 @@
 """Rewrite the joint graph to a form in which more regions are found, with the same results.
 
+The passes are ``READ``, ``SIZES``, ``TOKENS`` and ``HEADS``, in their order:
+
 scattered_constants.py scattered constants have their own dtype
 sizes_from_inputs.py   symbolic sizes come from the inputs of the step
 items_as_slices.py     items of a split or an unbind become slices and selections
@@ -22,14 +24,19 @@ a mask of attention that follows from positions becomes a flag of its kernel (wr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mstpass.graph.joint import JointGraph
+from mstpass.graph.rewriting import Rewritten
 from mstpass.normalize.bias_after_product import bias_after_product
 from mstpass.normalize.expand_to_tokens import expand_to_tokens
 from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
 from mstpass.normalize.index_by_token import index_by_token
+from mstpass.normalize.inputs_before_writes import inputs_before_writes
 from mstpass.normalize.items_as_slices import items_as_slices
 from mstpass.normalize.join_windows import join_windows
 from mstpass.normalize.local_sums import local_sums
+from mstpass.normalize.masks_as_flags import WithoutMasks, masks_as_flags
 from mstpass.normalize.means_as_sums import means_as_sums
 from mstpass.normalize.move_token_slices import move_slices
 from mstpass.normalize.products_by_section import products_by_section
@@ -38,10 +45,44 @@ from mstpass.normalize.sink_token_slices import sink_slices
 from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
 from mstpass.normalize.unstack import unstack
 from mstpass.normalize.unused_random_state import unused_random_state
+from mstpass.passes.facts import ALWAYS, NO_LOOPS
+from mstpass.passes.runner import Pass, PassRunner
+
+
+def _pass(run: Callable[[JointGraph], Rewritten]) -> Pass:
+    return Pass(run.__name__, run, before=(NO_LOOPS,), after=(*ALWAYS, NO_LOOPS))
+
+
+def _masks_as_flags(joint: JointGraph) -> tuple[JointGraph, WithoutMasks]:
+    found = masks_as_flags(joint)
+    return found.joint, found
+
+
+MASKS = Pass("masks_as_flags", _masks_as_flags, (NO_LOOPS,), (*ALWAYS, NO_LOOPS))
+READ = (_pass(inputs_before_writes),)  # of every graph
+SIZES = (_pass(sizes_from_inputs), _pass(scattered_constants))  # of every graph with regions
+TOKENS = (  # where a region needs one
+    _pass(items_as_slices),
+    _pass(unstack),
+    _pass(index_by_token),
+    _pass(local_sums),
+    _pass(means_as_sums),
+    _pass(move_slices),
+    _pass(items_as_slices),
+    _pass(join_windows),
+    _pass(sink_slices),
+    _pass(expand_to_tokens),
+    _pass(grouped_by_chunk),
+)
+HEADS = (  # where loops may run over heads
+    _pass(products_by_section),
+    _pass(bias_after_product),
+    _pass(unused_random_state),
+)
 
 
 def normalized(
-    joint: JointGraph, for_heads: bool = False
+    joint: JointGraph, for_heads: bool = False, runner: PassRunner | None = None
 ) -> tuple[JointGraph, JointGraph, frozenset[str]]:
     """Apply the rewrites to copies; ``joint`` itself stays as it is.
 
@@ -53,33 +94,7 @@ def normalized(
         normalized graph, which is the first one if no further rewrite applies. The names of the
         nodes in it that the rewrites changed or made.
     """
-    joint = scattered_constants(sizes_from_inputs(joint))
-    prepared, unstacked = unstack(items_as_slices(joint))
-    prepared, indexed = index_by_token(prepared)
-    prepared, local = local_sums(prepared)
-    prepared, sums = means_as_sums(prepared)
-    prepared, moved = move_slices(prepared)
-    prepared, together = join_windows(items_as_slices(prepared))
-    prepared, sunk = sink_slices(prepared)
-    prepared, expanded = expand_to_tokens(prepared)
-    prepared, grouped = grouped_by_chunk(prepared)
-    for_attention: frozenset[str] = frozenset()
-    if for_heads:
-        prepared, divided = products_by_section(prepared)
-        prepared, unbiased = bias_after_product(prepared)
-        prepared, stateless = unused_random_state(prepared)
-        for_attention = divided | unbiased | stateless
-    return (
-        joint,
-        prepared,
-        unstacked
-        | indexed
-        | local
-        | sums
-        | moved
-        | sunk
-        | together
-        | expanded
-        | grouped
-        | for_attention,
-    )
+    runner = runner or PassRunner()
+    joint, _ = runner.run_all(SIZES, joint)
+    prepared, changed = runner.run_all((*TOKENS, *(HEADS if for_heads else ())), joint)
+    return joint, prepared, changed

@@ -12,15 +12,15 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.heads import is_attention_item
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import policy_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten
 
 aten = torch.ops.aten
 
 
-def bias_after_product(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def bias_after_product(joint: JointGraph) -> Rewritten:
     """Rewrite the biased products of attention's results, in a copy of the graph.
 
     Returns:
@@ -29,12 +29,9 @@ def bias_after_product(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     found = [node.name for node in joint.nodes if _is_output_projection(node)]
     if not found:
         return joint, frozenset()
-    new = joint.copy()
-    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
-    products = frozenset(_split(builder, new.by_name[name]).name for name in found)
-    new.module.graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs), products
+    rewriting = Rewriting(joint)
+    products = frozenset(_split(rewriting, name).name for name in found)
+    return rewriting.finished(), products
 
 
 def _is_output_projection(node: fx.Node) -> bool:
@@ -47,14 +44,14 @@ def _is_output_projection(node: fx.Node) -> bool:
     return is_attention_item(source) or source.target is aten.bmm.default
 
 
-def _split(builder: Builder, biased: fx.Node) -> fx.Node:
+def _split(rewriting: Rewriting, name: str) -> fx.Node:
     """Replace the node by a product and a sum; returns the product."""
+    biased, call = rewriting.joint.by_name[name], rewriting.builder.call
     bias, left, right = biased.args
-    with builder.graph.inserting_before(biased):
-        product = builder.call(aten.mm.default, left, right)
-        total = builder.call(aten.add.Tensor, product, bias)
+    with rewriting.graph.inserting_before(biased):
+        product = call(aten.mm.default, left, right)
+        total = call(aten.add.Tensor, product, bias)
     for node in (product, total):
         node.meta.update(policy_meta(biased))
-    biased.replace_all_uses_with(total)
-    builder.graph.erase_node(biased)
+    rewriting.replace(biased, total)
     return product

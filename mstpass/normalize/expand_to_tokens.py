@@ -13,9 +13,10 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
+from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
 from mstpass.graph.node_meta import policy_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import Size, generic_shape
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import Refusal, Spec, broadcast_source
@@ -24,7 +25,7 @@ from mstpass.normalize.downstream import downstream
 aten = torch.ops.aten
 
 
-def expand_to_tokens(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def expand_to_tokens(joint: JointGraph) -> Rewritten:
     """Expand such operands of pointwise ops downstream of an anchor, in a copy of the graph.
 
     Returns:
@@ -34,21 +35,18 @@ def expand_to_tokens(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     partly_broadcast = _partly_broadcast(joint)
     if not partly_broadcast:
         return joint, frozenset()
-    new = joint.copy()
-    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
-    sizes = SizeNodes.of_inputs(builder)
+    rewriting = Rewriting(joint)
+    by_name, sizes = rewriting.joint.by_name, rewriting.sizes
     for user_name, operand_name, spec in partly_broadcast:
-        user, operand = new.by_name[user_name], new.by_name[operand_name]
+        user, operand = by_name[user_name], by_name[operand_name]
         result = next(tensors_of(user.meta["val"]))  # all results of a pointwise op have one shape
         shape = _expanded_shape(result.shape, operand.meta["val"].shape, spec)
-        with new.module.graph.inserting_before(user), contextlib.suppress(UnknownSize):
-            expanded = builder.call(aten.expand.default, operand, sizes.arguments(shape))
+        with rewriting.graph.inserting_before(user), contextlib.suppress(UnknownSize):
+            written = sizes.arguments(shape)
+            expanded = rewriting.builder.call(aten.expand.default, operand, written)
             expanded.meta.update(policy_meta(user))
-            user.replace_input_with(operand, expanded)
-    new.module.graph.lint()
-    new.module.recompile()
-    users = frozenset(user for user, _, _ in partly_broadcast)
-    return JointGraph(new.module, new.num_fwd_outputs), users
+            rewriting.replace(operand, expanded, [user])
+    return rewriting.finished(), frozenset(user for user, _, _ in partly_broadcast)
 
 
 def _partly_broadcast(joint: JointGraph) -> list[tuple[str, str, Spec]]:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import expression
 from mstpass.graph.token_rules.arguments import argument, has_argument
 from mstpass.torch_internals.graphs import OpOverload, schema_of
@@ -30,7 +30,7 @@ _FALLBACK = "transformers::grouped_mm_fallback"
 _FALLBACK_BACKWARD = "transformers::grouped_mm_fallback_backward"
 
 
-def grouped_by_chunk(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def grouped_by_chunk(joint: JointGraph) -> Rewritten:
     """Rewrite the products of experts, in a copy of the graph.
 
     Returns:
@@ -38,15 +38,12 @@ def grouped_by_chunk(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     """
     if not any(map(_is_grouped, joint.nodes)):
         return joint, frozenset()
-    new = joint.copy()
-    rewriting = _Rewriting(Builder(new.module.graph, fake_mode_of(new.nodes)))
-    for node in new.nodes:
+    rewriting = Rewriting(joint)
+    products = _Products(rewriting)
+    for node in rewriting.joint.nodes:
         if _is_grouped(node):
-            rewriting.replace(node)
-    new.module.graph.eliminate_dead_code()
-    new.module.graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs), frozenset(rewriting.made)
+            products.replace(node)
+    return rewriting.finished(), frozenset(products.made)
 
 
 def _is_grouped(node: fx.Node) -> bool:
@@ -68,15 +65,15 @@ def _name(node: fx.Node) -> str:
     return schema_of(node.target).name
 
 
-class _Rewriting:
-    """The rewrite of one graph.
+class _Products:
+    """The products of one graph.
 
     Attributes:
-        made: the names of the new products.
+        made: the names of the new ones.
     """
 
-    def __init__(self, builder: Builder):
-        self.builder = builder
+    def __init__(self, rewriting: Rewriting):
+        self.rewriting, self.builder = rewriting, rewriting.builder
         self.made: list[str] = []
         self._positions: dict[tuple[object, torch.device], fx.Node] = {}
 
@@ -100,8 +97,7 @@ class _Rewriting:
             weights = value_of(right)
             assert weights is not None
             new = (self._rows if weights.dim() == 3 else self._sums)(left, right, ends, node)
-        node.replace_all_uses_with(new)
-        self.builder.graph.erase_node(node)
+        self.rewriting.replace(node, new)
 
     def _rows(self, rows: fx.Node, weights: fx.Node, ends: fx.Node, like: fx.Node) -> fx.Node:
         positions = self._positions_of(rows)
@@ -114,9 +110,7 @@ class _Rewriting:
 
     def _replace_items(self, node: fx.Node, values: tuple[fx.Node, ...]) -> None:
         for item in list(node.users):
-            item.replace_all_uses_with(values[item.args[1]])  # type: ignore[index]
-            self.builder.graph.erase_node(item)
-        self.builder.graph.erase_node(node)
+            self.rewriting.replace(item, values[item.args[1]])  # type: ignore[index]
 
     def _positions_of(self, rows: fx.Node) -> fx.Node:
         """The numbers of the rows; one node for all values of as many rows."""

@@ -16,9 +16,10 @@ import torch
 from torch import fx
 
 from mstpass.graph import linearity
-from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.builder import Builder
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.token_rules.arguments import argument
 
@@ -28,7 +29,7 @@ _READS = (aten.index.Tensor, aten._unsafe_index.Tensor)
 _WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
 
 
-def index_by_token(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def index_by_token(joint: JointGraph) -> Rewritten:
     """Rewrite such reads and writes of matrices, in a copy of the graph.
 
     Returns:
@@ -37,23 +38,18 @@ def index_by_token(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     names = [node.name for node in joint.nodes if _indexes_by_token(node)]
     if not names:
         return joint, frozenset()
-    new = joint.copy()
-    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
+    rewriting = Rewriting(joint)
     changed = set()
     for name in names:
-        node = new.by_name[name]
-        with new.module.graph.inserting_before(node):
+        node = rewriting.joint.by_name[name]
+        with rewriting.graph.inserting_before(node):
             rewrite = _gather if node.target in _READS else _scatter
-            made, result = rewrite(builder, node)
+            made, result = rewrite(rewriting.builder, node)
         for replacement in (made, result):
             replacement.meta.update(replacement_meta(node))
-        node.replace_all_uses_with(result)
-        new.module.graph.erase_node(node)
+        rewriting.replace(node, result)
         changed.add(made.name)
-    new.module.graph.eliminate_dead_code()
-    new.module.graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs), frozenset(changed)
+    return rewriting.finished(), frozenset(changed)
 
 
 def _indexes_by_token(node: fx.Node) -> bool:

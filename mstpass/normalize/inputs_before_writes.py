@@ -19,33 +19,30 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.input_writes import BEFORE_WRITE
 from mstpass.graph.joint import JointGraph, Modules, value_of
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import is_size
 
 aten = torch.ops.aten
 
 
-def inputs_before_writes(joint: JointGraph) -> JointGraph:
-    """A copy of the graph that has the ops; the graph itself if it needs none."""
+def inputs_before_writes(joint: JointGraph) -> Rewritten:
+    """A copy of the graph that has the ops, of which none counts as changed; the graph itself if it
+    needs none."""
     names = [node.name for node in _overwritten(joint) if _backward_depends_on(node, joint)]
     if not names:
-        return joint
-    new = joint.copy()
-    graph = new.module.graph
-    builder = Builder(graph, fake_mode_of(new.nodes))
+        return joint, frozenset()
+    rewriting = Rewriting(joint)
+    new = rewriting.joint
     first_call = next(node for node in new.nodes if node.op != "placeholder")
     for name in names:
         node = new.by_name[name]
         readers = _early_readers(node, new)
-        with graph.inserting_before(first_call):
-            before = builder.call(BEFORE_WRITE, node)
-        for reader in readers:
-            reader.replace_input_with(node, before)
-    graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs)
+        with rewriting.graph.inserting_before(first_call):
+            before = rewriting.builder.call(BEFORE_WRITE, node)
+        rewriting.replace(node, before, readers)
+    return rewriting.finished(), frozenset()
 
 
 def as_copies(modules: Modules) -> None:

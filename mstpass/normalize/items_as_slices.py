@@ -14,9 +14,10 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.builder import Builder
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import is_static
 from mstpass.graph.token_rules.arguments import dims_of, shape_of
 from mstpass.normalize.downstream import downstream
@@ -26,23 +27,22 @@ _CATS = (aten.cat.default, aten.stack.default)
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
-def items_as_slices(joint: JointGraph) -> JointGraph:
-    """Rewrite such items in a copy of the graph; the graph itself if it has none."""
+def items_as_slices(joint: JointGraph) -> Rewritten:
+    """Rewrite such items in a copy of the graph; the graph itself if it has none.
+
+    No name counts as changed: a slice alone makes no region.
+    """
     found = [node.name for node in joint.nodes if _is_item(node) and _is_wide(joint, node)]
     if not found:
-        return joint
-    new = joint.copy()
-    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
+        return joint, frozenset()
+    rewriting = Rewriting(joint)
     for name in found:
-        item = new.by_name[name]
-        with builder.graph.inserting_before(item):
-            built = _written(builder, item)
+        item = rewriting.joint.by_name[name]
+        with rewriting.graph.inserting_before(item):
+            built = _written(rewriting.builder, item)
         built.meta.update(replacement_meta(item))
-        item.replace_all_uses_with(built)
-    new.module.graph.eliminate_dead_code()
-    new.module.graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs)
+        rewriting.replace(item, built)
+    return rewriting.finished(), frozenset()
 
 
 def _is_item(node: fx.Node) -> bool:

@@ -33,10 +33,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph.builder import Builder, UnknownSize, fake_mode_of
+from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import replacement_meta
-from mstpass.graph.order import Circle, in_order
+from mstpass.graph.order import Circle
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import same_shape
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import CannotTake
@@ -57,7 +58,7 @@ LEAST_SHARE = 0.5
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def join_windows(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def join_windows(joint: JointGraph) -> Rewritten:
     """Rewrite such windows, in a copy of the graph.
 
     Returns:
@@ -85,10 +86,10 @@ def _joined(joint: JointGraph, windows: Windows) -> tuple[JointGraph, set[str]]:
     for group in groups:
         if sum(lane.stop - lane.start for lane in group) < LEAST_SHARE * axis_size:
             raise CannotTake(group[0].item, "most tokens would be computed for nothing")
-    copy = joint.copy()
-    writer = _Writer(copy, windows, groups)
+    rewriting = Rewriting(joint)
+    writer = _Writer(rewriting, windows, groups)
     writer.write()
-    new = in_order(copy)
+    new = rewriting.finished(reorder=True)
     known = set(joint.by_name)
     return new, {n.name for n in new.nodes if n.name not in known} | writer.changed
 
@@ -118,9 +119,9 @@ _Gradients = dict[fx.Node, tuple[WindowGroup, int, fx.Node]]
 class _Writer:
     """Writes the computations on all tokens, into a graph whose order is mended afterwards."""
 
-    def __init__(self, joint: JointGraph, windows: Windows, groups: list[list[Lane]]):
-        self.joint, self.windows, self.groups = joint, windows, groups
-        self.builder = Builder(joint.module.graph, fake_mode_of(joint.nodes))
+    def __init__(self, rewriting: Rewriting, windows: Windows, groups: list[list[Lane]]):
+        self.rewriting, self.windows, self.groups = rewriting, windows, groups
+        self.joint, self.builder = rewriting.joint, rewriting.builder
         self.changed: set[str] = set()
 
     def write(self) -> None:
@@ -202,4 +203,4 @@ class _Writer:
             raise CannotTake(old, f"on all tokens it has shape {tuple(other.shape)}")
         self.changed.update(user.name for user in old.users)
         new.meta = {**replacement_meta(old), **new.meta}
-        old.replace_all_uses_with(new)
+        self.rewriting.replace(old, new)

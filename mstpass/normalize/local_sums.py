@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import same_shape
 from mstpass.normalize.downstream import downstream
 from mstpass.torch_internals.collectives import ALL_REDUCE
@@ -44,7 +44,7 @@ class _Sum:
     total: str
 
 
-def local_sums(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def local_sums(joint: JointGraph) -> Rewritten:
     """Rewrite such sums over the results of anchors, in a copy of the graph.
 
     Returns:
@@ -54,13 +54,9 @@ def local_sums(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     found = [s for node in joint.nodes if (s := _sum_of(node)) and joint.by_name[s.values] in known]
     if not found:
         return joint, frozenset()
-    new = joint.copy()
-    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
-    made = [_rewrite(builder, new, each).name for each in found]
-    new.module.graph.eliminate_dead_code()
-    new.module.graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs), frozenset(made)
+    rewriting = Rewriting(joint)
+    made = frozenset(_rewrite(rewriting, each).name for each in found)
+    return rewriting.finished(), made
 
 
 def _sum_of(total: fx.Node) -> _Sum | None:
@@ -105,11 +101,12 @@ def _keep_dims(*reductions: fx.Node) -> bool:
     ) and same_shape(values[0].shape, values[1].shape)
 
 
-def _rewrite(builder: Builder, joint: JointGraph, found: _Sum) -> fx.Node:
+def _rewrite(rewriting: Rewriting, found: _Sum) -> fx.Node:
     """Put the new sum in the place of the old one. Returns the sum with the rank's own maximum."""
-    old = joint.by_name[found.total]
+    builder, by_name = rewriting.builder, rewriting.joint.by_name
+    old = by_name[found.total]
     values, own, maximum = (
-        joint.by_name[name] for name in (found.values, found.own_maximum, found.maximum)
+        by_name[name] for name in (found.values, found.own_maximum, found.maximum)
     )
     value = own.meta["val"]
     call = builder.call
@@ -131,6 +128,5 @@ def _rewrite(builder: Builder, joint: JointGraph, found: _Sum) -> fx.Node:
         scaled = call(aten.where.self, empty, zero, call(aten.mul.Tensor, total, scale))
     for node in (total, scaled):
         node.meta.update(replacement_meta(old))
-    old.replace_all_uses_with(scaled)
-    builder.graph.erase_node(old)
+    rewriting.replace(old, scaled)
     return total

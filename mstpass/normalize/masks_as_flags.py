@@ -29,7 +29,6 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from mstpass.byte_sizes import bytes_text
-from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.positions import Band, Positions, Unknown, band_of
 from mstpass.graph.positions.calls import name_of_op, shape_of
@@ -86,7 +85,7 @@ def masks_as_flags(joint: JointGraph) -> WithoutMasks:
     new, kept = joint, decided
     if decided:
         try:
-            new = _written(joint, decided)
+            new = write_attention(joint, decided)
         except CannotReplace as error:
             log.debug("attention keeps its ops: %s", error)
             reason = f"flash attention, which has a window, does not fit: {error}"
@@ -94,7 +93,7 @@ def masks_as_flags(joint: JointGraph) -> WithoutMasks:
             kept = [one for one in kept if one.kernel != WINDOW]
             left = {one.forward for one in decided} - {one.forward for one in kept}
             reasons += [(joint.by_name[name], reason) for name in sorted(left)]
-            new = _written(joint, kept) if kept else joint
+            new = write_attention(joint, kept) if kept else joint
     rejections = [_rejection(*each) for each in reasons if _is_large(each[0])]
     return WithoutMasks(new, tuple(_notes(joint, kept)), tuple(rejections))
 
@@ -103,16 +102,6 @@ def _is_masked_forward(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     return name_of_op(node) in FUSED and mask_of(node) is not None
-
-
-def _written(joint: JointGraph, decided: Sequence[FlaggedAttention]) -> JointGraph:
-    new = joint.copy()
-    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
-    write_attention(new, builder, decided)
-    new.module.graph.eliminate_dead_code()
-    new.module.graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs)
 
 
 # ---- decide --------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ import math
 import torch
 from torch import fx
 
-from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
+from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.node_meta import policy_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.normalize.downstream import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
@@ -29,7 +30,7 @@ _MEANS = (aten.mean.default, aten.mean.dim)
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def means_as_sums(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def means_as_sums(joint: JointGraph) -> Rewritten:
     """Rewrite the means of wide values over tokens, in a copy of the graph.
 
     Returns:
@@ -38,17 +39,12 @@ def means_as_sums(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     means = _means_over_tokens(joint)
     if not means:
         return joint, frozenset()
-    new = joint.copy()
-    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
-    sizes = SizeNodes.of_inputs(builder)
+    rewriting = Rewriting(joint)
     sums = set()
     for name in means:
         with contextlib.suppress(UnknownSize):
-            sums.add(_replace_by_sum(builder, sizes, new.by_name[name]).name)
-    new.module.graph.eliminate_dead_code()
-    new.module.graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs), frozenset(sums)
+            sums.add(_replace_by_sum(rewriting, rewriting.joint.by_name[name]).name)
+    return rewriting.finished(), frozenset(sums)
 
 
 def _means_over_tokens(joint: JointGraph) -> list[str]:
@@ -67,7 +63,7 @@ def _means_over_tokens(joint: JointGraph) -> list[str]:
     return means
 
 
-def _replace_by_sum(builder: Builder, sizes: SizeNodes, mean: fx.Node) -> fx.Node:
+def _replace_by_sum(rewriting: Rewriting, mean: fx.Node) -> fx.Node:
     """Add the sum and its quotient before the mean, and let the quotient replace the mean.
 
     Returns:
@@ -78,13 +74,14 @@ def _replace_by_sum(builder: Builder, sizes: SizeNodes, mean: fx.Node) -> fx.Nod
     dims = reduced_dims(mean, len(shape))
     keepdim = value.dim() == len(shape)
     dtype = torch.float32 if value.dtype in _LOW_PRECISION else value.dtype
-    with builder.graph.inserting_before(mean):
-        (count,) = sizes.arguments([math.prod(shape[d] for d in dims)])
+    builder = rewriting.builder
+    with rewriting.graph.inserting_before(mean):
+        (count,) = rewriting.sizes.arguments([math.prod(shape[d] for d in dims)])
         total = builder.call(aten.sum.dim_IntList, operand, dims, keepdim, dtype=dtype)
         quotient = builder.call(aten.div.Tensor, total, count)
         if dtype != value.dtype:
             quotient = builder.call(prims.convert_element_type.default, quotient, value.dtype)
     for node in (total, quotient):
         node.meta.update(policy_meta(mean))
-    mean.replace_all_uses_with(quotient)
+    rewriting.replace(mean, quotient)
     return total

@@ -25,10 +25,11 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
+from mstpass.graph.builder import UnknownSize
 from mstpass.graph.chunk_form import add_chunk
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import Size, generic, generic_shape, is_size, same_shape
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec, chunk_shape
 from mstpass.normalize.scattered_gradients import scattered_gradients
@@ -44,7 +45,7 @@ from mstpass.regions.anchors import WIDE_OF_ANCHOR
 aten = torch.ops.aten
 
 
-def move_slices(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def move_slices(joint: JointGraph) -> Rewritten:
     """Move the slices of wide values over tokens, in a copy of the graph.
 
     A slice stays where it is if it cannot be moved, for example because the other tokens of the
@@ -69,9 +70,9 @@ class _SliceMover:
     """Moves the slices of one matmul, all with the same window, in a copy of the graph."""
 
     def __init__(self, joint: JointGraph, window: Window):
-        self.joint, self.window = joint.copy(), window
-        self.builder = Builder(self.joint.module.graph, fake_mode_of(self.joint.nodes))
-        self.sizes = SizeNodes.of_inputs(self.builder)
+        self.rewriting, self.window = Rewriting(joint), window
+        self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
+        self.sizes = self.rewriting.sizes
         # The window as it is written in the graph: sizes before and after the slice, and bounds.
         self.grid: list[Size] = []
         self.window_grid: list[Size] = []
@@ -112,12 +113,10 @@ class _SliceMover:
                 else:
                     self._use_small_gradients(node)
         moved = self.small.get((matmul, sliced.spec))
-        graph.eliminate_dead_code()
-        if moved is None or any(n is matmul for n in graph.nodes):
+        new = self.rewriting.finished()
+        if moved is None or any(n is matmul for n in new.nodes):
             raise CannotTake(matmul, "the tokens that a slice drops are used as well")
-        graph.lint()
-        self.joint.module.recompile()
-        return JointGraph(self.joint.module, self.joint.num_fwd_outputs), moved.name
+        return new, moved.name
 
     def _read_window(self, node: fx.Node) -> None:
         """Note the sizes and the bounds as one of the slices has them."""
@@ -221,7 +220,8 @@ class _SliceMover:
             if value_of(operand) is None or numel(operand) >= self.wide_numel:
                 reason = result.reason if isinstance(result, Refusal) else "is not linear in it"
                 raise CannotTake(node, f"reads a wide gradient of sliced tokens: {reason}")
-            node.replace_input_with(operand, self._scatter(operand, self.scattered[operand]))
+            scattered = self._scatter(operand, self.scattered[operand])
+            self.rewriting.replace(operand, scattered, [node])
 
     def _sum(self, node: fx.Node, operand: fx.Node) -> fx.Node:
         required = ops.sum_operands(node, operand, self.scattered[operand])
@@ -251,7 +251,7 @@ class _SliceMover:
         if not same_shape(new.meta["val"].shape, node.meta["val"].shape):
             raise CannotTake(node, f"moved, it has shape {tuple(new.meta['val'].shape)}")
         _pass_on_meta(node, new)
-        node.replace_all_uses_with(new)
+        self.rewriting.replace(node, new)
 
 
 def _pass_on_meta(old: fx.Node, new: fx.Node) -> None:

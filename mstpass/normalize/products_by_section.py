@@ -26,10 +26,11 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.builder import Builder
 from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import policy_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.token_rules.arguments import shape_of
 
 aten = torch.ops.aten
@@ -47,7 +48,7 @@ class _Sections:
     bounds: tuple[tuple[int, int], ...]
 
 
-def products_by_section(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def products_by_section(joint: JointGraph) -> Rewritten:
     """Divide the products of which attention reads sections, in a copy of the graph.
 
     Returns:
@@ -56,15 +57,9 @@ def products_by_section(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     found = [match for node in joint.nodes if (match := _match(joint, node)) is not None]
     if not found:
         return joint, frozenset()
-    new = joint.copy()
-    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
-    names: set[str] = set()
-    for match in found:
-        names.update(node.name for node in _Division(builder, new, match).divide())
-    new.module.graph.eliminate_dead_code()
-    new.module.graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs), frozenset(names)
+    rewriting = Rewriting(joint)
+    names = {node.name for match in found for node in _Division(rewriting, match).divide()}
+    return rewriting.finished(), frozenset(names)
 
 
 # ---- which products ------------------------------------------------------------------------------
@@ -196,11 +191,10 @@ def _bias_gradient(
 class _Division:
     """Divides one product and the readers of its gradient."""
 
-    def __init__(self, builder: Builder, joint: JointGraph, match: _Sections):
-        self.builder, self.bounds = builder, match.bounds
-        self.product = joint.by_name[match.product]
-        self.split = joint.by_name[match.split]
-        self.gradient = joint.by_name[match.gradient]
+    def __init__(self, rewriting: Rewriting, match: _Sections):
+        self.rewriting, self.builder, self.bounds = rewriting, rewriting.builder, match.bounds
+        nodes = (match.product, match.split, match.gradient)
+        self.product, self.split, self.gradient = map(rewriting.joint.by_name.__getitem__, nodes)
 
     def divide(self) -> list[fx.Node]:
         """Returns the products of the forward."""
@@ -215,7 +209,7 @@ class _Division:
                 given: Any = self.gradient.args[0]
                 parts = [self._as_matrix(part, source) for part in given]
                 result = division(self.builder, reader, parts, self.bounds)
-            reader.replace_all_uses_with(result)
+            self.rewriting.replace(reader, result)
         return products
 
     def _items(self) -> list[fx.Node | None]:
@@ -234,7 +228,7 @@ class _Division:
             built.meta.update(policy_meta(product))
         with builder.graph.inserting_before(item):
             result = self._reshaped(built, self.split.all_input_nodes[0], end - start)
-        item.replace_all_uses_with(result)
+        self.rewriting.replace(item, result)
         return built
 
     def _reshaped(self, section: fx.Node, whole: fx.Node, columns: int) -> fx.Node:

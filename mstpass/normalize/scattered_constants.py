@@ -14,8 +14,9 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from mstpass.graph.builder import Builder, fake_mode_of, fake_values
+from mstpass.graph.builder import fake_mode_of, fake_values
 from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from mstpass.torch_internals.graphs import OpOverload
 
@@ -23,27 +24,24 @@ aten = torch.ops.aten
 _cast = torch.ops.prims.convert_element_type.default
 
 
-def scattered_constants(joint: JointGraph) -> JointGraph:
-    """A copy of the graph with the casts; the graph itself if none is missing."""
+def scattered_constants(joint: JointGraph) -> Rewritten:
+    """A copy of the graph with the casts, which change no region; the graph itself if none is
+    missing."""
     found = [node for node in joint.nodes if _is_choice_of_numbers(node)]
     mode = fake_mode_of(joint.nodes) if found else None
     dtypes = {node.name: _lost_dtype(node, mode) for node in found if mode is not None}
     if not any(dtypes.values()):
-        return joint
-    new = joint.copy()
-    graph = new.module.graph
+        return joint, frozenset()
+    rewriting = Rewriting(joint)
     for name, dtype in dtypes.items():
         if dtype is None:
             continue
-        node = new.by_name[name]
-        users = list(node.users)
-        with graph.inserting_after(node):
-            cast = Builder(graph, fake_mode_of(new.nodes)).call(_cast, node, dtype)
-        for user in users:
-            user.replace_input_with(node, cast)
-    graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs)
+        node = rewriting.joint.by_name[name]
+        readers = list(node.users)
+        with rewriting.graph.inserting_after(node):
+            cast = rewriting.builder.call(_cast, node, dtype)
+        rewriting.replace(node, cast, readers)
+    return rewriting.finished(), frozenset()
 
 
 def _is_choice_of_numbers(node: fx.Node) -> bool:

@@ -29,10 +29,11 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
+from mstpass.graph.builder import UnknownSize
 from mstpass.graph.chunk_form import add_chunk
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import Size, is_size, same_shape
 from mstpass.graph.tokens import WHOLE, CannotTake, Spec
 from mstpass.normalize.token_window import (
@@ -46,7 +47,7 @@ from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 aten = torch.ops.aten
 
 
-def sink_slices(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def sink_slices(joint: JointGraph) -> Rewritten:
     """Sink such slices, in a copy of the graph.
 
     Returns:
@@ -85,9 +86,9 @@ class _SliceSinker:
     """Moves one slice, in a copy of the graph."""
 
     def __init__(self, joint: JointGraph, name: str, spec: Spec):
-        self.joint = joint.copy()
-        self.builder = Builder(self.joint.module.graph, fake_mode_of(self.joint.nodes))
-        self.sizes = SizeNodes.of_inputs(self.builder)
+        self.rewriting = Rewriting(joint)
+        self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
+        self.sizes = self.rewriting.sizes
         self.sliced = self.joint.by_name[name]
         self.source = self.sliced.all_input_nodes[0]
         _check_adjacent(spec)
@@ -114,12 +115,9 @@ class _SliceSinker:
             with graph.inserting_before(end):
                 windows.append((end, self._window_of(self._in_full(end, spec), end, spec)))
         for end, window in windows:  # only now: ends are operands of each other
-            end.replace_all_uses_with(window)
+            self.rewriting.replace(end, window)
         names = {self.full[end].name for end, _ in windows}
-        graph.eliminate_dead_code()
-        graph.lint()
-        self.joint.module.recompile()
-        return JointGraph(self.joint.module, self.joint.num_fwd_outputs), names
+        return self.rewriting.finished(), names
 
     def _ends(self, wide_numel: float) -> list[fx.Node]:
         """The narrow values that are made from wide ones; fills the cone.

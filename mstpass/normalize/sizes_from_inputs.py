@@ -12,25 +12,26 @@ import contextlib
 import torch
 from torch import fx
 
-from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
+from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph
+from mstpass.graph.rewriting import Rewriting, Rewritten
 
 
-def sizes_from_inputs(joint: JointGraph) -> JointGraph:
-    """A copy of the graph whose sizes come from its inputs; the graph itself if they do already."""
+def sizes_from_inputs(joint: JointGraph) -> Rewritten:
+    """A copy of the graph whose sizes come from its inputs, which changes no region.
+
+    It is the graph itself if they do already.
+    """
     names = [n.name for n in joint.nodes if n.target is torch.ops.aten.sym_size.int]
     if not names:
-        return joint
-    new = joint.copy()
-    graph = new.module.graph
-    sizes = SizeNodes.of_inputs(Builder(graph, fake_mode_of(new.nodes)))
+        return joint, frozenset()
+    rewriting = Rewriting(joint)
+    new = rewriting.joint
     first = next(node for node in new.nodes if node.op != "placeholder")
     for name in names:
         node = new.by_name[name]
-        with contextlib.suppress(UnknownSize), graph.inserting_before(first):
-            (size,) = sizes.arguments([node.meta["val"]])
-            fx.map_arg(size, node.replace_all_uses_with)
-    graph.eliminate_dead_code()
-    graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs)
+        with contextlib.suppress(UnknownSize), rewriting.graph.inserting_before(first):
+            (size,) = rewriting.sizes.arguments([node.meta["val"]])
+            if isinstance(size, fx.Node):
+                rewriting.replace(node, size)
+    return rewriting.finished(), frozenset()

@@ -38,10 +38,11 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
+from mstpass.graph.builder import UnknownSize
 from mstpass.graph.chunk_form import add_chunk
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import Size, is_size, same_shape
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import shape_of
@@ -61,7 +62,7 @@ _CATS = (aten.cat.default, aten.stack.default)
 _NOT_SUMS = tuple(op for op, combine in COMBINED.items() if combine is not aten.add.Tensor)
 
 
-def unstack(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def unstack(joint: JointGraph) -> Rewritten:
     """Compute such values part by part, in a copy of the graph.
 
     Returns:
@@ -99,9 +100,9 @@ class _Unstacker:
     """Computes what is made from one concatenation part by part, in a copy of the graph."""
 
     def __init__(self, joint: JointGraph, name: str, wide_numel: float):
-        self.joint, self.wide_numel = joint.copy(), wide_numel
-        self.builder = Builder(self.joint.module.graph, fake_mode_of(self.joint.nodes))
-        self.sizes = SizeNodes.of_inputs(self.builder)
+        self.rewriting, self.wide_numel = Rewriting(joint), wide_numel
+        self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
+        self.sizes = self.rewriting.sizes
         self.cat = self.joint.by_name[name]
         flow = follow_parts(self.joint, self.cat, wide_numel)
         self.parts, self.picks, self.combined = flow.parts, flow.picks, flow.combined
@@ -126,15 +127,10 @@ class _Unstacker:
                     self._replace(node, self._combination(node))
                 elif node not in self.parts:
                     for operand in [n for n in node.all_input_nodes if n in self.parts]:
-                        node.replace_input_with(operand, self._whole(operand))
-        graph.eliminate_dead_code()
-        graph.lint()
-        self.joint.module.recompile()
-        made = {node.name for node in graph.nodes if node not in before}
-        left = {node.name for node in graph.nodes}
-        return JointGraph(self.joint.module, self.joint.num_fwd_outputs), made | (
-            self.changed & left
-        )
+                        self.rewriting.replace(operand, self._whole(operand), [node])
+        new = self.rewriting.finished()
+        made = {node.name for node in new.nodes if node not in before}
+        return new, made | (self.changed & new.by_name.keys())
 
     def _wide(self, node: fx.Node) -> bool:
         return numel(node) >= self.wide_numel
@@ -282,7 +278,7 @@ class _Unstacker:
         if not same_shape(new.meta["val"].shape, old.shape) or new.meta["val"].dtype != old.dtype:
             raise CannotTake(node, f"its parts have shape {tuple(new.meta['val'].shape)}")
         self.changed.update(user.name for user in node.users)
-        node.replace_all_uses_with(new)
+        self.rewriting.replace(node, new)
 
 
 def _pieces(cat: fx.Node) -> dict[int, fx.Node]:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.heads import is_attention, is_attention_item, result_has_heads
 from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import is_static
 from mstpass.graph.token_rules.arguments import argument
 
 aten = torch.ops.aten
 
 
-def unused_random_state(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
+def unused_random_state(joint: JointGraph) -> Rewritten:
     """Replace the state that backwards of attention without dropout are given, in a copy.
 
     Returns:
@@ -28,21 +28,17 @@ def unused_random_state(joint: JointGraph) -> tuple[JointGraph, frozenset[str]]:
     """
     if not any(_is_unused_state(node) for node in joint.nodes):
         return joint, frozenset()
-    new = joint.copy()
-    builder = Builder(new.module.graph, fake_mode_of(new.nodes))
+    rewriting = Rewriting(joint)
     readers: set[str] = set()
-    for node in new.nodes:
+    for node in rewriting.joint.nodes:
         value = value_of(node)
         if value is not None and _is_unused_state(node):
-            with builder.graph.inserting_before(node.next):
+            with rewriting.graph.inserting_before(node.next):
                 kind = {"dtype": value.dtype, "device": value.device}
-                zero = builder.call(aten.full.default, list(value.shape), 0, **kind)
+                zero = rewriting.builder.call(aten.full.default, list(value.shape), 0, **kind)
             readers.update(user.name for user in node.users)
-            node.replace_all_uses_with(zero)
-            builder.graph.erase_node(node)
-    new.module.graph.lint()
-    new.module.recompile()
-    return JointGraph(new.module, new.num_fwd_outputs), frozenset(readers)
+            rewriting.replace(node, zero)
+    return rewriting.finished(), frozenset(readers)
 
 
 def _is_unused_state(node: fx.Node) -> bool:

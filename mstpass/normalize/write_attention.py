@@ -2,8 +2,7 @@
 
 The op stays, with its mask left out, or another one takes its place, with the same results up to
 rounding. Ops differ in the strides of their results. So what reads them is computed again, as a
-fake value, and if it cannot be, or if the step's own outputs would change their strides, no other
-op is written.
+fake value, and if it cannot be, no other op is written.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.graph.builder import Builder, SizeNodes, UnknownSize
-from mstpass.graph.joint import JointGraph, tensors_of, value_of
+from mstpass.graph.builder import UnknownSize
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.positions import Band
 from mstpass.graph.positions.calls import name_of_op
-from mstpass.graph.sizes import generic_shape, generic_stride
+from mstpass.graph.renew_values import CannotRenew
+from mstpass.graph.rewriting import Rewriting
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.torch_internals.attention_kernels import CUDNN, FLASH
 from mstpass.torch_internals.graphs import schema_of
@@ -68,16 +68,14 @@ def _mask_argument(node: fx.Node) -> str:
     return next((name for name in ("attn_mask", "attn_bias") if name in names), "")
 
 
-def write_attention(
-    joint: JointGraph, builder: Builder, decided: Sequence[FlaggedAttention]
-) -> None:
-    """Apply the decisions to the graph itself.
+def write_attention(joint: JointGraph, decided: Sequence[FlaggedAttention]) -> JointGraph:
+    """Apply the decisions to a copy of the graph.
 
     Raises:
         CannotReplace: an op that is not the graph's own does not fit.
     """
-    sizes = SizeNodes.of_inputs(builder)
-    changed: set[fx.Node] = set()
+    rewriting = Rewriting(joint)
+    joint = rewriting.joint
     for one in decided:
         forward = joint.by_name[one.forward]
         backwards = [joint.by_name[name] for name in one.backwards]
@@ -85,10 +83,11 @@ def write_attention(
             for node in (forward, *backwards):
                 _set_arguments(node, {_mask_argument(node): None, "is_causal": one.band.is_causal})
             continue
-        writer = _Writer(builder, sizes, one)
-        changed |= writer.write(forward, backwards)
-    if changed:
-        _renew_values(builder, changed)
+        _Writer(rewriting, one).write(forward, backwards)
+    try:
+        return rewriting.finished()
+    except CannotRenew as error:
+        raise CannotReplace(str(error)) from error
 
 
 def _set_arguments(node: fx.Node, changes: Mapping[str, Any]) -> None:
@@ -104,30 +103,29 @@ def _set_arguments(node: fx.Node, changes: Mapping[str, Any]) -> None:
 class _Writer:
     """Writes another op for one attention op and its backwards."""
 
-    def __init__(self, builder: Builder, sizes: SizeNodes, decision: FlaggedAttention):
-        self.builder, self.sizes, self.decision = builder, sizes, decision
+    def __init__(self, rewriting: Rewriting, decision: FlaggedAttention):
+        self.rewriting, self.decision = rewriting, decision
         self.made: list[fx.Node] = []
 
-    def write(self, forward: fx.Node, backwards: Sequence[fx.Node]) -> set[fx.Node]:
-        """Replace the nodes; returns the nodes of the new results."""
-        graph = self.builder.graph
+    def write(self, forward: fx.Node, backwards: Sequence[fx.Node]) -> None:
+        """Replace the nodes."""
+        graph = self.rewriting.graph
         with graph.inserting_before(forward):
             self._forward(forward)
-        results = self._replace_items(forward, {0: self.output}, backwards)
+        self._replace_items(forward, {0: self.output}, backwards)
         self._inherit(forward)
         for node in backwards:
             with graph.inserting_before(node):
                 gradients = self._backward(node)
-            results |= self._replace_items(node, dict(enumerate(gradients)), ())
+            self._replace_items(node, dict(enumerate(gradients)), ())
             self._inherit(node)
         for node in (*reversed(backwards), forward):
             for item in list(node.users):
                 graph.erase_node(item)
             graph.erase_node(node)
-        return results
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.builder.call(target, *args, **kwargs)
+        node = self.rewriting.builder.call(target, *args, **kwargs)
         self.made.append(node)
         return node
 
@@ -146,26 +144,21 @@ class _Writer:
 
     def _replace_items(
         self, old: fx.Node, new: Mapping[int, fx.Node], backwards: Sequence[fx.Node]
-    ) -> set[fx.Node]:
+    ) -> None:
         """Give the readers of an op's results those of the new one."""
-        found: set[fx.Node] = set()
         for item in list(old.users):
             position = item.args[1]
             readers = [user for user in item.users if user not in backwards]
             if readers and position not in new:
                 raise CannotReplace(f"{readers[0].name} reads a result that the op does not have")
             if isinstance(position, int) and position in new:
-                for reader in readers:
-                    reader.replace_input_with(item, new[position])
-                if _layout(item) != _layout(new[position]):
-                    found.add(new[position])
-        return found
+                self.rewriting.replace(item, new[position], readers)
 
     def _lengths(self, node: fx.Node) -> list[int | fx.Node]:
         query, key = (value_of(argument(node, name)) for name in ("query", "key"))
         assert query is not None and key is not None
         try:
-            return self.sizes.arguments([query.shape[-2], key.shape[-2]])
+            return self.rewriting.sizes.arguments([query.shape[-2], key.shape[-2]])
         except UnknownSize as error:
             raise CannotReplace(str(error)) from error
 
@@ -219,29 +212,3 @@ class _Writer:
             "window_size_left": -1 if band.left is None else band.left,
             "window_size_right": -1 if band.right is None else band.right,
         }
-
-
-def _layout(node: fx.Node) -> list[object]:
-    return [
-        (generic_shape(t), generic_stride(t), t.dtype) for t in tensors_of(node.meta.get("val"))
-    ]
-
-
-def _renew_values(builder: Builder, changed: set[fx.Node]) -> None:
-    """Compute the fake values of what reads results with other strides.
-
-    Raises:
-        CannotReplace: an op cannot read them, or an output of the step would change.
-    """
-    for node in builder.graph.nodes:
-        if node in changed or changed.isdisjoint(node.all_input_nodes):
-            continue
-        if node.op == "output":
-            raise CannotReplace("an output of the step has other strides")
-        before = _layout(node)
-        try:
-            builder.compute_value(node)
-        except Exception as error:
-            raise CannotReplace(f"{node.name} cannot read other strides: {error}") from error
-        if _layout(node) != before:
-            changed.add(node)

@@ -30,14 +30,20 @@ from mstpass.torch_internals.caches import (
 log = logging.getLogger(__name__)
 
 
-def publish(report: Report, stage_seconds: Mapping[str, float]) -> None:
+def publish(
+    report: Report,
+    stage_seconds: Mapping[str, float],
+    pass_seconds: Mapping[str, float] | None = None,
+) -> None:
     """Write a new report wherever the user asked for it.
 
     Args:
         stage_seconds: the time of each stage of planning; empty for a report that was read from
             beside the compile cache.
+        pass_seconds: the time of each pass, which its stage's counts as well.
     """
-    for write in (_write_log, _write_trace, _write_debug_files):
+    write_log = functools.partial(_write_log, pass_seconds=pass_seconds or {})
+    for write in (write_log, _write_trace, _write_debug_files):
         try:
             write(report, stage_seconds)
         except Exception as error:
@@ -65,13 +71,19 @@ def _full_text(report: Report, stage_seconds: Mapping[str, float]) -> str:
     return f"{summary(report, stage_seconds)}\n\n{report}\n"
 
 
-def _write_log(report: Report, stage_seconds: Mapping[str, float]) -> None:
+def _write_log(
+    report: Report, stage_seconds: Mapping[str, float], pass_seconds: Mapping[str, float]
+) -> None:
     if log.isEnabledFor(logging.INFO):
         log.info("%s", summary(report, stage_seconds))
     if log.isEnabledFor(logging.DEBUG):
-        stages = ", ".join(f"{stage} {value:.3f} s" for stage, value in stage_seconds.items())
-        text = f"{report}\n  planning time: {stages}" if stages else str(report)
-        log.debug("%s", text)
+        times = (("planning time", stage_seconds), ("of it in passes", pass_seconds))
+        lines = [f"\n  {what}: {_seconds_text(each)}" for what, each in times if each]
+        log.debug("%s", "".join((str(report), *lines)))
+
+
+def _seconds_text(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items())
 
 
 def _write_trace(report: Report, stage_seconds: Mapping[str, float]) -> None:

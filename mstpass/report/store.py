@@ -32,24 +32,24 @@ def reports() -> list[Report]:
     return list(_REPORTS)
 
 
-def keep(report: Report, seconds: Mapping[str, float] | None = None) -> None:
+def keep(report: Report, *seconds: Mapping[str, float]) -> None:
     """Keep a report in memory and publish it (publish.py).
 
     Args:
-        seconds: the time of each stage of planning.
+        seconds: the time of each stage of planning, and that of each pass.
     """
     _REPORTS.append(report)
-    publish(report, seconds or {})
+    publish(report, *(seconds or ({},)))
 
 
-def add(report: Report, key: str, seconds: Mapping[str, float] | None = None) -> None:
+def add(report: Report, key: str, *seconds: Mapping[str, float]) -> None:
     """Keep and publish a new report, and write it beside the compile cache.
 
     Args:
         key: from `graph_key`.
-        seconds: the time of each stage of planning.
+        seconds: as for `keep`.
     """
-    keep(report, seconds)
+    keep(report, *seconds)
     remember(report, key)
 
 

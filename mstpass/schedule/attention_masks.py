@@ -16,11 +16,13 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import nbytes, value_of
 from mstpass.graph.materialization import materialize
+from mstpass.graph.renew_values import Renewal
 
 
 def materialize_masks(graph: fx.Graph) -> None:
     """Write masks that an attention's backward reads to memory before they are expanded."""
     written: set[fx.Node] = set()
+    renewal = Renewal(graph)
     for node in list(graph.nodes):
         attention = ops.row(node).attention
         if attention is None or attention.mask_to_write is None:
@@ -32,7 +34,10 @@ def materialize_masks(graph: fx.Graph) -> None:
         if view is not None and _is_expanded(mask, base) and base not in written:
             buffer = materialize(base)
             view.replace_input_with(base, buffer)
+            renewal.replaced(base, buffer)
             written.add(buffer)
+    for node in graph.nodes if written else ():
+        renewal.renew(node)
 
 
 def _last_view(mask: fx.Node) -> tuple[fx.Node | None, fx.Node]:

@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from mstpass.graph.joint import Modules, is_tangent
 from mstpass.graph.materialization import materialize
 from mstpass.graph.node_copies import copy_name
+from mstpass.graph.renew_values import Renewal
 from mstpass.graph.sizes import is_static
 from mstpass.memory.host_copies import host_name, offloaded_name
 from mstpass.memory.op_kinds import kind_of
@@ -83,6 +84,7 @@ class _Writer:
         self.old, self.returned, self.on_host = old, returned or {}, on_host or {}
         self.nodes = {node.name: node for node in old.graph.nodes}
         self.graph = fx.Graph()
+        self.renewal = Renewal(self.graph)
         self.env: dict[str, fx.Node] = {}
         self.node_of: dict[str, str] = {}  # of each op of the program
         self.host_copies = {
@@ -149,9 +151,13 @@ class _Writer:
         name = node.name if op.name == node.name else copy_name(node.name)
         new = self.graph.create_node(node.op, node.target, args, kwargs, name, node.type)
         new.meta = dict(node.meta)
+        self.renewal.renew(new)
+        if op.kind != REALIZED or kind_of(node) != POINTWISE:
+            return new
         # Otherwise its readers would compute it, from operands that are kept for that.
-        is_written = op.kind == REALIZED and kind_of(node) == POINTWISE
-        return materialize(new) if is_written else new
+        written = materialize(new)
+        self.renewal.replaced(new, written)
+        return written
 
     def _copy_with_inputs(self, old: fx.Node, name: str = "") -> fx.Node:
         """The new node for an old one; what is not written yet is written first."""
@@ -166,7 +172,8 @@ class _Writer:
                     continue
                 stack.pop()
                 if node.name not in self.env:
-                    self.env[node.name] = self.graph.node_copy(node, self._operand_of(node))
+                    self.env[node.name] = new = self.graph.node_copy(node, self._operand_of(node))
+                    self.renewal.renew(new)
             assert name in self.env, f"{name} is not available where {old.name} is read"
         return self.env[name]
 

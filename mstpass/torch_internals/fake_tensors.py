@@ -8,7 +8,8 @@ torch/csrc/autograd/python_variable.cpp (``THPVariable_make_wrapper_subclass``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -79,3 +80,11 @@ def renamed(size: SymInt) -> SymInt:
     node = size.node
     found: SymInt = node.shape_env.create_symintnode(node.expr, hint=node.hint)
     return found
+
+
+@contextlib.contextmanager
+def without_guards(mode: FakeTensorMode) -> Iterator[None]:
+    """Ops compute fake values of this mode, and no comparison of sizes becomes a guard."""
+    shapes = mode.shape_env
+    with mode, contextlib.nullcontext() if shapes is None else shapes.suppress_guards():
+        yield

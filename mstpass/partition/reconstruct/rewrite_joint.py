@@ -16,6 +16,7 @@ from torch import fx
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.node_meta import policy_meta
+from mstpass.graph.renew_values import CannotRenew, Renewal
 from mstpass.graph.sizes import same_shape
 from mstpass.partition.reconstruct.choose_drops import Decision, Step
 from mstpass.partition.reconstruct.encodings import decode, encode
@@ -46,7 +47,7 @@ def rewrite(
     writing = _Rewriting(joint, dict(decision.steps), encodings)
     try:
         return writing.run(decision.saved)
-    except UnknownSize as error:
+    except (UnknownSize, CannotRenew) as error:
         raise CannotWrite(str(error)) from error
 
 
@@ -57,6 +58,7 @@ class _Rewriting:
         self.joint, self.encodings = joint, encodings
         self.graph = fx.Graph()
         self.writer = Writer(self.graph, joint.nodes)
+        self.renewal = Renewal(self.graph)
         self.copied: dict[fx.Node, fx.Node] = {}
         self.encoded: dict[fx.Node, fx.Node] = {}
         self.in_backward: dict[fx.Node, fx.Node] = {}  # where backward reads a new node
@@ -102,6 +104,7 @@ class _Rewriting:
     def _copy(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> None:
         built = self.graph.node_copy(node, operands.__getitem__)
         self.copied[node] = built
+        self.renewal.renew(built)
         self.writer.sizes.learn(built)
 
     def _write_output(self, output: fx.Node) -> None:
@@ -109,7 +112,9 @@ class _Rewriting:
         assert isinstance(results, tuple | list)
         count = self.joint.num_fwd_outputs
         forward = fx.map_arg(tuple(results[:count]), self.copied.__getitem__)
-        backward = fx.map_arg(tuple(results[count:]), self._read)
+        backward = fx.map_arg(
+            tuple(results[count:]), lambda n: self.renewal.with_layout_of(self._read(n), n)
+        )
         built = self.graph.output((*forward, *backward))
         built.meta = dict(output.meta)
 
@@ -125,6 +130,7 @@ class _Rewriting:
             self._check(node)
         else:
             return self.copied[node]
+        self.renewal.replaced(node, self.in_backward[node])
         return self.in_backward[node]
 
     def _write(self, node: fx.Node, step: Step) -> fx.Node:

@@ -53,6 +53,7 @@ fake_tensors            fake_tensors            loops
     torch._subclasses.fake_tensor: FakeTensor, FakeTensorMode(allow_non_fake_inputs),
         FakeTensorMode.from_tensor, DataDependentOutputException, DynamicOutputShapeException
     torch._guards: tracing(context), TracingContext(fake_mode)
+    torch.fx.experimental.symbolic_shapes: ShapeEnv.suppress_guards
 dispatch_modes          fake_tensors            loops
     torch.utils._python_dispatch: TorchDispatchMode
     torch: UntypedStorage._cdata
@@ -158,6 +159,7 @@ compile_artifacts       caches                  loops
     torch._functorch._aot_autograd.logging_utils: get_aot_graph_name
     torch._inductor.runtime.cache_dir_utils: cache_dir
     torch._logging._internal: trace_structured_artifact(name, encoding, payload_fn)
+    torch._logging._internal: trace_log.handlers
 host_copy_ops           host_copy_ops           loops
     torch.accelerator: current_stream, set_stream
 attention_kernels       attention_kernels       loops

@@ -1,0 +1,125 @@
+"""Fake values stay exact where a rewrite puts other nodes into a graph.
+
+A node that takes the place of another may hold the same elements in another order of memory, as
+another kernel of attention or a loop over heads does, and it has a storage of its own. The recorded
+strides of all that is computed from it are then wrong, and so are the storages of its views. Later
+passes and Inductor read both; AOTAutograd tells by the storages which saved values the backward may
+overwrite (view_storages.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.builder import Builder, fake_mode_of
+from mstpass.graph.joint import tensors_of, value_of
+from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.sizes import depends_on_data, generic_shape, generic_stride, is_dense
+from mstpass.graph.view_storages import may_be_view
+
+aten = torch.ops.aten
+
+
+class CannotRenew(Exception):
+    """An op cannot read the new strides; the message says which."""
+
+
+class Renewal:
+    """The values of one graph under construction that are not where, or not as, they were.
+
+    Attributes:
+        moved: the nodes with another storage than was recorded.
+        strided: those of them whose strides, shape or dtype differ as well.
+    """
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self.moved: set[fx.Node] = set()
+        self.strided: set[fx.Node] = set()
+
+    def replaced(self, old: fx.Node, new: fx.Node) -> None:
+        """Note that a node stands in the place of another one."""
+        self.moved.add(new)
+        if layout_of(old) != layout_of(new):
+            self.strided.add(new)
+
+    def renew(self, node: fx.Node) -> None:
+        """Compute the node's value again, in place, if it follows from one that has changed.
+
+        Call it for the nodes in their order.
+
+        Raises:
+            CannotRenew: the op cannot read the new strides.
+        """
+        if node.op != "call_function" or node.target is mst_loop:  # whose results lie in rows
+            return
+        if not self.strided.isdisjoint(node.all_input_nodes):
+            self.moved.add(node)
+            if renew_value(node):
+                self.strided.add(node)
+        elif not self.moved.isdisjoint(node.all_input_nodes) and may_be_view(node):
+            self.moved.add(node)
+            _compute(node)
+
+    def with_layout_of(self, new: fx.Node, old: fx.Node) -> fx.Node:
+        """The value with the strides that are recorded for another node: what a step returns.
+
+        Raises:
+            CannotRenew: the recorded strides are not those of a copy.
+        """
+        recorded, value = value_of(old), value_of(new)
+        if recorded is None or value is None or defined_strides(recorded) == defined_strides(value):
+            return new
+        if not is_dense(recorded):
+            raise CannotRenew(f"the step returns {old.name} with other strides")
+        strides = generic_stride(recorded)
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        call: Any = Builder(self.graph, fake_mode_of([new])).call
+        rows = call(aten.permute.default, new, order)
+        copy = call(aten.clone.default, rows, memory_format=torch.contiguous_format)
+        return call(aten.permute.default, copy, sorted(order, key=order.__getitem__))
+
+
+def renew_value(node: fx.Node) -> bool:
+    """Compute a node's value again. Whether its strides, shape or dtype changed.
+
+    A view by shape copies where the strides allow no view, as Inductor has it.
+
+    Raises:
+        CannotRenew: the op cannot read its operands.
+    """
+    if ops.is_view_by_shape(node):
+        node.target = aten.reshape.default
+    before = layout_of(node)
+    _compute(node)
+    return layout_of(node) != before
+
+
+def _compute(node: fx.Node) -> None:
+    if any(map(depends_on_data, tensors_of(node.meta.get("val")))):
+        return  # a new value would have a new size
+    try:
+        Builder(node.graph, fake_mode_of((node, *node.all_input_nodes))).compute_value(node)
+    except Exception as error:
+        raise CannotRenew(f"{node.name} cannot read other strides: {error}") from error
+
+
+def layout_of(node: fx.Node) -> list[object]:
+    """The shapes, strides and dtypes of a node's tensors; the strides of dims of one element do not
+    count."""
+    return [
+        (generic_shape(t), defined_strides(t), t.dtype) for t in tensors_of(node.meta.get("val"))
+    ]
+
+
+def defined_strides(tensor: torch.Tensor) -> list[object]:
+    """The strides along which there is more than one element; None for the others."""
+    shape = generic_shape(tensor)
+    if 0 in shape:
+        return [None] * len(shape)
+    pairs = zip(shape, generic_stride(tensor), strict=True)
+    return [None if size == 1 else stride for size, stride in pairs]

@@ -1,0 +1,77 @@
+"""A copy of a joint graph that a pass rewrites; its recorded values stay exact."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from mstpass.graph.builder import Builder, SizeNodes, fake_mode_of
+from mstpass.graph.joint import JointGraph
+from mstpass.graph.order import put_in_order
+from mstpass.graph.renew_values import Renewal
+
+Rewritten = tuple[JointGraph, frozenset[str]]  # and the names of the nodes that changed or are new
+
+
+class Rewriting:
+    """The copy, and what its nodes are replaced by.
+
+    Attributes:
+        joint: the copy as it was made: its nodes in their order, by name, their phases.
+        builder: adds nodes to the copy.
+    """
+
+    def __init__(self, joint: JointGraph):
+        self.joint = joint.copy()
+        self.graph: fx.Graph = self.joint.module.graph
+        self.builder = Builder(self.graph, fake_mode_of(self.joint.nodes))
+        self._renewal = Renewal(self.graph)
+        self._original = joint
+
+    @cached_property
+    def sizes(self) -> SizeNodes:
+        """The sizes that the inputs of the step hold."""
+        return SizeNodes.of_inputs(self.builder)
+
+    def replace(self, old: fx.Node, new: fx.Node, readers: list[fx.Node] | None = None) -> None:
+        """Let all readers of a node, or the given ones, read another."""
+        if readers is None:
+            old.replace_all_uses_with(new)
+        else:
+            for reader in readers:
+                reader.replace_input_with(old, new)
+        self._renewal.replaced(old, new)
+
+    def finished(self, reorder: bool = False) -> JointGraph:
+        """The new joint graph, without nodes that nobody reads.
+
+        What the step returns has the strides that it had: the caller's results and gradients do.
+
+        Args:
+            reorder: nodes may stand before what they read.
+
+        Raises:
+            CannotRenew: an op cannot read the strides of what it reads now.
+            Circle: there is no order in which each node follows what it reads.
+        """
+        if reorder:
+            put_in_order(self.graph)
+        for node in self.graph.nodes:
+            self._renewal.renew(node)
+        self._keep_layouts(self.graph.output_node(), self._original.output)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        self.joint.module.recompile()
+        return JointGraph(self.joint.module, self.joint.num_fwd_outputs)
+
+    def _keep_layouts(self, output: fx.Node, recorded: fx.Node) -> None:
+        results: Any = output.args[0]
+        traced: Any = recorded.args[0]
+        kept = []
+        with self.graph.inserting_before(output):
+            for new, old in zip(results, traced, strict=True):
+                is_value = isinstance(new, fx.Node) and isinstance(old, fx.Node)
+                kept.append(self._renewal.with_layout_of(new, old) if is_value else new)
+        output.args = (tuple(kept),)

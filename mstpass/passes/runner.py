@@ -1,0 +1,201 @@
+"""Run passes: each is named and timed, verified if that is asked for, and printed.
+
+``TORCH_LOGS="+mstpass"`` prints what each pass has changed, as the difference of two graphs' texts;
+``TORCH_TRACE`` gets it as the artifact ``mstpass_pass_NAME``, which tlparse shows.
+
+A pass whose result does not hold what the pass promises is *refused*: its result is dropped, the
+graph before it is used, and the report says why. In tests it is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import fx
+
+from mstpass.graph.graph_text import graph_text
+from mstpass.graph.joint import JointGraph
+from mstpass.graph.renew_values import CannotRenew
+from mstpass.passes.facts import Fact, Fault
+from mstpass.plans import Rejection
+from mstpass.torch_internals.caches import is_tracing, trace_structured_artifact
+
+log = logging.getLogger(__name__)
+OFF, REFUSE, RAISE = "off", "refuse", "raise"
+LEAST = OFF  # tests set it to RAISE: they verify every pass
+_LEVELS = (OFF, REFUSE, RAISE)
+
+
+class PassError(Exception):
+    """A pass has not kept what it promises; the message names pass, node and difference."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A pass over a joint graph.
+
+    Attributes:
+        run: gets the graph and further arguments. Returns the new graph, or the given one if there
+            is nothing to do, and what else is known of it.
+        before: what must hold of the given graph.
+        after: what holds of the new one.
+    """
+
+    name: str
+    run: Callable[..., tuple[JointGraph, Any]]
+    before: tuple[Fact, ...] = ()
+    after: tuple[Fact, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class InPlacePass:
+    """A pass that changes a finished graph itself.
+
+    Attributes:
+        required: no compiler can take the graph without it, so that it cannot be refused.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    after: tuple[Fact, ...] = ()
+    required: bool = False
+
+
+class PassRunner:
+    """Runs the passes of one compilation.
+
+    Attributes:
+        seconds: the time of each pass, by name; all its runs count.
+        refused: the passes whose results were dropped, for the report.
+    """
+
+    def __init__(self, verify: bool = False):
+        self.verify = max(LEAST, REFUSE if verify else OFF, key=_LEVELS.index)
+        self.seconds: dict[str, float] = {}
+        self.refused: list[Rejection] = []
+
+    def run(
+        self, step: Pass, joint: JointGraph, *args: Any, **kwargs: Any
+    ) -> tuple[JointGraph, Any]:
+        """The graph after the pass, and what else the pass returned: None if it was refused."""
+        fault = self._first(step.before, joint, joint)
+        if fault is not None:
+            self._refuse(step.name, f"cannot run: {fault}", fault.node)
+            return joint, None
+        start = time.perf_counter()
+        try:
+            new, more = step.run(joint, *args, **kwargs)
+        except CannotRenew as error:
+            self._refuse(step.name, str(error))
+            return joint, None
+        finally:
+            self._count(step.name, start)
+        if new is joint:
+            return joint, more
+        fault = self._first(step.after, joint, new)
+        if fault is not None:
+            self._refuse(step.name, str(fault), fault.node)
+            return joint, None
+        if is_listening():
+            _publish(step.name, graph_text(joint.module), graph_text(new.module))
+        return new, more
+
+    def run_all(
+        self, steps: Iterable[Pass], joint: JointGraph
+    ) -> tuple[JointGraph, frozenset[str]]:
+        """The graph after passes that each return the names of what they changed, and all these."""
+        changed: frozenset[str] = frozenset()
+        for step in steps:
+            joint, names = self.run(step, joint)
+            changed |= names or frozenset()
+        return joint, changed
+
+    def run_in_place(self, step: InPlacePass, graph: fx.Graph) -> Any:
+        """What the pass returns; None if it was refused, and the graph is as it was.
+
+        Raises:
+            PassError: a required pass does not keep what it promises.
+        """
+        module = graph.owning_module
+        looked_at = module is not None and (self.verify != OFF or is_listening())
+        before = JointGraph(module, 0).copy() if looked_at else None  # type: ignore[arg-type]
+        start = time.perf_counter()
+        found = step.run(graph)
+        self._count(step.name, start)
+        if before is None:
+            return found
+        after = JointGraph(module, 0)  # type: ignore[arg-type]
+        fault = self._first(step.after, before, after)
+        if fault is not None:
+            if step.required:
+                raise PassError(f"{step.name}: {fault}")
+            self._refuse(step.name, str(fault), fault.node)
+            _restore(graph, before)
+            return None
+        if is_listening():
+            _publish(step.name, graph_text(before.module), graph_text(after.module))
+        return found
+
+    def check(
+        self, name: str, facts: tuple[Fact, ...], before: JointGraph, new: JointGraph
+    ) -> None:
+        """Verify what a stage that cannot be left out has made.
+
+        Raises:
+            PassError: a fact does not hold.
+        """
+        fault = self._first(facts, before, new)
+        if fault is not None:
+            raise PassError(f"{name}: {fault}")
+
+    def _first(self, facts: tuple[Fact, ...], before: JointGraph, new: JointGraph) -> Fault | None:
+        if self.verify == OFF:
+            return None
+        return next((fault for fact in facts for fault in fact.faults(before, new)), None)
+
+    def _count(self, name: str, start: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def _refuse(self, name: str, reason: str, node: str = "graph") -> None:
+        if self.verify == RAISE:
+            raise PassError(f"{name}: {reason}")
+        log.info("the pass %s is refused: %s", name, reason)
+        refusal = Rejection("verify", node, f"the pass {name} is refused: {reason}")
+        if refusal not in self.refused:
+            self.refused.append(refusal)
+
+
+def _restore(graph: fx.Graph, before: JointGraph) -> None:
+    """Give a graph the nodes that it had."""
+    for node in reversed(list(graph.nodes)):
+        graph.erase_node(node)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in before.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].name = node.name
+    graph.lint()
+
+
+def is_listening() -> bool:
+    """Whether anybody reads what passes change."""
+    return log.isEnabledFor(logging.DEBUG) or is_tracing()
+
+
+def _publish(name: str, before: str, after: str) -> None:
+    if before == after:
+        return
+    text = functools.cache(lambda: "".join(_diff(name, before, after)))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("the pass %s:\n%s", name, text())
+    trace_structured_artifact(f"mstpass_pass_{name}", "string", text)
+
+
+def _diff(name: str, before: str, after: str) -> list[str]:
+    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    return list(difflib.unified_diff(old, new, f"before {name}", f"after {name}", n=2))
