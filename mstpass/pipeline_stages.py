@@ -31,7 +31,8 @@ from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.host import host_memory
 from mstpass.partition.inductor_alone import with_torch_saved
-from mstpass.partition.reconstruct import most_won_bytes, reconstruct
+from mstpass.partition.reconstruct import most_won_bytes
+from mstpass.partition.reconstruct.of_plan import with_reconstruction
 from mstpass.partition.solve import Solved, carried_over, solve
 from mstpass.partition.solvers.candidate import Candidate, baseline, without_loops
 from mstpass.partition.split import split_joint
@@ -42,10 +43,9 @@ from mstpass.partition.torch_fallback import (
 )
 from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
-from mstpass.plans import ChunkPlan, Reconstructed, Rejection, SavePlan
+from mstpass.plans import ChunkPlan, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Plan, Value
-from mstpass.problem.verify import verify
 from mstpass.torch_internals.aot_autograd import has_torch_budget
 
 TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a loop in it"
@@ -293,7 +293,7 @@ def split(
     problem = _problem_of(rewritten, planned, names)
     before = Solved(solved, planned.solver, planned.notes, planned.limit_bytes)
     chosen, name, notes, _ = carried_over(before, applied.names, problem, options, planned.limit)
-    done = _reconstruct(rewritten, problem, chosen, options, planned.limit, runner)
+    done = with_reconstruction(rewritten, problem, chosen, options, planned.limit, runner)
     if done is not None:
         rewritten, chosen = done.joint, done.plan
         problem = _problem_of(rewritten, planned, names)
@@ -344,48 +344,6 @@ def _named(save_plan: SavePlan, names: Mapping[str, str], joint: JointGraph) -> 
     return dataclasses.replace(save_plan, saved=tuple(saved), transfers=tuple(transfers))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reconstruction:
-    """A graph in which backward reconstructs values, and the plan that saves fewer."""
-
-    joint: JointGraph
-    plan: Plan
-    problem: CutProblem
-    values: tuple[Reconstructed, ...]
-
-
-def _reconstruct(
-    joint: JointGraph,
-    problem: CutProblem,
-    plan: Plan,
-    options: Options,
-    limit: Limit,
-    runner: PassRunner,
-) -> _Reconstruction | None:
-    """Save fewer values by reconstructing some in backward, unless that raises the peak."""
-    pack_masks, saved = not limit.is_free, plan.saved
-    allowed = problem.allowing(True)
-    reduced, found = runner.run(RECONSTRUCT, joint, allowed, saved, options.reconstruct, pack_masks)
-    if reduced is joint:
-        return None
-    kept, done = found
-    other = cut_problem(reduced, (), not limit.is_free, problem.host)
-    verify(other.allowing(True), kept)
-    peak_bytes = simulate_plan(problem, plan).peak_bytes
-    after = dataclasses.replace(plan, saved=kept, offloaded=plan.offloaded & kept)
-    if simulate_plan(other, after).peak_bytes > peak_bytes:
-        return None
-    return _Reconstruction(reduced, after, other, done)
-
-
-def _reconstruct_values(*args: Any) -> tuple[JointGraph, Any]:
-    joint, *found = reconstruct(*args)
-    return joint, found
-
-
-RECONSTRUCT = Pass("reconstruct", _reconstruct_values, (PURE_LOOPS,), (*ALWAYS, PURE_LOOPS))
-
-
 def is_lower_without_loops(
     joint: JointGraph,
     problem: CutProblem,
@@ -402,7 +360,7 @@ def is_lower_without_loops(
     won_bytes = most_won_bytes(joint, before.problem, saved, options.reconstruct)
     if before.peak_bytes - won_bytes >= peak_bytes:
         return False
-    done = _reconstruct(joint, before.problem, before.plan, options, limit, runner)
+    done = with_reconstruction(joint, before.problem, before.plan, options, limit, runner)
     return done is not None and simulate_plan(done.problem, done.plan).peak_bytes < peak_bytes
 
 
