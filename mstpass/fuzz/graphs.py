@@ -22,10 +22,10 @@ from torch import Tensor, fx
 
 from mstpass import pipeline
 from mstpass.fuzz.case import VARIANTS
-from mstpass.fuzz.compiled import Recording, draw_in_order
+from mstpass.fuzz.compiled import AsTraced, Recording, copied, draw_in_order
 from mstpass.fuzz.plans import broken_promises
 from mstpass.fuzz.program import Setup
-from mstpass.fuzz.traced_strides import AsTraced
+from mstpass.fuzz.values import rms
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.torch_internals.fake_tensors import as_while_tracing
 from mstpass.torch_internals.graph_modules import graph_module
@@ -85,7 +85,7 @@ class _True:
     def __init__(self, joint: fx.GraphModule, step: Mapping[str, Any]):
         self.joint, self.step = joint, step
         self.results = _run(joint, step)
-        self.scale = max(map(_rms, self.results), default=0.0)
+        self.scale = max(map(rms, self.results), default=0.0)
 
     @functools.cached_property
     def rounding(self) -> list[float]:
@@ -114,7 +114,7 @@ class _True:
             return "" if torch.equal(mine, true) else "has other numbers"
         if not torch.equal(mine.isfinite(), true.isfinite()):
             return "is not finite elsewhere"
-        error, size = _error(mine, true), _rms(true)
+        error, size = _error(mine, true), rms(true)
         if (
             error <= TOLERANCE * max(size, self.scale)
             or error <= _ROUNDING * self.rounding[position]
@@ -125,9 +125,8 @@ class _True:
 
 def in_float64(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph in which every type is float64, and so in its subgraphs."""
-    copied, held = fx.Graph(), {}
-    copied.output(copied.graph_copy(module.graph, {}))
-    for node in copied.nodes:
+    graph, held = copied(module.graph), {}
+    for node in graph.nodes:
         node.args = _wide_types(node.args)
         node.kwargs = _wide_types(node.kwargs)
         if node.op == "get_attr":
@@ -135,8 +134,8 @@ def in_float64(module: fx.GraphModule) -> fx.GraphModule:
             held[node.target] = (
                 in_float64(value) if isinstance(value, fx.GraphModule) else _wide(value)
             )
-    draw_in_order(copied)
-    return graph_module(held, copied)
+    draw_in_order(graph)
+    return graph_module(held, graph)
 
 
 def _wide_types(argument: Any) -> Any:
@@ -207,13 +206,4 @@ def _nudged(step: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 def _error(mine: Any, true: Any) -> float:
     """The root mean square of a difference, where both values are finite."""
-    if not isinstance(true, Tensor) or not true.is_floating_point():
-        return 0.0
-    return _rms(mine - true)
-
-
-def _rms(value: Any) -> float:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
-        return 0.0
-    finite = value[value.isfinite()].double()
-    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+    return rms(mine - true) if isinstance(true, Tensor) and true.is_floating_point() else 0.0

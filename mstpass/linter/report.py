@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mstpass.errors import UserError
 from mstpass.plain_data import printable
 
 NESTED = "nested checkpoints"
@@ -20,6 +21,10 @@ BOUNDARY = "recomputed block output"
 UNKNOWN = "unknown"
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+class LintError(UserError):
+    """The step cannot be linted. The message says what to change."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +65,10 @@ class ModuleRuns:
     """How often a module's forward ran: in the forward, and recomputed in the backward."""
 
     module: str
-    forward_runs: int
-    recompute_runs: int
-    forward_flops: int
-    recompute_flops: int
+    forward_runs: int = 0
+    recompute_runs: int = 0
+    forward_flops: int = 0
+    recompute_flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +86,19 @@ class LintReport:
     step_flops: int
     modules: tuple[ModuleRuns, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(
+        findings: Iterable[Finding],
+        step_flops: int,
+        modules: tuple[ModuleRuns, ...] = (),
+        notes: tuple[str, ...] = (),
+    ) -> LintReport:
+        """The report on findings in any order, whose shares of this step are not known yet."""
+        share = 1 / step_flops if step_flops else 0.0
+        of_step = (dataclasses.replace(f, wasted_share=f.wasted_flops * share) for f in findings)
+        ordered = tuple(sorted(of_step, key=lambda finding: -finding.wasted_flops))
+        return LintReport(ordered, step_flops, modules, notes)
 
     @property
     def wasted_flops(self) -> int:

@@ -42,8 +42,8 @@ def plan(request: Request, report: Report = silent, processes: int = 1) -> Plann
 def _plan(request: Request, report: Report, processes: int) -> Planned:
     with traced_for(None, request.gpu), contextlib.ExitStack() as stack:
         config = config_of(request.model)
-        with FakeTensorMode():
-            sizes = traceable(request, lambda: sizes_of(build(config, request.training)))
+        with FakeTensorMode(), traceable(request):
+            sizes = sizes_of(build(config, request.training))
         room = Room(request, sizes)
         room.check()
         compared: Callable[[], tuple[Row, ...]] = functools.partial(eager_rows, room, report)
