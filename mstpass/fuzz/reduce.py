@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mstpass.fuzz.case import Case
-from mstpass.fuzz.checks import FAST, Failure
+from mstpass.fuzz.checks import FAST
+from mstpass.fuzz.plans import Failure
 from mstpass.fuzz.program import Setup
 from mstpass.fuzz.render import source
 

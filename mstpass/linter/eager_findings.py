@@ -14,7 +14,7 @@ recomputed once per call.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from mstpass.linter.report import (
     ModuleRuns,
     summed_up,
 )
+from mstpass.report.layer_paths import group_by
 from mstpass.tracing.names import function_name, module_names
 
 Names = Mapping[int, str]  # of modules, by id
@@ -67,16 +68,15 @@ def _repeated(
     wastes: list[_Waste], names: Names, inner_targets: Mapping[CheckpointCall, set[Target]]
 ) -> Iterator[Finding]:
     """A finding for each checkpointed module; without a checkpoint, for each repeated module."""
-    groups = _by(lambda w: _name(names, w.key.target, w.key), [w for w in wastes if w.repeated])
-    for name, group in groups.items():
+    repeated = ((_name(names, w.key.target, w.key), w) for w in wastes if w.repeated)
+    for name, group in _by_name(repeated):
         worst = max(group, key=lambda w: w.repeated)
         flops = sum(w.repeated * w.runs.flops for w in group)
         yield _finding(name, worst.runs, flops, *_why_repeated(worst.runs, inner_targets))
 
 
 def _dead(wastes: list[_Waste], names: Names) -> Iterator[Finding]:
-    groups = _by(lambda w: _name(names, None, w.key), [w for w in wastes if w.dead])
-    for name, group in groups.items():
+    for name, group in _by_name((_name(names, None, w.key), w) for w in wastes if w.dead):
         runs = group[0].runs
         reentrant = next((call for call in reversed(runs.checkpoints) if call.reentrant), None)
         cause = "it is recomputed, but no gradient depends on its result"
@@ -90,11 +90,9 @@ def _dead(wastes: list[_Waste], names: Names) -> Iterator[Finding]:
         yield _finding(name, runs, sum(w.dead * w.runs.flops for w in group), DEAD, cause, fix)
 
 
-def _by(name: Callable[[_Waste], str], wastes: list[_Waste]) -> dict[str, list[_Waste]]:
-    groups: dict[str, list[_Waste]] = {}
-    for waste in wastes:
-        groups.setdefault(name(waste), []).append(waste)
-    return groups
+def _by_name(named: Iterable[tuple[str, _Waste]]) -> Iterator[tuple[str, list[_Waste]]]:
+    for group in group_by(named, lambda pair: pair[0]):
+        yield group[0][0], [waste for _, waste in group]
 
 
 def _finding(name: str, runs: OpRuns, flops: int, kind: str, cause: str, fix: str) -> Finding:

@@ -100,7 +100,7 @@ class _ValueNumbering:
 
     def _of_one_graph(self, graph: fx.Graph) -> Iterator[Finding]:
         """Dead nodes and duplicates."""
-        alive = ancestors([_output(graph)])
+        alive = ancestors([graph.output_node()])
         first: dict[Number, fx.Node] = {}
         for node in graph.nodes:
             if not flops(node):
@@ -116,7 +116,7 @@ class _ValueNumbering:
                 yield self._finding(DUPLICATE, node, cause, fix)
 
     def _recomputed(self, backward: fx.Graph) -> Iterator[Finding]:
-        alive = ancestors([_output(backward)])
+        alive = ancestors([backward.output_node()])
         saved = {self.number_of[n]: n for n in backward.nodes if n.op == "placeholder"}
         for node in backward.nodes:
             number = self.number_of[node]
@@ -180,10 +180,6 @@ class _ValueNumbering:
             fix=fix,
             source=source_of(node),
         )
-
-
-def _output(graph: fx.Graph) -> fx.Node:
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
 
 
 def _block(node: fx.Node) -> Any:

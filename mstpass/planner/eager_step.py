@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,7 @@ def eager_step(
 
 # ---- storages ----------------------------------------------------------------------------------
 _GPU = torch.device("cuda", 0)  # nothing runs there
-_GRADIENTS, _LOGITS, _OTHER = "gradients", "logits", "other"
+_GRADIENTS, _LOGITS, _OTHER = "gradients", "logits", "other"  # as in `Parts`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,17 +137,11 @@ class _StorageCounter(TorchDispatchMode):
     @property
     def parts(self) -> Parts:
         """Bytes that the step holds at its peak."""
-
-        def total(kind: str, saved: bool) -> int:
-            storages = (s for s in self._at_peak if s.kind == kind)
-            return sum(s.bytes for s in storages if (s.number in self._saved) == saved)
-
-        return Parts(
-            gradients=total(_GRADIENTS, True) + total(_GRADIENTS, False),
-            saved=total(_OTHER, True),
-            logits=total(_LOGITS, True) + total(_LOGITS, False),
-            other=total(_OTHER, False) + self._workspace_bytes,
-        )
+        sizes = Counter({_OTHER: self._workspace_bytes})
+        for storage in self._at_peak:
+            is_saved = storage.kind == _OTHER and storage.number in self._saved
+            sizes["saved" if is_saved else storage.kind] += storage.bytes
+        return Parts(**sizes)
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

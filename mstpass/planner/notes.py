@@ -11,17 +11,13 @@ from mstpass.planner.result import INDUCTOR, MST, Row
 from mstpass.planner.training import FLASH, Training
 
 
-def notes(request: Request, config: Any, own: Row, square_bytes: int) -> tuple[str, ...]:
+def notes(request: Request, config: Any, own: Row, square_bytes: int) -> Iterator[str]:
     """The assumptions behind a plan's figures.
 
     Args:
         own: mst's row.
         square_bytes: of its largest mask or scores of tokens x tokens; 0: there are none.
     """
-    return tuple(_notes(request, config, own, square_bytes))
-
-
-def _notes(request: Request, config: Any, own: Row, square_bytes: int) -> Iterator[str]:
     training, most = request.training, most_positions(config)
     yield (
         "These figures are simulated; nothing was measured on the device. "

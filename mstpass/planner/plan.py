@@ -56,5 +56,5 @@ def _plan(request: Request, report: Report, processes: int) -> Planned:
             inductor = compiled.inductor_row()
             eager, checkpoint, recipe = compared()
             rows = eager, checkpoint, inductor, recipe
-        assumed = notes(request, config, own, compiled.square_bytes)
+        assumed = tuple(notes(request, config, own, compiled.square_bytes))
         return Planned(request, sizes, room.fixed, (*rows, own), assumed)
