@@ -122,7 +122,8 @@ def _flash(
     padding = max(0, query.shape[2] - document) if document else 0
     if padding:
         query, key, value = (x[:, :, :document].clone() for x in (query, key, value))
-    out = _kernel("flash", *_cast(query, key, value), rest, True)
+    query, key, value = _cast(query, key, value)
+    out = _kernel("flash", query, key, value, rest, True)
     return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out), None
 
 
