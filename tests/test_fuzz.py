@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from mstpass.cli import fuzz
-from mstpass.fuzz.as_test import as_test
 from mstpass.fuzz.campaign import Campaign
 from mstpass.fuzz.case import KINDS, Case, Layer, from_json, to_json
 from mstpass.fuzz.checks import FAST, INDUCTOR, check_case
 from mstpass.fuzz.draw import draw
 from mstpass.fuzz.program import Setup
-from mstpass.fuzz.reduce import reduce, smaller_cases
+from mstpass.fuzz.reduce import as_test, reduce, smaller_cases
 from mstpass.fuzz.render import source
 from mstpass.fuzz.values import References, wrong_values
 from mstpass.graph import loop_op

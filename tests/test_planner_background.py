@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from mstpass.cli.plan import _progress
 from mstpass.errors import UserError
 from mstpass.planner.background import Background, usable_cores
 from mstpass.planner.progress import Steps, pieces, silent
@@ -72,22 +73,19 @@ def test_steps_never_go_back_or_beyond_the_end():
     assert shares == sorted(shares) and shares[0] == 0 and shares[-2] < shares[-1] == 1
 
 
-def test_the_bar_moves():
-    pytest.importorskip("rich")
-    from mstpass.cli.plan import _Progress
-
-    progress = _Progress({"eager": 0.25, "mst": 0.75})
-    with progress as report:
+def test_the_bar_moves(monkeypatch):
+    progress = pytest.importorskip("rich.progress")
+    bar = progress.Progress(disable=True)
+    monkeypatch.setattr("mstpass.cli.plan.progress_bar", lambda *_, **__: bar)
+    with _progress({"eager": 0.25, "mst": 0.75}) as report:
         report("mst", 0.5, "tracing")
         report("eager", 1.0, "")
-        assert progress._bar.tasks[0].percentage == pytest.approx(62.5)
+        assert bar.tasks[0].percentage == pytest.approx(62.5)
 
 
 def test_no_bar_without_a_terminal(capsys):
     pytest.importorskip("rich")
-    from mstpass.cli.plan import _Progress
-
-    with _Progress({"mst": 1.0}) as report:
+    with _progress({"mst": 1.0}) as report:
         report("mst", 0.5, "tracing")
     shown = capsys.readouterr()
     assert not shown.err and not shown.out

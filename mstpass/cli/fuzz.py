@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from mstpass.argument_parsers import command_parser, count
+from mstpass.cli.progress import progress_bar
 from mstpass.errors import require
 from mstpass.fuzz.campaign import Campaign, Result
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] = ()) -> int:
         return _one(campaign, arguments.only)
     numbers = range(arguments.first, arguments.first + arguments.cases)
     try:
-        with _Progress(len(numbers)) as advance:
+        with _progress(len(numbers)) as advance:
             limited = _until(numbers, 60 * arguments.minutes if arguments.minutes else None)
             campaign.run(limited, arguments.jobs, advance)
     finally:
@@ -127,30 +128,21 @@ def _print_reduced(campaign: Campaign, way: str, number: int) -> None:
     print(answer.get("test") or f"# it could not be shrunk: {answer['failures'][0]['text']}")
 
 
-class _Progress:
-    """A bar on standard error, if that is a terminal."""
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[Result], None]]:
+    # rich is optional
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
-    def __init__(self, total: int) -> None:
-        # rich is optional
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), "{task.description}")
+    with progress_bar(*columns) as bar:
+        task, failed = bar.add_task("", total=total), 0
 
-        columns: tuple[Any, ...] = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, "{task.description}", console=Console(stderr=True))
-        self._task, self._failed = self._bar.add_task("", total=total), 0
+        def advance(result: Result) -> None:
+            nonlocal failed
+            failed += result["status"] == "failed"
+            bar.update(task, advance=1, description=f"{failed} failed")
 
-    def __enter__(self) -> Callable[[Result], None]:
-        if self._bar.console.is_terminal:
-            self._bar.start()
-        return self._advance
-
-    def _advance(self, result: Result) -> None:
-        self._failed += result["status"] == "failed"
-        self._bar.update(self._task, advance=1, description=f"{self._failed} failed")
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar.console.is_terminal:
-            self._bar.stop()
+        yield advance
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from mstpass.argument_parsers import add_gpu, command_parser, share
 from mstpass.cli.load_function import error_text, load_function
 from mstpass.errors import UserError
 from mstpass.linter.entry_points import lint, lint_compiled
-from mstpass.linter.errors import LintError
-from mstpass.linter.report import LintReport, module_lines
+from mstpass.linter.report import LintError, LintReport, module_lines
 from mstpass.tracing.devices import made_for, traced_for
 
 NO_FINDINGS, FINDINGS, BAD_INPUT = 0, 1, 2

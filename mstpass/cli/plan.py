@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mstpass.argument_parsers import add_gpu, byte_size, command_parser, count
+from mstpass.cli.progress import progress_bar
 from mstpass.errors import require
 from mstpass.gpus import gpu
 from mstpass.planner.progress import Report, pieces
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] = ()) -> int:
 
     try:
         request = _request(given)
-        with _Progress(pieces(request)) as report:
+        with _progress(pieces(request)) as report:
             planned = plan(request, report, processes=usable_cores())
     except ModelError as error:
         print(f"mstpass plan: {error}", file=sys.stderr)
@@ -113,18 +115,20 @@ def _add_step(group: Any) -> None:
     add_gpu(group)
     add(
         "--device-memory",
+        dest="device_bytes",
         type=byte_size,
         metavar="SIZE",
         help="such as 80GiB; required without --gpu (default: that of --gpu)",
     )
     add(
         "--overhead",
+        dest="overhead_bytes",
         type=byte_size,
         default=_OVERHEAD,
         metavar="SIZE",
         help="device memory that tensors cannot use, such as CUDA's context (default: %(default)s)",
     )
-    add("--sequence", type=count, metavar="TOKENS", help="plan this sequence length")
+    add("--sequence", dest="length", type=count, metavar="TOKENS", help="plan this sequence length")
     add("--batch", type=count, default=1, help="sequences on one device (default: %(default)s)")
     add(
         "--attention",
@@ -217,13 +221,13 @@ def _add_comparison(group: Any) -> None:
 
 def _check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """End the program with a message if arguments contradict each other."""
-    if given.device_memory is None and given.gpu is None:
+    if given.device_bytes is None and given.gpu is None:
         parser.error("--gpu or --device-memory is required: say how much memory the device has")
     if given.document is not None and given.attention == MODEL:
         parser.error("--document needs --attention flash, which skips padding")
     if given.host_memory is not None and not given.offload:
         parser.error("--host-memory is of use only with --offload")
-    if given.plot is not None and given.sequence is not None:
+    if given.plot is not None and given.length is not None:
         parser.error("--plot draws the longest sequence; leave out --sequence")
     if given.sharding != "none" and given.ranks < 2:
         parser.error(f"--sharding {given.sharding} needs --ranks of at least 2")
@@ -252,72 +256,40 @@ def _check_picture(parser: argparse.ArgumentParser, path: Path) -> None:
 
 
 def _request(given: argparse.Namespace) -> Request:
-    training = Training(
-        dtype=given.dtype,
-        optimizer=given.optimizer,
-        master_weights=given.master_weights,
-        optimizer_in_backward=given.optimizer_in_backward,
-        optimizer_step=given.optimizer_step,
-        sharding="zero3" if given.sharding == "fsdp" else given.sharding,
-        ranks=given.ranks,
-        batch=given.batch,
-        document=given.document,
-        attention=given.attention or (MODEL if given.document is None else FLASH),
-    )
+    if given.sharding == "fsdp":
+        given.sharding = "zero3"
+    if given.attention is None:
+        given.attention = MODEL if given.document is None else FLASH
+    if given.device_bytes is None:
+        given.device_bytes = gpu(given.gpu).memory_bytes
     return Request(
-        model=given.model,
-        training=training,
-        device_bytes=given.device_memory or gpu(given.gpu).memory_bytes,
-        overhead_bytes=given.overhead,
-        length=given.sequence,
-        logits=given.logits,
-        outputs=given.outputs,
-        allocator=given.allocator,
-        alone=given.alone,
-        gpu=given.gpu,
+        **_values_of(Request, given),
+        training=Training(**_values_of(Training, given)),
         curves=given.plot is not None,
         host_bytes=(given.host_memory or byte_size(_HOST_MEMORY)) if given.offload else 0,
     )
 
 
-class _Progress:
-    """A progress bar on standard error, if that is a terminal; it vanishes at the end."""
+def _values_of(kind: type[Any], given: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that are attributes of a dataclass."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in vars(given).items() if name in names}
 
-    def __init__(self, pieces: Mapping[str, float]) -> None:
-        # rich is optional
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            SpinnerColumn,
-            TaskProgressColumn,
-            TextColumn,
-            TimeElapsedColumn,
-        )
 
-        columns: tuple[Any, ...] = (
-            SpinnerColumn(),
-            TextColumn("planning"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-        )
-        self._pieces, self._done = pieces, dict.fromkeys(pieces, 0.0)
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("", total=sum(pieces.values()))
+@contextlib.contextmanager
+def _progress(pieces: Mapping[str, float]) -> Iterator[Report]:
+    """A progress bar of some pieces of work, which vanishes at the end."""
+    # rich is optional
+    from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TimeElapsedColumn
 
-    def __enter__(self) -> Report:
-        if self._bar.console.is_terminal:
-            self._bar.start()
-        return self._show
+    finished = dict.fromkeys(pieces, 0.0)
+    columns = (SpinnerColumn(), "planning", BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with progress_bar(*columns, "{task.description}", transient=True) as bar:
+        task = bar.add_task("", total=sum(pieces.values()))
 
-    def __exit__(self, *exception: object) -> None:
-        if self._bar.console.is_terminal:
-            self._bar.stop()
+        def show(piece: str, done: float, what: str) -> None:
+            finished[piece] = done
+            completed = sum(share * finished[name] for name, share in pieces.items())
+            bar.update(task, completed=completed, description=f"{piece}: {what}" if what else "")
 
-    def _show(self, piece: str, done: float, what: str) -> None:
-        self._done[piece] = done
-        completed = sum(share * self._done[name] for name, share in self._pieces.items())
-        description = f"{piece}: {what}" if what else ""
-        self._bar.update(self._task, completed=completed, description=description)
+        yield show

@@ -2,11 +2,12 @@
 
     case.py      a case as plain frozen data, and what each of its choices may be
     draw.py      the case of a seed and a number
+    layers.py    what layers and (templates.py) losses, ops and norms are, as tables of source
     render.py    a case as short Python source; what is printed is what ran
     program.py   the model and the inputs of that source
     compiled.py  the program compiled: its rewritten graphs op by op (fast), or by Inductor
     checks.py    the oracles: values against float64, plans against their promises
-    reduce.py    the smallest case that fails in the same way
+    reduce.py    the smallest case that fails in the same way, as a test
     worker.py    one process that runs cases; campaign.py runs many, and keeps their results
 
 Why not Hypothesis, which shrinks well: it draws a case as a sequence of choices that only the

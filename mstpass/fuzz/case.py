@@ -11,139 +11,22 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-NORMS = ("none", "layer", "layer_plain", "rms", "rms_by_hand", "unit", "group", "batch")
-RESIDUALS = ("none", "add", "post", "sandwich", "scaled", "gated", "parallel", "in_place")
-ACTS = (
-    "none",
-    "relu",
-    "gelu",
-    "gelu_tanh",
-    "silu",
-    "tanh",
-    "sigmoid",
-    "square_relu",
-    "softplus",
-    "leaky_relu",
-    "hardswish",
-    "softmax",
-    "exp",
-    "relu_in_place",
+from mstpass.fuzz.layers import KINDS, RESIDUALS
+from mstpass.fuzz.templates import (
+    ACTS,
+    EXTRAS,
+    LOGIT_OPS,
+    LOSSES,
+    MUTATIONS,
+    NORMS,
+    OPS,
+    POLICIES,
+    SOURCES,
 )
-MLPS = ("plain", "gated", "fused_gate", "deep", "low_rank", "flat", "by_hand", "two_ups")
-ATTENTIONS = (
-    "sdpa",
-    "causal",
-    "padding",
-    "bias",
-    "by_hand",
-    "by_hand_masked",
-    "grouped",
-    "rotary",
-    "packed",
-    "window",
-    "linear",
-    "normed",
-    "sinks",
-    "cross",
-)
-CONVOLUTIONS = ("causal", "depthwise", "wide", "pool", "shift")
-EXPERTS = ("soft", "top1", "top2", "sorted", "shared")
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "mlp": MLPS,
-    "attention": ATTENTIONS,
-    "convolution": CONVOLUTIONS,
-    "experts": EXPERTS,
-    "scan": ("cumsum", "decay"),
-}
-TOKENWISE = (
-    "square",
-    "sine",
-    "row_softmax",
-    "row_norm",
-    "row_scale",
-    "sequence_scale",
-    "feature_scale",
-    "mask",
-    "halves",
-    "flat_and_back",
-    "swap_and_back",
-    "top",
-    "flip_features",
-    "clamp",
-    "detached_scale",
-    "sort_features",
-    "strided",
-    "wide_and_back",
-)
-MIXING = (
-    "running_sum",
-    "token_softmax",
-    "flip_tokens",
-    "roll_tokens",
-    "center",
-    "shift",
-    "self_product",
-    "mean_of_all",
-    "last_token",
-)
-OPS = TOKENWISE + MIXING
-CHECKPOINTS = (
-    "none",
-    "plain",
-    "save_products",
-    "prefer_products",
-    "recompute_all",
-    "save_attention",
-)
+
+CHECKPOINTS = ("none", "plain", *POLICIES)
 HEADS = ("plain", "bias", "tied", "frozen", "low_rank", "two", "by_hand", "norm_after", "transform")
-LOSSES = (
-    "cross_entropy",
-    "sum",
-    "smoothing",
-    "class_weights",
-    "z_loss",
-    "log_probabilities",
-    "num_items",
-    "policy_gradient",
-    "preference",
-    "entropy",
-    "distillation",
-    "multi_hot",
-    "mse",
-    "per_token",
-    "per_sequence",
-    "balance",
-    "sine_sum",
-    "ignore_all",
-    "focal",
-    "top_margin",
-    "stacked",
-    "split",
-    # these mix tokens
-    "pairs",
-    "token_softmax",
-    "running_sum",
-    "neighbours",
-    "centered",
-    "mean_of_sequence",
-    "token_max",
-    "none",
-)
 SHIFTS = ("none", "labels", "logits", "hidden", "first", "every_other", "last", "flat")
-LOGIT_OPS = ("cap", "scale", "wide", "temperature", "bias", "hide_words", "detached_max", *MIXING)
-EXTRAS = (
-    "logits",
-    "hidden",
-    "hidden_view",
-    "metric",
-    "second_loss",
-    "unused",
-    "input",
-    "accuracy",
-    "alias",
-    "labels_view",
-)
-MUTATIONS = ("counter", "running_mean", "input_counter", "input_scaled", "input_view")
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "least memory": {"memory_budget": 0.0},
@@ -195,7 +78,7 @@ class Layer:
 
     @property
     def form(self) -> str:
-        forms = KINDS[self.kind]
+        forms = tuple(KINDS[self.kind])
         return forms[self.variant % len(forms)]
 
 
@@ -214,7 +97,7 @@ class Case:
     layers: tuple[Layer, ...] = dataclasses.field(
         default=(), metadata={"records": Layer, "most": 3}
     )
-    source: str = choice("hidden", "ids", "ids_position", "plain_hidden", "two")
+    source: str = choice(*SOURCES)
     final_norm: str = choice(*NORMS)
     head: str = choice(*HEADS)
     logit_ops: tuple[str, ...] = several(*LOGIT_OPS)

@@ -22,7 +22,7 @@ import mstpass
 from mstpass.fuzz.case import Case
 from mstpass.fuzz.compiled import Recording, by_inductor, fast, forced_loops
 from mstpass.fuzz.graphs import check_graphs
-from mstpass.fuzz.plans import broken_budgets, broken_peak, broken_promises
+from mstpass.fuzz.plans import Failure, broken_budgets, broken_peak, broken_promises
 from mstpass.fuzz.program import Compile, DrawInFloat32, Inputs, Program, Setup, Values
 from mstpass.fuzz.values import References, wrong_values
 from mstpass.hook_checks import SCHEDULE_HOOK
@@ -30,17 +30,6 @@ from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.report.report import Report
 
 FAST, INDUCTOR = "fast", "inductor"
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """What is wrong: its kind, which stays while a case shrinks, and the details."""
-
-    kind: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.text}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +86,8 @@ def check_program(program: Program, kind: str = FAST) -> Checked:
             ran = (_run_fast if kind == FAST else _run_inductor)(program)
     except Exception as error:
         return _crashed(program, kind, error)
-    failures = list(ran.failures)
-    wrong = wrong_values(ran.values, references, program.setup)
-    if wrong:
+    failures = ran.failures
+    if wrong := wrong_values(ran.values, references, program.setup):
         failures += _confirmed(program, kind, wrong)
     facts = _facts(ran.reports)
     if ran.plans:
@@ -108,31 +96,29 @@ def check_program(program: Program, kind: str = FAST) -> Checked:
 
 
 # ---- the two kinds -----------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Ran:
     """The values of a program, the reports of its graphs, and the promises that these break."""
 
     values: list[Values]
-    reports: Sequence[Report]
-    failures: tuple[Failure, ...]
+    reports: list[Report]
+    failures: list[Failure]
     peaks: tuple[int, int, int] | None = None
     plans: int = 0
 
 
 def _run_fast(program: Program) -> _Ran:
     setup, record = program.setup, list[Recording]()
-    values = program.run(fast(setup, record))
-    broken, plans = list[tuple[str, str]](), 0
-    graphs = [graph for graph in record if graph.report is not None]  # those with a backward
-    for graph in graphs:
-        assert graph.report is not None
-        broken += broken_promises(graph.report.outcome, setup)
-        checked = check_graphs(graph, setup)
-        broken += checked.wrong
-        plans += checked.plans
-        broken += broken_budgets(graph) if setup.budgets else ()
-    reports = [graph.report for graph in graphs if graph.report is not None]
-    return _Ran(values, reports, tuple(Failure(*one) for one in broken), plans=plans)
+    ran = _Ran(program.run(fast(setup, record)), [], [])
+    for graph in record:
+        if graph.report is None:  # it has no backward
+            continue
+        plans, wrong = check_graphs(graph, setup)
+        ran.reports.append(graph.report)
+        ran.failures += [*broken_promises(graph.report.outcome, setup), *wrong]
+        ran.failures += broken_budgets(graph) if setup.budgets else ()
+        ran.plans += plans
+    return ran
 
 
 def _run_inductor(program: Program) -> _Ran:
@@ -146,7 +132,7 @@ def _run_inductor(program: Program) -> _Ran:
         if outcome.peak_bytes is not None and outcome.scheduled_peak_bytes is not None:
             peaks = (outcome.peak_bytes, outcome.scheduled_peak_bytes, measured[0])
             broken += broken_peak(outcome, measured[0], program.setup, lambda: _alone(program))
-    return _Ran(values, reports, tuple(Failure(*one) for one in broken), peaks)
+    return _Ran(values, reports, broken, peaks)
 
 
 def _alone(program: Program) -> tuple[int, int]:

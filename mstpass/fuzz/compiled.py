@@ -13,12 +13,13 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 
 from mstpass import pipeline
 from mstpass.fuzz.program import Call, Compile, Setup, drawn, new_seed
-from mstpass.fuzz.traced_strides import AsTraced
+from mstpass.graph.sizes import Size, expression
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.limit import Limit
 from mstpass.options import Options
@@ -48,7 +49,7 @@ class Recording(Partitioner):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.joint, self.given = gm, kwargs
         modules = super().__call__(gm, joint_inputs, **kwargs)
-        self.modules = tuple(graph_module(m, _copy(m.graph)) for m in modules)
+        self.modules = tuple(graph_module(m, copied(m.graph)) for m in modules)
         return modules
 
     def seen(self, graph: fx.Graph, values: Sequence[Any]) -> None:
@@ -62,10 +63,10 @@ class Recording(Partitioner):
                 self.step[name] = value.clone() if isinstance(value, Tensor) else value
 
 
-def _copy(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph, {}))
-    return copied
+def copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
 
 
 def fast(setup: Setup, record: list[Recording], ours: bool = True) -> Compile:
@@ -136,6 +137,65 @@ def _op_by_op(graph: fx.GraphModule, lower: LowerLoops | None, recording: Record
         return AsTraced(graph).run(*values)
 
     return boxed(run)
+
+
+# ---- graphs that run op by op -------------------------------------------------------------------
+class AsTraced(fx.Interpreter):
+    """Runs a graph op by op, with values laid out in memory as they were when it was traced.
+
+    Some of torch's ops return other strides than their fake tensors have. Inductor keeps to the
+    traced ones where an op asks for them, as the loops do when they read a value by its strides.
+    Without a copy in these, the loops would read the right memory in the wrong order.
+    """
+
+    def __init__(self, module: fx.GraphModule):
+        super().__init__(module)
+        self.known: dict[sympy.Symbol, int] = {}  # the sizes of this run
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        traced = n.meta.get("val")
+        if n.op == "placeholder":
+            self._learn(traced, result)
+            return result
+        if isinstance(result, tuple | list) and isinstance(traced, tuple | list):
+            pairs = zip(result, traced, strict=True)
+            return type(result)(self._as_traced(value, fake) for value, fake in pairs)
+        return self._as_traced(result, traced)
+
+    def _learn(self, traced: Any, value: Any) -> None:
+        for symbolic, size in zip(_sizes(traced), _sizes(value), strict=False):
+            expr = expression(symbolic)
+            if isinstance(expr, sympy.Symbol):
+                self.known[expr] = int(size)
+
+    def _as_traced(self, value: Any, traced: Any) -> Any:
+        if not isinstance(value, Tensor) or not isinstance(traced, Tensor):
+            return value
+        strides = [self._number(stride) for stride in traced.stride()]
+        wanted = [stride for stride in strides if stride is not None]
+        if len(wanted) < len(strides):
+            return value
+        sizes = enumerate(value.shape)
+        if all(value.stride(dim) == wanted[dim] for dim, size in sizes if size != 1):
+            return value
+        laid_out = torch.empty_strided(value.shape, wanted, dtype=value.dtype, device=value.device)
+        # a tensor that is not dense loses its strides
+        is_dense = torch.empty_like(laid_out).stride() == laid_out.stride()
+        return laid_out.copy_(value) if is_dense else value
+
+    def _number(self, size: Size) -> int | None:
+        """The size in this run; None if it depends on data."""
+        if isinstance(size, int):
+            return size
+        found = expression(size).subs(self.known)
+        return int(found) if found.is_Integer else None
+
+
+def _sizes(value: Any) -> Sequence[Size]:
+    if isinstance(value, Tensor):
+        return value.shape
+    return [value] if isinstance(value, int | torch.SymInt) else []
 
 
 def draw_in_order(graph: fx.Graph) -> None:

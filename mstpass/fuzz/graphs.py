@@ -22,10 +22,10 @@ from torch import Tensor, fx
 
 from mstpass import pipeline
 from mstpass.fuzz.case import VARIANTS
-from mstpass.fuzz.compiled import Recording, draw_in_order
-from mstpass.fuzz.plans import broken_promises
+from mstpass.fuzz.compiled import AsTraced, Recording, copied, draw_in_order
+from mstpass.fuzz.plans import Failure, broken_promises
 from mstpass.fuzz.program import Setup
-from mstpass.fuzz.traced_strides import AsTraced
+from mstpass.fuzz.values import rms
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.torch_internals.fake_tensors import as_while_tracing
 from mstpass.torch_internals.graphs import graph_module
@@ -39,27 +39,17 @@ _REPEATS_DRAWS = "run_with_rng_state"  # torch's partitioner hands on the genera
 _SEED = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckedGraphs:
-    """What became of the rewritten graphs of one joint graph.
+def check_graphs(recording: Recording, setup: Setup) -> tuple[int, list[Failure]]:
+    """Run the rewritten graphs, and those of other options, which have their own promises.
 
-    Attributes:
-        plans: how many plans' graphs ran.
-        wrong: kind and description of each graph that computes something else, and of each broken
-            promise.
+    Returns:
+        How many plans' graphs ran, and what is wrong: each graph that computes something else, and
+        each broken promise.
     """
-
-    plans: int = 0
-    wrong: tuple[tuple[str, str], ...] = ()
-
-
-def check_graphs(recording: Recording, setup: Setup) -> CheckedGraphs:
-    """Run the rewritten graphs, and those of other options, which have their own promises."""
-    joint, step = recording.joint, recording.step
+    joint, step, wrong = recording.joint, recording.step, list[Failure]()
     if joint is None or step is None or recording.modules is None or _is_other_in_float64(joint):
-        return CheckedGraphs()
+        return 0, wrong
     true = _True(in_float64(joint), step)
-    wrong: list[tuple[str, str]] = []
     plans: dict[str, Sequence[fx.GraphModule]] = {"these options": recording.modules}
     for name in setup.variants:
         options = dataclasses.replace(recording.options, **VARIANTS[name])
@@ -68,15 +58,14 @@ def check_graphs(recording: Recording, setup: Setup) -> CheckedGraphs:
         assert result.modules is not None
         plans[name] = result.modules
         other = dataclasses.replace(setup, options={**setup.options, **VARIANTS[name]})
-        wrong += [
-            (kind, f"{name}: {text}") for kind, text in broken_promises(result.outcome, other)
-        ]
+        for failure in broken_promises(result.outcome, other):
+            wrong.append(Failure(failure.kind, f"{name}: {failure.text}"))
     ran = {name: m for name, m in plans.items() if not any(map(_is_other_in_float64, m))}
     for name, (forward, backward) in ran.items():
         found = _run_split(in_float64(forward), in_float64(backward), step, len(true.results))
         if reason := true.first_difference(found):
-            wrong.append(("wrong graph", f"{name}: {reason}"))
-    return CheckedGraphs(len(ran), tuple(wrong))
+            wrong.append(Failure("wrong graph", f"{name}: {reason}"))
+    return len(ran), wrong
 
 
 class _True:
@@ -85,7 +74,7 @@ class _True:
     def __init__(self, joint: fx.GraphModule, step: Mapping[str, Any]):
         self.joint, self.step = joint, step
         self.results = _run(joint, step)
-        self.scale = max(map(_rms, self.results), default=0.0)
+        self.scale = max(map(rms, self.results), default=0.0)
 
     @functools.cached_property
     def rounding(self) -> list[float]:
@@ -114,29 +103,26 @@ class _True:
             return "" if torch.equal(mine, true) else "has other numbers"
         if not torch.equal(mine.isfinite(), true.isfinite()):
             return "is not finite elsewhere"
-        error, size = _error(mine, true), _rms(true)
-        if (
-            error <= TOLERANCE * max(size, self.scale)
-            or error <= _ROUNDING * self.rounding[position]
-        ):
+        error, size = _error(mine, true), rms(true)
+        if error <= TOLERANCE * max(size, self.scale):
+            return ""
+        if error <= _ROUNDING * self.rounding[position]:
             return ""
         return f"has the error {error:.1e}, its values are about {size:.1e}"
 
 
 def in_float64(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph in which every type is float64, and so in its subgraphs."""
-    copied, held = fx.Graph(), {}
-    copied.output(copied.graph_copy(module.graph, {}))
-    for node in copied.nodes:
+    graph, held = copied(module.graph), {}
+    for node in graph.nodes:
         node.args = _wide_types(node.args)
         node.kwargs = _wide_types(node.kwargs)
         if node.op == "get_attr":
             value = getattr(module, node.target)
-            held[node.target] = (
-                in_float64(value) if isinstance(value, fx.GraphModule) else _wide(value)
-            )
-    draw_in_order(copied)
-    return graph_module(held, copied)
+            is_body = isinstance(value, fx.GraphModule)
+            held[node.target] = in_float64(value) if is_body else _wide(value)
+    draw_in_order(graph)
+    return graph_module(held, graph)
 
 
 def _wide_types(argument: Any) -> Any:
@@ -207,13 +193,4 @@ def _nudged(step: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 def _error(mine: Any, true: Any) -> float:
     """The root mean square of a difference, where both values are finite."""
-    if not isinstance(true, Tensor) or not true.is_floating_point():
-        return 0.0
-    return _rms(mine - true)
-
-
-def _rms(value: Any) -> float:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
-        return 0.0
-    finite = value[value.isfinite()].double()
-    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+    return rms(mine - true) if isinstance(true, Tensor) and true.is_floating_point() else 0.0

@@ -28,22 +28,33 @@ GRAIN_BYTES = 64  # torch's CPU allocator: less makes no difference
 _PLANS_BY_PEAK = ("auto", "peak_search")
 
 
-def broken_promises(outcome: Outcome, setup: Setup) -> Iterator[tuple[str, str]]:
-    """Kind and description of each promise that the plan of one graph breaks."""
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What is wrong: its kind, which stays while a case shrinks, and the details."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def broken_promises(outcome: Outcome, setup: Setup) -> Iterator[Failure]:
+    """A failure for each promise that the plan of one graph breaks."""
     for rejection in outcome.rejections:
         if rejection.stage == "error" or not rejection.reason.strip():
-            yield "refusal", f"{rejection.stage}: {rejection.node}: {rejection.reason!r}"
+            yield Failure("refusal", f"{rejection.stage}: {rejection.node}: {rejection.reason!r}")
     if setup.options.get("solver", "auto") not in _PLANS_BY_PEAK or outcome.peak_bytes is None:
         return
     if not _keeps_loops(outcome, setup) and outcome.baseline_peak_bytes is not None:
         if outcome.peak_bytes > TIE * outcome.baseline_peak_bytes + GRAIN_BYTES:
             peak, before = outcome.peak_bytes, outcome.baseline_peak_bytes
-            yield "higher peak", f"{peak} bytes, {before} under Inductor alone"
+            yield Failure("higher peak", f"{peak} bytes, {before} under Inductor alone")
 
 
 def broken_peak(
     outcome: Outcome, measured: int, setup: Setup, alone: Callable[[], tuple[int, int]]
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[Failure]:
     """The same for a measured peak in bytes.
 
     A schedule does not say what calls allocate inside, such as products of 16 bits, which hold
@@ -62,7 +73,8 @@ def broken_peak(
     if scheduled is not None and not _is_above(scheduled, others_scheduled):
         return
     if _is_above(measured, others_measured):
-        yield "higher peak", f"{measured} bytes measured, {others_measured} under Inductor alone"
+        text = f"{measured} bytes measured, {others_measured} under Inductor alone"
+        yield Failure("higher peak", text)
 
 
 def _is_above(peak: int, other: int) -> bool:
@@ -75,7 +87,7 @@ def _keeps_loops(outcome: Outcome, setup: Setup) -> bool:
     return bool(outcome.regions) and (forced or any(r.symbolic for r in outcome.regions))
 
 
-def broken_budgets(recording: Recording) -> Iterator[tuple[str, str]]:
+def broken_budgets(recording: Recording) -> Iterator[Failure]:
     """The same for budgets that are met though they are lower, or missed though they can be met."""
     if recording.options.solver not in _PLANS_BY_PEAK:
         return
@@ -86,14 +98,14 @@ def broken_budgets(recording: Recording) -> Iterator[tuple[str, str]]:
     for more, less in itertools.pairwise(BUDGETS):
         if known[less] > TIE * known[more] + GRAIN_BYTES:
             text = f"budget {less}: {known[less]} bytes, budget {more}: {known[more]} bytes"
-            yield "not monotonic", text
+            yield Failure("not monotonic", text)
     least = known[0.0]
     most = max(least, known["free"])  # it may be lower by a tie
     for share in (0.0, 0.3, 0.7):
         budget = max(1, int(least + share * (most - least)))
         peak = _peak_bytes(recording, budget)
         if peak is None or peak > budget + GRAIN_BYTES:
-            yield "budget missed", f"{budget} bytes: {peak}, though 0.0 needs {least}"
+            yield Failure("budget missed", f"{budget} bytes: {peak}, though 0.0 needs {least}")
 
 
 def _peak_bytes(recording: Recording, budget: str | float | int) -> int | None:

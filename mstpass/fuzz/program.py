@@ -82,12 +82,12 @@ class Program:
     def build(self, seed: int, dtype: torch.dtype) -> nn.Module:
         """The model, with the same parameters in each precision, but for their rounding."""
         torch.manual_seed(seed)
-        return self.model().to(_storage(self.setup)).to(dtype)
+        return self.model().to(DTYPES[self.setup.dtype]).to(dtype)
 
     def arguments(self, seed: int, size: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
         torch.manual_seed(seed + 1)
         return [
-            x.detach().to(_storage(self.setup)).to(dtype).requires_grad_(x.requires_grad)
+            x.detach().to(DTYPES[self.setup.dtype]).to(dtype).requires_grad_(x.requires_grad)
             if x.is_floating_point()
             else x
             for x in self.inputs(*size)
@@ -106,7 +106,7 @@ class Program:
             exact: in float64, from the same rounded parameters and inputs.
             peaks: gets the measured peak of one more step of the first size.
         """
-        dtype = torch.float64 if exact else _storage(self.setup)
+        dtype = torch.float64 if exact else DTYPES[self.setup.dtype]
         model = self.build(seed, dtype)
         step = compile(model)
         values = []
@@ -141,10 +141,6 @@ def _left_behind(model: nn.Module, inputs: Sequence[Tensor], results: Sequence[A
         **{f"buffer {name}": b.clone() for name, b in model.named_buffers()},
         **{f"input {i}": x.detach().clone() for i, x in enumerate(inputs)},
     }
-
-
-def _storage(setup: Setup) -> torch.dtype:
-    return DTYPES[setup.dtype]
 
 
 def mark_dynamic(inputs: Sequence[Tensor], setup: Setup) -> None:

@@ -1,4 +1,4 @@
-"""Shrink a failing case: the plainest case that fails in the same way.
+"""Shrink a failing case to the plainest case that fails in the same way, and make it a test.
 
 Every field of a case lists its values, the plainest first (case.py). A case is made smaller by one
 step at a time: a layer or an item less, or a field at an earlier value of its list. A step stays if
@@ -10,10 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mstpass.fuzz.case import Case
+from mstpass.fuzz.checks import FAST
+from mstpass.fuzz.plans import Failure
+from mstpass.fuzz.program import Setup
+from mstpass.fuzz.render import source
 
 Fails = Callable[[Case], bool]
 
@@ -55,3 +61,26 @@ def _smaller_values(field: dataclasses.Field[Any], value: Any) -> Iterator[Any]:
     elif "values" in field.metadata:
         values = field.metadata["values"]
         yield from itertools.takewhile(lambda plainer: plainer != value, values)
+
+
+# ---- tests --------------------------------------------------------------------------------------
+def as_test(case: Case, kind: str, failures: Sequence[Failure]) -> str:
+    """The text of a test that fails as the case does."""
+    plain, setup = vars(Setup()), vars(Setup.of(case))
+    given = [f"{name}={value!r}" for name, value in setup.items() if value != plain[name]]
+    arguments = ", ".join(["Model", "inputs", *([] if kind == FAST else [repr(kind)]), *given])
+    imports, body = _parts(source(case))
+    said = "".join(f"    # {failure}\n" for failure in failures)
+    return (
+        f"{imports}from mstpass.fuzz.checks import hold\n\n\n"
+        f"def test_a_case_of_the_fuzzer():\n{said}"
+        f"{textwrap.indent(body, '    ')}\n    hold({arguments})\n"
+    )
+
+
+def _parts(text: str) -> tuple[str, str]:
+    """The imports, and the rest with no more than one empty line in a row."""
+    start = re.search(r"^(class|def) ", text, re.MULTILINE)
+    assert start is not None
+    head, rest = text[: start.start()], text[start.start() :]
+    return re.sub(r"\n\n+", "\n", head), re.sub(r"\n\n\n+", "\n\n", rest).strip()

@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Callable
 
 from mstpass.fuzz.case import Case, Layer
-from mstpass.fuzz.render_layers import Lines, add_layer
-from mstpass.fuzz.templates import CUTS, EXTRAS, HELPERS, LOSSES
+from mstpass.fuzz.layers import KINDS, RESIDUALS
+from mstpass.fuzz.templates import (
+    ACTS,
+    CUTS,
+    EXTRAS,
+    HELPERS,
+    LOGIT_OPS,
+    LOSSES,
+    MUTATIONS,
+    NORMS,
+    OPS,
+    SOURCES,
+)
 
 _IMPORTS = """\
 import torch
@@ -28,43 +40,123 @@ from torch.utils.checkpoint import (
 """
 
 
+_NAMED = re.compile(r"([@$#])(\w+)\[(.+?)\]")
+_EXPERTS = 3
+_OPS = {**OPS, **LOGIT_OPS}
+
+
 def source(case: Case) -> str:
     """The program of a case."""
     lines = Lines(case)
-    _add_hidden(lines)
+    lines.add(f"x = {SOURCES[case.source]}")
     _add_body(lines)
     _add_head(lines)
     _add_mutations(lines)
     return _text(lines)
 
 
-# ---- inputs and layers -------------------------------------------------------------------------
-def _add_hidden(lines: Lines) -> None:
-    case = lines.case
-    d = case.features
-    if case.source in ("hidden", "plain_hidden", "two"):
-        grad = "" if case.source == "plain_hidden" else ", requires_grad=True"
-        lines.inputs["states"] = f"torch.randn(batch, length, {d}{grad})"
-    if case.source.startswith("ids") or case.source == "two":
-        lines.init["embed"] = f"nn.Embedding({case.vocabulary}, {d})"
-    lines.add(
-        {
-            "ids": "x = self.embed(ids)",
-            "ids_position": "x = self.embed(ids) + torch.arange(ids.shape[1])[:, None].sin()",
-            "two": "x = self.embed(ids) + states",
-        }.get(case.source, "x = states")
-    )
+class Lines:
+    """The source of a program while it is written.
+
+    Attributes:
+        init: what the model has: name -> expression.
+        inputs: what the program is called with besides ``ids``: name -> expression.
+        forward: the lines of ``forward``.
+    """
+
+    def __init__(self, case: Case, outer: Lines | None = None):
+        self.case = case
+        self.init: dict[str, str] = outer.init if outer else {}
+        self.inputs: dict[str, str] = outer.inputs if outer else {}
+        self.forward: list[str] = []
+
+    def add(self, *templates: str, **values: object) -> None:
+        """Add lines; their templates are described in layers.py."""
+        lines = [self.fill(template, **values) for template in templates]
+        self.forward += [line for line in lines if not line.startswith("made ")]
+
+    def fill(self, template: str, **values: object) -> str:
+        """A template with its values; what it names is made."""
+        known = {"d": self.case.features, "v": self.case.vocabulary, "E": _EXPERTS, **values}
+
+        def made(found: re.Match[str]) -> str:
+            sigil, name, spec = found.groups()
+            name = f"{values['n']}{name}" if name.startswith("_") else name
+            if sigil == "#":
+                self.inputs[name] = spec
+                return name
+            words = [str(known.get(word, word)) for word in spec.split()]
+            if sigil == "$":
+                spec = f"nn.Parameter(torch.randn({', '.join(words)}) / 4)"
+            elif not spec.startswith(("nn.", "buffer ")):
+                inner, outer, bias = (*words, values.get("bias", False))[:3]
+                spec = f"nn.Linear({inner}, {outer}, bias={bias})"
+            self.init[name] = spec
+            return f"self.{name}"
+
+        return _NAMED.sub(made, template.format(**known))
+
+    def norm(self, name: str, kind: str, value: str) -> str:
+        """The norm of a value."""
+        return self.fill(_of(NORMS[kind], value), name=name)
+
+    def add_op(self, kind: str, value: str) -> None:
+        """Add the line that does an op to a value."""
+        self.add(f"{value} = {_of(_OPS[kind], value)}")
+
+
+def _of(template: str, name: str) -> str:
+    """A template for ``h``, of another value."""
+    return re.sub(r"\bh\b", name, template)
+
+
+# ---- layers ------------------------------------------------------------------------------------
+class _Function:
+    """A function that templates call, as in ``{act:h}``."""
+
+    def __init__(self, function: Callable[[str], str]):
+        self._function = function
+
+    def __format__(self, value: str) -> str:
+        return self._function(value)
+
+
+def _add_layer(lines: Lines, layer: Layer, name: str) -> None:
+    """``x = layer(x)``; the names of its parameters begin with ``name``."""
+    d, width = lines.case.features, layer.width
+    values = {
+        "n": name,
+        "bias": layer.bias,
+        "w": width,
+        "2w": 2 * width,
+        "s": d // 2,
+        "half": d // 4,
+        "other": "states" if "states" in lines.inputs else "h",
+        "act": _Function(ACTS[layer.act].format),
+        "norm": _Function(lambda value: lines.norm(f"{name}_norm", layer.norm, value)),
+        "after": _Function(lambda value: lines.norm(f"{name}_after", layer.norm, value)),
+    }
+    lines.add("h = x" if layer.residual == "post" else "h = {norm:x}", **values)
+    if layer.residual == "parallel":
+        lines.add("side = @_side[d d False](h)", **values)
+    for template in KINDS[layer.kind][layer.form]:
+        if template.startswith("ops "):
+            for op in layer.ops:
+                lines.add_op(op, template.removeprefix("ops "))
+        else:
+            lines.add(template, **values)
+    if layer.dropout:
+        lines.add(f"y = F.dropout(y, {layer.dropout})")
+    lines.add(*RESIDUALS[layer.residual], **values)
 
 
 def _add_body(lines: Lines) -> None:
     """The layers, alone or together in a checkpoint."""
     case = lines.case
-    body = Lines(case)
-    body.init, body.inputs = lines.init, lines.inputs
+    body = Lines(case, lines)
     for number, layer in enumerate(case.layers):
-        one = Lines(case)
-        one.init, one.inputs = lines.init, lines.inputs
-        add_layer(one, layer, _name_of(case.layers, number))
+        one = Lines(case, lines)
+        _add_layer(one, layer, _name_of(case.layers, number))
         _add_checkpointed(body, one, f"layer{number}", layer.checkpoint)
     whole = case.checkpoint in ("body", "all", "nested") and case.layers
     _add_checkpointed(lines, body, "body", "plain" if whole else "none")
@@ -87,7 +179,7 @@ def _shapes(layer: Layer) -> tuple[object, ...]:
 def _add_checkpointed(lines: Lines, inner: Lines, name: str, policy: str) -> None:
     """Lines that compute ``x`` from ``x``, under ``torch.utils.checkpoint`` or as they are."""
     if policy == "none":
-        lines.add(*inner.forward)
+        lines.forward += inner.forward
         return
     how = ""
     if policy != "plain":
@@ -96,7 +188,7 @@ def _add_checkpointed(lines: Lines, inner: Lines, name: str, policy: str) -> Non
     for name, made in lines.init.items():  # eager mode updates the statistics twice, a graph once
         if made.startswith("nn.BatchNorm1d") and f"self.{name}(" in "".join(inner.forward):
             lines.init[name] = f"nn.BatchNorm1d({lines.case.features}, track_running_stats=False)"
-    lines.add(f"def {name}(x):", *(f"    {line}" for line in inner.forward), "    return x")
+    lines.forward += [f"def {name}(x):", *_indented(inner.forward), "    return x"]
     lines.add(f"x = checkpoint({name}, x, use_reentrant=False{how})")
 
 
@@ -107,65 +199,53 @@ def _add_head(lines: Lines) -> None:
     if case.loss == "none":
         lines.add("labels = ids", *LOSSES["none"])
         return
-    head = Lines(case)
-    head.init, head.inputs = lines.init, lines.inputs
+    head = Lines(case, lines)
     _add_logits(head)
-    head.add(*(line.format(v=case.vocabulary) for line in LOSSES[case.loss]))
+    head.add(*LOSSES[case.loss])
     if case.head == "two":
-        head.add(
-            f"loss = loss + 0.3 * F.softplus({head.linear('second', *_sizes(case))}(h)).mean()"
-        )
+        head.add("loss = loss + 0.3 * F.softplus(@second[d v](h)).mean()")
     if case.checkpoint in ("head", "all"):
-        lines.add("def head(h, ids):", *(f"    {line}" for line in head.forward))
+        lines.forward += ["def head(h, ids):", *_indented(head.forward)]
         lines.add("    return loss, logits, labels")
         lines.add("loss, logits, labels = checkpoint(head, h, ids, use_reentrant=False)")
     else:
-        lines.add(*head.forward)
-
-
-def _sizes(case: Case) -> tuple[int, int]:
-    return case.features, case.vocabulary
+        lines.forward += head.forward
 
 
 def _add_logits(lines: Lines) -> None:
     """``logits`` and ``labels`` of ``h`` and ``ids``, and ``teacher`` where the loss reads it."""
     case = lines.case
-    d, words = _sizes(case)
     if case.shift == "hidden":
         lines.add("h = h[:, :-1]")
     if case.head == "transform":
-        lines.add(f"h = F.layer_norm(F.gelu({lines.linear('dense', d, d, True)}(h)), ({d},))")
+        lines.add("h = F.layer_norm(F.gelu(@dense[d d True](h)), ({d},))")
     lines.add(f"logits = {_product(lines)}")
     if case.head == "low_rank":
-        low, high = lines.linear("low", d, 4), lines.linear("high", 4, words)
-        lines.add(f"logits = logits + {high}({low}(h))")
+        lines.add("made @low[d 4] @high[4 v]", "logits = logits + @high[4 v](@low[d 4](h))")
     if case.head == "norm_after":
         lines.add("logits = F.layer_norm(logits, logits.shape[-1:])")
-    lines.add(*(lines.op(kind, "logits") for kind in case.logit_ops))
+    for kind in case.logit_ops:
+        lines.add_op(kind, "logits")
     cut = CUTS.get(case.shift, "")
     if cut:
         lines.add(f"logits = logits{cut.format(':-1')}")
     lines.add(_labels(case.shift, cut))
     if any("teacher" in line for line in LOSSES[case.loss]):
-        lines.init["teacher"] = f"nn.Linear({d}, {words}, bias=False).requires_grad_(False)"
-        lines.add(f"teacher = self.teacher(h.detach()){cut.format(':-1')}")
+        teacher = "@teacher[nn.Linear({d}, {v}, bias=False).requires_grad_(False)]"
+        lines.add(f"teacher = {teacher}(h.detach()){cut.format(':-1')}")
 
 
 def _product(lines: Lines) -> str:
     case = lines.case
-    d, words = _sizes(case)
     if case.head == "by_hand":
-        return f"h @ {lines.parameter('head', d, words)}"
+        return "h @ $head[d v]"
     if case.head == "tied" and "embed" in lines.init:
         return "F.linear(h, self.embed.weight)"
-    head = lines.linear("head", d, words, case.head == "bias")
+    head = "@head[d v True]" if case.head == "bias" else "@head[d v]"
     if case.head == "frozen":
-        lines.init["head"] += ".requires_grad_(False)"
-    return (
-        f"{head}(h.flatten(0, 1)).view(*h.shape[:2], {words})"
-        if case.shift == "flat"
-        else f"{head}(h)"
-    )
+        head = "@head[nn.Linear({d}, {v}, bias=False).requires_grad_(False)]"
+    is_flat = case.shift == "flat"
+    return f"{head}(h.flatten(0, 1)).view(*h.shape[:2], {{v}})" if is_flat else f"{head}(h)"
 
 
 def _labels(shift: str, cut: str) -> str:
@@ -178,24 +258,16 @@ def _labels(shift: str, cut: str) -> str:
 
 def _add_mutations(lines: Lines) -> None:
     """Writes to buffers and inputs; those to ``scratch`` come first, as ``x`` reads it then."""
-    d, first = lines.case.features, []
+    first: list[str] = []
     for kind in lines.case.mutations:
-        if kind == "counter":
-            lines.init["buffer count"] = "torch.zeros((), dtype=torch.long)"
-            lines.add("self.count.add_(1)")
-        elif kind == "running_mean":
-            lines.init["buffer average"] = f"torch.zeros({d})"
-            lines.add("self.average.lerp_(x.detach().mean((0, 1)).to(self.average.dtype), 0.1)")
-        elif kind == "input_counter":
-            lines.inputs["steps"] = "torch.zeros((), dtype=torch.long)"
-            lines.add("steps.add_(1)")
-        else:
-            lines.inputs["scratch"] = "torch.randn(batch, length)"
-            first.append(
-                "scratch.mul_(0.5)" if kind == "input_scaled" else "scratch[:, :1].add_(1)"
-            )
+        line = lines.fill(MUTATIONS[kind])
+        (first if line.startswith("scratch") else lines.forward).append(line)
     if first:
         lines.forward[1:1] = [*first, "x = x + scratch.unsqueeze(-1)"]
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
 
 
 # ---- text --------------------------------------------------------------------------------------
@@ -229,8 +301,8 @@ def _is_there(extra: str, case: Case) -> bool:
 
 def _made(item: tuple[str, str]) -> str:
     name, text = item
-    if name.startswith("buffer "):
-        return f'self.register_buffer("{name.removeprefix("buffer ")}", {text})'
+    if text.startswith("buffer "):
+        return f'self.register_buffer("{name}", {text.removeprefix("buffer ")})'
     return f"self.{name} = {text}"
 
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from mstpass.fuzz.campaign import Result
-from mstpass.fuzz.checks import Failure
+from mstpass.fuzz.plans import Failure
 from mstpass.fuzz.worker import signature
 
 _LARGE_BYTES = 2**18  # of smaller steps, what else allocates memory is a part

@@ -1,26 +1,35 @@
 """The choices of a case as Python expressions, and the helpers that some of them call.
 
-``h`` is a value of shape [batch, length, any]; ``ids`` are token numbers, [batch, length]. The
-precision is nowhere written down, so that a program runs in float64 as well: ``wide`` casts half
-precision to float32, and leaves float64 as it is.
+The tables are in order: the plainest choice comes first. ``@name[...]`` and ``#name[...]`` are made
+where they are named (layers.py). ``h`` is a value of shape [batch, length, any]; ``ids`` are token
+numbers, [batch, length]. The precision is nowhere written down, so that a program runs in float64
+as well: ``wide`` casts half precision to float32, and leaves float64 as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-NORMS: Mapping[str, tuple[str, str]] = {  # what __init__ makes; the norm of h
-    "none": ("", "h"),
-    "layer": ("nn.LayerNorm({d})", "{n}(h)"),
-    "layer_plain": ("", "F.layer_norm(h, (h.shape[-1],))"),
-    "rms": ("nn.RMSNorm({d})", "{n}(h)"),
-    "rms_by_hand": (
-        "nn.Parameter(torch.ones({d}))",
-        "h * torch.rsqrt(wide(h).square().mean(-1, keepdim=True) + 1e-5).type_as(h) * {n}",
-    ),
-    "unit": ("", "F.normalize(h, dim=-1)"),
-    "group": ("nn.GroupNorm(2, {d})", "{n}(h.transpose(1, 2)).transpose(1, 2)"),
-    "batch": ("nn.BatchNorm1d({d})", "{n}(h.transpose(1, 2)).transpose(1, 2)"),
+_STATES = "#states[torch.randn(batch, length, {d}, requires_grad=True)]"
+_EMBEDDED = "@embed[nn.Embedding({v}, {d})](ids)"
+SOURCES: Mapping[str, str] = {  # of the hidden states
+    "hidden": _STATES,
+    "ids": _EMBEDDED,
+    "ids_position": f"{_EMBEDDED} + torch.arange(ids.shape[1])[:, None].sin()",
+    "plain_hidden": "#states[torch.randn(batch, length, {d})]",
+    "two": f"{_EMBEDDED} + {_STATES}",
+}
+
+NORMS: Mapping[str, str] = {
+    "none": "h",
+    "layer": "@{name}[nn.LayerNorm({d})](h)",
+    "layer_plain": "F.layer_norm(h, (h.shape[-1],))",
+    "rms": "@{name}[nn.RMSNorm({d})](h)",
+    "rms_by_hand": "h * torch.rsqrt(wide(h).square().mean(-1, keepdim=True) + 1e-5).type_as(h) * "
+    "@{name}[nn.Parameter(torch.ones({d}))]",
+    "unit": "F.normalize(h, dim=-1)",
+    "group": "@{name}[nn.GroupNorm(2, {d})](h.transpose(1, 2)).transpose(1, 2)",
+    "batch": "@{name}[nn.BatchNorm1d({d})](h.transpose(1, 2)).transpose(1, 2)",
 }
 
 ACTS: Mapping[str, str] = {
@@ -40,8 +49,7 @@ ACTS: Mapping[str, str] = {
     "relu_in_place": "F.relu({} * 1, inplace=True)",
 }
 
-OPS: Mapping[str, str] = {
-    # token by token
+TOKENWISE: Mapping[str, str] = {
     "square": "h * h",
     "sine": "h.sin()",
     "row_softmax": "3 * torch.softmax(h, -1)",
@@ -60,7 +68,8 @@ OPS: Mapping[str, str] = {
     "sort_features": "h + h.sort(-1).values",
     "strided": "h[..., ::2].repeat_interleave(2, -1)[..., : h.shape[-1]]",
     "wide_and_back": "wide(h).sigmoid().type_as(h)",
-    # these mix tokens
+}
+MIXING: Mapping[str, str] = {
     "running_sum": "h.cumsum(1) / 8",
     "token_softmax": "torch.softmax(h, 1)",
     "flip_tokens": "h.flip(1)",
@@ -70,18 +79,17 @@ OPS: Mapping[str, str] = {
     "self_product": "torch.softmax(h @ h.transpose(1, 2), -1) @ h",
     "mean_of_all": "h + h.mean()",
     "last_token": "h + h[:, -1:]",
-    # of logits
+}
+OPS: Mapping[str, str] = {**TOKENWISE, **MIXING}
+LOGIT_OPS: Mapping[str, str] = {
     "cap": "torch.tanh(h / 3.0) * 3.0",
     "scale": "h * 0.5",
     "wide": "wide(h)",
-    "temperature": "h / self.temperature",
-    "bias": "h + self.word_bias",
+    "temperature": "h / @temperature[nn.Parameter(torch.tensor(0.7))]",
+    "bias": "h + @word_bias[nn.Parameter(torch.randn({v}))]",
     "hide_words": "h.masked_fill(torch.arange({v}) % 5 == 4, -8.0)",
     "detached_max": "h - h.detach().amax(-1, keepdim=True)",
-}
-OP_PARAMETERS = {  # what __init__ makes for an op
-    "temperature": ("temperature", "nn.Parameter(torch.tensor(0.7))"),
-    "bias": ("word_bias", "nn.Parameter(torch.randn({v}))"),
+    **MIXING,
 }
 
 _CE = "F.cross_entropy(logits.flatten(0, 1), labels.flatten(){})"
@@ -177,6 +185,15 @@ EXTRAS: Mapping[str, str] = {
     "labels_view": "ids[:, 1:]",
 }
 
+MUTATIONS: Mapping[str, str] = {  # writes to buffers and inputs
+    "counter": "@count[buffer torch.zeros((), dtype=torch.long)].add_(1)",
+    "running_mean": "@average[buffer torch.zeros({d})]"
+    ".lerp_(x.detach().mean((0, 1)).to(self.average.dtype), 0.1)",
+    "input_counter": "#steps[torch.zeros((), dtype=torch.long)].add_(1)",
+    "input_scaled": "#scratch[torch.randn(batch, length)].mul_(0.5)",
+    "input_view": "#scratch[torch.randn(batch, length)][:, :1].add_(1)",
+}
+
 CUTS: Mapping[str, str] = {  # of logits and labels
     "logits": "[:, {}]",
     "first": "[:, 3:]",
@@ -184,11 +201,7 @@ CUTS: Mapping[str, str] = {  # of logits and labels
     "last": "[:, -1:]",
 }
 
-HELPERS: Mapping[str, str] = {  # put before the model where its source has the name
-    "wide": """\
-def wide(h):
-    return h.float() if h.dtype == torch.bfloat16 else h
-""",
+POLICIES: Mapping[str, str] = {  # of selective checkpoints
     "save_products": """\
 def save_products(context, op, *args, **kwargs):
     saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -208,4 +221,11 @@ def save_attention(context, op, *args, **kwargs):
     saved = "scaled_dot_product" in str(op)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
 """,
+}
+HELPERS: Mapping[str, str] = {  # put before the model where its source has the name
+    "wide": """\
+def wide(h):
+    return h.float() if h.dtype == torch.bfloat16 else h
+""",
+    **POLICIES,
 }

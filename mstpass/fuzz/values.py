@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def _unlike(mine: Tensor | None, theirs: Tensor | None, setup: Setup) -> str:
     """How our value is of another kind than eager mode's, or not equal where it must be."""
     if mine is None or theirs is None:
         there = next((v for v in (mine, theirs) if v is not None), None)
-        alike = (mine is None) == (theirs is None) or _rms(there) == 0
+        alike = (mine is None) == (theirs is None) or rms(there) == 0
         return "" if alike else f"ours is {_text(mine)}, eager's {_text(theirs)}"
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return f"ours is {_text(mine)}, eager's {_text(theirs)}"
@@ -98,8 +99,8 @@ def _error(value: Tensor | None, true: Tensor | None, scale: float) -> float:
     if value is None or true is None or not value.is_floating_point():
         return 0.0
     finite = value.isfinite() & true.isfinite()
-    base = max(_rms(true[finite]), _FLOOR * scale)
-    error = _rms(value[finite].double() - true[finite])
+    base = max(rms(true[finite]), _FLOOR * scale)
+    error = rms(value[finite].double() - true[finite])
     if not base:
         return math.inf if error else 0.0
     return error / base
@@ -107,15 +108,16 @@ def _error(value: Tensor | None, true: Tensor | None, scale: float) -> float:
 
 def _scale(values: Values) -> float:
     """The root mean square of the largest gradient."""
-    return max((_rms(v) for name, v in values.items() if "grad" in name), default=0.0)
+    return max((rms(v) for name, v in values.items() if "grad" in name), default=0.0)
 
 
 def _is_low(setup: Setup) -> bool:
     return setup.autocast or setup.dtype == "bfloat16"
 
 
-def _rms(value: Tensor | None) -> float:
-    if value is None or not value.numel() or not value.is_floating_point():
+def rms(value: Any) -> float:
+    """The root mean square of the finite numbers of a tensor; 0 of what has none."""
+    if not isinstance(value, Tensor) or not value.numel() or not value.is_floating_point():
         return 0.0
     finite = value[value.isfinite()].double()
     return float(finite.norm()) / math.sqrt(max(1, finite.numel()))

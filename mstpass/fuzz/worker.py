@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from mstpass.frame_stack import with_deep_stack
-from mstpass.fuzz.as_test import as_test
 from mstpass.fuzz.case import Case, to_json
-from mstpass.fuzz.checks import Checked, Failure, check_case
+from mstpass.fuzz.checks import Checked, check_case
 from mstpass.fuzz.draw import draw
-from mstpass.fuzz.reduce import reduce
+from mstpass.fuzz.plans import Failure
+from mstpass.fuzz.reduce import as_test, reduce
 
 _NEW_OBJECTS = 50_000  # that Python's garbage collector waits for; a case makes millions
 

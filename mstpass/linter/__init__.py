@@ -6,8 +6,7 @@
 """
 
 from mstpass.linter.entry_points import lint, lint_compiled, lint_graphs
-from mstpass.linter.errors import LintError
-from mstpass.linter.report import Finding, LintReport, ModuleRuns
+from mstpass.linter.report import Finding, LintError, LintReport, ModuleRuns
 
 __all__ = [
     "Finding",

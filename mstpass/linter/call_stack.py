@@ -11,6 +11,7 @@ An op in the backward is *recomputed* if it runs inside a checkpoint or a module
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
@@ -141,17 +142,11 @@ def _checkpoint_run(
     return None
 
 
-_known_codes: dict[types.CodeType, bool] = {}
-
-
+@functools.cache
 def _runs_autograd_function(code: types.CodeType) -> bool:
     """Whether it is the forward code of an ``autograd.Function``."""
-    known = _known_codes.get(code)
-    if known is None:
-        functions = _subclasses(torch.autograd.Function)
-        known = any(code in (_code(f.forward), _code(f.setup_context)) for f in functions)
-        _known_codes[code] = known
-    return known
+    functions = _subclasses(torch.autograd.Function)
+    return any(code in (_code(f.forward), _code(f.setup_context)) for f in functions)
 
 
 def _subclasses(cls: Any) -> Iterator[Any]:
@@ -166,10 +161,8 @@ def _code(function: Any) -> types.CodeType | None:
 
 def _arguments(frame: types.FrameType) -> tuple[Any, ...]:
     """The arguments of the frame's function."""
-    code, variables = frame.f_code, frame.f_locals
-    stars = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + stars]
-    return tuple(variables[name] for name in names if name in variables)
+    args, varargs, keywords, variables = inspect.getargvalues(frame)
+    return tuple(variables[n] for n in (*args, varargs, keywords) if n in variables)
 
 
 def caller_of(frame: types.FrameType) -> types.FrameType:

@@ -7,7 +7,6 @@ backward before Inductor's own rewrites. Every backend that ends in Inductor cal
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,17 +14,19 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import is_tangent, value_of
-from mstpass.linter.errors import LintError
 from mstpass.linter.graph_findings import read_graphs
-from mstpass.linter.report import DUPLICATE, Finding, LintReport
+from mstpass.linter.report import DUPLICATE, Finding, LintError, LintReport
 from mstpass.report.store import reports
 from mstpass.torch_internals.graphs import graph_module
 from mstpass.torch_internals.inductor import CustomGraphPass
 from mstpass.torch_internals.settings import inductor_graphs_given_to, inductor_setting
 
 
-def read_compiled(step: Callable[[Record], None]) -> LintReport:
-    """Run ``step``, which gets the `Record` of its graphs, and report on what it compiles.
+def read_compiled(step: Callable[[Callable[[], bool]], None]) -> LintReport:
+    """Run a step and report on what it compiles.
+
+    Args:
+        step: gets a function that tells whether a backward has been compiled.
 
     Raises:
         LintError: no graph was compiled, or none with a backward.
@@ -35,7 +36,7 @@ def read_compiled(step: Callable[[Record], None]) -> LintReport:
     torch.compiler.reset()
     try:
         with inductor_graphs_given_to(record):
-            step(record)
+            step(lambda: record.has_backward)
     finally:
         torch.compiler.reset()  # the code compiled here refers to the hook
     if not record.graphs:
@@ -114,25 +115,18 @@ def _shape(node: fx.Node) -> tuple[str, ...] | None:
 def _merge(found: list[LintReport], nested: bool) -> LintReport:
     """One report of several; under a plan with ``nested`` recomputation, its repeats are a note."""
     step_flops = sum(report.step_flops for report in found)
-    share = 1 / step_flops if step_flops else 0.0
-    findings = [
-        # each graph's share was of that graph; now it is of the whole step
-        dataclasses.replace(f, wasted_share=f.wasted_flops * share)
-        for report in found
-        for f in report.findings
-    ]
+    findings = [f for report in found for f in report.findings]
     notes = [f"{len(found)} compiled graph{'s' if len(found) > 1 else ''} read"]
     planned = [f for f in findings if nested and _runs_twice_in_backward(f)]
     if planned:
-        wasted_share = sum(f.wasted_flops for f in planned) * share
+        wasted_share = LintReport.of(planned, step_flops).wasted_share
         notes.append(
             f"{len(planned)} matmuls run twice in backward ({100 * wasted_share:.1f}% of the "
             "step): under this memory_budget mst recomputes at two levels; a larger budget needs "
             "fewer recomputations"
         )
         findings = [f for f in findings if f not in planned]
-    findings.sort(key=lambda f: -f.wasted_flops)
-    return LintReport(tuple(findings), step_flops, notes=tuple(notes))
+    return LintReport.of(findings, step_flops, notes=tuple(notes))
 
 
 def _runs_twice_in_backward(finding: Finding) -> bool:

@@ -14,8 +14,9 @@ recomputed once per call.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mstpass.linter.eager_trace import CheckpointCall, OpKey, OpRuns, StepTrace, Target
 from mstpass.linter.report import (
@@ -28,7 +29,10 @@ from mstpass.linter.report import (
     ModuleRuns,
     summed_up,
 )
+from mstpass.report.layer_paths import group_by
 from mstpass.tracing.names import function_name, module_names
+
+Names = Mapping[int, str]  # of modules, by id
 
 
 @dataclass(frozen=True)
@@ -43,31 +47,13 @@ class _Waste:
 
 def lint_trace(trace: StepTrace) -> LintReport:
     """The report on a recorded step."""
-    names = module_names([*trace.roots.values(), *(c.module for c in trace.modules.values())])
-    namer = _Namer(names)
+    modules = (module for module, _ in trace.modules.values())
+    names = module_names([*trace.roots.values(), *modules])
     live = trace.liveness.live_ops()
     wastes = [_waste(key, runs, live) for key, runs in trace.runs.items()]
-    inner_targets = _inner_targets(trace.runs)
-    share = 1 / trace.step_flops if trace.step_flops else 0.0
-    findings = [
-        *_repeated(wastes, namer, inner_targets, share),
-        *_dead(wastes, namer, share),
-    ]
-    return LintReport(
-        tuple(sorted(findings, key=lambda finding: -finding.wasted_flops)),
-        trace.step_flops,
-        tuple(
-            ModuleRuns(
-                names[number],
-                count.forward_runs,
-                count.recompute_runs,
-                count.forward_flops,
-                count.recompute_flops,
-            )
-            for number, count in trace.modules.items()
-        ),
-        _free_nesting(wastes, namer),
-    )
+    findings = [*_repeated(wastes, names, _inner_targets(trace.runs)), *_dead(wastes, names)]
+    runs = tuple(ModuleRuns(names[i], **counts) for i, (_, counts) in trace.modules.items())
+    return LintReport.of(findings, trace.step_flops, runs, _free_nesting(wastes, names))
 
 
 def _waste(key: OpKey, runs: OpRuns, live: list[bool]) -> _Waste:
@@ -79,54 +65,39 @@ def _waste(key: OpKey, runs: OpRuns, live: list[bool]) -> _Waste:
 
 
 def _repeated(
-    wastes: list[_Waste],
-    namer: _Namer,
-    inner_targets: Mapping[CheckpointCall, set[Target]],
-    share: float,
-) -> list[Finding]:
+    wastes: list[_Waste], names: Names, inner_targets: Mapping[CheckpointCall, set[Target]]
+) -> Iterator[Finding]:
     """A finding for each checkpointed module; without a checkpoint, for each repeated module."""
-    findings = []
-    for name, group in _by(wastes, lambda w: namer.of(w.key.target, w.key), "repeated").items():
+    repeated = ((_name(names, w.key.target, w.key), w) for w in wastes if w.repeated)
+    for name, group in _by_name(repeated):
         worst = max(group, key=lambda w: w.repeated)
-        kind, cause, fix = _why_repeated(worst.runs, inner_targets)
         flops = sum(w.repeated * w.runs.flops for w in group)
-        findings.append(_finding(kind, name, worst.runs, flops, share, cause, fix))
-    return findings
+        yield _finding(name, worst.runs, flops, *_why_repeated(worst.runs, inner_targets))
 
 
-def _dead(wastes: list[_Waste], namer: _Namer, share: float) -> list[Finding]:
-    findings = []
-    for name, group in _by(wastes, lambda w: namer.of(None, w.key), "dead").items():
+def _dead(wastes: list[_Waste], names: Names) -> Iterator[Finding]:
+    for name, group in _by_name((_name(names, None, w.key), w) for w in wastes if w.dead):
         runs = group[0].runs
         reentrant = next((call for call in reversed(runs.checkpoints) if call.reentrant), None)
         cause = "it is recomputed, but no gradient depends on its result"
+        fix = (
+            "move it out of the checkpoint, or to the end of the checkpointed block: "
+            "recomputation stops before it there"
+        )
         if reentrant is not None:
             cause += "; a reentrant checkpoint always recomputes its whole block"
-            fix = f"{_without_reentrant(reentrant)}: such a checkpoint stops before this op"
-        else:
-            fix = (
-                "move it out of the checkpoint, or to the end of the checkpointed block: "
-                "recomputation stops before it there"
-            )
-        flops = sum(w.dead * w.runs.flops for w in group)
-        findings.append(_finding(DEAD, name, runs, flops, share, cause, fix))
-    return findings
+            fix = f"{_caller(reentrant).non_reentrant}: such a checkpoint stops before this op"
+        yield _finding(name, runs, sum(w.dead * w.runs.flops for w in group), DEAD, cause, fix)
 
 
-def _by(wastes: list[_Waste], name: Callable[[_Waste], str], what: str) -> dict[str, list[_Waste]]:
-    groups: dict[str, list[_Waste]] = {}
-    for waste in wastes:
-        if getattr(waste, what):
-            groups.setdefault(name(waste), []).append(waste)
-    return groups
+def _by_name(named: Iterable[tuple[str, _Waste]]) -> Iterator[tuple[str, list[_Waste]]]:
+    for group in group_by(named, lambda pair: pair[0]):
+        yield group[0][0], [waste for _, waste in group]
 
 
-def _finding(
-    kind: str, name: str, runs: OpRuns, flops: int, share: float, cause: str, fix: str
-) -> Finding:
+def _finding(name: str, runs: OpRuns, flops: int, kind: str, cause: str, fix: str) -> Finding:
     source = ", ".join(call.location for call in runs.checkpoints)
-    times = (runs.forward, len(runs.recomputed))
-    return Finding(kind, name, *times, flops, flops * share, cause, fix, source)
+    return Finding(kind, name, runs.forward, len(runs.recomputed), flops, 0.0, cause, fix, source)
 
 
 def _why_repeated(
@@ -159,12 +130,12 @@ def _why_nested(
     outer, inner = checkpoints[-2:]
     styles = tuple("reentrant" if call.reentrant else "non-reentrant" for call in (inner, outer))
     how = " in ".join(styles) if styles[0] != styles[1] else f"both {styles[0]}"
-    cause = f"{_describe(outer)} around {_describe(inner)} ({how})"
+    cause = f"{_caller(outer).name} around {_caller(inner).name} ({how})"
     if len(checkpoints) > 2:
         cause += f", {len(checkpoints)} checkpoints in all"
     # propose to remove the reentrant one first: it recomputes its whole block
     first, second = (outer, inner) if outer.reentrant and not inner.reentrant else (inner, outer)
-    fix = f"keep one of the two: {_removal(first)}, or {_removal(second)}"
+    fix = f"keep one of the two: {_caller(first).removal}, or {_caller(second).removal}"
     parts = len(inner_targets.get(outer, ()))
     if parts > 1:
         cause += f"; to get their inputs, the outer one runs {parts} inner ones once more"
@@ -172,36 +143,32 @@ def _why_nested(
     return cause, fix
 
 
-def _is_wrapper(call: CheckpointCall) -> bool:
-    return call.file.endswith("_checkpoint/checkpoint_wrapper.py")
+class _Caller(NamedTuple):
+    """Whose code calls a checkpoint: its name, how to remove the call or make it non-reentrant."""
+
+    name: str
+    removal: str
+    non_reentrant: str
 
 
-def _is_hugging_face(call: CheckpointCall) -> bool:
-    return "/transformers/" in call.file
-
-
-def _describe(call: CheckpointCall) -> str:
-    if _is_wrapper(call):
-        return "FSDP activation checkpointing" if call.fsdp else "checkpoint_wrapper"
-    if _is_hugging_face(call):
-        return "Hugging Face gradient checkpointing"
-    return f"checkpoint() at {call.location}"
-
-
-def _removal(call: CheckpointCall) -> str:
-    if _is_wrapper(call):
-        return "leave out apply_activation_checkpointing (checkpoint_wrapper)"
-    if _is_hugging_face(call):
-        return "call model.gradient_checkpointing_disable()"
-    return f"remove the checkpoint() call at {call.location}"
-
-
-def _without_reentrant(call: CheckpointCall) -> str:
-    if _is_wrapper(call):
-        return "pass checkpoint_impl=CheckpointImpl.NO_REENTRANT to checkpoint_wrapper"
-    if _is_hugging_face(call):
-        return "pass gradient_checkpointing_kwargs={'use_reentrant': False}"
-    return f"pass use_reentrant=False in the checkpoint() call at {call.location}"
+def _caller(call: CheckpointCall) -> _Caller:
+    if call.file.endswith("_checkpoint/checkpoint_wrapper.py"):
+        return _Caller(
+            "FSDP activation checkpointing" if call.fsdp else "checkpoint_wrapper",
+            "leave out apply_activation_checkpointing (checkpoint_wrapper)",
+            "pass checkpoint_impl=CheckpointImpl.NO_REENTRANT to checkpoint_wrapper",
+        )
+    if "/transformers/" in call.file:
+        return _Caller(
+            "Hugging Face gradient checkpointing",
+            "call model.gradient_checkpointing_disable()",
+            "pass gradient_checkpointing_kwargs={'use_reentrant': False}",
+        )
+    return _Caller(
+        f"checkpoint() at {call.location}",
+        f"remove the checkpoint() call at {call.location}",
+        f"pass use_reentrant=False in the checkpoint() call at {call.location}",
+    )
 
 
 def _inner_targets(runs: Mapping[OpKey, OpRuns]) -> dict[CheckpointCall, set[Target]]:
@@ -213,7 +180,7 @@ def _inner_targets(runs: Mapping[OpKey, OpRuns]) -> dict[CheckpointCall, set[Tar
     return inner_targets
 
 
-def _free_nesting(wastes: list[_Waste], namer: _Namer) -> tuple[str, ...]:
+def _free_nesting(wastes: list[_Waste], names: Names) -> tuple[str, ...]:
     """Notes on two checkpoints around one target that waste nothing, as both stop early."""
     free: dict[tuple[str, str], set[str]] = {}
     costly = {w.key.target for w in wastes if w.repeated}
@@ -221,28 +188,21 @@ def _free_nesting(wastes: list[_Waste], namer: _Namer) -> tuple[str, ...]:
         calls, target = waste.runs.checkpoints, waste.key.target
         if len(calls) < 2 or target in costly or calls[-2].target != target:
             continue
-        pair = (_describe(calls[-2]), _describe(calls[-1]))
-        free.setdefault(pair, set()).add(namer.of(target, waste.key))
+        pair = (_caller(calls[-2]).name, _caller(calls[-1]).name)
+        free.setdefault(pair, set()).add(_name(names, target, waste.key))
     return tuple(
-        f"{summed_up(sorted(names))}: {outer} around {inner} costs no flops, because both stop "
+        f"{summed_up(sorted(targets))}: {outer} around {inner} costs no flops, because both stop "
         "early; remove one of them"
-        for (outer, inner), names in free.items()
+        for (outer, inner), targets in free.items()
     )
 
 
-class _Namer:
-    """Names for findings: that of a checkpoint's target if given, else of the op's module."""
-
-    def __init__(self, names: Mapping[int, str]):
-        self._names = names
-
-    def of(self, target: Target | None, key: OpKey) -> str:
-        module = target.module if target is not None else key.module
-        if module is not None:
-            return self._names.get(id(module), type(module).__name__)
-        target = target or key.target
-        if target is None:
-            return key.op
-        if target.module is not None:
-            return self._names.get(id(target.module), type(target.module).__name__)
-        return function_name(target.function)
+def _name(names: Names, target: Target | None, key: OpKey) -> str:
+    """The name of a checkpoint's target if given, else of the op's module."""
+    module = key.module if target is None else None
+    target = target or key.target
+    if module is None and target is not None:
+        module = target.module
+    if module is not None:
+        return names.get(id(module), type(module).__name__)
+    return key.op if target is None else function_name(target.function)

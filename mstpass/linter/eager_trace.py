@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
-from mstpass.linter.call_stack import CheckpointRun, OpContext, caller_of, current_context
+from mstpass.linter.call_stack import OpContext, caller_of, current_context
 from mstpass.linter.liveness import RecomputeLiveness, only_views
 from mstpass.torch_internals.fake_tensors import TorchDispatchMode
 from mstpass.torch_internals.graphs import tree_leaves
@@ -86,17 +86,6 @@ class OpRuns:
 
 
 @dataclass
-class ModuleCount:
-    """Runs and flops of a module's forward: in the forward, and recomputed in the backward."""
-
-    module: nn.Module
-    forward_runs: int = 0
-    recompute_runs: int = 0
-    forward_flops: int = 0
-    recompute_flops: int = 0
-
-
-@dataclass
 class _ForwardCheckpoint:
     """The outermost checkpoint that runs in the forward.
 
@@ -118,7 +107,8 @@ class StepTrace(TorchDispatchMode):
     def __init__(self, roots: Iterable[nn.Module] = ()) -> None:
         super().__init__()
         self.runs: dict[OpKey, OpRuns] = {}
-        self.modules: dict[int, ModuleCount] = {}
+        # by id, each module with the attributes of its `ModuleRuns`
+        self.modules: dict[int, tuple[nn.Module, Counter[str]]] = {}
         self.roots = {id(root): root for root in roots}
         self.liveness = RecomputeLiveness()
         self.step_flops = 0
@@ -161,15 +151,11 @@ class StepTrace(TorchDispatchMode):
 
     def _count_modules(self, context: OpContext, flops: int) -> None:
         """Count runs and flops: a module runs anew if the last op did not run in its frame."""
+        phase = "forward" if context.backward_id is None else "recompute"
         for module, frame in _module_runs(context):
-            count = self.modules.setdefault(id(module), ModuleCount(module))
-            new = not any(frame is known for known in self._frames)
-            if context.backward_id is None:
-                count.forward_runs += new
-                count.forward_flops += flops
-            else:
-                count.recompute_runs += new
-                count.recompute_flops += flops
+            _, counts = self.modules.setdefault(id(module), (module, Counter()))
+            counts[f"{phase}_runs"] += not any(frame is known for known in self._frames)
+            counts[f"{phase}_flops"] += flops
         if context.modules and context.backward_id is None:
             root = context.modules[-1][0]
             self.roots[id(root)] = root
@@ -240,8 +226,13 @@ def _target(function: Any) -> Target:
 def _checkpoint_calls(context: OpContext) -> tuple[CheckpointCall, ...]:
     """The calls of ``checkpoint`` around an op, without recomputations, the outermost first."""
     fsdp = any(_is_fsdp(module) for module, _ in context.modules)
-    calls = (run for run in reversed(context.checkpoints) if run.reentrant is not None)
-    return tuple(_checkpoint_call(run, fsdp) for run in calls)
+    calls = []
+    for run in reversed(context.checkpoints):
+        if run.reentrant is not None:
+            caller, target = caller_of(run.frame), _target(run.function)
+            file, line = caller.f_code.co_filename, caller.f_lineno
+            calls.append(CheckpointCall(file, line, run.reentrant, target, fsdp))
+    return tuple(calls)
 
 
 def _new_calls(known: tuple[CheckpointCall, ...], context: OpContext) -> tuple[CheckpointCall, ...]:
@@ -251,17 +242,6 @@ def _new_calls(known: tuple[CheckpointCall, ...], context: OpContext) -> tuple[C
     forward of a reentrant checkpoint.
     """
     return _checkpoint_calls(context) if len(known) == 1 and known[0].reentrant else ()
-
-
-def _checkpoint_call(run: CheckpointRun, fsdp: bool) -> CheckpointCall:
-    caller = caller_of(run.frame)
-    return CheckpointCall(
-        caller.f_code.co_filename,
-        caller.f_lineno,
-        bool(run.reentrant),
-        _target(run.function),
-        fsdp,
-    )
 
 
 def _is_fsdp(module: nn.Module) -> bool:

@@ -7,16 +7,12 @@ Inductor take long to import.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
-from mstpass.linter.errors import LintError
-from mstpass.linter.report import LintReport
-
-if TYPE_CHECKING:
-    from mstpass.linter.compiled_graphs import Record
+from mstpass.linter.report import LintError, LintReport
 
 
 def lint(
@@ -72,10 +68,7 @@ def lint_compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintRepo
     """
     from mstpass.linter.compiled_graphs import read_compiled
 
-    def step(record: Record) -> None:
-        _run(fn, args, kwargs, lambda: record.has_backward)
-
-    return read_compiled(step)
+    return read_compiled(lambda ran_backward: _run(fn, args, kwargs, ran_backward))
 
 
 def lint_graphs(

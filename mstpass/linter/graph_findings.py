@@ -38,9 +38,7 @@ GraphLike = fx.Graph | fx.GraphModule
 def read_graphs(forward: GraphLike, backward: GraphLike | None = None) -> LintReport:
     """The report on a forward and backward graph, or on a joint graph: see `lint_graphs`."""
     pair = [g.graph if isinstance(g, fx.GraphModule) else g for g in (forward, backward) if g]
-    step_flops = sum(map(graph_flops, pair))
-    found = _ValueNumbering(pair, step_flops).findings()
-    return LintReport(tuple(sorted(found, key=lambda f: -f.wasted_flops)), step_flops)
+    return LintReport.of(_ValueNumbering(pair).findings(), sum(map(graph_flops, pair)))
 
 
 def graph_flops(graph: fx.Graph) -> int:
@@ -65,9 +63,8 @@ def _loop_flops(node: fx.Node) -> int:
 class _ValueNumbering:
     """The value numbers of a pair of graphs (or of one joint graph), and the findings on them."""
 
-    def __init__(self, pair: list[fx.Graph], step_flops: int):
+    def __init__(self, pair: list[fx.Graph]):
         self.pair = pair
-        self._share = 1 / step_flops if step_flops else 0.0
         self._numbers: dict[Hashable, Number] = {}
         self.number_of: dict[fx.Node, Number] = {}
         self._forward_by_name = {node.name: node for node in pair[0].nodes}
@@ -98,36 +95,28 @@ class _ValueNumbering:
 
     def findings(self) -> list[Finding]:
         found = [f for graph in self.pair for f in self._of_one_graph(graph)]
-        return found + (self._recomputed(self.pair[1]) if len(self.pair) > 1 else [])
+        return found + [f for graph in self.pair[1:] for f in self._recomputed(graph)]
 
     def _of_one_graph(self, graph: fx.Graph) -> Iterator[Finding]:
         """Dead nodes and duplicates."""
-        alive = ancestors([_output(graph)])
+        alive = ancestors([graph.output_node()])
         first: dict[Number, fx.Node] = {}
         for node in graph.nodes:
             if not flops(node):
                 continue
             if node not in alive:
-                yield self._finding(
-                    DEAD,
-                    node,
-                    "nothing reads its result",
-                    "call graph.eliminate_dead_code()",
-                )
+                fix = "call graph.eliminate_dead_code()"
+                yield self._finding(DEAD, node, "nothing reads its result", fix)
                 continue
             earlier = first.setdefault(self.number_of[node], node)
             if earlier is not node:
-                yield self._finding(
-                    DUPLICATE,
-                    node,
-                    f"it is the same op on the same operands as {earlier.name}",
-                    f"read {earlier.name} instead: eliminate common subexpressions",
-                )
+                cause = f"it is the same op on the same operands as {earlier.name}"
+                fix = f"read {earlier.name} instead: eliminate common subexpressions"
+                yield self._finding(DUPLICATE, node, cause, fix)
 
-    def _recomputed(self, backward: fx.Graph) -> list[Finding]:
-        alive = ancestors([_output(backward)])
+    def _recomputed(self, backward: fx.Graph) -> Iterator[Finding]:
+        alive = ancestors([backward.output_node()])
         saved = {self.number_of[n]: n for n in backward.nodes if n.op == "placeholder"}
-        found = []
         for node in backward.nodes:
             number = self.number_of[node]
             if not flops(node) or node not in alive or number not in self._forward_of:
@@ -136,7 +125,7 @@ class _ValueNumbering:
             if number in saved:
                 name = saved[number].name
                 cause = f"its value is saved already, as {name}"
-                found.append(self._finding(SAVED, node, cause, f"read {name} instead"))
+                yield self._finding(SAVED, node, cause, f"read {name} instead")
             elif blocks:
                 cause = (
                     f"it is recomputed only for {', '.join(sorted(blocks))}, an output of a "
@@ -146,8 +135,7 @@ class _ValueNumbering:
                     "save its result: pass create_selective_checkpoint_contexts with MUST_SAVE "
                     "for this op to checkpoint()"
                 )
-                found.append(self._finding(BOUNDARY, node, cause, fix))
-        return found
+                yield self._finding(BOUNDARY, node, cause, fix)
 
     def _block_outputs(self, node: fx.Node) -> set[str]:
         """The outputs of checkpointed blocks through which gradients read the node.
@@ -178,23 +166,19 @@ class _ValueNumbering:
         return block is not None and any(_block(user) != block for user in ops)
 
     def _finding(self, kind: str, node: fx.Node, cause: str, fix: str) -> Finding:
-        waste, number = flops(node), self.number_of[node]
+        number = self.number_of[node]
         runs = [sum(self.number_of[n] == number for n in g.nodes if flops(n)) for g in self.pair]
         return Finding(
             kind=kind,
             module=node.name,
             forward_runs=runs[0],
             recompute_runs=runs[1] if len(runs) > 1 else 0,
-            wasted_flops=waste,
-            wasted_share=waste * self._share,
+            wasted_flops=flops(node),
+            wasted_share=0.0,
             cause=cause,
             fix=fix,
             source=source_of(node),
         )
-
-
-def _output(graph: fx.Graph) -> fx.Node:
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
 
 
 def _block(node: fx.Node) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mstpass.errors import UserError
 from mstpass.plain_data import printable
+from mstpass.report.layer_paths import fold_numbers, group_by
 
 NESTED = "nested checkpoints"
 REPEATED_BACKWARD = "repeated backward"
@@ -19,7 +20,9 @@ SAVED = "recomputed though saved"
 BOUNDARY = "recomputed block output"
 UNKNOWN = "unknown"
 
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+class LintError(UserError):
+    """The step cannot be linted. The message says what to change."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +63,10 @@ class ModuleRuns:
     """How often a module's forward ran: in the forward, and recomputed in the backward."""
 
     module: str
-    forward_runs: int
-    recompute_runs: int
-    forward_flops: int
-    recompute_flops: int
+    forward_runs: int = 0
+    recompute_runs: int = 0
+    forward_flops: int = 0
+    recompute_flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,19 @@ class LintReport:
     step_flops: int
     modules: tuple[ModuleRuns, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(
+        findings: Iterable[Finding],
+        step_flops: int,
+        modules: tuple[ModuleRuns, ...] = (),
+        notes: tuple[str, ...] = (),
+    ) -> LintReport:
+        """The report on findings in any order, whose shares of this step are not known yet."""
+        share = 1 / step_flops if step_flops else 0.0
+        of_step = (dataclasses.replace(f, wasted_share=f.wasted_flops * share) for f in findings)
+        ordered = tuple(sorted(of_step, key=lambda finding: -finding.wasted_flops))
+        return LintReport(ordered, step_flops, modules, notes)
 
     @property
     def wasted_flops(self) -> int:
@@ -134,11 +150,10 @@ def _headline(report: LintReport) -> str:
 
 def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
     """Groups of findings that differ only in the numbers in their paths: layers of a model."""
-    groups: dict[tuple[object, ...], list[Finding]] = {}
-    for finding in findings:
-        same = dataclasses.replace(finding, module=_pattern(finding.module), wasted_share=0.0)
-        groups.setdefault(dataclasses.astuple(same), []).append(finding)
-    return list(groups.values())
+    return group_by(
+        findings,
+        lambda f: dataclasses.replace(f, module=fold_numbers(f.module), wasted_share=0.0),
+    )
 
 
 def summed_up(names: Iterable[str]) -> str:
@@ -146,12 +161,9 @@ def summed_up(names: Iterable[str]) -> str:
 
     Paths that differ only in their numbers are one entry.
     """
-    by_pattern: dict[str, list[str]] = {}
-    for name in names:
-        by_pattern.setdefault(_pattern(name), []).append(name)
     return ", ".join(
-        f"{pattern} ({len(alike)} of them)" if len(alike) > 1 else alike[0]
-        for pattern, alike in by_pattern.items()
+        f"{fold_numbers(alike[0])} ({len(alike)} of them)" if len(alike) > 1 else alike[0]
+        for alike in group_by(names, fold_numbers)
     )
 
 
@@ -175,19 +187,13 @@ def module_lines(report: LintReport) -> list[str]:
     width = max((len(m.module) for m in report.modules), default=6)
     rows = [f"{'module':<{width}}  forward  recomputed  flops per run"]
     for runs in report.modules:
-        total, times = (
-            runs.forward_flops + runs.recompute_flops,
-            runs.forward_runs + runs.recompute_runs,
-        )
+        total = runs.forward_flops + runs.recompute_flops
+        times = runs.forward_runs + runs.recompute_runs
         rows.append(
             f"{runs.module:<{width}}  {runs.forward_runs:>7}  {runs.recompute_runs:>10}  "
             f"{_flops(total // max(times, 1)):>13}"
         )
     return rows
-
-
-def _pattern(path: str) -> str:
-    return _INDEX.sub("*", path)
 
 
 def _flops(count: int) -> str:

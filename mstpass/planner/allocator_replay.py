@@ -57,27 +57,22 @@ def needed_bytes(events: Events, resident: Resident, room_bytes: int) -> int:
     too_small, enough = 0.0, float(_reserved(events, resident, float("inf")) or 0)
     if enough <= room_bytes:
         room_bytes = int(enough)
-    elif _runs(events, resident, room_bytes):
+    elif _reserved(events, resident, room_bytes) is not None:
         enough = room_bytes
     else:
         too_small = room_bytes
     too_small = max(too_small, sum(resident.weights) + sum(resident.states))
     while enough - too_small > _TOLERANCE * enough:
         middle = (too_small + enough) / 2
-        if _runs(events, resident, middle):
+        if _reserved(events, resident, middle) is not None:
             enough = middle
         else:
             too_small = middle
     return int(enough)
 
 
-def _runs(events: Events, resident: Resident, capacity: float) -> bool:
-    """Whether the loop runs on a device with ``capacity`` bytes for tensors."""
-    return _reserved(events, resident, capacity) is not None
-
-
 def _reserved(events: Events, resident: Resident, capacity: float) -> int | None:
-    """Bytes that the allocator reserves at most; None where the device runs out of memory."""
+    """Bytes that the allocator reserves at most; None where ``capacity`` bytes do not suffice."""
     allocator = CachingAllocator(capacity)
     try:
         for i, size in enumerate(resident.weights):

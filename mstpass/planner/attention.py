@@ -62,20 +62,26 @@ def _sdpa(
 ) -> tuple[Tensor, None]:
     """``sdpa`` as CUDA runs it; the result is (B, S, H, D)."""
     query, key, value = _cast(query, key, value)
-    dropout, scale = rest.get("dropout") or 0.0, rest.get("scaling")
     causal = mask is None and (
         getattr(module, "is_causal", True) if is_causal is None else is_causal
     )
     if mask is None and _takes_flash(query, value):
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout, causal, scale=scale)[0].transpose(1, 2), None
+        return _kernel("flash", query, key, value, rest, causal), None
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = (_repeated(x, repeats) for x in (key, value))
     bias = None if mask is None else _bias(mask, query, key)
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    out = efficient(query, key, value, bias, True, dropout, causal, scale=scale)[0]
-    return out.transpose(1, 2), None
+    return _kernel("efficient", query, key, value, rest, causal, bias, True), None
+
+
+def _kernel(
+    name: str, query: Tensor, key: Tensor, value: Tensor, rest: Any, causal: bool, *more: Any
+) -> Tensor:
+    """The result of an attention op, (B, S, H, D); ``rest`` are arguments of transformers'."""
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
+    dropout, scale = rest.get("dropout") or 0.0, rest.get("scaling")
+    out: Tensor = op(query, key, value, *more, dropout, causal, scale=scale)[0]
+    return out.transpose(1, 2)
 
 
 def _takes_flash(query: Tensor, value: Tensor) -> bool:
@@ -117,9 +123,7 @@ def _flash(
     if padding:
         query, key, value = (x[:, :, :document].clone() for x in (query, key, value))
     query, key, value = _cast(query, key, value)
-    dropout, scale = rest.get("dropout") or 0.0, rest.get("scaling")
-    op = torch.ops.aten._scaled_dot_product_flash_attention
-    out = op(query, key, value, dropout, True, scale=scale)[0].transpose(1, 2)
+    out = _kernel("flash", query, key, value, rest, True)
     return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out), None
 
 

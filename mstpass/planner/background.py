@@ -11,14 +11,13 @@ import warnings
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from mstpass.errors import UserError
 from mstpass.frame_stack import with_deep_stack
 from mstpass.planner.progress import Report
 
-T = TypeVar("T")
-_PROGRESS, _RESULT, _ERROR, _CRASH = "progress", "result", "error", "crash"
+_PROGRESS, _RESULT, _ERROR = "progress", "result", "error"
 
 
 def usable_cores() -> int:
@@ -26,7 +25,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class Background(Generic[T]):
+class Background:
     """Runs ``function(*args, report)`` in a new process, until it is done or the block ends.
 
     Args:
@@ -34,7 +33,7 @@ class Background(Generic[T]):
         report: is called here, in another thread, with what the function reports.
     """
 
-    def __init__(self, function: Callable[..., T], args: tuple[Any, ...], report: Report):
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], report: Report):
         self._report = report
         self._answer: tuple[str, Any] | None = None
         context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads
@@ -52,7 +51,7 @@ class Background(Generic[T]):
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def __enter__(self) -> Background[T]:
+    def __enter__(self) -> Background:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -61,7 +60,7 @@ class Background(Generic[T]):
         self._reader.join()
         self._messages.close()
 
-    def result(self) -> T:
+    def result(self) -> Any:
         """Wait for the result; an error of the function is raised here.
 
         Raises:
@@ -78,10 +77,7 @@ class Background(Generic[T]):
         kind, value = self._answer
         if kind == _ERROR:
             raise value
-        if kind == _CRASH:
-            raise RuntimeError(f"in the process of the rows to compare with:\n{value}")
-        found: T = value
-        return found
+        return value
 
     def _read(self) -> None:
         """Pass reports on until the answer comes or the process ends."""
@@ -108,4 +104,5 @@ def _serve(messages: Connection, function: Callable[..., Any], args: tuple[Any, 
     except UserError as error:
         messages.send((_ERROR, error))
     except Exception:
-        messages.send((_CRASH, traceback.format_exc()))
+        text = f"in the process of the rows to compare with:\n{traceback.format_exc()}"
+        messages.send((_ERROR, RuntimeError(text)))

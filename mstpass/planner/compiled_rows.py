@@ -27,7 +27,7 @@ from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.pipeline import collector_paused
 from mstpass.planner.compiled_step import CompiledStep
-from mstpass.planner.longest_sequence import GRAIN, START, longest, next_length
+from mstpass.planner.longest_sequence import GRAIN, START, longest, next_length, rounded
 from mstpass.planner.models import layer_count
 from mstpass.planner.progress import GUESS, SEARCH, Report, Steps
 from mstpass.planner.request import CACHING
@@ -152,7 +152,7 @@ class CompiledRows:
             traced = self._scaled
             length = self.room.with_gaps(length, lambda n: self._least(traced, n, steps))
         steps.end()
-        return max(GRAIN, int(_AS_SCALED * length) // GRAIN * GRAIN)
+        return rounded(_AS_SCALED * length)
 
     def _longest_traced(
         self,
@@ -235,16 +235,15 @@ class CompiledRows:
         """Inductor's row, from mst's trace: without loops, the problem scales to every length."""
         assert self._scaled is not None, "mst's row comes first"
         step_at = functools.cache(functools.partial(_inductor_step, self._scaled))
-        steps = Steps(self._report, INDUCTOR, 1)
+        limit, steps = self.room.step_bytes, Steps(self._report, INDUCTOR, 1)
         steps.begin("")
-        length = self.request.length
-        if length is None:
-            limit = self.room.step_bytes
-            length = longest(lambda n: self._bytes(step_at(n)), limit, START, tolerance=0)
-            length = self.room.with_gaps(length, step_at)
-        step = step_at(length) if length else None
-        curve = self.room.curve(lambda n: self.room.parts(step_at(n)).total, length)
-        row = self.room.row(INDUCTOR, _KEEPS_INDUCTOR, length, step, curve=curve)
+        row = self.room.searched_row(
+            INDUCTOR,
+            _KEEPS_INDUCTOR,
+            step_at,
+            lambda: longest(lambda n: self._bytes(step_at(n)), limit, START, tolerance=0),
+            lambda n: self.room.parts(step_at(n)).total,
+        )
         steps.end()
         return row
 
@@ -261,18 +260,9 @@ class CompiledRows:
     ) -> TracedStep:
         of_layers = f", {layers} layers" if layers else ""
         steps.begin(f"tracing {length:,} tokens{of_layers}")
-        return traceable(
-            self.request,
-            lambda: trace(
-                self.config,
-                self.training,
-                length,
-                budgets,
-                multiple,
-                layers,
-                self.request.host_bytes,
-            ),
-        )
+        host_bytes = self.request.host_bytes
+        with traceable(self.request):
+            return trace(self.config, self.training, length, budgets, multiple, layers, host_bytes)
 
 
 def _is_near(length: int, traced: TracedStep, near: tuple[float, float]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from mstpass.planner.longest_sequence import GRAIN, START
+from mstpass.planner.longest_sequence import START, rounded
 from mstpass.planner.result import Point
 
 UP_TO = 2  # curves end near this multiple of the device's memory
@@ -30,12 +30,12 @@ def curve(
         fixed_bytes: what the device holds beside a step.
     """
     last = length or START
-    lengths = sorted({_rounded(last // part) for part in _PARTS} | {last})
+    lengths = sorted({rounded(last // part) for part in _PARTS} | {last})
     found = {n: bytes_at(n) for n in lengths}
     slope = (found[last] - found[lengths[-2]]) / max(1, last - lengths[-2])
     if slope > 0 and most_bytes > found[last]:
         further = (most_bytes - found[last]) / slope
-        lengths += [_rounded(last + _LONGER * further), _rounded(last + further)]
+        lengths += [rounded(last + _LONGER * further), rounded(last + further)]
         found |= {n: bytes_at(n) for n in lengths[-2:]}
     if bend := _bend(found, lengths):
         found[bend] = bytes_at(bend)
@@ -49,13 +49,9 @@ def _bend(found: Mapping[int, int], lengths: Sequence[int]) -> int:
     for before, one, other in zip(lengths, lengths[1:], lengths[2:], strict=False):
         if found[one] > _FLAT * least:
             slope = (found[other] - found[one]) / (other - one)
-            bend = _rounded(one - (found[one] - least) / slope) if slope > 0 else 0
+            bend = rounded(one - (found[one] - least) / slope) if slope > 0 else 0
             return bend if before < bend < one else 0
     return 0
-
-
-def _rounded(length: float) -> int:
-    return max(GRAIN, int(length) // GRAIN * GRAIN)
 
 
 def length_within(points: Sequence[Point], total_bytes: float) -> float | None:

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from mstpass.planner.eager_step import Loss
-from mstpass.planner.layers import layers_of
+from mstpass.planner.models import layers_of
 
 TILE_TOKENS, HEAD_TILES = 4096, 16  # the defaults of the MST authors' package
 _LEAST_ROWS = 1024  # tokens of each sequence that a tile has at least

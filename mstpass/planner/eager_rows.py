@@ -68,12 +68,9 @@ class _Search:
         self.is_known = False  # whether shallow copies have led to the peak of the whole step
 
     def row(self, name: str) -> Row:
-        length = self.room.request.length
-        if length is None:
-            length = self.room.with_gaps(self._longest(), self.step_at)
-        step = self.step_at(length) if length else None
-        curve = self.room.curve(self._curve_bytes, length)
-        row = self.room.row(name, _KEEPS[name], length, step, curve=curve)
+        row = self.room.searched_row(
+            name, _KEEPS[name], self.step_at, self._longest, self._curve_bytes
+        )
         self.steps.end()
         return row
 
@@ -104,8 +101,6 @@ class _Search:
     def _step_at(self, length: int, layers: int | None = None) -> EagerStep:
         if layers != 1:
             self.steps.begin(f"{length:,} tokens")
-        training = self.room.request.training
-        return traceable(
-            self.room.request,
-            lambda: eager_step(self.config, training, self.recipe, length, layers),
-        )
+        request = self.room.request
+        with traceable(request):
+            return eager_step(self.config, request.training, self.recipe, length, layers)

@@ -64,7 +64,7 @@ def fixed(sizes: Sizes, training: Training) -> Fixed:
     """
     w = training.weight_bytes
     gathered = 0
-    if training.ranks > 1 and training.gradients_sharded:
+    if training.gradient_shards > 1:
         gathered = w * max(sizes.layer, sizes.rest)
         if training.sharding == "zero3":
             gathered += w * (sizes.rest + 2 * sizes.layer)
@@ -73,19 +73,3 @@ def fixed(sizes: Sizes, training: Training) -> Fixed:
         optimizer_states=int(-(-training.state_bytes * sizes.parameters // training.state_shards)),
         gathered=gathered,
     )
-
-
-def gradient_bytes(sizes: Sizes, training: Training) -> int:
-    """Bytes of the gradients that one device holds when the backward ends."""
-    if training.optimizer_in_backward:
-        return 0
-    shards = training.ranks if training.gradients_sharded else 1
-    return training.weight_bytes * sizes.parameters // shards
-
-
-def optimizer_temporaries(sizes: Sizes, training: Training) -> int:
-    """Bytes that the optimizer's step allocates at once, and frees."""
-    parameters = sizes.parameters
-    if training.optimizer_in_backward:
-        parameters = max(sizes.each, default=0)
-    return int(training.temporary_bytes * parameters / training.state_shards)

@@ -32,7 +32,7 @@ def longest(
     """
     fits, too_long = 0, MOST + GRAIN
     points: dict[int, int] = {}
-    guess = _rounded(start)
+    guess = rounded(start)
     for _ in range(_EVALUATIONS):
         points[guess] = bytes_at(guess)
         if points[guess] <= limit_bytes:
@@ -47,7 +47,7 @@ def longest(
         aim = min(aim, guess * _LEAP)
         if too_long <= MOST and not fits < aim < too_long:
             aim = (fits + too_long) / 2
-        guess = min(max(_rounded(int(aim)), fits + GRAIN), too_long - GRAIN)
+        guess = min(max(rounded(aim), fits + GRAIN), too_long - GRAIN)
     return fits
 
 
@@ -75,9 +75,9 @@ def next_length(points: Mapping[int, int], limit_bytes: int, last: int, guess: f
     aim *= _BELOW
     if not fits:
         shortest = min(points)
-        shorter = _rounded(int(min(aim, _SHRINK * shortest)))
+        shorter = rounded(min(aim, _SHRINK * shortest))
         return shorter if shorter < shortest else None
-    longer = max(_rounded(int(aim)), fits + GRAIN)
+    longer = max(rounded(aim), fits + GRAIN)
     return longer if (1 + TOLERANCE) * fits < aim and longer < too_long else None
 
 
@@ -96,5 +96,6 @@ def _crossing(points: Mapping[int, int], limit_bytes: int, last: int) -> float:
     return last + (limit_bytes - points[last]) / slope
 
 
-def _rounded(length: int) -> int:
-    return max(GRAIN, length // GRAIN * GRAIN)
+def rounded(length: float) -> int:
+    """A multiple of ``GRAIN`` that is no longer, if there is one."""
+    return max(GRAIN, int(length) // GRAIN * GRAIN)

@@ -42,8 +42,8 @@ def plan(request: Request, report: Report = silent, processes: int = 1) -> Plann
 def _plan(request: Request, report: Report, processes: int) -> Planned:
     with traced_for(None, request.gpu), contextlib.ExitStack() as stack:
         config = config_of(request.model)
-        with FakeTensorMode():
-            sizes = traceable(request, lambda: sizes_of(build(config, request.training)))
+        with FakeTensorMode(), traceable(request):
+            sizes = sizes_of(build(config, request.training))
         room = Room(request, sizes)
         room.check()
         compared: Callable[[], tuple[Row, ...]] = functools.partial(eager_rows, room, report)
@@ -56,5 +56,5 @@ def _plan(request: Request, report: Report, processes: int) -> Planned:
             inductor = compiled.inductor_row()
             eager, checkpoint, recipe = compared()
             rows = eager, checkpoint, inductor, recipe
-        assumed = notes(request, config, own, compiled.square_bytes)
+        assumed = tuple(notes(request, config, own, compiled.square_bytes))
         return Planned(request, sizes, room.fixed, (*rows, own), assumed)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from mstpass.errors import UserError
 from mstpass.planner.allocator_replay import Event, OptimizerStep, Resident, needed_bytes
 from mstpass.planner.curve import UP_TO, curve
-from mstpass.planner.fixed_memory import (
-    Fixed,
-    Sizes,
-    fixed,
-    gradient_bytes,
-    optimizer_temporaries,
-)
-from mstpass.planner.longest_sequence import GRAIN
-from mstpass.planner.notes import does_not_fit
+from mstpass.planner.fixed_memory import Fixed, Sizes, fixed
+from mstpass.planner.longest_sequence import GRAIN, rounded
+from mstpass.planner.notes import gib
 from mstpass.planner.request import CACHING, Request
 from mstpass.planner.result import DoesNotFit, Parts, Point, Row
 
 _SHORTER = 0.99  # factor of the next length where gaps leave no room
-
-T = TypeVar("T")
+_MOST_RANKS = 2**12
 
 
 class Step(Protocol):
@@ -61,15 +55,18 @@ class Room:
     @functools.cached_property
     def at_end(self) -> Parts:
         """What the step holds while the optimizer runs."""
-        return Parts(
-            gradients=gradient_bytes(self.sizes, self.request.training),
-            temporaries=optimizer_temporaries(self.sizes, self.request.training),
-        )
+        sizes, training = self.sizes, self.request.training
+        gradients = training.weight_bytes * sizes.parameters // training.gradient_shards
+        updated = sizes.parameters  # at once
+        if training.optimizer_in_backward:
+            gradients, updated = 0, max(sizes.each, default=0)
+        temporaries = int(training.temporary_bytes * updated / training.state_shards)
+        return Parts(gradients=gradients, temporaries=temporaries)
 
     def check(self) -> None:
         """Raise `DoesNotFit` if there is no room for any activation."""
         if self.step_bytes <= self.at_end.total:
-            raise DoesNotFit(does_not_fit(self.request, self.sizes))
+            raise DoesNotFit(_does_not_fit(self))
 
     def without_gaps(self, parts: Parts) -> Parts:
         """Bytes at the peak of the step or of the optimizer, whichever is higher."""
@@ -95,7 +92,7 @@ class Room:
             if total <= self.step_bytes:
                 break
             halved = (1 + self.step_bytes / total) / 2
-            length = max(GRAIN, int(min(_SHORTER, halved) * length) // GRAIN * GRAIN)
+            length = rounded(min(_SHORTER, halved) * length)
         return length
 
     def curve(self, bytes_at: Callable[[int], int], length: int) -> tuple[Point, ...]:
@@ -104,6 +101,26 @@ class Room:
             return ()
         most_bytes = UP_TO * self.request.device_bytes - self.fixed_bytes
         return curve(bytes_at, length, most_bytes, self.fixed_bytes)
+
+    def searched_row(
+        self,
+        name: str,
+        keeps: str,
+        step_at: Callable[[int], Step],
+        longest: Callable[[], int],
+        bytes_at: Callable[[int], int],
+    ) -> Row:
+        """The row of the given length, or else of the longest.
+
+        Args:
+            longest: finds the longest length that fits without gaps.
+            bytes_at: what a step takes, gaps included, for the curve.
+        """
+        length = self.request.length
+        if length is None:
+            length = self.with_gaps(longest(), step_at)
+        step = step_at(length) if length else None
+        return self.row(name, keeps, length, step, curve=self.curve(bytes_at, length))
 
     def row(self, name: str, keeps: str, length: int, step: Step | None, **more: Any) -> Row:
         """The row of a step; None where no length fits."""
@@ -123,10 +140,49 @@ class Room:
         )
 
 
-def traceable(request: Request, make: Callable[[], T]) -> T:
-    """The result of ``make``; what a model's own code raises becomes a `UserError`."""
+def _does_not_fit(room: Room) -> str:
+    """The error where no activation fits: the bytes of each part, and changes that would fit."""
+    request, held, at_end = room.request, room.fixed, room.at_end
+    return (
+        f"{request.model} does not fit on {gib(request.device_bytes)}: weights "
+        f"{gib(held.weights)}, optimizer states {gib(held.optimizer_states)}, gradients "
+        f"{gib(at_end.gradients)}, gathered {gib(held.gathered)}, the optimizer's step "
+        f"{gib(at_end.temporaries)} and overhead {gib(request.overhead_bytes)} are "
+        f"{gib(at_end.total - room.step_bytes)} too much, before any activation. "
+        f"{_what_would_fit(room)}"
+    )
+
+
+def _what_would_fit(room: Room) -> str:
+    training = room.request.training
+
+    def fits(**changes: Any) -> bool:
+        changed = dataclasses.replace(training, **changes)
+        other = Room(dataclasses.replace(room.request, training=changed), room.sizes)
+        return other.at_end.total < other.step_bytes
+
+    eightbit, bf16 = {"optimizer": "adamw-8bit"}, {"dtype": "bf16"}
+    foreach = training.optimizer_step == "foreach"
+    found = ["--optimizer-step compiled"] if foreach and fits(optimizer_step="compiled") else []
+    found += ["--optimizer adamw-8bit"] if fits(**eightbit) else []
+    found += ["--dtype bf16"] if training.dtype != "bf16" and fits(**bf16) else []
+    if not found and fits(**eightbit, **bf16, master_weights=False):
+        found = ["--dtype bf16 --optimizer adamw-8bit without --master-weights"]
+    ranks = 2
+    while ranks <= _MOST_RANKS and not fits(sharding="zero3", ranks=ranks):
+        ranks *= 2
+    if ranks <= _MOST_RANKS:
+        found.append(f"--sharding zero3 --ranks {ranks}")
+    if not found:
+        return "No optimizer and no sharding makes it fit: choose a smaller model or more memory."
+    return f"It would fit with {', or with '.join(found)}."
+
+
+@contextlib.contextmanager
+def traceable(request: Request) -> Iterator[None]:
+    """What a model's own code raises in here becomes a `UserError`."""
     try:
-        return make()
+        yield
     except UserError:
         raise
     except Exception as error:

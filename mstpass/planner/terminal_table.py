@@ -10,6 +10,9 @@ from mstpass.planner.request import CACHING
 from mstpass.planner.result import MST, Planned
 from mstpass.planner.training import OPTIMIZERS
 
+_PARTS = ("saved", "logits", "loops", "other", "gradients", "temporaries", "gaps")
+_NAMES = {"temporaries": "optimizer step"}
+
 
 def show(planned: Planned, console: Console | None = None) -> None:
     console = console or Console()
@@ -71,13 +74,7 @@ def _lines(planned: Planned) -> list[tuple[str, list[int]]]:
         ("overhead", planned.request.overhead_bytes),
     )
     return [
-        ("saved", [row.parts.saved for row in rows]),
-        ("logits", [row.parts.logits for row in rows]),
-        ("loops", [row.parts.loops for row in rows]),
-        ("other", [row.parts.other for row in rows]),
-        ("gradients", [row.parts.gradients for row in rows]),
-        ("optimizer step", [row.parts.temporaries for row in rows]),
-        ("gaps", [row.parts.gaps for row in rows]),
+        *((_NAMES.get(part, part), [getattr(r.parts, part) for r in rows]) for part in _PARTS),
         *((name, [size] * len(rows)) for name, size in everywhere),
     ]
 

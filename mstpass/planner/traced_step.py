@@ -57,6 +57,7 @@ class TracedStep:
         return scaled(problem, self.batch, self.length, length)
 
 
+@pipeline.collector_paused()
 def trace(
     config: Any,
     training: Training,
@@ -74,19 +75,6 @@ def trace(
         host_bytes: host memory in which saved values may wait.
         layers: trace only so many of the model's layers, the first ones (None: all).
     """
-    with pipeline.collector_paused(), no_collection_after_tracing():
-        return _trace(config, training, length, budgets, multiple, layers, host_bytes)
-
-
-def _trace(
-    config: Any,
-    training: Training,
-    length: int,
-    budgets: tuple[object, ...],
-    multiple: int | None,
-    layers: int | None,
-    host_bytes: int,
-) -> TracedStep:
     with torch.device("meta"):
         model = build(config, training, layers)
     tied = config.get_text_config().tie_word_embeddings
@@ -116,7 +104,8 @@ def _trace(
         squares = _square_bytes(masks_as_flags(JointGraph(module, num_fwd_outputs)).joint, length)
         return TracedStep(training.batch, length, problems, logits, squares)
 
-    with no_positions_given(model):  # as ``mstpass.compile(model)`` says
+    # without positions, as ``mstpass.compile(model)`` says
+    with no_collection_after_tracing(), no_positions_given(model):
         return trace_joint(loss_of, (ids_BS,), take)
 
 
@@ -180,12 +169,12 @@ def _square_bytes(joint: JointGraph, length: int) -> int:
 
 def _with_sharded_gradients(problem: CutProblem, training: Training) -> CutProblem:
     """Count only a rank's share of each gradient, from the op that computes it."""
-    if not training.gradients_sharded or training.ranks == 1:
+    if training.gradient_shards == 1:
         return problem
     by_name = {value.name: value for value in (*problem.values, *problem.backward)}
     gradients = {_base(by_name, name) for name in problem.gradients}
     backward = tuple(
-        dataclasses.replace(value, bytes=-(-value.bytes // training.ranks))
+        dataclasses.replace(value, bytes=-(-value.bytes // training.gradient_shards))
         if value.name in gradients
         else value
         for value in problem.backward

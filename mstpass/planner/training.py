@@ -101,9 +101,9 @@ class Training:
         return 2 if self.dtype == "bf16" else 4
 
     @property
-    def gradients_sharded(self) -> bool:
-        """Whether each rank keeps only its share of the gradients."""
-        return self.sharding in ("zero2", "zero3")
+    def gradient_shards(self) -> int:
+        """Number of ranks that the gradients are divided among, once they are reduced."""
+        return self.ranks if self.sharding in ("zero2", "zero3") else 1
 
     @property
     def state_bytes(self) -> float:
