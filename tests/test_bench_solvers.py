@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import mstpass
 from mstpass.bench import problems, record, solvers
-from mstpass.bench.tables import Target
+from mstpass.bench.results import Target
 from mstpass.errors import UserError
 from mstpass.partition.solvers import SOLVERS
 from mstpass.problem.problem import CutProblem, Plan

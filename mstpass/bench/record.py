@@ -180,42 +180,28 @@ def _sizes(width: int, mlp_width: int, layers: int, heads: int, **rest: Any) -> 
 
 
 _ROW = {"width": 2048, "heads": 16, "mlp_width": 5632, "length": 4096}
+_SMALL = {"width": 256, "heads": 4, "mlp_width": 1024, "vocabulary": 4096, "length": 1024}
+_QWEN3 = _sizes(1024, 3072, 28, 16, num_key_value_heads=8)
+_GEMMA3 = _sizes(1152, 6912, 26, 4, num_key_value_heads=1, head_dim=256, vocab_size=262_144)
+_OLMO2 = _sizes(2048, 8192, 16, 16, vocab_size=100_352)
+_MISTRAL = _sizes(4096, 14_336, 8, 32, num_key_value_heads=8)
+_gemma3 = _hf("Gemma3ForCausalLM", 1, 4096, "Gemma3TextConfig", **_GEMMA3)
+_t5 = _hf("T5ForConditionalGeneration", 8, 512, decoder_start_token_id=0)
 MODELS: dict[str, Recorded] = {
     "head": Recorded(_head(4096, 2048, 32_000)),
     "mlps-1": Recorded(_mlps(4096, 1024, 4096, layers=1)),
     "mlps-2": Recorded(_mlps(4096, 1024, 4096, layers=2)),
-    "llama-8": Recorded(_llama(layers=8, **_ROW)),
-    "llama-16": Recorded(_llama(layers=16, **_ROW)),
-    "llama-32": Recorded(_llama(layers=32, **_ROW)),
-    "llama-64": Recorded(_llama(layers=64, **_ROW)),
-    "llama-1-small": Recorded(
-        _llama(layers=1, width=256, heads=4, mlp_width=1024, vocabulary=4096, length=1024)
-    ),
+    **{f"llama-{n}": Recorded(_llama(layers=n, **_ROW)) for n in (8, 16, 32, 64)},
+    "llama-1-small": Recorded(_llama(layers=1, **_SMALL)),
     "llama-16-autocast": Recorded(_llama(layers=16, **_ROW), autocast=True),
-    "qwen3-28": Recorded(
-        _hf("Qwen3ForCausalLM", 1, 8192, **_sizes(1024, 3072, 28, 16, num_key_value_heads=8))
-    ),
-    "gemma3-26": Recorded(
-        _hf(
-            "Gemma3ForCausalLM",
-            1,
-            4096,
-            "Gemma3TextConfig",
-            **_sizes(1152, 6912, 26, 4, num_key_value_heads=1, head_dim=256, vocab_size=262_144),
-        ),
-        autocast=True,
-    ),
-    "olmo2-16": Recorded(
-        _hf("Olmo2ForCausalLM", 1, 4096, **_sizes(2048, 8192, 16, 16, vocab_size=100_352)),
-        autocast=True,
-    ),
-    "mistral-8": Recorded(
-        _hf("MistralForCausalLM", 1, 8192, **_sizes(4096, 14_336, 8, 32, num_key_value_heads=8))
-    ),
+    "qwen3-28": Recorded(_hf("Qwen3ForCausalLM", 1, 8192, **_QWEN3)),
+    "gemma3-26": Recorded(_gemma3, autocast=True),
+    "olmo2-16": Recorded(_hf("Olmo2ForCausalLM", 1, 4096, **_OLMO2), autocast=True),
+    "mistral-8": Recorded(_hf("MistralForCausalLM", 1, 8192, **_MISTRAL)),
     "phi-24": Recorded(_hf("PhiForCausalLM", 2, 2048, **_sizes(2048, 8192, 24, 32))),
     "gpt2-12": Recorded(_hf("GPT2LMHeadModel", 4, 1024)),
     "bert-12": Recorded(_hf("BertForMaskedLM", 16, 512)),
-    "t5-6": Recorded(_hf("T5ForConditionalGeneration", 8, 512, decoder_start_token_id=0)),
+    "t5-6": Recorded(_t5),
     "vit-12": Recorded(_hf("ViTForImageClassification", 64, 0)),
 }
 

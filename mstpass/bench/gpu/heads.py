@@ -97,12 +97,10 @@ def cut_cross_entropy() -> Way:
 
 def torch_linear_cross_entropy() -> Way:
     """torch's own chunked head, which torch has from 2.13 on."""
-    function: Any = getattr(F, "linear_cross_entropy", None)
-    options: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    name = "F.linear_cross_entropy"
-    if function is None or options is None:
+    function, name = comparison.linear_cross_entropy(), "F.linear_cross_entropy"
+    if function is None:
         return eager(name, missing=f"torch {torch.__version__} does not have it")
-    return eager(name, lambda x_ND, w_VD, y_N: function(x_ND, w_VD, y_N, options=options()))
+    return eager(name, function)
 
 
 def _installed(name: str, package: str, load: Callable[[], Callable[..., Tensor]]) -> Way:
