@@ -1,11 +1,11 @@
-"""The command line, the targets and the output files of benchmarks."""
+"""The command line, the targets, the output files and the processes of benchmarks."""
+
+import os
 
 import pytest
 import torch
 
-from mstpass.bench import (
-    loops,
-)
+from mstpass.bench import loops, processes
 from mstpass.bench.results import Result, Table, Target, write_markdown
 from mstpass.cli.main import main
 
@@ -52,3 +52,16 @@ def test_called_wrongly(argv):
     with pytest.raises(SystemExit) as stop:
         loops.main(argv)
     assert stop.value.code == 2
+
+
+def test_a_function_runs_in_a_new_process():
+    assert processes.call("it", os.path.join, {"a": "x"}) == ["x"]
+
+
+def test_a_process_that_takes_too_long_or_fails_says_so():
+    with pytest.raises(processes.ProcessFailed, match="it took more than 0 s") as slow:
+        processes.call("a step", os.path.join, {"a": "x"}, timeout_s=0.01)
+    assert slow.value.why == "it took more than 0 s"
+    text = "Traceback:\n  RuntimeError: inside\nValueError: no such luck\n\nlast\n"
+    assert processes.last_error(text) == "ValueError: no such luck"
+    assert processes.last_error("one\nlast\n") == "last" and processes.last_error("") == ""
