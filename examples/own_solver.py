@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mstpass
 from mstpass.bench import problems, solvers
-from mstpass.bench.solver_rows import Row
+from mstpass.bench.solvers import Row
 from mstpass.partition.solvers.choose_modes import first_modes
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan

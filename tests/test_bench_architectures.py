@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mstpass.bench import architectures, comparison
+from mstpass.bench import architectures, comparison, figures
 from mstpass.bench.huggingface_architecture import TINY
 from mstpass.errors import UserError
 
@@ -52,8 +52,8 @@ def test_a_row_is_renewed_and_the_others_stay(
 
 
 def test_an_error_is_shown_in_place_of_figures() -> None:
-    good, bad = comparison.Row("eager"), comparison.Row("Inductor", error="a gradient differs")
-    measured = {row.name: row for row in (good, bad, comparison.Row("mst"), comparison.Row("x"))}
+    good, bad = figures.Row("eager"), figures.Row("Inductor", error="a gradient differs")
+    measured = {row.name: row for row in (good, bad, figures.Row("mst"), figures.Row("x"))}
     cells = architectures._cells("falcon", measured, [])
     assert cells[1] == "Inductor: a gradient differs" and set(cells[2:-1]) == {"-"}
 

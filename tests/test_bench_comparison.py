@@ -1,36 +1,26 @@
 """Contenders of a benchmark are compiled, compared, and timed in interleaved rounds."""
 
-import dataclasses
-
 import torch
 import torch.nn.functional as F
 
-from mstpass.bench import (
-    comparison,
-    hand_tiled,
-)
-from mstpass.bench.arguments import parse
+from mstpass.bench import comparison, figures, hand_tiled
 from mstpass.bench.models import Head, LlamaSize, Step, llama
 
 CPU = torch.device("cpu")
 
 
-def arguments(**changes):
-    return dataclasses.replace(parse("x", ["--device", "cpu", "--quick"], "", ""), **changes)
-
-
 def row(name, *seconds, **rest):
-    return comparison.Row(name, seconds=list(seconds), **rest)
+    return figures.Row(name, seconds=list(seconds), **rest)
 
 
 def test_ratios_are_taken_round_by_round():
-    assert comparison.ratios(row("a", 2.0, 6.0, 9.0), row("b", 1.0, 2.0, 10.0)) == (2.0, 0.9, 3.0)
+    assert figures.ratios(row("a", 2.0, 6.0, 9.0), row("b", 1.0, 2.0, 10.0)) == (2.0, 0.9, 3.0)
 
 
 def test_no_ratio_without_both_or_after_an_error():
-    assert comparison.ratios(row("a"), row("b", 1.0)) is None
-    assert comparison.ratios(row("a", 1.0), row("b", 1.0, 1.0)) is None
-    assert comparison.ratios(row("a", 1.0, error="broke"), row("b", 1.0)) is None
+    assert figures.ratios(row("a"), row("b", 1.0)) is None
+    assert figures.ratios(row("a", 1.0), row("b", 1.0, 1.0)) is None
+    assert figures.ratios(row("a", 1.0, error="broke"), row("b", 1.0)) is None
 
 
 def test_the_floor_of_a_head():

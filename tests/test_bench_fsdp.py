@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from mstpass.bench import fsdp
-from mstpass.bench.comparison import INDUCTOR, MST, Row
-from mstpass.bench.fsdp_rank import BY_BLOCK, OVERHEAD, WAYS
+from mstpass.bench.comparison import INDUCTOR, MST
+from mstpass.bench.figures import Row
+from mstpass.bench.fsdp import BY_BLOCK, OVERHEAD, WAYS
 from mstpass.bench.models import LlamaSize
 from mstpass.errors import UserError
 

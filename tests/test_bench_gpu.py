@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mstpass.bench.gpu import command, environment, process
+from mstpass.bench import processes
+from mstpass.bench.gpu import command, environment
 from mstpass.bench.gpu.parts import PARTS, Part
 from mstpass.bench.gpu.process import RESTART, WorkerProcess
 from mstpass.bench.gpu.rows import (
@@ -259,8 +260,8 @@ time.sleep(600)
 
 def test_a_worker_finds_this_package(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    root = str(Path(process.__file__).parents[3])
-    assert process._with_package({"PYTHONPATH": "x"})["PYTHONPATH"].split(":") == [root, "x"]
+    root = str(Path(processes.__file__).parents[2])
+    assert processes.with_package({"PYTHONPATH": "x"})["PYTHONPATH"].split(":") == [root, "x"]
 
 
 # ---- the command -------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def test_every_part_has_cases_that_it_knows(tmp_path):
     "transformers", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.full])]
 )
 def test_a_dry_run_of_blocks_and_lengths(tmp_path, monkeypatch, transformers):
-    monkeypatch.setattr(llama, "QUICK", llama.Shape(32, 64, 1, 2, 1, 256, 1024))
+    monkeypatch.setattr(llama, "QUICK", llama.Shape(32, 1, 2, 64, 256, 1024, key_heads=1))
     monkeypatch.setattr(blocks, "ways", few_ways)
     if not transformers:
         monkeypatch.setattr(llama, "has_transformers", lambda: False)

@@ -12,12 +12,14 @@ from mstpass.bench import (
     comparison,
     compile,
     dynamic,
+    figures,
     loops,
     peers,
     reconstruct,
 )
-from mstpass.bench.arguments import parse
+from mstpass.bench.harness import Benchmark
 from mstpass.bench.models import Head, LlamaSize, llama
+from mstpass.bench.processes import ProcessFailed
 from mstpass.graph import device_costs
 from mstpass.graph.measured_costs import ChunkCosts
 from mstpass.plans import Outcome, SavedValue, SavePlan
@@ -28,11 +30,12 @@ CPU = torch.device("cpu")
 
 
 def arguments(**changes):
-    return dataclasses.replace(parse("x", ["--device", "cpu", "--quick"], "", ""), **changes)
+    parsed = Benchmark("x", (), "", "").parse(["--device", "cpu", "--quick"])
+    return dataclasses.replace(parsed, **changes)
 
 
 def row(name, *seconds, **rest):
-    return comparison.Row(name, seconds=list(seconds), **rest)
+    return figures.Row(name, seconds=list(seconds), **rest)
 
 
 def test_peers_from_model_to_files(tmp_path, monkeypatch, capsys):
@@ -115,7 +118,7 @@ def test_compile_shows_a_process_that_fails(monkeypatch):
 
     def process(case, device, folder):
         if case.chunks == 64:
-            raise RuntimeError("ValueError: too many")
+            raise ProcessFailed("it", "Traceback\nValueError: too many")
         hits = {"autograd": 1, "fx": 2, "reports": 1}
         return {"compile_s": 2.0 if case.backend == "mst" else 1.0, "hits": hits}
 
@@ -132,7 +135,8 @@ def test_compile_shows_a_process_that_fails(monkeypatch):
 def test_a_compile_process_measures(monkeypatch):
     monkeypatch.setattr(compile, "_warm_up", lambda device: None)
     monkeypatch.setattr(compile.Case, "compile", lambda case, fn: fn)
-    result = compile._work(CPU, compile.Case("mst", LlamaSize(16, 1, 2, 32, 64, 16), 2))
+    case = dataclasses.asdict(compile.Case("mst", LlamaSize(16, 1, 2, 32, 64, 16), 2))
+    result = compile.work("cpu", case)
     assert result["later_s"] > 0
     assert result["hits"]["fx"] == 0
 

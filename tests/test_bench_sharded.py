@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mstpass.bench import sharded
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.comparison import Row
+from mstpass.bench.figures import Row
+from mstpass.bench.harness import Arguments
 
 
 def test_the_floor_is_a_ranks_share_and_one_chunk() -> None:

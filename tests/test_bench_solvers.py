@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import mstpass
 from mstpass.bench import problems, record, solvers
-from mstpass.bench.tables import Target
+from mstpass.bench.results import Target
 from mstpass.errors import UserError
 from mstpass.partition.solvers import SOLVERS
 from mstpass.problem.problem import CutProblem, Plan
@@ -106,7 +106,7 @@ def test_recording_runs_nothing_and_finds_the_shipped_problem(tmp_path: Path) ->
     shipped = problems.load("mlps-1")
     assert [v.name for v in again.values] == [v.name for v in shipped.values]
     assert [v.bytes for v in again.backward] == [v.bytes for v in shipped.backward]
-    large = record.record(record.Recorded(record._mlps(2**12, 2**14, 2**14, layers=8)))
+    large = record.record(record.recorded(record._mlps, 2**12, 2**14, 2**14, layers=8))
     assert sum(v.bytes for v in large.values if v.free) > 24 * 2**30
 
 

@@ -12,8 +12,7 @@ import torch
 from mstpass import stdlib_text
 from mstpass.bench import training
 from mstpass.bench.huggingface_models import Size
-from mstpass.bench.training import Curves, Setup
-from mstpass.bench.training_run import OLMO2, Job, Run, run_jobs
+from mstpass.bench.training import OLMO2, Curves, Job, Run, Setup, run_jobs
 from mstpass.errors import UserError
 from tests.checks import op_by_op
 

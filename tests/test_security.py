@@ -38,7 +38,7 @@ HOSTILE = "<script>hacked=1</script>\"'\\<b>&#x1b[2J\x1b[2J\u202e\ud800"
 # ---- nothing is run ------------------------------------------------------------------------------
 # The only places that run what a file holds, or write a format that others run.
 _ALLOWED = {
-    ("bench/training_run.py", "load"),  # its own checkpoint, with weights_only=True
+    ("bench/training.py", "load"),  # its own checkpoint, with weights_only=True
     ("cli/load_function.py", "exec_module"),  # the file that the user names to run
     ("fuzz/program.py", "exec"),  # the source of a case, which the fuzzer has written
     ("integrations/after_import.py", "exec_module"),  # an import that somebody else has begun

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-from mstpass.bench import (
-    budgets,
-    compile,
-    dynamic,
-    experts,
-    long,
-    loops,
-    losses,
-    optimizer,
-    pareto,
-    peers,
-    planning_time,
-    reconstruct,
-)
-from mstpass.bench.command import Command
+from importlib import import_module
+
+from mstpass.bench.harness import Benchmark
 
 _DESCRIPTION = """\
 Run every benchmark that measures steps, one after the other."""
 EXAMPLES = """  mstpass bench all --markdown today.md
   mstpass bench all --quick
 """
-BENCHES = (
-    peers,
-    loops,
-    losses,
-    dynamic,
-    reconstruct,
-    compile,
-    planning_time,
-    pareto,
-    budgets,
-    long,
-    optimizer,
+NAMES = (
+    *("peers", "loops", "losses", "dynamic", "reconstruct", "compile", "pareto", "budgets"),
+    *("long", "optimizer", "experts"),
 )
-_RUNS = (*(bench.run for bench in BENCHES), *experts.RUNS)
+_RUNS = [run for name in NAMES for run in import_module(f"mstpass.bench.{name}").main.runs]
 
-
-main = Command("all", _RUNS, _DESCRIPTION, EXAMPLES)
+main = Benchmark("all", _RUNS, _DESCRIPTION, EXAMPLES)

@@ -5,46 +5,30 @@ Inductor is compared with mst without options, and with mst at the least memory.
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import Tensor, nn
-
 import mstpass
-from mstpass.bench import output, tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command, Progress
-from mstpass.bench.comparison import (
-    Comparison,
-    Contender,
-    Row,
-    eager,
-    error_text,
-    inductor,
-    mst,
-    ratios,
-    records,
-)
+from mstpass.bench import comparison, figures, results
+from mstpass.bench.comparison import Contender, eager, error_text, inductor, mst
+from mstpass.bench.figures import Row
+from mstpass.bench.harness import Arguments, Benchmark, Progress
 from mstpass.bench.huggingface_architecture import TINY, Architecture, Scale
 from mstpass.bench.huggingface_architectures import architectures
 from mstpass.bench.models import Step
-from mstpass.bench.tables import Result, Table
-from mstpass.errors import UserError, require
+from mstpass.bench.results import Result, Table, times_cell
+from mstpass.errors import require
 from mstpass.report.report import Report
 
 NAME = "architectures"
 SCALE = Scale(
     vocabulary=8192,
     width=256,
-    heads=4,
     mlp_width=768,
     expert_width=512,
     experts=8,
-    layers=2,
-    batch=2,
     length=1024,
     image_edge=128,
     images=2,
@@ -52,15 +36,8 @@ SCALE = Scale(
 )
 LEAST = "mst, memory_budget=0.0"
 COLUMNS = (
-    "architecture",
-    "taken",
-    "peak",
-    "time",
-    "taken for the least memory",
-    "peak",
-    "time",
-    "refused",
-    "run",
+    *("architecture", "taken", "peak", "time"),
+    *("taken for the least memory", "peak", "time", "refused", "run"),
 )
 _DESCRIPTION = """\
 Train a step of each of many Hugging Face architectures under Inductor, under mst
@@ -76,57 +53,46 @@ def run(arguments: Arguments) -> Result:
     require(("transformers",), "hf", "mstpass bench architectures")
     scale = TINY if arguments.quick else SCALE
     known = architectures(scale)
-    unknown = [name for name in arguments.model if name not in known]
-    if unknown:
-        raise UserError(f"--model {unknown[0]!r} is unknown; choose from: {', '.join(known)}")
-    names = [name for name in known if not arguments.model or name in arguments.model]
+    names = arguments.models(known, ", ")
     result = Result(NAME, f"A step of Hugging Face's architectures: {scale}")
     rows = _rows_before(arguments.markdown, result.title, known)
     result.notes += _NOTES
     with Progress(NAME, 4 * len(names) * (2 + arguments.repeats)) as advance:
         for name in names:
-            told = lambda what, name=name: advance(f"{name}: {what}")
             try:
-                measured, reports = _measured(known[name], arguments, told)
+                measured, reports = _measured(name, known[name], arguments, advance)
             except Exception as error:  # a class that the installed transformers lacks, say
                 rows[name] = _failed(name, error_text(error))
             else:
                 rows[name] = _cells(name, measured, reports)
-                result.records[name] = records(measured)
+                result.records[name] = figures.records(measured)
             ordered = tuple(rows[name] for name in known if name in rows)
             result.tables = [Table("steps", COLUMNS, ordered)]
             if arguments.markdown is not None:
-                output.write_markdown(arguments.markdown, result, arguments)
+                results.write_markdown(arguments.markdown, result, arguments.device)
     return result
 
 
 def _measured(
-    arch: Architecture, arguments: Arguments, advance: Callable[[str], None]
+    name: str, arch: Architecture, arguments: Arguments, advance: Callable[[str], None]
 ) -> tuple[dict[str, Row], list[Report]]:
     model = arch.build().to(arguments.device)
-    batch = {name: value.to(arguments.device) for name, value in arch.batch().items()}
+    batch = {key: value.to(arguments.device) for key, value in arch.batch().items()}
+    loss = arch.loss_of(model)
     before = len(mstpass.reports())
-    comparison = Comparison(
-        _loss_fn(arch, model, batch),
+    rows = comparison.compare(
+        _contenders(),
+        lambda: loss(**batch),
         lambda fn: Step(fn, list(model.parameters())),
-        arguments.device,
-        advance,
+        repeats=arguments.repeats,
+        device=arguments.device,
+        advance=lambda what: advance(f"{name}: {what}"),
     )
-    comparison.add(_contenders())
-    comparison.time(arguments.repeats)
-    comparison.measure_peaks()
-    return comparison.rows, mstpass.reports()[before:]
+    return rows, mstpass.reports()[before:]
 
 
 def _contenders() -> list[Contender]:
     return [eager(), inductor(), mst(), mst(LEAST, memory_budget=0.0)]
-
-
-def _loss_fn(
-    arch: Architecture, model: nn.Module, batch: dict[str, Tensor]
-) -> Callable[[], Tensor]:
-    loss = arch.loss_of(model)
-    return lambda: loss(**batch)
 
 
 def _cells(name: str, rows: dict[str, Row], reports: list[Report]) -> tuple[str, ...]:
@@ -136,25 +102,13 @@ def _cells(name: str, rows: dict[str, Row], reports: list[Report]) -> tuple[str,
         return _failed(name, errors[0] if errors else f"{len(reports)} graphs instead of one each")
     cells: list[str] = [name]
     for row, report in zip((free, least), reports, strict=True):
-        cells += [
-            _taken(report),
-            tables.times_cell(tables.quotient(row.peak_bytes, base.peak_bytes)),
-            _time_cell(row, base),
-        ]
-    return (*cells, _refused(reports[1]), _today())
+        relative = figures.peak_ratio(row, base), figures.time_ratio(row, base)
+        cells += [_taken(report), *map(times_cell, relative)]
+    return (*cells, _refused(reports[1]), results.today())
 
 
 def _failed(name: str, error: str) -> tuple[str, ...]:
-    return (name, error, *["-"] * (len(COLUMNS) - 3), _today())
-
-
-def _today() -> str:
-    return datetime.date.today().isoformat()
-
-
-def _time_cell(row: Row, base: Row) -> str:
-    ratio = ratios(row, base)
-    return tables.times_cell(ratio and ratio[0])
+    return (name, error, *["-"] * (len(COLUMNS) - 3), results.today())
 
 
 def _taken(report: Report) -> str:
@@ -193,4 +147,4 @@ _NOTES = (
     "turn). Loss and gradients are compared with eager mode's, to within 1e-5 and 1e-4.",
     "Refused: by the plan of the least memory, for each reason how often.",
 )
-main = Command(NAME, (run,), _DESCRIPTION, EXAMPLES, extra=("model",))
+main = Benchmark(NAME, (run,), _DESCRIPTION, EXAMPLES, options=("model",))

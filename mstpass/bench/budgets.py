@@ -18,22 +18,13 @@ from typing import Any
 import torch
 
 import mstpass
-from mstpass.bench import output, tables
-from mstpass.bench.arguments import Arguments
+from mstpass.bench import results
 from mstpass.bench.budget_models import MODELS, Model
-from mstpass.bench.command import Command, Progress
-from mstpass.bench.comparison import (
-    Comparison,
-    Contender,
-    Row,
-    eager,
-    inductor,
-    mst,
-    own_code,
-)
+from mstpass.bench.comparison import Comparison, eager, inductor, mst
+from mstpass.bench.harness import Arguments, Benchmark, Progress
 from mstpass.bench.record import problem_of
-from mstpass.bench.tables import MIB, Result, Table, Target
-from mstpass.errors import UserError, require
+from mstpass.bench.results import MIB, Result, Table, Target, mib_cell, quotient, text_of
+from mstpass.errors import require
 from mstpass.limit import MEASURED_OVER_SIMULATED
 from mstpass.partition.budget import memory_of
 from mstpass.partition.solvers import AUTO, SOLVERS
@@ -73,25 +64,18 @@ class Point:
 
     @property
     def of_budget(self) -> float | None:
-        return tables.quotient(self.measured_bytes, self.budget_bytes)
+        return quotient(self.measured_bytes, self.budget_bytes)
 
     @property
     def deviation(self) -> float | None:
         """The measured peak's excess over the simulated one, as a fraction of the latter."""
-        ratio = tables.quotient(self.measured_bytes, self.simulated_bytes)
+        ratio = quotient(self.measured_bytes, self.simulated_bytes)
         return None if ratio is None else ratio - 1
-
-
-def _model_list() -> str:
-    return "\n".join(["models:", *(f"  {name}" for name in MODELS)])
 
 
 def run(arguments: Arguments) -> Result:
     require(("transformers",), "hf", "mstpass bench budgets")
-    names = list(arguments.model) or list(MODELS)
-    unknown = [name for name in names if name not in MODELS]
-    if unknown:
-        raise UserError(f"--model {unknown[0]!r} is unknown; choose from: {'; '.join(MODELS)}")
+    names = arguments.models(MODELS)
     shares = _QUICK_SHARES if arguments.quick else SHARES
     points: list[Point] = []
     with Progress("budgets", len(names) * 2 * (1 + len(shares))) as advance:
@@ -103,7 +87,7 @@ def run(arguments: Arguments) -> Result:
                 text = f"{type(error).__name__}: {error}"
                 points.append(Point(name, 0.0, 0, None, None, None, "", text))
             if arguments.csv is not None:
-                output.write_csv(arguments.csv, [_record(point) for point in points])
+                results.write_csv(arguments.csv, [_record(point) for point in points])
     result = Result("budgets", f"Budgets in bytes of {len(names)} models")
     result.tables.append(_table(points))
     result.targets += [target for name in names for target in _targets(name, points)]
@@ -134,12 +118,25 @@ def points_of(
         value_tolerance=model.value_tolerance,
         gradient_tolerance=model.gradient_tolerance,
     )
-    contenders = {share: _contender(name, budget) for share, budget in budgets.items()}
-    comparison.add([inductor() if model.random else eager(), *contenders.values()])
+    ours = {
+        share: mst(f"{name}, memory_budget={budget / MIB:.2f}MiB", memory_budget=budget)
+        for share, budget in budgets.items()
+    }
+    comparison.add([inductor() if model.random else eager(), *ours.values()])
     comparison.measure_peaks()
+    found = [(share, comparison.rows[contender.name]) for share, contender in ours.items()]
     return [
-        _point(name, share, budgets[share], comparison.rows[contender.name])
-        for share, contender in contenders.items()
+        Point(
+            model=name,
+            share=share,
+            budget_bytes=budgets[share],
+            simulated_bytes=row.simulated_bytes,
+            measured_bytes=row.peak_bytes,
+            gradient_error=row.gradient_error,
+            plan=row.plan,
+            error=row.error,
+        )
+        for share, row in found
     ]
 
 
@@ -162,28 +159,10 @@ def budgets_of(model: Model, shares: Sequence[float]) -> dict[float, int]:
 
 
 def _lowest_bytes(model: Model) -> int:
-    options: dict[str, Any] = {"memory_budget": 0.0, "strict": True}
-    model.make_step(torch.compile(own_code(model.loss_fn), backend="mst", options=options))()
+    model.make_step(mst(memory_budget=0.0).build(model.loss_fn))()
     peak_bytes = mstpass.reports()[-1].peak_bytes
     assert peak_bytes is not None
     return peak_bytes
-
-
-def _contender(name: str, budget: int) -> Contender:
-    return mst(f"{name}, memory_budget={budget / MIB:.2f}MiB", memory_budget=budget)
-
-
-def _point(name: str, share: float, budget: int, row: Row) -> Point:
-    return Point(
-        model=name,
-        share=share,
-        budget_bytes=budget,
-        simulated_bytes=row.simulated_bytes,
-        measured_bytes=row.peak_bytes,
-        gradient_error=row.gradient_error,
-        plan=row.plan,
-        error=row.error,
-    )
 
 
 def _record(point: Point) -> dict[str, Any]:
@@ -192,42 +171,29 @@ def _record(point: Point) -> dict[str, Any]:
 
 # ---- tables and targets ------------------------------------------------------------------------
 def _table(points: Sequence[Point]) -> Table:
-    lines = tuple(
-        (
-            p.model,
-            f"{p.share:.2f}",
-            tables.mib_cell(p.budget_bytes),
-            tables.mib_cell(p.simulated_bytes),
-            tables.mib_cell(p.measured_bytes),
-            "-" if p.deviation is None else f"{100 * p.deviation:+.1f} %",
-            "-" if p.of_budget is None else "met" if p.of_budget <= PEAK_LIMIT else "missed",
-            "-" if p.gradient_error is None else f"{p.gradient_error:.1e}",
-        )
-        for p in points
-    )
-    columns = (
-        "model", "share", "budget MiB", "simulated MiB", "measured MiB", "measured / simulated",
-        "budget", "gradient error",
-    )  # fmt: skip
-    return Table("budgets", columns, lines)
+    columns: dict[str, Callable[[Point], str]] = {
+        "model": lambda p: p.model,
+        "share": lambda p: f"{p.share:.2f}",
+        "budget MiB": lambda p: mib_cell(p.budget_bytes),
+        "simulated MiB": lambda p: mib_cell(p.simulated_bytes),
+        "measured MiB": lambda p: mib_cell(p.measured_bytes),
+        "measured / simulated": lambda p: text_of(p.deviation, lambda off: f"{100 * off:+.1f} %"),
+        "budget": lambda p: text_of(p.of_budget, lambda r: "met" if r <= PEAK_LIMIT else "missed"),
+        "gradient error": lambda p: text_of(p.gradient_error, "{:.1e}".format),
+    }
+    return Table.of("budgets", points, columns)
 
 
 def _targets(name: str, points: Sequence[Point]) -> list[Target]:
     own = [p for p in points if p.model == name]
     deviations = [p.deviation and abs(p.deviation) for p in own]
-    falling = sorted(own, key=lambda p: -p.budget_bytes)
+    falling = [p.measured_bytes for p in sorted(own, key=lambda p: -p.budget_bytes)]
+    steps = [1.0, *(quotient(less, more) for more, less in itertools.pairwise(falling))]
     return [
         Target(f"{name}: measured peak / budget", _worst([p.of_budget for p in own]), PEAK_LIMIT),
         Target(f"{name}: |measured / simulated - 1|", _worst(deviations), DEVIATION_LIMIT),
-        Target(f"{name}: peak / that of a larger budget", _worst(_steps(falling)), STEP_LIMIT),
+        Target(f"{name}: peak / that of a larger budget", _worst(steps), STEP_LIMIT),
     ]
-
-
-def _steps(falling: Sequence[Point]) -> list[float | None]:
-    """The ratio of each budget's peak to that of the next larger budget."""
-    peaks = [point.measured_bytes for point in falling]
-    pairs = itertools.pairwise(peaks)
-    return [1.0, *(tables.quotient(less, more) for more, less in pairs)]
 
 
 def _worst(values: Sequence[float | None]) -> float | None:
@@ -236,6 +202,7 @@ def _worst(values: Sequence[float | None]) -> float | None:
     return max(known, default=None) if len(known) == len(values) else None
 
 
-main = Command(
-    "budgets", (run,), f"{_DESCRIPTION}\n\n{_model_list()}", EXAMPLES, extra=("model", "csv")
+_MODEL_LIST = "\n".join(["models:", *(f"  {name}" for name in MODELS)])
+main = Benchmark(
+    "budgets", (run,), f"{_DESCRIPTION}\n\n{_MODEL_LIST}", EXAMPLES, options=("model", "csv")
 )

@@ -13,17 +13,20 @@ import itertools
 import math
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import mstpass
+from mstpass.bench.figures import Row, write_plan
+from mstpass.bench.harness import Arguments, Progress
 from mstpass.bench.models import LossFn, Step
-from mstpass.measure import Timing, peak_bytes, timed
+from mstpass.measure import peak_bytes, timed
+from mstpass.torch_internals import versions
 from mstpass.torch_internals.caches import fresh_cache, num_auto_chunked
 from mstpass.torch_internals.settings import recompilation_fails
 
@@ -61,35 +64,6 @@ class Contender:
     auto_chunker: bool = False
 
 
-@dataclass
-class Row:
-    """The figures of one contender.
-
-    Attributes:
-        value_error, gradient_error: largest relative errors against the first contender.
-        simulated_bytes: the peak in mst's report; None for other backends.
-        estimated: the time relative to the step without loops, by mst's report.
-        plan: mst's loops, as text.
-        error: why the contender has dropped out; empty if it has not.
-    """
-
-    name: str
-    value: float | None = None
-    value_error: float | None = None
-    gradient_error: float | None = None
-    first_call_s: float | None = None
-    peak_bytes: int | None = None
-    simulated_bytes: int | None = None
-    estimated: float | None = None
-    seconds: list[float] = field(default_factory=list)
-    plan: str = ""
-    error: str = ""
-
-    @property
-    def median_s(self) -> float | None:
-        return None if self.error or not self.seconds else Timing(tuple(self.seconds)).median_s
-
-
 def eager(name: str = "eager", loss_fn: LossFn | None = None) -> Contender:
     return Contender(name, lambda fn: fn, loss_fn)
 
@@ -108,6 +82,15 @@ def auto_chunker(name: str = "Inductor, auto_chunker", chunks: int = 8) -> Conte
     options = {**_AUTO_CHUNKER, "auto_chunker.num_chunk": chunks}
     build = lambda fn: torch.compile(own_code(fn), options=dict(options))
     return Contender(name, build, auto_chunker=True)
+
+
+def linear_cross_entropy() -> Callable[..., Tensor] | None:
+    """torch's own chunked head, of x, w, y and options; None if this torch has none."""
+    found = versions.linear_cross_entropy()
+    if found is None:
+        return None
+    function, options = found
+    return lambda x_ND, w_VD, y_N, **chosen: function(x_ND, w_VD, y_N, options=options(**chosen))
 
 
 def own_code(fn: Fn) -> Fn:
@@ -220,16 +203,23 @@ def compare(
     return comparison.rows
 
 
-def ratios(row: Row, base: Row) -> tuple[float, float, float] | None:
-    """Median, least and greatest ratio of two contenders' times, taken round by round."""
-    if row.median_s is None or base.median_s is None or len(row.seconds) != len(base.seconds):
-        return None
-    each = [a / b for a, b in zip(row.seconds, base.seconds, strict=True)]
-    return Timing(tuple(each)).median_s, min(each), max(each)
-
-
-def records(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
-    return [vars(row) for row in rows.values()]
+def measured(
+    title: str,
+    contenders: Sequence[Contender],
+    loss_fn: LossFn,
+    make_step: Callable[[LossFn], Step],
+    arguments: Arguments,
+) -> dict[str, Row]:
+    """Figures by contender, with a progress bar of that title."""
+    with Progress(title, len(contenders) * (2 + arguments.repeats)) as advance:
+        return compare(
+            contenders,
+            loss_fn,
+            make_step,
+            repeats=arguments.repeats,
+            device=arguments.device,
+            advance=advance,
+        )
 
 
 def compare_outcomes(
@@ -266,11 +256,7 @@ def first_call(contender: Contender, step: Step, row: Row) -> Outcome:
         result = step.with_gradients()
         row.first_call_s = time.perf_counter() - start
     row.value = result[0].mean().item()
-    made = mstpass.reports()[reports:]
-    row.plan = ", ".join(f"{r.kind} {r.mode} in {r.num_chunks}" for m in made for r in m.regions)
-    if len(made) == 1:
-        row.simulated_bytes, extra_time = made[0].peak_bytes, made[0].extra_time
-        row.estimated = None if extra_time is None else 1 + extra_time
+    write_plan(row, mstpass.reports()[reports:])
     if contender.auto_chunker and num_auto_chunked() == chunked:
         raise RuntimeError("the auto_chunker chunked nothing")
     return result
@@ -285,7 +271,7 @@ def _rms(tensor: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def errors_to(row: Row) -> Any:
+def errors_to(row: Row) -> Iterator[None]:
     """Write the text of an error that is raised to the row."""
     try:
         yield

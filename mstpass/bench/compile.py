@@ -8,25 +8,22 @@ is empty. *Warm*: a second process uses the cache folder that a first one has fi
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from mstpass.bench import planning_time, tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command, Progress
-from mstpass.bench.comparison import INDUCTOR, MST, Row, ratios
+import mstpass
+from mstpass.bench import planning_time, processes
+from mstpass.bench.comparison import INDUCTOR, MST
+from mstpass.bench.figures import Row, ratios, time_ratio
+from mstpass.bench.harness import Arguments, Benchmark, Progress
 from mstpass.bench.models import LlamaSize, Step, llama
-from mstpass.bench.tables import Result, Table, Target
+from mstpass.bench.results import Result, Table, Target, ratio_cell, seconds_cell
+from mstpass.torch_internals.caches import counters
 
 LIMIT = 1.15
 SAME = 1.10  # the compile time must not depend on the number of chunks, but for noise
@@ -104,39 +101,33 @@ def run(arguments: Arguments) -> Result:
 
 
 def _cases(size: LlamaSize, depths: Sequence[int]) -> list[Case]:
-    sized = [LlamaSize(**{**asdict(size), "layers": depth}) for depth in depths]
+    sized = [replace(size, layers=depth) for depth in depths]
     plain = [Case(backend, each) for each in sized for backend in (INDUCTOR, MST)]
     return plain + [Case(MST, sized[0], chunks) for chunks in CHUNKS]
 
 
 def _table(cases: Sequence[Case], rows: dict[str, Seconds]) -> Table:
-    lines = []
-    for case in cases:
-        row, base = rows[case.name], rows[Case(INDUCTOR, case.size).name]
-        lines.append(
-            (
-                row.name,
-                tables.seconds_cell(row.median_s),
-                row.error or tables.ratio_cell(ratios(row, base)),
-                tables.seconds_cell(row.warm_s),
-                row.hits,
-            )
-        )
-    columns = ("", "cold s", "cold / Inductor", "warm s", "warm: cache hits")
-    return Table("first step", columns, tuple(lines))
+    bases = {case.name: rows[Case(INDUCTOR, case.size).name] for case in cases}
+    columns: dict[str, Callable[[Seconds], str]] = {
+        "": lambda row: row.name,
+        "cold s": lambda row: seconds_cell(row.median_s),
+        "cold / Inductor": lambda row: row.error or ratio_cell(ratios(row, bases[row.name])),
+        "warm s": lambda row: seconds_cell(row.warm_s),
+        "warm: cache hits": lambda row: row.hits,
+    }
+    return Table.of("first step", rows.values(), columns)
 
 
 def _targets(cases: Sequence[Case], rows: dict[str, Seconds]) -> list[Target]:
     targets = []
     for case in cases:
         if case.backend == MST and case.chunks is None:
-            ratio = ratios(rows[case.name], rows[Case(INDUCTOR, case.size).name])
+            ratio = time_ratio(rows[case.name], rows[Case(INDUCTOR, case.size).name])
             what = f"{case.size.layers} layers: compile time / Inductor"
-            targets.append(Target(what, ratio and ratio[0], LIMIT))
+            targets.append(Target(what, ratio, LIMIT))
     few, many = (rows[case.name] for case in cases if case.chunks)
-    ratio = ratios(many, few)
     what = f"compile time of {CHUNKS[1]} / {CHUNKS[0]} chunks"
-    return [*targets, Target(what, ratio and ratio[0], SAME)]
+    return [*targets, Target(what, time_ratio(many, few), SAME)]
 
 
 def _measure(case: Case, row: Seconds, device: torch.device, warm: bool) -> None:
@@ -147,38 +138,27 @@ def _measure(case: Case, row: Seconds, device: torch.device, warm: bool) -> None
             row.seconds.append(_process(case, device, folder)["compile_s"])
             if warm:
                 second = _process(case, device, folder)
-                row.warm_s, hits = second["compile_s"], second["hits"]
-                row.hits = (
-                    f"autograd {hits['autograd']}, fx {hits['fx']}, reports {hits['reports']}"
-                )
-        except (RuntimeError, subprocess.SubprocessError) as error:
-            row.error = str(error)[:_ERROR_CHARS]
+                row.warm_s = second["compile_s"]
+                row.hits = ", ".join(f"{what} {count}" for what, count in second["hits"].items())
+        except processes.ProcessFailed as error:
+            row.error = error.why[:_ERROR_CHARS]
 
 
 def _process(case: Case, device: torch.device, folder: str) -> dict[str, Any]:
     """Measure one case in a new process, which keeps its caches in `folder`."""
-    worker = [sys.executable, "-m", "mstpass.bench.compile", "--worker", device.type]
-    done = subprocess.run(
-        [*worker, json.dumps(asdict(case))],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder},
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-    )
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        named = [line for line in lines if "Error:" in line and not line.startswith(" ")]
-        raise RuntimeError((named or lines or ["no output"])[-1])
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    given = {"device": device.type, "case": asdict(case)}
+    cache = {"TORCHINDUCTOR_CACHE_DIR": folder}
+    (found,) = processes.call(case.name, work, given, environment=cache, timeout_s=_TIMEOUT_S)
+    return found
 
 
-def _work(device: torch.device, case: Case) -> dict[str, Any]:
+def work(device: str, case: dict[str, Any]) -> dict[str, Any]:
     """Measure one case; this runs in the new process."""
-    _warm_up(device)
-    import mstpass
-    from mstpass.torch_internals.caches import counters
+    return _measured(torch.device(device), Case(**{**case, "size": LlamaSize(**case["size"])}))
 
+
+def _measured(device: torch.device, case: Case) -> dict[str, Any]:
+    _warm_up(device)
     model, ids_BS, target_BS = llama(case.size, device)
     step = Step(case.compile(lambda: model(ids_BS, target_BS)), list(model.parameters()))
     counters.clear()
@@ -204,18 +184,4 @@ def _seconds(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def _worker(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--worker")
-    parser.add_argument("case")
-    given = parser.parse_args(argv)
-    case = json.loads(given.case)
-    size = LlamaSize(**case.pop("size"))
-    print(json.dumps(_work(torch.device(given.worker), Case(size=size, **case))))
-
-
-main = Command("compile", (run, planning_time.run), _DESCRIPTION, EXAMPLES)
-
-
-if __name__ == "__main__":  # the process of one measurement
-    _worker(sys.argv[1:])
+main = Benchmark("compile", (run, planning_time.run), _DESCRIPTION, EXAMPLES)

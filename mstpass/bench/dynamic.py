@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mstpass.bench import tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command, Progress
 from mstpass.bench.comparison import INDUCTOR, MST, own_code
+from mstpass.bench.harness import Arguments, Benchmark, Progress
 from mstpass.bench.models import LlamaSize, Step, llama
-from mstpass.bench.tables import Result, Table, Target
+from mstpass.bench.results import Ratio, Result, Table, Target, mib_cell, quotient, ratio_cell
 from mstpass.measure import Timing, peak_bytes, timed
 from mstpass.torch_internals.caches import counters, fresh_cache
 from mstpass.torch_internals.settings import recompilation_fails
@@ -46,24 +44,33 @@ class _Runner:
     """One way to compile the step.
 
     Attributes:
+        lengths: the lengths that it runs.
         graphs: number of compilations.
         seconds: for each length, one time per round.
     """
 
     compile: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
+    lengths: Sequence[int]
     graphs: int = 0
     seconds: dict[int, list[float]] = dataclasses.field(default_factory=dict)
+    peak_bytes: int = 0
+
+
+def _runners(lengths: Sequence[int]) -> dict[str, _Runner]:
+    ours: dict[str, Any] = {"backend": "mst", "options": {"strict": True}}
+    static = lengths[:_STATIC]
+    return {
+        INDUCTOR: _Runner(lambda fn: torch.compile(fn), lengths),
+        MST: _Runner(lambda fn: torch.compile(fn, **ours), lengths),
+        f"{INDUCTOR}, static": _Runner(lambda fn: torch.compile(fn, dynamic=False), static),
+        f"{MST}, static": _Runner(lambda fn: torch.compile(fn, dynamic=False, **ours), static),
+    }
 
 
 def run(arguments: Arguments) -> Result:
     size, lengths = (_QUICK_SIZE, _QUICK_LENGTHS) if arguments.quick else (_SIZE, _LENGTHS)
     model, ids_BS, target_BS = llama(size, arguments.device)
-    runners = {
-        INDUCTOR: _Runner(lambda fn: torch.compile(fn)),
-        MST: _Runner(lambda fn: _mst(fn)),
-        f"{INDUCTOR}, static": _Runner(lambda fn: torch.compile(fn, dynamic=False)),
-        f"{MST}, static": _Runner(lambda fn: _mst(fn, dynamic=False)),
-    }
+    runners = _runners(lengths)
 
     def loss(ids: Tensor, target: Tensor) -> Tensor:
         value: Tensor = model(ids, target)
@@ -75,14 +82,13 @@ def run(arguments: Arguments) -> Result:
 
     steps: dict[str, dict[int, Step]] = {}
     timed_at = lengths[:_STATIC]
-    total = sum(len(_lengths_of(name, lengths)) for name in runners)
+    total = sum(len(runner.lengths) for runner in runners.values())
     total += arguments.repeats * len(runners) * len(timed_at)
-    peaks: dict[str, int] = {}
     torch.compiler.reset()
     with fresh_cache(), Progress("dynamic", total) as advance:
         for name, runner in runners.items():
             fn = runner.compile(own_code(loss))
-            steps[name] = {n: step_at(n, fn) for n in _lengths_of(name, lengths)}
+            steps[name] = {n: step_at(n, fn) for n in runner.lengths}
             runner.graphs = _compilations(steps[name], functools.partial(advance, name))
         for _ in range(arguments.repeats):
             gc.collect()
@@ -93,18 +99,9 @@ def run(arguments: Arguments) -> Result:
                         timing = timed(one, 1, warmup=0, device=arguments.device)[name]
                     runner.seconds.setdefault(length, []).extend(timing.seconds)
                     advance(name)
-        for name in runners:
-            peaks[name] = peak_bytes(steps[name][max(timed_at)], arguments.device)
-    return _result(size, lengths, runners, peaks)
-
-
-def _mst(fn: Callable[..., Tensor], dynamic: bool | None = None) -> Callable[..., Tensor]:
-    options: dict[str, Any] = {"strict": True}
-    return torch.compile(fn, backend="mst", dynamic=dynamic, options=options)
-
-
-def _lengths_of(name: str, lengths: Sequence[int]) -> Sequence[int]:
-    return lengths[:_STATIC] if name.endswith("static") else lengths
+        for name, runner in runners.items():
+            runner.peak_bytes = peak_bytes(steps[name][max(timed_at)], arguments.device)
+    return _result(size, lengths, runners)
 
 
 def _compilations(steps: dict[int, Step], advance: Callable[[], None]) -> int:
@@ -115,54 +112,46 @@ def _compilations(steps: dict[int, Step], advance: Callable[[], None]) -> int:
     return int(counters["stats"]["unique_graphs"] - before)
 
 
-def _result(
-    size: LlamaSize, lengths: Sequence[int], runners: dict[str, _Runner], peaks: dict[str, int]
-) -> Result:
+def _result(size: LlamaSize, lengths: Sequence[int], runners: dict[str, _Runner]) -> Result:
     result = Result(
         "dynamic",
         f"{len(lengths)} sequence lengths in turn: d={size.width}, L={size.layers}, "
         f"l={size.mlp_width}, V={size.vocabulary}, fp32",
     )
-    lines = []
-    for name, runner in runners.items():
-        static = runner if name.endswith("static") else runners[f"{name}, static"]
-        lines.append(
-            (
-                name,
-                f"{runner.graphs} for {len(_lengths_of(name, lengths))} lengths",
-                tables.ratio_cell(_ratios(runner, static)),
-                tables.mib_cell(peaks[name]),
-            )
-        )
-    columns = ("", "compilations", "time / its static graphs", "peak MiB")
-    result.tables.append(Table("steps", columns, tuple(lines)))
-    ours, base = runners[MST], runners[INDUCTOR]
-    ratio = _ratios(ours, runners[f"{MST}, static"])
+    relative = {
+        name: _ratios(runner, runners[f"{name.removesuffix(', static')}, static"])
+        for name, runner in runners.items()
+    }
+    columns: dict[str, Callable[[tuple[str, _Runner]], str]] = {
+        "": lambda item: item[0],
+        "compilations": lambda item: f"{item[1].graphs} for {len(item[1].lengths)} lengths",
+        "time / its static graphs": lambda item: ratio_cell(relative[item[0]]),
+        "peak MiB": lambda item: mib_cell(item[1].peak_bytes),
+    }
+    result.tables.append(Table.of("steps", runners.items(), columns))
+    graphs = quotient(runners[MST].graphs, runners[INDUCTOR].graphs)
     result.targets += [
-        Target("compilations / Inductor's", tables.quotient(ours.graphs, base.graphs), 1.0),
-        Target("time / static graphs", ratio[0], TIME_LIMIT),
+        Target("compilations / Inductor's", graphs, 1.0),
+        Target("time / static graphs", relative[MST][0], TIME_LIMIT),
     ]
     result.notes.append(
         f"Lengths {', '.join(map(str, lengths))}. Time: median ratio over rounds (least-greatest) "
         f"of the sum over the first {_STATIC} lengths; peak at the longest of them."
     )
     result.records["runners"] = {
-        name: {"graphs": r.graphs, "seconds": r.seconds, "peak_bytes": peaks[name]}
+        name: {"graphs": r.graphs, "seconds": r.seconds, "peak_bytes": r.peak_bytes}
         for name, r in runners.items()
     }
     return result
 
 
-def _ratios(runner: _Runner, static: _Runner) -> tuple[float, float, float]:
-    rounds = [
-        sum(ours) / sum(theirs)
-        for ours, theirs in zip(
-            zip(*runner.seconds.values(), strict=True),
-            zip(*static.seconds.values(), strict=True),
-            strict=True,
-        )
-    ]
+def _ratios(runner: _Runner, static: _Runner) -> Ratio:
+    ours, theirs = (
+        [sum(times) for times in zip(*each.seconds.values(), strict=True)]
+        for each in (runner, static)
+    )
+    rounds = [a / b for a, b in zip(ours, theirs, strict=True)]
     return Timing(tuple(rounds)).median_s, min(rounds), max(rounds)
 
 
-main = Command("dynamic", (run,), _DESCRIPTION, EXAMPLES)
+main = Benchmark("dynamic", (run,), _DESCRIPTION, EXAMPLES)

@@ -7,18 +7,18 @@ transformers; or the products are a batch of matrices, one for each expert.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mstpass.bench import tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command, Progress
-from mstpass.bench.comparison import INDUCTOR, compare, eager, inductor, mst, ratios, records
-from mstpass.bench.estimates import peaks_and_times
+from mstpass.bench import comparison, figures
+from mstpass.bench.comparison import INDUCTOR, eager, inductor, mst
+from mstpass.bench.harness import Arguments, Benchmark
 from mstpass.bench.models import Step
-from mstpass.bench.tables import Result, Target
+from mstpass.bench.results import Result
 from mstpass.errors import require
 
 BUDGETS = ("free", 0.5, 0.0)
@@ -71,6 +71,11 @@ class Experts(nn.Module):
 class SortedRows(Experts):
     """The rows of the best experts of each token, sorted by expert."""
 
+    def __init__(self, size: Size):
+        require(("transformers",), "hf", "mstpass bench experts")
+        import_module("transformers.integrations.moe")  # it registers the op
+        super().__init__(size)
+
     def forward(self, x: Tensor) -> Tensor:
         product, best = torch.ops.transformers.grouped_mm_fallback, self.size.best
         weights, choice = self.scores(x).topk(best, dim=-1)
@@ -118,47 +123,31 @@ def _run(layer: type[Experts], key: str, title: str, arguments: Arguments) -> Re
     model = layer(size).to(arguments.device)
     x = torch.randn(size.length, size.width, device=arguments.device, requires_grad=True)
     ours = {budget: mst(f"mst, memory_budget={budget}", memory_budget=budget) for budget in BUDGETS}
-    contenders = [eager(), inductor(), *ours.values()]
-    with Progress(key, len(contenders) * (2 + arguments.repeats)) as advance:
-        rows = compare(
-            contenders,
-            lambda: model(x).square().mean(),
-            lambda fn: Step(fn, [x, *model.parameters()]),
-            repeats=arguments.repeats,
-            device=arguments.device,
-            advance=advance,
-        )
+    rows = comparison.measured(
+        key,
+        [eager(), inductor(), *ours.values()],
+        lambda: model(x).square().mean(),
+        lambda fn: Step(fn, [x, *model.parameters()]),
+        arguments,
+    )
     base, least = rows[INDUCTOR], rows[ours[0.0].name]
     result = Result(key, f"{title}: {size}")
-    result.tables.append(peaks_and_times("steps", list(rows.values()), base))
-    ratio = ratios(least, base)
-    peak = tables.quotient(least.peak_bytes, base.peak_bytes)
-    result.targets += [
-        Target("memory_budget=0.0: peak / Inductor", peak, PEAK_LIMIT),
-        Target("memory_budget=0.0: time / Inductor", ratio and ratio[0], TIME_LIMIT),
-    ]
-    result.notes.append("Time: median ratio to Inductor over interleaved rounds (least-greatest).")
-    result.records["rows"] = records(rows)
+    result.tables.append(figures.steps_table("steps", rows.values(), base))
+    what = "memory_budget=0.0: {} / Inductor"
+    result.targets += figures.peak_and_time_targets(what, least, base, PEAK_LIMIT, TIME_LIMIT)
+    result.notes.append(figures.ROUNDS)
+    result.records["rows"] = figures.records(rows)
     return result
 
 
-def run_sorted(arguments: Arguments) -> Result:
-    require(("transformers",), "hf", "mstpass bench experts")
-    from transformers.integrations import moe  # it registers the op
-
-    assert moe
-    return _run(SortedRows, "experts", "A layer of experts, sorted rows", arguments)
-
-
-def run_capacity(arguments: Arguments) -> Result:
-    title = "A layer of experts, each with a capacity of N * top / experts rows"
-    return _run(Capacity, "experts-capacity", title, arguments)
-
-
-def run_all_tokens(arguments: Arguments) -> Result:
-    title = "A layer of experts, all tokens for each"
-    return _run(AllTokens, "experts-all-tokens", title, arguments)
-
-
-RUNS = (run_sorted, run_capacity, run_all_tokens)
-main = Command("experts", RUNS, _DESCRIPTION, EXAMPLES)
+LAYERS = (
+    (SortedRows, "experts", "A layer of experts, sorted rows"),
+    (
+        Capacity,
+        "experts-capacity",
+        "A layer of experts, each with a capacity of N * top / experts rows",
+    ),
+    (AllTokens, "experts-all-tokens", "A layer of experts, all tokens for each"),
+)
+_RUNS = [functools.partial(_run, *layer) for layer in LAYERS]
+main = Benchmark("experts", _RUNS, _DESCRIPTION, EXAMPLES)

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+import gc
+from collections.abc import Callable
+from typing import Any
 
-from mstpass.bench import tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command
-from mstpass.bench.comparison import INDUCTOR, MST, Row, ratios, records
-from mstpass.bench.fsdp_rank import BY_BLOCK
-from mstpass.bench.models import LlamaSize
-from mstpass.bench.tables import Result, Table, Target
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import mstpass
+from mstpass.bench import comparison, figures, processes
+from mstpass.bench.comparison import INDUCTOR, MST, Outcome, own_code
+from mstpass.bench.figures import Row
+from mstpass.bench.harness import Arguments, Benchmark
+from mstpass.bench.models import Llama, LlamaSize
+from mstpass.bench.results import Result, Table, mib_cell, ratio_cell, seconds_cell, times_cell
 from mstpass.errors import UserError
+from mstpass.measure import peak_bytes, timed
+from mstpass.torch_internals.caches import fresh_cache
+from mstpass.torch_internals.settings import recompilation_fails
 
+BY_BLOCK = ", block by block"
+FEW_TOKENS = 16
+OVERHEAD = f"eager, {FEW_TOKENS} tokens"  # weights and gradients, sharded and gathered: FSDP2's own
+TOLERANCES = 1e-5, 1e-4  # relative errors of the loss and of a gradient, against eager's
 RANKS = 2
 PEAK_LIMIT, TIME_LIMIT = 0.45, 1.02
 SIZES = (LlamaSize(length=2048), LlamaSize(length=4096))
 QUICK = (LlamaSize(64, 2, 2, 256, 4096, 512),)
-_ROOT = Path(__file__).parents[2]
 _DESCRIPTION = """\
 Measure the peak memory of a rank and the time of a Llama-like step under
 FSDP2, on two processes of one thread each: eager, Inductor and mst, with the
@@ -56,39 +66,17 @@ def _add(result: Result, rows: dict[str, Row], size: LlamaSize) -> None:
     result.tables.append(_table(rows, f"{size}, a rank"))
     for way in ("", BY_BLOCK):
         ours, base = rows[MST + way], rows[INDUCTOR + way]
-        ratio = ratios(ours, base)
-        peak = tables.quotient(ours.peak_bytes, base.peak_bytes)
-        names = f"{ours.name}: {{}} / {base.name}, {tokens}"
-        result.targets += [
-            Target(names.format("peak"), peak, PEAK_LIMIT),
-            Target(names.format("time"), ratio and ratio[0], TIME_LIMIT),
-        ]
+        what = f"{ours.name}: {{}} / {base.name}, {tokens}"
+        result.targets += figures.peak_and_time_targets(what, ours, base, PEAK_LIMIT, TIME_LIMIT)
     result.notes += (f"{row.name}, {tokens}: {row.plan}." for row in rows.values() if row.plan)
-    result.records[tokens] = records(rows)
+    result.records[tokens] = figures.records(rows)
 
 
 def of_ranks(size: LlamaSize, repeats: int) -> list[list[Row]]:
-    """The rows of each rank.
-
-    Raises:
-        UserError: a rank failed.
-    """
-    job = json.dumps({"size": dataclasses.asdict(size), "repeats": repeats})
-    one_thread = {"OMP_NUM_THREADS": "1"}
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with tempfile.TemporaryDirectory(prefix="mstpass-") as folder:
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        done = subprocess.run(
-            [sys.executable, *launch, "-m", "mstpass.bench.fsdp_rank", folder, job],
-            env={**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(paths)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise UserError(f"mstpass bench fsdp: a rank failed:\n{done.stderr[-3000:]}")
-        texts = [Path(folder, f"{rank}.json").read_text("utf-8") for rank in range(RANKS)]
-    return [[Row(**fields) for fields in json.loads(text)] for text in texts]
+    """The rows of each rank."""
+    given = {"size": dataclasses.asdict(size), "repeats": repeats}
+    found = processes.call("mstpass bench fsdp: a rank", figures_of_rank, given, ranks=RANKS)
+    return [[Row(**fields) for fields in rows] for rows in found]
 
 
 def slowest_and_highest(by_rank: list[list[Row]]) -> list[Row]:
@@ -105,20 +93,130 @@ def slowest_and_highest(by_rank: list[list[Row]]) -> list[Row]:
 
 
 def _table(rows: dict[str, Row], title: str) -> Table:
-    lines = []
-    for row in rows.values():
-        base = rows[INDUCTOR + (BY_BLOCK if row.name.endswith(BY_BLOCK) else "")]
-        lines.append(
-            (
-                row.name,
-                tables.mib_cell(row.peak_bytes),
-                tables.times_cell(tables.quotient(row.peak_bytes, base.peak_bytes)),
-                tables.seconds_cell(row.median_s),
-                tables.ratio_cell(ratios(row, base)),
-            )
-        )
-    columns = ("", "peak MiB of a rank", "peak / Inductor", "time s", "time / Inductor")
-    return Table(title, columns, tuple(lines))
+    def base(row: Row) -> Row:
+        return rows[INDUCTOR + (BY_BLOCK if row.name.endswith(BY_BLOCK) else "")]
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "": lambda row: row.name,
+        "peak MiB of a rank": lambda row: mib_cell(row.peak_bytes),
+        "peak / Inductor": lambda row: times_cell(figures.peak_ratio(row, base(row))),
+        "time s": lambda row: seconds_cell(row.median_s),
+        "time / Inductor": lambda row: ratio_cell(figures.ratios(row, base(row))),
+    }
+    return Table.of(title, rows.values(), columns)
 
 
-main = Command("fsdp", (run,), _DESCRIPTION, EXAMPLES)
+# ---- a rank ------------------------------------------------------------------------------------
+class ShardedLlama(Llama):
+    """Each block is a unit of FSDP2, and all else is another; the head and its loss, one method."""
+
+    def forward(  # type: ignore[override]
+        self, ids_BS: Tensor, target_BS: Tensor
+    ) -> Tensor:
+        x_BSD = self.embed(ids_BS)
+        cos, sin = self.cos[: ids_BS.shape[1]], self.sin[: ids_BS.shape[1]]
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, cos, sin, 1)
+        return self.loss(x_BSD, target_BS)
+
+    def loss(self, x_BSD: Tensor, target_BS: Tensor) -> Tensor:
+        logits_NV = self.head(self.norm(x_BSD).flatten(0, 1))
+        return F.cross_entropy(logits_NV, target_BS.flatten())
+
+
+def _whole(**how: Any) -> Callable[[ShardedLlama], Callable[..., Tensor]]:
+    return lambda model: torch.compile(model, **how)
+
+
+def _by_block(**how: Any) -> Callable[[ShardedLlama], Callable[..., Tensor]]:
+    def build(model: ShardedLlama) -> Callable[..., Tensor]:
+        for layer in model.layers:
+            layer.compile(**how)
+        model.loss = torch.compile(model.loss, **how)  # type: ignore[method-assign]
+        return model
+
+    return build
+
+
+_MST: dict[str, Any] = {"backend": "mst", "options": {"strict": True}}
+WAYS: dict[str, Callable[[ShardedLlama], Callable[..., Tensor]]] = {
+    "eager": lambda model: model,
+    INDUCTOR: _whole(),
+    MST: _whole(**_MST),
+    INDUCTOR + BY_BLOCK: _by_block(),
+    MST + BY_BLOCK: _by_block(**_MST),
+}
+
+
+def _with_own_code(cls: type) -> type:
+    """A copy of a class, for which Dynamo compiles anew."""
+    methods = {name: own_code(vars(cls)[name]) for name in ("forward", "loss") if name in vars(cls)}
+    return type(cls.__name__, (cls,), methods)
+
+
+class _Sharded:
+    """A sharded model in one way, and its step on this rank's batch."""
+
+    def __init__(self, name: str, size: LlamaSize, batch: tuple[Tensor, Tensor]):
+        torch.manual_seed(0)  # the same weights on every rank
+        model = ShardedLlama(size)
+        for module in (model, *model.layers):
+            module.__class__ = _with_own_code(type(module))
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        self.model, self.batch, self.fn = model, batch, WAYS[name](model)
+
+    def __call__(self) -> Tensor:
+        return self.with_gradients()[0]
+
+    def with_gradients(self) -> tuple[Tensor, list[Tensor]]:
+        """The loss and this rank's shards of the gradients."""
+        loss = self.fn(*self.batch)
+        loss.backward()
+        found = (parameter.grad for parameter in self.model.parameters())
+        gradients = [grad.to_local() for grad in found if isinstance(grad, DTensor)]
+        self.model.zero_grad()
+        return loss.detach(), gradients
+
+
+def figures_of_rank(size: dict[str, int], repeats: int) -> list[dict[str, Any]]:
+    """This rank's figures of each way.
+
+    The ranks go through the same ways, steps and rounds in the same order, since each step has
+    collectives. They meet before each timed step. An error ends the whole benchmark: a rank that
+    went on alone would wait for the others.
+    """
+    sizes = LlamaSize(**size)
+    random = torch.Generator().manual_seed(dist.get_rank() + 1)  # every rank has its own batch
+    stream = torch.randint(sizes.vocabulary, (sizes.batch, sizes.length + 1), generator=random)
+    batch = stream[:, :-1].clone(), stream[:, 1:].clone()
+    found: dict[str, Row] = {}
+    steps: dict[str, _Sharded] = {}
+    reference: Outcome | None = None
+    with fresh_cache():
+        for name in WAYS:
+            row, step = Row(name), _Sharded(name, sizes, batch)
+            made = len(mstpass.reports())
+            outcome = step.with_gradients()
+            reference = reference or outcome
+            comparison.compare_outcomes(row, outcome, reference, next(iter(WAYS)), TOLERANCES)
+            row.plan = figures.plan_text(mstpass.reports()[made:])
+            step()
+            found[name], steps[name] = row, step
+            row.peak_bytes = peak_bytes(step)
+    ids, targets = (part[:, :FEW_TOKENS] for part in batch)
+    overhead = _Sharded("eager", sizes, (ids, targets))
+    overhead()
+    found[OVERHEAD] = Row(OVERHEAD, peak_bytes=peak_bytes(overhead))
+    del reference, outcome  # free their memory
+    for _ in range(repeats):
+        gc.collect()
+        for name, step in steps.items():
+            dist.barrier()
+            with recompilation_fails():
+                found[name].seconds += timed({name: step}, 1, warmup=0)[name].seconds
+    return figures.records(found)
+
+
+main = Benchmark("fsdp", (run,), _DESCRIPTION, EXAMPLES)

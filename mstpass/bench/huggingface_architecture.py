@@ -24,7 +24,7 @@ _DEPTH = {
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Sizes that all architectures share, as far as they have them.
+    """Sizes that all architectures share, as far as they have them; by default tiny ones.
 
     Attributes:
         mlp_width: of gated MLPs; the others are four times as wide as the model.
@@ -34,18 +34,18 @@ class Scale:
             batches are larger in turn.
     """
 
-    vocabulary: int
-    width: int
-    heads: int
-    mlp_width: int
-    expert_width: int
-    experts: int
-    layers: int
-    batch: int
-    length: int
-    image_edge: int
-    images: int
-    longest_scan: int
+    vocabulary: int = 600
+    width: int = 32
+    heads: int = 4
+    mlp_width: int = 96
+    expert_width: int = 64
+    experts: int = 4
+    layers: int = 2
+    batch: int = 2
+    length: int = 80
+    image_edge: int = 32
+    images: int = 4
+    longest_scan: int = 80
 
     @property
     def head_width(self) -> int:
@@ -58,20 +58,7 @@ class Scale:
         )
 
 
-TINY = Scale(
-    vocabulary=600,
-    width=32,
-    heads=4,
-    mlp_width=96,
-    expert_width=64,
-    experts=4,
-    layers=2,
-    batch=2,
-    length=80,
-    image_edge=32,
-    images=4,
-    longest_scan=80,
-)
+TINY = Scale()
 
 
 @dataclasses.dataclass(frozen=True)

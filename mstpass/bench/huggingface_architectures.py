@@ -10,7 +10,7 @@ from typing import Any
 
 from mstpass.bench.huggingface_architecture import Architecture, Scale, Sizes
 
-TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+TOKENS: Sizes = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def architectures(scale: Scale) -> dict[str, Architecture]:
@@ -25,30 +25,35 @@ def architectures(scale: Scale) -> dict[str, Architecture]:
     }
 
 
-def _common(scale: Scale) -> Sizes:
-    return {
-        "hidden_size": scale.width,
-        "intermediate_size": scale.mlp_width,
-        "num_hidden_layers": scale.layers,
-        "num_attention_heads": scale.heads,
-        "vocab_size": scale.vocabulary,
-        "max_position_embeddings": max(2048, scale.length + 2),
-        **TOKENS,
-    }
+def _sizes(
+    scale: Scale,
+    width: str = "hidden_size",
+    layers: str = "num_hidden_layers",
+    heads: str = "num_attention_heads",
+    **extra: Any,
+) -> Sizes:
+    """Sizes by the names that a configuration has for them.
+
+    Args:
+        extra: further sizes; None leaves one out.
+    """
+    common = {width: scale.width, layers: scale.layers, heads: scale.heads}
+    sizes = {**common, "vocab_size": scale.vocabulary, **extra}
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def _causal(
-    scale: Scale,
-    name: str,
-    *,
-    config: str = "",
-    alike: bool = True,
-    **extra: Any,
+    scale: Scale, name: str, config: str = "", alike: bool = True, **extra: Any
 ) -> Architecture:
-    """Llama's names for sizes; ``extra`` adds to them or, with None, leaves one out."""
-    pairs = scale.heads // 2
-    sizes = {**_common(scale), "num_key_value_heads": pairs, "use_cache": False, **extra}
-    sizes = {k: v for k, v in sizes.items() if v is not None}
+    """A decoder with Llama's sizes and ``extra`` ones."""
+    llama: Sizes = {
+        "intermediate_size": scale.mlp_width,
+        "num_key_value_heads": scale.heads // 2,
+        "max_position_embeddings": max(2048, scale.length + 2),
+        "use_cache": False,
+        **TOKENS,
+    }
+    sizes = _sizes(scale, **{**llama, **extra})
     names = (f"{name}ForCausalLM", config or f"{name}Config")
     experts = any("expert" in key for key in sizes)
     return Architecture(*names, sizes, scale, alike=alike, float64=not experts)
@@ -57,17 +62,10 @@ def _causal(
 def _gpt2(
     scale: Scale, model: str, config: str, loss_type: str | None = None, **extra: Any
 ) -> Architecture:
-    """GPT-2's names for sizes; ``extra`` adds to them."""
-    sizes = {
-        "n_embd": scale.width,
-        "n_layer": scale.layers,
-        "n_head": scale.heads,
-        "n_positions": max(1024, scale.length),
-        "vocab_size": scale.vocabulary,
-        "use_cache": False,
-        **TOKENS,
-        **extra,
-    }
+    """A decoder with GPT-2's sizes and ``extra`` ones."""
+    positions = max(1024, scale.length)
+    gpt2: Sizes = {"n_positions": positions, "use_cache": False, **TOKENS, **extra}
+    sizes = _sizes(scale, width="n_embd", layers="n_layer", heads="n_head", **gpt2)
     return Architecture(model, config, sizes, scale, loss_type=loss_type)
 
 
@@ -105,77 +103,37 @@ def _like_llama(scale: Scale) -> dict[str, Architecture]:
 def _like_gpt(scale: Scale) -> dict[str, Architecture]:
     turned: Sizes = {"rotary_dim": min(64, scale.head_width)}
     mlp = 4 * scale.width
+    opt: Sizes = {"ffn_dim": mlp, "word_embed_proj_dim": scale.width, "intermediate_size": None}
+    neo: Sizes = {
+        "layers": "num_layers",
+        "heads": "num_heads",
+        "num_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 32,
+        "intermediate_size": mlp,
+    }
+    neox: Sizes = {"intermediate_size": mlp}
+    ungrouped: Sizes = {"num_key_value_heads": None}
     return {
-        "opt": _causal(
-            scale,
-            "OPT",
-            intermediate_size=None,
-            num_key_value_heads=None,
-            ffn_dim=mlp,
-            word_embed_proj_dim=scale.width,
-        ),
+        "opt": _causal(scale, "OPT", **opt, **ungrouped),
         "gpt2": _gpt2(scale, "GPT2LMHeadModel", "GPT2Config", loss_type="ForCausalLM"),
-        "gpt-neo": _causal(
-            scale,
-            "GPTNeo",
-            alike=False,
-            num_attention_heads=None,
-            num_hidden_layers=None,
-            num_key_value_heads=None,
-            num_heads=scale.heads,
-            num_layers=2,
-            attention_types=[[["global", "local"], 1]],
-            window_size=32,
-            intermediate_size=mlp,
-        ),
-        "gpt-neox": _causal(scale, "GPTNeoX", num_key_value_heads=None, intermediate_size=mlp),
+        "gpt-neo": _causal(scale, "GPTNeo", alike=False, **neo, **ungrouped),
+        "gpt-neox": _causal(scale, "GPTNeoX", **neox, **ungrouped),
         "gpt-j": _gpt2(scale, "GPTJForCausalLM", "GPTJConfig", **turned),
         "codegen": _gpt2(scale, "CodeGenForCausalLM", "CodeGenConfig", **turned),
     }
 
 
 def _other_decoders(scale: Scale) -> dict[str, Architecture]:
+    bloom = _sizes(scale, layers="n_layer", heads="n_head", use_cache=False, **TOKENS)
+    mpt = _sizes(scale, width="d_model", layers="n_layers", heads="n_heads", use_cache=False)
+    mpt["max_seq_len"] = max(2048, scale.length)
+    mamba = _sizes(scale, state_size=4, num_attention_heads=None, use_cache=False, **TOKENS)
+    mamba["num_hidden_layers"] = 1  # a step of its scan is a dozen nodes
     return {
-        "bloom": Architecture(
-            "BloomForCausalLM",
-            "BloomConfig",
-            {
-                "hidden_size": scale.width,
-                "n_layer": scale.layers,
-                "n_head": scale.heads,
-                "vocab_size": scale.vocabulary,
-                "use_cache": False,
-                **TOKENS,
-            },
-            scale,
-        ),
-        "mpt": Architecture(
-            "MptForCausalLM",
-            "MptConfig",
-            {
-                "d_model": scale.width,
-                "n_layers": scale.layers,
-                "n_heads": scale.heads,
-                "max_seq_len": max(2048, scale.length),
-                "vocab_size": scale.vocabulary,
-                "use_cache": False,
-            },
-            scale,
-        ),
-        "mamba": Architecture(
-            "MambaForCausalLM",
-            "MambaConfig",
-            {
-                "hidden_size": scale.width,
-                "num_hidden_layers": 1,  # a step of its scan is a dozen nodes
-                "state_size": 4,
-                "vocab_size": scale.vocabulary,
-                "use_cache": False,
-                **TOKENS,
-            },
-            scale,
-            scan=True,
-        ),
+        "bloom": Architecture("BloomForCausalLM", "BloomConfig", bloom, scale),
+        "mpt": Architecture("MptForCausalLM", "MptConfig", mpt, scale),
+        "mamba": Architecture("MambaForCausalLM", "MambaConfig", mamba, scale, scan=True),
     }
 
 
@@ -183,129 +141,72 @@ def _experts(scale: Scale) -> dict[str, Architecture]:
     """Mixtures of experts, two for each token."""
     head: Sizes = {"head_dim": scale.head_width}
     own_width: Sizes = {"moe_intermediate_size": scale.expert_width}
+    local: Sizes = {"num_local_experts": scale.experts}
+    two: Sizes = {"num_experts_per_tok": 2}
+    deepseek: Sizes = {
+        "num_key_value_heads": scale.heads,
+        "n_routed_experts": scale.experts,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), scale.width // 2),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), scale.head_width),
+    }
+    llama4: Sizes = {"config": "Llama4TextConfig", "intermediate_size_mlp": scale.mlp_width}
+    qwen3: Sizes = {"num_experts": scale.experts}
     return {
-        "mixtral": _causal(scale, "Mixtral", num_local_experts=scale.experts),
-        "qwen3-moe": _causal(
-            scale,
-            "Qwen3Moe",
-            num_experts=scale.experts,
-            num_experts_per_tok=2,
-            **head,
-            **own_width,
-        ),
-        "gpt-oss": _causal(
-            scale, "GptOss", num_local_experts=scale.experts, num_experts_per_tok=2, **head
-        ),
-        "llama4": _causal(
-            scale,
-            "Llama4",
-            config="Llama4TextConfig",
-            num_local_experts=scale.experts,
-            num_experts_per_tok=2,
-            intermediate_size_mlp=scale.mlp_width,
-            **head,
-        ),
-        "deepseek-v3": _causal(
-            scale,
-            "DeepseekV3",
-            alike=False,
-            num_key_value_heads=scale.heads,
-            n_routed_experts=scale.experts,
-            n_group=2,
-            topk_group=1,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-            q_lora_rank=scale.width // 2,
-            kv_lora_rank=scale.width // 2,
-            qk_rope_head_dim=scale.head_width,
-            qk_nope_head_dim=scale.head_width,
-            v_head_dim=scale.head_width,
-            **own_width,
-        ),
+        "mixtral": _causal(scale, "Mixtral", **local),
+        "qwen3-moe": _causal(scale, "Qwen3Moe", **qwen3, **two, **head, **own_width),
+        "gpt-oss": _causal(scale, "GptOss", **local, **two, **head),
+        "llama4": _causal(scale, "Llama4", **llama4, **local, **two, **head),
+        "deepseek-v3": _causal(scale, "DeepseekV3", alike=False, **deepseek, **two, **own_width),
     }
 
 
 def _encoders(scale: Scale) -> dict[str, Architecture]:
-    def masked(name: str, **extra: Any) -> Architecture:
-        sizes = {**_common(scale), "intermediate_size": 4 * scale.width, **extra}
-        return Architecture(f"{name}ForMaskedLM", f"{name}Config", sizes, scale)
+    mlp = 4 * scale.width
+    positions = max(2048, scale.length + 2)
 
+    def masked(name: str, **extra: Any) -> Architecture:
+        sizes = _sizes(scale, intermediate_size=mlp, max_position_embeddings=positions, **extra)
+        return Architecture(f"{name}ForMaskedLM", f"{name}Config", {**TOKENS, **sizes}, scale)
+
+    distilbert = _sizes(scale, width="dim", layers="n_layers", heads="n_heads", hidden_dim=mlp)
+    distilbert |= {"max_position_embeddings": max(512, scale.length), "pad_token_id": 0}
+    image: Sizes = {"image_size": scale.image_edge, "patch_size": 4, "num_labels": 10}
+    vit = _sizes(scale, intermediate_size=mlp, vocab_size=None, **image)
+    relative: Sizes = {"pos_att_type": ["p2c", "c2p"], "position_buckets": 16}
     return {
         "bert": masked("Bert"),
         "roberta": masked("Roberta"),
         "electra": masked("Electra", embedding_size=scale.width),
-        "distilbert": Architecture(
-            "DistilBertForMaskedLM",
-            "DistilBertConfig",
-            {
-                "dim": scale.width,
-                "hidden_dim": 4 * scale.width,
-                "n_layers": scale.layers,
-                "n_heads": scale.heads,
-                "max_position_embeddings": max(512, scale.length),
-                "vocab_size": scale.vocabulary,
-                "pad_token_id": 0,
-            },
-            scale,
-        ),
+        "distilbert": Architecture("DistilBertForMaskedLM", "DistilBertConfig", distilbert, scale),
         "albert": masked("Albert", embedding_size=scale.width // 2),
         "modernbert": masked("ModernBert", cls_token_id=1, sep_token_id=2),
-        "deberta-v2": masked(
-            "DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=16
-        ),
-        "vit": Architecture(
-            "ViTForImageClassification",
-            "ViTConfig",
-            {
-                "hidden_size": scale.width,
-                "intermediate_size": 4 * scale.width,
-                "num_hidden_layers": scale.layers,
-                "num_attention_heads": scale.heads,
-                "image_size": scale.image_edge,
-                "patch_size": 4,
-                "num_labels": 10,
-            },
-            scale,
-            images=True,
-        ),
+        "deberta-v2": masked("DebertaV2", relative_attention=True, **relative),
+        "vit": Architecture("ViTForImageClassification", "ViTConfig", vit, scale, images=True),
     }
 
 
 def _encoder_decoders(scale: Scale) -> dict[str, Architecture]:
+    mlp = 4 * scale.width
+    t5 = _sizes(scale, width="d_model", layers="num_layers", heads="num_heads", use_cache=False)
+    t5 |= {"d_ff": mlp, "d_kv": scale.head_width, "decoder_start_token_id": 0}
+    names: Sizes = {
+        "width": "d_model",
+        "layers": "encoder_layers",
+        "heads": "encoder_attention_heads",
+    }
+    bart = _sizes(scale, **names, use_cache=False, **TOKENS)
+    bart |= {
+        "use_cache": False,
+        "decoder_layers": scale.layers,
+        "decoder_attention_heads": scale.heads,
+        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), mlp),
+        **dict.fromkeys(("decoder_start_token_id", "forced_eos_token_id"), 2),
+        "max_position_embeddings": max(1024, scale.length),
+    }
     return {
-        "t5": Architecture(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            {
-                "d_model": scale.width,
-                "d_ff": 4 * scale.width,
-                "d_kv": scale.head_width,
-                "num_layers": scale.layers,
-                "num_heads": scale.heads,
-                "vocab_size": scale.vocabulary,
-                "decoder_start_token_id": 0,
-                "use_cache": False,
-            },
-            scale,
-        ),
-        "bart": Architecture(
-            "BartForConditionalGeneration",
-            "BartConfig",
-            {
-                "d_model": scale.width,
-                "encoder_ffn_dim": 4 * scale.width,
-                "decoder_ffn_dim": 4 * scale.width,
-                "encoder_layers": scale.layers,
-                "decoder_layers": scale.layers,
-                "encoder_attention_heads": scale.heads,
-                "decoder_attention_heads": scale.heads,
-                "max_position_embeddings": max(1024, scale.length),
-                "vocab_size": scale.vocabulary,
-                "decoder_start_token_id": 2,
-                "forced_eos_token_id": 2,
-                "use_cache": False,
-                **TOKENS,
-            },
-            scale,
-        ),
+        "t5": Architecture("T5ForConditionalGeneration", "T5Config", t5, scale),
+        "bart": Architecture("BartForConditionalGeneration", "BartConfig", bart, scale),
     }

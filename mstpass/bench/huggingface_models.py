@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,15 @@ def loss_of(case: Case, model: nn.Module) -> Callable[[Tensor], Tensor]:
     return loss
 
 
-def _common(size: Size) -> dict[str, int]:
+def _built(model: str, config: str, sizes: dict[str, Any]) -> nn.Module:
+    """A model of transformers, by the names of its classes."""
+    import transformers
+
+    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**sizes))
+    return built
+
+
+def _common(size: Size) -> dict[str, Any]:
     return {
         "hidden_size": size.width,
         "intermediate_size": size.mlp_width,
@@ -76,60 +85,42 @@ def _common(size: Size) -> dict[str, int]:
     }
 
 
-def llama(size: Size, dropout: float) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _grouped(size: Size) -> dict[str, Any]:
+    """With two query heads for each key head."""
+    return {**_common(size), "num_key_value_heads": 2, "use_cache": False}
 
-    config = LlamaConfig(**_common(size), num_key_value_heads=2, use_cache=False)
-    model: nn.Module = LlamaForCausalLM(config)
-    return model
+
+def llama(size: Size, dropout: float) -> nn.Module:
+    return _built("LlamaForCausalLM", "LlamaConfig", _grouped(size))
 
 
 def olmo2(size: Size, dropout: float) -> nn.Module:
-    from transformers import Olmo2Config, Olmo2ForCausalLM
-
-    config = Olmo2Config(**_common(size), num_key_value_heads=2, use_cache=False)
-    model: nn.Module = Olmo2ForCausalLM(config)
-    return model
+    return _built("Olmo2ForCausalLM", "Olmo2Config", _grouped(size))
 
 
 def gemma3(size: Size, dropout: float) -> nn.Module:
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    config = Gemma3TextConfig(
-        **_common(size), num_key_value_heads=2, head_dim=size.width // 4, use_cache=False
-    )
-    model: nn.Module = Gemma3ForCausalLM(config)
-    return model
+    sizes = {**_grouped(size), "head_dim": size.width // 4}
+    return _built("Gemma3ForCausalLM", "Gemma3TextConfig", sizes)
 
 
 def bert(size: Size, dropout: float) -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        **_common(size), hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
-    )
-    model: nn.Module = BertForMaskedLM(config)
-    return model
+    drop = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
+    return _built("BertForMaskedLM", "BertConfig", {**_common(size), **drop})
 
 
 def gpt2(size: Size, dropout: float) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=size.vocabulary,
-        n_embd=size.width,
-        n_layer=size.layers,
-        n_head=4,
-        n_inner=size.mlp_width,
-        n_positions=max(512, size.length),
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=1,
-        eos_token_id=2,
-        use_cache=False,
-    )
-    gpt = GPT2LMHeadModel(config)
-    gpt.loss_type = "ForCausalLM"  # transformers cannot tell from its name
-    model: nn.Module = gpt
+    sizes = {
+        "vocab_size": size.vocabulary,
+        "n_embd": size.width,
+        "n_layer": size.layers,
+        "n_head": 4,
+        "n_inner": size.mlp_width,
+        "n_positions": max(512, size.length),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "use_cache": False,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
+    }
+    model: Any = _built("GPT2LMHeadModel", "GPT2Config", sizes)
+    model.loss_type = "ForCausalLM"  # transformers cannot tell from its name
     return model

@@ -7,31 +7,17 @@ and one chunk of logits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from mstpass.bench import estimates, measure_chunk_costs, tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command, Progress
-from mstpass.bench.comparison import (
-    INDUCTOR,
-    MST,
-    Contender,
-    Row,
-    auto_chunker,
-    compare,
-    eager,
-    inductor,
-    mst,
-    ratios,
-    records,
-)
-from mstpass.bench.models import Head, LossFn, MLPs
-from mstpass.bench.tables import Result, Table, Target
+from mstpass.bench import comparison, figures, measure_chunk_costs
+from mstpass.bench.comparison import INDUCTOR, MST, Contender, auto_chunker, eager, inductor, mst
+from mstpass.bench.harness import Arguments, Benchmark
+from mstpass.bench.models import Head, MLPs
+from mstpass.bench.results import Result, Table, Target, mib_cell, quotient, times_cell
 from mstpass.graph import device_costs
-from mstpass.torch_internals.versions import linear_cross_entropy
 
 TIME_LIMIT, PEAK_LIMIT = 1.03, 1.10
 BUDGET_0 = "mst, memory_budget=0.0"
@@ -96,37 +82,25 @@ def _heads(sizes: Sizes, width: int, arguments: Arguments, result: Result) -> No
     default = mst("mst, its own choice")
     contenders = [*fixed, *ours, default]
     title = f"head, d={width}, V={sizes.vocabulary}, N={sizes.tokens}, fp32"
-    rows = _compared(title, contenders, head.loss, head.step, arguments)
-    _head_table(title, head, rows, {c.name: sizes.chunks for c in fixed} | chunks, result)
-    result.records[f"head_{width}"] = records(rows)
-    main_row, base = rows[f"{MST}, {sizes.chunks} chunks"], rows[INDUCTOR]
-    ratio = ratios(main_row, base)
-    floor = head.floor_bytes(sizes.chunks)
+    rows = comparison.measured(title, contenders, head.loss, head.step, arguments)
+    result.records[f"head_{width}"] = figures.records(rows)
+    counts = {c.name: sizes.chunks for c in fixed} | chunks
+    floors = {name: head.floor_bytes(count) for name, count in counts.items()}
+    of_floor = {row.name: quotient(row.peak_bytes, floors.get(row.name)) for row in rows.values()}
+    own = {
+        "floor MiB": lambda row: mib_cell(floors.get(row.name)),
+        "peak / floor": lambda row: times_cell(of_floor[row.name]),
+    }
+    columns = ("", "time / Inductor", "estimated", "peak MiB", *own)
+    base = rows[INDUCTOR]
+    result.tables.append(figures.steps_table(title, rows.values(), base, columns, own))
+    main_name = f"{MST}, {sizes.chunks} chunks"
+    ratio = figures.time_ratio(rows[main_name], base)
     result.targets += [
-        Target(f"d={width}: time / Inductor", ratio and ratio[0], TIME_LIMIT),
-        Target(f"d={width}: peak / floor", tables.quotient(main_row.peak_bytes, floor), PEAK_LIMIT),
+        Target(f"d={width}: time / Inductor", ratio, TIME_LIMIT),
+        Target(f"d={width}: peak / floor", of_floor[main_name], PEAK_LIMIT),
     ]
-    estimates.judge(result, f"d={width}", rows.values(), base)
-
-
-def _head_table(
-    title: str, head: Head, rows: dict[str, Row], chunks: dict[str, int], result: Result
-) -> None:
-    lines = []
-    for row in rows.values():
-        floor = head.floor_bytes(chunks[row.name]) if row.name in chunks else None
-        lines.append(
-            (
-                row.name,
-                row.error or tables.ratio_cell(ratios(row, rows[INDUCTOR])),
-                estimates.cell(row, rows[INDUCTOR]),
-                tables.mib_cell(row.peak_bytes),
-                tables.mib_cell(floor),
-                tables.times_cell(tables.quotient(row.peak_bytes, floor)),
-            )
-        )
-    columns = ("", "time / Inductor", estimates.COLUMN, "peak MiB", "floor MiB", "peak / floor")
-    result.tables.append(Table(title, columns, tuple(lines)))
+    figures.judge_estimates(result, f"d={width}", rows.values(), base)
 
 
 def _mlps(sizes: Sizes, arguments: Arguments, result: Result) -> None:
@@ -137,45 +111,33 @@ def _mlps(sizes: Sizes, arguments: Arguments, result: Result) -> None:
         f"N={sizes.mlp_tokens}, fp32"
     )
     contenders = [eager(), inductor(), mst(), mst(BUDGET_0, memory_budget=0.0)]
-    rows = _compared(title, contenders, mlps.value, mlps.step, arguments)
+    rows = comparison.measured(title, contenders, mlps.value, mlps.step, arguments)
+    columns = ("", "time / Inductor", "estimated", "peak MiB", "peak / Inductor", "chunks")
     base = rows[INDUCTOR]
-    lines = tuple(
-        (
-            row.name,
-            row.error or tables.ratio_cell(ratios(row, base)),
-            estimates.cell(row, base),
-            tables.mib_cell(row.peak_bytes),
-            tables.times_cell(tables.quotient(row.peak_bytes, base.peak_bytes)),
-            row.plan,
-        )
-        for row in rows.values()
-    )
-    columns = ("", "time / Inductor", estimates.COLUMN, "peak MiB", "peak / Inductor", "chunks")
-    result.tables.append(Table(title, columns, lines))
-    estimates.judge(result, "MLPs", rows.values(), base)
-    result.records["mlps"] = records(rows)
+    result.tables.append(figures.steps_table(title, rows.values(), base, columns))
+    figures.judge_estimates(result, "MLPs", rows.values(), base)
+    result.records["mlps"] = figures.records(rows)
 
 
 def _costs(arguments: Arguments, result: Result) -> None:
     device = arguments.device
     measured = measure_chunk_costs.measure(device, arguments.quick)
     used, work = device_costs.costs_of(device), measure_chunk_costs.work(device, arguments.quick)
-    lines = tuple(
-        (str(rows), f"{slow:.2f}x", f"{used.slowdown(work, rows):.2f}x")
-        for rows, slow in measured.slowdown
-    )
-    result.tables.append(Table("what chunks cost", ("rows", "measured", "in use"), lines))
+    slowdowns = {
+        "rows": lambda found: str(found[0]),
+        "measured": lambda found: f"{found[1]:.2f}x",
+        "in use": lambda found: f"{used.slowdown(work, found[0]):.2f}x",
+    }
+    speeds = {
+        "dtype": lambda found: found[0],
+        "measured": lambda found: f"{found[1] / 1e3:.1f}",
+        "in use": lambda found: f"{used.rate(getattr(torch, found[0])) / 1e3:.1f}",
+    }
     rates = ((measured.dtype, measured.flops_per_us), *measured.rates)
-    result.tables.append(
-        Table(
-            "speed of whole products, GFLOP/s",
-            ("dtype", "measured", "in use"),
-            tuple(
-                (name, f"{rate / 1e3:.1f}", f"{used.rate(getattr(torch, name)) / 1e3:.1f}")
-                for name, rate in rates
-            ),
-        )
-    )
+    result.tables += [
+        Table.of("what chunks cost", measured.slowdown, slowdowns),
+        Table.of("speed of whole products, GFLOP/s", rates, speeds),
+    ]
     copied = (measured.copied_bytes_per_us or 0) / 1e3
     result.notes.append(
         f"Fixed cost of one chunk: {measured.chunk_us:.0f} us. Speed of a copy: {copied:.1f} GB/s."
@@ -186,34 +148,16 @@ def _costs(arguments: Arguments, result: Result) -> None:
     result.records["costs"] = dataclasses.asdict(measured)
 
 
-def _compared(
-    title: str, contenders: list[Contender], loss_fn: LossFn, step: Any, arguments: Arguments
-) -> dict[str, Row]:
-    with Progress(title, len(contenders) * (2 + arguments.repeats)) as advance:
-        return compare(
-            contenders,
-            loss_fn,
-            step,
-            repeats=arguments.repeats,
-            device=arguments.device,
-            advance=advance,
-        )
-
-
 def _linear_cross_entropy(head: Head, rows: int) -> list[Contender]:
-    """torch's own chunked head, if this torch has one."""
-    found = linear_cross_entropy()
-    if found is None:
+    function = comparison.linear_cross_entropy()
+    if function is None:
         return []
-    function, options = found
-
-    def with_options(**chosen: Any) -> LossFn:
-        return lambda: function(head.hidden, head.weight, head.target, options=options(**chosen))
-
+    run = functools.partial(function, head.hidden, head.weight, head.target)
+    by_rows = functools.partial(run, batch_chunk_size=rows)
     return [
-        eager(f"F.linear_cross_entropy, {rows} rows", with_options(batch_chunk_size=rows)),
-        eager("F.linear_cross_entropy, default", with_options()),
+        eager(f"F.linear_cross_entropy, {rows} rows", by_rows),
+        eager("F.linear_cross_entropy, default", run),
     ]
 
 
-main = Command("loops", (run,), _DESCRIPTION, EXAMPLES, extra=("store",))
+main = Benchmark("loops", (run,), _DESCRIPTION, EXAMPLES, options=("store",))

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mstpass
-from mstpass.bench import estimates, tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command, Progress
-from mstpass.bench.comparison import INDUCTOR, MST, Row, compare, inductor, mst, ratios, records
+from mstpass.bench import comparison, figures
+from mstpass.bench.comparison import INDUCTOR, MST, inductor, mst
+from mstpass.bench.figures import Row
+from mstpass.bench.harness import Arguments, Benchmark, Progress
 from mstpass.bench.models import Head
-from mstpass.bench.tables import Result, Table, Target
+from mstpass.bench.results import Result, Table, Target, mib_cell, quotient, ratio_cell, times_cell
 
 PEAK_LIMIT, FUSED_TIME_LIMIT, RECOMPUTE_TIME_LIMIT = 1.15, 1.05, 1.40
 SEQUENCES = 4
@@ -42,7 +42,7 @@ def run(arguments: Arguments) -> Result:
     with Progress("losses", len(LOSSES) * 2 * (2 + arguments.repeats)) as advance:
         for name, loss in LOSSES.items():
             value = on_head(head, loss)
-            rows = compare(
+            rows = comparison.compare(
                 [inductor(), mst()],
                 value,
                 head.step,
@@ -51,8 +51,8 @@ def run(arguments: Arguments) -> Result:
                 advance=advance,
             )
             lines.append(_line(name, head, rows, result))
-            result.records[name] = records(rows)
-    columns = ("loss", "mode", "time / Inductor", estimates.COLUMN, "Inductor MiB", "mst MiB")
+            result.records[name] = figures.records(rows)
+    columns = ("loss", "mode", "time / Inductor", "estimated", "Inductor MiB", "mst MiB")
     result.tables.append(Table("losses", (*columns, "peak / floor"), tuple(lines)))
     result.notes.append(
         "Time: median ratio over interleaved rounds (least-greatest). Floor: weight gradient + "
@@ -71,21 +71,20 @@ def _line(name: str, head: Head, rows: Mapping[str, Row], result: Result) -> tup
     regions = mstpass.reports()[-1].regions
     mode = regions[0].mode if regions else "refused"
     floor = head.floor_bytes(regions[0].num_chunks) if regions else None
-    ratio = ratios(ours, base)
-    relative = tables.quotient(ours.peak_bytes, floor)
+    relative = quotient(ours.peak_bytes, floor)
     limit = FUSED_TIME_LIMIT if mode == "fused" else RECOMPUTE_TIME_LIMIT
     result.targets += [
         Target(f"{name}: peak / floor", relative, PEAK_LIMIT),
-        Target(f"{name}: time / Inductor", ratio and ratio[0], limit),
+        Target(f"{name}: time / Inductor", figures.time_ratio(ours, base), limit),
     ]
     return (
         name,
         mode,
-        ours.error or tables.ratio_cell(ratio),
-        estimates.cell(ours, base),
-        tables.mib_cell(base.peak_bytes),
-        tables.mib_cell(ours.peak_bytes),
-        tables.times_cell(relative),
+        ours.error or ratio_cell(figures.ratios(ours, base)),
+        figures.estimate_cell(ours, base),
+        mib_cell(base.peak_bytes),
+        mib_cell(ours.peak_bytes),
+        times_cell(relative),
     )
 
 
@@ -153,4 +152,4 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-main = Command("losses", (run,), _DESCRIPTION, EXAMPLES)
+main = Benchmark("losses", (run,), _DESCRIPTION, EXAMPLES)

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mstpass.bench import tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command, Progress
 from mstpass.bench.comparison import INDUCTOR, MST
-from mstpass.bench.tables import Result, Table, Target
+from mstpass.bench.harness import Arguments, Benchmark, Progress
+from mstpass.bench.results import Result, Table, Target, times_cell
 from mstpass.measure import peak_bytes, timed
 
 Optimizers = Mapping[str, Callable[..., torch.optim.Optimizer]]
@@ -54,21 +52,10 @@ def run(arguments: Arguments) -> Result:
                 advance(f"{name}: {way}")
                 shares[way] = update.peak_bytes() / update.parameter_bytes
             error = max(u.difference(updates[FOREACH]) for u in updates.values())
-            times = timed(
-                {way: u.step for way, u in updates.items()},
-                arguments.repeats,
-                device=arguments.device,
-            )
-            lines.append(
-                (
-                    name,
-                    *(tables.times_cell(share) for share in shares.values()),
-                    *(
-                        tables.times_cell(times[way].ratio_to(times[FOREACH]))
-                        for way in (INDUCTOR, MST)
-                    ),
-                )
-            )
+            steps = {way: update.step for way, update in updates.items()}
+            times = timed(steps, arguments.repeats, device=arguments.device)
+            relative = [times[way].ratio_to(times[FOREACH]) for way in (INDUCTOR, MST)]
+            lines.append((name, *map(times_cell, (*shares.values(), *relative))))
             result.targets += [
                 Target(f"{name}: bytes of mst / parameters", shares[MST], LIMIT),
                 Target(f"{name}: error of parameters", error, _TOLERANCE),
@@ -118,4 +105,4 @@ class _Update:
         return max(float((a - b).detach().abs().max()) for a, b in pairs) / largest
 
 
-main = Command("optimizer", (run,), _DESCRIPTION, EXAMPLES)
+main = Benchmark("optimizer", (run,), _DESCRIPTION, EXAMPLES)

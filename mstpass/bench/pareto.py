@@ -15,27 +15,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mstpass.bench import output, peers, tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command, Progress
-from mstpass.bench.comparison import (
-    INDUCTOR,
-    MST,
-    Comparison,
-    Contender,
-    Row,
-    eager,
-    inductor,
-    mst,
-    ratios,
-)
-from mstpass.bench.estimates import judge, peaks_and_times
+from mstpass.bench import figures, peers, results
+from mstpass.bench.comparison import INDUCTOR, MST, Comparison, Contender, eager, inductor, mst
+from mstpass.bench.figures import Row
+from mstpass.bench.harness import Arguments, Benchmark, Progress
 from mstpass.bench.models import Llama, LlamaSize, Step, llama
-from mstpass.bench.tables import MIB, Result, Table, Target
-from mstpass.errors import require
+from mstpass.bench.results import MIB, NONE, Result, Table, Target, mib_cell, ratio_cell, times_cell
 from mstpass.torch_internals.settings import torch_budget
 
 TORCH_BUDGETS = (0.8, 0.5, 0.3, 0.1, 0.0)  # 1.0 is Inductor's default
@@ -56,28 +44,29 @@ Rows = Sequence[Row]
 
 
 def run(arguments: Arguments) -> Result:
-    if arguments.plots is not None:
-        require(("matplotlib",), "bench", "mstpass bench pareto --plots")
     name = "pareto-large" if arguments.large else "pareto"
     size = LlamaSize()
     if arguments.quick or arguments.large:
         size = peers.QUICK if arguments.quick else peers.LARGE
     base, theirs, ours = _measured(size, arguments)
+    every = [*theirs, *ours]
     result = Result(name, f"Peak against time, measured: {size}")
-    result.tables += [peaks_and_times("points", [*theirs, *ours], base), _pairs(base, theirs, ours)]
+    result.tables += [figures.steps_table("points", every, base), _pairs(base, theirs, ours)]
     result.targets += _targets(base, theirs, ours, arguments.large)
-    judge(result, "mst's times", ours, base)
+    figures.judge_estimates(result, "mst's times", ours, base)
     result.notes += [
         "Loss and gradients equal eager's. Time: median ratio over interleaved rounds "
         "(least-greatest). A memory_budget in MiB is the measured peak of a torch point. Fastest "
         f"mst point: of those whose peak is at most {LIMIT} times the torch point's.",
         *(f"{row.name}: {row.plan or 'nothing chunked'}." for row in ours),
     ]
-    result.records["rows"] = [_record(row, base) for row in (*theirs, *ours)]
+    result.records["rows"] = [_record(row, base) for row in every]
     if arguments.csv is not None:
-        output.write_csv(arguments.csv, result.records["rows"])
+        results.write_csv(arguments.csv, result.records["rows"])
     if arguments.plots is not None:
-        _draw(size, base, theirs, ours, arguments, name)
+        from mstpass.bench.plots import draw_measured  # matplotlib is optional
+
+        draw_measured(f"{size}", _series(base, theirs, ours), arguments.plots / f"{name}.png")
     return result
 
 
@@ -139,23 +128,12 @@ def _pairs(base: Row, theirs: Rows, ours: Rows) -> Table:
     lines = []
     for row in theirs:
         best = _fastest(ours, row, LIMIT)
-        lines.append(
-            (
-                row.name,
-                tables.mib_cell(row.peak_bytes),
-                row.error or tables.ratio_cell(ratios(row, base)),
-                best.name if best else "-",
-                tables.times_cell(
-                    tables.quotient(best.peak_bytes if best else None, row.peak_bytes)
-                ),
-                tables.ratio_cell(ratios(best, row) if best else None),
-            )
-        )
-    columns = (
-        "torch point", "peak MiB", "time / Inductor", "fastest mst point", "peak / torch's",
-        "time / torch's",
-    )  # fmt: skip
-    return Table("at torch's peaks", columns, tuple(lines))
+        time = row.error or ratio_cell(figures.ratios(row, base))
+        peak = times_cell(figures.peak_ratio(best, row))
+        relative = best.name if best else NONE, peak, ratio_cell(figures.ratios(best, row))
+        lines.append((row.name, mib_cell(row.peak_bytes), time, *relative))
+    columns = ("torch point", "peak MiB", "time / Inductor", "fastest mst point")
+    return Table("at torch's peaks", (*columns, "peak / torch's", "time / torch's"), tuple(lines))
 
 
 def _fastest(ours: Rows, other: Row, peak_limit: float) -> Row | None:
@@ -164,12 +142,7 @@ def _fastest(ours: Rows, other: Row, peak_limit: float) -> Row | None:
         return None
     limit = peak_limit * other.peak_bytes
     low = [row for row in ours if row.peak_bytes is not None and row.peak_bytes <= limit]
-    return min(low, key=lambda row: _time(row, other) or math.inf, default=None)
-
-
-def _time(row: Row | None, other: Row) -> float | None:
-    found = ratios(row, other) if row else None
-    return found and found[0]
+    return min(low, key=lambda row: figures.time_ratio(row, other) or math.inf, default=None)
 
 
 def _targets(base: Row, theirs: Rows, ours: Rows, large: bool) -> list[Target]:
@@ -177,48 +150,44 @@ def _targets(base: Row, theirs: Rows, ours: Rows, large: bool) -> list[Target]:
     for row in theirs:
         best = _fastest(ours, row, LIMIT)
         what = f"{row.name}: time of an mst point with at most {LIMIT} times its peak"
-        targets.append(Target(what, _time(best, row), LIMIT))
+        targets.append(Target(what, figures.time_ratio(best, row), LIMIT))
     if large:
         best = _fastest(ours, base, LARGE_PEAK_LIMIT)
         what = f"time / Inductor of an mst point with at most {LARGE_PEAK_LIMIT} times its peak"
-        targets.append(Target(what, _time(best, base), LARGE_TIME_LIMIT))
+        targets.append(Target(what, figures.time_ratio(best, base), LARGE_TIME_LIMIT))
     return targets
 
 
 def _record(row: Row, base: Row) -> dict[str, Any]:
-    median, least, greatest = ratios(row, base) or (None, None, None)
+    median, least, greatest = figures.ratios(row, base) or (None, None, None)
     return {
         **vars(row),
         "median_s": row.median_s,
         "time_ratio": median,
         "least_time_ratio": least,
         "greatest_time_ratio": greatest,
-        "peak_ratio": tables.quotient(row.peak_bytes, base.peak_bytes),
+        "peak_ratio": figures.peak_ratio(row, base),
     }
 
 
-def _draw(
-    size: LlamaSize, base: Row, theirs: Rows, ours: Rows, arguments: Arguments, name: str
-) -> None:
-    from mstpass.bench.plots import draw_measured
+def _series(base: Row, theirs: Rows, ours: Rows) -> dict[str, list[tuple[float, float, str]]]:
+    """The points of the picture."""
 
-    def points(rows: Rows) -> list[tuple[float, float, str]]:
-        found = ((_time(row, base), row.peak_bytes, row.name) for row in rows)
+    def points(rows: Iterable[Row]) -> list[tuple[float, float, str]]:
+        found = ((figures.time_ratio(row, base), row.peak_bytes, row.name) for row in rows)
         return [
             (time, peak / MIB, name.partition("budget=")[2])
             for time, peak, name in found
             if time is not None and peak is not None
         ]
 
-    series = {
+    return {
         "Inductor, activation_memory_budget 1 to 0": points(
-            [row for row in theirs if row.name != CHECKPOINT]
+            row for row in theirs if row.name != CHECKPOINT
         ),
-        CHECKPOINT: points([row for row in theirs if row.name == CHECKPOINT]),
+        CHECKPOINT: points(row for row in theirs if row.name == CHECKPOINT),
         "mst": points(ours),
     }
-    assert arguments.plots is not None
-    draw_measured(f"{size}", series, arguments.plots / f"{name}.png")
 
 
-main = Command("pareto", (run,), _DESCRIPTION, EXAMPLES, extra=("large", "csv", "plots"))
+main = Benchmark("pareto", (run,), _DESCRIPTION, EXAMPLES, options=("large", "csv", "plots"))

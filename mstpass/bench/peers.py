@@ -4,25 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mstpass.bench import tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command, Progress
-from mstpass.bench.comparison import (
-    INDUCTOR,
-    MST,
-    Contender,
-    Row,
-    auto_chunker,
-    compare,
-    eager,
-    inductor,
-    mst,
-    ratios,
-    records,
-)
-from mstpass.bench.estimates import judge, peaks_and_times
+from mstpass.bench import comparison, figures
+from mstpass.bench.comparison import INDUCTOR, MST, Contender, auto_chunker, eager, inductor, mst
+from mstpass.bench.harness import Arguments, Benchmark
 from mstpass.bench.models import Llama, LlamaSize, LossFn, Step, llama
-from mstpass.bench.tables import Result, Target
+from mstpass.bench.results import Result
 from mstpass.torch_internals.settings import torch_budget
 
 BUDGET_0 = "mst, memory_budget=0.0"
@@ -46,29 +32,29 @@ EXAMPLES = """  mstpass bench peers
 def run(arguments: Arguments) -> Result:
     size = QUICK if arguments.quick else LARGE if arguments.large else LlamaSize()
     model, ids_BS, target_BS = llama(size, arguments.device)
-    contenders = _contenders(model, ids_BS, target_BS)
-    plain = lambda: model(ids_BS, target_BS)
-    with Progress("peers", len(contenders) * (2 + arguments.repeats)) as advance:
-        rows = compare(
-            contenders,
-            plain,
-            lambda fn: Step(fn, list(model.parameters())),
-            repeats=arguments.repeats,
-            device=arguments.device,
-            advance=advance,
-        )
+    rows = comparison.measured(
+        "peers",
+        _contenders(model, ids_BS, target_BS),
+        lambda: model(ids_BS, target_BS),
+        lambda fn: Step(fn, list(model.parameters())),
+        arguments,
+    )
+    base = rows[INDUCTOR]
     result = Result("peers", f"A Llama-like step, forward and backward: {size}")
-    result.tables.append(peaks_and_times("step", list(rows.values()), rows[INDUCTOR]))
-    result.targets += _targets(rows, LARGE_LIMITS if arguments.large else LIMITS)
-    judge(result, "mst's times", rows.values(), rows[INDUCTOR])
+    result.tables.append(figures.steps_table("step", rows.values(), base))
+    for name, limits in (LARGE_LIMITS if arguments.large else LIMITS).items():
+        what = f"{name}: {{}} / Inductor"
+        result.targets += figures.peak_and_time_targets(what, rows[name], base, *limits)
+    figures.judge_estimates(result, "mst's times", rows.values(), base)
+    ours = (row for row in rows.values() if row.name.startswith(MST))
     result.notes += [
         f"Loss and gradients equal eager's. Hand-tiled: MLPs and loss in {TILES} tiles each, as "
         "MST and ALST do it. Time: median ratio over interleaved rounds (least-greatest). "
         "memory_budget=0.0 recomputes blocks, attention too, between checkpoints; with min_cut "
         "MLPs alone.",
-        *(f"{row.name}: {row.plan or 'nothing chunked'}." for row in _ours(rows)),
+        *(f"{row.name}: {row.plan or 'nothing chunked'}." for row in ours),
     ]
-    result.records["rows"] = records(rows)
+    result.records["rows"] = figures.records(rows)
     return result
 
 
@@ -92,20 +78,4 @@ def _contenders(model: Llama, ids: torch.Tensor, target: torch.Tensor) -> list[C
     ]
 
 
-def _targets(rows: dict[str, Row], limits: dict[str, tuple[float, float]]) -> list[Target]:
-    base, targets = rows[INDUCTOR], []
-    for name, (peak_limit, time_limit) in limits.items():
-        peak = tables.quotient(rows[name].peak_bytes, base.peak_bytes)
-        ratio = ratios(rows[name], base)
-        targets += [
-            Target(f"{name}: peak / Inductor", peak, peak_limit),
-            Target(f"{name}: time / Inductor", ratio and ratio[0], time_limit),
-        ]
-    return targets
-
-
-def _ours(rows: dict[str, Row]) -> list[Row]:
-    return [row for row in rows.values() if row.name.startswith(MST)]
-
-
-main = Command("peers", (run,), _DESCRIPTION, EXAMPLES, extra=("large",))
+main = Benchmark("peers", (run,), _DESCRIPTION, EXAMPLES, options=("large",))

@@ -7,6 +7,7 @@ the machine does not count. The fastest of several runs counts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +15,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from mstpass import pipeline
-from mstpass.bench import tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Progress
+from mstpass.bench.harness import Arguments, Progress
 from mstpass.bench.models import LlamaSize, llama
-from mstpass.bench.tables import Result, Table, Target
+from mstpass.bench.results import Result, Table, Target, quotient, seconds_cell
 from mstpass.graph.joint import JointGraph
 from mstpass.options import Options
 from mstpass.tracing.joint_graphs import trace_joint
@@ -76,36 +75,40 @@ def measured(size: LlamaSize, arguments: Arguments) -> Row:
     return trace_joint(model, (ids_BS, target_BS), take)
 
 
-def _seconds(module: fx.GraphModule, num_fwd_outputs: int) -> tuple[float, float, float]:
+def _seconds(module: fx.GraphModule, num_fwd_outputs: int) -> list[float]:
     """CPU seconds until the end of each stage."""
-    start = time.process_time()
-    JointGraph(module, num_fwd_outputs)
-    read = time.process_time()
-    seconds = [read - start]
-    for stage in ("detect", "plan"):
+    run = functools.partial(
+        pipeline.run, module, Options.parse({}), num_fwd_outputs=num_fwd_outputs
+    )
+    seconds = []
+    for stage in (
+        functools.partial(JointGraph, module, num_fwd_outputs),
+        functools.partial(run, stop_after="detect"),
+        functools.partial(run, stop_after="plan"),
+    ):
         start = time.process_time()
-        pipeline.run(module, Options.parse({}), num_fwd_outputs=num_fwd_outputs, stop_after=stage)
+        stage()
         seconds.append(time.process_time() - start)
-    return seconds[0], seconds[1], seconds[2]
+    return seconds
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    lines = [
-        (
-            f"{row.layers} layers",
-            str(row.nodes),
-            *map(tables.seconds_cell, (row.read_s, row.detect_s, row.plan_s, row.total_s)),
-        )
-        for row in rows
-    ]
-    return Table("planning", ("", "nodes", "read s", "detect s", "plan s", "all s"), tuple(lines))
+    columns = {
+        "": lambda row: f"{row.layers} layers",
+        "nodes": lambda row: str(row.nodes),
+        "read s": lambda row: seconds_cell(row.read_s),
+        "detect s": lambda row: seconds_cell(row.detect_s),
+        "plan s": lambda row: seconds_cell(row.plan_s),
+        "all s": lambda row: seconds_cell(row.total_s),
+    }
+    return Table.of("planning", rows, columns)
 
 
 def _targets(rows: Sequence[Row]) -> list[Target]:
     first, last = rows[0], rows[-1]
     growth = last.layers / first.layers
     what = f"planning time of {last.layers} / {first.layers} layers"
-    ratio = tables.quotient(last.total_s, first.total_s)
+    ratio = quotient(last.total_s, first.total_s)
     deep = [row for row in rows if row.layers == LIMIT_DEPTH]
     targets = [Target(f"{row.layers} layers: planning, s", row.total_s, LIMIT_S) for row in deep]
     return [*targets, Target(what, ratio, LINEAR * growth)]

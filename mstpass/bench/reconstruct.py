@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 import mstpass
-from mstpass.bench import tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command, Progress
-from mstpass.bench.comparison import Row, own_code, ratios
+from mstpass.bench.comparison import mst
+from mstpass.bench.figures import Row, ratios, time_ratio
+from mstpass.bench.harness import Arguments, Benchmark, Progress
 from mstpass.bench.huggingface_models import Case, Size, bert, gemma3, loss_of, olmo2, workload
 from mstpass.bench.models import Step
-from mstpass.bench.tables import Result, Table, Target
+from mstpass.bench.results import Result, Table, Target, mib_cell, quotient, ratio_cell
 from mstpass.errors import require
 from mstpass.measure import peak_bytes, timed
 from mstpass.torch_internals.caches import fresh_cache
@@ -56,16 +55,8 @@ def run(arguments: Arguments) -> Result:
     with Progress("reconstruct", len(CASES) * (len(BUDGETS) * len(MODES) + 1)) as advance:
         for case in CASES:
             lines += _lines(case, size, arguments, result, advance)
-    columns = (
-        "model",
-        "budget",
-        "reconstruct",
-        "saved MiB",
-        "peak MiB",
-        "gradient error",
-        "time / off",
-    )
-    result.tables.append(Table("steps", columns, tuple(lines)))
+    columns = ("model", "budget", "reconstruct", "saved MiB", "peak MiB", "gradient error")
+    result.tables.append(Table("steps", (*columns, "time / off"), tuple(lines)))
     result.notes.append(
         "Gradient error: root mean square over gradients of the relative error against float64 "
         "(eager's own in brackets); with dropout the difference to off. Time: median ratio over "
@@ -114,31 +105,16 @@ def _lines(
         }
         result.targets += _targets(f"{case}, {budget}", case, found)
         won.append(_won(case, {mode: one.saved_bytes for mode, one in found.items()}))
-        names = (str(case) if budget == BUDGETS[0] else "", str(budget))
-        lines += _budget_lines(names, found, own)
+        firsts = [(str(case) if budget == BUDGETS[0] else "", str(budget)), *[("", "")] * 2]
+        for names, (mode, one) in zip(firsts, found.items(), strict=True):
+            figures = mib_cell(one.saved_bytes), mib_cell(one.row.peak_bytes)
+            time = ratio_cell(ratios(one.row, found["off"].row))
+            time = f"as {one.same_as}" if one.same_as else time
+            lines.append((*names, mode, *figures, f"{one.gradient_error:.1e}{own}", time))
     what = "each mode / the one before" if case.wins_exactly else "tolerant / exact"
     name = f"{case}: saved bytes, {what}, at its best budget"
     result.targets.append(Target(name, min(won), BYTES_LIMIT))
     return lines
-
-
-def _budget_lines(
-    names: tuple[str, str], found: dict[str, _Measured], own_error: str
-) -> list[tuple[str, ...]]:
-    """The lines of one model and budget; ``names`` stand in the first of them."""
-    return [
-        (
-            *(names if mode == MODES[0] else ("", "")),
-            mode,
-            tables.mib_cell(one.saved_bytes),
-            tables.mib_cell(one.row.peak_bytes),
-            f"{one.gradient_error:.1e}{own_error}",
-            f"as {one.same_as}"
-            if one.same_as
-            else tables.ratio_cell(ratios(one.row, found["off"].row)),
-        )
-        for mode, one in found.items()
-    ]
 
 
 def _measured(
@@ -158,18 +134,13 @@ def _measured(
             advance(mode)
     # Steps with equal plans are the same program: only noise would make their times differ.
     first = {m: next(o for o in steps if _plan(reports[o]) == _plan(reports[m])) for m in steps}
-    timings = timed(
-        {mode: step for mode, step in steps.items() if first[mode] == mode},
-        arguments.repeats,
-        device=arguments.device,
+    device, different = (
+        arguments.device,
+        {mode: steps[mode] for mode in dict.fromkeys(first.values())},
     )
     rows = {
-        mode: Row(
-            mode,
-            peak_bytes=peak_bytes(steps[mode], arguments.device),
-            seconds=list(timing.seconds),
-        )
-        for mode, timing in timings.items()
+        mode: Row(mode, peak_bytes=peak_bytes(steps[mode], device), seconds=list(timing.seconds))
+        for mode, timing in timed(different, arguments.repeats, device=device).items()
     }
     return {
         mode: _Measured(
@@ -189,8 +160,8 @@ def _plan(report: mstpass.Report) -> object:
 
 def _won(case: Case, saved: dict[str, int]) -> float:
     """Saved bytes of a mode relative to the mode before; the larger of the ratios that count."""
-    exact = tables.quotient(saved["exact"], saved["off"]) or 1.0
-    tolerant = tables.quotient(saved["tolerant"], saved["exact"]) or 1.0
+    exact = quotient(saved["exact"], saved["off"]) or 1.0
+    tolerant = quotient(saved["tolerant"], saved["exact"]) or 1.0
     return max(exact, tolerant) if case.wins_exactly else tolerant
 
 
@@ -198,10 +169,10 @@ def _targets(name: str, case: Case, found: dict[str, _Measured]) -> list[Target]
     targets = []
     for mode in MODES[1:]:
         if not found[mode].same_as:
-            ratio = ratios(found[mode].row, found["off"].row)
-            targets.append(Target(f"{name}: time, {mode} / off", ratio and ratio[0], TIME_LIMIT))
+            ratio = time_ratio(found[mode].row, found["off"].row)
+            targets.append(Target(f"{name}: time, {mode} / off", ratio, TIME_LIMIT))
         if not case.dropout:
-            worse = tables.quotient(found[mode].gradient_error, found["off"].gradient_error)
+            worse = quotient(found[mode].gradient_error, found["off"].gradient_error)
             targets.append(Target(f"{name}: error, {mode} / off", worse, ERROR_LIMIT))
     return targets
 
@@ -230,9 +201,7 @@ def _gradients(step: Step) -> list[Tensor]:
 
 
 def _compiled(mode: str, budget: float, quick: bool) -> Callable[[Any], Any]:
-    options: dict[str, Any] = {"strict": True, "memory_budget": budget, "reconstruct": mode}
-    options["chunk_tokens"] = 64 if quick else 256
-    return lambda fn: torch.compile(own_code(fn), backend="mst", options=options)
+    return mst(memory_budget=budget, reconstruct=mode, chunk_tokens=64 if quick else 256).build
 
 
 def _step(
@@ -257,4 +226,4 @@ CASES = (
 )
 
 
-main = Command("reconstruct", (run,), _DESCRIPTION, EXAMPLES)
+main = Benchmark("reconstruct", (run,), _DESCRIPTION, EXAMPLES)

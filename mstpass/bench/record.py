@@ -8,6 +8,7 @@ graph, and mst makes the partition problem from it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ EXAMPLES = """examples:
   mstpass bench record llama-8 --out /tmp     one model, into another folder
 """
 
+Sizes = dict[str, Any]
 Step = tuple[Callable[..., Tensor], tuple[Tensor, ...]]  # a loss function and its inputs
 
 
@@ -100,66 +102,57 @@ def problem_of(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> CutPr
 
 
 # ---- the models --------------------------------------------------------------------------------
-def _llama(**sizes: int) -> Callable[[], Step]:
-    def step() -> Step:
-        size = LlamaSize(**sizes)
-        model = _without_memory(lambda: Llama(size))
-        ids, target = torch.zeros(2, size.batch, size.length, dtype=torch.long)
-        return model, (ids, target)
-
-    return step
+def recorded(
+    build: Callable[..., Step], *args: Any, autocast: bool = False, **sizes: Any
+) -> Recorded:
+    return Recorded(functools.partial(build, *args, **sizes), autocast)
 
 
-def _head(tokens: int, width: int, vocabulary: int) -> Callable[[], Step]:
+def _llama(**sizes: int) -> Step:
+    size = LlamaSize(**sizes)
+    model = _without_memory(lambda: Llama(size))
+    ids, target = torch.zeros(2, size.batch, size.length, dtype=torch.long)
+    return model, (ids, target)
+
+
+def _head(tokens: int, width: int, vocabulary: int) -> Step:
     """An LM head alone, under cross-entropy."""
-
-    def step() -> Step:
-        hidden = torch.zeros(tokens, width, requires_grad=True)
-        weight = torch.zeros(vocabulary, width, requires_grad=True)
-        target = torch.zeros(tokens, dtype=torch.long)
-        return lambda x, w, y: F.cross_entropy(x @ w.t(), y), (hidden, weight, target)
-
-    return step
+    hidden = torch.zeros(tokens, width, requires_grad=True)
+    weight = torch.zeros(vocabulary, width, requires_grad=True)
+    target = torch.zeros(tokens, dtype=torch.long)
+    return lambda x, w, y: F.cross_entropy(x @ w.t(), y), (hidden, weight, target)
 
 
-def _mlps(tokens: int, width: int, mlp_width: int, layers: int) -> Callable[[], Step]:
+def _mlps(tokens: int, width: int, mlp_width: int, layers: int) -> Step:
     """A chain of SwiGLU layers."""
-
-    def step() -> Step:
-        chain = _without_memory(
-            lambda: nn.Sequential(*(SwiGLU(width, mlp_width) for _ in range(layers)))
-        )
-        return chain, (torch.zeros(tokens, width, requires_grad=True),)
-
-    return step
+    chain = _without_memory(
+        lambda: nn.Sequential(*(SwiGLU(width, mlp_width) for _ in range(layers)))
+    )
+    return chain, (torch.zeros(tokens, width, requires_grad=True),)
 
 
-def _hf(name: str, batch: int, length: int, config: str = "", **sizes: Any) -> Callable[[], Step]:
+def _hf(name: str, batch: int, length: int, config: str = "", **sizes: Any) -> Step:
     """A Hugging Face model with its own loss.
 
     Args:
         name: the model's class.
         config: the config's class; by default derived from ``name``.
     """
+    require(("transformers",), "hf", "mstpass bench record")
+    import transformers
 
-    def step() -> Step:
-        require(("transformers",), "hf", "mstpass bench record")
-        import transformers
-
-        stem = name.partition("For")[0].removesuffix("LMHeadModel")
-        settings = getattr(transformers, config or f"{stem}Config")(**sizes)
-        model = _without_memory(lambda: getattr(transformers, name)(settings))
-        if "ImageClassification" in name:
-            edge = settings.image_size
-            images, labels = torch.zeros(batch, 3, edge, edge), torch.zeros(batch, dtype=torch.long)
-            return lambda x, y: model(pixel_values=x, labels=y).loss, (images, labels)
-        if "LMHead" in name:
-            model.loss_type = "ForCausalLM"  # transformers cannot tell from the name
-        ids = torch.zeros(batch, length, dtype=torch.long)
-        extra = {} if "Masked" in name else {"use_cache": False}
-        return lambda ids, labels: model(input_ids=ids, labels=labels, **extra).loss, (ids, ids)
-
-    return step
+    stem = name.partition("For")[0].removesuffix("LMHeadModel")
+    settings = getattr(transformers, config or f"{stem}Config")(**sizes)
+    model = _without_memory(lambda: getattr(transformers, name)(settings))
+    if "ImageClassification" in name:
+        edge = settings.image_size
+        images, labels = torch.zeros(batch, 3, edge, edge), torch.zeros(batch, dtype=torch.long)
+        return lambda x, y: model(pixel_values=x, labels=y).loss, (images, labels)
+    if "LMHead" in name:
+        model.loss_type = "ForCausalLM"  # transformers cannot tell from the name
+    ids = torch.zeros(batch, length, dtype=torch.long)
+    extra = {} if "Masked" in name else {"use_cache": False}
+    return lambda ids, labels: model(input_ids=ids, labels=labels, **extra).loss, (ids, ids)
 
 
 def _without_memory(build: Callable[[], Any]) -> Any:
@@ -179,44 +172,37 @@ def _sizes(width: int, mlp_width: int, layers: int, heads: int, **rest: Any) -> 
     }
 
 
-_ROW = {"width": 2048, "heads": 16, "mlp_width": 5632, "length": 4096}
+_ROW: Sizes = {"width": 2048, "heads": 16, "mlp_width": 5632, "length": 4096}
+_SMALL: Sizes = {
+    "width": 256,
+    "heads": 4,
+    "mlp_width": 1024,
+    "vocabulary": 4096,
+    "length": 1024,
+}
+_QWEN3 = _sizes(1024, 3072, 28, 16, num_key_value_heads=8)
+_GEMMA3 = {
+    "config": "Gemma3TextConfig",
+    **_sizes(1152, 6912, 26, 4, num_key_value_heads=1, head_dim=256, vocab_size=262_144),
+}
+_OLMO2 = _sizes(2048, 8192, 16, 16, vocab_size=100_352)
+_MISTRAL = _sizes(4096, 14_336, 8, 32, num_key_value_heads=8)
 MODELS: dict[str, Recorded] = {
-    "head": Recorded(_head(4096, 2048, 32_000)),
-    "mlps-1": Recorded(_mlps(4096, 1024, 4096, layers=1)),
-    "mlps-2": Recorded(_mlps(4096, 1024, 4096, layers=2)),
-    "llama-8": Recorded(_llama(layers=8, **_ROW)),
-    "llama-16": Recorded(_llama(layers=16, **_ROW)),
-    "llama-32": Recorded(_llama(layers=32, **_ROW)),
-    "llama-64": Recorded(_llama(layers=64, **_ROW)),
-    "llama-1-small": Recorded(
-        _llama(layers=1, width=256, heads=4, mlp_width=1024, vocabulary=4096, length=1024)
-    ),
-    "llama-16-autocast": Recorded(_llama(layers=16, **_ROW), autocast=True),
-    "qwen3-28": Recorded(
-        _hf("Qwen3ForCausalLM", 1, 8192, **_sizes(1024, 3072, 28, 16, num_key_value_heads=8))
-    ),
-    "gemma3-26": Recorded(
-        _hf(
-            "Gemma3ForCausalLM",
-            1,
-            4096,
-            "Gemma3TextConfig",
-            **_sizes(1152, 6912, 26, 4, num_key_value_heads=1, head_dim=256, vocab_size=262_144),
-        ),
-        autocast=True,
-    ),
-    "olmo2-16": Recorded(
-        _hf("Olmo2ForCausalLM", 1, 4096, **_sizes(2048, 8192, 16, 16, vocab_size=100_352)),
-        autocast=True,
-    ),
-    "mistral-8": Recorded(
-        _hf("MistralForCausalLM", 1, 8192, **_sizes(4096, 14_336, 8, 32, num_key_value_heads=8))
-    ),
-    "phi-24": Recorded(_hf("PhiForCausalLM", 2, 2048, **_sizes(2048, 8192, 24, 32))),
-    "gpt2-12": Recorded(_hf("GPT2LMHeadModel", 4, 1024)),
-    "bert-12": Recorded(_hf("BertForMaskedLM", 16, 512)),
-    "t5-6": Recorded(_hf("T5ForConditionalGeneration", 8, 512, decoder_start_token_id=0)),
-    "vit-12": Recorded(_hf("ViTForImageClassification", 64, 0)),
+    "head": recorded(_head, 4096, 2048, 32_000),
+    "mlps-1": recorded(_mlps, 4096, 1024, 4096, layers=1),
+    "mlps-2": recorded(_mlps, 4096, 1024, 4096, layers=2),
+    **{f"llama-{n}": recorded(_llama, layers=n, **_ROW) for n in (8, 16, 32, 64)},
+    "llama-1-small": recorded(_llama, layers=1, **_SMALL),
+    "llama-16-autocast": recorded(_llama, layers=16, autocast=True, **_ROW),
+    "qwen3-28": recorded(_hf, "Qwen3ForCausalLM", 1, 8192, **_QWEN3),
+    "gemma3-26": recorded(_hf, "Gemma3ForCausalLM", 1, 4096, autocast=True, **_GEMMA3),
+    "olmo2-16": recorded(_hf, "Olmo2ForCausalLM", 1, 4096, autocast=True, **_OLMO2),
+    "mistral-8": recorded(_hf, "MistralForCausalLM", 1, 8192, **_MISTRAL),
+    "phi-24": recorded(_hf, "PhiForCausalLM", 2, 2048, **_sizes(2048, 8192, 24, 32)),
+    "gpt2-12": recorded(_hf, "GPT2LMHeadModel", 4, 1024),
+    "bert-12": recorded(_hf, "BertForMaskedLM", 16, 512),
+    "t5-6": recorded(_hf, "T5ForConditionalGeneration", 8, 512, decoder_start_token_id=0),
+    "vit-12": recorded(_hf, "ViTForImageClassification", 64, 0),
 }
 
 if __name__ == "__main__":

@@ -14,15 +14,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from mstpass.bench import output, problems, tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command, Progress
-from mstpass.bench.solver_rows import Row
-from mstpass.bench.tables import Result, Table, Target
-from mstpass.errors import require
+from mstpass.bench import problems, results
+from mstpass.bench.harness import Arguments, Benchmark, Progress
+from mstpass.bench.results import MIB, Result, Table, Target, mib_cell, seconds_cell, times_cell
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.partition.solvers import AUTO, SOLVERS
-from mstpass.partition.solvers.milp import Proof, prove
+from mstpass.partition.solvers.milp import prove
 from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.verify import InvalidPlan, verify
@@ -41,9 +38,44 @@ EXAMPLES = """  mstpass bench solvers --csv solvers.csv --plots plots
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One solver's plan for one problem and budget.
+
+    Attributes:
+        share: where the budget lies between the lowest peak (0) and the free plan's peak (1).
+        us: time of the step by the cost model.
+        extra_us: time beyond the step under ``save_all``.
+        solve_s: seconds that the solver took.
+        bound_us: lower bound of the time of every plan within the budget.
+        proven_us: the least time of a plan within the budget; None if it is not proven.
+        error: why the solver gave no valid plan; empty if it did.
+    """
+
+    problem: str
+    share: float
+    budget_bytes: int
+    solver: str
+    saved_bytes: int
+    peak_bytes: int
+    us: float
+    extra_us: float
+    solve_s: float
+    bound_us: float
+    proven_us: float | None
+    error: str = ""
+
+    @property
+    def within(self) -> bool:
+        return not self.error and self.peak_bytes <= self.budget_bytes
+
+    @property
+    def gap(self) -> float | None:
+        """Time beyond the proven optimum, a fraction. None over the budget or without a proof."""
+        return self.us / self.proven_us - 1 if self.proven_us and self.within else None
+
+
 def run(arguments: Arguments) -> Result:
-    if arguments.plots is not None:
-        require(("matplotlib",), "bench", "mstpass bench solvers --plots")
     names = list(arguments.problem) or problems.names()
     shares: tuple[float, ...] = SHARES
     proof_s = _PROOF_S
@@ -57,11 +89,12 @@ def run(arguments: Arguments) -> Result:
         from mstpass.bench.plots import draw_plans  # matplotlib is optional
 
         for name in names:
+            title = f"{name}: peak against time of a step"
             own = [row for row in rows if row.problem == name]
-            draw_plans(own, arguments.plots / f"{name}.png")
+            draw_plans(title, _series(own), _bounds(own), arguments.plots / f"{name}.png")
     result = _result(rows, names, proof_s)
     if arguments.csv is not None:
-        output.write_csv(arguments.csv, result.records["rows"])
+        results.write_csv(arguments.csv, result.records["rows"])
     return result
 
 
@@ -92,7 +125,19 @@ def rows_of(
                 found = _evaluated(problem, plan)
             except Exception as exception:  # an error in a user's solver must not end the benchmark
                 took, error = 0.0, f"{type(exception).__name__}: {exception}"
-            rows.append(_row(name, share, budget, solver, found, base_us, took, proof, error))
+            row = Row(
+                problem=name,
+                share=share,
+                budget_bytes=budget,
+                solver=solver,
+                **vars(found),
+                extra_us=found.us - base_us,
+                solve_s=took,
+                bound_us=proof.bound_us,
+                proven_us=proof.us if proof.proven else None,
+                error=error,
+            )
+            rows.append(row)
             advance(f"{name}, {solver}")
     return rows
 
@@ -114,33 +159,6 @@ def _evaluated(problem: CutProblem, plan: Plan) -> _Evaluated:
     step = simulate_plan(problem, plan)
     saved_bytes = sum(value.bytes for value in closed.values if value.name in plan.saved)
     return _Evaluated(saved_bytes, step.peak_bytes, step.us)
-
-
-def _row(
-    name: str,
-    share: float,
-    budget: int,
-    solver: str,
-    found: _Evaluated,
-    base_us: float,
-    solve_s: float,
-    proof: Proof,
-    error: str,
-) -> Row:
-    return Row(
-        problem=name,
-        share=share,
-        budget_bytes=budget,
-        solver=solver,
-        saved_bytes=found.saved_bytes,
-        peak_bytes=found.peak_bytes,
-        us=found.us,
-        extra_us=found.us - base_us,
-        solve_s=solve_s,
-        bound_us=proof.bound_us,
-        proven_us=proof.us if proof.proven else None,
-        error=error,
-    )
 
 
 # ---- tables ------------------------------------------------------------------------------------
@@ -173,42 +191,30 @@ def _by_solver(rows: list[Row]) -> Table:
     for solver in dict.fromkeys(row.solver for row in rows):
         own = [row for row in rows if row.solver == solver]
         above = [row.us / best[row.problem, row.share] for row in own if row.within]
-        lines.append(
-            (
-                solver,
-                f"{len(above)} of {len(own)}",
-                tables.times_cell(statistics.median(above) if above else None),
-                tables.times_cell(max(above, default=None)),
-                tables.seconds_cell(statistics.median(row.solve_s for row in own)),
-                tables.seconds_cell(max(row.solve_s for row in own)),
-            )
-        )
+        took = [row.solve_s for row in own]
+        times = statistics.median(above) if above else None, max(above, default=None)
+        seconds = statistics.median(took), max(took)
+        within = f"{len(above)} of {len(own)}"
+        lines.append((solver, within, *map(times_cell, times), *map(seconds_cell, seconds)))
     columns = ("solver", "within budget", "time / fastest", "worst", "solve s", "longest")
     return Table("plans", columns, tuple(lines))
 
 
 def _by_budget(rows: list[Row]) -> Table:
     best = _fastest(rows)
-    columns = (
-        "problem", "share", "budget MiB", "saved MiB", "peak MiB", "extra s", "time / fastest",
-        "time / bound", "optimum",
-    )  # fmt: skip
-    lines = tuple(
-        (
-            row.problem,
-            f"{row.share:.2f}",
-            tables.mib_cell(row.budget_bytes),
-            tables.mib_cell(row.saved_bytes),
-            tables.mib_cell(row.peak_bytes),
-            f"{row.extra_us / 1e6:.3f}",
-            f"{row.us / best[row.problem, row.share]:.3f}x",
-            f"{row.us / row.bound_us:.3f}x" if row.bound_us else "-",
-            "-" if row.gap is None else f"+{100 * row.gap:.2f} %",
-        )
-        for row in rows
-        if row.solver == AUTO
-    )
-    return Table(f"{AUTO}, budget by budget", columns, lines)
+    columns: dict[str, Callable[[Row], str]] = {
+        "problem": lambda row: row.problem,
+        "share": lambda row: f"{row.share:.2f}",
+        "budget MiB": lambda row: mib_cell(row.budget_bytes),
+        "saved MiB": lambda row: mib_cell(row.saved_bytes),
+        "peak MiB": lambda row: mib_cell(row.peak_bytes),
+        "extra s": lambda row: f"{row.extra_us / 1e6:.3f}",
+        "time / fastest": lambda row: f"{row.us / best[row.problem, row.share]:.3f}x",
+        "time / bound": lambda row: f"{row.us / row.bound_us:.3f}x" if row.bound_us else "-",
+        "optimum": lambda row: results.text_of(row.gap, lambda gap: f"+{100 * gap:.2f} %"),
+    }
+    own = (row for row in rows if row.solver == AUTO)
+    return Table.of(f"{AUTO}, budget by budget", own, columns)
 
 
 def _fastest(rows: list[Row]) -> dict[tuple[str, float], float]:
@@ -221,4 +227,23 @@ def _fastest(rows: list[Row]) -> dict[tuple[str, float], float]:
     return best
 
 
-main = Command("solvers", (run,), _DESCRIPTION, EXAMPLES, extra=("problem", "csv", "plots"))
+# ---- picture -----------------------------------------------------------------------------------
+def _series(rows: list[Row]) -> dict[str, list[tuple[float, float, str]]]:
+    """Each solver's plans for one problem: times relative to `save_all`'s, and peaks."""
+    points: dict[str, set[tuple[float, float, str]]] = {row.solver: set() for row in rows}
+    for row in rows:
+        if not row.error:
+            points[row.solver].add((row.us / _base_us(rows), row.peak_bytes / MIB, ""))
+    return {solver: sorted(each) for solver, each in points.items()}
+
+
+def _bounds(rows: list[Row]) -> list[tuple[float, float]]:
+    """Each budget, and the least time of a plan within it."""
+    return sorted({(row.budget_bytes / MIB, row.bound_us / _base_us(rows)) for row in rows})
+
+
+def _base_us(rows: list[Row]) -> float:
+    return rows[0].us - rows[0].extra_us
+
+
+main = Benchmark("solvers", (run,), _DESCRIPTION, EXAMPLES, options=("problem", "csv", "plots"))

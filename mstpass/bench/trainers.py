@@ -6,23 +6,24 @@ is that of one training step after the first, without the generation of GRPO's c
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
 import mstpass
-from mstpass.bench import tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command, Progress
+from mstpass.bench import results
 from mstpass.bench.comparison import INDUCTOR, MST, error_text
-from mstpass.bench.tables import Result, Table, Target
+from mstpass.bench.figures import plan_text
+from mstpass.bench.harness import Arguments, Benchmark, Progress
+from mstpass.bench.results import Result, Table, Target
 from mstpass.bench.trainer_models import Tokens, llama, text, tokenizer
 from mstpass.errors import MissingPackageError, require
 from mstpass.measure import Timing, peak_bytes
@@ -103,45 +104,33 @@ def train(row: Row, trainer: Any) -> None:
     trainer.train()
 
 
-def _measured(names: dict[str, Callable[[str], Any]], advance: Callable[[str], None]) -> list[Row]:
+def _measured(title: str, names: Mapping[str, Callable[[str], Any]]) -> list[Row]:
+    """A row for each contender: its name, and what makes its trainer in a folder."""
     rows = []
-    for name, build in names.items():
-        row = Row(name)
-        rows.append(row)
-        torch.compiler.reset()
-        made = len(mstpass.reports())
-        with fresh_cache(), tempfile.TemporaryDirectory() as folder:
-            try:
-                train(row, build(folder))
-            except Exception as error:
-                row.error = error_text(error)
-        regions = [region for report in mstpass.reports()[made:] for region in report.regions]
-        row.plan = ", ".join(f"{r.kind} {r.mode} in {r.num_chunks}" for r in regions)
-        advance(name)
+    with Progress(title, len(names)) as advance:
+        for name, build in names.items():
+            row = Row(name)
+            rows.append(row)
+            torch.compiler.reset()
+            made = len(mstpass.reports())
+            with fresh_cache(), tempfile.TemporaryDirectory() as folder:
+                try:
+                    train(row, build(folder))
+                except Exception as error:
+                    row.error = error_text(error)
+            row.plan = plan_text(mstpass.reports()[made:])
+            advance(name)
     return rows
-
-
-@contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def run_trainer(arguments: Arguments) -> Result:
     require(("transformers", "accelerate"), "bench", "mstpass bench trainers")
     size = TRAINER_QUICK if arguments.quick else TRAINER
-    names = {
-        "eager": lambda folder: hf_trainer(size, folder, arguments.device),
-        INDUCTOR: lambda folder: hf_trainer(size, folder, arguments.device, "inductor"),
-        MST: lambda folder: hf_trainer(size, folder, arguments.device, "mst"),
-    }
-    with Progress("Trainer", len(names)) as advance, _environment(MSTPASS_LOGITS="drop"):
-        rows = _measured(names, advance)
+    build = functools.partial(hf_trainer, size, arguments.device)
+    backends = {"eager": None, INDUCTOR: "inductor", MST: "mst"}
+    names = {name: functools.partial(build, backend) for name, backend in backends.items()}
+    with mock.patch.dict(os.environ, MSTPASS_LOGITS="drop"):
+        rows = _measured("Trainer", names)
     result = Result("trainer", f"transformers' Trainer, {size.steps} steps: {size}")
     _fill(result, rows, {INDUCTOR: TRAINER_LIMIT})
     result.notes.append(
@@ -150,12 +139,11 @@ def run_trainer(arguments: Arguments) -> Result:
     return result
 
 
-def hf_trainer(size: Size, folder: str, device: torch.device, backend: str | None = None) -> Any:
+def hf_trainer(size: Size, device: torch.device, backend: str | None, folder: str) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    compiled = {"torch_compile": True, "torch_compile_backend": backend} if backend else {}
     arguments = TrainingArguments(
-        **_common(size, folder, device), **compiled, learning_rate=1e-3, logging_strategy="no"
+        **_common(size, folder, device, backend), learning_rate=1e-3, logging_strategy="no"
     )
     data = Tokens(size.steps * size.sequences, size.length, size.vocabulary)
     model = llama(size.vocabulary, size.width, size.layers)
@@ -171,13 +159,13 @@ def run_grpo(arguments: Arguments) -> Result:
         result.notes.append(f"Not measured. {error}")
         return result
     own = "TRL's own head, eager"
-    names = {
-        own: lambda folder: grpo_trainer(size, folder, arguments.device),
-        INDUCTOR: lambda folder: grpo_trainer(size, folder, arguments.device, "inductor"),
-        MST: lambda folder: _with_mst(grpo_trainer(size, folder, arguments.device)),
+    build = functools.partial(grpo_trainer, size, arguments.device)
+    names: dict[str, Callable[[str], Any]] = {
+        own: functools.partial(build, None),
+        INDUCTOR: functools.partial(build, "inductor"),
+        MST: lambda folder: _with_mst(build(None, folder)),
     }
-    with Progress("GRPO", len(names)) as advance:
-        rows = _measured(names, advance)
+    rows = _measured("GRPO", names)
     _fill(result, rows, {INDUCTOR: GRPO_LIMIT, own: OWN_HEAD_LIMIT})
     result.notes.append(
         "The peak of a step is without the generation of completions. TRL's own head works on "
@@ -191,15 +179,13 @@ def _with_mst(trainer: Any) -> Any:
     return trainer
 
 
-def grpo_trainer(size: Size, folder: str, device: torch.device, backend: str | None = None) -> Any:
+def grpo_trainer(size: Size, device: torch.device, backend: str | None, folder: str) -> Any:
     """A GRPO trainer. Nothing is learned, so that all contenders generate the same completions."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    compiled = {"torch_compile": True, "torch_compile_backend": backend} if backend else {}
     arguments = GRPOConfig(
-        **_common(size, folder, device),
-        **compiled,
+        **_common(size, folder, device, backend),
         learning_rate=0.0,
         logging_steps=1,
         bf16=False,
@@ -223,7 +209,8 @@ def _number_of_words(completions: list[str], **rest: Any) -> list[float]:
     return [float(len(set(completion.split())) % 7) for completion in completions]
 
 
-def _common(size: Size, folder: str, device: torch.device) -> dict[str, Any]:
+def _common(size: Size, folder: str, device: torch.device, backend: str | None) -> dict[str, Any]:
+    compiled = {"torch_compile": True, "torch_compile_backend": backend} if backend else {}
     return {
         "output_dir": folder,
         "use_cpu": device.type == "cpu",
@@ -233,6 +220,7 @@ def _common(size: Size, folder: str, device: torch.device) -> dict[str, Any]:
         "save_strategy": "no",
         "disable_tqdm": True,
         "seed": 0,
+        **compiled,
     }
 
 
@@ -242,21 +230,18 @@ def _fill(result: Result, rows: list[Row], limits: dict[str, float]) -> None:
     base, ours = by_name[INDUCTOR], by_name[MST]
     if not ours.error and not _difference(ours.norms, base.norms) <= TOLERANCE:
         ours.error = f"its gradients differ from {INDUCTOR}'s"
-    lines = [
-        (
-            row.name,
-            row.error or tables.mib_cell(row.peak_bytes),
-            tables.times_cell(tables.quotient(row.peak_bytes, base.peak_bytes)),
-            tables.seconds_cell(row.median_s),
-            f"{row.losses[-1]:.5f}" if row.losses else "-",
-            f"{row.norms[-1]:.5f}" if row.norms else "-",
-        )
-        for row in rows
-    ]
-    columns = ("contender", "peak MiB", "peak / Inductor", "step s", "last loss", "its gradient")
-    result.tables.append(Table(result.title.split(":")[0], columns, tuple(lines)))
+    peaks = {row.name: results.quotient(row.peak_bytes, base.peak_bytes) for row in rows}
+    columns: dict[str, Callable[[Row], str]] = {
+        "contender": lambda row: row.name,
+        "peak MiB": lambda row: row.error or results.mib_cell(row.peak_bytes),
+        "peak / Inductor": lambda row: results.times_cell(peaks[row.name]),
+        "step s": lambda row: results.seconds_cell(row.median_s),
+        "last loss": lambda row: f"{row.losses[-1]:.5f}" if row.losses else "-",
+        "its gradient": lambda row: f"{row.norms[-1]:.5f}" if row.norms else "-",
+    }
+    result.tables.append(Table.of(result.title.split(":")[0], rows, columns))
     for name, limit in limits.items():
-        value = tables.quotient(ours.peak_bytes, by_name[name].peak_bytes)
+        value = results.quotient(ours.peak_bytes, by_name[name].peak_bytes)
         result.targets.append(Target(f"peak / {name}", None if ours.error else value, limit))
     losses, norms = _difference(ours.losses, base.losses), _difference(ours.norms, base.norms)
     result.notes.append(
@@ -274,4 +259,4 @@ def _difference(ours: list[float], base: list[float]) -> float:
     return max((abs(a - b) / max(scale, 1e-6) for a, b in pairs), default=math.nan)
 
 
-main = Command("trainers", (run_trainer, run_grpo), _DESCRIPTION, EXAMPLES)
+main = Benchmark("trainers", (run_trainer, run_grpo), _DESCRIPTION, EXAMPLES)

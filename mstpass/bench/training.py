@@ -14,32 +14,33 @@ For each model and precision, each in 300 steps of AdamW over the same batches:
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
+import hashlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import mstpass
 from mstpass import stdlib_text
-from mstpass.bench import tables
-from mstpass.bench.arguments import Arguments
-from mstpass.bench.command import Command, Progress
-from mstpass.bench.huggingface_models import Size
-from mstpass.bench.tables import Result, Table, Target
-from mstpass.bench.training_run import JOBS, MODELS, RUNS, STREAM, Job, Run
-from mstpass.errors import UserError, require
+from mstpass.bench import figures, processes
+from mstpass.bench.harness import Arguments, Benchmark, Progress
+from mstpass.bench.huggingface_models import Case, Size, llama, loss_of, olmo2
+from mstpass.bench.results import Result, Table, Target, mib_cell
+from mstpass.errors import require
+from mstpass.measure import peak_bytes
+from mstpass.torch_internals.settings import recompilation_fails
 
 Budget = str | float
 SEEDS = (0, 1, 2)
 BUDGETS: tuple[Budget, ...] = ("free", 0.5, 0.0)
 _WINDOW = 20  # steps
 _TEXT_CHARS = 4 * 2**20
-_ROOT = Path(__file__).parents[2]
+LLAMA, OLMO2 = "Llama", "OLMo-2"
+MODELS: dict[str, Callable[[Size, float], nn.Module]] = {LLAMA: llama, OLMO2: olmo2}
+_LEARNING_RATE, _WARMUP_STEPS = 1e-3, 10
 _DESCRIPTION = """\
 Train a small Llama and a post-norm model from real text, with eager from
 several seeds and with mst at several budgets, and compare the curves. Each
@@ -68,6 +69,45 @@ QUICK = Setup(Size(32, 1, 96, 1024, 4, 128), 6, 2, SEEDS[:2], BUDGETS[-1:], 2**1
 
 
 @dataclasses.dataclass(frozen=True)
+class Job:
+    """A model and the steps that a process trains it.
+
+    Attributes:
+        budget: ``memory_budget`` of mst; None for eager.
+        seed: of the weights.
+        first, last: the steps from ``first`` to before ``last``, of ``steps`` in all.
+        checkpoint: the file from which a job with ``first`` > 0 goes on, and which a job with
+            ``last`` < ``steps`` writes.
+    """
+
+    model: str
+    autocast: bool
+    budget: str | float | None
+    seed: int
+    size: Size
+    steps: int
+    first: int
+    last: int
+    checkpoint: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a job found.
+
+    Attributes:
+        weights: a hash of all weights after the last step.
+        peak_bytes: of a forward and backward after the last step.
+        plan: mst's loops, as text.
+    """
+
+    losses: list[float]
+    weights: str
+    peak_bytes: int
+    plan: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Curves:
     """The runs of one model in one precision.
 
@@ -86,14 +126,15 @@ class Curves:
     def __str__(self) -> str:
         return f"{self.model}, {'autocast bf16' if self.autocast else 'fp32'}"
 
-    def spreads(self, window: int) -> list[float]:
-        curves = [smooth(run.losses, window) for run in self.eager.values()]
-        return [max(losses) - min(losses) for losses in zip(*curves, strict=True)]
-
-    def distances(self, budget: Budget, window: int) -> list[float]:
-        eager = smooth(next(iter(self.eager.values())).losses, window)
+    def farthest(self, budget: Budget, window: int) -> tuple[float, float, float]:
+        """The greatest distance; then spread, and distance / spread, where the latter is most."""
+        seeds = [smooth(run.losses, window) for run in self.eager.values()]
         ours = smooth(self.mst[budget].losses, window)
-        return [abs(a - b) for a, b in zip(ours, eager, strict=True)]
+        distances = [abs(a - b) for a, b in zip(ours, seeds[0], strict=True)]
+        spreads = [max(losses) - min(losses) for losses in zip(*seeds, strict=True)]
+        pairs = zip(distances, spreads, strict=True)
+        ratio, spread = max((a / b if b else float("inf") if a else 0.0, b) for a, b in pairs)
+        return max(distances), spread, ratio
 
     def resumed_alike(self, budget: Budget) -> bool:
         """Whether stopping, resuming and running again change no bit of losses and weights."""
@@ -109,14 +150,11 @@ def smooth(losses: Sequence[float], window: int) -> list[float]:
 
 def run(arguments: Arguments) -> Result:
     require(("transformers", "tokenizers"), "hf", "mstpass bench training")
-    if arguments.plots is not None:
-        require(("matplotlib",), "bench", "mstpass bench training --plots")
-    names = list(arguments.model) or list(MODELS)
-    unknown = [name for name in names if name not in MODELS]
-    if unknown:
-        raise UserError(f"--model {unknown[0]!r} is unknown; choose from: {'; '.join(MODELS)}")
+    names = arguments.models(MODELS)
     setup = QUICK if arguments.quick else FULL
-    stream_T = _stream(setup)
+    pieces = stdlib_text.read_sources(setup.text_chars)
+    tokenizer = stdlib_text.train_tokenizer(pieces, setup.size.vocabulary)
+    stream_T = stdlib_text.encode(tokenizer, pieces)
     curves = []
     with Progress("training", 3 * 2 * len(names)) as advance:
         for name in names:
@@ -128,17 +166,11 @@ def run(arguments: Arguments) -> Result:
                         advance(name)
                 curves.append(_curves(name, autocast, setup, found))
     if arguments.plots is not None:
-        from mstpass.bench.plots import draw_training
+        from mstpass.bench.plots import draw_training  # matplotlib is optional
 
         panels = {str(one): _panel(one, setup.window) for one in curves}
         draw_training(panels, arguments.plots / "training.png")
     return result_of(curves, setup)
-
-
-def _stream(setup: Setup) -> Tensor:
-    pieces = stdlib_text.read_sources(setup.text_chars)
-    tokenizer = stdlib_text.train_tokenizer(pieces, setup.size.vocabulary)
-    return stdlib_text.encode(tokenizer, pieces)
 
 
 def jobs_of(model: str, autocast: bool, setup: Setup, folder: str) -> Iterator[list[Job]]:
@@ -156,31 +188,82 @@ def jobs_of(model: str, autocast: bool, setup: Setup, folder: str) -> Iterator[l
 def in_process(
     jobs: Sequence[Job], stream_T: Tensor, folder: str, number: int, device: torch.device
 ) -> list[Run]:
-    """Run the jobs in a new process. The process that resumes finds what the one before compiled.
-
-    Raises:
-        UserError: it failed.
-    """
-    torch.save(stream_T, Path(folder, STREAM))
-    given = {"device": str(device), "jobs": [dataclasses.asdict(job) for job in jobs]}
-    Path(folder, JOBS).write_text(json.dumps(given), encoding="utf-8")
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    cache = str(Path(folder, f"cache-{min(number, 1)}"))
-    done = subprocess.run(
-        [sys.executable, "-m", "mstpass.bench.training_run", folder],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "TORCHINDUCTOR_CACHE_DIR": cache,
+    """Run the jobs in a new process; one that resumes finds what the one before compiled."""
+    stream = Path(folder, "stream.pt")
+    torch.save(stream_T, stream)
+    jobs_data = [dataclasses.asdict(job) for job in jobs]
+    (found,) = processes.call(
+        "mstpass bench training: a run",
+        run_plain_jobs,
+        {"jobs": jobs_data, "stream": str(stream), "device": str(device)},
+        environment={
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(folder, f"cache-{min(number, 1)}")),
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic products on CUDA need it
         },
-        capture_output=True,
-        text=True,
-        check=False,
     )
-    if done.returncode:
-        raise UserError(f"mstpass bench training: a run failed:\n{done.stderr[-3000:]}")
-    return [Run(**fields) for fields in json.loads(Path(folder, RUNS).read_text("utf-8"))]
+    return [Run(**fields) for fields in found]
+
+
+def run_plain_jobs(jobs: list[dict[str, Any]], stream: str, device: str) -> list[dict[str, Any]]:
+    """Run jobs that are given as plain data; this runs in the new process."""
+    whole = [Job(**{**job, "size": Size(**job["size"])}) for job in jobs]
+    found = run_jobs(whole, torch.load(stream, weights_only=True), torch.device(device))
+    return [dataclasses.asdict(run) for run in found]
+
+
+def run_jobs(jobs: list[Job], stream_T: Tensor, device: torch.device) -> list[Run]:
+    """Each job afresh, in torch's deterministic mode."""
+    found = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for job in jobs:
+            torch.compiler.reset()
+            found.append(train(job, stream_T, device))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return found
+
+
+def train(job: Job, stream_T: Tensor, device: torch.device) -> Run:
+    """Take the job's steps, and measure one more."""
+    torch.manual_seed(job.seed)
+    case = Case(job.model, MODELS[job.model], job.autocast)
+    model = case.build(job.size, 0.0).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / _WARMUP_STEPS)
+    )
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    if job.first:
+        for name, state in torch.load(job.checkpoint, weights_only=True).items():
+            parts[name].load_state_dict(state)
+    size, made = job.size, len(mstpass.reports())
+    batches = stdlib_text.batches(stream_T, job.steps, size.batch, size.length)
+    loss_fn = loss_of(case, model)
+    if job.budget is not None:
+        options: dict[str, Any] = {"memory_budget": job.budget, "strict": True}
+        loss_fn = torch.compile(loss_fn, backend="mst", fullgraph=True, options=options)
+    losses = []
+    for ids_BS in batches[job.first : job.last]:
+        loss = loss_fn(ids_BS.to(device))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    if job.last < job.steps:
+        torch.save({name: part.state_dict() for name, part in parts.items()}, job.checkpoint)
+    plan = figures.plan_text(mstpass.reports()[made:])
+    with recompilation_fails():
+        peak = peak_bytes(lambda: loss_fn(batches[-1].to(device)).backward(), device)
+    return Run(losses, _hash(model), peak, plan)
+
+
+def _hash(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _curves(model: str, autocast: bool, setup: Setup, found: Sequence[list[Run]]) -> Curves:
@@ -210,7 +293,7 @@ def result_of(curves: Sequence[Curves], setup: Setup) -> Result:
     lines = [line for one in curves for line in _lines(one, window)]
     result.tables.append(Table("training", columns, tuple(lines)))
     for one in curves:
-        apart = max(of_spread(one, budget, window) for budget in one.mst)
+        apart = max(one.farthest(budget, window)[2] for budget in one.mst)
         different = sum(not one.resumed_alike(budget) for budget in one.mst)
         result.targets += [
             Target(f"{one}: distance / spread", apart, 1.0),
@@ -233,36 +316,18 @@ def result_of(curves: Sequence[Curves], setup: Setup) -> Result:
     return result
 
 
-def of_spread(one: Curves, budget: Budget, window: int) -> float:
-    return _farthest(one, budget, window)[2]
-
-
-def _farthest(one: Curves, budget: Budget, window: int) -> tuple[float, float, float]:
-    """The greatest distance; then spread, and distance / spread, where the latter is greatest."""
-    distances, spreads = one.distances(budget, window), one.spreads(window)
-    pairs = zip(distances, spreads, strict=True)
-    ratios = [(a / b if b else float("inf") if a else 0.0, b) for a, b in pairs]
-    ratio, spread = max(ratios)
-    return max(distances), spread, ratio
-
-
 def _lines(one: Curves, window: int) -> Iterator[tuple[str, ...]]:
+    def cells(name: str, run: Run) -> tuple[str, ...]:
+        last = smooth(run.losses, window)[-1]
+        return str(one), name, mib_cell(run.peak_bytes), f"{last:.4f}"
+
     for seed, run in one.eager.items():
-        peak = tables.mib_cell(run.peak_bytes)
-        last = f"{smooth(run.losses, window)[-1]:.4f}"
-        yield (str(one), f"eager, seed {seed}", peak, last, "", "", "", "")
+        yield (*cells(f"eager, seed {seed}", run), "", "", "", "")
     for budget, run in one.mst.items():
-        distance, spread, ratio = _farthest(one, budget, window)
-        yield (
-            str(one),
-            _name(budget),
-            tables.mib_cell(run.peak_bytes),
-            f"{smooth(run.losses, window)[-1]:.4f}",
-            f"{distance:.1e}",
-            f"{spread:.1e}",
-            f"{ratio:.4f}",
-            "same bits" if one.resumed_alike(budget) else "DIFFERENT",
-        )
+        distance, spread, ratio = one.farthest(budget, window)
+        far = f"{distance:.1e}", f"{spread:.1e}", f"{ratio:.4f}"
+        bits = "same bits" if one.resumed_alike(budget) else "DIFFERENT"
+        yield (*cells(_name(budget), run), *far, bits)
 
 
 def _name(budget: Budget) -> str:
@@ -283,4 +348,4 @@ def _record(one: Curves) -> dict[str, object]:
     }
 
 
-main = Command("training", (run,), _DESCRIPTION, EXAMPLES, ("model", "plots"))
+main = Benchmark("training", (run,), _DESCRIPTION, EXAMPLES, options=("model", "plots"))

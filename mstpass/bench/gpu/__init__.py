@@ -7,11 +7,6 @@ results.py make JSON, Markdown and the README's table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from mstpass.bench.gpu.command import main
 
-
-def main(argv: Sequence[str] = ()) -> int:
-    """Run the command; the exit status is that of `command.main`."""
-    from mstpass.bench.gpu import command
-
-    return command.main(argv)
+__all__ = ["main"]

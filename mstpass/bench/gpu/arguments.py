@@ -10,8 +10,9 @@ from pathlib import Path
 from mstpass.argument_parsers import byte_size, command_parser
 from mstpass.bench.gpu.parts import PARTS
 from mstpass.bench.gpu.rows import Settings
+from mstpass.bench.processes import ROOT
 
-RESULTS = Path(__file__).parents[3] / "docs" / "results"
+RESULTS = ROOT / "docs" / "results"
 _OUT = Path("gpu-out")
 _MINUTES, _DRY_MINUTES = 10.0, 60.0
 _DESCRIPTION = """\
@@ -59,41 +60,24 @@ class Arguments:
 def parse(argv: Sequence[str]) -> Arguments:
     parser = command_parser("mstpass bench gpu", _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
-    texts = "; ".join(f"{part.name}: {part.what}" for part in PARTS.values())
-    add(
-        "--part",
-        action="append",
-        choices=tuple(PARTS),
-        metavar="NAME",
-        help=f"only this part; may be repeated. {texts}",
+    parts = "; ".join(f"{part.name}: {part.what}" for part in PARTS.values())
+    part = f"only this part; may be repeated. {parts}"
+    out = (
+        "folder of the results, in which a second call goes on (default: docs/results of the "
+        f"checkout; {_OUT} without one, with --quick and with --dry-run)"
     )
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder of the results, in which a second call goes on (default: docs/results of the "
-        f"checkout; {_OUT} without one, with --quick and with --dry-run)",
+    most = (
+        f"the most that this call may take (default {_MINUTES:g}; with --dry-run {_DRY_MINUTES:g})"
     )
-    add(
-        "--minutes",
-        type=_minutes,
-        help=f"the most that this call may take (default {_MINUTES:g}; with --dry-run "
-        f"{_DRY_MINUTES:g})",
-    )
+    dry = "trace and plan every row without a GPU; nothing is measured"
+    memory = "the memory that the search for the longest sequence may use (default: 24GiB)"
+    add("--part", action="append", choices=tuple(PARTS), metavar="NAME", help=part)
+    add("--out", type=Path, metavar="DIR", help=out)
+    add("--minutes", type=_minutes, help=most)
     add("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="trace and plan every row without a GPU; nothing is measured",
-    )
+    add("--dry-run", action="store_true", help=dry)
     add("--tables", action="store_true", help="write the tables of the rows in DIR again")
-    add(
-        "--memory",
-        type=byte_size,
-        default=Settings.memory_bytes,
-        metavar="SIZE",
-        help="the memory that the search for the longest sequence may use (default: 24GiB)",
-    )
+    add("--memory", type=byte_size, default=Settings.memory_bytes, metavar="SIZE", help=memory)
     given = parser.parse_args(argv)
     published = RESULTS.is_dir() and not (given.quick or given.dry_run)
     settings = Settings(

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
-from mstpass.bench.command import Progress
 from mstpass.bench.gpu import arguments, chunks, environment, results
 from mstpass.bench.gpu.arguments import Arguments
 from mstpass.bench.gpu.parts import PARTS
@@ -19,6 +18,7 @@ from mstpass.bench.gpu.rows import MEASURED, OUT_OF_TIME, Case, Outcome
 from mstpass.bench.gpu.runner import Launch, Runner
 from mstpass.bench.gpu.state import State
 from mstpass.bench.gpu.tables import outcome_text
+from mstpass.bench.harness import Progress
 
 _GIB = 2**30
 _USABLE = 0.9  # of a card's memory: the rest is CUDA's context, and what others hold

@@ -16,10 +16,10 @@ from typing import Any
 
 from mstpass.bench.gpu.job import Job
 from mstpass.bench.gpu.rows import DRY, FAILED, MEASURED, SKIPPED, Case, Settings
+from mstpass.bench.processes import ROOT
 
 NAME = "tests"
 FOLDER, CUDA_FOLDER = "tests", "cuda"
-_ROOT = Path(__file__).parents[3]
 _NONE = "no files"  # the row where there are no tests
 _NO_TESTS = 5  # pytest's exit status
 _LIMIT_S = 240.0
@@ -29,7 +29,7 @@ _SHOWN = 5  # failed tests that a row names
 
 
 def cases(settings: Settings) -> list[Case]:
-    names = tuple(str(path.relative_to(_ROOT / FOLDER)) for path in _files()) or (_NONE,)
+    names = tuple(str(path.relative_to(ROOT / FOLDER)) for path in _files()) or (_NONE,)
     return [Case(NAME, FOLDER, names, _LIMIT_S)]
 
 
@@ -47,7 +47,7 @@ def work(job: Job) -> None:
 
 
 def _files() -> list[Path]:
-    folder = _ROOT / FOLDER
+    folder = ROOT / FOLDER
     own = sorted((folder / CUDA_FOLDER).glob("test_*.py"))
     others = (p for p in folder.glob("test_*.py") if _ON_DEVICES.search(p.read_text("utf-8")))
     return [*own, *sorted(others)]
@@ -62,7 +62,7 @@ def _run(job: Job, row: str) -> None:
             *(["-n", str(_PROCESSES)] if find_spec("xdist") is not None else []),
             *(f"--junitxml={report}", f"{FOLDER}/{row}"),
         ]
-        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.strip()]
         last = lines[-1] if lines else done.stderr.strip()[-200:]
         if done.returncode == _NO_TESTS:

@@ -10,7 +10,7 @@ import gc
 import statistics
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ _ROUNDS, _SLOW_ROUNDS, _QUICK_ROUNDS = 10, 3, 2
 _SLOW_S = 2.0  # steps that are slower than this are timed in fewer rounds
 
 
-class Device(Protocol):
+class Device:
     """A device that steps run on.
 
     Attributes:
@@ -37,41 +37,37 @@ class Device(Protocol):
 
     def tensors(self) -> AbstractContextManager[Any]:
         """A context in which tensors are made and eager steps run."""
-        ...
+        return contextlib.nullcontext()
 
     def peak_bytes(self, step: Step) -> int:
         """The most bytes of tensors while a step runs, beyond those at its start."""
-        ...
+        raise NotImplementedError
 
     def highest_bytes(self, step: Step) -> int:
         """The most bytes of tensors while a step runs, all that is allocated included."""
-        ...
+        raise NotImplementedError
 
     def seconds(self, step: Step) -> float:
         """The time of one step."""
-        ...
+        raise NotImplementedError
 
     def limit_memory(self, size: int) -> None:
         """Let this process allocate no more than ``size`` bytes."""
-        ...
 
     def free(self) -> None:
         """Give back what is not needed any more."""
-        ...
+        gc.collect()
 
     def clocks(self) -> str:
         """The clocks of the device at this moment."""
-        ...
+        return ""
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """The current CUDA device."""
 
     torch_device = torch.device("cuda", 0)
     runs = True
-
-    def tensors(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
 
     def peak_bytes(self, step: Step) -> int:
         return peak_bytes(step, self.torch_device)
@@ -96,14 +92,14 @@ class CudaDevice:
         torch.cuda.set_per_process_memory_fraction(min(1.0, size / total))
 
     def free(self) -> None:
-        gc.collect()
+        super().free()
         torch.cuda.empty_cache()
 
     def clocks(self) -> str:
         return clocks()
 
 
-class NoDevice:
+class NoDevice(Device):
     """The device of a dry run: tensors without memory, and a timer that says one second."""
 
     torch_device = torch.device("cpu")
@@ -118,20 +114,8 @@ class NoDevice:
     def peak_bytes(self, step: Step) -> int:
         return 0
 
-    def highest_bytes(self, step: Step) -> int:
-        return 0
-
     def seconds(self, step: Step) -> float:
         return 1.0
-
-    def limit_memory(self, size: int) -> None:
-        pass
-
-    def free(self) -> None:
-        gc.collect()
-
-    def clocks(self) -> str:
-        return ""
 
 
 def time_in_turn(device: Device, steps: Mapping[str, Step], quick: bool) -> dict[str, list[float]]:

@@ -9,19 +9,17 @@ import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from mstpass.bench.processes import ROOT
 from mstpass.errors import UserError
 from mstpass.torch_internals.versions import installed
 
 LEAST_CAPABILITY = (8, 0)  # bf16 products and FlashAttention-2
 _CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw")
-_DRIVER = ("driver_version",)
 _TIMEOUT_S = 20
-_ROOT = Path(__file__).parents[3]
 
 
 class CannotRun(UserError):
@@ -69,7 +67,7 @@ def facts() -> dict[str, Any]:
     """What may differ from call to call, for the results."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
-        "driver": nvidia_smi(*_DRIVER),
+        "driver": nvidia_smi("driver_version"),
         "cuda": torch.version.cuda or "none",
         "triton": _version("triton"),
         "mstpass": mstpass_version(),
@@ -92,31 +90,27 @@ def nvidia_smi(*fields: str) -> str:
     """Fields of the first card as ``nvidia-smi`` prints them; empty where it cannot run."""
     number = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     query = f"--query-gpu={','.join(fields)}"
-    command = ["nvidia-smi", query, "--format=csv,noheader", f"--id={number}"]
+    return _output("nvidia-smi", query, "--format=csv,noheader", f"--id={number}")
+
+
+def mstpass_version() -> str:
+    """The installed version, or that of the source tree."""
+    project = ROOT / "pyproject.toml"
+    if project.exists():
+        found = re.search(r'^version = "(.+)"', project.read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+            return found[1] + (f" ({commit})" if commit else "")
+    return _version("mstpass")
+
+
+def _output(*command: str) -> str:
+    """What a command prints; empty where it cannot run or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def mstpass_version() -> str:
-    """The installed version, or that of the source tree."""
-    project = _ROOT / "pyproject.toml"
-    if project.exists():
-        found = re.search(r'^version = "(.+)"', project.read_text(encoding="utf-8"), re.MULTILINE)
-        if found:
-            return f"{found[1]}{_commit()}"
-    return _version("mstpass")
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return f" ({done.stdout.strip()})" if done.returncode == 0 else ""
 
 
 def _version(package: str) -> str:

@@ -23,7 +23,7 @@ from mstpass.bench.gpu.job import Job
 from mstpass.bench.gpu.rows import Case, Settings
 from mstpass.bench.gpu.side_by_side import Way, Workload, eager, inductor, measure, mst
 from mstpass.bench.models import Head
-from mstpass.torch_internals.versions import installed, linear_cross_entropy
+from mstpass.torch_internals.versions import installed
 
 NAME = "heads"
 DTYPE = torch.bfloat16
@@ -98,11 +98,10 @@ def cut_cross_entropy() -> Way:
 
 def torch_linear_cross_entropy() -> Way:
     """torch's own chunked head."""
-    found, name = linear_cross_entropy(), "F.linear_cross_entropy"
-    if found is None:
+    function, name = comparison.linear_cross_entropy(), "F.linear_cross_entropy"
+    if function is None:
         return eager(name, missing=f"torch {installed()} does not have it")
-    function, options = found
-    return eager(name, lambda x_ND, w_VD, y_N: function(x_ND, w_VD, y_N, options=options()))
+    return eager(name, function)
 
 
 def _installed(name: str, package: str, load: Callable[[], Callable[..., Tensor]]) -> Way:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mstpass.bench.gpu.device import Device
@@ -57,20 +58,18 @@ def job_data(
 ) -> dict[str, Any]:
     """The plain data of a job, for another process."""
     return {
-        "settings": settings.to_data(),
+        "settings": {**dataclasses.asdict(settings), "out": str(settings.out)},
         "case": dataclasses.asdict(case),
         "wanted": list(wanted),
-        "known": {
-            "outcomes": dict(known.outcomes),
-            "probes": {row: list(probes) for row, probes in known.probes.items()},
-        },
+        "known": dataclasses.asdict(known),
     }
 
 
 def job_from(data: Mapping[str, Any], device: Device, send: Callable[[Event], None]) -> Job:
+    settings, case = data["settings"], data["case"]
     return Job(
-        settings=Settings.from_data(data["settings"]),
-        case=Case.from_data(data["case"]),
+        settings=Settings(**{**settings, "out": Path(settings["out"])}),
+        case=Case(**{**case, "rows": tuple(case["rows"])}),
         wanted=tuple(data["wanted"]),
         known=Known(**data["known"]),
         device=device,

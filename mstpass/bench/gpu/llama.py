@@ -33,16 +33,20 @@ LossOf = Callable[[Tensor], Any]  # token ids (B, S) to a loss, or to outputs wi
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of the model, by default those of Llama-3-8B but for the number of layers."""
+class Shape(LlamaSize):
+    """Sizes of the model, by default those of Llama-3-8B but for the number of layers.
+
+    Attributes:
+        length: the longest sequence.
+    """
 
     width: int = 4096
-    mlp_width: int = 14_336
     layers: int = 4
     heads: int = 32
-    key_heads: int = 8
+    mlp_width: int = 14_336
     vocabulary: int = 128_256
-    positions: int = 2**20
+    length: int = 2**20
+    key_heads: int = 8
 
     def __str__(self) -> str:
         return f"d={self.width}, l={self.mlp_width}, L={self.layers}, V={self.vocabulary}, bf16"
@@ -64,13 +68,13 @@ class Shape:
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.key_heads,
-            "max_position_embeddings": self.positions,
+            "max_position_embeddings": self.length,
             "tie_word_embeddings": False,
         }
 
 
 FULL = Shape()
-QUICK = Shape(256, 1024, 2, 4, 2, 4096, 2**14)
+QUICK = Shape(256, 2, 4, 1024, 4096, 2**14, key_heads=2)
 
 
 def shape(quick: bool) -> Shape:
@@ -104,16 +108,8 @@ def model_and_loss(size: Shape, device: torch.device, way: str = PLAIN) -> tuple
 
 
 def _plain_model(size: Shape, device: torch.device, way: str) -> tuple[nn.Module, LossOf]:
-    sizes = LlamaSize(
-        width=size.width,
-        layers=size.layers,
-        heads=size.heads,
-        mlp_width=size.mlp_width,
-        vocabulary=size.vocabulary,
-        length=size.positions,
-    )
     with models.made_on(device, DTYPE):
-        model = models.Llama(sizes)
+        model = models.Llama(size)
 
     def loss_of(ids_BS: Tensor) -> Tensor:
         tiled = way == TILED

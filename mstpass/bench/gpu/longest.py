@@ -100,7 +100,7 @@ def _search(job: Job, row: str, predicted: int | None) -> bool:
     job.device.limit_memory(limit)
     steps: _Steps | None = None
     fixed_bytes = 2 * llama.DTYPE.itemsize * size.parameters  # weights and gradients
-    while length := next_length(probes, predicted or _START, limit, fixed_bytes, size.positions):
+    while length := next_length(probes, predicted or _START, limit, fixed_bytes, size.length):
         job.start(row, length=length)
         try:
             steps = steps or _Steps(job, row)
@@ -203,7 +203,7 @@ def _dry_search(job: Job, row: str, predicted: int | None) -> None:
         return
     probes: list[Probe] = []
     limit, longest = _limit_bytes(job.settings), predicted or _START
-    while length := next_length(probes, longest, limit, 0, llama.shape(quick).positions):
+    while length := next_length(probes, longest, limit, 0, llama.shape(quick).length):
         fits = length <= longest
         probes.append(Probe(length, fits, limit * length // longest if fits else None))
     found = best(probes)

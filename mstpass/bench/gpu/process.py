@@ -18,44 +18,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from mstpass.bench.processes import last_error, with_package
 
 RESTART = 75  # exit status: go on in a new process (EX_TEMPFAIL)
 WORKER = (sys.executable, "-m", "mstpass.bench.gpu.worker")
-_ROOT = Path(__file__).parents[3]
 _TEXT_CHARS = 160
 _LOOK_S = 1.0  # how often to look whether a process has ended
 
 Event = dict[str, Any]
 
 
-class Process(Protocol):
-    """A running worker, as a context manager that ends it."""
-
-    def __enter__(self) -> Process: ...
-
-    def __exit__(self, *exception: Any) -> None: ...
-
-    def next_event(self, timeout_s: float) -> Event | None:
-        """The next event, or None when the worker has ended.
-
-        Raises:
-            TimeoutError: none came in time.
-        """
-        ...
-
-    def status(self) -> int:
-        """The exit status of a worker that has ended; negative: the signal that ended it."""
-        ...
-
-    def last_words(self) -> str:
-        """The error that it printed last."""
-        ...
-
-
 class WorkerProcess:
-    """A worker in a process of its own."""
+    """A running worker in a process of its own, as a context manager that ends it."""
 
     def __init__(
         self,
@@ -69,7 +45,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=_with_package({**os.environ, **environment}),
+            env=with_package({**os.environ, **environment}),
             start_new_session=True,
         )
         self._events: queue.Queue[Event | None] = queue.Queue()
@@ -91,6 +67,11 @@ class WorkerProcess:
         self._errors.close()
 
     def next_event(self, timeout_s: float) -> Event | None:
+        """The next event, or None when the worker has ended.
+
+        Raises:
+            TimeoutError: none came in time.
+        """
         end = time.monotonic() + timeout_s
         while True:
             # a child that lives on may hold the pipe open, and no end of the output is seen then
@@ -105,15 +86,13 @@ class WorkerProcess:
                     raise TimeoutError from None
 
     def status(self) -> int:
+        """The exit status of a worker that has ended; negative: the signal that ended it."""
         return self._process.wait()
 
     def last_words(self) -> str:
+        """The error that it printed last."""
         self._errors.seek(0)
-        text = self._errors.read().decode(errors="replace")
-        lines = [line for line in text.splitlines() if line.strip()]
-        named = [line for line in lines if "Error" in line and not line.startswith(" ")]
-        last = (named or lines or [""])[-1].strip()
-        return last[:_TEXT_CHARS]
+        return last_error(self._errors.read().decode(errors="replace"))[:_TEXT_CHARS]
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -121,9 +100,3 @@ class WorkerProcess:
             for line in lines:
                 self._events.put(json.loads(line))
         self._events.put(None)
-
-
-def _with_package(environment: dict[str, str]) -> dict[str, str]:
-    """The environment in which this very package is imported, also from another folder."""
-    paths = [str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}

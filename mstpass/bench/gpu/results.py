@@ -8,25 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from mstpass.bench.comparison import MST
-from mstpass.bench.gpu import heads, llama, longest
+from mstpass.bench.gpu import heads, llama, longest, tables
 from mstpass.bench.gpu.parts import PARTS
-from mstpass.bench.gpu.rows import MEASURED, OUT_OF_TIME
+from mstpass.bench.gpu.rows import MEASURED, OUT_OF_TIME, Outcome
 from mstpass.bench.gpu.state import SCHEMA, State
-from mstpass.bench.gpu.tables import (
-    Data,
-    all_tables,
-    gib,
-    limit_flops_per_s,
-    milliseconds,
-    share_of_limit,
-    tflops,
-    tokens,
-)
-from mstpass.bench.output import table_lines, with_section
-from mstpass.bench.tables import Table, ratio_cell
+from mstpass.bench.gpu.tables import Columns, Data, gib, limit_flops_per_s, tokens
+from mstpass.bench.processes import ROOT
+from mstpass.bench.results import Table, ratio_cell, table_lines, with_section
 
 JSON_FILE, PAGE_FILE, MARK = "gpu.json", "gpu.md", "gpu"
-README = Path(__file__).parents[3] / "README.md"
+README = ROOT / "README.md"
 _NOTHING = "Nothing has been measured on a GPU yet."
 _DRY = "**A dry run: nothing here is measured.** Steps were traced and planned without a GPU."
 _HEADING = "# On a GPU\n"
@@ -73,7 +64,7 @@ def section(data: Data | None) -> str:
     if data is None:
         return f"{_NOTHING}\n"
     lines = [*([_DRY, ""] if data["header"]["dry"] else []), *machine_lines(data)]
-    for name, found in all_tables(data).items():
+    for name, found in tables.all_tables(data).items():
         what = f"`mstpass bench gpu --part {name}`: {PARTS[name].what}."
         lines += ["", f"## {_TITLES[name]}", "", what]
         for table in found:
@@ -131,7 +122,7 @@ def readme_section(data: Data | None) -> str:
     return "\n".join([line for part in parts if part for line in [*part, ""]] + [made, ""])
 
 
-def _rows(data: Data, part: str) -> list[Mapping[str, Any]]:
+def _rows(data: Data, part: str) -> list[Outcome]:
     """The measured rows of the first case of a part."""
     rows = [row for row in data["rows"] if row["part"] == part and row["status"] == MEASURED]
     return [row for row in rows if row["case"] == rows[0]["case"]]
@@ -141,33 +132,32 @@ def _head_lines(data: Data) -> list[str]:
     rows = _rows(data, heads.NAME)
     if not rows:
         return []
-    lines = tuple(
-        (
-            _name(row),
-            gib(row["peak_bytes"]),
-            milliseconds(row),
-            tflops(row),
-            share_of_limit(row, data["header"]),
-            ratio_cell(tuple(row["ratio"])) if row["ratio"] else "-",
-        )
-        for row in rows
-    )
-    columns = ("", "peak GiB", "time ms", "TFLOP/s", "of the limit", "time / Inductor")
+    columns: Columns = {
+        "": _name,
+        "peak GiB": lambda row: gib(row["peak_bytes"]),
+        "time ms": tables.milliseconds,
+        "TFLOP/s": tables.tflops,
+        "of the limit": lambda row: tables.share_of_limit(row, data["header"]),
+        "time / Inductor": lambda row: ratio_cell(row["ratio"]),
+    }
     size = f"{rows[0]['case']}, d={heads.WIDTH}, V={heads.VOCABULARY}, bf16"
     title = f"A Llama-3 head on a GPU ({size}), forward and backward:"
-    return [title, "", *table_lines(Table("", columns, lines))]
+    return [title, "", *table_lines(Table.of("", rows, columns))]
 
 
 def _longest_lines(data: Data) -> list[str]:
     rows = [row for row in _rows(data, longest.NAME) if row["row"] != longest.PREDICTION]
     if not rows:
         return []
-    lines = tuple((_name(row), tokens(row["length"]), tokens(row["predicted"])) for row in rows)
-    columns = ("", "tokens", "predicted by `mstpass plan`")
+    columns: Columns = {
+        "": _name,
+        "tokens": lambda row: tokens(row["length"]),
+        "predicted by `mstpass plan`": lambda row: tokens(row["predicted"]),
+    }
     model = f"a Llama-3-8B-shaped model with {llama.FULL.layers} layers"
     title = f"The longest sequence of {model} within {rows[0]['case']}:"
-    return [title, "", *table_lines(Table("", columns, lines))]
+    return [title, "", *table_lines(Table.of("", rows, columns))]
 
 
-def _name(row: Mapping[str, Any]) -> str:
+def _name(row: Outcome) -> str:
     return f"**{row['row']}**" if row["row"].startswith(MST) else str(row["row"])

@@ -40,13 +40,6 @@ class Settings:
     dry: bool = False
     memory_bytes: int = 24 * 2**30
 
-    def to_data(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "out": str(self.out)}
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> Settings:
-        return Settings(**{**data, "out": Path(data["out"])})
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -67,10 +60,6 @@ class Case:
     def __post_init__(self) -> None:
         if not self.rows or len(set(self.rows)) != len(self.rows):
             raise ValueError(f"the rows of a case need different names: {self.rows}")
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> Case:
-        return Case(**{**data, "rows": tuple(data["rows"])})
 
 
 @dataclasses.dataclass(frozen=True)

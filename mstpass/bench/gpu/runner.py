@@ -13,21 +13,13 @@ from typing import Any
 
 from mstpass.bench.gpu.job import job_data
 from mstpass.bench.gpu.parts import Part
-from mstpass.bench.gpu.process import RESTART, Event, Process
-from mstpass.bench.gpu.rows import (
-    FAILED,
-    OUT_OF_TIME,
-    TOO_LONG,
-    Case,
-    Outcome,
-    Settings,
-    is_final,
-)
+from mstpass.bench.gpu.process import RESTART, Event, WorkerProcess
+from mstpass.bench.gpu.rows import FAILED, OUT_OF_TIME, TOO_LONG, Case, Outcome, Settings, is_final
 from mstpass.bench.gpu.state import State
 
 LEAST_S = 20.0  # with less time than this left, no process is started
 
-Launch = Callable[[Mapping[str, Any], Mapping[str, str]], Process]  # takes a job, and variables
+Launch = Callable[[Mapping[str, Any], Mapping[str, str]], WorkerProcess]  # of a job and variables
 OnRow = Callable[[Case, str, Outcome], None]
 
 
@@ -103,7 +95,7 @@ class _Watch:
         _probe: what is tried on the way to its outcome, such as a length; empty if that is unknown.
     """
 
-    def __init__(self, runner: Runner, case: Case, missing: Sequence[str], process: Process):
+    def __init__(self, runner: Runner, case: Case, missing: Sequence[str], process: WorkerProcess):
         self._runner, self._case, self._process = runner, case, process
         self._left = list(missing)
         self._current = missing[0]

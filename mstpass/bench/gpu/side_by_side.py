@@ -17,7 +17,8 @@ from torch import Tensor
 
 import mstpass
 from mstpass.bench import comparison
-from mstpass.bench.comparison import Contender, Outcome, Row, compare_outcomes, error_text
+from mstpass.bench.comparison import Contender, Outcome, compare_outcomes, error_text
+from mstpass.bench.figures import Row, write_plan
 from mstpass.bench.gpu.device import time_in_turn
 from mstpass.bench.gpu.job import Job, Restart
 from mstpass.bench.gpu.rows import DRY, FAILED, MEASURED, OUT_OF_MEMORY, SKIPPED
@@ -192,9 +193,7 @@ class _DryBench(_Bench):
         elif way.options is not None:
             planned = self._build(torch.device("meta"))
             report = explained(planned.fn, planned.args, way.options)
-            row.plan = ", ".join(f"{r.kind} {r.mode} in {r.num_chunks}" for r in report.regions)
-            row.simulated_bytes = report.peak_bytes
-            row.estimated = None if report.extra_time is None else 1 + report.extra_time
+            write_plan(row, [report])
             extra["baseline_bytes"] = report.outcome.baseline_peak_bytes
             if report.peak_bytes is not None:
                 self.peaks[way.name] = report.peak_bytes
