@@ -74,7 +74,21 @@ def never(node: fx.Node, operands: set[fx.Node]) -> bool:
 
 def first_only(node: fx.Node, operands: set[fx.Node]) -> bool:
     """Linear in the first argument, if no other argument depends on the operands."""
-    return operands == {node.args[0]} and not any(a in operands for a in _flat(node)[1:])
+    others: list[fx.Node] = []
+    fx.map_arg(node.args[1:], others.append)
+    return operands == {node.args[0]} and node.args[0] not in others
+
+
+def sum_of(*terms: int) -> LinearRule:
+    """Linear in a sum of arguments, if each depends on the operands or is zero.
+
+    So are ``a + b``, and scatters of a source into a base.
+    """
+
+    def rule(node: fx.Node, operands: set[fx.Node]) -> bool:
+        return all(node.args[n] in operands or is_zero(node.args[n]) for n in terms)
+
+    return rule
 
 
 def product(node: fx.Node, operands: set[fx.Node]) -> bool:
@@ -95,42 +109,15 @@ def linear_cat(node: fx.Node, operands: set[fx.Node]) -> bool:
     return all(part in operands or is_zero(part) for part in parts)
 
 
-def sum_of_two(node: fx.Node, operands: set[fx.Node]) -> bool:
-    """``a + b``: linear if each term depends on the operands or is zero."""
-    return all(a in operands or is_zero(a) for a in node.args[:2])
-
-
 def branches(node: fx.Node, operands: set[fx.Node]) -> bool:
     """``where(c, a, b)``: linear if c does not depend on the operands, and a and b do or are 0."""
-    return node.args[0] not in operands and all(a in operands or is_zero(a) for a in node.args[1:3])
-
-
-def _flat(node: fx.Node) -> list[Any]:
-    """The arguments, with a list in the first place replaced by its elements."""
-    first = node.args[0]
-    return [*(first if isinstance(first, tuple | list) else [first]), *node.args[1:]]
-
-
-def linear_view(node: fx.Node, operands: set[fx.Node]) -> bool:
-    return operands == {node.args[0]}
-
-
-def linear_scatter(node: fx.Node, operands: set[fx.Node]) -> bool:
-    """``scatter``: linear if base and source, the last, depend on the operands or are 0."""
-    return all(a in operands or is_zero(a) for a in (node.args[0], node.args[-1]))
+    return node.args[0] not in operands and sum_of(1, 2)(node, operands)
 
 
 def linear_put(node: fx.Node, operands: set[fx.Node]) -> bool:
     """``index_put``: linear if no index depends on the operands and a scatter would be linear."""
-    indices = argument(node, "indices")
-    if any(i in operands for i in indices if isinstance(i, fx.Node)):
-        return False
-    return all(a in operands or is_zero(a) for a in (node.args[0], node.args[2]))
-
-
-def linear_insert(node: fx.Node, operands: set[fx.Node]) -> bool:
-    """``slice_scatter``: the same of the source behind the base."""
-    return all(a in operands or is_zero(a) for a in node.args[:2])
+    moved = any(i in operands for i in argument(node, "indices") if isinstance(i, fx.Node))
+    return not moved and sum_of(0, 2)(node, operands)
 
 
 def linear_pad(node: fx.Node, operands: set[fx.Node]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mstpass.graph import linearity
-from mstpass.graph.linearity import LinearRule, first_only, linear_view, never
+from mstpass.graph.linearity import LinearRule, first_only, never
 from mstpass.graph.op_rows.row import Op
 from mstpass.graph.token_rules import along_dims, indexing, views
 from mstpass.graph.token_rules.pointwise import pointwise_backward
@@ -24,21 +24,21 @@ def view_rows() -> dict[Any, Op]:
         "view",
         views.view_forward,
         views.view_backward,
-        linear_view,
+        first_only,
         shape_arg=1,
         inverses=("view",),
     )
     squeezed = dataclasses.replace(view, shape_arg=None)
     whole = dataclasses.replace(squeezed, backward=views.squeeze_all_backward, inverses=())
     order = (views.permute_forward, views.permute_backward)
-    permute = Op("view", *order, linear_view, inverses=("permute",))
+    permute = Op("view", *order, first_only, inverses=("permute",))
     select = along_dims.select_forward, along_dims.select_backward
     along = along_dims.along(along_dims.dim_argument)
-    item = Op("view", *select, linear_view, reads_elsewhere=True)
-    part = Op("view", *along, linear_view, reads_elsewhere=True)
+    item = Op("view", *select, first_only, reads_elsewhere=True)
+    part = Op("view", *along, first_only, reads_elsewhere=True)
     return {
         operator.getitem: Op(
-            "view", views.getitem_forward, views.getitem_backward, linear_view, runs=ITEM
+            "view", views.getitem_forward, views.getitem_backward, first_only, runs=ITEM
         ),
         **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), view),
         **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims), squeezed),
@@ -48,13 +48,13 @@ def view_rows() -> dict[Any, Op]:
             "view",
             views.expand_forward,
             pointwise_backward,
-            linear_view,
+            first_only,
             shape_arg=1,
             inverses=("expand",),
         ),
         **dict.fromkeys(
             (aten.view_as_complex.default, aten.view_as_real.default),
-            Op("view", views.complex_forward, views.complex_backward, linear_view),
+            Op("view", views.complex_forward, views.complex_backward, first_only),
         ),
         **dict.fromkeys((aten.select.int, aten.unbind.int), item),
         **dict.fromkeys(
@@ -90,7 +90,7 @@ def reduction_rows() -> dict[Any, Op]:
         aten.nanmedian.dim,
         aten.mode.default,
     )
-    total, mean = reduction("reduce", linear_view, sums=True), reduction("reduce", linear_view)
+    total, mean = reduction("reduce", first_only, sums=True), reduction("reduce", first_only)
     return {
         **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default), total),
         **dict.fromkeys((aten.mean.dim, aten.mean.default), mean),
@@ -114,12 +114,12 @@ def rows_along_dims() -> dict[Any, Op]:
         return Op(kind, *rules, linear, reads_elsewhere=reads_elsewhere, **known)
 
     in_place = along(reads_elsewhere=False)
-    triangle = along(linear_view, along_dims.last_two, reads_elsewhere=False)
+    triangle = along(first_only, along_dims.last_two, reads_elsewhere=False)
     cat = along(linearity.linear_cat, runs=CALL)  # if it copies a part (memory/concatenations.py)
     stacked = along_dims.stack_forward, along_dims.stack_backward
     inserted = along_dims.select_scatter_forward, along_dims.select_scatter_backward
     repeated = along_dims.repeat_forward, along_dims.repeat_backward
-    written = along(linearity.linear_scatter, runs=SCATTER)
+    written = along(linearity.sum_of(0, -1), runs=SCATTER)
     sorts = (
         aten.topk.default,
         aten.sort.default,
@@ -137,25 +137,25 @@ def rows_along_dims() -> dict[Any, Op]:
         aten.gather.default: along(first_only),
         aten.cat.default: cat,
         aten.stack.default: Op("index", *stacked, linearity.linear_cat, reads_elsewhere=True),
-        aten.slice_scatter.default: along(linearity.linear_insert, pads=True),
+        aten.slice_scatter.default: along(linearity.sum_of(0, 1), pads=True),
         aten.select_scatter.default: Op(
-            "index", *inserted, linearity.linear_insert, reads_elsewhere=True, pads=True
+            "index", *inserted, linearity.sum_of(0, 1), reads_elsewhere=True, pads=True
         ),
         aten.constant_pad_nd.default: along(linearity.linear_pad, along_dims.padded, pads=True),
         **dict.fromkeys((aten.scatter.value, aten.scatter.src), written),
         aten.scatter_add.default: dataclasses.replace(written, added_rows=3),
         **dict.fromkeys(
             (aten.flip.default, aten.roll.default, prims.rev.default),
-            along(linear_view, along_dims.dims_argument),
+            along(first_only, along_dims.dims_argument),
         ),
         **dict.fromkeys((aten.tril.default, aten.triu.default), triangle),
-        aten.repeat.default: Op("index", *repeated, linear_view, reads_elsewhere=True),
+        aten.repeat.default: Op("index", *repeated, first_only, reads_elsewhere=True),
     }
 
 
 def index_rows() -> dict[Any, Op]:
     rules = indexing.index_forward, indexing.index_backward
-    read = Op("index", *rules, linear_view, reads_elsewhere=True)
+    read = Op("index", *rules, first_only, reads_elsewhere=True)
     looked_up = indexing.embedding_forward, indexing.embedding_backward
     write = Op(
         "write",

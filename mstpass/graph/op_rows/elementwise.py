@@ -39,8 +39,8 @@ def _function(low: float = -math.inf, high: float = math.inf, **known: Any) -> O
 
 def pointwise_rows() -> dict[Any, Op]:
     return {
-        aten.add.Tensor: pointwise(linearity.sum_of_two, inverses=("sum", "rotary")),
-        aten.sub.Tensor: pointwise(linearity.sum_of_two, inverses=("sum",)),
+        aten.add.Tensor: pointwise(linearity.sum_of(0, 1), inverses=("sum", "rotary")),
+        aten.sub.Tensor: pointwise(linearity.sum_of(0, 1), inverses=("sum",)),
         aten.mul.Tensor: pointwise(linearity.product, inverses=("product",)),
         aten.div.Tensor: pointwise(first_only, inverses=("quotient",)),
         aten.reciprocal.default: pointwise(inverses=("reciprocal",)),

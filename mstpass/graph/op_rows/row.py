@@ -122,11 +122,10 @@ class Op:
         range: the least and the greatest element of its result, whatever the operands are.
         jumps: its result is a float that jumps as an operand changes a little.
         runs: as ``memory_kind``; empty: as most ops of its kind. Scatters are kernels that compute
-            the values they write, as reductions do (Scatter, there).
+            the values they write, as reductions do (Scatter in torch/_inductor/ir.py).
         reads_elsewhere: it reads its operand at other places than it writes.
         slow_on_cpu: a pointwise op that Inductor does not compute again for every reader there
-            (StorageBox.should_realize_on_reuse in torch/_inductor/ir.py; in older versions only exp
-            and sigmoid).
+            (StorageBox.should_realize_on_reuse there; in older versions only exp and sigmoid).
         writes_anywhere: a call for which Inductor allocates the result (ExternKernelOut, there), so
             that it can be a part of a buffer.
     """
