@@ -18,8 +18,10 @@ from mstpass.graph.rewriting import Rewriting, Rewritten
 
 
 def sizes_from_inputs(joint: JointGraph) -> Rewritten:
-    """A copy of the graph whose sizes come from its inputs, which changes no region; the graph itself
-    if they do already."""
+    """A copy of the graph whose sizes come from its inputs, which changes no region.
+
+    The graph itself if they do already.
+    """
     names = [n.name for n in joint.nodes if n.target is torch.ops.aten.sym_size.int]
     if not names:
         return joint, frozenset()
