@@ -42,9 +42,11 @@ class Renewal:
         self.strided: set[fx.Node] = set()
 
     def replaced(self, old: fx.Node, new: fx.Node) -> None:
-        """Note that a node stands in the place of another one."""
-        self.moved.add(new)
-        if layout_of(old) != layout_of(new):
+        """Note that a node stands in the place of another one. Sizes have no storage."""
+        layout = layout_of(new)
+        if layout:
+            self.moved.add(new)
+        if layout != layout_of(old):
             self.strided.add(new)
 
     def renew(self, node: fx.Node) -> None:

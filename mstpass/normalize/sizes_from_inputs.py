@@ -20,7 +20,7 @@ from mstpass.graph.rewriting import Rewriting, Rewritten
 def sizes_from_inputs(joint: JointGraph) -> Rewritten:
     """A copy of the graph whose sizes come from its inputs, which changes no region.
 
-    It is the graph itself if they do already.
+    The graph itself if they do already.
     """
     names = [n.name for n in joint.nodes if n.target is torch.ops.aten.sym_size.int]
     if not names:
