@@ -1,6 +1,6 @@
 """The op table: one row for each op that the passes understand, and a default for all others.
 
-Whatever the passes know of an op is in its row: see ``Op`` in op_rows/row.py. The key of a row is
+Whatever the passes know of an op is in its row: see ``Row`` in op_rows/row.py. The key of a row is
 an overload, or a name such as ``aten::mm``, which stands for all overloads without a row of their
 own. Rules that a row refers to are in token_rules/ and linearity.py.
 
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from mstpass.graph.op_rows import calls, dims, elementwise
-from mstpass.graph.op_rows.row import PINNED, Op
+from mstpass.graph.op_rows.row import PINNED, Row
 from mstpass.torch_internals.graphs import OpOverload, name_of, schema_of
 
-TABLE: dict[Any, Op] = {
+TABLE: dict[Any, Row] = {
     **elementwise.pointwise_rows(),
     **elementwise.created_rows(),
     **dims.view_rows(),
@@ -34,25 +34,25 @@ TABLE: dict[Any, Op] = {
 
 
 @functools.cache
-def row_of(target: Any) -> Op:
+def row_of(target: Any) -> Row:
     """The row of an op, which may be given by name; that of most ops if it has none."""
     row = TABLE.get(target) or TABLE.get(name_of(target))
     return row or _default_row(target)
 
 
-def _default_row(target: Any) -> Op:
+def _default_row(target: Any) -> Row:
     """Ops are pointwise if PyTorch tags them so, and must not run twice if they are not ATen's.
 
     Ops that draw random numbers or write to their operands have no token rules, whatever their
     tags say.
     """
     if not isinstance(target, OpOverload):
-        return Op("other", repeat=PINNED)
+        return Row("other", repeat=PINNED)
     writes = schema_of(target).is_mutable
     repeat = PINNED if writes or target.namespace not in ("aten", "prims") else ""
     if torch.Tag.pointwise in target.tags and not writes and not may_draw(target):
         return elementwise.pointwise(repeat=repeat)
-    return Op("other", repeat=repeat)
+    return Row("other", repeat=repeat)
 
 
 def may_draw(target: Any) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import numel, tensors_of, value_of
-from mstpass.graph.op_rows.row import Attention, Op
+from mstpass.graph.op_rows.row import Attention, Row
 from mstpass.graph.op_table import may_draw, row_of
 from mstpass.graph.sizes import is_size
 from mstpass.graph.token_rules import OperandSpecs
@@ -27,19 +27,19 @@ from mstpass.torch_internals.graphs import OpOverload, is_opaque, schema_of
 
 aten = torch.ops.aten
 
-_NO_OP = Op("other")  # placeholders and the like
+_NO_OP = Row("other")  # placeholders and the like
 
 
 class NoRule(Refusal):
     """The op table does not know the op: a gap of the table, not a property of the op."""
 
 
-def row(node: fx.Node) -> Op:
+def row(node: fx.Node) -> Row:
     """The row of the node's op, whether it has token rules or not."""
     return row_of(node.target) if node.op == "call_function" else _NO_OP
 
 
-def lookup(node: fx.Node) -> Op | Refusal:
+def lookup(node: fx.Node) -> Row | Refusal:
     """The row of the node's op, or the reason why it has no token rules."""
     if node.op != "call_function":
         return Refusal(f"{node.name} is a {node.op}, not an op")
@@ -47,7 +47,7 @@ def lookup(node: fx.Node) -> Op | Refusal:
 
 
 @functools.cache
-def with_token_rules(target: Any) -> Op | Refusal:
+def with_token_rules(target: Any) -> Row | Refusal:
     """The row of an op, or the reason why it has no token rules."""
     found = row_of(target)
     if found.has_token_rules:

@@ -14,7 +14,7 @@ import torch
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.linearity import linear_matmul
 from mstpass.graph.op_rows import row
-from mstpass.graph.op_rows.row import HEAVY, PINNED, Attention, Factors, FlexArguments, Op
+from mstpass.graph.op_rows.row import HEAVY, PINNED, Attention, Factors, FlexArguments, Row
 from mstpass.graph.token_rules import collectives, grouped_matmul, matmul, scaled_matmul
 from mstpass.problem.op import POINTWISE, REALIZED, VIEW
 from mstpass.torch_internals.collectives import ALL_TO_ALL_OF_DTENSOR, NAMESPACE, WAITS, overloads
@@ -24,21 +24,21 @@ aten = torch.ops.aten
 
 
 # ---- products ------------------------------------------------------------------------------------
-def product_rows() -> dict[Any, Op]:
+def product_rows() -> dict[Any, Row]:
     rules = matmul.matmul_forward, matmul.matmul_backward, linear_matmul
     grouped = grouped_matmul.grouped_forward, grouped_matmul.grouped_backward
-    rows_by_expert = Op("matmul", *grouped, factors=Factors(grouped=True), repeat=PINNED)
+    rows_by_expert = Row("matmul", *grouped, factors=Factors(grouped=True), repeat=PINNED)
     sums_by_expert = dataclasses.replace(
         rows_by_expert, sums=grouped_matmul.summed_specs, factors=Factors(grouped=True, adds=True)
     )
-    by_expert = Op("other", mixes="the rows are grouped by expert", factors=Factors(grouped=True))
-    found: dict[Any, Op] = {
-        aten._scaled_mm.default: Op(
+    by_expert = Row("other", mixes="the rows are grouped by expert", factors=Factors(grouped=True))
+    found: dict[Any, Row] = {
+        aten._scaled_mm.default: Row(
             "matmul", scaled_matmul.scaled_forward, scaled_matmul.scaled_backward, factors=Factors()
         ),
         grouped_rows: rows_by_expert,
         grouped_sums: sums_by_expert,
-        **dict.fromkeys(("aten::_scaled_mm", "aten::_int_mm"), Op("other", factors=Factors())),
+        **dict.fromkeys(("aten::_scaled_mm", "aten::_int_mm"), Row("other", factors=Factors())),
         **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), by_expert),
         **dict.fromkeys(
             ("transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"),
@@ -52,14 +52,14 @@ def product_rows() -> dict[Any, Op]:
                 "mstpass::add_product_",
                 "mstpass::write_product_",
             ),
-            Op("other", workspace=row.PRODUCT, repeat=PINNED),
+            Row("other", workspace=row.PRODUCT, repeat=PINNED),
         ),
     }
     for op in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default):
         biased = op in matmul.BIASED
         factors = Factors(left=int(biased), batched="bmm" in str(op), adds=not biased)
-        found[name_of(op)] = Op("other", factors=factors, workspace=row.PRODUCT)
-        found[op] = Op(
+        found[name_of(op)] = Row("other", factors=factors, workspace=row.PRODUCT)
+        found[op] = Row(
             "matmul",
             *rules,
             sums=matmul.contracted_specs,
@@ -71,7 +71,7 @@ def product_rows() -> dict[Any, Op]:
 
 
 # ---- attention -----------------------------------------------------------------------------------
-def attention_rows() -> dict[Any, Op]:
+def attention_rows() -> dict[Any, Row]:
     """Fused attention; the names of the workspaces are those of memory/workspaces.py."""
     sdpa, flash, efficient = "aten::_scaled_dot_product_", "aten::_flash", "aten::_efficient"
     forward, backward = Attention(False, results=2), Attention(True, results=4)
@@ -97,25 +97,25 @@ def attention_rows() -> dict[Any, Op]:
     reason = "attention: every token reads other tokens"
     return {
         **{
-            name: Op("other", mixes=reason, attention=attention, workspace=workspace)
+            name: Row("other", mixes=reason, attention=attention, workspace=workspace)
             for name, (attention, workspace) in known.items()
         },
         # No loop over heads runs these.
-        f"{efficient}_attention_forward": Op(
+        f"{efficient}_attention_forward": Row(
             "other", attention=Attention(False, heads_dim=2), workspace=row.EFFICIENT
         ),
-        f"{efficient}_attention_backward": Op(
+        f"{efficient}_attention_backward": Row(
             "other",
             attention=Attention(True, heads_dim=2, mask_to_write=4),
             workspace=row.EFFICIENT_BACKWARD,
         ),
-        "aten::_cudnn_attention_backward": Op(
+        "aten::_cudnn_attention_backward": Row(
             "other", attention=Attention(True), workspace=row.CUDNN_BACKWARD
         ),
-        "flex_attention": Op(
+        "flex_attention": Row(
             "other", attention=Attention(False, results=3, flex=FlexArguments(3, 4, (3,)))
         ),
-        "flex_attention_backward": Op(
+        "flex_attention_backward": Row(
             "other",
             attention=Attention(True, results=3, flex=FlexArguments(7, 9, (7, 8))),
             workspace=row.FLEX_BACKWARD,
@@ -124,7 +124,7 @@ def attention_rows() -> dict[Any, Op]:
 
 
 # ---- collectives ---------------------------------------------------------------------------------
-def collective_rows() -> dict[Any, Op]:
+def collective_rows() -> dict[Any, Row]:
     names = {
         collectives.elementwise: ("all_reduce", "broadcast", "wait_tensor"),
         collectives.first_dim: (
@@ -133,17 +133,17 @@ def collective_rows() -> dict[Any, Op]:
             "all_to_all_single",
         ),
     }
-    found: dict[Any, Op] = {name: Op("other", runs=VIEW, repeat=PINNED) for name in WAITS}
+    found: dict[Any, Row] = {name: Row("other", runs=VIEW, repeat=PINNED) for name in WAITS}
     for rules, each in names.items():
         for name in (f"{NAMESPACE}::{op}" for op in each):
             runs = VIEW if name in WAITS else ""  # it returns the memory of the pending result
-            found |= dict.fromkeys(overloads((name,)), Op("collective", *rules, runs=runs))
-    exchanged = Op("collective", *collectives.gathered_and_divided)
+            found |= dict.fromkeys(overloads((name,)), Row("collective", *rules, runs=runs))
+    exchanged = Row("collective", *collectives.gathered_and_divided)
     return {**found, **dict.fromkeys(overloads((ALL_TO_ALL_OF_DTENSOR,)), exchanged)}
 
 
 # ---- the rest ------------------------------------------------------------------------------------
-def other_rows() -> dict[Any, Op]:
+def other_rows() -> dict[Any, Row]:
     """Ops that mix tokens, those that draw random numbers, and ops of mstpass itself."""
     random, counts = "draws random numbers", "counts over all elements"
     neighbours = "a convolution reads neighbouring positions"
@@ -160,14 +160,14 @@ def other_rows() -> dict[Any, Op]:
         "aten::equal": "compares whole tensors",
     }
     return {
-        **{name: Op("other", mixes=reason) for name, reason in reasons.items()},
+        **{name: Row("other", mixes=reason) for name, reason in reasons.items()},
         # Functions of a seed, which is a value of the graph, and of their position. They are pinned
         # although a second run would give the same numbers.
         **dict.fromkeys(
             ("prims::inductor_random", "prims::inductor_randint"),
-            Op("other", mixes=random, repeat=PINNED),
+            Row("other", mixes=random, repeat=PINNED),
         ),
-        "mst_loop": Op("other", repeat=HEAVY),  # the mode of its region says whether it may
-        "mstpass::realize": Op("other", runs=REALIZED, repeat=PINNED),
-        "mstpass::before_write": Op("other", runs=POINTWISE, repeat=PINNED),  # it becomes a copy
+        "mst_loop": Row("other", repeat=HEAVY),  # the mode of its region says whether it may
+        "mstpass::realize": Row("other", runs=REALIZED, repeat=PINNED),
+        "mstpass::before_write": Row("other", runs=POINTWISE, repeat=PINNED),  # it becomes a copy
     }

@@ -10,7 +10,7 @@ import torch
 
 from mstpass.graph import linearity
 from mstpass.graph.linearity import LinearRule, first_only, never
-from mstpass.graph.op_rows.row import Op
+from mstpass.graph.op_rows.row import Row
 from mstpass.graph.token_rules import along_dims, indexing, views
 from mstpass.graph.token_rules.pointwise import pointwise_backward
 from mstpass.problem.op import CALL, ITEM, SCATTER
@@ -19,8 +19,8 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-def view_rows() -> dict[Any, Op]:
-    view = Op(
+def view_rows() -> dict[Any, Row]:
+    view = Row(
         "view",
         views.view_forward,
         views.view_backward,
@@ -31,20 +31,20 @@ def view_rows() -> dict[Any, Op]:
     squeezed = dataclasses.replace(view, shape_arg=None)
     whole = dataclasses.replace(squeezed, backward=views.squeeze_all_backward, inverses=())
     order = (views.permute_forward, views.permute_backward)
-    permute = Op("view", *order, first_only, inverses=("permute",))
+    permute = Row("view", *order, first_only, inverses=("permute",))
     select = along_dims.select_forward, along_dims.select_backward
     along = along_dims.along(along_dims.dim_argument)
-    item = Op("view", *select, first_only, reads_elsewhere=True)
-    part = Op("view", *along, first_only, reads_elsewhere=True)
+    item = Row("view", *select, first_only, reads_elsewhere=True)
+    part = Row("view", *along, first_only, reads_elsewhere=True)
     return {
-        operator.getitem: Op(
+        operator.getitem: Row(
             "view", views.getitem_forward, views.getitem_backward, first_only, runs=ITEM
         ),
         **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), view),
         **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims), squeezed),
         aten.squeeze.default: whole,
         **dict.fromkeys((aten.permute.default, aten.t.default, aten.transpose.int), permute),
-        aten.expand.default: Op(
+        aten.expand.default: Row(
             "view",
             views.expand_forward,
             pointwise_backward,
@@ -54,7 +54,7 @@ def view_rows() -> dict[Any, Op]:
         ),
         **dict.fromkeys(
             (aten.view_as_complex.default, aten.view_as_real.default),
-            Op("view", views.complex_forward, views.complex_backward, first_only),
+            Row("view", views.complex_forward, views.complex_backward, first_only),
         ),
         **dict.fromkeys((aten.select.int, aten.unbind.int), item),
         **dict.fromkeys(
@@ -63,9 +63,9 @@ def view_rows() -> dict[Any, Op]:
     }
 
 
-def reduction_rows() -> dict[Any, Op]:
-    def reduction(kind: str, linear: LinearRule, sums: bool = False) -> Op:
-        return Op(kind, along_dims.reduce_forward(sums), along_dims.reduce_backward, linear)
+def reduction_rows() -> dict[Any, Row]:
+    def reduction(kind: str, linear: LinearRule, sums: bool = False) -> Row:
+        return Row(kind, along_dims.reduce_forward(sums), along_dims.reduce_backward, linear)
 
     others = (
         aten.amax.default,
@@ -96,22 +96,22 @@ def reduction_rows() -> dict[Any, Op]:
         **dict.fromkeys((aten.mean.dim, aten.mean.default), mean),
         **dict.fromkeys(others, reduction("reduce", never)),
         **dict.fromkeys(selections, reduction("sort", never)),
-        aten.native_layer_norm.default: Op(
+        aten.native_layer_norm.default: Row(
             "reduce", along_dims.norm_forward, along_dims.norm_backward
         ),
     }
 
 
-def rows_along_dims() -> dict[Any, Op]:
+def rows_along_dims() -> dict[Any, Row]:
     def along(
         linear: LinearRule = never,
         worked_dims: along_dims.WorkedDims = along_dims.dim_argument,
         kind: str = "index",
         reads_elsewhere: bool = True,
         **known: Any,
-    ) -> Op:
+    ) -> Row:
         rules = along_dims.along(worked_dims)
-        return Op(kind, *rules, linear, reads_elsewhere=reads_elsewhere, **known)
+        return Row(kind, *rules, linear, reads_elsewhere=reads_elsewhere, **known)
 
     in_place = along(reads_elsewhere=False)
     triangle = along(first_only, along_dims.last_two, reads_elsewhere=False)
@@ -136,9 +136,9 @@ def rows_along_dims() -> dict[Any, Op]:
         aten.cumsum.default: along(first_only, runs=CALL),  # a loop nest of its own
         aten.gather.default: along(first_only),
         aten.cat.default: cat,
-        aten.stack.default: Op("index", *stacked, linearity.linear_cat, reads_elsewhere=True),
+        aten.stack.default: Row("index", *stacked, linearity.linear_cat, reads_elsewhere=True),
         aten.slice_scatter.default: along(linearity.sum_of(0, 1), pads=True),
-        aten.select_scatter.default: Op(
+        aten.select_scatter.default: Row(
             "index", *inserted, linearity.sum_of(0, 1), reads_elsewhere=True, pads=True
         ),
         aten.constant_pad_nd.default: along(linearity.linear_pad, along_dims.padded, pads=True),
@@ -149,15 +149,15 @@ def rows_along_dims() -> dict[Any, Op]:
             along(first_only, along_dims.dims_argument),
         ),
         **dict.fromkeys((aten.tril.default, aten.triu.default), triangle),
-        aten.repeat.default: Op("index", *repeated, first_only, reads_elsewhere=True),
+        aten.repeat.default: Row("index", *repeated, first_only, reads_elsewhere=True),
     }
 
 
-def index_rows() -> dict[Any, Op]:
+def index_rows() -> dict[Any, Row]:
     rules = indexing.index_forward, indexing.index_backward
-    read = Op("index", *rules, first_only, reads_elsewhere=True)
+    read = Row("index", *rules, first_only, reads_elsewhere=True)
     looked_up = indexing.embedding_forward, indexing.embedding_backward
-    write = Op(
+    write = Row(
         "write",
         indexing.put_forward,
         indexing.put_backward,
@@ -167,10 +167,10 @@ def index_rows() -> dict[Any, Op]:
         runs=SCATTER,
     )
     return {
-        aten.embedding.default: Op("index", *looked_up, reads_elsewhere=True),
+        aten.embedding.default: Row("index", *looked_up, reads_elsewhere=True),
         **dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), read),
         **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), write),
-        "aten::_unsafe_masked_index_put_accumulate": Op(
+        "aten::_unsafe_masked_index_put_accumulate": Row(
             "other",
             mixes="adds rows at indices that depend on the token",
             added_rows=3,

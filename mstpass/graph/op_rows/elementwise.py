@@ -13,7 +13,7 @@ import torch
 
 from mstpass.graph import linearity
 from mstpass.graph.linearity import LinearRule, first_only, never
-from mstpass.graph.op_rows.row import Op
+from mstpass.graph.op_rows.row import Row
 from mstpass.graph.token_rules.pointwise import (
     created_backward,
     created_forward,
@@ -27,17 +27,17 @@ prims = torch.ops.prims
 _POSITIVE = (0.0, math.inf)
 
 
-def pointwise(linear: LinearRule = never, **known: Any) -> Op:
+def pointwise(linear: LinearRule = never, **known: Any) -> Row:
     """The row of a pointwise op, with what is known of it besides."""
-    return Op("pointwise", pointwise_forward, pointwise_backward, linear, **known)
+    return Row("pointwise", pointwise_forward, pointwise_backward, linear, **known)
 
 
-def _function(low: float = -math.inf, high: float = math.inf, **known: Any) -> Op:
+def _function(low: float = -math.inf, high: float = math.inf, **known: Any) -> Row:
     """The row of a function of one number, with the range of its values."""
     return pointwise(range=(low, high), **known)
 
 
-def pointwise_rows() -> dict[Any, Op]:
+def pointwise_rows() -> dict[Any, Row]:
     return {
         aten.add.Tensor: pointwise(linearity.sum_of(0, 1), inverses=("sum", "rotary")),
         aten.sub.Tensor: pointwise(linearity.sum_of(0, 1), inverses=("sum",)),
@@ -91,13 +91,13 @@ def pointwise_rows() -> dict[Any, Op]:
         ),
         aten.clone.default: pointwise(first_only, copies=True, inverses=("copy",)),
         aten.copy.default: pointwise(),
-        # Linear if the new dtype only rounds: see ``Op.is_linear``.
+        # Linear if the new dtype only rounds: see ``Row.is_linear``.
         prims.convert_element_type.default: pointwise(first_only, copies=True, inverses=("cast",)),
     }
 
 
-def created_rows() -> dict[Any, Op]:
-    created = Op("create", created_forward, created_backward, shape_arg=0)
+def created_rows() -> dict[Any, Row]:
+    created = Row("create", created_forward, created_backward, shape_arg=0)
     like = dataclasses.replace(created, shape_arg=None)
     constant = dataclasses.replace(like, backward=iota_backward)
     return {

@@ -1,4 +1,4 @@
-"""What the passes know of an op: one ``Op`` for each, the rows of the op table.
+"""What the passes know of an op: one ``Row`` for each, the rows of the op table.
 
 A row says where tokens go, in which operands the op is linear, what it costs, whether backward may
 run it again, how its operands follow from its result, and what Inductor makes of it. Whatever a row
@@ -97,7 +97,7 @@ def mixes_tokens(node: fx.Node, *_: object) -> Refusal:
 
 
 @dataclasses.dataclass(frozen=True)
-class Op:
+class Row:
     """A row of the table.
 
     Attributes:
