@@ -19,10 +19,10 @@ from mstpass import pipeline
 from mstpass.bench.huggingface_architecture import TINY, Architecture
 from mstpass.bench.huggingface_architectures import architectures
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.token_dataflow import missing_ops
 from mstpass.options import Options
 from mstpass.torch_internals.aot_autograd import merge_equal_nodes
 from tests.checks import check_against_float64, compiled, errors, gradients, joint_graph
+from tests.token_dataflow import missing_ops
 
 pytest.importorskip("transformers")
 

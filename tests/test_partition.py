@@ -21,7 +21,7 @@ from mstpass.options import Options
 from mstpass.partition.solvers.checkpoints import checkpoints
 from mstpass.partition.solvers.min_cut import cut, min_cut, network_of
 from mstpass.partition.solvers.peak_search import peak_search
-from mstpass.partition.solvers.spend_slack import with_slack_spent
+from mstpass.partition.solvers.spend_slack import slack_spent
 from mstpass.problem.op import CALL, INPUT, ITEM, VIEW
 from mstpass.problem.problem import CutProblem, Plan, Value
 from mstpass.problem.saved_set import recomputed
@@ -186,7 +186,7 @@ def test_slack_is_spent_on_the_slowest_ops() -> None:
     problem = _attentions(blocks=12).allowing(True)
     least = peak_search(problem, 0)
     memory = step_memory(problem, least.saved, least.nested)
-    room = with_slack_spent(problem, least, memory.peak_bytes + 2 * 11)
+    room = slack_spent(problem, least, memory.peak_bytes + 2 * 11).plan
     again = [name for name in recomputed(problem, room.saved) if name.startswith("a")]
     before = [name for name in recomputed(problem, least.saved) if name.startswith("a")]
     assert len(again) <= len(before) - 2
@@ -200,7 +200,7 @@ def test_slack_is_spent_on_large_graphs_too() -> None:
     problem = dataclasses.replace(problem, values=values)
     assert len(problem.values) + len(problem.backward) > 40_000
     least = Plan(frozenset(value.name for value in values if value.name[0] == "x"))
-    room = with_slack_spent(problem, least, sum(value.bytes for value in values) + 20)
+    room = slack_spent(problem, least, sum(value.bytes for value in values) + 20).plan
     assert step_us(problem, room.saved) < 0.6 * step_us(problem, least.saved)
 
 

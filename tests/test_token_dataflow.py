@@ -12,10 +12,10 @@ from torch import fx, nn
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.token_dataflow import Dataflow, Mixed, missing_ops, token_dims
 from mstpass.graph.tokens import SUM, WHOLE, Refusal
 from tests.checks import joint_graph
 from tests.models import MLPS, Block, TinyLM, next_token_loss
+from tests.token_dataflow import Dataflow, Mixed, missing_ops, token_dims
 
 B, S, D, VOCAB = 2, 24, 32, 600
 

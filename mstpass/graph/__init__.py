@@ -5,7 +5,6 @@ op_table.py, ops.py           what is known about each op: its row in op_rows/; 
                               linearity.py: the rules that rows refer to
 tokens.py, chunk_form.py      token dims, and a node for one chunk of tokens
 heads.py, axes.py             dims of heads; what tokens and heads have in common
-token_dataflow.py             the token dims of all values of a graph
 sizes.py                      symbolic sizes
 products.py, attention_work.py, loop_work.py, traffic.py    products, attention, loops and traffic
 node_cost.py                  operations and time of a node

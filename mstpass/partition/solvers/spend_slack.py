@@ -44,16 +44,12 @@ class _Move:
     saved: frozenset[str] = frozenset()
 
 
-def with_slack_spent(problem: CutProblem, plan: Plan, budget_bytes: int) -> Plan:
+def slack_spent(problem: CutProblem, plan: Plan, budget_bytes: int) -> MeasuredPlan:
     """A plan within the budget that takes at most the time of the given one.
 
-    If the given plan exceeds the budget itself, its own peak is the limit.
+    If the given plan exceeds the budget itself, its own peak is the limit. Peaks are those that
+    copies of cheap values lower.
     """
-    return slack_spent(problem, plan, budget_bytes).plan
-
-
-def slack_spent(problem: CutProblem, plan: Plan, budget_bytes: int) -> MeasuredPlan:
-    """The same, with its peak and time. Peaks are those that copies of cheap values lower."""
     step = simulate_plan(problem, plan)
     start = MeasuredPlan(plan, step.lowered_peak_bytes, step.us)
     size = len(problem.values) + len(problem.backward)
