@@ -3,6 +3,8 @@
 pure    nothing is written but what the body has made itself; no rank waits for another
 fits    one input for each operand, with its shape and dtype; results as the loop says
 
+A body has the symbolic sizes of the batch that was traced (loops/body/build.py).
+
 The strides of a body's inputs are those of rows of their own. The lowering traces the body again,
 with those of the operands, so ops in it that need others copy.
 """
@@ -18,7 +20,7 @@ from torch import fx
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import STACK
-from mstpass.graph.sizes import generic_shape
+from mstpass.graph.sizes import hint_shape
 from mstpass.passes.values import difference, layout_difference
 from mstpass.torch_internals.fake_tensors import storage_key
 from mstpass.torch_internals.graphs import OpOverload, schema_of
@@ -69,7 +71,7 @@ def _operand_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
         chunk = given if rows is None else _rows_like(given, taken)
         if chunk is None:
             yield "its body has an input of another shape than its operand's chunks"
-        elif found := layout_difference(taken, chunk, strides=False):
+        elif found := layout_difference(taken, chunk, of_traced_batch=True):
             yield f"an input of its body: {found}"
 
 
@@ -93,7 +95,7 @@ def _result_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
         return
     for (kind, _, dtype), part, result in zip(specs, parts, returned, strict=True):
         start = 1 if kind == STACK else 0
-        shapes = list(generic_shape(part))[start:], list(generic_shape(result))[start:]
+        shapes = hint_shape(part)[start:], hint_shape(result)[start:]
         if shapes[0] != shapes[1]:
             yield f"its body returns {tuple(part.shape)} for a result {tuple(result.shape)}"
         if not part.dtype == dtype == result.dtype:

@@ -19,7 +19,7 @@ from mstpass.graph.builder import fake_mode_of
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.renew_values import defined_strides
-from mstpass.graph.sizes import depends_on_data, generic, generic_shape
+from mstpass.graph.sizes import depends_on_data, generic, generic_shape, hint_shape
 from mstpass.graph.view_storages import may_be_view
 from mstpass.torch_internals.fake_tensors import storage_key, without_guards
 from mstpass.torch_internals.graphs import OpOverload, schema_of
@@ -58,19 +58,22 @@ def difference(node: fx.Node, storages: bool = True) -> str:
     return ""
 
 
-def layout_difference(recorded: torch.Tensor, value: torch.Tensor, strides: bool = True) -> str:
+def layout_difference(
+    recorded: torch.Tensor, value: torch.Tensor, of_traced_batch: bool = False
+) -> str:
     """How two fake tensors differ; empty if they do not.
 
     Args:
-        strides: compare these, too.
+        of_traced_batch: compare sizes as in the batch that was traced, and no strides.
     """
-    if list(generic_shape(recorded)) != list(generic_shape(value)):
+    shape_of = hint_shape if of_traced_batch else generic_shape
+    if list(shape_of(recorded)) != list(shape_of(value)):
         return f"shape is recorded as {tuple(recorded.shape)}, but is {tuple(value.shape)}"
     if recorded.dtype != value.dtype:
         return f"dtype is recorded as {recorded.dtype}, but is {value.dtype}"
     if recorded.device != value.device:
         return f"device is recorded as {recorded.device}, but is {value.device}"
-    if strides and defined_strides(recorded) != defined_strides(value):
+    if not of_traced_batch and defined_strides(recorded) != defined_strides(value):
         return f"strides are recorded as {recorded.stride()}, but is {value.stride()}"
     return ""
 
