@@ -24,6 +24,7 @@ from mstpass.graph.checkpoint_policies import policies_of, tag_of
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import STACK, SUM, OutputSpec, mst_loop
 from mstpass.graph.node_meta import inside_meta, origin_meta, policy_meta, replacement_meta
+from mstpass.graph.renew_values import Renewal
 from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.build import body_key, build_body
@@ -99,9 +100,12 @@ class LoopWriter:
             aten.full.default, list(value.shape), 1, dtype=value.dtype, device=value.device
         )
         extended = {**env, unit: one}
+        renewal = Renewal(self.builder.graph)
+        renewal.replaced(unit, one)
         for name in loop.prelude:
             node = self.joint.by_name[name]
             copy = self.builder.graph.node_copy(node, extended.__getitem__)
+            renewal.renew(copy)
             extended[node] = copy
         return extended
 
