@@ -91,7 +91,7 @@ def _run_chunks(node: fx.Node, values: dict[fx.Node, Any], spec: Spec) -> None:
     needs = ops.operand_specs(node, spec)
     assert not isinstance(needs, Refusal), needs
     row = ops.lookup(node)
-    assert isinstance(row, op_table.Op)
+    assert isinstance(row, op_table.Row)
     shape = _shapes(node.meta["val"])[0]
     count = token_count(shape, spec)
     for operand, need in needs.items():
