@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 
 import networkx as nx
 
-from mstpass.partition.solvers.candidate import Candidate, baseline, fewest_saved_bytes, lowest
+from mstpass.partition.solvers.candidate import Candidate, by_torch, fewest_saved_bytes, lowest
 from mstpass.partition.solvers.choose_modes import first_modes, mode_us, op_times, whole_modes
 from mstpass.partition.solvers.memory_lower_bounds import certain_bytes
 from mstpass.partition.solvers.min_cut import complete
@@ -33,11 +33,11 @@ _STEPS = 16  # sizes of a part that are told apart
 def within_free_time(problem: CutProblem, found: Candidate) -> Candidate:
     """The plan, or a faster one if it takes more time than the free plan may.
 
-    A plan stays as it is where regions must keep their loops. Where nothing is known of what
-    Inductor alone would do, the step without loops stands for it.
+    A plan stays as it is where regions must keep their loops, and where nothing is known of what
+    Inductor alone would do.
     """
-    alone = problem.once(baseline)
-    if not all(map(_may_stay_whole, problem.regions)):
+    alone = problem.once(by_torch)
+    if alone is None or not all(map(_may_stay_whole, problem.regions)):
         return found
     limit_us = (1 + problem.free_overhead) * alone.us
     if found.us <= limit_us:
