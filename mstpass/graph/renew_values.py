@@ -18,7 +18,7 @@ from mstpass.graph import ops
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.sizes import depends_on_data, generic_shape, generic_stride, is_dense
+from mstpass.graph.sizes import depends_on_data, generic_shape, generic_stride
 from mstpass.graph.view_storages import may_be_view
 
 aten = torch.ops.aten
@@ -70,16 +70,14 @@ class Renewal:
     def with_layout_of(self, new: fx.Node, old: fx.Node) -> fx.Node:
         """The value with the strides that are recorded for another node: what a step returns.
 
-        Raises:
-            CannotRenew: the recorded strides are not those of a copy.
+        It stays as it is where those are not the strides of a copy, as an expanded value's are.
         """
         recorded, value = value_of(old), value_of(new)
         if recorded is None or value is None or defined_strides(recorded) == defined_strides(value):
             return new
-        if not is_dense(recorded):
-            raise CannotRenew(f"the step returns {old.name} with other strides")
-        strides = generic_stride(recorded)
-        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        order = order_of_copy(recorded)
+        if order is None:
+            return new
         call: Any = Builder(self.graph, fake_mode_of([new])).call
         rows = call(aten.permute.default, new, order)
         copy = call(aten.clone.default, rows, memory_format=torch.contiguous_format)
@@ -108,6 +106,18 @@ def _compute(node: fx.Node) -> None:
         Builder(node.graph, fake_mode_of((node, *node.all_input_nodes))).compute_value(node)
     except Exception as error:
         raise CannotRenew(f"{node.name} cannot read other strides: {error}") from error
+
+
+def order_of_copy(tensor: torch.Tensor) -> list[int] | None:
+    """The dims in the order in which they lie in memory; None if they do not fill a block of it."""
+    shape, strides = generic_shape(tensor), generic_stride(tensor)
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    expected = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != expected:
+            return None
+        expected *= shape[dim]
+    return order
 
 
 def layout_of(node: fx.Node) -> list[object]:

@@ -22,13 +22,16 @@ from mstpass.graph.renew_values import defined_strides
 from mstpass.graph.sizes import depends_on_data, generic, generic_shape, hint_shape
 from mstpass.graph.view_storages import may_be_view
 from mstpass.torch_internals.fake_tensors import storage_key, without_guards
-from mstpass.torch_internals.graphs import OpOverload, schema_of
+from mstpass.torch_internals.graphs import HigherOrderOperator, OpOverload, schema_of
 
 
 def signature(node: fx.Node) -> object:
     """The same for two nodes with one op, one recorded value, and operands of the same values."""
     arguments = fx.map_arg((node.args, node.kwargs), lambda n: id(n.meta.get("val", n.target)))
     return node.target, id(node.meta.get("val")), arguments
+
+
+_LOOPS = (mst_loop, torch.ops.higher_order.while_loop)
 
 
 def difference(node: fx.Node, storages: bool = True) -> str:
@@ -53,7 +56,9 @@ def difference(node: fx.Node, storages: bool = True) -> str:
     for known, now in zip(results, values, strict=True):
         if found := layout_difference(known, now):
             return found
-        if storages and may_be_view(node) and _shared_with(node, known) != _shared_with(node, now):
+        if not storages or not may_be_view(node) or _is_item_of_subgraph(node):
+            continue
+        if _shared_with(node, known) != _shared_with(node, now):
             return "is recorded with another storage than that of the value that it is a view of"
     return ""
 
@@ -90,6 +95,14 @@ def _is_computed(node: fx.Node) -> bool:
     if any("val" not in n.meta for n in node.all_input_nodes):
         return False
     return not any(map(_has_unknown_size, (node, *node.all_input_nodes)))
+
+
+def _is_item_of_subgraph(node: fx.Node) -> bool:
+    """Whether it is a result of a higher-order op but a loop: its storage is the tracer's."""
+    if node.target is not operator.getitem:
+        return False
+    target = node.all_input_nodes[0].target
+    return isinstance(target, HigherOrderOperator) and target not in _LOOPS
 
 
 def _is_arithmetic(node: fx.Node) -> bool:

@@ -42,6 +42,7 @@ from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
 from mstpass.graph.loop_op import fitted_length
+from mstpass.graph.renew_values import CannotRenew
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
 from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
@@ -79,7 +80,7 @@ def build_body(
     """
     try:
         return _Body(joint, plan, loop, builder, accumulate).build()
-    except UnknownSize as error:
+    except (UnknownSize, CannotRenew) as error:
         raise CannotTake(joint.by_name[loop.members[0]], str(error)) from None
 
 
