@@ -42,7 +42,7 @@ from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
 from mstpass.graph.loop_op import fitted_length
-from mstpass.graph.renew_values import CannotRenew
+from mstpass.graph.renew_values import CannotRenew, renew_value
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
 from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
@@ -150,6 +150,9 @@ class _Body:
             write_gradients_in_place(self.builder, self.symbolic)
         materialize_row_values(self.builder.graph)
         rematerialize_at_readers(self.builder.graph)
+        for node in list(self.builder.graph.nodes):
+            if node.op == "call_function":
+                renew_value(node)  # what a rewrite put before it may have other strides
         if self.traced:
             self.builder.compute_values(self.traced)
         return list(output.args[0])

@@ -18,7 +18,6 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import value_of
-from mstpass.graph.renew_values import Renewal
 
 aten = torch.ops.aten
 _RESHAPES = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim)
@@ -29,9 +28,7 @@ def eliminate_common_subexpressions(builder: Builder) -> None:
     """Keep the first of all equal nodes of the graph, in place."""
     first_of: dict[Hashable, fx.Node] = {}  # by key
     kept: dict[fx.Node, fx.Node] = {}  # for each node the one that stays
-    renewal = Renewal(builder.graph)  # equal values may have other strides
     for node in list(builder.graph.nodes):
-        renewal.renew(node)
         if _only_adds_or_drops_ones(node):
             kept[node] = kept[node.all_input_nodes[0]]
             continue
@@ -41,7 +38,6 @@ def eliminate_common_subexpressions(builder: Builder) -> None:
             with builder.graph.inserting_before(node):
                 reshaped = _with_rank_of(builder, kept[node], node)
             kept[reshaped] = kept[node]
-            renewal.replaced(node, reshaped)
             node.replace_all_uses_with(reshaped)
             builder.graph.erase_node(node)
 
