@@ -49,8 +49,10 @@ class Fact:
 
 
 def _inexact(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
+    # A copy under another name has the recorded value itself.
+    original = {id(node.meta["val"]): node for node in before.nodes if "val" in node.meta}
     for node in after.nodes:
-        old = before.by_name.get(node.name)
+        old = before.by_name.get(node.name) or original.get(id(node.meta.get("val")))
         if old is not None and (node is old or signature(node) == signature(old)):
             continue
         found = difference(node)
