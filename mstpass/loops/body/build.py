@@ -150,11 +150,12 @@ class _Body:
             write_gradients_in_place(self.builder, self.symbolic)
         materialize_row_values(self.builder.graph)
         rematerialize_at_readers(self.builder.graph)
+        if self.traced:
+            self.builder.compute_values(self.traced)
+            return list(output.args[0])
         for node in list(self.builder.graph.nodes):
             if node.op == "call_function":
                 renew_value(node)  # what a rewrite put before it may have other strides
-        if self.traced:
-            self.builder.compute_values(self.traced)
         return list(output.args[0])
 
     @property
