@@ -103,7 +103,8 @@ class JointGraph:
         self.by_name: dict[str, fx.Node] = {n.name: n for n in self.nodes}
         self.output = self.nodes[-1]
         outputs = self.output.args[0]
-        assert isinstance(outputs, tuple | list)
+        if not isinstance(outputs, tuple | list):  # a subgraph's, as of FlexAttention
+            outputs = (outputs,)
         self.forward_outputs = [n for n in outputs[:num_fwd_outputs] if isinstance(n, fx.Node)]
         self.backward_outputs = [n for n in outputs[num_fwd_outputs:] if isinstance(n, fx.Node)]
         self._results: dict[object, Any] = {}
