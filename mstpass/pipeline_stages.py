@@ -103,11 +103,20 @@ def _members(candidate: RegionCandidates) -> list[str]:
 
 
 def _holder(node: fx.Node, members: Sequence[Sequence[str]]) -> int:
-    """The position of the region that has the node among its members, else of one that reads it."""
-    for name in (node.name, *(user.name for user in node.users)):
-        for position, names in enumerate(members):
-            if name in names:
-                return position
+    """The position of the region that has the node among its members, else of one that reads it.
+
+    Else it is the nearest of those from which the node is computed.
+    """
+    found = dict.fromkeys((node, *node.users))  # the nearest first
+    behind = [node]
+    for other in behind:  # it grows
+        operands = [operand for operand in other.all_input_nodes if operand not in found]
+        found.update(dict.fromkeys(operands))
+        behind += operands
+    position = {name: i for i, names in reversed(list(enumerate(members))) for name in names}
+    for other in found:
+        if other.name in position:
+            return position[other.name]
     raise ValueError(f"no region has a loop that holds or reads {node.name}")
 
 

@@ -380,3 +380,18 @@ def test_times_of_passes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger=publish_module.__name__):
         publish_module.publish(Report(Outcome()), {"read": 0.5}, {"copies": 0.25})
     assert "planning time: read 0.500 s\n  of it in passes: copies 0.250 s" in caplog.text
+
+
+def test_what_cannot_be_written_behind_a_region_costs_its_loops() -> None:
+    """A value whose op cannot read new strides may be far behind the region that has them."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first, second = (graph.call_function(aten.relu.default, (x,), name=n) for n in "ab")
+    last = graph.call_function(
+        aten.add.Tensor, (graph.call_function(aten.neg.default, (second,)), x)
+    )
+    members = [[first.name], [second.name]]
+    assert pipeline_stages._holder(second, members) == 1
+    assert pipeline_stages._holder(last, members) == 1
+    with pytest.raises(ValueError, match="no region"):
+        pipeline_stages._holder(x, [["elsewhere"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -10,11 +11,12 @@ from hypothesis import strategies as st
 
 from mstpass.memory.simulate_plan import simulate_plan, step_memory
 from mstpass.partition.solvers import SOLVERS
-from mstpass.partition.solvers.memory_lower_bounds import lower_bounds
+from mstpass.partition.solvers.memory_lower_bounds import highest_call_bytes, lower_bounds
 from mstpass.partition.solvers.milp import prove
 from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.apply_modes import with_modes
-from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.op import CALL, INPUT, VIEW
+from mstpass.problem.problem import CutProblem, Loop, LoopResult, Mode, Plan, RegionModes, Value
 from mstpass.problem.saved_set import recomputed
 from mstpass.problem.verify import verify
 from tests.checks import examples
@@ -80,6 +82,32 @@ def test_memory_bounds_are_below_the_simulation(problem: CutProblem) -> None:
             for bound in found:
                 simulated = (forward if bound.in_forward else backward)[bound.node]
                 assert bound.bytes_of(saved, again) <= simulated, (name, bound)
+
+
+@given(problem=steps())
+@settings(EXAMPLES, max_examples=examples(100))
+def test_no_plan_needs_less_than_a_call_outside_of_loops(problem: CutProblem) -> None:
+    """Nor does one with cheap values computed twice. The search leaves families out by this."""
+    bound = highest_call_bytes(problem)
+    event(f"bound: {bound > 0}")
+    for plan, peak_bytes, _ in every_plan(problem):
+        assert bound <= peak_bytes
+        assert bound <= simulate_plan(problem, plan).lowered_peak_bytes
+
+
+def test_a_call_needs_its_operands_results_and_workspace() -> None:
+    values = (
+        Value("x", 7, kind=INPUT, free=True),
+        Value("a", 10, ("x",), CALL),
+        Value("view", 0, ("a",), VIEW, savable=False),
+        Value("b", 20, ("view", "x"), CALL, inner_bytes=5),
+        Value("unused", 100, ("a",), CALL),
+    )
+    loop = Loop("loop:b", ("b",), ("view", "x"), (LoopResult("b", 20),), 1, 1.0)
+    problem = CutProblem(values, outputs=("b",))
+    assert highest_call_bytes(problem) == 35
+    regions = (RegionModes("b", (Mode("whole"), Mode("save", (loop,)))),)
+    assert highest_call_bytes(dataclasses.replace(problem, regions=regions)) == 10
 
 
 @pytest.mark.parametrize("name", SEQUENCES)

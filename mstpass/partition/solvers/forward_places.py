@@ -23,9 +23,7 @@ from mstpass.problem.problem import CutProblem
 
 _BOUNDS = 16  # bounds T that are tried
 _NEXT_BOUND = 0.75  # of the widest segment that the last bound led to
-_POSITIONS_COMPARED = (
-    4  # positions on either side of a place; at none of them fewer bytes are alive
-)
+_POSITIONS_COMPARED = 4  # on either side of a place: at none of them fewer bytes are alive
 
 
 class ForwardPlaces:

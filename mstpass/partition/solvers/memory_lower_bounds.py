@@ -78,7 +78,8 @@ def highest_call_bytes(problem: CutProblem) -> int:
     """A lower bound of the peak of every plan of a problem with open regions.
 
     The most bytes that a single call outside of all loops needs: of its operands, its results and
-    its workspace. The inputs of the step do not count.
+    its workspace. The inputs of the step do not count, nor does what a loop may compute, whose
+    buffer may be another one.
     """
     ops = {op.name: op for op in (*problem.values, *problem.backward)}
     modes = (mode for region in problem.regions for mode in region.modes)
@@ -94,7 +95,7 @@ def highest_call_bytes(problem: CutProblem) -> int:
             continue
         live.update(op.inputs)
         if op.kind == CALL and op.name not in inside:
-            read = {_base(ops, name) for name in op.inputs if not _is_view_of(ops, name, inside)}
+            read = {_base(ops, name) for name in op.inputs if not _shows(ops, name, inside)}
             held = (ops[name] for name in read if ops[name].kind not in (INPUT, CONSTANT))
             read_bytes = sum(value.bytes for value in held if not value.free)
             written_bytes = results.get(op.name, op.bytes)
@@ -102,15 +103,11 @@ def highest_call_bytes(problem: CutProblem) -> int:
     return highest
 
 
-def _is_view_of(ops: Mapping[str, Value], name: str, values: Set[str]) -> bool:
-    """Whether a name is that of a view of one of the values, or of a view among them."""
-    while ops[name].kind == VIEW and ops[name].inputs:
-        if name in values:
-            return True
+def _shows(ops: Mapping[str, Value], name: str, values: Set[str]) -> bool:
+    """Whether a value is one of these, or a view of one."""
+    while name not in values and ops[name].kind == VIEW and ops[name].inputs:
         name = ops[name].inputs[0]
-        if name in values:
-            return True
-    return False
+    return name in values
 
 
 class _Reads:
