@@ -59,6 +59,7 @@ def _run(job: Job, row: str) -> None:
         report = Path(folder) / "report.xml"
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"),
+            *("-p", "no:benchmark"),  # it warns about xdist, and here warnings are errors
             *(["-n", str(_PROCESSES)] if find_spec("xdist") is not None else []),
             *(f"--junitxml={report}", f"{FOLDER}/{row}"),
         ]
