@@ -32,6 +32,7 @@ from typing import Any
 
 from torch import fx
 
+from mstpass.graph.joint import JointGraph
 from mstpass.torch_internals.collectives import (
     ALL_TO_ALL_OF_DTENSOR,
     BETWEEN_TWO,
@@ -44,6 +45,11 @@ from mstpass.torch_internals.graphs import OpOverload, schema_of
 def is_collective(node: fx.Node) -> bool:
     """Whether the op exchanges data with other ranks. Waiting for the result does not count."""
     return node.op == "call_function" and _is_collective_op(node.target)
+
+
+def collectives_of(joint: JointGraph) -> tuple[fx.Node, ...]:
+    """The collectives of a graph, in its order."""
+    return tuple(node for node in joint.nodes if is_collective(node))
 
 
 @functools.cache

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_mode_of
-from mstpass.graph.collectives import is_collective
+from mstpass.graph.collectives import collectives_of
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.renew_values import CannotRenew, Renewal
@@ -115,7 +115,7 @@ class _GraphWriter:
         for name, (_, loop) in self.loop_of.items():
             for item in loop.outputs:
                 self.producers.setdefault(joint.by_name[item.node], (name, item))
-        collectives = [node for node in joint.nodes if is_collective(node)]
+        collectives = joint.cached(collectives_of)
         self.earlier = dict(itertools.pairwise(reversed(collectives)))  # the collective before each
 
     def write(self) -> fx.GraphModule:

@@ -20,14 +20,14 @@ from collections.abc import Mapping, Set
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.collectives import is_collective
+from mstpass.graph.collectives import collectives_of, is_collective
 from mstpass.graph.joint import JointGraph
 
 
 def rounds(joint: JointGraph, members: Mapping[fx.Node, object]) -> dict[fx.Node, int]:
     """The round of each member; 0 for all of them if no collective stands between them."""
     found = dict.fromkeys(members, 0)
-    if not any(map(is_collective, joint.nodes)):
+    if not joint.cached(collectives_of):
         return found
     inside: dict[fx.Node, int] = {}  # members that depend on a product of the region
     outside: dict[fx.Node, int] = {}  # other values that do: the round that may read them

@@ -6,6 +6,7 @@ tangent are the problem's backward, all others its forward values.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Set
 
 from torch import fx
@@ -48,18 +49,7 @@ def cut_problem(
         scatters_delayed: as in ``memory.simulate_graph.simulate_step``.
         host: the host memory that saved values may use.
     """
-    # The caller holds what forward returns to it; what backward returns is not read by an op.
-    held = {ops.base_of(n) for n in (*joint.forward_outputs, *joint.backward_outputs)}
-    nodes = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
-    names, policies = {n.name for n in nodes}, policies_of(joint)
-    forward, backward = (
-        tuple(
-            _value(joint, n, names, policies, scatters_delayed, host is None or n in held)
-            for n in nodes
-            if (n in joint.backward) == in_backward
-        )
-        for in_backward in (False, True)
-    )
+    forward, backward = joint.cached(_Values(scatters_delayed, host is not None))
     written = (*joint.forward_outputs, *joint.forward_writes)
     gradients = tuple(n.name for n in joint.backward_outputs)
     return CutProblem(
@@ -70,6 +60,30 @@ def cut_problem(
         regions=regions,
         host=host,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """The values of the forward, and those of the backward.
+
+    Attributes:
+        to_host: saved values may cross by way of the host.
+    """
+
+    scatters_delayed: bool
+    to_host: bool
+
+    def __call__(self, joint: JointGraph) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+        # The caller holds what forward returns to it; what backward returns is not read by an op.
+        held = {ops.base_of(n) for n in (*joint.forward_outputs, *joint.backward_outputs)}
+        nodes = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
+        names, policies = {n.name for n in nodes}, policies_of(joint)
+        stays = held if self.to_host else set(nodes)
+        values = {
+            n: _value(joint, n, names, policies, self.scatters_delayed, n in stays) for n in nodes
+        }
+        forward = tuple(value for n, value in values.items() if n not in joint.backward)
+        return forward, tuple(value for n, value in values.items() if n in joint.backward)
 
 
 def _value(

@@ -27,16 +27,17 @@ Such plans may repeat matmuls and attention: they pay time for memory.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.forward_places import ForwardPlaces
 from mstpass.partition.solvers.min_cut import complete
+from mstpass.partition.solvers.peak_floor import PeakFloor
 from mstpass.problem.problem import CutProblem, Plan, is_loop
 from mstpass.problem.saved_set import read_by_backward
 
-_HIGHER = 3  # sets of places tried after the best one, for which the peak has risen
+_HIGHER = 3  # sets of places looked at on either side of the best one, whose peaks are no lower
 _FINE = 3  # sets of places that fine places are taken from
 _SPREAD = 2.0  # numbers of places are those of ``nested_checkpoints``, up to this factor
 
@@ -65,13 +66,22 @@ class Checkpoints:
         """The plan, for a problem in which ``modes`` are chosen."""
         return Plan(self.saved, modes, self.simulation.nested, inner=self.simulation.inner)
 
+    def is_better_than(self, other: Checkpoints) -> bool:
+        """Whether the peak is lower, or the time of an equal peak; simulated only if need be."""
+        step, best = self.simulation, other.simulation
+        floor_bytes = step.problem.once(PeakFloor).bytes_of(self.saved - step.offloaded)
+        if floor_bytes > best.peak_bytes or (floor_bytes == best.peak_bytes and step.us >= best.us):
+            return False
+        return (step.peak_bytes, step.us) < (best.peak_bytes, best.us)
+
 
 def checkpoints(problem: CutProblem) -> Checkpoints:
     """The checkpoints of one level with the lowest simulated peak.
 
     Of equal peaks, those that recompute least.
     """
-    return min(itertools.chain(*problem.once(_candidates)), key=_peak_and_time)
+    line = problem.once(_OneLevel)
+    return functools.reduce(_better, line.with_loops_saved(), line.best)
 
 
 def checkpoints_by_host(
@@ -97,7 +107,8 @@ def nested_checkpoints(problem: CutProblem) -> Checkpoints | None:
 
     For n fine places about n^(1/2) coarse ones are tried.
     """
-    flat, finest = _one_level(problem)
+    line = problem.once(_OneLevel)
+    flat, finest = line.flat, line.finest
     return _best(
         problem,
         (
@@ -114,7 +125,8 @@ def twice_nested_checkpoints(problem: CutProblem) -> Checkpoints | None:
 
     For n fine places about n^(1/3) coarse and n^(2/3) middle ones are tried.
     """
-    flat, finest = _one_level(problem)
+    line = problem.once(_OneLevel)
+    flat, finest = line.flat, line.finest
     return _best(
         problem,
         (
@@ -153,40 +165,79 @@ def _alive_at(places: Places) -> frozenset[str]:
     return frozenset[str]().union(*places.values())
 
 
-def _one_level(problem: CutProblem) -> tuple[list[Checkpoints], list[Checkpoints]]:
-    """Checkpoints of one level, from none to many; and those that fine places are taken from."""
-    flat = [with_loops for with_loops, _ in problem.once(_candidates)]
-    best = flat.index(min(flat, key=_peak_and_time))
-    return flat, flat[best:][:_FINE]
-
-
 def _is_about(count: int, wanted: float) -> bool:
     return wanted / _SPREAD <= count <= wanted * _SPREAD
 
 
 def _best(problem: CutProblem, tried: Iterable[Checkpoints]) -> Checkpoints | None:
     """The lowest peak of these, and of the best one with its last segment saved."""
-    found = min(tried, key=_peak_and_time, default=None)
+    found = next(iter(tried := iter(tried)), None)
     if found is None:
         return None
-    return min(found, _with_last_segment_saved(problem, found), key=_peak_and_time)
+    found = functools.reduce(_better, tried, found)
+    return _better(found, _with_last_segment_saved(problem, found))
 
 
-def _candidates(problem: CutProblem) -> list[tuple[Checkpoints, Checkpoints]]:
-    """Checkpoints of one level, from none to many, until more places only raise the peak.
+def _better(found: Checkpoints, other: Checkpoints) -> Checkpoints:
+    return other if other.is_better_than(found) else found
 
-    Each comes in two variants: backward repeats loops, or never does.
+
+class _OneLevel:
+    """Checkpoints of one level, from none to many.
+
+    The peak falls with the number of places, and rises again. So the search begins where the bytes
+    saved and those of the widest segment are fewest together, and goes on in both directions until
+    some peaks in a row are no lower.
+
+    Attributes:
+        best: those of the lowest peak.
     """
-    line = ForwardPlaces(problem)
-    loops_pinned = _with_loops_pinned(problem)
-    found: list[tuple[Checkpoints, Checkpoints]] = []
-    for choice in line.choices():
-        places = {place: line.names_at(place) for place in choice}
-        found.append((save_at(problem, places), save_at(loops_pinned, places)))
-        best = min(range(len(found)), key=lambda i: _peak_and_time(found[i][0]))
-        if best < len(found) - _HIGHER:
-            break
-    return found
+
+    def __init__(self, problem: CutProblem):
+        self.problem = problem
+        self._line = ForwardPlaces(problem)
+        self._loops_pinned = _with_loops_pinned(problem)
+        self._choices = self._line.choices()
+        self._made: dict[int, Checkpoints] = {}
+        begin = min(range(len(self._choices)), key=self._about_bytes)
+        self._best, self.best = begin, self._of(begin)
+        self._search(range(begin + 1, len(self._choices)))
+        self._search(range(begin - 1, -1, -1))
+
+    @property
+    def flat(self) -> list[Checkpoints]:
+        """All of them."""
+        return [self._of(choice) for choice in range(len(self._choices))]
+
+    @property
+    def finest(self) -> list[Checkpoints]:
+        """The best ones, and those with more places."""
+        return self.flat[self._best :][:_FINE]
+
+    def with_loops_saved(self) -> Iterator[Checkpoints]:
+        """The same places, where backward repeats no loop."""
+        for choice in range(len(self._choices)):
+            yield save_at(self._loops_pinned, self._places(choice))
+
+    def _search(self, choices: Iterable[int]) -> None:
+        since_best = 0
+        for choice in choices:
+            since_best += 1
+            if self._of(choice).is_better_than(self.best):
+                self._best, self.best, since_best = choice, self._of(choice), 0
+            if since_best == _HIGHER:
+                break
+
+    def _of(self, choice: int) -> Checkpoints:
+        if choice not in self._made:
+            self._made[choice] = save_at(self.problem, self._places(choice))
+        return self._made[choice]
+
+    def _places(self, choice: int) -> Places:
+        return {place: self._line.names_at(place) for place in self._choices[choice]}
+
+    def _about_bytes(self, choice: int) -> int:
+        return self._line.about_peak_bytes(self._choices[choice])
 
 
 def _with_loops_pinned(problem: CutProblem) -> CutProblem:
@@ -215,7 +266,3 @@ def _with_last_segment_saved(problem: CutProblem, found: Checkpoints) -> Checkpo
 
 def _without(places: Places, others: Places) -> Places:
     return {place: names for place, names in places.items() if place not in others}
-
-
-def _peak_and_time(found: Checkpoints) -> tuple[int, float]:
-    return found.simulation.peak_bytes, found.simulation.us

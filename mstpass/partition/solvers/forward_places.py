@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from collections.abc import Sequence
 
 from mstpass.problem.problem import CutProblem
 
@@ -64,6 +65,12 @@ class ForwardPlaces:
             if not widest:
                 break
         return found
+
+    def about_peak_bytes(self, places: Sequence[int]) -> int:
+        """The bytes that a set of places saves, and those of its widest segment."""
+        path = [-1, *places, len(self.values) - 1]
+        saved = sum(self._new_bytes(a, b) for a, b in itertools.pairwise(path[:-1]))
+        return saved + max(self._segment_bytes(a, b) for a, b in itertools.pairwise(path))
 
     # ---- what is alive ---------------------------------------------------------------------------
     def _bases(self) -> list[int]:

@@ -44,6 +44,7 @@ from mstpass.partition.solvers.low_memory_plans import (
 )
 from mstpass.partition.solvers.memory_lower_bounds import highest_call_bytes
 from mstpass.partition.solvers.min_cut import complete
+from mstpass.partition.solvers.peak_floor import PeakFloor
 from mstpass.partition.solvers.plan_sequence import MeasuredPlan
 from mstpass.partition.solvers.spend_slack import slack_spent
 from mstpass.problem.problem import CutProblem, Plan
@@ -72,6 +73,15 @@ class Family:
     def least_bytes(self) -> int:
         """No plan of the family has a lower peak."""
         return highest_call_bytes(self.problem)
+
+    @functools.cached_property
+    def least_compared_bytes(self) -> float:
+        """None of the plans that are compared for the least memory has a lower peak."""
+        if self._has_few_ops:
+            return self.least_bytes
+        closed = self.problem.once(least_memory_loops).problem
+        firsts = (candidate.peak_bytes / MOST_LOWERED for candidate in self.first)
+        return min((closed.once(PeakFloor).least_bytes, *firsts))
 
     def landmarks(self) -> Iterator[Candidate]:
         """Landmarks 1, 2, 4 and 5: all that are compared for the least memory of a large graph."""
@@ -119,9 +129,11 @@ class Family:
 
     def compared(self) -> Iterator[Candidate]:
         """The plans that are compared for the least memory."""
-        problem = self.problem
-        few_ops = len(problem.values) + len(problem.backward) <= _FEW_OPS
-        return self.sequence() if few_ops else self.landmarks()
+        return self.sequence() if self._has_few_ops else self.landmarks()
+
+    @property
+    def _has_few_ops(self) -> bool:
+        return len(self.problem.values) + len(self.problem.backward) <= _FEW_OPS
 
     @functools.cached_property
     def lowest(self) -> Candidate:

@@ -27,6 +27,7 @@ from mstpass.partition.solvers.checkpoints import (
 )
 from mstpass.partition.solvers.choose_modes import least_memory_modes
 from mstpass.partition.solvers.offload import all_offloaded
+from mstpass.partition.solvers.peak_floor import PeakFloor
 from mstpass.partition.solvers.recomputed_heavy_ops import recomputed_heavy_ops
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.saved_set import read_by_backward
@@ -63,9 +64,11 @@ def nested_checkpointed(problem: CutProblem) -> Checkpointed | None:
     one_level = problem.once(checkpointed)
     if one_level is None:
         return None
-    closed = one_level.candidate.problem
+    closed, peak_bytes = one_level.candidate.problem, one_level.candidate.peak_bytes
+    if closed.once(PeakFloor).least_bytes * TIE > peak_bytes:
+        return None
     found = nested_checkpoints(closed)
-    if found is None or found.simulation.peak_bytes * TIE > one_level.candidate.peak_bytes:
+    if found is None or found.simulation.peak_bytes * TIE > peak_bytes:
         return None
     return from_checkpoints(closed, one_level.candidate.plan.modes, found)
 

@@ -14,9 +14,9 @@ counts only buffers that are certain, by the rules of memory/simulate_ops.py:
 - a buffer of the graph's own ops that is certain, from its op to its last reader, or to the end if
   it leaves the graph.
 
-It is certain that a value has a buffer if it is the result of a call, an item of one, or an operand
-of one, or if it leaves the graph. What k itself writes counts only if k cannot write over one of
-its operands.
+It is certain that a value has a buffer if it is the result of a call or a scatter, an item of a
+call or an operand of one, or if it leaves the graph. What k itself writes counts only if k cannot
+write over what it reads.
 """
 
 from __future__ import annotations
@@ -24,10 +24,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
-from mstpass.problem.op import CALL, CONSTANT, INPUT, ITEM, REDUCTION, SCATTER, VIEW
+from mstpass.problem.op import (
+    CALL,
+    CONSTANT,
+    INPUT,
+    ITEM,
+    POINTWISE,
+    REALIZED,
+    REDUCTION,
+    SCATTER,
+    VIEW,
+)
 from mstpass.problem.problem import CutProblem, Value
 
-_KERNELS = frozenset({CALL, REDUCTION, SCATTER})  # ops that are certain to run as a kernel
+_KERNELS = frozenset({CALL, REDUCTION, SCATTER})
+_WRITTEN = frozenset({POINTWISE, REALIZED})  # run as kernels where they leave the graph
+_BUFFERS = frozenset({CALL, ITEM, SCATTER})
 _BEFORE_ALL = -1  # a position before the first op
 
 
@@ -63,8 +75,8 @@ def lower_bounds(problem: CutProblem) -> Iterator[LowerBound]:
 
     The modes of the problem are chosen.
     """
-    yield from _Backward(problem).bounds()
-    yield from _Forward(problem).bounds()
+    yield from BackwardBounds(problem).bounds()
+    yield from ForwardBounds(problem).bounds()
 
 
 def certain_bytes(problem: CutProblem) -> dict[str, int]:
@@ -140,7 +152,7 @@ class _Reads:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Buffer:
+class CertainBuffer:
     """A buffer that is certain to be in memory from one position to another."""
 
     name: str
@@ -151,7 +163,7 @@ class _Buffer:
 
 def _certain_buffers(
     ops: Sequence[Value], reads: _Reads, leaving: Set[str], with_items: Set[str]
-) -> list[_Buffer]:
+) -> list[CertainBuffer]:
     """The certain buffers of the results of ops.
 
     Args:
@@ -159,26 +171,52 @@ def _certain_buffers(
         with_items: names of the calls whose results are items, which have the buffers.
     """
     position = {op.name: i for i, op in enumerate(ops)}
+    by_name = {op.name: op for op in ops}
     found = []
     for i, op in enumerate(ops):
         if op.kind in (VIEW, INPUT) or op.name in with_items:
             continue
-        certain = op.kind in (CALL, ITEM) or (op.name in reads.by_call and op.kind != CONSTANT)
+        certain = op.kind in _BUFFERS or (op.name in reads.by_call and op.kind != CONSTANT)
         if not certain and op.name not in leaving:
             continue
         first = position.get(op.inputs[0], i) if op.kind == ITEM else i
+        first += op.kind not in (CALL, ITEM) and _may_write_over(by_name, op)
         last = len(ops) if op.name in leaving else reads.last.get(op.name, _BEFORE_ALL)
-        found.append(_Buffer(op.name, op.bytes, first, last))
+        found.append(CertainBuffer(op.name, op.bytes, first, last))
     return found
 
 
-def _alive(buffers: list[_Buffer], ops: Sequence[Value], i: int) -> list[_Buffer]:
-    """The buffers in memory while the i-th op runs; its own only if it reuses no operand's."""
-    own_buffer = ops[i].kind == CALL  # a scatter may write over what it scatters into
-    return [b for b in buffers if b.first <= i <= b.last and (b.first < i or own_buffer)]
+def _may_write_over(ops: Mapping[str, Value], op: Value) -> bool:
+    """Whether a kernel may write its result into a buffer that it reads (rule 6).
+
+    It reads the buffers of its operands, and what those are computed from that have none.
+    """
+    stack, seen = list(op.inputs), set[str]()
+    while stack:
+        name = stack.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name not in ops or ops[name].bytes == op.bytes or op.kind == SCATTER:
+            return True
+        if ops[name].kind not in _BUFFERS:
+            stack += ops[name].inputs
+    return False
 
 
-def _total(buffers: list[_Buffer]) -> int:
+def _certain_kernels(ops: Sequence[Value], leaving: Set[str]) -> set[int]:
+    """The positions of the ops that are certain to run as a kernel."""
+    certain = (i for i, op in enumerate(ops) if op.kind in _KERNELS)
+    written = (i for i, op in enumerate(ops) if op.kind in _WRITTEN and op.name in leaving)
+    return {*certain, *written}
+
+
+def _alive(buffers: list[CertainBuffer], i: int) -> list[CertainBuffer]:
+    """The buffers in memory while the i-th op runs."""
+    return [b for b in buffers if b.first <= i <= b.last]
+
+
+def _total(buffers: list[CertainBuffer]) -> int:
     return sum(buffer.bytes for buffer in buffers)
 
 
@@ -193,8 +231,15 @@ def _base(by_name: Mapping[str, Value], name: str) -> str:
     return name
 
 
-class _Backward:
-    """The bounds of the ops of the backward graph."""
+class BackwardBounds:
+    """The bounds of the ops of the backward graph.
+
+    Attributes:
+        ops: what every plan's backward runs, in order.
+        kernels: the positions of those that are certain to run as a kernel.
+        buffers: the certain buffers of their results.
+        certain: the forward values that are certain to have a buffer when backward computes them.
+    """
 
     def __init__(self, problem: CutProblem):
         self.problem = problem
@@ -207,12 +252,13 @@ class _Backward:
         views = [v for v in problem.values if v.kind == VIEW and not v.savable and not v.free]
         self.reads = _Reads(self.ops, views)
         leaving = {_base(by_name, name) for name in problem.gradients}
+        self.kernels = _certain_kernels(self.ops, leaving)
         self.buffers = _certain_buffers(self.ops, self.reads, leaving, _names_with_items(self.ops))
         for op in self.ops:
             if op.kind == INPUT:  # a tangent is there from the beginning
                 last = self.reads.last.get(op.name, _BEFORE_ALL)
                 last = len(self.ops) if op.name in leaving else last
-                self.buffers.append(_Buffer(op.name, op.bytes, _BEFORE_ALL, last))
+                self.buffers.append(CertainBuffer(op.name, op.bytes, _BEFORE_ALL, last))
         self.earliest_read = self._earliest_reads()
         with_items = _names_with_items(problem.values)
         self.certain = [
@@ -237,28 +283,34 @@ class _Backward:
     def bounds(self) -> Iterator[LowerBound]:
         savable = [v for v in self.problem.values if v.savable and not v.free and v.kind != INPUT]
         for i, op in enumerate(self.ops):
-            if op.kind in _KERNELS:
+            if i in self.kernels:
                 yield LowerBound(
                     op.name,
                     in_forward=False,
-                    fixed=_total(_alive(self.buffers, self.ops, i)) + op.inner_bytes,
-                    saved={v.name: v.bytes for v in savable if self._is_held_saved(v.name, i)},
+                    fixed=_total(_alive(self.buffers, i)) + op.inner_bytes,
+                    saved={v.name: v.bytes for v in savable if i <= self.held_until(v.name)},
                     recomputed={
                         v.name: v.bytes for v in self.certain if self._is_between_reads(v.name, i)
                     },
                 )
 
-    def _is_held_saved(self, name: str, i: int) -> bool:
-        """Whether a saved value is in memory at a position: no plan can have freed it before."""
-        read_later = self.reads.last.get(name, _BEFORE_ALL) >= i
-        return read_later or self.earliest_read.get(name, len(self.ops)) > i
+    def held_until(self, name: str) -> int:
+        """The last position at which a saved value is in memory under every plan."""
+        last = self.reads.last.get(name, _BEFORE_ALL)
+        return max(last, self.earliest_read.get(name, len(self.ops)) - 1)
 
     def _is_between_reads(self, name: str, i: int) -> bool:
         return self.reads.first.get(name, i + 1) <= i <= self.reads.last.get(name, _BEFORE_ALL)
 
 
-class _Forward:
-    """The bounds of the ops of the forward graph that every plan runs."""
+class ForwardBounds:
+    """The bounds of the ops of the forward graph that every plan runs.
+
+    Attributes:
+        ops: these ops, in order.
+        kernels: the positions of those that are certain to run as a kernel.
+        buffers: the certain buffers of their results.
+    """
 
     def __init__(self, problem: CutProblem):
         self.problem = problem
@@ -269,27 +321,31 @@ class _Forward:
             if value.name in runs:
                 runs.update(value.inputs)
         self.ops = [v for v in problem.values if v.name in runs]
+        leaving = {_base(by_name, name) for name in outputs}
+        self.kernels = _certain_kernels(self.ops, leaving)
         self.buffers = _certain_buffers(
-            self.ops,
-            _Reads(self.ops),
-            {_base(by_name, name) for name in outputs},
-            _names_with_items(problem.values),
+            self.ops, _Reads(self.ops), leaving, _names_with_items(problem.values)
         )
 
-    def bounds(self) -> Iterator[LowerBound]:
+    def positions(self) -> dict[str, int]:
+        """Where each forward value is computed, by its place in the problem."""
         position = {v.name: i for i, v in enumerate(self.problem.values)}
         for value in self.problem.values:
             if value.kind == ITEM and value.inputs:  # the call writes it
                 position[value.name] = position[value.inputs[0]]
+        return position
+
+    def bounds(self) -> Iterator[LowerBound]:
+        position = self.positions()
         savable = [
             v
             for v in self.problem.values
             if v.savable and not v.free and v.kind not in (INPUT, VIEW)
         ]
         for i, op in enumerate(self.ops):
-            if op.kind not in _KERNELS:
+            if i not in self.kernels:
                 continue
-            alive = _alive(self.buffers, self.ops, i)
+            alive = _alive(self.buffers, i)
             counted = {buffer.name for buffer in alive}
             end = position[op.name] + (op.kind == CALL)
             saved = {

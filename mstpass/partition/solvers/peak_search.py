@@ -159,15 +159,15 @@ def _firsts(family: Family, budget_bytes: int) -> list[Candidate]:
 
 def _least(problem: CutProblem) -> MeasuredPlan:
     """The plan of least memory of all families, without values on the host."""
-    every_family = problem.once(families)
-    *fewer, last = every_family
-    lowest = last.lowest
-    for family in reversed(fewer):  # the last ones have the lowest peaks
-        if family.least_bytes <= _lowered(lowest):
-            lowest = min(family.lowest, lowest, key=_lowered)
-    for family in reversed(every_family):
-        if deeper := family.third_level(_lowered(lowest)):
-            lowest = deeper.candidate
+    first, *others = problem.once(families)
+    lowest = first.lowest  # of equal peaks that of the fewest loops, which take time
+    for family in others:
+        if family.least_compared_bytes < _lowered(lowest):
+            lowest = min(lowest, family.lowest, key=_lowered)
+    for family in (*reversed(others), first):
+        if family.least_compared_bytes < _lowered(lowest):
+            deeper = family.third_level(_lowered(lowest))
+            lowest = deeper.candidate if deeper else lowest
     return slack_spent(problem, lowest.plan, 0)
 
 
