@@ -17,11 +17,12 @@ from mstpass.problem.problem import CutProblem, Mode
 
 
 def with_fewer_loops(planned: Planned, traced: JointGraph) -> Iterator[Planned]:
-    """The plan, and then, for the case that it raises the peak, plans with fewer loops.
+    """The plan, and then, for the case that its graphs raise the peak, plans with fewer loops.
 
-    The second plan keeps the loops that do not raise the simulated peak, the third none. A region
-    whose token count varies keeps its loops in any case: they lower the peak of longer batches. If
-    there is none, the last plan is that of Inductor alone, for the graph as it was traced.
+    The second plan keeps the loops that do not raise the simulated peak; the last one is that of
+    Inductor alone, for the graph as it was traced. A region whose token count varies keeps its
+    loops in any case: they lower the peak of longer batches. Where there is one, or where it is not
+    known what Inductor alone would do, the last plan keeps these loops alone.
     """
     yield planned
     problem, found = _with_choice(planned)
@@ -29,13 +30,14 @@ def with_fewer_loops(planned: Planned, traced: JointGraph) -> Iterator[Planned]:
     if fewer is not found:
         yield dataclasses.replace(planned, problem=problem, plan=fewer.plan)
     varying = _varying(planned)
-    whole = {r.region: WHOLE for r in problem.regions if r.region not in varying}
-    least = lowest_saved_set(problem, {**planned.plan.modes, **whole})
-    yield dataclasses.replace(planned, problem=problem, plan=least.plan)
     if planned.alone is not None and not varying:
-        problem, plan = planned.alone.problem, planned.alone.plan
+        plan = planned.alone.plan
         plan = dataclasses.replace(plan, modes={c.region: WHOLE for c in planned.candidates})
-        yield dataclasses.replace(planned, joint=traced, problem=problem, plan=plan)
+        yield dataclasses.replace(planned, joint=traced, problem=planned.alone.problem, plan=plan)
+    else:
+        whole = {r.region: WHOLE for r in problem.regions if r.region not in varying}
+        least = lowest_saved_set(problem, {**planned.plan.modes, **whole})
+        yield dataclasses.replace(planned, problem=problem, plan=least.plan)
 
 
 def with_loops_that_help(planned: Planned, peak_bytes: float) -> Planned | None:
