@@ -89,7 +89,7 @@ def _compared(problem: CutProblem, plan: Plan, candidate: RegionCandidates) -> _
     if not chunked:
         return None
     chunked_bytes, us = min(chunked)
-    before_us = problem.once(baseline).us
+    before_us = problem.cached(baseline).us
     return _Compared(whole_bytes, chunked_bytes, us / before_us - 1 if before_us else 0.0)
 
 

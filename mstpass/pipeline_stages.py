@@ -362,7 +362,7 @@ def is_lower_without_loops(
     runner: PassRunner,
 ) -> bool:
     """Whether the step without loops has a lower simulated peak, by reconstruction as well."""
-    before = problem.once(without_loops)
+    before = problem.cached(without_loops)
     saved = before.plan.saved
     if before.peak_bytes < peak_bytes:
         return True
@@ -376,7 +376,7 @@ def is_lower_without_loops(
 def compared(planned: Planned) -> tuple[StepMemory, float]:
     """The memory of the step under Inductor alone, and the plan's extra time over that as a
     fraction."""
-    before = (planned.alone or planned.problem.once(baseline)).simulation
+    before = (planned.alone or planned.problem.cached(baseline)).simulation
     after_us = simulate_plan(planned.problem, planned.plan).us
     extra_time = after_us / before.us - 1 if before.us else 0.0  # a step of views takes no time
     return before.memory, extra_time

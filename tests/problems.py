@@ -99,7 +99,7 @@ def _forward_value(draw: st.DrawFn, name: str, values: list[Value]) -> Value:
         tuple(_some(draw, [v.name for v in values], least=draw(st.integers(0, 1)))),
         kind,
         inner_bytes=draw(st.integers(0, 5)) if kind == CALL else 0,
-        dear=draw(st.booleans()),
+        slow=draw(st.booleans()),
         us=draw(TIMES),
         heavy=kind == CALL,
         pinned=tag == MUST_SAVE or (tag not in RECOMPUTED and draw(st.integers(0, 5)) == 0),
@@ -115,7 +115,7 @@ def _backward_op(draw: st.DrawFn, name: str, values: list[Value], ops: list[Valu
         return Value(name, first.bytes, (first.name,), VIEW, savable=False)
     kind = draw(KINDS)
     others = _some(draw, [v.name for v in (*values, *ops) if v is not first], most=2)
-    return Value(name, draw(SIZES), (first.name, *others), kind, dear=draw(st.booleans()), us=2.0)
+    return Value(name, draw(SIZES), (first.name, *others), kind, slow=draw(st.booleans()), us=2.0)
 
 
 def _region(

@@ -11,7 +11,7 @@ from mstpass.cli.main import main
 from mstpass.planner.curve import curve, length_within
 from mstpass.planner.fixed_memory import Fixed, Sizes
 from mstpass.planner.request import Request
-from mstpass.planner.result import CHECKPOINT, EAGER, MST, Parts, Planned, Point, Row
+from mstpass.planner.result import CHECKPOINT, EAGER, MST, Parts, Point, Row, TrainingPlan
 from mstpass.planner.training import Training
 
 GIB = 2**30
@@ -56,7 +56,7 @@ def planned():
         return Row(name, "", length, True, Parts(), 80 * GIB, curve=points)
 
     rows = tuple(row(name, n) for name, n in ((EAGER, 640), (CHECKPOINT, 700), (MST, 40960)))
-    return Planned(request, Sizes(1000, 300, 100), Fixed(10, 10, 0), rows, ())
+    return TrainingPlan(request, Sizes(1000, 300, 100), Fixed(10, 10, 0), rows, ())
 
 
 @pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml")])

@@ -15,7 +15,7 @@ from rich.console import Console
 from mstpass.cli.plan import main
 from mstpass.planner.plan import plan
 from mstpass.planner.request import Request
-from mstpass.planner.result import Planned
+from mstpass.planner.result import TrainingPlan
 from mstpass.planner.terminal_table import show
 from mstpass.planner.training import Training
 from tests.planner_models import TINY
@@ -33,7 +33,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_host_memory_makes_a_long_sequence_fit(deep: str) -> None:
-    def planned(host_bytes: int) -> Planned:
+    def planned(host_bytes: int) -> TrainingPlan:
         training = Training(dtype="bf16", optimizer="adamw")
         request = Request(deep, training, 100 * MIB, 0, 16384, alone=True, host_bytes=host_bytes)
         return plan(request)

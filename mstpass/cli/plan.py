@@ -17,7 +17,7 @@ from mstpass.errors import require
 from mstpass.gpus import gpu
 from mstpass.planner.progress import Report, pieces
 from mstpass.planner.request import ALLOCATORS, EXPANDABLE, LOGITS, OUTPUTS, Request
-from mstpass.planner.result import Planned
+from mstpass.planner.result import TrainingPlan
 from mstpass.planner.training import (
     ATTENTIONS,
     DTYPES,
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] = ()) -> int:
     return FITS if planned.own.fits else FAILED
 
 
-def _json_text(planned: Planned) -> str:
+def _json_text(planned: TrainingPlan) -> str:
     data = {**dataclasses.asdict(planned), "fits": planned.own.fits}
     del data["sizes"]["each"]  # a number for each tensor of the model
     return json.dumps(data, indent=1)

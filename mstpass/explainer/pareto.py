@@ -47,7 +47,7 @@ def pareto_points(
     )
     problem = planned.problem
     assert problem is not None
-    before_us = problem.once(baseline).us or 1.0
+    before_us = problem.cached(baseline).us or 1.0
     solve = SOLVERS[AUTO if options.solver == "auto" else options.solver]
     for budget in BUDGETS:
         if budget == at_hand:

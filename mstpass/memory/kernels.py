@@ -47,7 +47,7 @@ class _Value:
         unfused: these, and those that it reads through a view that merges dims.
         num_ops: how many ops it takes to compute it from what it reads.
         stage: the most calls on a path to it.
-        dear: it is in no buffer, and slow to compute.
+        slow: it is in no buffer, and slow to compute.
         by_dim: Inductor keeps its loops apart, dim by dim; of others it makes one loop.
         from_call: a call wrote its buffer.
     """
@@ -55,11 +55,11 @@ class _Value:
     __slots__ = (
         "apart",
         "by_dim",
-        "dear",
         "from_call",
         "loads",
         "num_ops",
         "reads",
+        "slow",
         "stage",
         "unfused",
     )
@@ -73,13 +73,13 @@ class _Value:
     ):
         self.reads, self.loads, self.apart, self.unfused = reads, loads, apart, unfused
         self.num_ops = self.stage = 0
-        self.dear = self.by_dim = self.from_call = False
+        self.slow = self.by_dim = self.from_call = False
 
     def becomes_buffer(self, op: Op) -> None:
         """It is written to memory: what reads it reads that."""
         self.reads = self.loads = frozenset((op.name,))
         self.apart = self.unfused = _NOTHING
-        self.num_ops, self.dear = 0, False
+        self.num_ops, self.slow = 0, False
 
 
 def _combined(op: Op, operands: Sequence[_Value]) -> _Value:
@@ -88,7 +88,7 @@ def _combined(op: Op, operands: Sequence[_Value]) -> _Value:
         (one,) = operands
         value = _Value(one.reads, one.loads, one.apart, one.unfused)
         value.num_ops, value.stage = 1 + one.num_ops, one.stage + one.from_call
-        value.dear, value.by_dim = op.dear or one.dear, one.by_dim and not one.from_call
+        value.slow, value.by_dim = op.slow or one.slow, one.by_dim and not one.from_call
     else:
         value = _Value(
             _NOTHING.union(*[one.reads for one in operands]),
@@ -98,7 +98,7 @@ def _combined(op: Op, operands: Sequence[_Value]) -> _Value:
         )
         value.num_ops = 1 + sum([one.num_ops for one in operands])
         value.stage = max([one.stage + one.from_call for one in operands], default=0)
-        value.dear = op.dear or any(one.dear for one in operands)
+        value.slow = op.slow or any(one.slow for one in operands)
         value.by_dim = any(one.by_dim and not one.from_call for one in operands)
     if op.own_loops:
         value.apart = value.unfused = value.reads
@@ -205,8 +205,8 @@ class Kernels:
         num_loads = len(value.loads)
         if len(readers) < 2:
             expanded = any(self.op[name].bytes > _EXPANDED * op.bytes for name in readers)
-            return num_loads > _MOST_READS[op.on_cpu] or (expanded and value.dear)
-        return num_loads > _MANY_READS or value.num_ops > _MANY_OPS[op.on_cpu] or value.dear
+            return num_loads > _MOST_READS[op.on_cpu] or (expanded and value.slow)
+        return num_loads > _MANY_READS or value.num_ops > _MANY_OPS[op.on_cpu] or value.slow
 
     def _readers_through_views(self, name: str) -> list[str]:
         found: list[str] = []

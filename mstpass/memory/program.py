@@ -53,7 +53,7 @@ class Program:
 
 def forward_ops(problem: CutProblem, saved: Set[str]) -> tuple[Value, ...]:
     """The ops that the outputs and the saved values depend on, as traced."""
-    used = _with_ancestors(problem, problem.once(_index), {*problem.outputs, *saved})
+    used = _with_ancestors(problem, problem.cached(_index), {*problem.outputs, *saved})
     return tuple(value for value in problem.values if value.name in used)
 
 
@@ -72,13 +72,13 @@ class Nested:
 def backward_ops(problem: CutProblem, saved: Set[str], nested: Nested) -> tuple[Value, ...]:
     """The inputs of the backward, and the ops that the gradients depend on, as traced, each
     recomputed value just before its first use."""
-    index, gradients = problem.once(_index), set(problem.gradients)
+    index, gradients = problem.cached(_index), set(problem.gradients)
     used = set(gradients)
     for op in reversed(problem.backward):
         if op.name in used:
             used.update(op.inputs)
     available = set(saved) | {value.name for value in problem.values if value.free}
-    free = problem.once(_free_inputs)
+    free = problem.cached(_free_inputs)
     inputs = [
         free[v.name] if v.free else _as_input(v)
         for v in problem.values

@@ -135,7 +135,7 @@ def op_of(
         inputs=tuple(n.name for n in node.all_input_nodes),
         kind=kind,
         inner_bytes=_inner_bytes(node),
-        dear=_is_on_cpu(node) and ops.row(node).slow_on_cpu,
+        slow=_is_on_cpu(node) and ops.row(node).slow_on_cpu,
         own_loops=has_own_loops(node),
         places=max(1, num_unrolled(node)),
         merges_dims=merges_dims(node),

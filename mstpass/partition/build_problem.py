@@ -116,7 +116,7 @@ def _value(
         inputs=tuple(name for name in op.inputs if name in names),
         kind=op.kind,
         inner_bytes=op.inner_bytes,
-        dear=op.dear,
+        slow=op.slow,
         own_loops=op.own_loops,
         places=op.places,
         merges_dims=op.merges_dims,

@@ -62,7 +62,7 @@ class CompiledStep:
 
 def _gradients(problem: CutProblem) -> set[str]:
     """Names of the parameters' gradients, and of the summands of one (tied weights have two)."""
-    by_name: dict[str, Value] = problem.once(_by_name)
+    by_name: dict[str, Value] = problem.cached(_by_name)
     found = set(problem.gradients)
     stack = list(found)
     while stack:

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from mstpass.planner.curve import UP_TO, length_within
 from mstpass.planner.notes import gib
-from mstpass.planner.result import CHECKPOINT, EAGER, INDUCTOR, MST, RECIPE, Planned, Row
+from mstpass.planner.result import CHECKPOINT, EAGER, INDUCTOR, MST, RECIPE, Row, TrainingPlan
 
 _GIB = 2**30
 _SAMPLES = 400
@@ -28,7 +28,7 @@ _APART = 0.05  # of the height of the axes: between two labels
 _LOWEST = 0.35  # the y axis begins at this multiple of the shortest length on the device
 
 
-def draw(planned: Planned, path: Path) -> None:
+def draw(planned: TrainingPlan, path: Path) -> None:
     """Draw the curves of all rows; the suffix of the path decides the format."""
     figure = Figure(figsize=(8, 5), dpi=110, facecolor="white")
     axes = figure.add_axes((0.095, 0.115, 0.715, 0.725))
@@ -44,7 +44,7 @@ def draw(planned: Planned, path: Path) -> None:
     figure.savefig(path)
 
 
-def _texts(planned: Planned) -> tuple[str, str]:
+def _texts(planned: TrainingPlan) -> tuple[str, str]:
     request, training = planned.request, planned.request.training
     path = Path(request.model)
     model = path.parent.name if path.name == "config.json" else path.name
@@ -57,7 +57,7 @@ def _texts(planned: Planned) -> tuple[str, str]:
     )
 
 
-def _frame(axes: Any, planned: Planned, rows: Sequence[Row]) -> None:
+def _frame(axes: Any, planned: TrainingPlan, rows: Sequence[Row]) -> None:
     """The scales: from where the fixed bytes fit to twice the device, and all lengths."""
     device, least = planned.request.device_bytes, min(row.curve[0].total_bytes for row in rows)
     margin = 0.03 * (UP_TO * device - least)
@@ -77,7 +77,7 @@ def _frame(axes: Any, planned: Planned, rows: Sequence[Row]) -> None:
     axes.tick_params(colors=_INK, labelsize=9)
 
 
-def _plot(axes: Any, row: Row, planned: Planned) -> None:
+def _plot(axes: Any, row: Row, planned: TrainingPlan) -> None:
     """A curve: straight between its points, which a scale of logarithms bends."""
     first, last = row.curve[0].total_bytes, row.curve[-1].total_bytes
     sizes = [first + (last - first) * i / _SAMPLES for i in range(_SAMPLES + 1)]
@@ -108,7 +108,7 @@ def _label_ends(axes: Any, rows: Sequence[Row]) -> None:
         lowest += _APART
 
 
-def _mark_device(axes: Any, planned: Planned, rows: Sequence[Row]) -> None:
+def _mark_device(axes: Any, planned: TrainingPlan, rows: Sequence[Row]) -> None:
     """The request's device: a line, and on it the length of each row."""
     request = planned.request
     x = request.device_bytes / _GIB

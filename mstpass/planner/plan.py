@@ -18,13 +18,13 @@ from mstpass.planner.models import build, config_of, sizes_of
 from mstpass.planner.notes import notes
 from mstpass.planner.progress import Report, silent
 from mstpass.planner.request import Request
-from mstpass.planner.result import Planned, Row
+from mstpass.planner.result import Row, TrainingPlan
 from mstpass.planner.room import Room, traceable
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from mstpass.tracing.devices import traced_for
 
 
-def plan(request: Request, report: Report = silent, processes: int = 1) -> Planned:
+def plan(request: Request, report: Report = silent, processes: int = 1) -> TrainingPlan:
     """Plan a request.
 
     Args:
@@ -39,7 +39,7 @@ def plan(request: Request, report: Report = silent, processes: int = 1) -> Plann
     return with_deep_stack(_plan, request, report, processes)
 
 
-def _plan(request: Request, report: Report, processes: int) -> Planned:
+def _plan(request: Request, report: Report, processes: int) -> TrainingPlan:
     with traced_for(None, request.gpu), contextlib.ExitStack() as stack:
         config = config_of(request.model)
         with FakeTensorMode(), traceable(request):
@@ -57,4 +57,4 @@ def _plan(request: Request, report: Report, processes: int) -> Planned:
             eager, checkpoint, recipe = compared()
             rows = eager, checkpoint, inductor, recipe
         assumed = tuple(notes(request, config, own, compiled.square_bytes))
-        return Planned(request, sizes, room.fixed, (*rows, own), assumed)
+        return TrainingPlan(request, sizes, room.fixed, (*rows, own), assumed)

@@ -80,7 +80,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class TrainingPlan:
     """All rows of a plan; mst's row is the last."""
 
     request: Request

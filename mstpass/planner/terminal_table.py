@@ -7,14 +7,14 @@ from rich.table import Table
 
 from mstpass.planner.notes import gib
 from mstpass.planner.request import CACHING
-from mstpass.planner.result import MST, Planned
+from mstpass.planner.result import MST, TrainingPlan
 from mstpass.planner.training import OPTIMIZERS
 
 _PARTS = ("saved", "logits", "loops", "other", "gradients", "temporaries", "gaps")
 _NAMES = {"temporaries": "optimizer step"}
 
 
-def show(planned: Planned, console: Console | None = None) -> None:
+def show(planned: TrainingPlan, console: Console | None = None) -> None:
     console = console or Console()
     for line in _heading(planned):
         console.print(line, markup=False, highlight=False)
@@ -23,7 +23,7 @@ def show(planned: Planned, console: Console | None = None) -> None:
         console.print(line, markup=False, highlight=False)
 
 
-def _heading(planned: Planned) -> list[str]:
+def _heading(planned: TrainingPlan) -> list[str]:
     request, training = planned.request, planned.request.training
     states = OPTIMIZERS[training.optimizer].text
     device = f"{request.gpu}:" if request.gpu else "device memory"
@@ -43,7 +43,7 @@ def _heading(planned: Planned) -> list[str]:
     return [*lines, *([", ".join(extras)] if extras else [])]
 
 
-def _table(planned: Planned) -> Table:
+def _table(planned: TrainingPlan) -> Table:
     """One column for each way to train; one line for each part of its memory."""
     given = planned.request.length is not None
     table = Table(title=f"GiB at the peak of a step, {'at' if given else 'each at its'} "
@@ -64,7 +64,7 @@ def _table(planned: Planned) -> Table:
     return table
 
 
-def _lines(planned: Planned) -> list[tuple[str, list[int]]]:
+def _lines(planned: TrainingPlan) -> list[tuple[str, list[int]]]:
     """The lines of the table: a part of the memory, and its bytes for each way to train."""
     rows, fixed = planned.rows, planned.fixed
     everywhere = (
@@ -79,7 +79,7 @@ def _lines(planned: Planned) -> list[tuple[str, list[int]]]:
     ]
 
 
-def _below(planned: Planned) -> list[str]:
+def _below(planned: TrainingPlan) -> list[str]:
     lines = [f"{row.name}: {row.keeps}" for row in planned.rows]
     own = planned.own
     if own.fits:

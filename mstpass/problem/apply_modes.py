@@ -49,7 +49,7 @@ def with_modes(problem: CutProblem, modes: Mapping[str, str]) -> CutProblem:
         region[modes[region.region]] if region.region in modes else region.modes[0]
         for region in problem.regions
     )
-    cache = problem.once(_Cache).by_modes
+    cache = problem.cached(_Cache).by_modes
     names = tuple(mode.name for mode in chosen)
     if names not in cache:
         loops = [loop for mode in chosen for loop in mode.loops]

@@ -37,7 +37,7 @@ class Op:
         inputs: names of the nodes that it reads.
         kind: one of the constants above.
         inner_bytes: memory that it needs while it runs, besides operands and results.
-        dear: a pointwise op too slow to be computed once more in each kernel that reads it, so
+        slow: a pointwise op too slow to be computed once more in each kernel that reads it, so
             that its result gets a buffer.
         own_loops: its kernel is not fused with those that write its operands: it reads a part of
             them, as slices do, at other places, as flips and gathers do, or reduces over outer
@@ -67,7 +67,7 @@ class Op:
     inputs: tuple[str, ...] = ()
     kind: str = POINTWISE
     inner_bytes: int = 0
-    dear: bool = False
+    slow: bool = False
     own_loops: bool = False
     places: int = 1
     merges_dims: bool = False

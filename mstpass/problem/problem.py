@@ -194,7 +194,7 @@ class CutProblem:
             return self
         return dataclasses.replace(self, recompute_heavy=recompute_heavy)
 
-    def once(self, analysis: Callable[[CutProblem], T]) -> T:
+    def cached(self, analysis: Callable[[CutProblem], T]) -> T:
         """``analysis(self)``, computed at the first call and kept: a problem never changes."""
         if analysis not in self._known:
             self._known[analysis] = analysis(self)

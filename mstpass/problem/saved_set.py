@@ -59,7 +59,7 @@ def read_by_backward(problem: CutProblem, saved: Set[str]) -> frozenset[str]:
 
 def must_offload(problem: CutProblem) -> frozenset[str]:
     """The values that must cross by way of the host if they are saved."""
-    return problem.once(_must_offload)
+    return problem.cached(_must_offload)
 
 
 def _must_offload(problem: CutProblem) -> frozenset[str]:

@@ -24,7 +24,7 @@ MOST_PARTS = 48
 Number = Poly | float
 Shape = tuple[Poly, ...]
 Cases = Iterable[tuple[tuple[Poly, ...], Number]]  # constraints in addition, and the value there
-WHOLE: Constraints = frozenset()
+EVERYWHERE: Constraints = frozenset()
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def domain(shape: Shape) -> Constraints:
 
 
 def whole(shape: Shape, number: Number) -> Pieces:
-    return Pieces(shape, (Part(WHOLE, number),))
+    return Pieces(shape, (Part(EVERYWHERE, number),))
 
 
 def of_parts(shape: Shape, parts: Iterable[Part]) -> Pieces:
@@ -105,7 +105,7 @@ def _merged(room: Constraints, parts: list[Part]) -> list[Part]:
     numbers = list(dict.fromkeys(part.number for part in parts))
     for number in numbers:
         if all(_equal(room | part.where, part.number, number) for part in parts):
-            return [Part(WHOLE, number)]
+            return [Part(EVERYWHERE, number)]
     merged = True
     while merged:
         merged = False
@@ -153,7 +153,7 @@ def read(value: Pieces, shape: Shape, indices: Sequence[Poly]) -> Pieces:
     return of_parts(shape, parts_at(value, indices))
 
 
-def parts_at(value: Pieces, indices: Sequence[Poly], where: Constraints = WHOLE) -> list[Part]:
+def parts_at(value: Pieces, indices: Sequence[Poly], where: Constraints = EVERYWHERE) -> list[Part]:
     """The value's parts at ``indices``, which lie in the value where the constraints hold."""
     mapping = {Index(d): poly for d, poly in enumerate(indices)}
     found = []
@@ -168,7 +168,7 @@ def parts_at(value: Pieces, indices: Sequence[Poly], where: Constraints = WHOLE)
 def mapped(shape: Shape, operands: Sequence[Pieces], of: Callable[..., Cases]) -> Pieces:
     """The result of an op that computes each element from the same elements of its operands."""
     room = domain(shape)
-    rows: list[tuple[Constraints, tuple[Number, ...]]] = [(WHOLE, ())]
+    rows: list[tuple[Constraints, tuple[Number, ...]]] = [(EVERYWHERE, ())]
     for operand in operands:
         parts = broadcast(operand, shape).parts
         rows = [
@@ -201,7 +201,7 @@ def chosen(condition: Pieces, yes: Pieces, no: Pieces, shape: Shape) -> Pieces:
 
 def split_by(shape: Shape, constraints: Iterable[Poly], inside: Number, outside: Number) -> Pieces:
     """``inside`` where all constraints hold, ``outside`` elsewhere."""
-    found, held = [], WHOLE
+    found, held = [], EVERYWHERE
     for constraint in sorted(constraints, key=str):
         found.append(Part(held | {negated(constraint)}, outside))
         held = held | {constraint}

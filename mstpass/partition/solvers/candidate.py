@@ -90,13 +90,13 @@ def without_loops(problem: CutProblem) -> Candidate:
     repeat no heavy op."""
     whole = dataclasses.replace(problem, regions=())
     fewest = Candidate(whole, Plan(min_cut(whole), whole_modes(problem)))
-    torchs = problem.once(by_torch)
+    torchs = problem.cached(by_torch)
     return fewest if torchs is None else min(fewest, torchs, key=lambda c: c.peak_bytes)
 
 
 def baseline(problem: CutProblem) -> Candidate:
     """What Inductor alone would do; where that is not known, the step without any loop."""
-    return problem.once(by_torch) or problem.once(without_loops)
+    return problem.cached(by_torch) or problem.cached(without_loops)
 
 
 def _valid(closed: CutProblem, kept: frozenset[str]) -> frozenset[str]:

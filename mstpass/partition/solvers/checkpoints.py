@@ -69,7 +69,7 @@ class Checkpoints:
     def is_better_than(self, other: Checkpoints) -> bool:
         """Whether the peak is lower, or the time of an equal peak; simulated only if need be."""
         step, best = self.simulation, other.simulation
-        floor_bytes = step.problem.once(PeakFloor).bytes_of(self.saved - step.offloaded)
+        floor_bytes = step.problem.cached(PeakFloor).bytes_of(self.saved - step.offloaded)
         if floor_bytes > best.peak_bytes or (floor_bytes == best.peak_bytes and step.us >= best.us):
             return False
         return (step.peak_bytes, step.us) < (best.peak_bytes, best.us)
@@ -80,7 +80,7 @@ def checkpoints(problem: CutProblem) -> Checkpoints:
 
     Of equal peaks, those that recompute least.
     """
-    line = problem.once(_OneLevel)
+    line = problem.cached(_OneLevel)
     return functools.reduce(_better, line.with_loops_saved(), line.best)
 
 
@@ -107,7 +107,7 @@ def nested_checkpoints(problem: CutProblem) -> Checkpoints | None:
 
     For n fine places about n^(1/2) coarse ones are tried.
     """
-    line = problem.once(_OneLevel)
+    line = problem.cached(_OneLevel)
     flat, finest = line.flat, line.finest
     return _best(
         problem,
@@ -125,7 +125,7 @@ def twice_nested_checkpoints(problem: CutProblem) -> Checkpoints | None:
 
     For n fine places about n^(1/3) coarse and n^(2/3) middle ones are tried.
     """
-    line = problem.once(_OneLevel)
+    line = problem.cached(_OneLevel)
     flat, finest = line.flat, line.finest
     return _best(
         problem,

@@ -31,13 +31,13 @@ _Taken = Callable[[RegionModes, Mode], bool]
 
 def families(problem: CutProblem) -> tuple[Family, ...]:
     """The families of a problem, without those that are equal; that of all loops comes last."""
-    us = problem.once(op_times)
+    us = problem.cached(op_times)
 
     def takes_little(region: RegionModes, mode: Mode) -> bool:
         limit_us = _SLOWER_AT_MOST * mode_us(us, region, region.modes[0])
         return _saves(region, mode) and mode_us(us, region, mode) <= limit_us
 
-    free, savings = problem.once(free_plan), problem.once(every_saving)
+    free, savings = problem.cached(free_plan), problem.cached(every_saving)
     fewer = [_with(problem, taken) for taken in (_none, takes_little, _saves)]
     next_ones = (*fewer[1:], problem)
     different = (a for a, b in zip(fewer, next_ones, strict=True) if a.regions != b.regions)

@@ -44,7 +44,7 @@ _SAVE = "save"
 
 def free_plan(problem: CutProblem) -> Candidate:
     """The free plan: the answer where no budget is given."""
-    return within_free_time(problem, problem.once(every_saving))
+    return within_free_time(problem, problem.cached(every_saving))
 
 
 def every_saving(problem: CutProblem) -> Candidate:

@@ -36,7 +36,7 @@ def within_free_time(problem: CutProblem, found: Candidate) -> Candidate:
     A plan stays as it is where regions must keep their loops, and where nothing is known of what
     Inductor alone would do.
     """
-    alone = problem.once(by_torch)
+    alone = problem.cached(by_torch)
     if alone is None or not all(map(_may_stay_whole, problem.regions)):
         return found
     limit_us = (1 + problem.free_overhead) * alone.us
@@ -76,7 +76,7 @@ def _first_within(limit_us: float, plan_of: Callable[[float], Candidate]) -> Can
 
 def _with_faster_loops(problem: CutProblem, now: Mapping[str, str], share: float) -> Candidate:
     """A share of the moves to faster modes made: first all those to loops, then those to none."""
-    us = problem.once(op_times)
+    us = problem.cached(op_times)
     moves: list[tuple[bool, float, str, str]] = []
     for region in problem.regions:
         times = {mode.name: mode_us(us, region, mode) for mode in region.modes}
@@ -93,7 +93,7 @@ def _with_faster_loops(problem: CutProblem, now: Mapping[str, str], share: float
 
 def _large_bytes(problem: CutProblem, region: RegionModes) -> int:
     """The largest buffer that the region has without loops."""
-    sizes = problem.once(certain_bytes)
+    sizes = problem.cached(certain_bytes)
     members = {n for mode in region.modes for loop in mode.loops for n in loop.members}
     return max((sizes.get(name, 0) for name in members), default=0)
 

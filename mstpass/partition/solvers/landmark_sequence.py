@@ -79,15 +79,15 @@ class Family:
         """None of the plans that are compared for the least memory has a lower peak."""
         if self._has_few_ops:
             return self.least_bytes
-        closed = self.problem.once(least_memory_loops).problem
+        closed = self.problem.cached(least_memory_loops).problem
         firsts = (candidate.peak_bytes / MOST_LOWERED for candidate in self.first)
-        return min((closed.once(PeakFloor).least_bytes, *firsts))
+        return min((closed.cached(PeakFloor).least_bytes, *firsts))
 
     def landmarks(self) -> Iterator[Candidate]:
         """Landmarks 1, 2, 4 and 5: all that are compared for the least memory of a large graph."""
         yield from self.first
-        yield self.problem.once(least_memory_loops)
-        for plan in (self.problem.once(checkpointed), self.problem.once(nested_checkpointed)):
+        yield self.problem.cached(least_memory_loops)
+        for plan in (self.problem.cached(checkpointed), self.problem.cached(nested_checkpointed)):
             if plan is not None:
                 yield plan.candidate
 
@@ -100,9 +100,9 @@ class Family:
         problem = self.problem
         yield from self.first
         yield from _towards_fewest_bytes(problem, self.before)
-        upper = problem.once(least_memory_loops)
+        upper = problem.cached(least_memory_loops)
         yield upper
-        lower = problem.once(checkpointed)
+        lower = problem.cached(checkpointed)
         if lower is None:
             return
         places = lower.found.places
@@ -116,12 +116,12 @@ class Family:
         yield lower.candidate
         if not is_before and slow_results.peak_bytes < lower.candidate.peak_bytes:
             yield slow_results
-        nested = problem.once(nested_checkpointed)
+        nested = problem.cached(nested_checkpointed)
         if nested is None:
             return
         yield from _towards_nested(nested)
         if budget_bytes is None:
-            last = problem.once(twice_nested_checkpointed)
+            last = problem.cached(twice_nested_checkpointed)
         else:
             last = self.third_level(budget_bytes)
         if last is not None:
@@ -158,10 +158,10 @@ class Family:
         The search for it takes as long as that for two levels, so it is left out where it is in
         vain.
         """
-        nested = self.problem.once(nested_checkpointed)
+        nested = self.problem.cached(nested_checkpointed)
         if nested is None or nested.candidate.peak_bytes > _THIRD_LEVEL * limit_bytes:
             return None
-        last = self.problem.once(twice_nested_checkpointed)
+        last = self.problem.cached(twice_nested_checkpointed)
         return last if last and last.candidate.simulation.lowered_within(limit_bytes) else None
 
 

@@ -43,7 +43,7 @@ def own_pinned_bytes(candidate: Candidate) -> int:
 
 
 def _every_plan(problem: CutProblem, limit_bytes: int) -> Iterator[Candidate]:
-    last_first = tuple(reversed(problem.once(families)))  # the last ones have the lowest peaks
+    last_first = tuple(reversed(problem.cached(families)))  # the last ones have the lowest peaks
     for family in last_first:
         yield from family.landmarks()
     for family in last_first:

@@ -30,7 +30,7 @@ def loops_that_help(problem: CutProblem, found: Candidate) -> Candidate:
 
     Only regions that have a mode without loops can lose theirs. The new plan repeats no heavy op.
     """
-    if found.simulation.within(problem.once(without_loops).peak_bytes):
+    if found.simulation.within(problem.cached(without_loops).peak_bytes):
         return found
     return only_loops_that_help(problem, found)
 

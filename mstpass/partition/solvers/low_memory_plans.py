@@ -52,7 +52,7 @@ def checkpointed(problem: CutProblem) -> Checkpointed | None:
     None if the peak without checkpoints is made of the backward's own values, gradients above all:
     no saved set can lower it.
     """
-    loops = problem.once(least_memory_loops)
+    loops = problem.cached(least_memory_loops)
     if loops.peak_bytes <= TIE * _own_bytes_at_peak(loops):
         return None
     closed = loops.problem.allowing(recompute_heavy=True)
@@ -61,11 +61,11 @@ def checkpointed(problem: CutProblem) -> Checkpointed | None:
 
 def nested_checkpointed(problem: CutProblem) -> Checkpointed | None:
     """The same modes with two levels of checkpoints; None if that does not lower the peak."""
-    one_level = problem.once(checkpointed)
+    one_level = problem.cached(checkpointed)
     if one_level is None:
         return None
     closed, peak_bytes = one_level.candidate.problem, one_level.candidate.peak_bytes
-    if closed.once(PeakFloor).least_bytes * TIE > peak_bytes:
+    if closed.cached(PeakFloor).least_bytes * TIE > peak_bytes:
         return None
     found = nested_checkpoints(closed)
     if found is None or found.simulation.peak_bytes * TIE > peak_bytes:
@@ -78,7 +78,7 @@ def twice_nested_checkpointed(problem: CutProblem) -> Checkpointed | None:
 
     None if that does not lower the peak by a larger part than it lengthens the step by.
     """
-    two_levels = problem.once(nested_checkpointed)
+    two_levels = problem.cached(nested_checkpointed)
     if two_levels is None:
         return None
     closed = two_levels.candidate.problem
@@ -91,7 +91,7 @@ def twice_nested_checkpointed(problem: CutProblem) -> Checkpointed | None:
 def checkpointed_by_host(problem: CutProblem) -> Candidate | None:
     """The same modes with checkpoints whose values may wait on the host, where they cost next to
     nothing: there are more of them. None if checkpoints do not lower the peak."""
-    one_level = problem.once(checkpointed)
+    one_level = problem.cached(checkpointed)
     if one_level is None:
         return None
     closed, modes = one_level.candidate.problem, one_level.candidate.plan.modes
@@ -108,7 +108,7 @@ def every_checkpointed(problem: CutProblem) -> Iterator[Candidate]:
 
     Each comes without and with the results of slow ops.
     """
-    one_level = problem.once(checkpointed)
+    one_level = problem.cached(checkpointed)
     if one_level is not None:
         closed, modes = one_level.candidate.problem, one_level.candidate.plan.modes
         for found in every_checkpoints(closed):

@@ -77,7 +77,7 @@ def network_of(
     index = {value.name: i for i, value in enumerate(values)}
     last = {name: min(far, _DISTANCES - 1) for name, far in distance.items()}
     if with_buffers_first:
-        half, certain = _DISTANCES // 2, problem.once(certain_bytes)
+        half, certain = _DISTANCES // 2, problem.cached(certain_bytes)
         last = {name: far // 2 + half * (name not in certain) for name, far in last.items()}
     network = Network(
         [_capacity(value, last[value.name]) for value in values],

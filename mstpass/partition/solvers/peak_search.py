@@ -52,12 +52,12 @@ _LOOKED_AT = 8  # plans of a sequence that are tried with values on the host, at
 
 def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     """The fastest of the plans that the families have for the budget; see above."""
-    free = problem.once(free_plan)
+    free = problem.cached(free_plan)
     if budget_bytes is None or free.peak_bytes <= budget_bytes:
         return free.plan
-    every_family = problem.once(families)
+    every_family = problem.cached(families)
     found = [p for f in every_family for p in _within(f, budget_bytes)] if budget_bytes else []
-    least = problem.once(_least)
+    least = problem.cached(_least)
     if found:
         if least.peak_bytes <= budget_bytes:
             found.append(slack_spent(problem, least.plan, budget_bytes))
@@ -107,7 +107,7 @@ def _within_by_host(problem: CutProblem, budget_bytes: int) -> MeasuredPlan | No
 
 
 def _checkpoints_by_host(problem: CutProblem) -> Iterator[Candidate]:
-    found = problem.once(checkpointed_by_host)
+    found = problem.cached(checkpointed_by_host)
     if found is not None:
         yield with_slow_results(found)
         yield found
@@ -119,7 +119,7 @@ def _least_offloaded(problem: CutProblem, least: MeasuredPlan) -> MeasuredPlan:
     Peaks of which the simulation cannot tell which is lower count as equal.
     """
     plans = [least]
-    for family in problem.once(families):
+    for family in problem.cached(families):
         every = (*family.compared(), *_checkpoints_by_host(family.problem))
         found = [c for candidate in every if (c := offloaded_for_least_memory(candidate))]
         found.sort(key=lambda candidate: (candidate.peak_bytes, candidate.simulation.us))
@@ -159,7 +159,7 @@ def _firsts(family: Family, budget_bytes: int) -> list[Candidate]:
 
 def _least(problem: CutProblem) -> MeasuredPlan:
     """The plan of least memory of all families, without values on the host."""
-    first, *others = problem.once(families)
+    first, *others = problem.cached(families)
     lowest = first.lowest  # of equal peaks that of the fewest loops, which take time
     for family in others:
         if family.least_compared_bytes < _lowered(lowest):

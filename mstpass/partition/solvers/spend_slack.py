@@ -70,7 +70,7 @@ class _Search:
         self.best = best
         self.limit_bytes = limit_bytes
         self.tries = tries
-        self.us = problem.once(op_times)
+        self.us = problem.cached(op_times)
 
     def mode_moves(self, rank: int) -> list[_Move]:
         """For each region the move to its ``rank``-th fastest mode, if that is faster than now.
