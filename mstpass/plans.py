@@ -15,7 +15,7 @@ from mstpass.graph.axes import TOKENS
 from mstpass.graph.tokens import Spec
 from mstpass.problem.host_memory import pinned_bytes
 
-FUSED, RECOMPUTE, SAVE = "fused", "recompute", "save"
+FUSED, MIXED, RECOMPUTE, SAVE = "fused", "mixed", "recompute", "save"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,21 +103,67 @@ class LoopOutput:
 
 
 @dataclasses.dataclass(frozen=True)
+class Chunks:
+    """The chunks of a loop.
+
+    Attributes:
+        axis: what they cut, ``"tokens"``, ``"heads"``, ``"queries"`` or ``"features"``.
+        total: how many of them there are, in the batch that the graph was traced with.
+        length: how many a chunk holds; where ``symbolic``, the most that it holds.
+        count: the number of chunks.
+        symbolic: ``total`` varies from batch to batch.
+    """
+
+    axis: str
+    total: int
+    length: int
+    count: int
+    symbolic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.symbolic:
+            return
+        if not 1 <= self.length <= self.total:
+            raise ValueError(f"chunks of {self.length} of {self.total} {self.axis}")
+        if not (self.count - 1) * self.length < self.total <= self.count * self.length:
+            raise ValueError(f"{self.count} chunks of {self.length} {self.axis} do not cover")
+
+
+@dataclasses.dataclass(frozen=True)
 class LoopPlan:
     """One loop over chunks.
 
     Attributes:
         members: the nodes that it computes, in the graph's order.
+        specs: where each of them holds what the chunks cut; None for a sum over it.
+        chunks: None until their length is chosen.
         unit: the scalar that is 1 inside the loop; None if the loop is not fused.
         prelude: nodes that are computed before the loop, with 1 in place of the unit.
     """
 
     phase: str  # "forward" | "backward"
     members: tuple[str, ...]
+    specs: tuple[Spec | None, ...]
     inputs: tuple[LoopInput, ...]
     outputs: tuple[LoopOutput, ...]
     unit: str | None = None
     prelude: tuple[str, ...] = ()
+    chunks: Chunks | None = None
+
+    @property
+    def cut(self) -> Chunks:
+        """The chunks, once they are known."""
+        assert self.chunks is not None, "the length of the chunks is not chosen yet"
+        return self.chunks
+
+    def in_chunks(self, chunks: Chunks) -> LoopPlan:
+        """The same loop with these chunks, if it has none of its own."""
+        return self if self.chunks else dataclasses.replace(self, chunks=chunks)
+
+    def spec_of(self) -> dict[str, Spec | None]:
+        """The spec of each member, and of each input that is cut."""
+        sliced = {item.node: item.spec for item in self.inputs if item.spec}
+        return {**sliced, **dict(zip(self.members, self.specs, strict=True))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +172,7 @@ class ChunkPlan:
 
     Attributes:
         kind: ``"lm_head"``, ``"mlp"`` or ``"segment"``.
-        mode: ``"fused"``, ``"recompute"`` or ``"save"``.
+        mode: ``"fused"``, ``"mixed"``, ``"recompute"`` or ``"save"``.
         source: the region's place in the user's model: a module path or ``file:line``.
         bytes_before: size of the large matrix products of the region over all tokens.
         bytes_after: size of those of one chunk, and of what is saved of them for backward.
@@ -154,16 +200,6 @@ class ChunkPlan:
     note: str = ""
     symbolic: bool = False
     axis: str = TOKENS
-
-    def __post_init__(self) -> None:
-        if self.symbolic:
-            return
-        if not 1 <= self.chunk_tokens <= self.num_tokens:
-            raise ValueError(f"chunk_tokens={self.chunk_tokens} of {self.num_tokens} tokens")
-        if (self.num_chunks - 1) * self.chunk_tokens >= self.num_tokens or (
-            self.num_chunks * self.chunk_tokens < self.num_tokens
-        ):
-            raise ValueError(f"{self.num_chunks} chunks of {self.chunk_tokens} tokens do not cover")
 
 
 @dataclasses.dataclass(frozen=True)

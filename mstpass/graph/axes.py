@@ -1,4 +1,4 @@
-"""The axis along which a loop's chunks cut values: tokens, heads, or rows of queries.
+"""The axis along which a loop's chunks cut values: tokens, heads, rows of queries, or features.
 
 Terms:
     *spec*: where a value holds what the axis runs over: its token dims (tokens.py), or its
@@ -27,7 +27,8 @@ from mstpass.graph.sizes import Size, generic, hint, is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import Refusal, Spec, chunk_shape
 
-TOKENS, HEADS, QUERIES = "tokens", "heads", "queries"
+TOKENS, HEADS, QUERIES, FEATURES = "tokens", "heads", "queries", "features"
+ALONG_A_DIM = (HEADS, FEATURES)  # each value holds them in one dim (heads.HeadDim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +184,6 @@ QUERY_AXIS: Axis = QueryAxis()
 
 def axis_of(name: str, count: int) -> Axis:
     """The axis of a plan, along which it has ``count`` tokens, heads or queries."""
-    if name == HEADS:
+    if name in ALONG_A_DIM:
         return HeadAxis(count)
     return QUERY_AXIS if name == QUERIES else TOKEN_AXIS

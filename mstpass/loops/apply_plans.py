@@ -197,12 +197,13 @@ class _GraphWriter:
 
     def _write_task(self, task: _Task) -> None:
         if isinstance(task, str):
-            self.results |= self.loops.write(*self.loop_of[task], self.env)
+            _, loop = self.loop_of[task]
+            self.results |= self.loops.write(loop, self.env)
             self.written.add(task)
         elif task in self.producers:
             name, item = self.producers[task]
-            plan, loop = self.loop_of[name]
-            result = self.loops.finish(self.results[task], plan, loop, item, self.env)
+            _, loop = self.loop_of[name]
+            result = self.loops.finish(self.results[task], loop, item, self.env)
             self.env[task] = result
             self.renewal.replaced(task, result)  # heads come first where a loop is over heads
         elif task is self.joint.output:

@@ -31,7 +31,7 @@ from mstpass.loops.candidate_modes import RegionCandidates, find_candidates
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.options import Options
-from mstpass.plans import RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
+from mstpass.plans import RECOMPUTE, SAVE, ChunkPlan, Chunks, Region, Rejection
 from mstpass.regions.attention import detect_attention
 from mstpass.regions.masked_attention import detect_masked_attention
 
@@ -122,6 +122,7 @@ def plan_of_groups(facts: RegionFacts, loops: RegionLoops, num_groups: int) -> C
     bytes_before = facts.bytes_before
     if region.axis == QUERIES:
         bytes_before = max(nbytes(node) for node in facts.specs if not is_product(node))
+    chunks = Chunks(region.axis, region.num_tokens, region.num_tokens // num_groups, num_groups)
     return ChunkPlan(
         kind=region.kind,
         mode=loops.mode,
@@ -131,7 +132,7 @@ def plan_of_groups(facts: RegionFacts, loops: RegionLoops, num_groups: int) -> C
         num_chunks=num_groups,
         bytes_before=bytes_before,
         bytes_after=sum(map(nbytes, loops.saved)) + bytes_before // num_groups,
-        loops=loops.loops,
+        loops=tuple(loop.in_chunks(chunks) for loop in loops.loops),
         saved=tuple(node.name for node in loops.saved),
         members=region.members,
         note=region.note,

@@ -22,7 +22,7 @@ from mstpass.loops.chunk_length import LONG, SHORT, USUAL
 from mstpass.loops.free_overhead import spend_free_overhead
 from mstpass.loops.plan_region import RegionPlanner
 from mstpass.options import Options
-from mstpass.plans import FUSED, RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
+from mstpass.plans import FUSED, MIXED, RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
 from mstpass.regions.detect import find_regions
 
 _LENGTHS = {USUAL: "{}", SHORT: "{}, short chunks", LONG: "{}, long chunks"}  # names of modes
@@ -69,13 +69,13 @@ def find_candidates(
     length = SHORT if limit.is_least else USUAL
     planners = {region.members: RegionPlanner(joint, region, options) for region in regions}
     preferred: list[ChunkPlan] = []
-    only_recomputed: list[RegionCandidates] = []
+    leaner: list[RegionCandidates] = []
     for planner in planners.values():
         plan = planner.plan(preferred_mode(planner.region, limit), length=length)
         if isinstance(plan, ChunkPlan):
             preferred.append(plan)
-        elif candidates := _recomputed_for_a_budget(planner, limit):
-            only_recomputed.append(candidates)
+        elif candidates := _only_for_a_budget(planner, limit):
+            leaner.append(candidates)
         else:
             rejections.append(plan)
 
@@ -85,7 +85,7 @@ def find_candidates(
 
     preferred = spend_free_overhead(joint, preferred, options.free_overhead, replan)
     taken = [_candidates(planners[plan.members], plan, limit) for plan in preferred]
-    return [*taken, *only_recomputed], rejections
+    return [*taken, *leaner], rejections
 
 
 def preferred_mode(region: Region, limit: Limit) -> str:
@@ -99,12 +99,12 @@ def preferred_mode(region: Region, limit: Limit) -> str:
     return SAVE
 
 
-def _recomputed_for_a_budget(planner: RegionPlanner, limit: Limit) -> RegionCandidates | None:
-    """For a region that gains nothing in its preferred mode: recompute, if a budget asks for it."""
+def _only_for_a_budget(planner: RegionPlanner, limit: Limit) -> RegionCandidates | None:
+    """For a region that gains nothing in its preferred mode: a leaner one, if a budget asks."""
     region = planner.region
-    if limit.is_free or region.fused or region.returned:
+    if limit.is_free or region.returned or (region.fused and not planner.has_sections):
         return None
-    plan = planner.plan(RECOMPUTE)
+    plan = planner.plan(MIXED, length=SHORT) if region.fused else planner.plan(RECOMPUTE)
     if not isinstance(plan, ChunkPlan):
         return None
     candidates = _candidates(planner, plan, limit)
@@ -122,11 +122,14 @@ def _candidates(planner: RegionPlanner, preferred: ChunkPlan, limit: Limit) -> R
     optional = planner.options.chunk_tokens is None and not region.symbolic
     leaner = preferred.mode if region.fused or region.returned else RECOMPUTE
     others = [(leaner, USUAL), (leaner, SHORT)]
+    if planner.has_sections and not limit.is_free:
+        others.append((MIXED, SHORT))
     if optional and limit.is_free:
         others.append((preferred.mode, LONG))
     for mode, length in others:
         plan = planner.plan(mode, length=length)
         if isinstance(plan, ChunkPlan) and plan not in plans.values():
-            plans.setdefault(_LENGTHS[length].format(mode), plan)
+            name = mode if mode == MIXED else _LENGTHS[length].format(mode)
+            plans.setdefault(name, plan)
     # The last member names the region: two heads may begin with the same view.
     return RegionCandidates(region.members[-1][0], tuple(plans.items()), optional)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from mstpass.graph.attention_work import attention_work
-from mstpass.graph.axes import HEADS, QUERIES
+from mstpass.graph.axes import ALONG_A_DIM, QUERIES
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.device_costs import costs_of
 from mstpass.graph.heads import is_attention
@@ -68,16 +68,16 @@ class _Loops:
         self.chunk_bytes: dict[str, int] = {}  # by the loop's ``body_key``
 
     def of(self, plan: ChunkPlan) -> tuple[Loop, ...]:
-        return tuple(self._loop(plan, loop) for loop in plan.loops)
+        return tuple(map(self._loop, plan.loops))
 
-    def _loop(self, plan: ChunkPlan, loop: LoopPlan) -> Loop:
+    def _loop(self, loop: LoopPlan) -> Loop:
         return Loop(
             name=loop_name(loop.outputs[0].node),
             members=loop.members,
             needs=self._needs(loop),
             results=tuple(_result(self.joint, loop, o, self.accumulate) for o in loop.outputs),
-            inner_bytes=self._chunk_bytes(plan, loop) + self._copied_bytes(plan, loop),
-            us=self._time_us(plan, loop),
+            inner_bytes=self._chunk_bytes(loop) + self._copied_bytes(loop),
+            us=self._time_us(loop),
         )
 
     def _needs(self, loop: LoopPlan) -> tuple[str, ...]:
@@ -89,12 +89,12 @@ class _Loops:
             needs += [n.name for n in operands if n.name not in prelude and n.name != loop.unit]
         return tuple(n for n in dict.fromkeys(needs) if self.joint.by_name[n].op != "get_attr")
 
-    def _copied_bytes(self, plan: ChunkPlan, loop: LoopPlan) -> int:
+    def _copied_bytes(self, loop: LoopPlan) -> int:
         """Size of the sliced inputs that are copied first, because no view of them is ``[N, ...]``.
 
         ``x[:, 1:]`` of a ``[B, S, D]`` tensor is one. Heads have a view of their own in any value.
         """
-        if plan.axis == HEADS:
+        if loop.cut.axis in ALONG_A_DIM:
             return 0
         operands = ((self.joint.by_name[item.node], item.spec) for item in loop.inputs)
         return sum(
@@ -103,32 +103,33 @@ class _Loops:
             if spec and (value := value_of(node)) is not None and is_copied(value, spec)
         )
 
-    def _chunk_bytes(self, plan: ChunkPlan, loop: LoopPlan) -> int:
+    def _chunk_bytes(self, loop: LoopPlan) -> int:
         """The peak of one chunk. Loops that do the same on the same shapes share the answer."""
-        key = body_key(self.joint, plan, loop)
+        key = body_key(self.joint, loop)
         if key not in self.chunk_bytes:
             graph = fx.Graph()
             builder = Builder(graph, fake_mode_of(self.joint.nodes))
-            parts = build_body(self.joint, plan, loop, builder, self.accumulate)
+            parts = build_body(self.joint, loop, builder, self.accumulate)
             self.chunk_bytes[key] = body_bytes(graph, parts)
         return self.chunk_bytes[key]
 
-    def _time_us(self, plan: ChunkPlan, loop: LoopPlan) -> float:
-        specs = dict(plan.members)
-        members = {self.joint.by_name[name]: specs[name] for name in loop.members}
+    def _time_us(self, loop: LoopPlan) -> float:
+        chunks = loop.cut
+        pairs = zip(loop.members, loop.specs, strict=True)
+        members = {self.joint.by_name[name]: spec for name, spec in pairs}
         device = next(value.device for node in members for value in tensors_of(node.meta["val"]))
-        if plan.axis == HEADS:
-            work = head_loop_work(self.joint, members, plan.num_tokens)
-            rows = work.tokens // plan.num_tokens * plan.chunk_tokens
-            attention_us = sum(self._group_us(n, plan.num_chunks) for n in members)
-            return costs_of(device).loop_us(work, rows) + plan.num_chunks * attention_us
+        if chunks.axis in ALONG_A_DIM:
+            work = head_loop_work(self.joint, members, chunks.total)
+            rows = work.tokens // chunks.total * chunks.length
+            attention_us = sum(self._group_us(n, chunks.count) for n in members)
+            return costs_of(device).loop_us(work, rows) + chunks.count * attention_us
         attention_us = 0.0
-        if plan.axis == QUERIES:
-            attention_us = sum(self._group_us(n, plan.num_chunks) for n in members)
+        if chunks.axis == QUERIES:
+            attention_us = sum(self._group_us(n, chunks.count) for n in members)
             members = {n: spec for n, spec in members.items() if not is_attention(n)}
-        work = loop_work(self.joint, members, plan.num_tokens)
-        us = costs_of(device).loop_us(work, plan.chunk_tokens)
-        return us + plan.num_chunks * attention_us
+        work = loop_work(self.joint, members, chunks.total)
+        us = costs_of(device).loop_us(work, chunks.length)
+        return us + chunks.count * attention_us
 
     def _group_us(self, node: fx.Node, num_groups: int) -> float:
         """The time of attention for one group of heads, or of queries; 0 for other nodes."""

@@ -11,6 +11,7 @@ A plan that would not lower those bytes is refused.
 
 from __future__ import annotations
 
+import functools
 import math
 
 from mstpass.graph.joint import JointGraph, nbytes
@@ -18,8 +19,9 @@ from mstpass.graph.tokens import Refusal
 from mstpass.loops.chunk_length import USUAL, chunk_length
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
+from mstpass.loops.vocabulary_sections import Sections, sections_of
 from mstpass.options import Options
-from mstpass.plans import ChunkPlan, Region, Rejection
+from mstpass.plans import ChunkPlan, Chunks, Region, Rejection
 
 
 class RegionPlanner:
@@ -28,6 +30,11 @@ class RegionPlanner:
     def __init__(self, joint: JointGraph, region: Region, options: Options):
         self.facts, self.region, self.options = RegionFacts(joint, region), region, options
         self._loops: dict[tuple[str, frozenset[str]], RegionLoops] = {}
+
+    @functools.cached_property
+    def has_sections(self) -> bool:
+        """Whether the region may run in mixed mode."""
+        return isinstance(sections_of(self.facts), Sections)
 
     def plan(
         self, mode: str, may_recompute: frozenset[str] = frozenset(), length: str = USUAL
@@ -56,6 +63,7 @@ class RegionPlanner:
             if region.returned:
                 reason = f"{region.note.partition(';')[0]}: {reason}"
             return self._rejection(reason)
+        chunks = Chunks(region.axis, region.num_tokens, chunk_tokens, num_chunks, region.symbolic)
         return ChunkPlan(
             kind=region.kind,
             mode=loops.mode,
@@ -65,7 +73,7 @@ class RegionPlanner:
             num_chunks=num_chunks,
             bytes_before=facts.bytes_before,
             bytes_after=bytes_after,
-            loops=loops.loops,
+            loops=tuple(loop.in_chunks(chunks) for loop in loops.loops),
             saved=tuple(node.name for node in loops.saved),
             members=region.members,
             note=region.note,

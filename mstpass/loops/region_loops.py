@@ -1,6 +1,8 @@
 """The loops of a region in one mode: what each computes, reads and returns, for any chunk length.
 
     fused:      one loop computes all outputs, gradients included
+    mixed:      the same, but the gradients of weights have a loop over sections of the vocabulary
+                (vocabulary_sections.py)
     recompute:  a forward loop, and a backward loop that computes the forward again from its inputs
     save:       the same, but the forward loop also returns the values of loops/values_to_save.py,
                 stacked over chunks, and the backward loop reads them
@@ -24,7 +26,8 @@ from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.rounds import outputs_by_round
 from mstpass.loops.values_to_save import values_to_save
-from mstpass.plans import FUSED, RECOMPUTE, SAVE, LoopInput, LoopOutput, LoopPlan
+from mstpass.loops.vocabulary_sections import Sections, sections_of
+from mstpass.plans import FUSED, MIXED, RECOMPUTE, SAVE, LoopInput, LoopOutput, LoopPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,8 @@ def region_loops(facts: RegionFacts, mode: str, may_recompute: frozenset[str]) -
     saved: list[fx.Node] = []
     if mode == FUSED:
         loops = _fused_loops(facts)
+    elif mode == MIXED:
+        loops = _mixed_loops(facts)
     else:
         every = frozenset(node.name for node in facts.specs)
         saved = values_to_save(facts, may_recompute if mode == SAVE else every)
@@ -87,6 +92,15 @@ def _fused_loops(facts: RegionFacts) -> list[LoopPlan]:
     ]
 
 
+def _mixed_loops(facts: RegionFacts) -> list[LoopPlan]:
+    sections, region = sections_of(facts), facts.region
+    assert isinstance(sections, Sections), sections
+    others = [node for node in facts.outputs if node not in sections.gradients]
+    outputs = list(dict.fromkeys((*others, *sections.per_token)))
+    tokens = _loop(facts, "forward", outputs, set(), region.unit, region.prelude)
+    return [tokens, sections.loop]
+
+
 def _forward_and_backward_loop(facts: RegionFacts, saved: list[fx.Node]) -> list[LoopPlan]:
     forward = [node for node in facts.outputs if node not in facts.backward]
     backward = [node for node in facts.outputs if node in facts.backward]
@@ -111,9 +125,11 @@ def _loop(
     joint, specs = facts.joint, facts.specs
     members, inputs = _members_and_inputs(facts, outputs, saved, unit)
     ordered = sorted(inputs, key=lambda pair: (joint.index[pair[0]], pair[1]))
+    in_order = joint.sorted(members)
     return LoopPlan(
         phase=phase,
-        members=tuple(node.name for node in joint.sorted(members)),
+        members=tuple(node.name for node in in_order),
+        specs=tuple(specs[node] for node in in_order),
         inputs=tuple(LoopInput(node.name, spec) for node, spec in ordered),
         outputs=tuple(
             LoopOutput(node.name, specs[node], scaled=unit is not None and node in facts.backward)

@@ -29,7 +29,7 @@ from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.build import body_key, build_body
 from mstpass.loops.operand_layout import is_viewable
-from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
+from mstpass.plans import LoopOutput, LoopPlan
 from mstpass.problem.problem import RECOMPUTED
 from mstpass.torch_internals.graphs import graph_module
 
@@ -62,21 +62,22 @@ class LoopWriter:
         self.bodies: dict[str, _LoopBody] = {}  # by their ``body_key``
         self.modules: dict[str, str] = {}  # names of body modules, by what they compute
 
-    def write(self, plan: ChunkPlan, loop: LoopPlan, env: Env) -> dict[fx.Node, fx.Node]:
+    def write(self, loop: LoopPlan, env: Env) -> dict[fx.Node, fx.Node]:
         """The loop's results, unfinished, by the old nodes that they stand for."""
         env = self._with_prelude(loop, env)
         inputs = [(self.joint.by_name[item.node], item.spec) for item in loop.inputs]
-        axis = axis_of(plan.axis, plan.num_tokens)
+        chunks = loop.cut
+        axis = axis_of(chunks.axis, chunks.total)
         inside = self._inside_meta(loop)
         sliced = [self._as_rows(env[node], spec, axis, inside) for node, spec in inputs if spec]
         whole = [env[node] for node, spec in inputs if not spec]
-        body = self._body(plan, loop)
+        body = self._body(loop)
         specs = tuple(
-            self._output_spec(plan, item, dtype)
+            self._output_spec(axis, item, dtype)
             for item, dtype in zip(loop.outputs, body.dtypes, strict=True)
         )
         (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
-        sizes = (None if plan.symbolic else plan.num_chunks, plan.chunk_tokens, num_tokens)
+        sizes = (None if chunks.symbolic else chunks.count, chunks.length, num_tokens)
         module = self.builder.graph.get_attr(body.module)
         args = (module, *sizes, specs, tuple(sliced), tuple(whole))
         call = self.builder.graph.call_function(mst_loop, args)
@@ -109,17 +110,17 @@ class LoopWriter:
             extended[node] = copy
         return extended
 
-    def _body(self, plan: ChunkPlan, loop: LoopPlan) -> _LoopBody:
+    def _body(self, loop: LoopPlan) -> _LoopBody:
         """The module of the loop's body. Equal bodies are built, and compiled, once."""
-        key = body_key(self.joint, plan, loop)
+        key = body_key(self.joint, loop)
         if key not in self.bodies:
-            self.bodies[key] = self._built(plan, loop)
+            self.bodies[key] = self._built(loop)
         return self.bodies[key]
 
-    def _built(self, plan: ChunkPlan, loop: LoopPlan) -> _LoopBody:
+    def _built(self, loop: LoopPlan) -> _LoopBody:
         graph = fx.Graph()
         builder = Builder(graph, self.builder.mode)
-        parts = build_body(self.joint, plan, loop, builder, self.accumulate)
+        parts = build_body(self.joint, loop, builder, self.accumulate)
         inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
         code = f"{graph} {[_layout(value) for value in inputs]}"
         if code not in self.modules:  # loops over different nodes may have the same body
@@ -128,12 +129,12 @@ class LoopWriter:
             setattr(self.root, self.modules[code], graph_module(subgraphs, graph))
         return _LoopBody(self.modules[code], tuple(part.meta["val"].dtype for part in parts))
 
-    def _output_spec(self, plan: ChunkPlan, item: LoopOutput, dtype: torch.dtype) -> OutputSpec:
+    def _output_spec(self, axis: Axis, item: LoopOutput, dtype: torch.dtype) -> OutputSpec:
         value = value_of(self.joint.by_name[item.node])
         assert value is not None
         if item.spec is None:
             return SUM, tuple(self.sizes.arguments(value.shape)), dtype
-        rows = axis_of(plan.axis, plan.num_tokens).rows(value.shape, item.spec)
+        rows = axis.rows(value.shape, item.spec)
         return STACK, tuple(self.sizes.arguments(rows.shape)), dtype
 
     def _fake_results(
@@ -190,9 +191,7 @@ class LoopWriter:
         return node
 
     # ---- results -------------------------------------------------------------------------------
-    def finish(
-        self, result: fx.Node, plan: ChunkPlan, loop: LoopPlan, item: LoopOutput, env: Env
-    ) -> fx.Node:
+    def finish(self, result: fx.Node, loop: LoopPlan, item: LoopOutput, env: Env) -> fx.Node:
         """A result as the node that it stands for: scaled, cast, its dims in their places."""
         node = self.joint.by_name[item.node]
         value = value_of(node)
@@ -205,7 +204,7 @@ class LoopWriter:
             cast = torch.ops.prims.convert_element_type.default
             result = self.builder.call(cast, result, value.dtype)
         if item.spec is not None:
-            layout = axis_of(plan.axis, plan.num_tokens).rows(value.shape, item.spec)
+            layout = axis_of(loop.cut.axis, loop.cut.total).rows(value.shape, item.spec)
             result = self._reshaped(result, layout.ordered, inside)
             result = self._permuted(result, layout.order, layout.inverse, inside)
             result = self._reshaped(result, value.shape, inside)

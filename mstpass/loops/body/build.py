@@ -59,7 +59,7 @@ from mstpass.loops.body.rematerialize_pointwise import (
 )
 from mstpass.loops.body.row_sums import rewritten_row_sum
 from mstpass.loops.body.scatter_last import scatter_last
-from mstpass.plans import ChunkPlan, LoopPlan
+from mstpass.plans import LoopPlan
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -67,7 +67,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def build_body(
-    joint: JointGraph, plan: ChunkPlan, loop: LoopPlan, builder: Builder, accumulate: str
+    joint: JointGraph, loop: LoopPlan, builder: Builder, accumulate: str
 ) -> list[fx.Node]:
     """Write the body into the builder's empty graph, its output node included.
 
@@ -79,17 +79,16 @@ def build_body(
             size cannot be written.
     """
     try:
-        return _Body(joint, plan, loop, builder, accumulate).build()
+        return _Body(joint, loop, builder, accumulate).build()
     except (UnknownSize, CannotRenew) as error:
         raise CannotTake(joint.by_name[loop.members[0]], str(error)) from None
 
 
-def body_key(joint: JointGraph, plan: ChunkPlan, loop: LoopPlan) -> str:
+def body_key(joint: JointGraph, loop: LoopPlan) -> str:
     """Equal for loops whose bodies are: the same ops, on values of the same sizes and layouts."""
-    specs = dict(plan.members)
+    specs = loop.spec_of()
     number: dict[fx.Node, object] = {}
-    rows: list[object] = [plan.axis, plan.chunk_tokens, plan.num_chunks, plan.num_tokens]
-    rows += [plan.symbolic, *(item.spec for item in loop.inputs)]
+    rows: list[object] = [loop.chunks, *(item.spec for item in loop.inputs)]
     rows += [(item.spec, loop.members.index(item.node)) for item in loop.outputs]
     if loop.unit is not None:
         unit = joint.by_name[loop.unit]
@@ -116,22 +115,20 @@ def _layouts(node: fx.Node) -> object:
 
 
 class _Body:
-    def __init__(
-        self, joint: JointGraph, plan: ChunkPlan, loop: LoopPlan, builder: Builder, accumulate: str
-    ):
+    def __init__(self, joint: JointGraph, loop: LoopPlan, builder: Builder, accumulate: str):
+        chunks = loop.cut
         self.joint, self.loop, self.builder = joint, loop, builder
-        self.chunk_tokens, self.accumulate = plan.chunk_tokens, accumulate
-        self.axis = axis_of(plan.axis, plan.num_tokens)
-        covered = plan.num_chunks * plan.chunk_tokens
-        self.symbolic = plan.symbolic
-        self.overlaps = not plan.symbolic and covered != plan.num_tokens
+        self.chunk_tokens, self.accumulate = chunks.length, accumulate
+        self.axis = axis_of(chunks.axis, chunks.total)
+        self.symbolic = chunks.symbolic
+        self.overlaps = not self.symbolic and chunks.count * chunks.length != chunks.total
         self.rows: int | fx.Node = self.chunk_tokens  # the chunk's length as an argument
         self.specs: dict[fx.Node, Spec | None] = {
-            joint.by_name[name]: spec for name, spec in plan.members
+            joint.by_name[name]: spec for name, spec in loop.spec_of().items()
         }
         self.sizes = SizeNodes(builder)  # the symbolic sizes among the inputs of the body
         self.traced: dict[fx.Node, Any] = {}  # inputs of other sizes in the traced batch
-        self.traced_rows = min(plan.num_tokens, fitted_length(plan.chunk_tokens, plan.num_tokens))
+        self.traced_rows = min(chunks.total, fitted_length(chunks.length, chunks.total))
         self.valid: fx.Node | None = None
         self.env: dict[tuple[fx.Node, Spec | None], fx.Node] = {}
 
