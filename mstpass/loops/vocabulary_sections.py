@@ -84,7 +84,7 @@ class _Growth:
             node = stack.pop()
             needs = operand_heads(node, self.held[node], self.facts.region.width)
             if isinstance(needs, Refusal):
-                return Refusal(f"{node.name}: {needs.reason}")
+                return Refusal(f"{node.name}: {needs.reason.replace('heads', 'words')}")
             for operand, needed in needs.items():
                 if not isinstance(needed, HeadDim):
                     refusal = self._read_whole(operand)

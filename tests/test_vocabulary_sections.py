@@ -1,0 +1,203 @@
+"""Heads in mixed mode: the gradient of the weight in a loop over sections of the vocabulary."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mstpass
+from mstpass.graph.joint import JointGraph
+from mstpass.graph.tokens import Refusal
+from mstpass.loops.region_facts import RegionFacts
+from mstpass.loops.vocabulary_sections import Sections, sections_of
+from mstpass.measure import peak_bytes
+from mstpass.normalize import normalized
+from mstpass.partition.solvers.choose_modes import first_modes
+from mstpass.partition.solvers.min_cut import min_cut
+from mstpass.passes.runner import PassRunner
+from mstpass.plans import MIXED
+from mstpass.problem.apply_modes import with_modes
+from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.solver_registry import registered
+from mstpass.regions.detect import find_regions
+from tests.checks import check_against_float64, compiled, errors, gradients, joint_graph, kinds
+from tests.losses import FUSED, Loss, LossModel
+from tests.test_picked_logits import PICKED
+
+pytestmark = pytest.mark.op_by_op
+
+VOCAB = 600
+PRIME = 601
+CHUNK = 128
+SCATTERED = ("log_probabilities", "policy_gradient")  # their gradients go to single words
+IN_SECTIONS = [name for name in FUSED if name not in SCATTERED]
+
+
+@pytest.fixture(autouse=True)
+def mixed_wherever_it_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registered, "mixed", _mixed)
+
+
+def _mixed(problem: CutProblem, budget_bytes: int | None) -> Plan:
+    modes = dict(first_modes(problem))
+    for region in problem.regions:
+        if any(mode.name == MIXED for mode in region.modes):
+            modes[region.region] = MIXED
+    return Plan(min_cut(with_modes(problem, modes)), modes)
+
+
+OPTIONS = {"solver": "mixed", "memory_budget": 0.5, "chunk_tokens": CHUNK}
+
+
+def _ids(device: str = "cpu") -> Tensor:
+    return torch.randint(0, VOCAB, (4, 101), device=device)
+
+
+def _step(loss: Loss):
+    return lambda model: lambda ids: loss(model, ids)
+
+
+KERNELS = ("mean", "label_smoothing")  # these are compiled by Inductor
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.kernels) if n in KERNELS else n for n in IN_SECTIONS],
+)
+def test_loss(name: str) -> None:
+    report = check_against_float64(LossModel(), _step(FUSED[name]), [_ids()], **OPTIONS)
+    assert set(kinds(report)) == {("lm_head", MIXED)}, str(report)
+    tokens, sections = report.regions[0].loops
+    assert (tokens.phase, tokens.cut.axis) == ("forward", "tokens")
+    assert (sections.phase, sections.cut.axis, sections.cut.total) == (
+        "backward",
+        "features",
+        VOCAB,
+    )
+    assert all(output.spec is not None for output in sections.outputs), "a sum over sections"
+
+
+@pytest.mark.parametrize("name", ["mean", "entropy_bonus", "distillation", "bias"])
+def test_in_bfloat16(name: str) -> None:
+    model = LossModel().to(torch.bfloat16)
+    report = check_against_float64(model, _step(FUSED[name]), [_ids()], **OPTIONS)
+    assert set(kinds(report)) == {("lm_head", MIXED)}, str(report)
+
+
+@pytest.mark.parametrize("name", ["mean", pytest.param("bias", marks=pytest.mark.kernels)])
+def test_any_number_of_tokens_in_one_graph(name: str) -> None:
+    model = LossModel()
+    loss_of = _step(FUSED[name])
+    wide = copy.deepcopy(model).double()
+    step = compiled(loss_of(model), **OPTIONS)
+    before = len(mstpass.reports())
+    for batch, length in ((4, 101), (3, 77), (8, 150)):
+        ids = torch.randint(0, VOCAB, (batch, length))
+        torch._dynamo.mark_dynamic(ids, 0)
+        torch._dynamo.mark_dynamic(ids, 1)
+        exact = gradients(wide, loss_of(wide), [ids])
+        eager = errors(gradients(model, loss_of(model), [ids]), exact)
+        ours = errors(gradients(model, step, [ids]), exact)
+        assert all(a <= b + 1e-6 for a, b in zip(ours, eager, strict=True)), (ours, eager)
+    (report,) = mstpass.reports()[before:]
+    assert set(kinds(report)) == {("lm_head", MIXED)}
+
+
+class Head(nn.Module):
+    def __init__(self, words: int, width: int, tied: bool = False):
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.words(ids).sin()).float()
+        return F.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_of_prime_size(tied: bool) -> None:
+    """The last section overlaps the one before it. Tied rows are added to the embedding's."""
+    model, ids = Head(PRIME, 24, tied), torch.randint(0, PRIME, (3, 67))
+    report = check_against_float64(model, lambda m: m, [ids], **OPTIONS)
+    assert kinds(report) == [("lm_head", MIXED)], str(report)
+    chunks = report.regions[0].loops[1].cut
+    assert (chunks.total, chunks.length, chunks.count) == (PRIME, 128, 5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (FUSED["policy_gradient"], "works along a dim of words"),
+        (PICKED["topk"], "works along a dim of words"),
+        (PICKED["index_select"], "writes at indices along a dim of words"),
+    ],
+)
+def test_what_is_scattered_along_the_vocabulary_is_refused(loss: Loss, reason: str) -> None:
+    joint = JointGraph(*joint_graph(_step(loss)(LossModel()), _ids()))
+    _, joint, _ = normalized(joint, False, PassRunner("off"))
+    (region, *_), _ = find_regions(joint)
+    found = sections_of(RegionFacts(joint, region))
+    assert isinstance(found, Refusal)
+    assert reason in found.reason
+
+
+def test_a_section_reads_no_whole_logits() -> None:
+    """A loss whose gradient needs all words of a token at once has none."""
+
+    def smoothed(model: LossModel, ids: Tensor) -> Tensor:
+        logits = model.logits(ids).float()
+        return (logits.softmax(-1).cumsum(-1) * logits).sum(-1).mean()
+
+    joint = JointGraph(*joint_graph(_step(smoothed)(LossModel()), _ids()))
+    _, joint, _ = normalized(joint, False, PassRunner("off"))
+    (region, *_), _ = find_regions(joint)
+    found = sections_of(RegionFacts(joint, region))
+    assert isinstance(found, Refusal)
+    fused = dataclasses.replace(region, fused=False)
+    assert isinstance(sections_of(RegionFacts(joint, fused)), Refusal)
+
+
+def test_what_a_section_needs_of_each_token() -> None:
+    joint = JointGraph(*joint_graph(_step(FUSED["mean"])(LossModel()), _ids()))
+    (region, *_), _ = find_regions(joint)
+    found = sections_of(RegionFacts(joint, region))
+    assert isinstance(found, Sections)
+    targets = [str(node.target) for node in found.per_token]
+    sums = 2  # of exponentials, and of the gradient of the log-softmax
+    assert targets == ["aten.amax.default", *["aten.sum.dim_IntList"] * sums]
+    (gradient,) = found.gradients
+    assert tuple(gradient.meta["val"].shape) == (VOCAB, 32)
+
+
+@pytest.mark.kernels
+def test_the_peak_of_a_head_of_few_tokens() -> None:
+    """d=512, V=16,032, 1,024 tokens, bfloat16: at most 0.42 of the whole head's."""
+    head = nn.Linear(512, 16_032, bias=False, dtype=torch.bfloat16)
+    hidden = torch.randn(1024, 512, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(16_032, (1024,))
+
+    def loss(hidden: Tensor) -> Tensor:
+        return F.cross_entropy(head(hidden).float(), labels)
+
+    def peak(step: Callable[[Tensor], Tensor]) -> int:
+        def run() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(step(hidden), (hidden, head.weight))
+
+        run()
+        return peak_bytes(run, "cpu")
+
+    whole = peak(torch.compile(loss))
+    mixed = peak(compiled(loss, memory_budget=0.0))
+    report = mstpass.reports()[-1]
+    assert kinds(report) == [("lm_head", MIXED)]
+    assert mixed <= 0.42 * whole, (mixed, whole)
+    assert report.peak_bytes == pytest.approx(mixed, rel=0.08)
