@@ -69,7 +69,11 @@ class Measurement:
 
 
 def peak_bytes(fn: Step, device: Device = "cpu") -> int:
-    """The peak of `fn()`: the most tensor bytes on `device` beyond those at its start."""
+    """The peak of `fn()`: the most tensor bytes on `device` beyond those at its start.
+
+    Call a compiled step once before. On CUDA its first call also tunes kernels, with buffers of
+    their own, and allocates the workspaces of cuBLAS, which stay.
+    """
     kind = torch.device(device).type
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"peak_bytes measures devices of type cpu and cuda, not {kind!r}")

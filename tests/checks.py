@@ -15,6 +15,7 @@ import torch
 import torch._inductor.compile_fx as inductor
 from torch import fx, nn
 from torch._inductor.fx_passes.control_dependencies import control_deps
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mstpass
 from mstpass import backend
@@ -56,6 +57,22 @@ def in_float64(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[nn.Mod
     return copy.deepcopy(model).double(), wide
 
 
+class KeepFloat64(TorchDispatchMode):
+    """Within it, casts to float32 are casts to float64, so that a reference keeps its precision.
+
+    Losses compute in float32 whatever the logits' dtype is. A reference that did so too would share
+    the rounding of eager's float32, and of no other program.
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if given.get("dtype") is torch.float32:
+            given["dtype"] = torch.float64
+        return func(*args, **given)
+
+
 def errors(values: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
     """Relative error of each value; values that are zero but for noise are left out."""
     scale = max(float(e.norm()) / math.sqrt(max(1, e.numel())) for e in exact)
@@ -89,7 +106,8 @@ def check_against_float64(
     def finished(fn: Loss) -> Loss:
         return lambda *args: finish(fn(*args))
 
-    exact = gradients(wide_model, finished(loss_of(wide_model)), wide_inputs)
+    with KeepFloat64():
+        exact = gradients(wide_model, finished(loss_of(wide_model)), wide_inputs)
     eager = errors(gradients(model, finished(loss_of(model)), inputs, autocast), exact)
     before = len(mstpass.reports())
     step = finished(compiled(loss_of(model), **options))

@@ -53,10 +53,11 @@ def test_lengths_are_multiples_of_16(tokens: int, dtype: torch.dtype) -> None:
     assert equal == (tokens in (4096, 8192)), "chunks overlap only where they must"
 
 
-def test_a_large_head_runs_in_eight_chunks() -> None:
-    """8,192 tokens: chunks of 1,024 rows, whose products hide launches and accumulators."""
-    (region,) = planned(8192).outcome.regions
-    assert (region.chunk_tokens, region.num_chunks) == (1024, 8)
+def test_a_large_head_runs_in_chunks_that_hide_its_accumulator() -> None:
+    """Those of 4,096 rows take at most 1.05 times as long as the whole on an H100; 2,048 do not."""
+    for tokens, count in ((8192, 2), (32_768, 8)):
+        (region,) = planned(tokens).outcome.regions
+        assert (region.chunk_tokens, region.num_chunks) == (4096, count)
 
 
 def test_a_symbolic_length_is_chosen_for_long_batches() -> None:
@@ -72,7 +73,7 @@ def test_a_symbolic_length_is_chosen_for_long_batches() -> None:
     result = pipeline.run(joint, Options(), num_fwd_outputs=outputs, stop_after="plan")
     (region,) = result.outcome.regions
     assert region.symbolic and region.chunk_tokens % 16 == 0
-    assert 512 <= region.chunk_tokens <= 2048
+    assert 2048 <= region.chunk_tokens <= 4096
 
 
 def test_too_few_tokens_are_refused_by_name() -> None:

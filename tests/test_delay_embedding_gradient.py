@@ -14,7 +14,7 @@ from mstpass.memory.simulate_graph import scatters_to_delay
 from mstpass.schedule.delay_embedding_gradient import delay_scatters
 from mstpass.torch_internals.fake_tensors import FakeTensor
 from mstpass.torch_internals.graphs import tree_map
-from tests.checks import compiled, joint_graph
+from tests.checks import compiled, errors, joint_graph
 
 aten = torch.ops.aten
 N, D, V = 1024, 64, 20_000
@@ -89,6 +89,7 @@ def _computed_from(node: Any) -> set[fx.Node]:
 
 
 def _peak(device: str) -> tuple[int, tuple[Tensor, ...]]:
+    """The peak of a step that has run before, and its gradients."""
     torch.compiler.reset()
     torch.manual_seed(0)
     inputs = _inputs(6, device)
@@ -97,7 +98,8 @@ def _peak(device: str) -> tuple[int, tuple[Tensor, ...]]:
     def run() -> tuple[Tensor, ...]:
         return torch.autograd.grad(step(*inputs), inputs[1:])
 
-    return peak_bytes(run, device), run()
+    gradients = run()  # on CUDA this tunes kernels, with buffers of its own
+    return peak_bytes(run, device), gradients
 
 
 def test_waiting_lowers_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +108,7 @@ def test_waiting_lowers_the_peak(device: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(inductor_hooks.LowerLoops, "uuid", lambda self: "not delayed")
     early, same = _peak(device)
     assert delayed < 0.85 * early, (delayed, early)
-    torch.testing.assert_close(gradients, same)
+    assert max(errors(gradients, [g.double() for g in same])) < 1e-6
 
 
 def _last_head(x: Tensor, weight: Tensor) -> Tensor:

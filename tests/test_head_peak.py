@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,7 @@ from torch._inductor import config as inductor_config
 
 import mstpass
 from mstpass.measure import peak_bytes
-from tests.checks import compiled
+from tests.checks import compiled, errors
 
 N, D, V, CHUNK = 512, 16, 4000, 64
 LIMIT = 1.15
@@ -115,8 +116,9 @@ def test_peak_is_the_floor(name: str, device: str) -> None:
 def _check_peak(name: str, device: str) -> None:
     loss = {**ONE, **TWO}[name]
     hidden = torch.randn(N, D, device=device, requires_grad=True)
-    weight = torch.randn(V, D, device=device, requires_grad=True)
-    frozen = torch.randn(V, D, device=device)
+    # as layers are initialized: exponentials of large logits would amplify what products round off
+    weight = (torch.randn(V, D, device=device) / math.sqrt(D)).requires_grad_()
+    frozen = torch.randn(V, D, device=device) / math.sqrt(D)
     labels = torch.randint(V, (2, N // 2), device=device)
 
     def value() -> Tensor:
@@ -127,7 +129,7 @@ def _check_peak(name: str, device: str) -> None:
         return torch.autograd.grad(fn(), (hidden, weight))
 
     step = compiled(value, chunk_tokens=CHUNK)
-    torch.testing.assert_close(run(step), run(value), rtol=1e-4, atol=1e-6)
+    assert max(errors(run(step), [exact.double() for exact in run(value)])) < 1e-5
     assert mstpass.reports()[-1].regions[0].mode == "fused"
     logits = (2 if name in TWO else 1) * CHUNK * V
     floor = (weight.numel() + hidden.numel() + logits) * weight.element_size()

@@ -40,6 +40,7 @@ class AttentionWork:
         keys: the same.
         causal: scores that the mask hides are skipped.
         window: the most keys that a query reads; those outside of its window are skipped.
+        efficient: torch's memory-efficient kernel computes it, the slowest one of a GPU.
     """
 
     operations: int
@@ -50,6 +51,7 @@ class AttentionWork:
     causal: bool = False
     backward: bool = False
     window: int | None = None
+    efficient: bool = False
 
     def of_group(self, num_groups: int) -> AttentionWork:
         """The work of one of several groups of heads, all of the same size."""
@@ -107,7 +109,7 @@ def attention_work(node: fx.Node) -> AttentionWork | None:
     batch, heads, queries, features = shape[0], shape[in_heads], shape[3 - in_heads], shape[3]
     keys = hint_shape(key)[3 - in_heads]
     operations = (5 if backward else 2) * 2 * batch * heads * queries * keys * features
-    kind = _is_causal(node), backward, _window(node)
+    kind = _is_causal(node), backward, _window(node), attention.efficient
     return AttentionWork(operations, query.dtype, batch * heads, queries, keys, *kind)
 
 

@@ -2,6 +2,8 @@
 
     time of a product   =  max(compute, memory) + KERNEL_US
     memory              =  bytes moved / (BANDWIDTH * peak bandwidth)
+    time of a sum       =  (max(compute, memory) ** p + adding ** p) ** (1 / p) + KERNEL_US
+    adding              =  bytes of the sum read and written / (ADDING * peak bandwidth)
     compute             =  waves * operations of a tile / rate of a multiprocessor
     time of other ops   =  bytes that fused kernels move (traffic.py) / bandwidth
     time of a loop      =  chunks * max(time of a chunk on the GPU, time of the host for a chunk)
@@ -13,12 +15,18 @@ Smaller tiles waste less at the edges, but read more for each operation. *Split-
 contracted dim among several tiles and adds their results, which fills the GPU where there are few
 tiles. The fastest of all these ways counts, because cuBLAS chooses among them too.
 
+While a tile is computed, memory gives what the next one reads. But a tile is added to the float32
+*sum* of a weight's gradient once it is computed. All multiprocessors add their tiles of a wave at
+about the same time, and compute little meanwhile. The longer the contracted dim, the further apart
+the multiprocessors are, and the more of it is hidden: so p lies between 1, where nothing is hidden,
+and infinity, where the longer of both times counts.
+
 A loop is a Python ``while`` loop on the host, which launches the kernels of one chunk after another
 while the GPU works. Its own time shows only where the GPU is faster than the host.
 
-The constants are round numbers from what others published; nothing was measured for them. Dense
-bf16 products reach about 790 of 989 TFLOP/s on an H200. ``mstpass bench loops --store`` measures
-the device at hand, and measured costs take the place of these.
+The constants marked *measured* are from an H200 (docs/results/gpu.md, torch 2.11, 2026-11-27); the
+others are round numbers from what others published. ``mstpass bench loops --store`` measures the
+device at hand, and measured costs take the place of these.
 """
 
 from __future__ import annotations
@@ -35,12 +43,26 @@ from mstpass.graph.attention_work import AttentionWork
 from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.products import Product
 
-ATTAINABLE = 0.8  # of the peak rate, by large products
-BANDWIDTH = 0.9  # of the peak bandwidth, by large kernels
-ATTENTION = 0.6  # rate of attention, as a part of that of products
+ATTAINABLE = 0.8  # of the peak rate, by large products; measured: 787 of 989 TFLOP/s
+BANDWIDTH = 0.81  # of the peak, by large kernels; measured: a copy, 2 * 1953 of 4800 GB/s
+# Products that add to a sum. Both measured: fitted to the times of three products of a head in
+# chunks of 128 to 4096 rows, and of heads of Llama-3 in 2 to 16 chunks; all are within 12 %.
+ADDING = 0.6  # of the peak bandwidth
+_OVERLAP = 1.5  # p
 KERNEL_US = 2.0  # of the GPU: from the end of one kernel to full speed of the next
 HOST_KERNEL_US = 6.0  # of the host: one launch from Inductor's Python wrapper
-HOST_CHUNK_US = 40.0  # of the host: condition, counter and views of one chunk
+# Of the host, for each chunk: condition, counter, views, and ops of mst called through torch's
+# dispatcher. Measured: 143.5 us, of which five launches are 30.
+HOST_CHUNK_US = 110.0
+# The rate of attention, as a part of that of products of the same dtype. Measured, causal, 16,384
+# tokens, heads of 128: 0.53 in the forward and 0.64 in the backward of cuDNN's kernel.
+ATTENTION = 0.6
+# The same of torch's memory-efficient kernel, which it takes where there is a mask, in the forward
+# and in the backward. Measured, the same heads with a mask.
+EFFICIENT_ATTENTION = (0.19, 0.145)
+# That kernel's instructions are those of compute capability 8.0. From 9.0 on, products have others,
+# which do twice as much in a cycle (the makers' tables of operations per multiprocessor).
+_SHARE_OF_OLD_INSTRUCTIONS = 0.5
 GRAIN = 16  # chunk lengths are multiples of it
 
 # rows and columns of a tile, and the rate of such tiles as a part of that of the largest
@@ -91,8 +113,16 @@ class GpuCosts:
     def attention_us(self, work: AttentionWork, moved_bytes: float) -> float:
         blocks = work.heads * math.ceil(work.queries / _QUERIES_OF_BLOCK)
         idle = max(1.0, self.gpu.multiprocessors / max(1, blocks))
-        compute_us = idle * work.computed / (ATTENTION * self.rate(work.dtype))
+        compute_us = idle * work.computed / (self._attention_share(work) * self.rate(work.dtype))
         return KERNEL_US + max(compute_us, self.memory_us(moved_bytes))
+
+    def _attention_share(self, work: AttentionWork) -> float:
+        """The rate of attention, as a part of that of products."""
+        if not work.efficient:
+            return ATTENTION
+        newer = self.gpu.capability >= (9, 0)
+        share = EFFICIENT_ATTENTION[work.backward]
+        return share if newer else share / _SHARE_OF_OLD_INSTRUCTIONS
 
     def other_us(self, result_bytes: float, moved_bytes: float) -> float:
         return self.memory_us(moved_bytes)
@@ -171,7 +201,11 @@ def _lengths() -> Iterator[int]:
 def _busy_us(costs: GpuCosts, product: Product) -> float:
     """The time of a product without that of its launch."""
     compute_us = min(_ways_us(costs, product))
-    return max(compute_us, costs.memory_us(product.moved_bytes))
+    added_bytes = product.accumulated_bytes
+    memory_us = costs.memory_us(product.moved_bytes - added_bytes)
+    adding_us = added_bytes / (ADDING * costs.gpu.memory_bytes_per_us)
+    busy_us = max(compute_us, memory_us)
+    return float((busy_us**_OVERLAP + adding_us**_OVERLAP) ** (1 / _OVERLAP))
 
 
 def _ways_us(costs: GpuCosts, product: Product) -> Iterator[float]:

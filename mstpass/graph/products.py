@@ -49,8 +49,17 @@ class Product:
     def moved_bytes(self) -> int:
         """Bytes read and written, each element once."""
         read = self.batch * self.contracted * (self.rows + self.columns) * self.dtype.itemsize
+        return read + self._result_traffic + self.bias_bytes
+
+    @property
+    def accumulated_bytes(self) -> int:
+        """Bytes read and written of a result that the product is added to; 0 of other products."""
+        return self._result_traffic if self.accumulates else 0
+
+    @property
+    def _result_traffic(self) -> int:
         written = self.batch * self.rows * self.columns * self.result_bytes
-        return read + int(written * (1 + self.accumulates)) + self.bias_bytes
+        return int(written * (1 + self.accumulates))
 
 
 @dataclasses.dataclass(frozen=True)

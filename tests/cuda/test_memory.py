@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.memory.workspaces import workspace_bytes
-from tests.cuda.dry_run import dry_run
+from tests import test_head_peak as heads
+from tests.cuda.dry_run import dry_run, tensor
 from tests.cuda.steps import BF16, FP32, Step, head, mlps
 
 pytestmark = pytest.mark.dry_run
@@ -94,6 +95,28 @@ def test_the_scheduled_peak_is_the_simulated_one(
     backward = [op for op in attentions if "backward" in op.op]
     assert len(backward) == (2 if kind else 0)
     assert all(f"dot_product_{kind}_attention" in op.op for op in attentions)
+
+
+@pytest.mark.parametrize("name", ["hinge", "gathered"])
+def test_a_gradient_of_picked_logits_is_written_over_the_logits(name: str) -> None:
+    """It is computed from narrow values alone, in the kernel that reads the logits."""
+    tokens, width, words = heads.N, heads.D, heads.V
+    loss = heads.ONE[name]
+
+    def value(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        logits = F.linear(x.view(2, -1, width), weight)
+        return loss(logits, logits.detach(), labels)
+
+    inputs = (
+        tensor(tokens, width, dtype=FP32, grad=True),
+        tensor(words, width, dtype=FP32, grad=True),
+        torch.empty(2, tokens // 2, dtype=torch.long, device="meta"),
+    )
+    run = dry_run(value, inputs, chunk_tokens=heads.CHUNK)
+    floor = 4 * (words * width + tokens * width + heads.CHUNK * words)
+    outcome = run.report.outcome
+    assert outcome.scheduled_peak_bytes == pytest.approx(outcome.peak_bytes, rel=0.01)
+    assert outcome.peak_bytes <= 1.05 * floor
 
 
 def test_a_mask_has_one_buffer_for_all_heads() -> None:

@@ -77,7 +77,8 @@ def attention_rows() -> dict[Any, Row]:
     forward, backward = Attention(False, results=2), Attention(True, results=4)
     of_rows = dataclasses.replace(forward, by_row=True)
     of_rows_backward = dataclasses.replace(backward, by_row=True)
-    masked_backward = dataclasses.replace(of_rows_backward, mask_to_write=4)
+    efficient_forward = dataclasses.replace(of_rows, efficient=True)
+    efficient_backward = dataclasses.replace(of_rows_backward, mask_to_write=4, efficient=True)
     tokens_first = dataclasses.replace(forward, heads_dim=2)
     tokens_first_backward = dataclasses.replace(backward, heads_dim=2)
     known: dict[str, tuple[Attention, str]] = {
@@ -85,8 +86,8 @@ def attention_rows() -> dict[Any, Row]:
         f"{sdpa}flash_attention_for_cpu_backward": (of_rows_backward, row.CPU_FLASH),
         f"{sdpa}flash_attention": (forward, row.FLASH),
         f"{sdpa}flash_attention_backward": (backward, row.FLASH_BACKWARD),
-        f"{sdpa}efficient_attention": (of_rows, row.EFFICIENT),
-        f"{sdpa}efficient_attention_backward": (masked_backward, row.EFFICIENT_BACKWARD),
+        f"{sdpa}efficient_attention": (efficient_forward, row.EFFICIENT),
+        f"{sdpa}efficient_attention_backward": (efficient_backward, row.EFFICIENT_BACKWARD),
         f"{sdpa}cudnn_attention": (of_rows, ""),
         f"{sdpa}cudnn_attention_backward": (of_rows_backward, row.CUDNN_BACKWARD),
         f"{sdpa}fused_attention_overrideable": (forward, ""),

@@ -81,6 +81,7 @@ class Attention:
         mask_to_write: the position of the mask that Inductor would write once for each head
             (schedule/attention_masks.py).
         flex: the arguments of FlexAttention; None for all other ops.
+        efficient: it is torch's memory-efficient kernel.
     """
 
     backward: bool
@@ -89,6 +90,7 @@ class Attention:
     by_row: bool = False
     mask_to_write: int | None = None
     flex: FlexArguments | None = None
+    efficient: bool = False
 
 
 def mixes_tokens(node: fx.Node, *_: object) -> Refusal:

@@ -11,10 +11,14 @@ rewrite makes the gradient depend on it:
 which equals ``gradient``, whatever ``side`` holds.
 
 A gradient that is made of narrow values, such as that of a row's maximum, and the zeros into which
-a scatter writes do not read the logits at all. On a CPU, where what lies between two products is
-one function, their buffer is a second one beside the logits'. So they read the logits as well::
+a scatter writes do not read the logits at all. Their buffer is a second one beside the logits'. On
+a CPU, what lies between two products is one function. On a GPU, one kernel runs over the rows of
+the logits, first to reduce them and then to write the gradient. So they read the logits as well::
 
     gradient' = where(logits == logits, gradient, gradient)
+
+On a GPU this is left out where other values of the logits' size lie between, such as the indices of
+a sort: the logits are freed before the gradient is allocated.
 """
 
 from __future__ import annotations
@@ -87,13 +91,15 @@ def _is_scatter_into(reader: fx.Node, base: fx.Node) -> bool:
 def _read_products(builder: Builder, any_length: bool) -> None:
     """Make gradients that are computed from narrow values of a product read the product itself."""
     nodes = list(builder.graph.nodes)
-    unused = [node for node in nodes if ops.is_matmul(node) and node.meta["val"].is_cpu]
+    unused = [node for node in nodes if ops.is_matmul(node)]
     for node in nodes:
         is_scatter = ops.is_scatter(node) and linearity.is_zero(node.args[0])
         if not (is_scatter or ops.is_pointwise(node)) or not _matmul_reads(node):
             continue
         product = _overwritten(node, unused)
         if product is None or (not is_scatter and _reads(node, product)):
+            continue
+        if not product.meta["val"].is_cpu and _reads_wide(node, product):
             continue
         unused.remove(product)
         if is_scatter:
@@ -116,15 +122,29 @@ def _overwritten(gradient: fx.Node, products: list[fx.Node]) -> fx.Node | None:
 
 def _reads(node: fx.Node, product: fx.Node) -> bool:
     """Whether a pointwise value reads the product, itself or by other such values."""
-    stack, seen = [node], set()
+    return product in _read_by(node)
+
+
+def _reads_wide(node: fx.Node, product: fx.Node) -> bool:
+    """Whether a value is computed from buffers of the product's size that are not the product."""
+    read = (n for n in _read_by(node) if n is not product and n.op == "call_function")
+    return any(numel(n) >= numel(product) and not ops.is_constant(n) for n in read)
+
+
+def _read_by(node: fx.Node) -> set[fx.Node]:
+    """What a value is computed from, itself or by pointwise values and views."""
+    found: set[fx.Node] = set()
+    stack, seen = [node], {node}
     while stack:
         for operand in stack.pop().all_input_nodes:
-            if operand is product:
-                return True
-            if operand not in seen and (ops.is_pointwise(operand) or ops.is_cheap_view(operand)):
-                seen.add(operand)
+            if operand in seen:
+                continue
+            seen.add(operand)
+            if ops.is_pointwise(operand) or ops.is_cheap_view(operand):
                 stack.append(operand)
-    return False
+            else:
+                found.add(operand)
+    return found
 
 
 def _reading(builder: Builder, gradient: fx.Node, product: fx.Node, any_length: bool) -> fx.Node:
