@@ -38,6 +38,7 @@ from mstpass.report.report import Report
 from mstpass.returned_logits import Drop, drop_logits
 from mstpass.torch_internals.aot_autograd import traces_backward_again
 from mstpass.torch_internals.dynamo import GraphCompileReason
+from mstpass.torch_internals.settings import no_collection_after_tracing
 from mstpass.tracing.devices import traced_for
 from mstpass.tracing.joint_graphs import (
     Finish,
@@ -93,7 +94,7 @@ def explain_step(
     Args:
         pareto: plan at other budgets as well, for ``Report.details.pareto``.
     """
-    with _user_errors(), traced_for(device, gpu) as of_tensors:
+    with _user_errors(), traced_for(device, gpu) as of_tensors, _collector_off():
         maker = _ReportMaker(options, pareto)
         _check_arguments(fn, args, kwargs or {})
         return with_deep_stack(
@@ -136,10 +137,12 @@ def explain_parts(
     gpu: str | None = None,
 ) -> list[Report]:
     """`explain_all` with the arguments of `explain_step`."""
-    with _user_errors(), traced_for(device, gpu) as of_tensors:
+    with _user_errors(), traced_for(device, gpu) as of_tensors, _collector_off():
         maker = _ReportMaker(options, pareto)
         _check_arguments(fn, args, kwargs or {})
-        traced = trace_each_graph(fn, args, kwargs or {}, maker.report, maker.prepare, of_tensors)
+        traced = with_deep_stack(
+            trace_each_graph, fn, args, kwargs or {}, maker.report, maker.prepare, of_tensors
+        )
     reports = [
         report if graph_break is None else _with_graph_break(report, graph_break)
         for report, graph_break in traced.parts
@@ -183,6 +186,16 @@ def _check_arguments(
         given = [f"{key!r}: {kwargs[key]!r}" for key in kwargs if key in known]
         hint = f"; give options as options={{{', '.join(given)}}}" if given else ""
         raise ExplainError(f"{name}{signature}: {error}{hint}") from None
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """No garbage is collected in here, nor by Dynamo behind a trace.
+
+    A trace keeps nearly all that it makes, so that each collection walks over more for nothing.
+    """
+    with no_collection_after_tracing(), pipeline.collector_paused():
+        yield
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from mstpass.torch_internals.default_device import default_device
 from mstpass.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from mstpass.torch_internals.graphs import tree_leaves, tree_map
 from mstpass.torch_internals.modules import (
@@ -85,7 +86,7 @@ class FakeTensors:
             return torch.as_tensor(array, device=device)
 
         patch = mock.patch.object(torch, "from_numpy", from_numpy)
-        with self.mode, device, patch, fake_modules_moved():
+        with self.mode, default_device(device), patch, fake_modules_moved():
             yield
 
     @contextmanager

@@ -47,6 +47,28 @@ def _breaks(x: torch.Tensor) -> torch.Tensor:
     return y.cos()
 
 
+def default_device(own: Any) -> None:
+    """A default device, through which Dynamo traces only the calls that make tensors."""
+    traced: list[str] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        traced.extend(str(node.stack_trace) for node in gm.graph.nodes if node.op != "placeholder")
+        traced.extend(str(node.kwargs.get("device")) for node in gm.graph.nodes)
+        return gm.forward
+
+    inputs = torch.ones(2, device="meta")
+    with own.default_device(torch.device("meta")):
+        made = torch.compile(_makes_and_adds, backend=backend, fullgraph=True)(inputs)
+    expect(made.device.type == "meta" and "meta" in traced, "a tensor is on another device")
+    through_mode = [text for text in traced if "__torch_function__" in text]
+    expect(len(through_mode) == 1, "Dynamo traces a default device at other calls")
+    expect(torch.zeros(1).device.type == "cpu", "the default device stays")
+
+
+def _makes_and_adds(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(2) + x.sin().mul(2)
+
+
 def checkpoint_frames(own: Any) -> None:
     """The frames of modules, checkpoints and backward passes on the Python stack."""
     kind = own.FrameKind

@@ -24,6 +24,7 @@ LOST = {
     "schedule": "budgets are held to simulated peaks, and the order of kernels is not checked",
     "linter": "no step is linted",
     "traces": "the explainer, the planner and the linter trace no step of FSDP2",
+    "speed": "a step that is explained for another device than its own is traced in more time",
     "gpu": "no step is planned or compiled for a GPU that is not there",
 }
 # Of each probe its name, the file of this package that it is for, what is lost where it fails, and
@@ -94,6 +95,10 @@ dynamo                  dynamo                  loops
     torch._subclasses.fake_tensor: log
     torch._dynamo.variables.tensor: log
     torch._dynamo.variables.ctx_manager: log
+default_device          default_device          speed
+    torch.utils._device: DeviceContext, _device_constructors
+    torch._dynamo.variables.torch_function: SymbolicTorchFunctionState._pop_mode_for_inlining,
+        SymbolicTorchFunctionState.call_torch_function_mode(tx, fn, types, args, kwargs)
 checkpoint_frames       dynamo                  linter
     torch.nn: Module._call_impl
     torch.autograd: backward
