@@ -63,7 +63,7 @@ def chunk_length(
             return Refusal(f"{tokens} tokens fit in one chunk of chunk_tokens={given}")
         return given
     device = next(tensors_of(facts.joint.by_name[facts.region.name].meta["val"])).device
-    costs, work = costs_of(device), facts.work
+    costs, work = costs_of(device), facts.work_of(loops.loops)
     if symbolic:
         work = work.over(max(tokens, _MANY_TOKENS))
     fewest = costs.least_rows_of_products(work, costs.tolerable)

@@ -11,6 +11,7 @@ Terms:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 
 from torch import fx
@@ -24,7 +25,7 @@ from mstpass.graph.sizes import generic_shape
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import Refusal, Spec, token_count
 from mstpass.loops.rounds import rounds
-from mstpass.plans import Region
+from mstpass.plans import LoopPlan, Region
 
 
 class RegionFacts:
@@ -60,6 +61,14 @@ class RegionFacts:
     def work(self) -> LoopWork:
         """What all members compute (graph/loop_work.py)."""
         return loop_work(self.joint, self.specs, self.region.num_tokens)
+
+    def work_of(self, loops: Iterable[LoopPlan]) -> LoopWork:
+        """What loops over these tokens compute; one with chunks of its own does not count."""
+        names = {name for loop in loops if loop.chunks is None for name in loop.members}
+        members = {node: spec for node, spec in self.specs.items() if node.name in names}
+        if members.keys() == self.specs.keys():
+            return self.work
+        return loop_work(self.joint, members, self.region.num_tokens)
 
     @cached_property
     def _generic_tokens(self) -> int:

@@ -15,6 +15,7 @@ that holds no words is computed outside of loops, from what the loop over tokens
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from torch import fx
 
@@ -27,8 +28,8 @@ from mstpass.graph.tokens import WHOLE, Refusal, Spec
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.plans import Chunks, LoopInput, LoopOutput, LoopPlan
 
-MOST_SECTIONS = 32
-_MULTIPLE = 128  # words
+_SECTIONS = 32  # at least, if they are no shorter than a block
+_BLOCK, _LONGEST = 128, 4096  # words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,5 +141,6 @@ class _Growth:
 
 def _sections(words: int) -> Chunks:
     """Sections of whole blocks of words; the last one may overlap the one before it."""
-    length = min(words, -(-words // MOST_SECTIONS // _MULTIPLE) * _MULTIPLE)
+    blocks = math.ceil(words / _SECTIONS / _BLOCK)
+    length = min(words, blocks * _BLOCK, _LONGEST)
     return Chunks(FEATURES, words, length, -(-words // length))

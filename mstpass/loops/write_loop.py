@@ -27,7 +27,7 @@ from mstpass.graph.node_meta import inside_meta, origin_meta, policy_meta, repla
 from mstpass.graph.renew_values import Renewal
 from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
-from mstpass.loops.body.build import body_key, build_body
+from mstpass.loops.body.build import body_key, build_body, is_literal
 from mstpass.loops.operand_layout import is_viewable
 from mstpass.plans import LoopOutput, LoopPlan
 from mstpass.problem.problem import RECOMPUTED
@@ -70,7 +70,7 @@ class LoopWriter:
         axis = axis_of(chunks.axis, chunks.total)
         inside = self._inside_meta(loop)
         sliced = [self._as_rows(env[node], spec, axis, inside) for node, spec in inputs if spec]
-        whole = [env[node] for node, spec in inputs if not spec]
+        whole = [env[node] for node, spec in inputs if not spec and not is_literal(node)]
         body = self._body(loop)
         specs = tuple(
             self._output_spec(axis, item, dtype)

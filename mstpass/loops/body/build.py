@@ -29,6 +29,7 @@ batch, and the length of its chunks, by which bytes are counted.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -114,6 +115,14 @@ def _layouts(node: fx.Node) -> object:
     return tensors or value
 
 
+def is_literal(node: fx.Node) -> bool:
+    """Whether the node is a number, which a body holds itself: an input would be one more load."""
+    if node.all_input_nodes:
+        return False
+    is_scalar = node.target is aten.full.default and not node.args[0]
+    return is_scalar or node.target is aten.scalar_tensor.default
+
+
 class _Body:
     def __init__(self, joint: JointGraph, loop: LoopPlan, builder: Builder, accumulate: str):
         chunks = loop.cut
@@ -186,10 +195,9 @@ class _Body:
             self.env[self.joint.by_name[self.loop.unit], ()] = unit
 
     def _add_whole_inputs(self) -> None:
-        whole = [item for item in self.loop.inputs if not item.spec]
-        for position, item in enumerate(whole):
-            node = self.joint.by_name[item.node]
-            value: Any = node.meta["val"] if is_size(node) else self._value(item.node)
+        nodes = [self.joint.by_name[item.node] for item in self.loop.inputs if not item.spec]
+        for position, node in enumerate(itertools.filterfalse(is_literal, nodes)):
+            value: Any = node.meta["val"] if is_size(node) else self._value(node.name)
             self.env[node, ()] = self._placeholder(f"whole_{position}", value)
             if is_size(node):
                 self.sizes.known[expression(value)] = self.env[node, ()]
@@ -197,6 +205,8 @@ class _Body:
             with self.builder.mode:
                 mask = torch.empty([self.chunk_tokens], dtype=torch.bool, device=self._device())
             self.valid = self.builder.placeholder("valid", mask)
+        for node in filter(is_literal, nodes):
+            self.env[node, ()] = self.builder.call(node.target, *node.args, **node.kwargs)
 
     def _placeholder(self, name: str, value: Any) -> fx.Node:
         """An input of the body; of heads, with its symbolic sizes at the generic point."""
