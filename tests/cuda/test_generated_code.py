@@ -19,6 +19,10 @@ STEPS: dict[str, tuple[Callable[[], Step], dict[str, Any]]] = {
     "head, fp32": (lambda: head(dtype=FP32), {}),
     "head, odd vocabulary": (lambda: head(vocabulary=50257), {}),
     "head, odd number of tokens": (lambda: head(8191), {}),
+    "head, sections of an odd vocabulary": (
+        lambda: head(1024, vocabulary=50257),
+        {"memory_budget": 0.0},
+    ),
     "swiglu": (lambda: mlps("swiglu"), {"memory_budget": 0.0}),
     "swiglu, chunks": (lambda: mlps("swiglu"), {"chunk_tokens": 1024}),
     "gelu": (lambda: mlps("gelu"), {"memory_budget": 0.0}),

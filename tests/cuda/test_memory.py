@@ -58,6 +58,7 @@ def transformer(dtype: torch.dtype = BF16, masked: bool = False) -> Step:
 CASES: dict[str, tuple[Callable[[], Step], dict[str, Any]]] = {
     "head": (lambda: head(4096, 256, 32000), {}),
     "a head that is left whole": (lambda: head(4096, 256, 32000), {"chunk": "off"}),
+    "a head in sections": (lambda: head(1024, 1024, 32000), {"memory_budget": 0.0}),
     "mlps": (lambda: mlps("swiglu", 8192, 256), {"chunk_tokens": 1024}),
     "flash": (transformer, {"gpu": "a100"}),
     "efficient": (lambda: transformer(FP32, masked=True), {"gpu": "a100", "chunk_tokens": 512}),
