@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 
 from torch import fx
 
@@ -114,10 +115,13 @@ class _Growth:
             other = stack.pop()
             if other not in self.facts.specs or other in self.per_token:
                 continue
-            if any(map(self._is_wide, other.all_input_nodes)):
+            operands = other.all_input_nodes
+            if other.target is operator.getitem:  # of an op with several results, such as max
+                operands = operands[0].all_input_nodes
+            if any(map(self._is_wide, operands)):
                 self.per_token.add(other)
             else:
-                stack += other.all_input_nodes
+                stack += operands
         return None
 
     def _is_wide(self, node: fx.Node) -> bool:

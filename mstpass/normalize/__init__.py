@@ -13,6 +13,7 @@ move_token_slices.py   a slice over tokens moves from the result of a matmul to 
 join_windows.py        windows of a wide value are worked on together, on all tokens
 sink_token_slices.py   a slice over tokens moves from a wide value to an argmax or an entropy of it
 expand_to_tokens.py    an operand with one row per sequence gets one row per token
+scattered_gradients_as_choices.py  a scatter of one element per row becomes a choice
 grouped_by_chunk.py    products of experts are told which rows a chunk has
 products_by_section.py a product that projects queries, keys and values at once becomes three
 unused_random_state.py attention without dropout is given no state of a random generator
@@ -41,6 +42,7 @@ from mstpass.normalize.means_as_sums import means_as_sums
 from mstpass.normalize.move_token_slices import move_slices
 from mstpass.normalize.products_by_section import products_by_section
 from mstpass.normalize.scattered_constants import scattered_constants
+from mstpass.normalize.scattered_gradients_as_choices import scattered_gradients_as_choices
 from mstpass.normalize.sink_token_slices import sink_slices
 from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
 from mstpass.normalize.unstack import unstack
@@ -72,6 +74,7 @@ TOKENS = (  # where a region needs one
     _pass(join_windows),
     _pass(sink_slices),
     _pass(expand_to_tokens),
+    _pass(scattered_gradients_as_choices),
     _pass(grouped_by_chunk),
 )
 HEADS = (  # where loops may run over heads

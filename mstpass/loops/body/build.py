@@ -16,7 +16,7 @@ Pseudo-code::
         else:                   the same op on the operands' chunks     (graph/chunk_form.py)
 
 Some nodes get another form, as they would cost a second buffer of the chunk's logits or one more
-pass over them: gathers and scatters of one element per row (gather_one_per_row.py) and row sums
+pass over them: gathers and scatters of one element per row (graph/one_per_row.py) and row sums
 (row_sums.py). Rewrites of the finished body follow: common_subexpressions.py,
 scatter_last.py, gradient_in_place.py, rematerialize_pointwise.py.
 
@@ -43,16 +43,16 @@ from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
 from mstpass.graph.loop_op import fitted_length
-from mstpass.graph.renew_values import CannotRenew, renew_value
-from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
-from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
-from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
-from mstpass.loops.body.gather_one_per_row import (
+from mstpass.graph.one_per_row import (
     gather_one,
     is_gather_of_one,
     is_scatter_of_one,
     scatter_one,
 )
+from mstpass.graph.renew_values import CannotRenew, renew_value
+from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
+from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
+from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
 from mstpass.loops.body.gradient_in_place import write_gradients_in_place
 from mstpass.loops.body.rematerialize_pointwise import (
     materialize_row_values,
