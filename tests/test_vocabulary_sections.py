@@ -35,8 +35,6 @@ pytestmark = pytest.mark.op_by_op
 VOCAB = 600
 PRIME = 601
 CHUNK = 128
-SCATTERED = ("log_probabilities", "policy_gradient")  # their gradients go to single words
-IN_SECTIONS = [name for name in FUSED if name not in SCATTERED]
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +66,7 @@ KERNELS = ("label_smoothing",)  # compiled by Inductor
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.kernels) if n in KERNELS else n for n in IN_SECTIONS],
+    [pytest.param(n, marks=pytest.mark.kernels) if n in KERNELS else n for n in FUSED],
 )
 def test_loss(name: str) -> None:
     report = check_against_float64(LossModel(), _step(FUSED[name]), [_ids()], **OPTIONS)
@@ -81,6 +79,13 @@ def test_loss(name: str) -> None:
         VOCAB,
     )
     assert all(output.spec is not None for output in sections.outputs), "a sum over sections"
+
+
+@pytest.mark.parametrize("name", ["max", "kthvalue", "by_arange"])
+def test_one_pick_of_each_row(name: str) -> None:
+    """The gradient of a gather of one element per row is a choice: sections can make it."""
+    report = check_against_float64(LossModel(), _step(PICKED[name]), [_ids()], **OPTIONS)
+    assert kinds(report) == [("lm_head", MIXED)], str(report)
 
 
 @pytest.mark.parametrize("name", ["mean", "entropy_bonus", "distillation", "bias"])
@@ -135,7 +140,7 @@ def test_a_vocabulary_of_prime_size(tied: bool) -> None:
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (FUSED["policy_gradient"], "works along a dim of words"),
+        (PICKED["gathered"], "works along a dim of words"),
         (PICKED["topk"], "works along a dim of words"),
         (PICKED["index_select"], "writes at indices along a dim of words"),
     ],

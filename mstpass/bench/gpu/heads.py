@@ -69,6 +69,7 @@ def ways() -> list[Way]:
     return [
         inductor(),
         mst(),
+        mst("mst, memory_budget=0.0", memory_budget=0.0),
         Way(comparison.auto_chunker()),
         liger(),
         cut_cross_entropy(),
