@@ -175,6 +175,11 @@ _INTERNAL = {
     "X: X",
     "X is a X, not an op",
     "no operand of the sum is cut",
+    # why a head has no sections of its vocabulary: it has its other modes
+    "no gradient has a dim of words",
+    "a section needs all of X",
+    "X holds the words in two dims",
+    "only a loss that one loop over tokens computes has sections",
 }
 
 
