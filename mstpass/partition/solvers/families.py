@@ -1,16 +1,16 @@
 """Families of plans: a problem with fewer and with more of the loops that take time.
 
-Such loops are those of regions that are whole until a budget asks for them: attention in groups of
-heads. Searches choose each region's mode by its memory, and would take the slowest loops where
-faster ones do::
+Such loops are those of regions that are whole until a budget asks for them, attention in groups of
+heads, and those of heads in mixed mode, which compute the logits twice. Searches choose each
+region's mode by its memory, and would take the slowest loops where faster ones do::
 
     none                                      attention is whole
     those that save, and take little time     groups of a few heads keep all threads at work
     those that save                           what backward needs is kept
-    all                                       attention is computed again
+    all but mixed heads                       attention is computed again
+    all
 
-Each family's problem has all the modes of the one before it. Their plans begin where the free plan
-ends: only the last family has the free plan itself.
+Their plans begin where the free plan ends: only the last two families have the free plan itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mstpass.partition.solvers.landmark_sequence import Family
 from mstpass.problem.problem import CutProblem, Mode, RegionModes
 
 _SAVE = "save"  # modes whose backward loop reads what the forward loop kept
+_MIXED = "mixed"
 _SLOWER_AT_MOST = 1.2  # factor over the time of the whole region
 
 _Taken = Callable[[RegionModes, Mode], bool]
@@ -43,7 +44,11 @@ def families(problem: CutProblem) -> tuple[Family, ...]:
     different = (a for a, b in zip(fewer, next_ones, strict=True) if a.regions != b.regions)
     first = (free,) if savings is free else (free, savings)
     modes = savings.plan.modes
-    return (*(Family(other, modes) for other in different), Family(problem, modes, first))
+    found = [Family(other, modes) for other in different]
+    faster = _without_mixed(problem)
+    if faster.regions not in (problem.regions, *(family.problem.regions for family in found)):
+        found.append(Family(faster, modes, first))
+    return (*found, Family(problem, modes, first))
 
 
 def _none(region: RegionModes, mode: Mode) -> bool:
@@ -54,14 +59,25 @@ def _saves(region: RegionModes, mode: Mode) -> bool:
     return mode.name.startswith(_SAVE)
 
 
-def _with(problem: CutProblem, taken: _Taken) -> CutProblem:
-    """The problem with only these loops of the regions that are whole at first."""
+def _without_mixed(problem: CutProblem) -> CutProblem:
+    """The problem without mixed modes, where a region has others."""
+    return _with_modes(problem, lambda _, mode: mode.name != _MIXED)
+
+
+def _with_modes(problem: CutProblem, taken: _Taken) -> CutProblem:
+    """The problem with these modes of each region; a region keeps all if it would have none."""
     regions = tuple(
-        region
-        if region.modes[0].loops
-        else dataclasses.replace(
-            region, modes=tuple(m for m in region.modes if not m.loops or taken(region, m))
-        )
+        dataclasses.replace(region, modes=tuple(m for m in region.modes if taken(region, m)))
+        if any(taken(region, mode) for mode in region.modes)
+        else region
         for region in problem.regions
     )
     return problem if regions == problem.regions else dataclasses.replace(problem, regions=regions)
+
+
+def _with(problem: CutProblem, taken: _Taken) -> CutProblem:
+    """The problem with only these loops of the regions that are whole at first."""
+    return _with_modes(
+        problem,
+        lambda region, mode: bool(region.modes[0].loops) or not mode.loops or taken(region, mode),
+    )
