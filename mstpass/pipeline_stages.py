@@ -92,8 +92,8 @@ def detect(
     if prepared is not joint and not any(changed.intersection(_members(c)) for c in candidates):
         prepared, (candidates, _) = joint, all_candidates(joint, options, limit)
     if not loops_in_backward:
-        refused = [candidate for candidate in candidates if not candidate.fused]
-        candidates = [candidate for candidate in candidates if candidate.fused]
+        refused = [candidate for candidate in candidates if not candidate.in_forward().plans]
+        candidates = [c for c in map(RegionCandidates.in_forward, candidates) if c.plans]
         rejections += [_rejected("detect", c.plans[0][1], TRACED_AGAIN) for c in refused]
     return Detected(prepared, tuple(candidates), tuple(rejections))
 

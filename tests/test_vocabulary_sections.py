@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mstpass
+from mstpass import pipeline
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import Refusal
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.vocabulary_sections import Sections, sections_of
 from mstpass.measure import peak_bytes
 from mstpass.normalize import normalized
+from mstpass.options import Options
 from mstpass.partition.solvers.choose_modes import first_modes
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.passes.runner import PassRunner
@@ -205,3 +207,35 @@ def test_the_peak_of_a_head_of_few_tokens() -> None:
     assert kinds(report) == [("lm_head", MIXED)]
     assert mixed <= 0.42 * whole, (mixed, whole)
     assert report.peak_bytes == pytest.approx(mixed, rel=0.08)
+
+
+def test_random_numbers_are_cut_like_logits() -> None:
+    """Both loops read the numbers of dropout that the forward drew: they are drawn once."""
+    model, ids = LossModel(), _ids()
+
+    def loss(ids: Tensor) -> Tensor:
+        logits = F.dropout(model.logits(ids).float(), 0.3)
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    def results(**options: object) -> list[Tensor]:
+        torch.manual_seed(7)
+        return gradients(model, compiled(loss, **options), [ids])
+
+    whole = results(chunk="off")
+    torch.compiler.reset()
+    mixed = results(**OPTIONS)
+    assert kinds(mstpass.reports()[-1]) == [("lm_head", MIXED)]
+    torch.testing.assert_close(mixed, whole)
+
+
+def test_a_backward_that_is_traced_again_keeps_the_fused_loop() -> None:
+    joint, outputs = joint_graph(_step(FUSED["mean"])(LossModel()), _ids())
+    options = Options(memory_budget=0.0, chunk_tokens=CHUNK)
+    both, one = (
+        pipeline.run(joint, options, num_fwd_outputs=outputs, loops_in_backward=loops)
+        for loops in (True, False)
+    )
+    assert both.problem is not None
+    names = [mode.name for region in both.problem.regions for mode in region.modes]
+    assert MIXED in names
+    assert [plan.mode for plan in one.outcome.regions] == ["fused"]

@@ -47,10 +47,10 @@ class RegionCandidates:
     def __getitem__(self, name: str) -> ChunkPlan:
         return dict(self.plans)[name]
 
-    @property
-    def fused(self) -> bool:
-        """Whether all loops are in the forward."""
-        return all(plan.mode == FUSED for _, plan in self.plans)
+    def in_forward(self) -> RegionCandidates:
+        """The same region with those ways alone that have all loops in the forward."""
+        plans = tuple((name, plan) for name, plan in self.plans if plan.mode == FUSED)
+        return dataclasses.replace(self, plans=plans)
 
     @property
     def symbolic(self) -> bool:
