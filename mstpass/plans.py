@@ -201,6 +201,12 @@ class ChunkPlan:
     symbolic: bool = False
     axis: str = TOKENS
 
+    def chunks_in(self, phase: str) -> Chunks:
+        """The chunks of the first loop of a phase; those of the region if it has no such loop."""
+        sizes = self.num_tokens, self.chunk_tokens, self.num_chunks
+        own = (loop.cut for loop in self.loops if loop.phase == phase)
+        return next(own, Chunks(self.axis, *sizes, self.symbolic))
+
 
 @dataclasses.dataclass(frozen=True)
 class SavedValue:

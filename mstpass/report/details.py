@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mstpass.plans import FUSED, Outcome
+from mstpass.plans import Outcome
 
 FORWARD, BACKWARD = "forward", "backward"
 SAVED, RECOMPUTED, RECONSTRUCTED = "saved", "recomputed", "reconstructed"
@@ -135,7 +135,5 @@ def fused_nodes(outcome: Outcome) -> frozenset[str]:
 
     Nodes of the backward are among them: a fused loop computes gradients in the forward.
     """
-    fused = [region for region in outcome.regions if region.mode == FUSED]
-    members = {name for region in fused for name, _ in region.members}
-    preludes = {name for region in fused for loop in region.loops for name in loop.prelude}
-    return frozenset(members | preludes)
+    loops = [loop for region in outcome.regions for loop in region.loops if loop.unit]
+    return frozenset(name for loop in loops for name in (*loop.members, *loop.prelude))

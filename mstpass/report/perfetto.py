@@ -93,7 +93,10 @@ def _slices(
         node = nodes.get(node_name(name))
         if is_loop(name) and node is not None and node.region >= 0:
             region = outcome.regions[node.region]
-            args |= {"loop": f"{region.kind}, {region.mode}", "chunks": region.num_chunks}
+            args |= {
+                "loop": f"{region.kind}, {region.mode}",
+                "chunks": region.chunks_in(node.phase).count,
+            }
         args["bytes in use"] = timeline.bytes[moment]
         yield _slice(pid, _OPS, at(moment, moment + 1), name, args)
 

@@ -110,7 +110,7 @@ def _chunks_text(region: ChunkPlan) -> str:
     if region.symbolic:
         chunks = f"{region.num_tokens} tokens when traced, in chunks of up to {region.chunk_tokens}"
     own = {loop.cut for loop in region.loops if loop.cut.axis != region.axis}
-    chunks += "".join(f", {c.total} {c.axis} in {c.count} of {c.length}" for c in own)
+    chunks += "".join(f"; {c.total} {c.axis} in {c.count} chunks of {c.length}" for c in own)
     before, after = bytes_text(region.bytes_before), bytes_text(region.bytes_after)
     return f"{chunks}; large values: {before} -> {after}"
 

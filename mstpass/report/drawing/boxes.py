@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import graphlib
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 
@@ -118,9 +119,11 @@ def make_drawing(outcome: Outcome, details: Details, fold: str = AUTO) -> Drawin
     if fold not in FOLDS:
         raise ValueError(f"fold must be one of {list(FOLDS)}, got {fold!r}")
     nodes = [node for node in _with_gradient_scaling(outcome, details.nodes) if node.op != "input"]
-    labels = [loop_label(region) for region in outcome.regions]
-    loops = tuple(dict.fromkeys(labels))
-    loop_of = {number: loops.index(label) for number, label in enumerate(labels)}
+    labels = {
+        column: [loop_label(region, column) for region in outcome.regions]
+        for column in (FORWARD, BACKWARD)
+    }
+    loops = tuple(dict.fromkeys(itertools.chain(*labels.values())))
     in_forward = fused_nodes(outcome)
     columns = {node.name: FORWARD if node.name in in_forward else node.phase for node in nodes}
     if fold == AUTO and sum(node.op not in VIEWS for node in nodes) <= _FEW_NODES:
@@ -128,6 +131,7 @@ def make_drawing(outcome: Outcome, details: Details, fold: str = AUTO) -> Drawin
     groups: dict[str, list[NodeGroup]] = {}
     for column in (FORWARD, BACKWARD):
         own = [node for node in nodes if columns[node.name] == column]
+        loop_of = {number: loops.index(label) for number, label in enumerate(labels[column])}
         groups[column] = group_nodes(own, group_keys(own, loop_of, by_module=fold != NONE))
     equal = equal_layers([*groups[FORWARD], *groups[BACKWARD]], each_alone=fold != AUTO)
     on_host = {copy.node for copy in outcome.save_plan.transfers} if outcome.save_plan else set()
@@ -137,12 +141,11 @@ def make_drawing(outcome: Outcome, details: Details, fold: str = AUTO) -> Drawin
     return Drawing(tuple(boxes), _arrows(outcome, boxes, nodes, columns), loops)
 
 
-def loop_label(region: ChunkPlan) -> str:
+def loop_label(region: ChunkPlan, phase: str = FORWARD) -> str:
     """``mlp, recompute: 4 chunks of 512 tokens``."""
-    if region.symbolic:
-        return f"{region.kind}, {region.mode}: chunks of up to {region.chunk_tokens} tokens"
-    chunks = f"{region.num_chunks} chunks of {region.chunk_tokens} {region.axis}"
-    return f"{region.kind}, {region.mode}: {chunks}"
+    chunks = region.chunks_in(phase)
+    count = "chunks of up to" if chunks.symbolic else f"{chunks.count} chunks of"
+    return f"{region.kind}, {region.mode}: {count} {chunks.length} {chunks.axis}"
 
 
 def _with_gradient_scaling(outcome: Outcome, nodes: Sequence[DrawnNode]) -> list[DrawnNode]:
