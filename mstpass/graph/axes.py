@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from mstpass.graph import heads, ops, query_rows
+from mstpass.graph import heads, intervals, ops, query_rows
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import tensors_of
@@ -66,12 +66,21 @@ class Axis(Protocol):
     def shape_argument(self, node: fx.Node, spec: Spec, given: Any, length: Any) -> list[Any]:
         """The sizes in an op's arguments, ``given`` for the whole value, for one chunk of it."""
 
+    def arguments(
+        self, node: fx.Node, args: tuple[Any, ...], spec: Spec, length: Any
+    ) -> tuple[Any, ...]:
+        """The arguments of an op for one chunk, but for operands and shapes."""
+
     def rows(self, shape: Sequence[Size], spec: Spec, length: Any = None) -> Rows:
         """The rows of a value of this shape; with ``length`` those of one chunk of it.
 
         Raises:
             UnknownSize: a symbolic size does not come apart.
         """
+
+    def mask_shapes(self, shape: Sequence[Size], spec: Spec, length: int) -> list[list[Any]]:
+        """Three shapes: a mask of a chunk's rows is viewed in the first one, expanded to the second
+        and viewed in the third, to choose among the elements of a chunk of this shape."""
 
 
 class TokenAxis:
@@ -91,11 +100,19 @@ class TokenAxis:
         # The old sizes are left out, for their nodes have no chunk.
         return chunk_shape(next(tensors_of(node.meta["val"])).shape, spec, length)
 
+    def arguments(
+        self, node: fx.Node, args: tuple[Any, ...], spec: Spec, length: Any
+    ) -> tuple[Any, ...]:
+        return args
+
     def rows(self, shape: Sequence[Size], spec: Spec, length: Any = None) -> Rows:
         rest = [d for d in range(len(shape)) if d not in spec]
         apart = list(shape) if length is None else chunk_shape(shape, spec, length)
         count = math.prod(shape[d] for d in spec) if length is None else length
         return Rows(apart, [*spec, *rest], [count, *(shape[d] for d in rest)])
+
+    def mask_shapes(self, shape: Sequence[Size], spec: Spec, length: int) -> list[list[Any]]:
+        return [[length], [length], chunk_shape([1] * len(shape), spec, length)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +140,11 @@ class HeadAxis:
         (shape,) = self.chunk_shapes(node, spec, length)
         return [size if d == spec[0] else given[d] for d, size in enumerate(shape)]
 
+    def arguments(
+        self, node: fx.Node, args: tuple[Any, ...], spec: Spec, length: Any
+    ) -> tuple[Any, ...]:
+        return intervals.chunk_arguments(node, args, spec, self.num_heads, length) if spec else args
+
     def rows(self, shape: Sequence[Size], spec: Spec, length: Any = None) -> Rows:
         dim, generic_inner = spec
         rounds, inner = _rounds_and_inner(shape[dim], generic_inner, self.num_heads)
@@ -132,6 +154,13 @@ class HeadAxis:
         rest = [d for d in range(len(before) + 1 + len(after)) if d != len(before)]
         order = [len(before), *rest]
         return Rows([*before, count, *after], order, [count, *before, *after])
+
+    def mask_shapes(self, shape: Sequence[Size], spec: Spec, length: int) -> list[list[Any]]:
+        dim, inner = spec
+        rounds = shape[dim] // (length * inner)
+        whole = [1] * len(shape)
+        whole[dim] = shape[dim]
+        return [[1, length, 1], [rounds, length, inner], whole]
 
 
 def _rounds_and_inner(size: Size, inner: int, num_heads: int) -> tuple[Size, Size]:

@@ -51,7 +51,7 @@ def chunk_call(
     if isinstance(needs, Refusal):
         raise CannotTake(node, needs.reason)
     target: Any = node.target
-    args: tuple[Any, ...] = node.args
+    args = axis.arguments(node, node.args, spec, chunk_tokens)
     shape: list[Any] | None = None
     position = ops.row(node).shape_arg
     if position is not None and spec:

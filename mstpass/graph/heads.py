@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from mstpass.graph import flex_attention, ops
+from mstpass.graph import flex_attention, intervals, ops
 from mstpass.graph.joint import value_of
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, shape_of, tensor_inputs
@@ -181,6 +181,9 @@ def result_heads(
         return _in_terms_of_heads(row)
     if ops.is_reshape(node):
         return through_view(shape_of(operand), shape_of(node), held, num_heads)
+    if intervals.works_along(node, held.dim):
+        needs = intervals.operand_specs(node, held, num_heads)
+        return needs if isinstance(needs, Refusal) else held
     result = ops.result_spec(node, operand, (held.dim,))
     if isinstance(result, Sum):
         return result
@@ -204,6 +207,8 @@ def operand_heads(node: fx.Node, held: HeadDim, num_heads: int) -> OperandSpecs 
         source = node.all_input_nodes[0]
         result = through_view(shape_of(node), shape_of(source), held, num_heads)
         return result if isinstance(result, Refusal) else {source: result}
+    if intervals.works_along(node, held.dim):
+        return intervals.operand_specs(node, held, num_heads)
     needs = ops.operand_specs(node, (held.dim,))
     if isinstance(needs, Refusal):
         return _in_terms_of_heads(needs)

@@ -101,11 +101,12 @@ def preferred_mode(region: Region, limit: Limit) -> str:
 
 def _only_for_a_budget(planner: RegionPlanner, limit: Limit) -> RegionCandidates | None:
     """For a region that gains nothing in its preferred mode: a leaner one, if a budget asks."""
-    region = planner.region
-    if limit.is_free or region.returned or (region.fused and not planner.has_sections):
+    if limit.is_free or planner.region.returned:
         return None
-    plan = planner.plan(MIXED, length=SHORT) if region.fused else planner.plan(RECOMPUTE)
-    if not isinstance(plan, ChunkPlan):
+    modes = [MIXED] if planner.region.fused else [RECOMPUTE, MIXED]
+    plans = (planner.plan(mode, length=SHORT) for mode in modes)
+    plan = next((plan for plan in plans if isinstance(plan, ChunkPlan)), None)
+    if plan is None:
         return None
     candidates = _candidates(planner, plan, limit)
     return dataclasses.replace(candidates, whole_first=candidates.optional)
@@ -123,13 +124,13 @@ def _candidates(planner: RegionPlanner, preferred: ChunkPlan, limit: Limit) -> R
     leaner = preferred.mode if region.fused or region.returned else RECOMPUTE
     others = [(leaner, USUAL), (leaner, SHORT)]
     if planner.has_sections and not limit.is_free:
-        others.append((MIXED, SHORT))
+        others += [(MIXED, USUAL), (MIXED, SHORT)]
     if optional and limit.is_free:
         others.append((preferred.mode, LONG))
     for mode, length in others:
         plan = planner.plan(mode, length=length)
         if isinstance(plan, ChunkPlan) and plan not in plans.values():
-            name = mode if mode == MIXED else _LENGTHS[length].format(mode)
+            name = _LENGTHS[length].format(mode)
             plans.setdefault(name, plan)
     # The last member names the region: two heads may begin with the same view.
     return RegionCandidates(region.members[-1][0], tuple(plans.items()), optional)

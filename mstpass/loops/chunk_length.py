@@ -29,13 +29,16 @@ from __future__ import annotations
 
 import math
 
+from mstpass.graph.axes import FEATURES
 from mstpass.graph.device_costs import GOOD, Costs, costs_of
-from mstpass.graph.joint import tensors_of
-from mstpass.graph.loop_work import LoopWork
+from mstpass.graph.joint import nbytes, tensors_of
+from mstpass.graph.loop_work import LoopWork, head_loop_work
 from mstpass.graph.tokens import Refusal
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops
+from mstpass.loops.sections import Sections
 from mstpass.options import Options
+from mstpass.plans import Chunks
 
 USUAL, SHORT, LONG = "usual", "short", "long"  # chunks
 _LONG = 1.01
@@ -45,15 +48,23 @@ _BUFFERED_SHARE = 0.5
 # (medians of 15 rounds, 2 CPU cores, 2026-11-21).
 _OVERLAP_TIME = 0.05
 _MULTIPLE = 16
+_BLOCK = 128  # features: lengths of sections are multiples of it
+_COUNTS = 0.04  # of a section's memory and its gradients: what is worth the time of shorter ones
+_SECTIONS = {USUAL: 1.1, SHORT: 1.3}  # limits of a loop's time over sections, relative to one piece
 _MANY_TOKENS = 2**16  # of a batch to choose by, where the token count varies
 
 
 def chunk_length(
-    facts: RegionFacts, loops: RegionLoops, options: Options, length: str = USUAL
+    facts: RegionFacts,
+    loops: RegionLoops,
+    sections: Sections | None,
+    options: Options,
+    length: str,
 ) -> int | Refusal:
     """Tokens in a chunk, or why the region's tokens do not make two chunks.
 
     Args:
+        sections: the backward loop of mixed mode.
         length: ``USUAL``; ``SHORT``, as short as rule 1 allows for products; or ``LONG``.
     """
     tokens, symbolic = facts.region.num_tokens, facts.region.symbolic
@@ -82,14 +93,68 @@ def chunk_length(
     num_chunks = max(2, min(math.ceil(tokens / max(1, wanted)), tokens // good))
     if symbolic:
         return _rows(tokens, num_chunks, costs.grain)
+    if sections is not None:
+        fewest_chunks = _chunks_below_backward(loops, sections)
+        return _fastest_chunks(fewest_chunks, max(fewest_chunks, tokens // good), work, costs)
     if length == LONG:
         return _long_chunks(num_chunks, work, costs)
     return _equal_chunks(num_chunks, work, costs, fewest)
 
 
+def chunks_of_sections(
+    facts: RegionFacts, sections: Sections, options: Options, length: str
+) -> Chunks:
+    """The sections of a loop over features: the shortest that take a tolerable time.
+
+    If the user gives ``chunk_tokens``, there are as many sections as chunks of so many tokens.
+
+    Args:
+        length: ``USUAL``; or ``SHORT``, if shorter sections save memory that counts.
+    """
+    joint, total, loop = facts.joint, sections.count, sections.loop
+    if options.chunk_tokens is not None:
+        count = math.ceil(facts.region.num_tokens / options.chunk_tokens)
+        features = math.ceil(total / count)
+        return Chunks(FEATURES, total, features, -(-total // features))
+    members = {joint.by_name[n]: spec for n, spec in zip(loop.members, loop.specs, strict=True)}
+    device = next(tensors_of(sections.gradients[0].meta["val"])).device
+    costs, work = costs_of(device), head_loop_work(joint, members, total)
+    one_piece_us, per_feature = costs.whole_us(work), work.tokens // total
+
+    def shortest(limit: float) -> int:
+        lengths = range(_BLOCK, total, _BLOCK)
+        times = ((n, costs.loop_us(work, n * per_feature)) for n in lengths)
+        return next((n for n, us in times if us <= limit * one_piece_us), total)
+
+    features = shortest(_SECTIONS[USUAL])
+    if length == SHORT:
+        shorter, gradient_bytes = shortest(_SECTIONS[SHORT]), sum(map(nbytes, sections.gradients))
+        feature_bytes = sum(nbytes(n) for n in facts.buffered if members.get(n)) / total
+        saved_bytes = feature_bytes * (features - shorter)
+        if saved_bytes > _COUNTS * (gradient_bytes + feature_bytes * features):
+            features = shorter
+    return Chunks(FEATURES, total, features, -(-total // features))
+
+
 def _rows(tokens: int, num_chunks: int, grain: int) -> int:
     """The length of this many chunks: a multiple of ``grain``."""
     return grain * math.ceil(tokens / num_chunks / grain)
+
+
+def _chunks_below_backward(loops: RegionLoops, sections: Sections) -> int:
+    """The fewest chunks with which the forward of mixed mode has no higher peak than its backward.
+
+    The wide values of a chunk, and their gradients, are then as large as the weights' gradients.
+    """
+    gradient_bytes = sum(map(nbytes, sections.gradients))
+    return max(2, math.ceil(2 * loops.buffered_bytes / gradient_bytes))
+
+
+def _fastest_chunks(fewest: int, most: int, work: LoopWork, costs: Costs) -> int:
+    """The length of ``fewest`` chunks, or of up to twice as many if these take less time."""
+    counts = range(fewest, min(2 * fewest, most) + 1)
+    lengths = {_rounded(work.tokens, count, costs.grain) for count in counts}
+    return min(lengths, key=lambda rows: (costs.relative_time(work, rows), rows))
 
 
 def _equal_chunks(num_chunks: int, work: LoopWork, costs: Costs, fewest_rows: int) -> int:

@@ -16,12 +16,12 @@ import math
 
 from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.graph.tokens import Refusal
-from mstpass.loops.chunk_length import USUAL, chunk_length
+from mstpass.loops.chunk_length import USUAL, chunk_length, chunks_of_sections
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
-from mstpass.loops.vocabulary_sections import Sections, sections_of
+from mstpass.loops.sections import Sections, sections_of
 from mstpass.options import Options
-from mstpass.plans import ChunkPlan, Chunks, Region, Rejection
+from mstpass.plans import MIXED, ChunkPlan, Chunks, LoopPlan, Region, Rejection
 
 
 class RegionPlanner:
@@ -32,9 +32,14 @@ class RegionPlanner:
         self._loops: dict[tuple[str, frozenset[str]], RegionLoops] = {}
 
     @functools.cached_property
+    def sections(self) -> Sections | Refusal:
+        """The backward loop of mixed mode, or why there is none."""
+        return sections_of(self.facts, self.region.fused)
+
+    @property
     def has_sections(self) -> bool:
         """Whether the region may run in mixed mode."""
-        return isinstance(sections_of(self.facts), Sections)
+        return isinstance(self.sections, Sections)
 
     def plan(
         self, mode: str, may_recompute: frozenset[str] = frozenset(), length: str = USUAL
@@ -46,14 +51,22 @@ class RegionPlanner:
             may_recompute: names of matmuls that backward may compute again in save mode.
             length: of the chunks, as in ``chunk_length``.
         """
+        sections = None
+        if mode == MIXED:
+            if isinstance(self.sections, Refusal):
+                return self._rejection(self.sections.reason)
+            sections = self.sections
         facts, region = self.facts, self.region
-        loops = self._loops_of(mode, may_recompute)
+        loops = self._loops_of(mode, may_recompute, sections)
         if not all(any(item.spec for item in loop.inputs) for loop in loops.loops):
             return self._rejection("a loop would read constants only, and nothing with tokens")
-        chunk_tokens = chunk_length(facts, loops, self.options, length)
+        chunk_tokens = chunk_length(facts, loops, sections, self.options, length)
         if isinstance(chunk_tokens, Refusal):
+            if mode == MIXED:
+                return self._sections_alone(length)
             return self._rejection(chunk_tokens.reason)
         num_chunks = math.ceil(region.num_tokens / chunk_tokens)
+        chunks = Chunks(region.axis, region.num_tokens, chunk_tokens, num_chunks, region.symbolic)
         kept = {*loops.saved, *(facts.joint.by_name[name] for name in region.returned)}
         of_one_chunk = int(facts.bytes_before * min(1.0, chunk_tokens / region.num_tokens))
         bytes_after = sum(map(nbytes, kept)) + of_one_chunk
@@ -63,27 +76,54 @@ class RegionPlanner:
             if region.returned:
                 reason = f"{region.note.partition(';')[0]}: {reason}"
             return self._rejection(reason)
-        chunks = Chunks(region.axis, region.num_tokens, chunk_tokens, num_chunks, region.symbolic)
+        in_chunks = tuple(loop.in_chunks(chunks) for loop in loops.loops)
+        if sections is not None:
+            of_sections = chunks_of_sections(facts, sections, self.options, length)
+            in_chunks = (*in_chunks, sections.loop.in_chunks(of_sections))
+        saved = tuple(node.name for node in loops.saved)
+        return self._plan_of(loops.mode, chunks, in_chunks, bytes_after, saved)
+
+    def _sections_alone(self, length: str) -> ChunkPlan | Rejection:
+        """The forward whole, for its tokens are too few, and the backward over sections."""
+        sections = sections_of(self.facts, fused=False)
+        if isinstance(sections, Refusal):
+            return self._rejection(sections.reason)
+        chunks = chunks_of_sections(self.facts, sections, self.options, length)
+        bytes_after = self.facts.bytes_before * chunks.length // chunks.total
+        return self._plan_of(MIXED, chunks, (sections.loop.in_chunks(chunks),), bytes_after)
+
+    def _plan_of(
+        self,
+        mode: str,
+        chunks: Chunks,
+        loops: tuple[LoopPlan, ...],
+        bytes_after: int,
+        saved: tuple[str, ...] = (),
+    ) -> ChunkPlan:
+        region = self.region
         return ChunkPlan(
             kind=region.kind,
-            mode=loops.mode,
+            mode=mode,
             source=region.source,
-            num_tokens=region.num_tokens,
-            chunk_tokens=chunk_tokens,
-            num_chunks=num_chunks,
-            bytes_before=facts.bytes_before,
+            num_tokens=chunks.total,
+            chunk_tokens=chunks.length,
+            num_chunks=chunks.count,
+            bytes_before=self.facts.bytes_before,
             bytes_after=bytes_after,
-            loops=tuple(loop.in_chunks(chunks) for loop in loops.loops),
-            saved=tuple(node.name for node in loops.saved),
+            loops=loops,
+            saved=saved,
             members=region.members,
             note=region.note,
-            symbolic=region.symbolic,
+            symbolic=chunks.symbolic,
+            axis=chunks.axis,
         )
 
-    def _loops_of(self, mode: str, may_recompute: frozenset[str]) -> RegionLoops:
+    def _loops_of(
+        self, mode: str, may_recompute: frozenset[str], sections: Sections | None
+    ) -> RegionLoops:
         key = mode, may_recompute
         if key not in self._loops:
-            self._loops[key] = region_loops(self.facts, *key)
+            self._loops[key] = region_loops(self.facts, *key, sections)
         return self._loops[key]
 
     def _rejection(self, reason: str) -> Rejection:

@@ -63,8 +63,8 @@ class RegionFacts:
         return loop_work(self.joint, self.specs, self.region.num_tokens)
 
     def work_of(self, loops: Iterable[LoopPlan]) -> LoopWork:
-        """What loops over these tokens compute; one with chunks of its own does not count."""
-        names = {name for loop in loops if loop.chunks is None for name in loop.members}
+        """What these loops over tokens compute."""
+        names = {name for loop in loops for name in loop.members}
         members = {node: spec for node, spec in self.specs.items() if node.name in names}
         if members.keys() == self.specs.keys():
             return self.work
@@ -90,6 +90,10 @@ class RegionFacts:
 
     def is_wide(self, node: fx.Node) -> bool:
         return numel(node) * 4 >= self.region.width * self._generic_tokens
+
+    def is_widest(self, node: fx.Node) -> bool:
+        """Whether no member has more elements."""
+        return numel(node) >= self.region.width * self._generic_tokens
 
     def operand_specs(self, node: fx.Node) -> dict[fx.Node, Spec | None]:
         """The spec that a member needs of each of its operands."""

@@ -1,8 +1,8 @@
 """The loops of a region in one mode: what each computes, reads and returns, for any chunk length.
 
     fused:      one loop computes all outputs, gradients included
-    mixed:      the same, but the gradients of weights have a loop over sections of the vocabulary
-                (vocabulary_sections.py)
+    mixed:      the forward loops of one of the others, without what backward needs, and a backward
+                loop over sections of the features (sections.py)
     recompute:  a forward loop, and a backward loop that computes the forward again from its inputs
     save:       the same, but the forward loop also returns the values of loops/values_to_save.py,
                 stacked over chunks, and the backward loop reads them
@@ -16,7 +16,7 @@ in the loop as well, every other operand is an input of the loop.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from torch import fx
 
@@ -25,8 +25,8 @@ from mstpass.graph.joint import nbytes
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.rounds import outputs_by_round
+from mstpass.loops.sections import Sections
 from mstpass.loops.values_to_save import values_to_save
-from mstpass.loops.vocabulary_sections import Sections, sections_of
 from mstpass.plans import FUSED, MIXED, RECOMPUTE, SAVE, LoopInput, LoopOutput, LoopPlan
 
 
@@ -49,19 +49,27 @@ class RegionLoops:
     stacked_bytes: int
 
 
-def region_loops(facts: RegionFacts, mode: str, may_recompute: frozenset[str]) -> RegionLoops:
+def region_loops(
+    facts: RegionFacts,
+    mode: str,
+    may_recompute: frozenset[str],
+    sections: Sections | None = None,
+) -> RegionLoops:
     """The loops of a region in a mode.
 
     Args:
         may_recompute: names of matmuls that backward may compute again in save mode. If no value
             is left to save, the mode becomes recompute. In recompute mode backward may compute all
             of them again; if the user's checkpointing saves one, the mode becomes save.
+        sections: the backward loop of mixed mode. It is none of the result's loops, which run
+            over tokens.
     """
     saved: list[fx.Node] = []
     if mode == FUSED:
         loops = _fused_loops(facts)
     elif mode == MIXED:
-        loops = _mixed_loops(facts)
+        assert sections is not None
+        loops = _forward_loops_of_mixed(facts, sections)
     else:
         every = frozenset(node.name for node in facts.specs)
         saved = values_to_save(facts, may_recompute if mode == SAVE else every)
@@ -92,13 +100,18 @@ def _fused_loops(facts: RegionFacts) -> list[LoopPlan]:
     ]
 
 
-def _mixed_loops(facts: RegionFacts) -> list[LoopPlan]:
-    sections, region = sections_of(facts), facts.region
-    assert isinstance(sections, Sections), sections
+def _forward_loops_of_mixed(facts: RegionFacts, sections: Sections) -> list[LoopPlan]:
+    region = facts.region
+    if not region.fused:
+        forward = [node for node in facts.outputs if node not in facts.backward]
+        return [_loop(facts, "forward", _unique(forward, sections.per_token), set())]
     others = [node for node in facts.outputs if node not in sections.gradients]
-    outputs = list(dict.fromkeys((*others, *sections.per_token)))
-    tokens = _loop(facts, "forward", outputs, set(), region.unit, region.prelude)
-    return [tokens, sections.loop]
+    outputs = _unique(others, sections.per_token)
+    return [_loop(facts, "forward", outputs, set(), region.unit, region.prelude)]
+
+
+def _unique(outputs: Iterable[fx.Node], more: Iterable[fx.Node]) -> list[fx.Node]:
+    return list(dict.fromkeys((*outputs, *more)))
 
 
 def _forward_and_backward_loop(facts: RegionFacts, saved: list[fx.Node]) -> list[LoopPlan]:

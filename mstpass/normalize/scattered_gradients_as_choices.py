@@ -4,7 +4,7 @@
 
 It is the gradient of a gather, such as that of the label's log-probability, or of a maximum. A
 scatter needs whole rows; a choice can be made for a section of them
-(loops/vocabulary_sections.py). It is pointwise as well, so that Inductor needs no buffer for it.
+(loops/sections.py). It is pointwise as well, so that Inductor needs no buffer for it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ then read in slices, or stacked by the loop. No path may leave the members and c
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections import deque
 from collections.abc import Mapping, Set
@@ -28,7 +27,6 @@ from mstpass.graph.heads import (
     HeadDim,
     forward_of,
     is_attention,
-    is_sum_of_sums,
     operand_heads,
     result_heads,
     summed_heads,
@@ -39,6 +37,7 @@ from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import SUM, CannotTake, Refusal, Sum
 from mstpass.regions.attention_seeds import Seed
 from mstpass.regions.round_trips import Paths
+from mstpass.regions.sums_of_sums import sums_of_sums
 
 Held = HeadDim | Sum
 ANOTHER = "already belongs to another region"
@@ -210,27 +209,8 @@ class HeadGrowth:
     # ---- sums over heads -----------------------------------------------------------------------
     def _add_sums(self) -> None:
         """Add what adds up several sums over heads, so that the loop returns one of them."""
-        added: list[fx.Node] = []
-        index, nodes = self.joint.index, self.joint.nodes
-        readers = [index[user] for n, held in self.held.items() if held == SUM for user in n.users]
-        heapq.heapify(readers)
-        while readers:
-            node = nodes[heapq.heappop(readers)]
-            sums = {n for n in node.all_input_nodes if self.held.get(n) == SUM}
-            if node not in self.held and node.op != "output" and self._joins(node, sums):
-                self.held[node] = SUM
-                added.append(node)
-                for user in node.users:
-                    heapq.heappush(readers, index[user])
-        for node in reversed(added):  # a view that leads to no such sum stays outside
-            several = sum(not is_size(n) for n in node.all_input_nodes) > 1
-            if not several and not any(user in self.held for user in node.users):
-                del self.held[node]
-
-    def _joins(self, node: fx.Node, sums: set[fx.Node]) -> bool:
-        same_phase = len({n in self.joint.backward for n in (node, *sums)}) == 1
-        alone = all(user is node or user in self.held for n in sums for user in n.users)
-        return same_phase and alone and is_sum_of_sums(node, sums)
+        sums = {node for node, held in self.held.items() if held == SUM}
+        self.held.update(dict.fromkeys(sums_of_sums(self.joint, sums, self.held.keys()), SUM))
 
     # ---- paths that leave the region and come back ---------------------------------------------
     def _check_members(self) -> None:

@@ -51,7 +51,7 @@ from mstpass.graph.one_per_row import (
 )
 from mstpass.graph.renew_values import CannotRenew, renew_value
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
-from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
+from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
 from mstpass.loops.body.gradient_in_place import write_gradients_in_place
 from mstpass.loops.body.rematerialize_pointwise import (
@@ -353,9 +353,13 @@ class _Body:
 
     def _masked(self, node: fx.Node, spec: Spec) -> fx.Node:
         """The node with zeros in the rows that an earlier chunk has summed."""
+        assert self.valid is not None
         value = node.meta["val"]
-        shape = chunk_shape([1] * value.dim(), spec, self.chunk_tokens)
-        valid = self.builder.call(aten.reshape.default, self.valid, shape)
+        apart, repeated, shape = self.axis.mask_shapes(value.shape, spec, self.chunk_tokens)
+        valid = self._reshaped(self.valid, apart)
+        if not same_shape(apart, repeated):
+            valid = self.builder.call(aten.expand.default, valid, repeated)
+        valid = self._reshaped(valid, shape)
         zero = self.builder.call(aten.full.default, [], 0, dtype=value.dtype, device=value.device)
         return self.builder.call(aten.where.self, valid, node, zero)
 
