@@ -37,7 +37,7 @@ def _inputs(name: str) -> list[torch.Tensor]:
 CASES = {
     "lm_head": (lm_head, {}),
     "swiglu_save": (swiglu, {}),
-    "swiglu_recompute": (swiglu, {"memory_budget": 0.0}),
+    "swiglu_mixed": (swiglu, {"memory_budget": 0.0}),
 }
 
 

@@ -10,16 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mstpass
-from mstpass.graph.joint import JointGraph
-from mstpass.graph.tokens import Refusal
-from mstpass.loops.region_facts import RegionFacts
-from mstpass.loops.sections import sections_of
-from mstpass.normalize import normalized
-from mstpass.passes.runner import PassRunner
 from mstpass.plans import MIXED
 from mstpass.problem.solver_registry import registered
-from mstpass.regions.detect import find_regions
-from tests.checks import check_against_float64, compiled, errors, gradients, joint_graph, kinds
+from tests.checks import check_against_float64, kinds
 from tests.test_sections import mixed_wherever_possible
 
 pytestmark = pytest.mark.op_by_op

@@ -78,6 +78,11 @@ class Axis(Protocol):
             UnknownSize: a symbolic size does not come apart.
         """
 
+    def stacked(
+        self, shape: Sequence[Size], spec: Spec, length: Any = None
+    ) -> tuple[list[Any], int]:
+        """The shape in which a loop stacks a value, or one chunk of it, and the dim of its rows."""
+
     def mask_shapes(self, shape: Sequence[Size], spec: Spec, length: int) -> list[list[Any]]:
         """Three shapes: a mask of a chunk's rows is viewed in the first one, expanded to the second
         and viewed in the third, to choose among the elements of a chunk of this shape."""
@@ -110,6 +115,11 @@ class TokenAxis:
         apart = list(shape) if length is None else chunk_shape(shape, spec, length)
         count = math.prod(shape[d] for d in spec) if length is None else length
         return Rows(apart, [*spec, *rest], [count, *(shape[d] for d in rest)])
+
+    def stacked(
+        self, shape: Sequence[Size], spec: Spec, length: Any = None
+    ) -> tuple[list[Any], int]:
+        return self.rows(shape, spec, length).shape, 0
 
     def mask_shapes(self, shape: Sequence[Size], spec: Spec, length: int) -> list[list[Any]]:
         return [[length], [length], chunk_shape([1] * len(shape), spec, length)]
@@ -154,6 +164,12 @@ class HeadAxis:
         rest = [d for d in range(len(before) + 1 + len(after)) if d != len(before)]
         order = [len(before), *rest]
         return Rows([*before, count, *after], order, [count, *before, *after])
+
+    def stacked(
+        self, shape: Sequence[Size], spec: Spec, length: Any = None
+    ) -> tuple[list[Any], int]:
+        rows = self.rows(shape, spec, length)
+        return rows.apart, rows.order[0]  # no copy puts the heads back in their place
 
     def mask_shapes(self, shape: Sequence[Size], spec: Spec, length: int) -> list[list[Any]]:
         dim, inner = spec

@@ -9,6 +9,7 @@ one before it if c does not divide N. The values in ``whole`` are passed to ever
 
     ("stack", shape, dtype)  the rows of an output ``[N, ...]``; rows in the overlap are written
                              twice, with the same values
+    (("stack", d), ...)      the same of an output that has its rows in dim d, as the part has
     ("sum", shape, dtype)    a summand of the output. ``valid``, a bool ``[c]`` that is passed only
                              if c does not divide N, is False for rows that an earlier chunk summed
 
@@ -35,7 +36,8 @@ from mstpass.torch_internals.graphs import HigherOrderOperator, implement
 STACK, SUM = "stack", "sum"
 CONDITION = "mst_cond_"  # what the names of the conditions of lowered loops begin with
 _ALIGNED = 16  # tokens
-OutputSpec = tuple[str, tuple[Any, ...], torch.dtype]  # a size is an int, or a node of a graph
+Kind = str | tuple[str, int]
+OutputSpec = tuple[Kind, tuple[Any, ...], torch.dtype]  # a size is an int, or a node of a graph
 
 
 class MstLoop(HigherOrderOperator):
@@ -92,11 +94,20 @@ def run_eagerly(
         chunks = [tensor.narrow(0, start, rows) for tensor in sliced]
         parts = body(*sizes, *chunks, *whole, *valid)
         for (kind, _, _), result, part in zip(specs, results, parts, strict=True):
-            if kind == STACK:
-                result.narrow(0, start, rows).copy_(part)
+            dim = stacked_dim(kind)
+            if dim is not None:
+                result.narrow(dim, start, rows).copy_(part)
             else:
                 result.add_(part)
     return tuple(results)
+
+
+def stacked_dim(kind: Kind) -> int | None:
+    """The dim of a stacked output that its rows are in; None for other outputs."""
+    if isinstance(kind, str):
+        return 0 if kind == STACK else None
+    name, dim = kind
+    return dim if name == STACK else None
 
 
 implement(mst_loop, eager=run_eagerly, fake=_fake)

@@ -42,7 +42,7 @@ from mstpass.graph.buffer_ops import (
     write_product_,
 )
 from mstpass.graph.grouped_products import add_grouped_, grouped_sums
-from mstpass.graph.loop_op import STACK, OutputSpec, fitted_length
+from mstpass.graph.loop_op import OutputSpec, fitted_length, stacked_dim
 from mstpass.graph.sizes import Size, hint, is_static
 from mstpass.torch_internals.fake_tensors import set_hint
 
@@ -80,17 +80,19 @@ class LoopCall:
             after: what it gets after the whole inputs: ``valid``, if chunks overlap.
         """
 
-        def rows(tensor: torch.Tensor) -> torch.Tensor:
-            size, stride = (length, *tensor.shape[1:]), tensor.stride()
-            return aten.as_strided.default(tensor, size, stride, start * stride[0])
+        def rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+            size, stride = list(tensor.shape), tensor.stride()
+            size[dim] = length  # type: ignore[call-overload]
+            return aten.as_strided.default(tensor, size, stride, start * stride[dim])
 
         num_buffers = len(self.specs)
         buffers, inputs = operands[:num_buffers], operands[num_buffers:]
         sliced, whole = inputs[: self.num_sliced], inputs[self.num_sliced :][: self.num_whole]
         results = _run(self.body, (*before, *map(rows, sliced), *whole, *after))
         for (kind, _, _), buffer, result in zip(self.specs, buffers, results, strict=True):
-            if kind == STACK:
-                result.write_to(rows(buffer))
+            dim = stacked_dim(kind)
+            if dim is not None:
+                result.write_to(rows(buffer, dim))
             else:
                 result.add_to(buffer, start)
         return buffers
@@ -101,7 +103,7 @@ class LoopCall:
         Args:
             has_chunks: there is a first chunk, whatever the batch.
         """
-        if self.specs[position][0] == STACK:
+        if stacked_dim(self.specs[position][0]) is not None:
             return True
         outputs: Any = self.body.graph.output_node().args[0]
         return has_chunks and is_written_in_place(outputs[position])

@@ -134,8 +134,8 @@ class LoopWriter:
         assert value is not None
         if item.spec is None:
             return SUM, tuple(self.sizes.arguments(value.shape)), dtype
-        rows = axis.rows(value.shape, item.spec)
-        return STACK, tuple(self.sizes.arguments(rows.shape)), dtype
+        shape, dim = axis.stacked(value.shape, item.spec)
+        return (STACK, dim) if dim else STACK, tuple(self.sizes.arguments(shape)), dtype
 
     def _fake_results(
         self, specs: tuple[OutputSpec, ...], device: torch.device
@@ -204,9 +204,11 @@ class LoopWriter:
             cast = torch.ops.prims.convert_element_type.default
             result = self.builder.call(cast, result, value.dtype)
         if item.spec is not None:
-            layout = axis_of(loop.cut.axis, loop.cut.total).rows(value.shape, item.spec)
-            result = self._reshaped(result, layout.ordered, inside)
-            result = self._permuted(result, layout.order, layout.inverse, inside)
+            axis = axis_of(loop.cut.axis, loop.cut.total)
+            if axis.stacked(value.shape, item.spec)[1] == 0:
+                layout = axis.rows(value.shape, item.spec)
+                result = self._reshaped(result, layout.ordered, inside)
+                result = self._permuted(result, layout.order, layout.inverse, inside)
             result = self._reshaped(result, value.shape, inside)
         shape = result.meta["val"].shape
         if not same_shape(shape, value.shape):

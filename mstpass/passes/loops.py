@@ -19,7 +19,7 @@ from torch import fx
 
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import tensors_of, value_of
-from mstpass.graph.loop_op import STACK
+from mstpass.graph.loop_op import stacked_dim
 from mstpass.graph.sizes import hint_shape
 from mstpass.passes.values import difference, layout_difference
 from mstpass.torch_internals.fake_tensors import storage_key
@@ -94,8 +94,10 @@ def _result_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
         yield f"its body returns {len(parts)} values of {len(specs)}"
         return
     for (kind, _, dtype), part, result in zip(specs, parts, returned, strict=True):
-        start = 1 if kind == STACK else 0
-        shapes = hint_shape(part)[start:], hint_shape(result)[start:]
+        shapes = [list(hint_shape(value)) for value in (part, result)]
+        dim = stacked_dim(kind)
+        if dim is not None:
+            shapes[0][dim] = shapes[1][dim]
         if shapes[0] != shapes[1]:
             yield f"its body returns {tuple(part.shape)} for a result {tuple(result.shape)}"
         if not part.dtype == dtype == result.dtype:

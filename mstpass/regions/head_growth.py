@@ -32,7 +32,6 @@ from mstpass.graph.heads import (
     summed_heads,
 )
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.sizes import is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.tokens import SUM, CannotTake, Refusal, Sum
 from mstpass.regions.attention_seeds import Seed

@@ -7,7 +7,8 @@
     whole     the inputs that every chunk reads in full, such as weights
     valid     bool [c], only if the last chunk overlaps the one before it: the rows that no earlier
               chunk has summed
-    results   one for each output: [c, ...] if it is stacked, a partial sum if it is summed
+    results   one for each output: [c, ...] if it is stacked (heads and features where the output
+              has them), a partial sum if it is summed
 
 Pseudo-code::
 
@@ -246,6 +247,11 @@ class _Body:
         built = self.env[node, spec]
         if spec is None:
             return built
+        shape, dim = self.axis.stacked(node.meta["val"].shape, spec, self.rows)
+        if dim:
+            view = self._reshaped(built, shape)
+            # rows apart from each other are no view in which a product could be written
+            return view if view is built else self.builder.call(aten.clone.default, view)
         layout = self.axis.rows(node.meta["val"].shape, spec, self.rows)
         built = self._reshaped(built, layout.apart)
         if layout.order != sorted(layout.order):

@@ -18,7 +18,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import value_of
-from mstpass.graph.loop_op import STACK, mst_loop
+from mstpass.graph.loop_op import mst_loop, stacked_dim
 from mstpass.partition.reconstruct.rule import CAST, Writer, aten, dtype_of, prims, rank
 
 NARROW, BITS = "narrow", "bits"
@@ -62,7 +62,7 @@ def _low_dtype_of_loop_result(node: fx.Node) -> torch.dtype | None:
         return None
     body: Any = loop.args[0]
     specs: Any = loop.args[4]
-    if specs[position][0] != STACK:
+    if stacked_dim(specs[position][0]) is None:
         return None
     module: fx.GraphModule = getattr(node.graph.owning_module, str(body.target))
     results: Any = module.graph.output_node().args[0]
