@@ -1,4 +1,4 @@
-"""MLPs in mixed mode: the forward over tokens, the backward over sections of the hidden features."""
+"""MLPs in mixed mode: forward over tokens, backward over sections of the hidden features."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import mstpass
 from mstpass.plans import MIXED
 from mstpass.problem.solver_registry import registered
 from tests.checks import check_against_float64, kinds
+from tests.expert_models import WIDTH as experts_width
+from tests.expert_models import Experts, Form
 from tests.test_sections import mixed_wherever_possible
 
 pytestmark = pytest.mark.op_by_op
@@ -109,7 +111,7 @@ def _step(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
 
     def loss(x: Tensor) -> Tensor:
         y = mlp(x.sin())
-        return (y * y.mean((0, 1))).tanh().square().mean()
+        return (y * (1 + y.flatten(0, -2).mean(0))).tanh().square().mean()
 
     return loss
 
@@ -155,3 +157,19 @@ def test_under_autocast() -> None:
 
     report = check_against_float64(mlp, step, [_tokens()], **OPTIONS)
     assert kinds(report) == [("mlp", MIXED)], str(report)
+
+
+EXPERTS = {
+    "gate and up fused": Form(),
+    "gate and up apart, biases": Form(gate="apart", bias=True),
+    "an expert without rows": Form(gate="none", routing="empty"),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(name: str) -> None:
+    """The weights' gradients of all experts, which sums over chunks would hold twice."""
+    layer = Experts(EXPERTS[name])
+    x = torch.randn(150, experts_width, requires_grad=True)
+    report = check_against_float64(layer, _step, [x], **OPTIONS)
+    assert {(kind, mode) for kind, mode in kinds(report)} == {("mlp", MIXED)}, str(report)

@@ -175,7 +175,10 @@ class _Result:
     def write_to(self, rows: torch.Tensor) -> None:
         """Write a stacked output into its rows of the buffer."""
         products = self._products()
-        for number, (_, left, right) in enumerate(products):
+        for number, (target, left, right, *others) in enumerate(products):
+            if target is grouped_sums:
+                add_grouped_(rows, left, right, *others, number)
+                continue
             part = _like_product(rows, left, right)
             if number:
                 add_product_(part, left, right, 1)
@@ -189,7 +192,7 @@ class _Result:
         products = self._products()
         for target, *operands in products:
             if target is grouped_sums:
-                add_grouped_(buffer, *operands[:4], start)
+                add_grouped_(buffer, *operands, start)
             else:
                 left, right = operands
                 add_product_(_like_product(buffer, left, right), left, right, start)

@@ -27,7 +27,13 @@ aten = torch.ops.aten
 def product_rows() -> dict[Any, Row]:
     rules = matmul.matmul_forward, matmul.matmul_backward, linear_matmul
     grouped = grouped_matmul.grouped_forward, grouped_matmul.grouped_backward
-    rows_by_expert = Row("matmul", *grouped, factors=Factors(grouped=True), repeat=PINNED)
+    rows_by_expert = Row(
+        "matmul",
+        *grouped,
+        sums=grouped_matmul.summed_specs,
+        factors=Factors(grouped=True),
+        repeat=PINNED,
+    )
     sums_by_expert = dataclasses.replace(
         rows_by_expert, sums=grouped_matmul.summed_specs, factors=Factors(grouped=True, adds=True)
     )

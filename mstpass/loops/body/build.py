@@ -42,6 +42,7 @@ from mstpass.graph import ops
 from mstpass.graph.axes import TOKEN_AXIS, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
+from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
 from mstpass.graph.loop_op import fitted_length
 from mstpass.graph.one_per_row import (
@@ -323,7 +324,7 @@ class _Body:
             widens = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
             return self._cast(part, torch.float32) if widens else part
         widen = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
-        is_grouped = ops.is_grouped_matmul(node)
+        is_grouped = node.target is grouped_sums
         matmul_widens = is_grouped or (ops.is_matmul(node) and value.device.type == "cuda")
         parts = {n: self.env[n, spec] for n, spec in needs.items()}
         if widen and not matmul_widens:
@@ -341,6 +342,9 @@ class _Body:
         if is_grouped:
             dtype = torch.float32 if widen else value.dtype
             return self.builder.call(node.target, *(parts[n] for n in node.args[:4]), dtype)  # type: ignore[index]
+        if widen and matmul_widens and node.target is grouped_rows:  # no kernel widens its result
+            args = fx.map_arg(node.args, parts.__getitem__)
+            return self._cast(self.builder.call(node.target, *args), torch.float32)
         if widen and matmul_widens:
             left, right = (parts[n] for n in ops.matmul_factors(node))
             product = aten.mm.dtype if value.dim() == 2 else aten.bmm.dtype
