@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mstpass.graph import ops
 from mstpass.graph.buffer_ops import (
     add_product_,
     counter,
@@ -88,7 +89,7 @@ class LoopCall:
         num_buffers = len(self.specs)
         buffers, inputs = operands[:num_buffers], operands[num_buffers:]
         sliced, whole = inputs[: self.num_sliced], inputs[self.num_sliced :][: self.num_whole]
-        results = _run(self.body, (*before, *map(rows, sliced), *whole, *after))
+        results = self._run((*before, *map(rows, sliced), *whole, *after))
         for (kind, _, _), buffer, result in zip(self.specs, buffers, results, strict=True):
             dim = stacked_dim(kind)
             if dim is not None:
@@ -96,6 +97,31 @@ class LoopCall:
             else:
                 result.add_to(buffer, start)
         return buffers
+
+    def _run(self, inputs: tuple[torch.Tensor | Size, ...]) -> list[_Result]:
+        """Run the body, but for what goes straight into the loop's buffers.
+
+        The last op of an output, unless another op reads it, runs when the output is written.
+        """
+        outputs: Any = self.body.graph.output_node().args[0]
+        parts = [
+            _parts_in_place(node, stacked_dim(kind))
+            for node, (kind, _, _) in zip(outputs, self.specs, strict=True)
+        ]
+        left = {part for of_output in parts for part in of_output}
+        left |= {node for node in outputs if len(node.users) == 1}
+        env: dict[fx.Node, Any] = {}
+        remaining = iter(inputs)
+        for node in self.body.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(remaining)
+            elif node.op == "get_attr":
+                env[node] = getattr(self.body, str(node.target))
+            elif node.op == "call_function" and node not in left:
+                env[node] = _call(node, env)
+        return [
+            _Result(node, of_output, env) for node, of_output in zip(outputs, parts, strict=True)
+        ]
 
     def starts_empty(self, position: int, has_chunks: bool) -> bool:
         """Whether an output's buffer needs no zeros, because the first chunk overwrites it.
@@ -163,8 +189,8 @@ def fitted_step(call: LoopCall, chunk_tokens: int) -> tuple[_Cond, _Step]:
 class _Result:
     """An output of the body, whose last op has not run, nor what goes straight into the buffer."""
 
-    def __init__(self, node: fx.Node, env: dict[fx.Node, Any]):
-        self.node, self.env = node, env
+    def __init__(self, node: fx.Node, parts: list[fx.Node], env: dict[fx.Node, Any]):
+        self.node, self.parts, self.env = node, parts, env
 
     def value(self) -> torch.Tensor:
         if self.node not in self.env:
@@ -204,7 +230,7 @@ class _Result:
         """Op and operands of each product that goes straight into the buffer, in order."""
         if self.node in self.env:
             return []
-        products = (node for node in parts_in_place(self.node) if is_product(node))
+        products = (node for node in self.parts if is_product(node))
         return [
             (n.target, *fx.map_arg(n.args[: _operands(n)], self.env.__getitem__)) for n in products
         ]
@@ -221,24 +247,13 @@ def _like_product(buffer: torch.Tensor, left: torch.Tensor, right: torch.Tensor)
     return aten.view.default(buffer, [*left.shape[:-1], right.shape[-1]])
 
 
-def _run(body: fx.GraphModule, inputs: tuple[torch.Tensor | Size, ...]) -> list[_Result]:
-    """Run a body, but for what goes straight into the loop's buffers.
+def _parts_in_place(result: fx.Node, dim: int | None) -> list[fx.Node]:
+    """The nodes that run when a result is written; it is stacked along ``dim``, if at all.
 
-    The last op of an output, unless another op reads it, runs when the output is written.
+    A chunk's rows in a later dim are apart from each other, so that they have no other view.
     """
-    outputs: Any = body.graph.output_node().args[0]
-    left = {part for node in outputs for part in parts_in_place(node)}
-    left |= {node for node in outputs if len(node.users) == 1}
-    env: dict[fx.Node, Any] = {}
-    remaining = iter(inputs)
-    for node in body.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(remaining)
-        elif node.op == "get_attr":
-            env[node] = getattr(body, str(node.target))
-        elif node.op == "call_function" and node not in left:
-            env[node] = _call(node, env)
-    return [_Result(node, env) for node in outputs]
+    parts = parts_in_place(result)
+    return [] if dim and any(map(ops.is_view_by_shape, parts)) else parts
 
 
 def _call(node: fx.Node, env: dict[fx.Node, Any]) -> Any:

@@ -250,9 +250,7 @@ class _Body:
             return built
         shape, dim = self.axis.stacked(node.meta["val"].shape, spec, self.rows)
         if dim:
-            view = self._reshaped(built, shape)
-            # rows apart from each other are no view in which a product could be written
-            return view if view is built else self.builder.call(aten.clone.default, view)
+            return self._reshaped(built, shape)
         layout = self.axis.rows(node.meta["val"].shape, spec, self.rows)
         built = self._reshaped(built, layout.apart)
         if layout.order != sorted(layout.order):
