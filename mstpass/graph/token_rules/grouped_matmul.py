@@ -11,13 +11,13 @@ from torch import fx
 
 from mstpass.graph.grouped_products import grouped_sums
 from mstpass.graph.token_rules import OperandSpecs
-from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum
+from mstpass.graph.tokens import SUM, WHOLE, Reduced, Refusal, Spec
 
 _ROWS, _COLUMNS = (0,), (1,)
 _FEATURES = "the features of experts are no tokens"
 
 
-def grouped_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Refusal:
+def grouped_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
     left, right, positions = node.args[:3]
     if node.target is grouped_sums:
         expected = {left: _COLUMNS, right: _ROWS, positions: _ROWS}
