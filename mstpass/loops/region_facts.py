@@ -73,6 +73,13 @@ class RegionFacts:
             if known and self.specs.get(known.values) and self.specs.get(known.maximum, ()) is None
         }
 
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the forward is more than one loop."""
+        forward = {node: number for node, number in self.rounds.items() if node not in self.backward}
+        last = max(forward.values(), default=0)
+        return any(self.rounds[n] < last for n in self.early.intersection(self.outputs))
+
     @cached_property
     def work(self) -> LoopWork:
         """What all members compute (graph/loop_work.py)."""

@@ -44,7 +44,7 @@ def rounds(joint: JointGraph, members: Members, reads: Reads, fused: bool) -> di
         reads: operands and their specs; None where only a chunk's part of a reduction is read.
     """
     found = dict.fromkeys(members, 0)
-    if not joint.cached(collectives_of) and not _reduced_operands(members, reads):
+    if not _may_have_rounds(joint, members, reads):
         return found
     inside: dict[fx.Node, int] = {}  # members that depend on a product of the region
     outside: dict[fx.Node, int] = {}  # other values that do: the round that may read them
@@ -75,6 +75,26 @@ def _operands(node: fx.Node, members: Members, reads: Reads) -> list[tuple[fx.No
     return [(operand, ()) for operand in node.all_input_nodes]
 
 
+def _may_have_rounds(joint: JointGraph, members: Members, reads: Reads) -> bool:
+    """Whether a collective, or what is reduced over all tokens, may come between members."""
+    if joint.cached(collectives_of) or _reduced_operands(members, reads):
+        return True
+    last = max(map(joint.index.__getitem__, members), default=-1)
+    stack = [node for node, spec in members.items() if spec is None]
+    seen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user in seen or (user in joint.backward) != (node in joint.backward):
+                continue
+            if user in members and node not in members:
+                return True
+            if user not in members and joint.index[user] < last:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
 def _reduced_operands(members: Members, reads: Reads) -> set[fx.Node]:
     """The members that are reduced over all tokens and that other members read complete."""
     reduced = {node for node, spec in members.items() if spec is None}
@@ -92,9 +112,9 @@ def early_outputs(joint: JointGraph, members: Members, reads: Reads) -> set[fx.N
 
     Another round of the phase or a collective waits for them.
     """
+    if not _may_have_rounds(joint, members, reads):
+        return set()
     early = _reduced_operands(members, reads)
-    if not early and not joint.cached(collectives_of):
-        return early
     waits: set[fx.Node] = set()  # nodes outside whose values are waited for
     for node in reversed(joint.nodes):
         in_backward = node in joint.backward

@@ -50,7 +50,7 @@ class Sections:
 def sections_of(facts: RegionFacts) -> Sections | Refusal:
     """The loop over sections of a head's vocabulary, or why there is none."""
     region = facts.region
-    if not region.fused or any(facts.rounds.values()):
+    if not region.fused or facts.in_rounds:
         return Refusal("only a loss that one loop over tokens computes has sections")
     seeds = {node: dim for node in facts.outputs if (dim := _words_dim(facts, node)) is not None}
     if not seeds:

@@ -71,7 +71,7 @@ class Growth:
         self.operand_specs = operand_specs
         self.specs: dict[fx.Node, Spec | Reduced] = {}
         self.returned: set[fx.Node] = set()  # wide members that the step returns
-        self.reenters = False  # a path leaves the region through a collective and comes back
+        self.reenters = False  # a path leaves the region's loops and comes back to later ones
         self._queue: deque[fx.Node] = deque()
         self.made_from_narrow: dict[fx.Node, bool] = {}  # what was found so far
 
@@ -312,7 +312,7 @@ class Growth:
             if after and not self._phase_reads(part, after):
                 first = next(n for n in between if n in after)
                 raise CannotTake(first, ONCE if is_collective(first) else COMPLETE)
-            self.reenters |= any(map(is_collective, after))
+            self.reenters |= bool(after)
             inside = [node for node in between if node not in after]
             if not inside:
                 return

@@ -21,10 +21,7 @@ from mstpass.regions.anchors import SYMBOLIC_WIDTH
 from mstpass.regions.close_fused import Unit
 from mstpass.regions.grow import Growth
 
-_TWICE = (  # by whether collectives are among what it waits for
-    "computed more than once: it needs values that are reduced over all tokens",
-    "computed more than once: between its values, collectives combine those of all ranks",
-)
+_TWICE = "computed more than once: in between, values of all tokens or of all ranks are combined"
 _RETURNED = {  # why a region is only half as good, or refused, if the step returns a wide value
     "lm_head": "logits are an output of the graph, so they exist in full",
     "mlp": "a large value is an output of the graph, so it exists in full",
@@ -64,7 +61,7 @@ def make_region(
         if in_rounds:
             raise CannotTake(next(iter(returned)), "is an output, and is computed more than once")
     if in_rounds:
-        note = "; ".join(filter(None, (_TWICE[growth.reenters], note)))
+        note = "; ".join(filter(None, (_TWICE, note)))
     forward_outputs = [n for n in outputs if n not in joint.backward and n not in returned]
     _check_gain(growth, core.anchor, forward_outputs)
     members = joint.sorted(growth.specs)
