@@ -51,7 +51,8 @@ class Region:
         kind: ``"lm_head"``, ``"mlp"`` or ``"segment"``.
         width: features per token of the region's widest result.
         fused: forward and backward can run as one loop.
-        members: all nodes in the graph's order, each with its token dims (None: a sum over tokens).
+        members: all nodes in the graph's order, each with its token dims (None: it is reduced over
+            tokens, to a sum or a maximum, for example).
         outputs: the members that nodes outside the region read.
         returned: the large outputs that the step itself returns.
         backward: the members that belong to the backward.
@@ -95,11 +96,21 @@ class LoopInput:
 
 @dataclasses.dataclass(frozen=True)
 class LoopOutput:
-    """A result of a loop: the rows of all chunks stacked, or the chunks' sum."""
+    """A result of a loop: the rows of all chunks stacked, or their parts combined.
+
+    Attributes:
+        spec: None if it is combined.
+        scaled: only in a fused loop: it is multiplied by the unit after the loop.
+        combine: how parts are combined, ``"sum"``, ``"max"``, ``"min"`` or ``"any"``.
+        relative_to: of a sum of exponentials, another output: the maximum that they are relative to
+            (graph/exponential_sums.py). Empty for all other outputs.
+    """
 
     node: str
-    spec: Spec | None  # None: summed over chunks
-    scaled: bool = False  # only in a fused loop: multiplied by the unit after the loop
+    spec: Spec | None
+    scaled: bool = False
+    combine: str = "sum"
+    relative_to: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +146,7 @@ class LoopPlan:
 
     Attributes:
         members: the nodes that it computes, in the graph's order.
-        specs: where each of them holds what the chunks cut; None for a sum over it.
+        specs: where each of them holds what the chunks cut; None if it is reduced over it.
         chunks: None until their length is chosen.
         unit: the scalar that is 1 inside the loop; None if the loop is not fused.
         prelude: nodes that are computed before the loop, with 1 in place of the unit.
@@ -177,7 +188,7 @@ class ChunkPlan:
         bytes_before: size of the large matrix products of the region over all tokens.
         bytes_after: size of those of one chunk, and of what is saved of them for backward.
         saved: the members that the forward loop stacks for the backward loop.
-        members: all nodes, each with its token dims (None: a sum over tokens).
+        members: all nodes, each with its token dims (None: it is reduced over tokens).
         symbolic: the token count varies from batch to batch. ``num_tokens`` and ``num_chunks`` are
             then those of the batch that the graph was traced with, and ``chunk_tokens`` is the most
             that a chunk holds: the loop divides each batch into chunks of equal length

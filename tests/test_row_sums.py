@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mstpass.graph.builder import Builder, fake_mode_of
-from mstpass.loops.body.row_sums import rewritten_row_sum
+from mstpass.graph.row_sums import rewritten_row_sum
 
 aten = torch.ops.aten
 ROWS, WIDTH = 6, 40

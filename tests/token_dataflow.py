@@ -38,7 +38,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.sizes import is_static
-from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, token_count
+from mstpass.graph.tokens import SUM, WHOLE, Reduced, Refusal, Spec, token_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Mixed:
     reason: str
 
 
-Cut = Spec | Sum | Mixed
+Cut = Spec | Reduced | Mixed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Dataflow:
     def carries(self, node: fx.Node) -> bool:
         """Whether the value depends on single tokens: cut along them, or mixed."""
         cut = self.cuts.get(node.name, WHOLE)
-        return cut != WHOLE and not isinstance(cut, Sum)
+        return cut != WHOLE and not isinstance(cut, Reduced)
 
 
 def token_dims(joint: JointGraph) -> Dataflow:
@@ -101,7 +101,7 @@ class _Analysis:
         for node, spec in seeds:
             sizes[_tokens(node, spec)] += nbytes(node)
         self.num_tokens = max(sizes, key=lambda n: sizes[n]) if sizes else 0
-        self.cuts: dict[fx.Node, Spec | Sum] = {}
+        self.cuts: dict[fx.Node, Spec | Reduced] = {}
         for node, spec in seeds:
             if _tokens(node, spec) == self.num_tokens > 1:
                 self.cuts[node] = spec
@@ -128,19 +128,19 @@ class _Analysis:
         unknown = [n for n in reversed(self.nodes) if n not in self.cuts]
         return sum(self._accept(n, self._cuts_from_users(n)) for n in unknown)
 
-    def _accept(self, node: fx.Node, cuts: set[Spec | Sum]) -> bool:
+    def _accept(self, node: fx.Node, cuts: set[Spec | Reduced]) -> bool:
         """Give the node its cut if there is exactly one candidate. Returns whether it has one."""
         if len(cuts) != 1:
             return False
         (cut,) = cuts
-        if not isinstance(cut, Sum) and _tokens(node, cut) != self.num_tokens:
+        if not isinstance(cut, Reduced) and _tokens(node, cut) != self.num_tokens:
             return False
         self.cuts[node] = cut
         return True
 
-    def _cuts_from_operands(self, node: fx.Node) -> set[Spec | Sum]:
+    def _cuts_from_operands(self, node: fx.Node) -> set[Spec | Reduced]:
         """The cuts of the result that follow from the operands with a cut."""
-        found: set[Spec | Sum] = set()
+        found: set[Spec | Reduced] = set()
         for operand in node.all_input_nodes:
             cut = self.cuts.get(operand)
             if isinstance(cut, tuple):
@@ -149,7 +149,7 @@ class _Analysis:
                     found.add(result)
         return found
 
-    def _cuts_from_users(self, node: fx.Node) -> set[Spec | Sum]:
+    def _cuts_from_users(self, node: fx.Node) -> set[Spec | Reduced]:
         """The cuts of the value that the users with a cut need."""
         if value_of(node) is None and isinstance(ops.lookup(node), Refusal):
             return set()  # a barrier with several results, each of which has a cut of its own
@@ -179,7 +179,7 @@ class _Analysis:
             return needs.reason
         for operand, need in needs.items():
             cut = self.cuts.get(operand, WHOLE)
-            if cut != need and not (need == WHOLE and isinstance(cut, Sum)):
+            if cut != need and not (need == WHOLE and isinstance(cut, Reduced)):
                 if need == WHOLE:
                     return f"every token needs all of {operand.name}"
                 return f"needs {operand.name} cut along {need}, not {cut}"

@@ -34,7 +34,7 @@ from mstpass.graph import flex_attention, intervals, ops
 from mstpass.graph.joint import value_of
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, shape_of, tensor_inputs
-from mstpass.graph.tokens import WHOLE, Refusal, Sum, group_of
+from mstpass.graph.tokens import SUM, WHOLE, Reduced, Refusal, group_of
 from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 
@@ -167,7 +167,7 @@ def _attention_result(
 # ---- rules ---------------------------------------------------------------------------------------
 def result_heads(
     node: fx.Node, operand: fx.Node, held: HeadDim, num_heads: int
-) -> HeadDim | Sum | Refusal:
+) -> HeadDim | Reduced | Refusal:
     """Where the node's result holds its heads if one of its operands holds them in ``held``."""
     if is_attention(node):
         return _attention_result(node, operand, held, num_heads)
@@ -185,8 +185,8 @@ def result_heads(
         needs = intervals.operand_specs(node, held, num_heads)
         return needs if isinstance(needs, Refusal) else held
     result = ops.result_spec(node, operand, (held.dim,))
-    if isinstance(result, Sum):
-        return result
+    if isinstance(result, Reduced):
+        return result if result == SUM else Refusal(f"{node.target} reduces over all heads")
     if isinstance(result, Refusal):
         return _in_terms_of_heads(result)
     if len(result) != 1:

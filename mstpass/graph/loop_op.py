@@ -12,6 +12,10 @@ one before it if c does not divide N. The values in ``whole`` are passed to ever
     (("stack", d), ...)      the same of an output that has its rows in dim d, as the part has
     ("sum", shape, dtype)    a summand of the output. ``valid``, a bool ``[c]`` that is passed only
                              if c does not divide N, is False for rows that an earlier chunk summed
+    ("max", shape, dtype)    a part of the output, which is the maximum of all parts; so are "min"
+                             and, of bools, "any"
+    (("sum", m), ...)        a sum of exponentials relative to the chunk's part of output m, which
+                             is a maximum: exp(m_i - m) times it is a summand of the output
 
 If N is symbolic, ``num_chunks`` is None, and the chunks fit the batch at hand: as few chunks of at
 most c rows as hold N tokens, all of equal length except for the last, which ends with the tokens
@@ -25,7 +29,7 @@ it. loops/lowering.py turns it into an in-place ``while_loop`` later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,10 +37,10 @@ import torch
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from mstpass.torch_internals.graphs import HigherOrderOperator, implement
 
-STACK, SUM = "stack", "sum"
+STACK, SUM, MAX, MIN, ANY = "stack", "sum", "max", "min", "any"
 CONDITION = "mst_cond_"  # what the names of the conditions of lowered loops begin with
 _ALIGNED = 16  # tokens
-Kind = str | tuple[str, int]
+Kind = str | tuple[str, int]  # the pairs: a dim of rows, or the position of a maximum
 OutputSpec = tuple[Kind, tuple[Any, ...], torch.dtype]  # a size is an int, or a node of a graph
 
 
@@ -89,16 +93,24 @@ def run_eagerly(
 ) -> tuple[torch.Tensor, ...]:
     """Run the loop as its definition says. Backends other than Inductor use this."""
     device = sliced[0].device
-    results = [torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype in specs]
+    results = [
+        torch.full(shape, initial(kind, dtype), dtype=dtype, device=device)
+        for kind, shape, dtype in specs
+    ]
     for start, rows, sizes, valid in _chunks(num_chunks, chunk_tokens, num_tokens, device):
         chunks = [tensor.narrow(0, start, rows) for tensor in sliced]
         parts = body(*sizes, *chunks, *whole, *valid)
-        for (kind, _, _), result, part in zip(specs, results, parts, strict=True):
+        new = {  # before the maxima that they read are written
+            n: combined(kind, n, results, parts)
+            for n, (kind, _, _) in enumerate(specs)
+            if stacked_dim(kind) is None
+        }
+        for position, (kind, _, _) in enumerate(specs):
             dim = stacked_dim(kind)
-            if dim is not None:
-                result.narrow(dim, start, rows).copy_(part)
+            if dim is None:
+                results[position].copy_(new[position])
             else:
-                result.add_(part)
+                results[position].narrow(dim, start, rows).copy_(parts[position])
     return tuple(results)
 
 
@@ -108,6 +120,45 @@ def stacked_dim(kind: Kind) -> int | None:
         return 0 if kind == STACK else None
     name, dim = kind
     return dim if name == STACK else None
+
+
+# ---- parts of chunks -----------------------------------------------------------------------------
+def initial(kind: Kind, dtype: torch.dtype) -> float:
+    """What an output holds before the first chunk; of no matter for stacked rows."""
+    if kind not in (MAX, MIN):
+        return 0
+    if dtype.is_floating_point:
+        return float("-inf" if kind == MAX else "inf")
+    bounds = torch.iinfo(dtype)
+    return bounds.min if kind == MAX else bounds.max
+
+
+def combined(
+    kind: Kind, position: int, results: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """What output ``position`` is after a chunk.
+
+    Args:
+        results: all outputs before the chunk.
+        parts: what the chunk gives.
+    """
+    result, part = results[position], parts[position]
+    if isinstance(kind, str):
+        return _COMBINE[kind](result, part)
+    old, new = (of[kind[1]].to(result.dtype) for of in (results, parts))
+    maximum = torch.maximum(old, new)
+    # as long as all values are -inf, there is nothing to be relative to
+    pivot = torch.where(maximum.abs() == float("inf"), 0, maximum)
+    shape = result.shape  # with or without the dims of size 1 that the maximum has
+    return result * (old - pivot).exp().view(shape) + part * (new - pivot).exp().view(shape)
+
+
+_COMBINE: Mapping[str, Callable[..., torch.Tensor]] = {
+    SUM: torch.add,
+    MAX: torch.maximum,
+    MIN: torch.minimum,
+    ANY: torch.logical_or,
+}
 
 
 implement(mst_loop, eager=run_eagerly, fake=_fake)

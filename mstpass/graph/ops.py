@@ -21,7 +21,7 @@ from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import shape_of, tensor_inputs
 from mstpass.graph.token_rules.matmul import bias_and_factors
 from mstpass.graph.token_rules.views import view_forward
-from mstpass.graph.tokens import Refusal, Spec, Sum, without_ones
+from mstpass.graph.tokens import Reduced, Refusal, Spec, without_ones
 from mstpass.problem.op import SCATTER
 from mstpass.torch_internals.graphs import OpOverload, is_opaque, schema_of
 
@@ -62,7 +62,7 @@ def with_token_rules(target: Any) -> Row | Refusal:
 
 
 # ---- token rules -------------------------------------------------------------------------------
-def result_spec(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Refusal:
+def result_spec(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
     """The spec of the node's result if one of its operands has ``spec``."""
     rules = lookup(node)
     if isinstance(rules, Refusal):

@@ -7,7 +7,8 @@ Terms:
         ``(0, 1)`` for ``[B, S, D]``, ``(0,)`` for ``[N, D]``, ``(1,)`` for a transposed ``[D, N]``.
         Dims of size 1 are left out. ``WHOLE``, the empty spec, marks a value without tokens, such
         as a weight: every chunk reads it in full.
-    *SUM*: marks a value that is summed over all tokens; every chunk gives a summand.
+    *SUM*, *MAX*, *MIN*, *ANY*: mark a value that is reduced over all tokens. Every chunk gives a
+        part of it; the parts are added up, or their maximum, minimum or disjunction is taken.
     *chunk form*: a value for one chunk of c tokens, with its token dims replaced by
         ``1, ..., 1, c``: ``[B, S, D]`` becomes ``[1, c, D]``. A token-parallel op treats the chunk
         as a batch of one sequence with c tokens, however B and S divide the tokens.
@@ -31,11 +32,22 @@ WHOLE: Spec = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Sum:
-    """The type of ``SUM``, which marks a value that is summed over all tokens."""
+class Reduced:
+    """Marks a value that is reduced over all tokens.
+
+    Attributes:
+        combine: how the parts of chunks are combined, ``"sum"``, ``"max"``, ``"min"`` or ``"any"``.
+    """
+
+    combine: str
 
 
-SUM = Sum()
+def has_tokens(spec: Spec | Reduced) -> bool:
+    """Whether a value holds tokens: it is neither whole nor reduced over them."""
+    return isinstance(spec, tuple) and spec != WHOLE
+
+
+SUM, MAX, MIN, ANY = (Reduced(combine) for combine in ("sum", "max", "min", "any"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Lower ``mst_loop`` to Inductor's ``while_loop``, with accumulators that are updated in place.
 
     buffers = empty for each output that the first chunk writes, zeros for each other sum, and for
-              all sums if the loop may have no chunk
+              all sums if the loop may have no chunk; -inf for maxima
     i, *buffers = while_loop(cond, step, (0, *buffers), (*sliced, *whole, *symbols))
 
 ``cond`` and ``step`` are the graphs of loops/while_loop_step.py. ``symbols`` are the inputs that
@@ -34,7 +34,7 @@ from mstpass.graph.buffer_ops import call_buffer_ops_as_they_are, counter, done
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.grouped_products import GROUPED_OPS
 from mstpass.graph.joint import value_of
-from mstpass.graph.loop_op import CONDITION, OutputSpec, mst_loop
+from mstpass.graph.loop_op import CONDITION, OutputSpec, initial, mst_loop
 from mstpass.graph.materialization import REALIZE
 from mstpass.graph.sizes import Size, expression, is_size, symbols_of
 from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step
@@ -163,13 +163,15 @@ class _Lowering:
         return written
 
     def _buffer(self, spec: OutputSpec, device: torch.device, is_empty: bool) -> fx.Node:
-        """What an output is written into; zeros unless the first chunk overwrites it."""
-        _, shape, dtype = spec
+        """What an output is written into; it holds nothing if the first chunk overwrites it."""
+        kind, shape, dtype = spec
         if is_empty:
             return self.builder.call(
                 aten.empty.memory_format, list(shape), dtype=dtype, device=device
             )
-        return self.builder.call(aten.full.default, list(shape), 0, dtype=dtype, device=device)
+        return self.builder.call(
+            aten.full.default, list(shape), initial(kind, dtype), dtype=dtype, device=device
+        )
 
     def _symbols(self, operands: Sequence[fx.Node]) -> list[fx.Node]:
         """Nodes that hold the symbols in the operands' sizes and strides.

@@ -147,7 +147,8 @@ def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str
     size = nbytes(node)
     value = value_of(node)
     scale = loop.unit or "" if item.scaled else ""
-    if item.spec is None and accumulate == "float32" and value is not None:
+    adds_up = item.spec is None and item.combine == "sum"
+    if adds_up and accumulate == "float32" and value is not None:
         cast = value.element_size() < _ACCUMULATOR_BYTES
         element_bytes = max(_ACCUMULATOR_BYTES, value.element_size())
         size = size // value.element_size() * element_bytes

@@ -2,7 +2,7 @@
 
 Terms:
     *member*: a node of the region. Its spec says where it holds its tokens, or its heads
-        (graph/axes.py); None marks a sum over them.
+        (graph/axes.py); None marks a value that is reduced over them, such as a sum.
     *wide value*: a member with at least a quarter of the elements of ``[num_tokens, width]``, where
         ``width`` is that of the region's widest result.
     *buffered value*: a wide value that Inductor writes to memory: the result or an operand of a
@@ -18,13 +18,14 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.axes import HEADS, axis_of
+from mstpass.graph.exponential_sums import ExponentialSum, exponential_sum
 from mstpass.graph.heads import is_product
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of
 from mstpass.graph.loop_work import LoopWork, loop_work
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import Refusal, Spec, token_count
-from mstpass.loops.rounds import rounds
+from mstpass.loops.rounds import early_outputs, rounds
 from mstpass.plans import LoopPlan, Region
 
 
@@ -36,7 +37,9 @@ class RegionFacts:
         specs: the spec of each member, in the graph's order.
         outputs: members that nodes outside the region read.
         backward: members that belong to the backward.
-        rounds: which of several loops computes each member (loops/rounds.py).
+        exponentials: the sums of exponentials over tokens whose maximum the loop finds as well.
+        rounds: which of several loops of its phase computes each member (loops/rounds.py).
+        early: the outputs that a later round, or a collective, waits for.
         buffered: the buffered values, each storage once.
         bytes_before: size of the buffered values at full length. Only products' results count, as
             Inductor writes a result's gradient into the result's own buffer; if the step returns
@@ -50,12 +53,32 @@ class RegionFacts:
         }
         self.outputs = [joint.by_name[name] for name in region.outputs]
         self.backward = {joint.by_name[name] for name in region.backward}
-        self.rounds = rounds(joint, self.specs)
         self.axis = axis_of(region.axis, region.num_tokens)
         self.buffered = [node for node in self.specs if self._is_buffered(node)]
         products = [node for node in self.buffered if is_product(node)]
         self.bytes_before = sum(map(nbytes, self.buffered if region.returned else products))
         self._operand_specs: dict[fx.Node, dict[fx.Node, Spec | None]] = {}
+        self.exponentials = self._find_exponentials()
+        self.rounds = rounds(joint, self.specs, self.operand_specs, region.fused)
+        self.early = early_outputs(joint, self.specs, self.operand_specs)
+        for total, known in self.exponentials.items():  # one loop finds both
+            if not self.early.isdisjoint((total, known.maximum)):
+                self.early |= {total, known.maximum}
+
+    def _find_exponentials(self) -> dict[fx.Node, ExponentialSum]:
+        found = {n: exponential_sum(n) for n, spec in self.specs.items() if spec is None}
+        return {
+            node: known
+            for node, known in found.items()
+            if known and self.specs.get(known.values) and self.specs.get(known.maximum, ()) is None
+        }
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the forward is more than one loop."""
+        forward = {node: number for node, number in self.rounds.items() if node not in self.backward}
+        last = max(forward.values(), default=0)
+        return any(self.rounds[n] < last for n in self.early.intersection(self.outputs))
 
     @cached_property
     def work(self) -> LoopWork:
@@ -107,6 +130,9 @@ class RegionFacts:
             found = self.axis.operand_specs(node, spec)
             assert not isinstance(found, Refusal), (node, found)
             return dict(found)
+        if node in self.exponentials:
+            known = self.exponentials[node]
+            return {known.values: self.specs[known.values], known.maximum: None}
         for operand in node.all_input_nodes:
             source = self.specs.get(operand)
             if source:

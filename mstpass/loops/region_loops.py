@@ -7,7 +7,7 @@
     save:       the same, but the forward loop also returns the values of loops/values_to_save.py,
                 stacked over chunks, and the backward loop reads them
 
-Where collectives stand between values of the forward, the forward is several loops (rounds.py).
+Where a value needs what is complete only after a loop, its phase is several loops (rounds.py).
 
 A loop's members are found from its outputs backwards: an operand in the same token dims is computed
 in the loop as well, every other operand is an input of the loop.
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Set
 
 from torch import fx
 
+from mstpass.graph import ops
 from mstpass.graph.axes import HEADS
 from mstpass.graph.joint import nbytes
 from mstpass.graph.tokens import WHOLE, Spec
@@ -93,7 +94,7 @@ def _stacked_bytes(facts: RegionFacts, loop: LoopPlan) -> int:
 
 def _fused_loops(facts: RegionFacts) -> list[LoopPlan]:
     region = facts.region
-    earlier, last = outputs_by_round(facts.rounds, facts.outputs, facts.backward)
+    *earlier, last = outputs_by_round(facts.rounds, facts.outputs, facts.early - facts.backward)
     return [
         *(_loop(facts, "forward", outputs, set()) for outputs in earlier),
         _loop(facts, "forward", last, set(), region.unit, region.prelude),
@@ -118,12 +119,18 @@ def _forward_and_backward_loop(facts: RegionFacts, saved: list[fx.Node]) -> list
     forward = [node for node in facts.outputs if node not in facts.backward]
     backward = [node for node in facts.outputs if node in facts.backward]
     more = [node for node in saved if node not in forward]
-    of_forward = {n: number for n, number in facts.rounds.items() if n not in facts.backward}
-    earlier, last = outputs_by_round(of_forward, [*forward, *more], facts.backward)
-    loops = [_loop(facts, "forward", outputs, set()) for outputs in (*earlier, last) if outputs]
-    if backward:
-        loops.append(_loop(facts, "backward", backward, set(saved)))
-    return loops
+    of_forward = {n: k for n, k in facts.rounds.items() if n not in facts.backward}
+    of_backward = {n: k for n, k in facts.rounds.items() if n in facts.backward}
+    return [
+        *(
+            _loop(facts, "forward", outputs, set())
+            for outputs in outputs_by_round(of_forward, [*forward, *more], facts.early)
+        ),
+        *(
+            _loop(facts, "backward", outputs, set(saved))
+            for outputs in outputs_by_round(of_backward, backward, facts.early)
+        ),
+    ]
 
 
 def _loop(
@@ -144,12 +151,22 @@ def _loop(
         members=tuple(node.name for node in in_order),
         specs=tuple(specs[node] for node in in_order),
         inputs=tuple(LoopInput(node.name, spec) for node, spec in ordered),
-        outputs=tuple(
-            LoopOutput(node.name, specs[node], scaled=unit is not None and node in facts.backward)
-            for node in joint.sorted(outputs)
-        ),
+        outputs=tuple(_output(facts, node, unit, outputs) for node in joint.sorted(outputs)),
         unit=unit,
         prelude=prelude,
+    )
+
+
+def _output(
+    facts: RegionFacts, node: fx.Node, unit: str | None, outputs: list[fx.Node]
+) -> LoopOutput:
+    relative = facts.exponentials.get(node)
+    return LoopOutput(
+        node.name,
+        facts.specs[node],
+        scaled=unit is not None and node in facts.backward,
+        combine="sum" if facts.specs[node] else ops.row(node).combine,
+        relative_to=relative.maximum.name if relative else "",
     )
 
 

@@ -1,64 +1,144 @@
-"""Which forward loop of a region computes what, where collectives stand between its values.
+"""Which loop of a region computes what, where a loop has to end before the next one can begin.
 
 A head whose vocabulary is sharded needs numbers of all ranks for each token, such as the maximum of
-the logits. A loop does not run collectives (graph/collectives.py). So the forward of such a region
-is several *rounds*, each a loop over all tokens, with the collectives between them::
+the logits. A loop does not run collectives (graph/collectives.py). A contrastive loss needs, for
+each column of the logits, the maximum and the sum of all tokens' exponentials. No chunk knows them.
+So the loss is several *rounds*, each a loop over all tokens::
 
-    round 0:      logits of a chunk -> the chunk's maximum and sum
-    collectives:  the maximum and the sum of all ranks
-    round 1:      logits of the chunk again -> losses and gradients
+    round 0:       logits of a chunk -> its rows' maximum and sum, its part of the columns' ones
+    in between:    the maximum and the sum of all ranks; the columns' logarithms of sums
+    round 1:       logits of the chunk again -> losses and gradients
 
-A member's round is the largest number of collectives that stand on a path to it from the region's
-products, counting those between two members. A value that leaves the region is returned by the loop
-of its own round, so that a collective that reads it runs no later than in the graph without loops.
+A member's round is the largest number of times that a path to it from the region's products leaves
+the loops: to a node outside, or because a member reads a value that is *reduced* over all tokens. A
+sum of exponentials and its maximum are found in one round (graph/exponential_sums.py).
+
+An output that a later round or a collective waits for is returned by the loop of its own round, so
+that a collective runs no later than in the graph without loops. All others are left to the last
+round of their phase, which computes what they are made of in any case.
+
+The rounds of the backward are counted anew, as they follow all of the forward. Those of a fused
+region, whose backward runs in the last round of the forward, are counted on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.collectives import collectives_of, is_collective
 from mstpass.graph.joint import JointGraph
+from mstpass.graph.tokens import Spec
+
+Members = Mapping[fx.Node, Spec | None]
+Reads = Callable[[fx.Node], Mapping[fx.Node, Spec | None]]  # a member -> how it reads operands
 
 
-def rounds(joint: JointGraph, members: Mapping[fx.Node, object]) -> dict[fx.Node, int]:
-    """The round of each member; 0 for all of them if no collective stands between them."""
+def rounds(joint: JointGraph, members: Members, reads: Reads, fused: bool) -> dict[fx.Node, int]:
+    """The round of each member, from 0 on.
+
+    Args:
+        members: with None for values that are reduced over all tokens.
+        reads: operands and their specs; None where only a chunk's part of a reduction is read.
+    """
     found = dict.fromkeys(members, 0)
-    if not joint.cached(collectives_of):
+    if not _may_have_rounds(joint, members, reads):
         return found
     inside: dict[fx.Node, int] = {}  # members that depend on a product of the region
     outside: dict[fx.Node, int] = {}  # other values that do: the round that may read them
     last = max(map(joint.index.__getitem__, found), default=-1)
     for node in joint.nodes[: last + 1]:
-        if node in joint.backward and node not in found:
+        in_backward = node in joint.backward
+        if in_backward and node not in found and fused:
             continue
-        before = [inside[n] for n in node.all_input_nodes if n in inside]
-        before += [outside[n] for n in node.all_input_nodes if n in outside]
-        if node in found and (before or ops.is_matmul(node)):
+        before = []
+        for n, spec in _operands(node, members, reads):
+            if (n in joint.backward) != in_backward and not fused:
+                continue
+            if n in inside:
+                is_complete = node not in found or (members[n] is None and spec is not None)
+                before.append(inside[n] + is_complete)
+            elif n in outside:
+                before.append(outside[n])
+        if node in found and (before or in_backward or ops.is_matmul(node)):
             inside[node] = found[node] = max(before, default=0)
         elif node not in found and before:
-            outside[node] = max(before) + is_collective(node)
+            outside[node] = max(before)
     return found
 
 
+def _operands(node: fx.Node, members: Members, reads: Reads) -> list[tuple[fx.Node, Spec | None]]:
+    if node in members:
+        return list(reads(node).items())
+    return [(operand, ()) for operand in node.all_input_nodes]
+
+
+def _may_have_rounds(joint: JointGraph, members: Members, reads: Reads) -> bool:
+    """Whether a collective, or what is reduced over all tokens, may come between members."""
+    if joint.cached(collectives_of) or _reduced_operands(members, reads):
+        return True
+    last = max(map(joint.index.__getitem__, members), default=-1)
+    stack = [node for node, spec in members.items() if spec is None]
+    seen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user in seen or (user in joint.backward) != (node in joint.backward):
+                continue
+            if user in members and node not in members:
+                return True
+            if user not in members and joint.index[user] < last:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _reduced_operands(members: Members, reads: Reads) -> set[fx.Node]:
+    """The members that are reduced over all tokens and that other members read complete."""
+    reduced = {node for node, spec in members.items() if spec is None}
+    readers = {user for node in reduced for user in node.users if user in members}
+    return {
+        operand
+        for reader in readers
+        for operand, spec in reads(reader).items()
+        if operand in reduced and spec is not None
+    }
+
+
+def early_outputs(joint: JointGraph, members: Members, reads: Reads) -> set[fx.Node]:
+    """The members whose values are needed, outside of loops, before the last round of their phase.
+
+    Another round of the phase or a collective waits for them.
+    """
+    if not _may_have_rounds(joint, members, reads):
+        return set()
+    early = _reduced_operands(members, reads)
+    waits: set[fx.Node] = set()  # nodes outside whose values are waited for
+    for node in reversed(joint.nodes):
+        in_backward = node in joint.backward
+        if any(
+            (user in members or user in waits or is_collective(user))
+            and (user in joint.backward) == in_backward
+            for user in node.users
+            if node not in members or user not in members
+        ):
+            (early if node in members else waits).add(node)
+    return early
+
+
 def outputs_by_round(
-    numbers: Mapping[fx.Node, int], outputs: list[fx.Node], backward: Set[fx.Node]
-) -> tuple[list[list[fx.Node]], list[fx.Node]]:
-    """The outputs of all rounds but the last; and those of the last, of the backward among them.
+    numbers: Mapping[fx.Node, int], outputs: list[fx.Node], early: Set[fx.Node]
+) -> list[list[fx.Node]]:
+    """The outputs of each round, without rounds that have none.
 
     Args:
-        numbers: the rounds of the members that the loops compute.
-        backward: the members that belong to the backward.
+        numbers: the rounds of the members that the loops of one phase compute.
+        early: the result of ``early_outputs``.
     """
-    count = max(numbers.values(), default=0)
-    earlier: list[list[fx.Node]] = [[] for _ in range(count)]
-    last = []
+    last = max(numbers.values(), default=0)
+    by_round: list[list[fx.Node]] = [[] for _ in range(last + 1)]
     for node in outputs:
-        if node in backward or numbers[node] == count:
-            last.append(node)
-        else:
-            earlier[numbers[node]].append(node)
-    return [nodes for nodes in earlier if nodes], last
+        by_round[numbers[node] if node in early else last].append(node)
+    return [nodes for nodes in by_round if nodes]

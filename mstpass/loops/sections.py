@@ -37,7 +37,7 @@ from mstpass.graph.joint import numel, value_of
 from mstpass.graph.sizes import is_size
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import shape_of
-from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec, Sum
+from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.plans import LoopInput, LoopOutput, LoopPlan
 from mstpass.regions.sums_of_sums import sums_of_sums
@@ -65,7 +65,7 @@ def sections_of(facts: RegionFacts, fused: bool) -> Sections | Refusal:
     Args:
         fused: the loop over tokens computes all gradients that have no features.
     """
-    if any(facts.rounds.values()):
+    if facts.in_rounds:
         return Refusal("its forward is several loops over tokens")
     if facts.region.returned:
         return Refusal("the step returns a wide value, so it exists in full")
@@ -136,7 +136,7 @@ class _Features:
                 result = result_heads(user, node, dim, self.count)
                 if isinstance(result, HeadDim):
                     stack += self._put({user: result})
-                elif isinstance(result, Sum):
+                elif result == SUM:
                     stack += self._put(summed_heads(user, node, dim))
 
     def may_hold(self, node: fx.Node) -> bool:
@@ -226,7 +226,7 @@ class _Growth:
             dim = self.features.held.get(operand)
             if dim is not None:
                 result = result_heads(node, operand, dim, self.features.count)
-                if isinstance(result, Sum):
+                if result == SUM:
                     return summed_heads(node, operand, dim)
         raise CannotTake(node, "a section needs it, and it needs all features")
 

@@ -10,6 +10,7 @@ With c tokens in a chunk, n chunks and N tokens in all::
               for each output, in order:
                   stacked: rows(buffer) <- part
                   summed:  buffer += part                   # first chunk: buffer <- part
+                  other:   buffer <- combined(buffer, part) # graph/loop_op.py
               return i + 1
 
 A product that nothing else reads is written into its buffer at once (graph/buffer_ops.py).
@@ -43,7 +44,7 @@ from mstpass.graph.buffer_ops import (
     write_product_,
 )
 from mstpass.graph.grouped_products import add_grouped_, grouped_sums
-from mstpass.graph.loop_op import OutputSpec, fitted_length, stacked_dim
+from mstpass.graph.loop_op import SUM, OutputSpec, combined, fitted_length, stacked_dim
 from mstpass.graph.sizes import Size, hint, is_static
 from mstpass.torch_internals.fake_tensors import set_hint
 
@@ -90,12 +91,15 @@ class LoopCall:
         buffers, inputs = operands[:num_buffers], operands[num_buffers:]
         sliced, whole = inputs[: self.num_sliced], inputs[self.num_sliced :][: self.num_whole]
         results = self._run((*before, *map(rows, sliced), *whole, *after))
-        for (kind, _, _), buffer, result in zip(self.specs, buffers, results, strict=True):
-            dim = stacked_dim(kind)
+        new = self._combined(buffers, results)  # before the maxima that they read are written
+        for position, (kind, _, _) in enumerate(self.specs):
+            buffer, result, dim = buffers[position], results[position], stacked_dim(kind)
             if dim is not None:
                 result.write_to(rows(buffer, dim))
-            else:
+            elif kind == SUM:
                 result.add_to(buffer, start)
+            else:
+                buffer.copy_(new[position])
         return buffers
 
     def _run(self, inputs: tuple[torch.Tensor | Size, ...]) -> list[_Result]:
@@ -123,14 +127,29 @@ class LoopCall:
             _Result(node, of_output, env) for node, of_output in zip(outputs, parts, strict=True)
         ]
 
+    def _combined(
+        self, buffers: tuple[torch.Tensor, ...], results: list[_Result]
+    ) -> dict[int, torch.Tensor]:
+        """The new values of the outputs that are neither stacked nor plain sums."""
+        kinds = {
+            n: kind
+            for n, (kind, _, _) in enumerate(self.specs)
+            if kind != SUM and stacked_dim(kind) is None
+        }
+        if not kinds:
+            return {}
+        parts = [result.value() if n in kinds else None for n, result in enumerate(results)]
+        return {n: combined(kind, n, buffers, parts) for n, kind in kinds.items()}  # type: ignore[arg-type]
+
     def starts_empty(self, position: int, has_chunks: bool) -> bool:
-        """Whether an output's buffer needs no zeros, because the first chunk overwrites it.
+        """Whether an output's buffer may hold anything, because the first chunk overwrites it.
 
         Args:
             has_chunks: there is a first chunk, whatever the batch.
         """
-        if stacked_dim(self.specs[position][0]) is not None:
-            return True
+        kind = self.specs[position][0]
+        if kind != SUM:
+            return stacked_dim(kind) is not None
         outputs: Any = self.body.graph.output_node().args[0]
         return has_chunks and is_written_in_place(outputs[position])
 

@@ -22,7 +22,7 @@ from mstpass.graph.axes import Axis, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, fake_values
 from mstpass.graph.checkpoint_policies import policies_of, tag_of
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.loop_op import STACK, SUM, OutputSpec, mst_loop
+from mstpass.graph.loop_op import STACK, SUM, Kind, OutputSpec, mst_loop
 from mstpass.graph.node_meta import inside_meta, origin_meta, policy_meta, replacement_meta
 from mstpass.graph.renew_values import Renewal
 from mstpass.graph.sizes import Size, same_shape
@@ -73,7 +73,7 @@ class LoopWriter:
         whole = [env[node] for node, spec in inputs if not spec and not is_literal(node)]
         body = self._body(loop)
         specs = tuple(
-            self._output_spec(axis, item, dtype)
+            self._output_spec(axis, loop, item, dtype)
             for item, dtype in zip(loop.outputs, body.dtypes, strict=True)
         )
         (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
@@ -129,11 +129,16 @@ class LoopWriter:
             setattr(self.root, self.modules[code], graph_module(subgraphs, graph))
         return _LoopBody(self.modules[code], tuple(part.meta["val"].dtype for part in parts))
 
-    def _output_spec(self, axis: Axis, item: LoopOutput, dtype: torch.dtype) -> OutputSpec:
+    def _output_spec(
+        self, axis: Axis, loop: LoopPlan, item: LoopOutput, dtype: torch.dtype
+    ) -> OutputSpec:
         value = value_of(self.joint.by_name[item.node])
         assert value is not None
         if item.spec is None:
-            return SUM, tuple(self.sizes.arguments(value.shape)), dtype
+            names = [output.node for output in loop.outputs]
+            relative = bool(item.relative_to)
+            kind: Kind = (SUM, names.index(item.relative_to)) if relative else item.combine
+            return kind, tuple(self.sizes.arguments(value.shape)), dtype
         shape, dim = axis.stacked(value.shape, item.spec)
         return (STACK, dim) if dim else STACK, tuple(self.sizes.arguments(shape)), dtype
 

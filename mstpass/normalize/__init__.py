@@ -14,6 +14,8 @@ join_windows.py        windows of a wide value are worked on together, on all to
 sink_token_slices.py   a slice over tokens moves from a wide value to an argmax or an entropy of it
 expand_to_tokens.py    an operand with one row per sequence gets one row per token
 scattered_gradients_as_choices.py  a scatter of one element per row becomes a choice
+gathers_as_sums.py     a gather of one token for each feature becomes a sum over tokens
+values_by_axis.py      values that are read along two axes are computed once for each
 grouped_by_chunk.py    products of experts are told which rows a chunk has
 products_by_section.py a product that projects queries, keys and values at once becomes three
 unused_random_state.py attention without dropout is given no state of a random generator
@@ -31,6 +33,7 @@ from mstpass.graph.joint import JointGraph
 from mstpass.graph.rewriting import Rewritten
 from mstpass.normalize.bias_after_product import bias_after_product
 from mstpass.normalize.expand_to_tokens import expand_to_tokens
+from mstpass.normalize.gathers_as_sums import gathers_as_sums
 from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
 from mstpass.normalize.index_by_token import index_by_token
 from mstpass.normalize.inputs_before_writes import inputs_before_writes
@@ -47,6 +50,7 @@ from mstpass.normalize.sink_token_slices import sink_slices
 from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
 from mstpass.normalize.unstack import unstack
 from mstpass.normalize.unused_random_state import unused_random_state
+from mstpass.normalize.values_by_axis import values_by_axis
 from mstpass.passes.facts import ALWAYS, NO_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 
@@ -75,6 +79,8 @@ TOKENS = (  # where a region needs one
     _pass(sink_slices),
     _pass(expand_to_tokens),
     _pass(scattered_gradients_as_choices),
+    _pass(gathers_as_sums),
+    _pass(values_by_axis),
     _pass(grouped_by_chunk),
 )
 HEADS = (  # where loops may run over heads

@@ -9,7 +9,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import is_size
-from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal
+from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, has_tokens
 from mstpass.regions.grow import Growth
 
 
@@ -21,7 +21,7 @@ def absorb_users(joint: JointGraph, growth: Growth, part: set[fx.Node]) -> None:
     """
     queue = joint.sorted(part)
     for node in queue:
-        if growth.specs.get(node) == SUM or growth.wide(node):
+        if isinstance(growth.specs.get(node), Reduced) or growth.wide(node):
             continue
         outside = [u for u in joint.users(node) if u not in growth.specs]
         if len(outside) != 1:
@@ -45,7 +45,7 @@ def absorb_sums(joint: JointGraph, growth: Growth) -> None:
     sums.
     """
     trial = growth.copy()
-    queue = [n for n in joint.sorted(growth.specs) if growth.specs[n] not in (WHOLE, SUM)]
+    queue = [n for n in joint.sorted(growth.specs) if has_tokens(growth.specs[n])]
     for node in queue:
         for user in joint.users(node):
             if user in trial.specs or ops.is_matmul(user) or growth.wide(user):
@@ -84,14 +84,15 @@ def _leaves(growth: Growth, node: fx.Node) -> bool:
     """Whether the loop would have to return the node's tokens, or an operand is not available."""
     if not all(n in growth.specs or n.op == "placeholder" for n in node.all_input_nodes):
         return True
-    return growth.specs[node] != SUM and any(user not in growth.specs for user in node.users)
+    is_reduced = isinstance(growth.specs[node], Reduced)
+    return not is_reduced and any(user not in growth.specs for user in node.users)
 
 
 def _replaces_outputs(growth: Growth, user: fx.Node) -> bool:
     """Whether all operands are members with tokens, and no other node outside reads them."""
     return all(
         operand in growth.specs
-        and growth.specs[operand] not in (WHOLE, SUM)
+        and has_tokens(growth.specs[operand])
         and all(u is user or u in growth.specs for u in operand.users)
         for operand in user.all_input_nodes
         if not is_size(operand)

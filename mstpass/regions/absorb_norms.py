@@ -27,7 +27,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.sizes import is_size
-from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec, Sum
+from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
 from mstpass.regions.grow import Growth
 
 
@@ -86,7 +86,7 @@ def _spec_for_readers(joint: JointGraph, trial: Growth, node: fx.Node) -> Spec |
         return None
     specs: set[Spec] = set()
     for reader in (user for user in node.users if user in joint.forward):
-        if trial.specs.get(reader, WHOLE) in (WHOLE, SUM):
+        if not has_tokens(trial.specs.get(reader, WHOLE)):
             return None
         specs.add(trial.required_specs(reader)[node])
     return specs.pop() if len(specs) == 1 and WHOLE not in specs else None
@@ -121,11 +121,11 @@ def _add_below(joint: JointGraph, trial: Growth) -> set[fx.Node]:
     return added
 
 
-def _spec_of(trial: Growth, node: fx.Node, read: Mapping[fx.Node, Spec]) -> Spec | Sum | None:
+def _spec_of(trial: Growth, node: fx.Node, read: Mapping[fx.Node, Spec]) -> Spec | Reduced | None:
     """The spec of a node, by the first of its operands that has tokens; None if it has none."""
     for operand in node.all_input_nodes:
         spec = trial.specs.get(operand, read.get(operand, WHOLE))
-        if not isinstance(spec, Sum) and spec != WHOLE:
+        if not isinstance(spec, Reduced) and spec != WHOLE:
             result = ops.result_spec(node, operand, spec)
             return None if isinstance(result, Refusal) or result == WHOLE else result
     return None
@@ -183,7 +183,7 @@ def _bytes(growth: Growth, before: Growth) -> int:
     crossing |= {
         node
         for node, spec in growth.specs.items()
-        if spec not in (WHOLE, SUM) and any(user not in growth.specs for user in node.users)
+        if has_tokens(spec) and any(user not in growth.specs for user in node.users)
     }
     return sum(map(nbytes, {ops.base_of(node) for node in crossing}))
 

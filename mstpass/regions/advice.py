@@ -197,7 +197,7 @@ _ADVICE = (
     ),
     (r"aten\.(stack|cat)\b.*", _STACKS),
     (
-        r"reduces over|along (a|the) token dim|normalizes over tokens|over all elements"
+        r"reduce[sd] over|along (a|the) token dim|normalizes over tokens|over all elements"
         r"|whole tensors|sum over all tokens|without dims|no operand that it sums"
         r"|sums over the tokens|itself|two roles|bias and as factor|depend on tokens"
         r"|features of an embedding",

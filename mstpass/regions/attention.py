@@ -26,7 +26,7 @@ from mstpass.graph.axes import HEADS
 from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of, value_of
 from mstpass.graph.source_location import source_of
-from mstpass.graph.tokens import CannotTake, Sum
+from mstpass.graph.tokens import CannotTake, Reduced
 from mstpass.plans import Region, Rejection
 from mstpass.regions.attention_seeds import Seed, attention_seeds
 from mstpass.regions.head_growth import HeadGrowth, grow
@@ -124,7 +124,7 @@ def _region(joint: JointGraph, growth: HeadGrowth, seed: fx.Node) -> Region:
         width=numel(seed) // growth.num_heads,
         fused=False,
         members=tuple(
-            (n.name, None if isinstance(s := growth.held[n], Sum) else s) for n in members
+            (n.name, None if isinstance(s := growth.held[n], Reduced) else s) for n in members
         ),
         outputs=tuple(n.name for n in outputs),
         backward=frozenset(n.name for n in members if n in joint.backward),

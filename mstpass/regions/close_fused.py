@@ -21,7 +21,7 @@ from mstpass.graph.joint import JointGraph, ancestors, numel, value_of
 from mstpass.graph.tokens import WHOLE, CannotTake
 from mstpass.regions.absorb import absorb_sums, absorb_users, check_linear
 from mstpass.regions.anchors import anchor_spec
-from mstpass.regions.grow import Growth
+from mstpass.regions.grow import COMPLETE, Growth
 
 # The most widening matmuls in a row in one fused loop. The time to compile the loop's body grows
 # with their square: for MLPs with dropout 28 s for 4 of them, 134 s for 6 (2 busy CPU cores,
@@ -74,6 +74,9 @@ def _close(joint: JointGraph, growth: Growth) -> Unit:
         growth.close(part, ignored=scalar)
         if len(growth.specs) == size:
             break
+    for node, reduced in growth.waits_for_reductions():
+        if reduced in joint.backward:
+            raise CannotTake(node, f"{COMPLETE}, and the backward is a part of one loop")
     unit = _unit(joint, growth, entries)
     check_linear([n for n in joint.sorted(growth.specs) if n in joint.backward], joint.backward)
     return unit

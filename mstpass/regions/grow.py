@@ -28,9 +28,10 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec, Sum
+from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
 
 ONCE = "a collective runs once on all tokens, in step with the other ranks"
+COMPLETE = "what is reduced over all tokens is complete only after the loop"
 OperandSpecs = Callable[[fx.Node, Spec], "dict[fx.Node, Spec] | Refusal"]
 
 
@@ -68,9 +69,9 @@ class Growth:
         self.taken = taken
         self.upstream = upstream
         self.operand_specs = operand_specs
-        self.specs: dict[fx.Node, Spec | Sum] = {}
+        self.specs: dict[fx.Node, Spec | Reduced] = {}
         self.returned: set[fx.Node] = set()  # wide members that the step returns
-        self.reenters = False  # a path leaves the region through a collective and comes back
+        self.reenters = False  # a path leaves the region's loops and comes back to later ones
         self._queue: deque[fx.Node] = deque()
         self.made_from_narrow: dict[fx.Node, bool] = {}  # what was found so far
 
@@ -158,7 +159,7 @@ class Growth:
                 found.add(node)
         return found
 
-    def add(self, node: fx.Node, spec: Spec | Sum) -> None:
+    def add(self, node: fx.Node, spec: Spec | Reduced) -> None:
         """Make ``node`` a member, and all nodes that must or should join because of it.
 
         Raises:
@@ -169,7 +170,7 @@ class Growth:
         while self._queue:
             member = self._queue.popleft()
             self._pull_operands(member)
-            if self.specs[member] in (SUM, WHOLE) or ops.is_constant(member):
+            if not has_tokens(self.specs[member]) or ops.is_constant(member):
                 continue
             if value_of(member) is None or (self.wide(member) and not self.may_repeat(member)):
                 self._push_users(member)
@@ -181,7 +182,7 @@ class Growth:
             CannotTake: the op of the member has no rule for its spec.
         """
         spec = self.specs[member]
-        if isinstance(spec, Sum):
+        if isinstance(spec, Reduced):
             required = self._specs_for_sum(member)
         else:
             required = self.operand_specs(member, spec)
@@ -196,11 +197,11 @@ class Growth:
                 return ops.sum_operands(member, operand, spec)
         return Refusal("no operand that it sums has tokens in the region")
 
-    def spec_of_user(self, user: fx.Node, operand: fx.Node) -> Spec | Sum | Refusal:
+    def spec_of_user(self, user: fx.Node, operand: fx.Node) -> Spec | Reduced | Refusal:
         """The spec that a user of a member would have, or why the user cannot join."""
         spec = self.specs[operand]
-        if isinstance(spec, Sum):
-            return Refusal("the sum over all tokens is complete only after the loop")
+        if isinstance(spec, Reduced):
+            return Refusal(COMPLETE)
         if user.op == "output":
             return Refusal("is an output of the graph")
         result = ops.result_spec(user, operand, spec)
@@ -210,7 +211,7 @@ class Growth:
                 return required
         return result
 
-    def _put(self, node: fx.Node, spec: Spec | Sum) -> None:
+    def _put(self, node: fx.Node, spec: Spec | Reduced) -> None:
         known = self.specs.get(node)
         if known is None:
             if node in self.taken and spec != WHOLE:
@@ -237,19 +238,22 @@ class Growth:
     def _pull_operands(self, member: fx.Node) -> None:
         for operand, spec in self.required_specs(member).items():
             if operand in self.specs:
-                if self.specs[operand] != spec and not self._may_be_read(operand):
+                if self.specs[operand] != spec and not self._may_be_read(operand, spec):
                     raise CannotTake(operand, _conflict(self.specs[operand], spec))
             elif self._worth_pulling(operand, spec) and self._can_pull(operand, spec):
                 self._put(operand, spec)
             elif value_of(operand) is None:
                 raise CannotTake(operand, "it returns several tensors but cannot join the region")
 
-    def _may_be_read(self, member: fx.Node) -> bool:
+    def _may_be_read(self, member: fx.Node, spec: Spec) -> bool:
         """Whether a loop may read the value of a member in other dims than it computes it in.
 
         It may if the value exists before the loop: it is small, and no product of the region, nor
-        the gradient that enters it, leads to it.
+        the gradient that enters it, leads to it. What is reduced over all tokens may be read as a
+        whole: the loop that reads it follows the one that computes it (loops/rounds.py).
         """
+        if isinstance(self.specs[member], Reduced):
+            return spec == WHOLE
         if self.wide(member) or value_of(member) is None or member in self.joint.backward:
             return False
         return not self.upstream[member] & self.wide_matmuls()
@@ -263,7 +267,7 @@ class Growth:
         for member in self.specs:
             for operand, spec in self.required_specs(member).items():
                 known = self.specs.get(operand, spec)
-                if known != spec and not isinstance(known, Sum) and not self._may_be_read(operand):
+                if known != spec and not self._may_be_read(operand, spec):
                     raise CannotTake(operand, _conflict(known, spec))
 
     def _worth_pulling(self, operand: fx.Node, spec: Spec) -> bool:
@@ -296,17 +300,18 @@ class Growth:
         """Add all nodes on paths that leave ``part`` and come back to it.
 
         Paths through ``ignored``, the scalar of a fused region, do not count. Neither do paths
-        through a collective, if the forward of the region itself needs what all ranks computed:
-        then it is several loops, with the collectives between them (loops/rounds.py).
+        through a collective or a value that is reduced over all tokens, if the same phase of the
+        region reads what they lead to: then it is several loops (loops/rounds.py).
 
         Raises:
             CannotTake: such a node cannot join.
         """
         while True:
             between = self._between(part, ignored)
-            after = self._after_collectives(between)
-            if after and not self._forward_reads(part, after):
-                raise CannotTake(next(n for n in between if n in after), ONCE)
+            after = self._after_loops(part, between)
+            if after and not self._phase_reads(part, after):
+                first = next(n for n in between if n in after)
+                raise CannotTake(first, ONCE if is_collective(first) else COMPLETE)
             self.reenters |= bool(after)
             inside = [node for node in between if node not in after]
             if not inside:
@@ -315,35 +320,56 @@ class Growth:
                 self._join(node)
             part = part | set(inside)
 
-    def _after_collectives(self, nodes: list[fx.Node]) -> set[fx.Node]:
-        """Those of the nodes, in the graph's order, that are collectives or depend on one."""
+    def _after_loops(self, part: set[fx.Node], nodes: list[fx.Node]) -> set[fx.Node]:
+        """Those of the nodes, in the graph's order, that can be computed only after a loop.
+
+        They read what a collective makes of the part's values, or what these are reduced to. The
+        backward of a fused region is one loop.
+        """
+        fused = len({node in self.joint.backward for node in part}) == 2
         found: set[fx.Node] = set()
         for node in nodes:
-            if node not in self.joint.backward and (
-                is_collective(node) or any(operand in found for operand in node.all_input_nodes)
-            ):
+            in_backward = node in self.joint.backward
+            if in_backward and fused:
+                continue
+            waits = is_collective(node) and not in_backward
+            waits |= any(isinstance(self.specs.get(n), Reduced) for n in node.all_input_nodes)
+            if waits or any(operand in found for operand in node.all_input_nodes):
                 found.add(node)
         return found
 
-    def _forward_reads(self, part: set[fx.Node], values: set[fx.Node]) -> bool:
+    def _phase_reads(self, part: set[fx.Node], values: set[fx.Node]) -> bool:
+        """Whether nodes of the part read values of their own phase."""
         return any(
             operand in values
             for node in part
-            if node not in self.joint.backward
             for operand in node.all_input_nodes
+            if (operand in self.joint.backward) == (node in self.joint.backward)
         )
+
+    def waits_for_reductions(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Members, and what they read that a loop over all tokens has to complete first."""
+        return [
+            (member, operand)
+            for member in self.specs
+            for operand, spec in self.required_specs(member).items()
+            if spec == WHOLE and isinstance(self.specs.get(operand), Reduced)
+        ]
 
     def _join(self, node: fx.Node) -> None:
         if node in self.specs:
             return
         for operand in node.all_input_nodes:
-            if operand in self.specs and self.specs[operand] != WHOLE:
+            spec = self.specs.get(operand, WHOLE)
+            if spec != WHOLE and not isinstance(spec, Reduced):
                 result = self.spec_of_user(node, operand)
                 if isinstance(result, Refusal):
                     raise CannotTake(node, result.reason)
                 self.add(node, result)
                 return
-        raise CannotTake(node, "lies on a path that leaves the region and comes back")
+        waits = any(isinstance(self.specs.get(n), Reduced) for n in node.all_input_nodes)
+        reason = COMPLETE if waits else "lies on a path that leaves the region and comes back"
+        raise CannotTake(node, reason)
 
     def _between(self, part: set[fx.Node], ignored: fx.Node | None) -> list[fx.Node]:
         index = self.joint.index
@@ -364,5 +390,5 @@ class Growth:
         return list(between)
 
 
-def _conflict(spec: Spec | Sum, other: Spec | Sum) -> str:
+def _conflict(spec: Spec | Reduced, other: Spec | Reduced) -> str:
     return f"its users need different token dims: {spec} and {other}"

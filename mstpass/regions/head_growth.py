@@ -33,12 +33,12 @@ from mstpass.graph.heads import (
 )
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.token_rules import OperandSpecs
-from mstpass.graph.tokens import SUM, CannotTake, Refusal, Sum
+from mstpass.graph.tokens import SUM, CannotTake, Reduced, Refusal
 from mstpass.regions.attention_seeds import Seed
 from mstpass.regions.round_trips import Paths
 from mstpass.regions.sums_of_sums import sums_of_sums
 
-Held = HeadDim | Sum
+Held = HeadDim | Reduced
 ANOTHER = "already belongs to another region"
 ONCE = "a collective runs once on all heads, in step with the other ranks"
 OTHER_ATTENTION = "another attention reads the same keys and values"

@@ -14,14 +14,14 @@ from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, numel, tensors_of
 from mstpass.graph.sizes import generic_shape, is_static
 from mstpass.graph.source_location import source_of
-from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Spec, Sum, token_count
+from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Spec, token_count
 from mstpass.plans import Region
 from mstpass.regions.advice import fix_of
 from mstpass.regions.anchors import SYMBOLIC_WIDTH
 from mstpass.regions.close_fused import Unit
 from mstpass.regions.grow import Growth
 
-_TWICE = "computed more than once: between its values, collectives combine those of all ranks"
+_TWICE = "computed more than once: in between, values of all tokens or of all ranks are combined"
 _RETURNED = {  # why a region is only half as good, or refused, if the step returns a wide value
     "lm_head": "logits are an output of the graph, so they exist in full",
     "mlp": "a large value is an output of the graph, so it exists in full",
@@ -50,6 +50,7 @@ def make_region(
     growth.check_roles()
     _check_static_features(growth)
     returned = {_base(growth, n) for n in growth.returned}
+    in_rounds = growth.reenters or bool(growth.waits_for_reductions())
     outputs = _outputs(joint, growth, returned)
     kind = _kind(joint, growth, core.anchor)
     if kind == "mlp":
@@ -57,9 +58,9 @@ def make_region(
     if returned:
         _check_large_value_left(growth, kind, returned)
         note = "; ".join(filter(None, (_RETURNED[kind], fix_of(_RETURNED[kind]), note)))
-        if growth.reenters:
-            raise CannotTake(next(iter(returned)), "is an output, and collectives read it in part")
-    if growth.reenters:
+        if in_rounds:
+            raise CannotTake(next(iter(returned)), "is an output, and is computed more than once")
+    if in_rounds:
         note = "; ".join(filter(None, (_TWICE, note)))
     forward_outputs = [n for n in outputs if n not in joint.backward and n not in returned]
     _check_gain(growth, core.anchor, forward_outputs)
@@ -84,7 +85,7 @@ def make_region(
 def _kind(joint: JointGraph, growth: Growth, anchor: fx.Node) -> str:
     """ "mlp" if another matmul of the forward takes wide values to narrow ones, else "lm_head"."""
     for node, spec in growth.specs.items():
-        if node is anchor or node in joint.backward or isinstance(spec, Sum) or spec == WHOLE:
+        if node is anchor or node in joint.backward or isinstance(spec, Reduced) or spec == WHOLE:
             continue
         if ops.is_matmul(node) and not growth.wide(node):
             if any(growth.wide(n) and growth.specs.get(n) for n in ops.matmul_factors(node)):
@@ -92,14 +93,14 @@ def _kind(joint: JointGraph, growth: Growth, anchor: fx.Node) -> str:
     return "lm_head"
 
 
-def _features(node: fx.Node, spec: Spec | Sum) -> int:
+def _features(node: fx.Node, spec: Spec | Reduced) -> int:
     """The number of elements per token."""
     assert isinstance(spec, tuple)
     return numel(node) // token_count(generic_shape(node.meta["val"]), spec)
 
 
-def _spec_or_none(spec: Spec | Sum) -> Spec | None:
-    return None if isinstance(spec, Sum) else spec
+def _spec_or_none(spec: Spec | Reduced) -> Spec | None:
+    return None if isinstance(spec, Reduced) else spec
 
 
 # ---- what leaves the region ----------------------------------------------------------------------
@@ -110,16 +111,18 @@ def _outputs(joint: JointGraph, growth: Growth, returned: set[fx.Node]) -> list[
         CannotTake: a node outside reads a wide value.
     """
     leaving = dict.fromkeys(returned)
+    complete = set(growth.waits_for_reductions())
     computed = growth.computed()
     for node in joint.sorted(growth.specs):
-        readers = [u for u in node.users if u not in growth.specs]
+        readers = [u for u in node.users if u not in growth.specs or (u, node) in complete]
         # A member that does not depend on the region's wide matmuls, such as a mask, is computed
         # outside as well.
         if not readers or node not in computed:
             continue
         if node in growth.returned and node not in returned:
             continue  # a view of a value that the loop returns
-        if growth.wide(node) and growth.specs[node] != SUM and node not in returned:
+        is_reduced = isinstance(growth.specs[node], Reduced)
+        if growth.wide(node) and not is_reduced and node not in returned:
             raise CannotTake(
                 node, f"{readers[0].name}, which is outside the region, reads a wide value"
             )
@@ -139,7 +142,7 @@ def _without_views(growth: Growth, node: fx.Node) -> fx.Node:
 
     Other regions may repeat the view, so they need the value that it shows.
     """
-    while ops.is_cheap_view(node) and growth.specs[node] != SUM:
+    while ops.is_cheap_view(node) and not isinstance(growth.specs[node], Reduced):
         source = node.all_input_nodes[0]
         if source not in growth.specs or numel(source) != numel(node):
             break
@@ -163,7 +166,9 @@ def _check_static_features(growth: Growth) -> None:
 def _check_large_value_left(growth: Growth, kind: str, returned: set[fx.Node]) -> None:
     """There must be a large value besides those that the step returns, which exist in any case."""
     for node, spec in growth.specs.items():
-        if spec in (SUM, WHOLE) or ops.is_view(node) or node in returned or not growth.wide(node):
+        if isinstance(spec, Reduced) or spec == WHOLE or not growth.wide(node):
+            continue
+        if ops.is_view(node) or node in returned:
             continue
         if ops.is_matmul(node) or any(map(ops.is_matmul, ops.readers_through_views(node))):
             return
@@ -172,7 +177,7 @@ def _check_large_value_left(growth: Growth, kind: str, returned: set[fx.Node]) -
 
 def _check_gain(growth: Growth, anchor: fx.Node, forward_outputs: list[fx.Node]) -> None:
     """The outputs of the forward part must be clearly smaller than the anchor's result."""
-    stacked = sum(numel(n) for n in forward_outputs if not isinstance(growth.specs[n], Sum))
+    stacked = sum(numel(n) for n in forward_outputs if not isinstance(growth.specs[n], Reduced))
     if not forward_outputs and not growth.returned:
         raise CannotTake(anchor, "nothing outside the region uses its results")
     if 2 * stacked > numel(anchor):

@@ -13,6 +13,7 @@ from mstpass.graph.linearity import LinearRule, first_only, never
 from mstpass.graph.op_rows.row import Row
 from mstpass.graph.token_rules import along_dims, indexing, views
 from mstpass.graph.token_rules.pointwise import pointwise_backward
+from mstpass.graph.tokens import ANY, MAX, MIN, SUM, Reduced
 from mstpass.problem.op import CALL, ITEM, SCATTER
 
 aten = torch.ops.aten
@@ -64,24 +65,18 @@ def view_rows() -> dict[Any, Row]:
 
 
 def reduction_rows() -> dict[Any, Row]:
-    def reduction(kind: str, linear: LinearRule, sums: bool = False) -> Row:
-        return Row(kind, along_dims.reduce_forward(sums), along_dims.reduce_backward, linear)
+    def reduction(kind: str, linear: LinearRule, combined: Reduced | None = None) -> Row:
+        rules = along_dims.reduce_forward(combined), along_dims.reduce_backward
+        return Row(kind, *rules, linear, combine=(combined or SUM).combine)
 
     others = (
-        aten.amax.default,
-        aten.amin.default,
         aten.var_mean.correction,
         aten.var.correction,
         aten.logsumexp.default,
         aten.argmax.default,
         aten.argmin.default,
-        aten.any.default,
-        aten.any.dim,
-        aten.any.dims,
         aten.prod.dim_int,
-        aten.max.default,
         aten.max.dim,
-        aten.min.default,
         aten.min.dim,
     )
     selections = (  # Inductor calls ATen's kernels for these
@@ -90,9 +85,14 @@ def reduction_rows() -> dict[Any, Row]:
         aten.nanmedian.dim,
         aten.mode.default,
     )
-    total, mean = reduction("reduce", first_only, sums=True), reduction("reduce", first_only)
+    total, mean = reduction("reduce", first_only, SUM), reduction("reduce", first_only)
+    largest, least = reduction("reduce", never, MAX), reduction("reduce", never, MIN)
+    some = reduction("reduce", never, ANY)
     return {
         **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default), total),
+        **dict.fromkeys((aten.amax.default, aten.max.default), largest),
+        **dict.fromkeys((aten.amin.default, aten.min.default), least),
+        **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), some),
         **dict.fromkeys((aten.mean.dim, aten.mean.default), mean),
         **dict.fromkeys(others, reduction("reduce", never)),
         **dict.fromkeys(selections, reduction("sort", never)),

@@ -107,8 +107,9 @@ class Row:
             "sort", "write", "create", "collective"; "other" for ops without token rules.
         forward: token rule: the spec of one operand -> the spec of the result (token_rules/).
         backward: token rule: the spec of the result -> the specs of the operands.
-        sums: the specs of the operands where the op sums over tokens; None: the summed operand is
-            the only one.
+        sums: the specs of the operands where the op reduces over tokens; None: the reduced operand
+            is the only one.
+        combine: where it reduces over tokens, how parts are combined (tokens.Reduced).
         mixes: why the op has no token rules, if that is a property of the op and no gap.
         shape_arg: the position of the argument with sizes, which a chunk replaces by its own.
         linear: whether the result is linear in given operands (linearity.py); ask ``is_linear``.
@@ -139,6 +140,7 @@ class Row:
     shape_arg: int | None = None
     _: dataclasses.KW_ONLY
     sums: Callable[[fx.Node], OperandSpecs] | None = None
+    combine: str = "sum"
     mixes: str = ""
     copies: bool = False
     pads: bool = False

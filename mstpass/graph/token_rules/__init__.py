@@ -21,8 +21,8 @@ from collections.abc import Callable
 
 from torch import fx
 
-from mstpass.graph.tokens import Refusal, Spec, Sum
+from mstpass.graph.tokens import Reduced, Refusal, Spec
 
 OperandSpecs = dict[fx.Node, Spec]
-ForwardRule = Callable[[fx.Node, fx.Node, Spec], Spec | Sum | Refusal]
+ForwardRule = Callable[[fx.Node, fx.Node, Spec], Spec | Reduced | Refusal]
 BackwardRule = Callable[[fx.Node, Spec], OperandSpecs | Refusal]

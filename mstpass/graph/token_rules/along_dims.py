@@ -1,7 +1,8 @@
 """Token rules of ops that work along some dims and treat the others as a batch.
 
 Reductions, softmax, sorts, slices, concatenation, gather and scatter along a dim, norms: each is
-token-parallel if no dim that it works along is a token dim. A sum over all token dims gives SUM.
+token-parallel if no dim that it works along is a token dim. A sum over all token dims gives SUM, a
+maximum MAX, and so on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mstpass.graph.token_rules.arguments import (
     shape_of,
     tensor_inputs,
 )
-from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum
+from mstpass.graph.tokens import WHOLE, Reduced, Refusal, Spec
 
 WorkedDims = Callable[[fx.Node, int], "list[int]"]  # (node, its rank) -> dims that it works along
 
@@ -29,16 +30,16 @@ def reduced_dims(node: fx.Node, rank: int) -> list[int]:
     return dims_of(node, rank, "dim") if has_argument(node, "dim") else list(range(rank))
 
 
-def reduce_forward(sums: bool) -> ForwardRule:
-    """The rule of a reduction; ``sums``: partial results of chunks can be added up."""
+def reduce_forward(combined: Reduced | None) -> ForwardRule:
+    """The rule of a reduction; ``combined``: how results of chunks make that of all tokens."""
 
-    def forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Refusal:
+    def forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
         source = shape_of(operand)
         dims = reduced_dims(node, len(source))
         if not set(dims) & set(spec):
             return _after_reduction(len(source), dims, len(shape_of(node)), spec)
-        if sums and set(spec) <= set(dims):
-            return SUM
+        if combined and set(spec) <= set(dims):
+            return combined
         which = "all tokens" if set(spec) <= set(dims) else "some of the token dims"
         return Refusal(f"{node.target} reduces over {which}")
 

@@ -14,16 +14,16 @@ from torch import fx
 
 from mstpass.graph.grouped_products import grouped_sums
 from mstpass.graph.token_rules import OperandSpecs
-from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum
+from mstpass.graph.tokens import SUM, WHOLE, Reduced, Refusal, Spec
 
 _EXPERTS = Refusal("each chunk needs the weights of all experts")
 
 
-def _spec_of_result(node: fx.Node) -> dict[tuple[fx.Node, Spec], Spec | Sum]:
+def _spec_of_result(node: fx.Node) -> dict[tuple[fx.Node, Spec], Spec | Reduced]:
     """The spec of the result, by an operand and its spec."""
     left, right, positions = node.args[:3]
     assert all(isinstance(n, fx.Node) for n in (left, right, positions))
-    found: dict[tuple[object, Spec], Spec | Sum]
+    found: dict[tuple[object, Spec], Spec | Reduced]
     if node.target is grouped_sums:
         found = {(left, (0,)): (1,), (left, (1,)): SUM, (right, (0,)): SUM, (right, (1,)): (2,)}
         return {**found, (positions, (0,)): SUM}  # type: ignore[dict-item]
@@ -31,7 +31,7 @@ def _spec_of_result(node: fx.Node) -> dict[tuple[fx.Node, Spec], Spec | Sum]:
     return {**found, (positions, (0,)): (0,)}  # type: ignore[dict-item]
 
 
-def grouped_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Refusal:
+def grouped_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
     return _spec_of_result(node).get((operand, spec), _EXPERTS)
 
 

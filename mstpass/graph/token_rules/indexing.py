@@ -33,9 +33,9 @@ from mstpass.graph.token_rules.arguments import argument, shape_of
 from mstpass.graph.tokens import (
     SUM,
     WHOLE,
+    Reduced,
     Refusal,
     Spec,
-    Sum,
     align,
     broadcast_source,
     without_ones,
@@ -145,7 +145,7 @@ def _specs_for_block(
 _FEWER = 8  # a table that is summed up in chunks has fewer elements than all values by this factor
 
 
-def put_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Refusal:
+def put_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
     """``index_put``: token-parallel only if no token dim is indexed."""
     summed = put_sum_specs(node)
     if summed and spec and summed.get(operand) == spec:

@@ -13,7 +13,7 @@ from torch import fx
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.token_rules.pointwise import pointwise_forward
-from mstpass.graph.tokens import SUM, WHOLE, Refusal, Spec, Sum, broadcast_source
+from mstpass.graph.tokens import SUM, WHOLE, Reduced, Refusal, Spec, broadcast_source
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ def bias_and_factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
     return (bias if isinstance(bias, fx.Node) else None), left, right
 
 
-def matmul_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Sum | Refusal:
+def matmul_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
     bias, left, right = bias_and_factors(node)
     rank = len(shape_of(node))
     if left is right:

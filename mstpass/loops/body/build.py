@@ -16,9 +16,11 @@ Pseudo-code::
         if it sums over tokens: sum over the chunk, in the accumulator's dtype, rows masked by valid
         else:                   the same op on the operands' chunks     (graph/chunk_form.py)
 
+A sum of exponentials may be relative to the chunk's own maximum (graph/exponential_sums.py).
+
 Some nodes get another form, as they would cost a second buffer of the chunk's logits or one more
 pass over them: gathers and scatters of one element per row (graph/one_per_row.py) and row sums
-(row_sums.py). Rewrites of the finished body follow: common_subexpressions.py,
+(graph/row_sums.py). Rewrites of the finished body follow: common_subexpressions.py,
 scatter_last.py, gradient_in_place.py, rematerialize_pointwise.py.
 
 If the token count is symbolic, a chunk's length is known only at run time, so ``rows`` stands
@@ -42,6 +44,7 @@ from mstpass.graph import ops
 from mstpass.graph.axes import TOKEN_AXIS, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
+from mstpass.graph.exponential_sums import ExponentialSum, exponential_sum, exponentials
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.joint import JointGraph, tensors_of, value_of
 from mstpass.graph.loop_op import fitted_length
@@ -52,6 +55,7 @@ from mstpass.graph.one_per_row import (
     scatter_one,
 )
 from mstpass.graph.renew_values import CannotRenew, renew_value
+from mstpass.graph.row_sums import rewritten_row_sum
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
@@ -60,7 +64,6 @@ from mstpass.loops.body.rematerialize_pointwise import (
     materialize_row_values,
     rematerialize_at_readers,
 )
-from mstpass.loops.body.row_sums import rewritten_row_sum
 from mstpass.loops.body.scatter_last import scatter_last
 from mstpass.plans import LoopPlan
 
@@ -92,7 +95,9 @@ def body_key(joint: JointGraph, loop: LoopPlan) -> str:
     specs = loop.spec_of()
     number: dict[fx.Node, object] = {}
     rows: list[object] = [loop.chunks, *(item.spec for item in loop.inputs)]
-    rows += [(item.spec, loop.members.index(item.node)) for item in loop.outputs]
+    for item in loop.outputs:
+        names = filter(None, (item.node, item.relative_to))
+        rows.append((item.spec, *map(loop.members.index, names)))
     if loop.unit is not None:
         unit = joint.by_name[loop.unit]
         number[unit] = "unit"
@@ -140,6 +145,7 @@ class _Body:
         self.sizes = SizeNodes(builder)  # the symbolic sizes among the inputs of the body
         self.traced: dict[fx.Node, Any] = {}  # inputs of other sizes in the traced batch
         self.traced_rows = min(chunks.total, fitted_length(chunks.length, chunks.total))
+        self.relative = {item.node for item in loop.outputs if item.relative_to}
         self.valid: fx.Node | None = None
         self.env: dict[tuple[fx.Node, Spec | None], fx.Node] = {}
 
@@ -148,7 +154,7 @@ class _Body:
         for name in self.loop.members:
             node = self.joint.by_name[name]
             spec = self.specs[node]
-            built = self._partial_sum(node) if spec is None else self._chunk_of(node, spec)
+            built = self._part(node) if spec is None else self._chunk_of(node, spec)
             self.env[node, spec] = built
         results = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         output = self.builder.graph.output(tuple(results))
@@ -299,6 +305,33 @@ class _Body:
         """A constant of a symbolic shape: FX cannot trace, nor unpickle, sizes without a tensor."""
         one = self.builder.call(aten.full.default, [1] * len(shape), value, **kwargs)
         return self.builder.call(aten.expand.default, one, shape)
+
+    def _part(self, node: fx.Node) -> fx.Node:
+        """What a chunk gives of a value that is reduced over tokens."""
+        if node.name in self.relative:
+            found = exponential_sum(node)
+            assert found is not None, node
+            return self._exponential_sum(node, found)
+        if ops.row(node).combine != "sum":
+            operands = {n: self.env[n, self.specs[n]] for n in node.all_input_nodes}
+            args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
+            return self.builder.call(node.target, *args, **kwargs)
+        return self._partial_sum(node)
+
+    def _exponential_sum(self, node: fx.Node, found: ExponentialSum) -> fx.Node:
+        """The sum of a chunk's exponentials, relative to the chunk's own maximum."""
+        spec = self.specs[found.values]
+        assert spec is not None
+        values, maximum = self.env[found.values, spec], self.env[found.maximum, None]
+        if self.accumulate == "float32" and values.meta["val"].dtype in _LOW_PRECISION:
+            values, maximum = (self._cast(n, torch.float32) for n in (values, maximum))
+        shape = list(values.meta["val"].shape)
+        for dim in found.dims:
+            shape[dim] = 1
+        summed = exponentials(self.builder, values, self._reshaped(maximum, shape), found)
+        if self.valid is not None:
+            summed = self._masked(summed, spec)
+        return self.builder.call(node.target, summed, *node.args[1:])
 
     def _partial_sum(self, node: fx.Node) -> fx.Node:
         """The sum over the chunk's tokens, in the accumulator's dtype."""

@@ -235,7 +235,8 @@ def _without_expand(node: object) -> fx.Node | None:
     """The operand of expands, or of the reshape that makes an iota a row; otherwise the node."""
     while isinstance(node, fx.Node):
         source = node.args[0] if node.args else None
-        is_iota_row = node.target is aten.reshape.default and _is_call(source, prims.iota.default)
+        is_row = node.target in (aten.reshape.default, aten.view.default)
+        is_iota_row = is_row and _is_call(source, prims.iota.default)
         if node.target is not aten.expand.default and not is_iota_row:
             return node
         node = source
