@@ -7,7 +7,7 @@ region's mode by its memory, and would take the slowest loops where faster ones 
     none                                      attention is whole
     those that save, and take little time     groups of a few heads keep all threads at work
     those that save                           what backward needs is kept
-    all but mixed heads                       attention is computed again
+    all but mixed regions                     attention is computed again
     all
 
 Their plans begin where the free plan ends: only the last two families have the free plan itself.
@@ -61,7 +61,7 @@ def _saves(region: RegionModes, mode: Mode) -> bool:
 
 def _without_mixed(problem: CutProblem) -> CutProblem:
     """The problem without mixed modes, where a region has others."""
-    return _with_modes(problem, lambda _, mode: mode.name != _MIXED)
+    return _with_modes(problem, lambda _, mode: not mode.name.startswith(_MIXED))
 
 
 def _with_modes(problem: CutProblem, taken: _Taken) -> CutProblem:
