@@ -25,7 +25,7 @@ from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.sizes import Size, generic, hint, is_size
 from mstpass.graph.token_rules import OperandSpecs
-from mstpass.graph.tokens import Refusal, Spec, chunk_shape
+from mstpass.graph.tokens import Reduced, Refusal, Spec, chunk_shape
 
 TOKENS, HEADS, QUERIES, FEATURES = "tokens", "heads", "queries", "features"
 ALONG_A_DIM = (HEADS, FEATURES)  # each value holds them in one dim (heads.HeadDim)
@@ -49,7 +49,10 @@ class Rows:
 
 
 class Axis(Protocol):
-    """What the loops need to know of an axis."""
+    """What regions and loops need to know of an axis."""
+
+    def result_spec(self, node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
+        """The spec of a node's result if one of its operands has ``spec``."""
 
     def operand_specs(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
         """The specs that a node's operands must have for its result to have ``spec``."""
@@ -89,6 +92,9 @@ class Axis(Protocol):
 
 
 class TokenAxis:
+    def result_spec(self, node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
+        return ops.result_spec(node, operand, spec)
+
     def operand_specs(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
         return ops.operand_specs(node, spec)
 
@@ -129,7 +135,12 @@ class TokenAxis:
 class HeadAxis:
     num_heads: int
 
+    def result_spec(self, node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
+        return heads.result_heads(node, operand, HeadDim(*spec), self.num_heads)
+
     def operand_specs(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
+        if not spec:
+            return ops.operand_specs(node, spec)
         return heads.operand_heads(node, HeadDim(*spec), self.num_heads)
 
     def sum_operands(self, node: fx.Node, operand: fx.Node, spec: Spec) -> OperandSpecs:

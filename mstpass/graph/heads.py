@@ -34,7 +34,7 @@ from mstpass.graph import flex_attention, intervals, ops
 from mstpass.graph.joint import value_of
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, shape_of, tensor_inputs
-from mstpass.graph.tokens import SUM, WHOLE, Reduced, Refusal, group_of
+from mstpass.graph.tokens import WHOLE, Reduced, Refusal, group_of
 from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 
@@ -186,7 +186,7 @@ def result_heads(
         return needs if isinstance(needs, Refusal) else held
     result = ops.result_spec(node, operand, (held.dim,))
     if isinstance(result, Reduced):
-        return result if result == SUM else Refusal(f"{node.target} reduces over all heads")
+        return result
     if isinstance(result, Refusal):
         return _in_terms_of_heads(result)
     if len(result) != 1:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from mstpass.graph.axes import TOKENS
 from mstpass.graph.joint import JointGraph
 from mstpass.limit import Limit
 from mstpass.loops.chunk_length import LONG, SHORT, USUAL
@@ -65,15 +66,17 @@ def find_candidates(
 
     The graph does not change.
     """
-    regions, rejections = find_regions(joint)
+    regions, rejections = find_regions(joint, along_features=not limit.is_free)
     length = SHORT if limit.is_least else USUAL
     planners = {region.members: RegionPlanner(joint, region, options) for region in regions}
     preferred: list[ChunkPlan] = []
     leaner: list[RegionCandidates] = []
     for planner in planners.values():
         plan = planner.plan(preferred_mode(planner.region, limit), length=length)
-        if isinstance(plan, ChunkPlan):
+        if isinstance(plan, ChunkPlan) and planner.region.axis == TOKENS:
             preferred.append(plan)
+        elif isinstance(plan, ChunkPlan):
+            leaner.append(_for_a_budget(planner, plan, limit))
         elif candidates := _only_for_a_budget(planner, limit):
             leaner.append(candidates)
         else:
@@ -108,6 +111,10 @@ def _only_for_a_budget(planner: RegionPlanner, limit: Limit) -> RegionCandidates
     plan = next((plan for plan in plans if isinstance(plan, ChunkPlan)), None)
     if plan is None:
         return None
+    return _for_a_budget(planner, plan, limit)
+
+
+def _for_a_budget(planner: RegionPlanner, plan: ChunkPlan, limit: Limit) -> RegionCandidates:
     candidates = _candidates(planner, plan, limit)
     return dataclasses.replace(candidates, whole_first=candidates.optional)
 

@@ -104,7 +104,7 @@ def chunk_length(
 def chunks_of_sections(
     facts: RegionFacts, sections: Sections, options: Options, length: str
 ) -> Chunks:
-    """The sections of a loop over features: the shortest that take a tolerable time.
+    """The sections of the backward loop of mixed mode.
 
     If the user gives ``chunk_tokens``, there are as many sections as chunks of so many tokens.
 
@@ -114,12 +114,45 @@ def chunks_of_sections(
     joint, total, loop = facts.joint, sections.count, sections.loop
     if options.chunk_tokens is not None:
         count = math.ceil(facts.region.num_tokens / options.chunk_tokens)
-        features = math.ceil(total / count)
-        return Chunks(FEATURES, total, features, -(-total // features))
+        return _sections(total, math.ceil(total / count))
     members = {joint.by_name[n]: spec for n, spec in zip(loop.members, loop.specs, strict=True)}
-    device = next(tensors_of(sections.gradients[0].meta["val"])).device
-    costs, work = costs_of(device), head_loop_work(joint, members, total)
-    one_piece_us, per_feature = costs.whole_us(work), work.tokens // total
+    work = head_loop_work(joint, members, total)
+    wide_bytes = sum(nbytes(n) for n in facts.buffered if members.get(n))
+    kept_bytes = sum(map(nbytes, sections.gradients))
+    return _sections(total, _section_length(facts, work, total, wide_bytes, kept_bytes, length))
+
+
+def chunks_of_features(
+    facts: RegionFacts, loops: RegionLoops, options: Options, length: str
+) -> Chunks:
+    """The sections of a region all of whose loops run over features.
+
+    ``chunk_tokens`` says how many features of all tokens a section holds, by their elements.
+    """
+    total, tokens = facts.region.num_tokens, facts.region.width
+    if options.chunk_tokens is not None:
+        count = math.ceil(tokens / options.chunk_tokens)
+        return _sections(total, math.ceil(total / count))
+    bytes_of = loops.buffered_bytes, loops.stacked_bytes
+    return _sections(total, _section_length(facts, facts.work, total, *bytes_of, length))
+
+
+def _sections(total: int, length: int) -> Chunks:
+    return Chunks(FEATURES, total, length, -(-total // length))
+
+
+def _section_length(
+    facts: RegionFacts, work: LoopWork, total: int, wide_bytes: int, kept_bytes: int, length: str
+) -> int:
+    """The fewest features in a section that take a tolerable time.
+
+    Args:
+        wide_bytes: size of the values of all sections.
+        kept_bytes: size of what exists beside a section in any case.
+    """
+    device = next(tensors_of(facts.joint.by_name[facts.region.name].meta["val"])).device
+    costs, per_feature = costs_of(device), work.tokens // total
+    one_piece_us = costs.whole_us(work)
 
     def shortest(limit: float) -> int:
         lengths = range(_BLOCK, total, _BLOCK)
@@ -128,17 +161,11 @@ def chunks_of_sections(
 
     features = shortest(_SECTIONS[USUAL])
     if length == SHORT:
-        shorter, gradient_bytes = shortest(_SECTIONS[SHORT]), sum(map(nbytes, sections.gradients))
-        feature_bytes = sum(nbytes(n) for n in facts.buffered if members.get(n)) / total
+        shorter, feature_bytes = shortest(_SECTIONS[SHORT]), wide_bytes / total
         saved_bytes = feature_bytes * (features - shorter)
-        if saved_bytes > _COUNTS * (gradient_bytes + feature_bytes * features):
-            features = shorter
-    return Chunks(FEATURES, total, features, -(-total // features))
-
-
-def _rows(tokens: int, num_chunks: int, grain: int) -> int:
-    """The length of this many chunks: a multiple of ``grain``."""
-    return grain * math.ceil(tokens / num_chunks / grain)
+        if saved_bytes > _COUNTS * (kept_bytes + feature_bytes * features):
+            return shorter
+    return features
 
 
 def _chunks_below_backward(loops: RegionLoops, sections: Sections) -> int:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import functools
 import math
 
+from mstpass.graph.axes import FEATURES
 from mstpass.graph.joint import JointGraph, nbytes
 from mstpass.graph.tokens import Refusal
-from mstpass.loops.chunk_length import USUAL, chunk_length, chunks_of_sections
+from mstpass.loops.chunk_length import USUAL, chunk_length, chunks_of_features, chunks_of_sections
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.loops.sections import Sections, sections_of
@@ -60,6 +61,8 @@ class RegionPlanner:
         loops = self._loops_of(mode, may_recompute, sections)
         if not all(any(item.spec for item in loop.inputs) for loop in loops.loops):
             return self._rejection("a loop would read constants only, and nothing with tokens")
+        if region.axis == FEATURES:
+            return self._over_features(loops, length)
         chunk_tokens = chunk_length(facts, loops, sections, self.options, length)
         if isinstance(chunk_tokens, Refusal):
             if mode == MIXED:
@@ -80,6 +83,16 @@ class RegionPlanner:
         if sections is not None:
             of_sections = chunks_of_sections(facts, sections, self.options, length)
             in_chunks = (*in_chunks, sections.loop.in_chunks(of_sections))
+        saved = tuple(node.name for node in loops.saved)
+        return self._plan_of(loops.mode, chunks, in_chunks, bytes_after, saved)
+
+    def _over_features(self, loops: RegionLoops, length: str) -> ChunkPlan | Rejection:
+        chunks = chunks_of_features(self.facts, loops, self.options, length)
+        if chunks.count == 1:
+            return self._rejection(f"{chunks.total} features are too few for several sections")
+        in_chunks = tuple(loop.in_chunks(chunks) for loop in loops.loops)
+        of_one = self.facts.bytes_before * chunks.length // chunks.total
+        bytes_after = sum(map(nbytes, loops.saved)) + of_one
         saved = tuple(node.name for node in loops.saved)
         return self._plan_of(loops.mode, chunks, in_chunks, bytes_after, saved)
 

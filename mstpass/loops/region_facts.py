@@ -11,17 +11,17 @@ Terms:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import HEADS, axis_of
+from mstpass.graph.axes import ALONG_A_DIM, axis_of
 from mstpass.graph.exponential_sums import ExponentialSum, exponential_sum
 from mstpass.graph.heads import is_product
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of
-from mstpass.graph.loop_work import LoopWork, loop_work
+from mstpass.graph.loop_work import LoopWork, head_loop_work, loop_work
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import Refusal, Spec, token_count
@@ -76,14 +76,13 @@ class RegionFacts:
     @property
     def in_rounds(self) -> bool:
         """Whether the forward is more than one loop."""
-        forward = {node: number for node, number in self.rounds.items() if node not in self.backward}
-        last = max(forward.values(), default=0)
+        last = max((k for node, k in self.rounds.items() if node not in self.backward), default=0)
         return any(self.rounds[n] < last for n in self.early.intersection(self.outputs))
 
     @cached_property
     def work(self) -> LoopWork:
         """What all members compute (graph/loop_work.py)."""
-        return loop_work(self.joint, self.specs, self.region.num_tokens)
+        return self._work_of(self.specs)
 
     def work_of(self, loops: Iterable[LoopPlan]) -> LoopWork:
         """What these loops over tokens compute."""
@@ -91,11 +90,15 @@ class RegionFacts:
         members = {node: spec for node, spec in self.specs.items() if node.name in names}
         if members.keys() == self.specs.keys():
             return self.work
-        return loop_work(self.joint, members, self.region.num_tokens)
+        return self._work_of(members)
+
+    def _work_of(self, members: Mapping[fx.Node, Spec | None]) -> LoopWork:
+        of_axis = head_loop_work if self.region.axis in ALONG_A_DIM else loop_work
+        return of_axis(self.joint, members, self.region.num_tokens)
 
     @cached_property
     def _generic_tokens(self) -> int:
-        if self.region.axis == HEADS:
+        if self.region.axis in ALONG_A_DIM:
             return self.region.num_tokens
         return next(
             token_count(generic_shape(value), spec)
@@ -107,7 +110,7 @@ class RegionFacts:
     def _is_buffered(self, node: fx.Node) -> bool:
         if not self.specs[node] or ops.is_view(node) or not self.is_wide(node):
             return False
-        if self.region.axis == HEADS and node in self.outputs:
+        if self.region.axis in ALONG_A_DIM and node in self.outputs:
             return False  # the gradient of a weight
         return is_product(node) or any(map(is_product, ops.readers_through_views(node)))
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Set
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import HEADS
+from mstpass.graph.axes import ALONG_A_DIM
 from mstpass.graph.joint import nbytes
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.region_facts import RegionFacts
@@ -191,7 +191,7 @@ def _members_and_inputs(
             else:
                 inputs.add((operand, spec or WHOLE))
         inputs.update((size, WHOLE) for size in facts.axis.size_operands(node))
-    if facts.region.axis == HEADS:  # of tokens, only a chunk's length may be symbolic
+    if facts.region.axis in ALONG_A_DIM:  # of tokens, only a chunk's length may be symbolic
         crossing = {operand for operand, _ in inputs}.union(outputs)
         inputs.update((size, WHOLE) for size in facts.joint.inputs_with_symbols_of(crossing))
     return members, inputs

@@ -32,6 +32,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from mstpass.graph import intervals, ops
+from mstpass.graph.axes import FEATURES
 from mstpass.graph.heads import HeadDim, operand_heads, result_heads, summed_heads
 from mstpass.graph.joint import numel, value_of
 from mstpass.graph.sizes import is_size
@@ -65,6 +66,8 @@ def sections_of(facts: RegionFacts, fused: bool) -> Sections | Refusal:
     Args:
         fused: the loop over tokens computes all gradients that have no features.
     """
+    if facts.region.axis == FEATURES:
+        return Refusal("all of its loops run over features")
     if facts.in_rounds:
         return Refusal("its forward is several loops over tokens")
     if facts.region.returned:

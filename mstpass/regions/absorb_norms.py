@@ -126,7 +126,7 @@ def _spec_of(trial: Growth, node: fx.Node, read: Mapping[fx.Node, Spec]) -> Spec
     for operand in node.all_input_nodes:
         spec = trial.specs.get(operand, read.get(operand, WHOLE))
         if not isinstance(spec, Reduced) and spec != WHOLE:
-            result = ops.result_spec(node, operand, spec)
+            result = trial.axis.result_spec(node, operand, spec)
             return None if isinstance(result, Refusal) or result == WHOLE else result
     return None
 

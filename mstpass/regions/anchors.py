@@ -75,6 +75,33 @@ def wide_numel(anchor: fx.Node, spec: Spec) -> int:
     return int(max(_WIDE_OF_INPUT * input_width * tokens, WIDE_OF_ANCHOR * numel(anchor)))
 
 
+def weights_and_gradients(joint: JointGraph) -> set[fx.Node]:
+    """Weights and their gradients, with what is computed from them alone, element by element.
+
+    The gradient of a weight is a product of the backward that contracts the tokens.
+    """
+    tokens = {_tokens(anchor, spec) for anchor, spec in joint.cached(anchors)}
+    sizes = {numel(anchor) for anchor, _ in joint.cached(anchors)}
+    found: set[fx.Node] = set()
+    for node in joint.nodes:
+        if ops.is_weight(node):
+            found.add(node)
+        elif ops.is_matmul(node):
+            left = value_of(ops.matmul_factors(node)[0])
+            contracts = left is not None and generic_shape(left)[-1] in tokens
+            if node in joint.backward and contracts and numel(node) not in sizes:
+                found.add(node)
+        elif ops.is_pointwise(node) or ops.is_view(node):
+            operands = [n for n in node.all_input_nodes if value_of(n) is not None]
+            if operands and found.issuperset(operands):
+                found.add(node)
+    return found
+
+
+def _tokens(anchor: fx.Node, spec: Spec) -> int:
+    return token_count(generic_shape(anchor.meta["val"]), spec)
+
+
 def _is_small(node: fx.Node) -> bool:
     """Whether the result is small in every batch; with a symbolic size it may grow."""
     value = value_of(node)

@@ -11,7 +11,10 @@ Pseudo-code::
     for each anchor, the largest first, that no region has taken:
         grow a region from it, to all that touches its wide values, and from their gradients
         close it as fused; if that is refused, close it apart
-        if that is refused as well: a rejection
+        if that is refused as well: try the same along its features; if that is refused: a rejection
+
+Along features, the tokens may be mixed: a value is reduced or shifted over them, or two halves of a
+batch are compared. A loss over logits is then computed in rounds (loops/rounds.py).
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ import functools
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.axes import FEATURES, TOKEN_AXIS, TOKENS, Axis, axis_of
 from mstpass.graph.collectives import is_collective, is_wait
+from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.sizes import depends_on_data, hint_shape
+from mstpass.graph.sizes import depends_on_data, hint_shape, is_static
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec, token_count
 from mstpass.plans import Region, Rejection
 from mstpass.regions.absorb import absorb_users
@@ -33,6 +38,7 @@ from mstpass.regions.anchors import (
     SYMBOLIC_WIDTH,
     anchors,
     refused_wide_products,
+    weights_and_gradients,
     wide_numel,
     widths,
 )
@@ -42,9 +48,17 @@ from mstpass.regions.grow import ONCE, Growth, upstream_matmuls
 from mstpass.regions.make_region import Core, make_region
 from mstpass.regions.rejection import rejection_of
 
+_FEW_ROWS = 2  # a value with at least so many rows of all features is wide
 
-def find_regions(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
-    """The regions of the graph, and rejections of what is wide but was refused. Changes nothing."""
+
+def find_regions(
+    joint: JointGraph, along_features: bool = False
+) -> tuple[list[Region], list[Rejection]]:
+    """The regions of the graph, and rejections of what is wide but was refused. Changes nothing.
+
+    Args:
+        along_features: what has no loops over tokens may have loops over features.
+    """
     regions: list[Region] = []
     rejections: list[tuple[fx.Node, Rejection]] = []
     taken: set[fx.Node] = set()
@@ -54,29 +68,61 @@ def find_regions(joint: JointGraph) -> tuple[list[Region], list[Rejection]]:
     for anchor, spec in joint.cached(anchors):
         if anchor in taken or anchor in refused:
             continue
-        growth = Growth(joint, wide_numel(anchor, spec), taken, upstream, operand_specs)
+        growth = Growth(joint, wide_numel(anchor, spec), taken, upstream, TOKEN_AXIS, operand_specs)
         try:
             region, growth = _region(joint, growth, anchor, spec)
         except CannotTake as refusal:
-            rejections.append((anchor, rejection_of(anchor, refusal)))
-            refused.update(n for n in growth.specs if growth.wide(n))
-        else:
-            regions.append(region)
-            taken |= {
-                n
-                for n, s in growth.specs.items()
-                if s != WHOLE and not ops.is_cheap_view(n) and not growth.may_repeat(n)
-            }
+            other = _along_features(joint, growth, anchor, spec) if along_features else None
+            if other is None:
+                rejections.append((anchor, rejection_of(anchor, refusal)))
+                refused.update(n for n in growth.specs if growth.wide(n))
+                continue
+            region, growth = other
+        regions.append(region)
+        taken |= {
+            n
+            for n, s in growth.specs.items()
+            if s != WHOLE and not ops.is_cheap_view(n) and not growth.may_repeat(n)
+        }
     # what a later region took is no longer refused
     refusals = [rejection for anchor, rejection in rejections if anchor not in taken]
     return regions, [*refusals, *refused_wide_products(joint)]
 
 
-def _operand_specs(node: fx.Node, spec: Spec) -> dict[fx.Node, Spec] | Refusal:
-    """``ops.operand_specs``, but for collectives: no loop runs them (graph/collectives.py)."""
+def _operand_specs(
+    node: fx.Node, spec: Spec, axis: Axis = TOKEN_AXIS
+) -> dict[fx.Node, Spec] | Refusal:
+    """Those of the axis, but for collectives: no loop runs them (graph/collectives.py)."""
     if is_collective(node) or is_wait(node):
         return Refusal(ONCE)
-    return ops.operand_specs(node, spec)
+    return axis.operand_specs(node, spec)
+
+
+def _along_features(
+    joint: JointGraph, growth: Growth, anchor: fx.Node, spec: Spec
+) -> tuple[Region, Growth] | None:
+    """The region around an anchor whose loops run over its features; None if there is none.
+
+    Args:
+        growth: that of the refused region over tokens.
+        spec: the anchor's token dims.
+    """
+    value = value_of(anchor)
+    assert value is not None
+    dims = [d for d, size in enumerate(value.shape) if size != 1 and d not in spec]
+    if len(dims) != 1 or not is_static(value):
+        return None
+    (dim,) = dims
+    axis = axis_of(FEATURES, value.shape[dim])
+    operand_specs = functools.partial(_operand_specs, axis=axis)
+    never_wide = joint.cached(weights_and_gradients)
+    shared = growth.taken, growth.upstream, axis, operand_specs, never_wide
+    other = Growth(joint, _FEW_ROWS * value.shape[dim], *shared)
+    try:
+        other.add(anchor, HeadDim(dim))
+        return _closed(joint, other, Core(anchor, value.shape[dim], FEATURES))
+    except CannotTake:
+        return None
 
 
 def _region(
@@ -87,7 +133,7 @@ def _region(
     Raises:
         CannotTake: the region can be closed neither as fused nor apart.
     """
-    core = Core(anchor, _num_tokens(anchor, spec))
+    core = Core(anchor, _num_tokens(anchor, spec), TOKENS)
     growth.add(anchor, spec)
     more = growth.copy()
     add_gradients(joint, more)

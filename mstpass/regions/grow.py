@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.axes import Axis
 from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
@@ -53,7 +54,10 @@ class Growth:
         wide_numel: from how many elements on a value is wide.
         taken: the members of other regions.
         upstream: the result of ``upstream_matmuls``.
-        operand_specs: ``ops.operand_specs``, perhaps cached.
+        axis: what the region's loops run over.
+        operand_specs: that of the axis, perhaps cached.
+        never_wide: values that are large whatever the tokens: weights and their gradients, where
+            the region's loops run over features.
     """
 
     def __init__(
@@ -62,13 +66,15 @@ class Growth:
         wide_numel: int,
         taken: Set[fx.Node],
         upstream: Mapping[fx.Node, int],
+        axis: Axis,
         operand_specs: OperandSpecs,
+        never_wide: Set[fx.Node] = frozenset(),
     ):
         self.joint = joint
         self.wide_numel = wide_numel
         self.taken = taken
         self.upstream = upstream
-        self.operand_specs = operand_specs
+        self.axis, self.operand_specs, self.never_wide = axis, operand_specs, never_wide
         self.specs: dict[fx.Node, Spec | Reduced] = {}
         self.returned: set[fx.Node] = set()  # wide members that the step returns
         self.reenters = False  # a path leaves the region's loops and comes back to later ones
@@ -76,7 +82,8 @@ class Growth:
         self.made_from_narrow: dict[fx.Node, bool] = {}  # what was found so far
 
     def copy(self) -> Growth:
-        other = Growth(self.joint, self.wide_numel, self.taken, self.upstream, self.operand_specs)
+        shared = self.taken, self.upstream, self.axis, self.operand_specs, self.never_wide
+        other = Growth(self.joint, self.wide_numel, *shared)
         other.specs, other.returned = dict(self.specs), set(self.returned)
         other.reenters = self.reenters
         other.made_from_narrow = self.made_from_narrow
@@ -98,7 +105,7 @@ class Growth:
         return True
 
     def wide(self, node: fx.Node) -> bool:
-        return numel(node) >= self.wide_numel
+        return numel(node) >= self.wide_numel and node not in self.never_wide
 
     def may_repeat(self, node: fx.Node) -> bool:
         """Whether several regions may compute the node.
@@ -194,7 +201,7 @@ class Growth:
         for operand in member.all_input_nodes:
             spec = self.specs.get(operand)
             if isinstance(spec, tuple) and spec != WHOLE:
-                return ops.sum_operands(member, operand, spec)
+                return self.axis.sum_operands(member, operand, spec)
         return Refusal("no operand that it sums has tokens in the region")
 
     def spec_of_user(self, user: fx.Node, operand: fx.Node) -> Spec | Reduced | Refusal:
@@ -204,7 +211,7 @@ class Growth:
             return Refusal(COMPLETE)
         if user.op == "output":
             return Refusal("is an output of the graph")
-        result = ops.result_spec(user, operand, spec)
+        result = self.axis.result_spec(user, operand, spec)
         if isinstance(result, tuple):
             required = self.operand_specs(user, result)
             if isinstance(required, Refusal):

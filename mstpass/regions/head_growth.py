@@ -196,6 +196,8 @@ class HeadGrowth:
             result: Held | Refusal = Refusal(outside or "")
             if outside is None:
                 result = result_heads(user, member, held, self.num_heads)
+            if isinstance(result, Reduced) and result != SUM:
+                result = Refusal(f"{user.target} reduces over all heads")
             if isinstance(result, HeadDim):
                 needs = operand_heads(user, result, self.num_heads)
                 if isinstance(needs, Refusal):

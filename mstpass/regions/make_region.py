@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.axes import TOKEN_AXIS, TOKENS
 from mstpass.graph.joint import JointGraph, numel, tensors_of
 from mstpass.graph.sizes import generic_shape, is_static
 from mstpass.graph.source_location import source_of
@@ -32,7 +33,8 @@ class Core(NamedTuple):
     """What a region is known by before it grows."""
 
     anchor: fx.Node
-    num_tokens: int
+    num_tokens: int  # or features, if these are what its loops run over
+    axis: str
 
 
 def make_region(
@@ -48,7 +50,8 @@ def make_region(
         CannotTake: a wide value leaves the region, or a loop would save no memory.
     """
     growth.check_roles()
-    _check_static_features(growth)
+    if core.axis == TOKENS:
+        _check_static_features(growth)
     returned = {_base(growth, n) for n in growth.returned}
     in_rounds = growth.reenters or bool(growth.waits_for_reductions())
     outputs = _outputs(joint, growth, returned)
@@ -69,7 +72,7 @@ def make_region(
         kind=kind,
         source=source_of(core.anchor),
         num_tokens=core.num_tokens,
-        width=_features(core.anchor, growth.specs[core.anchor]),
+        width=_width(core, growth.specs[core.anchor]),
         symbolic=not is_static(core.anchor.meta["val"]),
         fused=unit is not None,
         members=tuple((n.name, _spec_or_none(growth.specs[n])) for n in members),
@@ -79,13 +82,16 @@ def make_region(
         unit=unit.scalar.name if unit is not None else None,
         prelude=tuple(n.name for n in unit.prelude) if unit is not None else (),
         note=note,
+        axis=core.axis,
     )
 
 
 def _kind(joint: JointGraph, growth: Growth, anchor: fx.Node) -> str:
     """ "mlp" if another matmul of the forward takes wide values to narrow ones, else "lm_head"."""
     for node, spec in growth.specs.items():
-        if node is anchor or node in joint.backward or isinstance(spec, Reduced) or spec == WHOLE:
+        if node is anchor or node in joint.backward or spec == WHOLE:
+            continue
+        if isinstance(spec, Reduced) and growth.axis is TOKEN_AXIS:
             continue
         if ops.is_matmul(node) and not growth.wide(node):
             if any(growth.wide(n) and growth.specs.get(n) for n in ops.matmul_factors(node)):
@@ -93,10 +99,12 @@ def _kind(joint: JointGraph, growth: Growth, anchor: fx.Node) -> str:
     return "lm_head"
 
 
-def _features(node: fx.Node, spec: Spec | Reduced) -> int:
-    """The number of elements per token."""
+def _width(core: Core, spec: Spec | Reduced) -> int:
+    """The number of the anchor's elements per token, or per feature."""
     assert isinstance(spec, tuple)
-    return numel(node) // token_count(generic_shape(node.meta["val"]), spec)
+    if core.axis != TOKENS:
+        return numel(core.anchor) // core.num_tokens
+    return numel(core.anchor) // token_count(generic_shape(core.anchor.meta["val"]), spec)
 
 
 def _spec_or_none(spec: Spec | Reduced) -> Spec | None:
