@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import mstpass
 from mstpass.plans import MIXED
 from mstpass.problem.solver_registry import registered
+from tests import expert_models
 from tests.checks import check_against_float64, kinds
-from tests.expert_models import WIDTH as experts_width
 from tests.expert_models import Experts, Form
 from tests.test_sections import mixed_wherever_possible
 
@@ -170,6 +170,6 @@ EXPERTS = {
 def test_experts(name: str) -> None:
     """The weights' gradients of all experts, which sums over chunks would hold twice."""
     layer = Experts(EXPERTS[name])
-    x = torch.randn(150, experts_width, requires_grad=True)
+    x = torch.randn(150, expert_models.WIDTH, requires_grad=True)
     report = check_against_float64(layer, _step, [x], **OPTIONS)
     assert {(kind, mode) for kind, mode in kinds(report)} == {("mlp", MIXED)}, str(report)

@@ -185,7 +185,7 @@ class HeadAxis:
     def mask_shapes(self, shape: Sequence[Size], spec: Spec, length: int) -> list[list[Any]]:
         dim, inner = spec
         rounds = shape[dim] // (length * inner)
-        whole = [1] * len(shape)
+        whole: list[Any] = [1] * len(shape)
         whole[dim] = shape[dim]
         return [[1, length, 1], [rounds, length, inner], whole]
 

@@ -168,6 +168,11 @@ def _section_length(
     return features
 
 
+def _rows(tokens: int, num_chunks: int, grain: int) -> int:
+    """The length of this many chunks: a multiple of ``grain``."""
+    return grain * math.ceil(tokens / num_chunks / grain)
+
+
 def _chunks_below_backward(loops: RegionLoops, sections: Sections) -> int:
     """The fewest chunks with which the forward of mixed mode has no higher peak than its backward.
 

@@ -106,7 +106,9 @@ def _features_of_parts(facts: RegionFacts, width: int) -> int:
     """
     sizes = [width]
     for node, spec in facts.specs.items():
-        for operand in node.all_input_nodes if spec else ():
+        if not spec:
+            continue
+        for operand in node.all_input_nodes:
             shape = shape_of(operand) if value_of(operand) is not None else ()
             dims = (d for d, size in enumerate(shape) if size == width and d not in spec)
             sizes += itertools.chain.from_iterable(intervals.part_sizes(node, d) for d in dims)

@@ -83,8 +83,8 @@ class LoopCall:
         """
 
         def rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-            size, stride = list(tensor.shape), tensor.stride()
-            size[dim] = length  # type: ignore[call-overload]
+            shape, stride = tensor.shape, tensor.stride()
+            size = (*shape[:dim], length, *shape[dim + 1 :])
             return aten.as_strided.default(tensor, size, stride, start * stride[dim])
 
         num_buffers = len(self.specs)

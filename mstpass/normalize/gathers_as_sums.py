@@ -1,8 +1,9 @@
-"""A gather of one token for each feature becomes a sum over tokens, which chunks can add up::
+"""A gather of one element along a loop's axis becomes a sum over it, which chunks can add up::
 
-    gather(x, token dim, index)  =  sum over tokens of where(iota == index, x, 0)
+    gather(x, dim, index)  =  sum over dim of where(iota == index, x, 0)
 
-The loss of a contrastive model's columns picks the label's logit of each column in this way. All
+The loss of a contrastive model's columns picks the label's logit among the tokens. A loss whose
+logits mix tokens runs along the features, if at all, and picks the label's logit among these. All
 other terms are zero, so both are equal. Pointwise ops with values that all tokens share are applied
 after the sum (graph/one_per_row.py).
 """
@@ -11,20 +12,21 @@ from __future__ import annotations
 
 from torch import fx
 
-from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.one_per_row import gather_one, is_gather_of_one
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import symbols_of
 from mstpass.normalize.downstream import downstream
+from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 
 
 def gathers_as_sums(joint: JointGraph) -> Rewritten:
     """A copy of the graph with the sums; the graph itself if it has no such gather."""
-    found = [node.name for node in joint.nodes if _gathers_tokens(joint, node)]
+    found = [node.name for node in joint.nodes if _gathers_along_axis(joint, node)]
     if not found:
         return joint, frozenset()
     rewriting = Rewriting(joint)
-    made = set[str]()
+    before = set(rewriting.graph.nodes)
     for name in found:
         node = rewriting.joint.by_name[name]
         source, dim, index = node.args[:3]
@@ -32,19 +34,24 @@ def gathers_as_sums(joint: JointGraph) -> Rewritten:
         with rewriting.graph.inserting_before(node):
             gathered = gather_one(rewriting.builder, source, dim, index)
         rewriting.replace(node, gathered)
-        made.add(gathered.name)
+    made = [node.name for node in rewriting.graph.nodes if node not in before]
     return rewriting.finished(), frozenset(made)
 
 
-def _gathers_tokens(joint: JointGraph, node: fx.Node) -> bool:
+def _gathers_along_axis(joint: JointGraph, node: fx.Node) -> bool:
     if node in joint.backward or not is_gather_of_one(node):
         return False
     source, dim = node.args[:2]
-    known = joint.cached(downstream)
-    if source not in known or not isinstance(source, fx.Node) or not isinstance(dim, int):
+    value = value_of(source) if isinstance(source, fx.Node) else None
+    if value is None or not isinstance(source, fx.Node) or not isinstance(dim, int):
         return False
-    value = value_of(source)
-    assert value is not None
-    rank, (spec, _) = value.dim(), known[source]
-    # a choice along the dim needs its size
-    return spec == (dim % rank,) and not symbols_of(value.shape[dim])
+    size = value.shape[dim]
+    if symbols_of(size):  # a choice along the dim needs its size
+        return False
+    known = joint.cached(downstream)
+    if source in known:
+        return known[source][0] == (dim % value.dim(),)
+    return any(
+        size in value_of(anchor).shape[-2:] and numel(source) >= WIDE_OF_ANCHOR * numel(anchor)  # type: ignore[union-attr]
+        for anchor, _ in joint.cached(anchors)
+    )

@@ -78,18 +78,19 @@ def wide_numel(anchor: fx.Node, spec: Spec) -> int:
 def weights_and_gradients(joint: JointGraph) -> set[fx.Node]:
     """Weights and their gradients, with what is computed from them alone, element by element.
 
-    The gradient of a weight is a product of the backward that contracts the tokens.
+    The gradient of a weight is a product of the backward of which no factor is a weight.
     """
-    tokens = {_tokens(anchor, spec) for anchor, spec in joint.cached(anchors)}
-    sizes = {numel(anchor) for anchor, _ in joint.cached(anchors)}
+    tokens = {ops.base_of(_token_factor(anchor)) for anchor, _ in joint.cached(anchors)}
+
+    def is_weight(node: fx.Node) -> bool:
+        return ops.is_weight(node) and ops.base_of(node) not in tokens
+
     found: set[fx.Node] = set()
     for node in joint.nodes:
-        if ops.is_weight(node):
+        if is_weight(node):
             found.add(node)
         elif ops.is_matmul(node):
-            left = value_of(ops.matmul_factors(node)[0])
-            contracts = left is not None and generic_shape(left)[-1] in tokens
-            if node in joint.backward and contracts and numel(node) not in sizes:
+            if node in joint.backward and not any(map(is_weight, ops.matmul_factors(node))):
                 found.add(node)
         elif ops.is_pointwise(node) or ops.is_view(node):
             operands = [n for n in node.all_input_nodes if value_of(n) is not None]
@@ -98,8 +99,9 @@ def weights_and_gradients(joint: JointGraph) -> set[fx.Node]:
     return found
 
 
-def _tokens(anchor: fx.Node, spec: Spec) -> int:
-    return token_count(generic_shape(anchor.meta["val"]), spec)
+def _token_factor(anchor: fx.Node) -> fx.Node:
+    left, right = ops.matmul_factors(anchor)
+    return right if _is_transposed(anchor) else left
 
 
 def _is_small(node: fx.Node) -> bool:

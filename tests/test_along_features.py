@@ -1,0 +1,124 @@
+"""Losses whose logits mix tokens: their loops run along the features, in rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mstpass
+from mstpass.measure import peak_bytes
+from tests.checks import check_against_float64, compiled, kinds
+from tests.losses import REFUSED, VOCAB, Loss, LossModel
+
+pytestmark = pytest.mark.op_by_op
+
+LEAST = {"memory_budget": 0.0, "chunk_tokens": 128}
+TAKEN = (
+    "running_sum_over_tokens",
+    "flipped_tokens",
+    "centered_over_tokens",
+    "mean_of_each_sequence",
+)
+KERNELS = ("mean_of_each_sequence", "flipped_tokens")
+
+
+def _ids() -> Tensor:
+    return torch.randint(0, VOCAB, (4, 101))
+
+
+def _step(loss: Loss) -> Callable[[LossModel], Callable[[Tensor], Tensor]]:
+    return lambda model: lambda ids: loss(model, ids)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.kernels) if n in KERNELS else n for n in TAKEN]
+)
+def test_loss(name: str) -> None:
+    report = check_against_float64(LossModel(), _step(REFUSED[name]), [_ids()], **LEAST)
+    assert [kind for kind, _ in kinds(report)] == ["lm_head"], str(report)
+    (region,) = report.regions
+    assert (region.axis, region.num_tokens, region.num_chunks) == ("features", VOCAB, 4)
+    assert report.peak_bytes <= 0.4 * report.baseline_peak_bytes
+
+
+def test_in_bfloat16() -> None:
+    model = LossModel().to(torch.bfloat16)
+    step = _step(REFUSED["flipped_tokens"])
+    report = check_against_float64(model, step, [_ids()], **LEAST)
+    assert [region.axis for region in report.regions] == ["features"], str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("batch_norm_over_tokens", "reduces over all tokens"),
+        ("neighbouring_tokens", "picks tokens"),
+    ],
+)
+def test_what_neither_axis_can_take_is_refused_by_name(name: str, reason: str) -> None:
+    report = check_against_float64(LossModel(), _step(REFUSED[name]), [_ids()], **LEAST)
+    assert not report.regions
+    assert any(reason in rejection.reason for rejection in report.rejections), str(report)
+
+
+def test_without_a_budget_it_stays_whole() -> None:
+    step = _step(REFUSED["flipped_tokens"])
+    report = check_against_float64(LossModel(), step, [_ids()])
+    assert not report.regions
+
+
+class SelfDistillation(nn.Module):
+    """Views of each image; a teacher whose outputs are centered by a moving average (DINO)."""
+
+    def __init__(self, width: int, outputs: int, views: int):
+        super().__init__()
+        self.views = views
+        self.hidden = nn.Linear(width, width)
+        self.student = nn.Linear(width, outputs, bias=False)
+        self.teacher = nn.Linear(width, outputs, bias=False).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(1, outputs))
+        self.register_buffer(
+            "next_center", torch.zeros(1, outputs)
+        )  # equal calls have equal results
+
+    def forward(self, views: Tensor, two_views: Tensor) -> Tensor:
+        teacher = self.teacher(two_views)
+        targets = F.softmax((teacher - self.center) / 0.04, -1).chunk(2)
+        given = F.log_softmax(self.student(self.hidden(views)) / 0.1, -1).chunk(self.views)
+        pairs = [(t, s) for i, t in enumerate(targets) for j, s in enumerate(given) if i != j]
+        with torch.no_grad():
+            self.next_center.copy_(self.center * 0.9 + teacher.mean(0, keepdim=True) * 0.1)
+        return torch.stack([-(t * s).sum(-1).mean() for t, s in pairs]).mean()
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.kernels)])
+def test_self_distillation(kernels: bool) -> None:
+    model = SelfDistillation(24, 600, views=4)
+    inputs = [torch.randn(4 * 13, 24), torch.randn(2 * 13, 24)]
+    report = check_against_float64(model, lambda m: m, inputs, memory_budget=0.0, chunk_tokens=16)
+    assert [region.axis for region in report.regions] == ["features"], str(report)
+
+
+@pytest.mark.kernels
+def test_the_peak_of_self_distillation() -> None:
+    """64 images in 8 views, 16,384 outputs: at most half of Inductor's peak."""
+    model = SelfDistillation(128, 16_384, views=8)
+    inputs = torch.randn(8 * 64, 128), torch.randn(2 * 64, 128)
+    weights = [p for p in model.parameters() if p.requires_grad]
+
+    def peak(step: Callable[..., Tensor]) -> int:
+        def run() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(step(*inputs), weights)
+
+        run()
+        return peak_bytes(run, "cpu")
+
+    whole = peak(torch.compile(model))
+    ours = peak(compiled(model, memory_budget=0.0))
+    report = mstpass.reports()[-1]
+    assert [region.axis for region in report.regions] == ["features"], str(report)
+    assert ours <= 0.5 * whole, (ours, whole)
