@@ -323,6 +323,7 @@ def test_the_least_memory_may_be_far_below_the_peak_before_cheap_values_run_twic
         final_norm="layer_plain",
         logit_ops=("cap",),
         loss="policy_gradient",
+        extras=("hidden",),
         frozen="biases",
         batch=3,
         length=13,

@@ -123,7 +123,7 @@ class StepSimulation:
 
     @functools.cached_property
     def least_lowered_bytes(self) -> int:
-        """The lowered peak is no lower: at the place of the peak, copies free cheap values alone."""
+        """The lowered peak is no lower: where the peak is, copies free cheap values alone."""
         cheap_bytes = sum(v.bytes for v in self.backward.alive if v.node in self._cheap)
         return max(self.forward.peak.bytes, self.backward.peak.bytes - cheap_bytes)
 
