@@ -182,3 +182,13 @@ def test_no_saved_set_has_a_lower_peak_than_its_floor(problem: CutProblem) -> No
             step = StepSimulation(closed, saved)
             event(f"tight: {floor.bytes_of(saved) == step.peak_bytes}")
             assert floor.least_bytes <= floor.bytes_of(saved) <= step.lowered_peak_bytes
+
+
+@given(problem=steps(forward=12, backward=12))
+@EXAMPLES
+def test_copies_of_cheap_values_free_no_others(problem: CutProblem) -> None:
+    """The search for the least memory leaves plans out by this bound of their lowered peaks."""
+    for name in ("save_all", "recompute_all", "min_cut"):
+        step = simulate_plan(problem, SOLVERS[name](problem, 0))
+        event(f"lowered: {step.lowered_peak_bytes < step.peak_bytes}")
+        assert step.least_lowered_bytes <= step.lowered_peak_bytes <= step.peak_bytes

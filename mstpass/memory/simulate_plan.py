@@ -108,14 +108,24 @@ class StepSimulation:
     @functools.cached_property
     def _lowered(self) -> Repeated:
         """Backward computes some cheap values twice."""
-        ops = self.backward_ops
-        cheap = {op.name for op in ops.ops if isinstance(op, Value) and is_cheap(op)}
-        return repeated_values(self.memory, ops, cheap)
+        return repeated_values(self.memory, self.backward_ops, self._cheap)
+
+    @functools.cached_property
+    def _cheap(self) -> frozenset[str]:
+        """Names of the ops of the backward that may run twice."""
+        ops = self.backward_ops.ops
+        return frozenset(op.name for op in ops if isinstance(op, Value) and is_cheap(op))
 
     @property
     def lowered_peak_bytes(self) -> int:
         """The peak of ``lowered_program``."""
         return self._lowered.memory.peak_bytes
+
+    @functools.cached_property
+    def least_lowered_bytes(self) -> int:
+        """The lowered peak is no lower: where the peak is, copies free cheap values alone."""
+        cheap_bytes = sum(v.bytes for v in self.backward.alive if v.node in self._cheap)
+        return max(self.forward.peak.bytes, self.backward.peak.bytes - cheap_bytes)
 
     @property
     def lowered_program(self) -> Program:
@@ -130,6 +140,10 @@ class StepSimulation:
         if self.forward.peak.bytes > limit_bytes or self.peak_bytes > MOST_LOWERED * limit_bytes:
             return False
         return self.peak_bytes <= limit_bytes or self.lowered_peak_bytes <= limit_bytes
+
+    def is_lowered_below(self, peak_bytes: int) -> bool:
+        """Whether the lowered peak is below another one; it is computed only if it may be."""
+        return self.least_lowered_bytes < peak_bytes and self.lowered_peak_bytes < peak_bytes
 
     def within(self, limit_bytes: float) -> bool:
         """Whether the peak is at most the limit; the backward is simulated only if need be."""

@@ -29,7 +29,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
-from mstpass.memory.repeated_values import MOST_LOWERED
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
 from mstpass.partition.solvers.checkpoints import Places, save_at
 from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_loops, first_modes
@@ -75,12 +74,12 @@ class Family:
         return highest_call_bytes(self.problem)
 
     @functools.cached_property
-    def least_compared_bytes(self) -> float:
+    def least_compared_bytes(self) -> int:
         """None of the plans that are compared for the least memory has a lower peak."""
         if self._has_few_ops:
             return self.least_bytes
         closed = self.problem.cached(least_memory_loops).problem
-        firsts = (candidate.peak_bytes / MOST_LOWERED for candidate in self.first)
+        firsts = (candidate.simulation.least_lowered_bytes for candidate in self.first)
         return min((closed.cached(PeakFloor).least_bytes, *firsts))
 
     def landmarks(self) -> Iterator[Candidate]:
@@ -140,10 +139,7 @@ class Family:
         """The plan of the lowest peak, without a third level of checkpoints in large graphs."""
         lowest, *others = sorted(self.compared(), key=lambda candidate: candidate.peak_bytes)
         for other in others:
-            lowered_bytes = lowest.simulation.lowered_peak_bytes
-            if other.peak_bytes > MOST_LOWERED * lowered_bytes:
-                break
-            if other.simulation.lowered_peak_bytes < lowered_bytes:
+            if other.simulation.is_lowered_below(lowest.simulation.lowered_peak_bytes):
                 lowest = other
         return lowest
 
