@@ -20,7 +20,6 @@ LEAST = {"memory_budget": 0.0, "chunk_tokens": 128}
 TAKEN = (
     "running_sum_over_tokens",
     "flipped_tokens",
-    "centered_over_tokens",
     "mean_of_each_sequence",
 )
 KERNELS = ("mean_of_each_sequence", "flipped_tokens")

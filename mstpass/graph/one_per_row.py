@@ -134,11 +134,13 @@ def _masked_sum(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> 
 def _assert_in_bounds(builder: Builder, index: fx.Node, size: int) -> None:
     """Make an index out of bounds an error, as the gather does."""
     call = builder.call
-    within = call(
-        aten.bitwise_and.Tensor, call(aten.ge.Scalar, index, 0), call(aten.lt.Scalar, index, size)
+    outside = call(
+        aten.bitwise_or.Tensor, call(aten.lt.Scalar, index, 0), call(aten.ge.Scalar, index, size)
     )
+    # Inductor knows no ``all`` in a graph that AOTAutograd has decomposed
+    within = call(aten.logical_not.default, call(aten.any.default, outside))
     message = f"mst: an index (a label, say) is out of bounds: 0 <= index < {size}"
-    call(aten._assert_async.msg, call(aten.all.default, within), message)
+    call(aten._assert_async.msg, within, message)
 
 
 def _index_mask(builder: Builder, value: torch.Tensor, dim: int, index: fx.Node) -> fx.Node:
