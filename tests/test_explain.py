@@ -175,11 +175,18 @@ _INTERNAL = {
     "X: X",
     "X is a X, not an op",
     "no operand of the sum is cut",
-    # why a head has no sections of its vocabulary: it has its other modes
-    "no gradient has a dim of words",
-    "a section needs all of X",
-    "X holds the words in two dims",
-    "only a loss that one loop over tokens computes has sections",
+    # why a region has no sections of its features: it has its other modes
+    "a section needs it, and it needs all features",
+    "all of its loops run over features",
+    "each chunk needs the weights of all experts",
+    "every section needs all of it",
+    "holds its features in no dim of their own",
+    "holds the features in two dims",
+    "is a sum over all features that every section needs",
+    "is read along several dims",
+    "its forward is several loops over tokens",
+    "no gradient of a weight holds features",
+    "the step returns a wide value, so it exists in full",
 }
 
 

@@ -185,7 +185,8 @@ class _Growth:
         self.outputs = {n: features.held[n] for n in leaving if n in features.held}
         self.outputs = {n: dim for n, dim in self.outputs.items() if facts.specs[n] is None}
         if not self.outputs:
-            raise CannotTake(leaving[-1], "no gradient of a weight holds features")
+            first = next(iter(facts.specs))
+            raise CannotTake(first, "no gradient of a weight holds features")
         self.held = dict(self.outputs)
         self._pull(self.outputs)
         if self.fused:
