@@ -14,14 +14,16 @@ from __future__ import annotations
 import functools
 import math
 
-from mstpass.graph.joint import JointGraph, nbytes
+from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.tokens import Refusal
-from mstpass.loops.chunk_length import USUAL, chunk_length
-from mstpass.loops.region_facts import RegionFacts
+from mstpass.loops.chunk_length import FEW, USUAL, chunk_length
+from mstpass.loops.region_facts import LOW_PRECISION, RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.loops.vocabulary_sections import Sections, sections_of
 from mstpass.options import Options
-from mstpass.plans import ChunkPlan, Chunks, Region, Rejection
+from mstpass.plans import AUTO, FLOAT32, INPUT, ChunkPlan, Chunks, Region, Rejection
+
+_LARGE_SUMS = 64  # sums in 16 bits are worth it from this part of a region's large values on
 
 
 class RegionPlanner:
@@ -44,10 +46,11 @@ class RegionPlanner:
         Args:
             mode: the mode asked for; the plan's may differ, see ``region_loops``.
             may_recompute: names of matmuls that backward may compute again in save mode.
-            length: of the chunks, as in ``chunk_length``.
+            length: of the chunks, as in ``chunk_length``; with ``FEW``, sums are in 16 bits.
         """
         facts, region = self.facts, self.region
-        loops = self._loops_of(mode, may_recompute)
+        in_16_bits = length == FEW or self.options.accumulate == INPUT
+        loops = self._loops_of(mode, may_recompute).summing(INPUT if in_16_bits else FLOAT32)
         if not all(any(item.spec for item in loop.inputs) for loop in loops.loops):
             return self._rejection("a loop would read constants only, and nothing with tokens")
         chunk_tokens = chunk_length(facts, loops, self.options, length)
@@ -79,6 +82,42 @@ class RegionPlanner:
             note=region.note,
             symbolic=region.symbolic,
         )
+
+    def with_16_bit_sums(
+        self,
+        mode: str,
+        may_recompute: frozenset[str] = frozenset(),
+        other: ChunkPlan | None = None,
+    ) -> ChunkPlan | None:
+        """The loops with sums over chunks in 16 bits; None where that is ruled out, or in vain.
+
+        The sums are then half as large as in float32, and a chunk is larger. Where the number of
+        tokens varies, nothing bounds that of chunks, so sums are in float32.
+
+        Args:
+            other: the loops in the same mode with sums in float32; None if there are none.
+        """
+        if self.options.accumulate != AUTO or self.region.symbolic:
+            return None
+        plan = self.plan(mode, may_recompute, FEW)
+        if not isinstance(plan, ChunkPlan):
+            return None
+        larger = plan.chunk_tokens - other.chunk_tokens if other else 0
+        larger_bytes = plan.bytes_before * larger // plan.num_tokens
+        least_bytes = max(larger_bytes, plan.bytes_before // _LARGE_SUMS)
+        return plan if self._bytes_in_16_bits(plan) > least_bytes else None
+
+    def accumulates_as_asked(self, plan: ChunkPlan) -> bool:
+        """Whether sums are in the dtype of the option, which is float32 unless that says more."""
+        asked = INPUT if self.options.accumulate == INPUT else FLOAT32
+        return all(loop.accumulate == asked for loop in plan.loops)
+
+    def _bytes_in_16_bits(self, plan: ChunkPlan) -> int:
+        """Size of the 16-bit results that the loops sum over chunks."""
+        names = {item.node for x in plan.loops for item in x.outputs if item.spec is None}
+        values = {name: value_of(self.facts.joint.by_name[name]) for name in names}
+        low = [name for name, v in values.items() if v is not None and v.dtype in LOW_PRECISION]
+        return sum(nbytes(self.facts.joint.by_name[name]) for name in low)
 
     def _loops_of(self, mode: str, may_recompute: frozenset[str]) -> RegionLoops:
         key = mode, may_recompute

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 
+import torch
 from torch import fx
 
 from mstpass.graph import ops
@@ -26,6 +27,8 @@ from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import Refusal, Spec, token_count
 from mstpass.loops.rounds import rounds
 from mstpass.plans import LoopPlan, Region
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class RegionFacts:
@@ -64,11 +67,12 @@ class RegionFacts:
 
     def work_of(self, loops: Iterable[LoopPlan]) -> LoopWork:
         """What loops over these tokens compute; one with chunks of its own does not count."""
-        names = {name for loop in loops if loop.chunks is None for name in loop.members}
+        own = [loop for loop in loops if loop.chunks is None]
+        names = {name for loop in own for name in loop.members}
         members = {node: spec for node, spec in self.specs.items() if node.name in names}
-        if members.keys() == self.specs.keys():
-            return self.work
-        return loop_work(self.joint, members, self.region.num_tokens)
+        is_all = members.keys() == self.specs.keys()
+        work = self.work if is_all else loop_work(self.joint, members, self.region.num_tokens)
+        return work.summed_in(max(loop.least_sum_bytes for loop in own))
 
     @cached_property
     def _generic_tokens(self) -> int:

@@ -54,10 +54,9 @@ class LoopWriter:
         builder: Builder,
         sizes: SizeNodes,
         root: torch.nn.Module,
-        accumulate: str,
     ):
         self.joint, self.builder, self.sizes = joint, builder, sizes
-        self.root, self.accumulate = root, accumulate
+        self.root = root
         self.tags = policies_of(joint).tags
         self.bodies: dict[str, _LoopBody] = {}  # by their ``body_key``
         self.modules: dict[str, str] = {}  # names of body modules, by what they compute
@@ -120,7 +119,7 @@ class LoopWriter:
     def _built(self, loop: LoopPlan) -> _LoopBody:
         graph = fx.Graph()
         builder = Builder(graph, self.builder.mode)
-        parts = build_body(self.joint, loop, builder, self.accumulate)
+        parts = build_body(self.joint, loop, builder)
         inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
         code = f"{graph} {[_layout(value) for value in inputs]}"
         if code not in self.modules:  # loops over different nodes may have the same body

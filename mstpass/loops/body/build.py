@@ -60,16 +60,14 @@ from mstpass.loops.body.rematerialize_pointwise import (
 )
 from mstpass.loops.body.row_sums import rewritten_row_sum
 from mstpass.loops.body.scatter_last import scatter_last
-from mstpass.plans import LoopPlan
+from mstpass.loops.region_facts import LOW_PRECISION
+from mstpass.plans import FLOAT32, LoopPlan
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def build_body(
-    joint: JointGraph, loop: LoopPlan, builder: Builder, accumulate: str
-) -> list[fx.Node]:
+def build_body(joint: JointGraph, loop: LoopPlan, builder: Builder) -> list[fx.Node]:
     """Write the body into the builder's empty graph, its output node included.
 
     Returns:
@@ -80,7 +78,7 @@ def build_body(
             size cannot be written.
     """
     try:
-        return _Body(joint, loop, builder, accumulate).build()
+        return _Body(joint, loop, builder).build()
     except (UnknownSize, CannotRenew) as error:
         raise CannotTake(joint.by_name[loop.members[0]], str(error)) from None
 
@@ -89,7 +87,7 @@ def body_key(joint: JointGraph, loop: LoopPlan) -> str:
     """Equal for loops whose bodies are: the same ops, on values of the same sizes and layouts."""
     specs = loop.spec_of()
     number: dict[fx.Node, object] = {}
-    rows: list[object] = [loop.chunks, *(item.spec for item in loop.inputs)]
+    rows: list[object] = [loop.chunks, loop.accumulate, *(item.spec for item in loop.inputs)]
     rows += [(item.spec, loop.members.index(item.node)) for item in loop.outputs]
     if loop.unit is not None:
         unit = joint.by_name[loop.unit]
@@ -124,10 +122,10 @@ def is_literal(node: fx.Node) -> bool:
 
 
 class _Body:
-    def __init__(self, joint: JointGraph, loop: LoopPlan, builder: Builder, accumulate: str):
+    def __init__(self, joint: JointGraph, loop: LoopPlan, builder: Builder):
         chunks = loop.cut
         self.joint, self.loop, self.builder = joint, loop, builder
-        self.chunk_tokens, self.accumulate = chunks.length, accumulate
+        self.chunk_tokens = chunks.length
         self.axis = axis_of(chunks.axis, chunks.total)
         self.symbolic = chunks.symbolic
         self.overlaps = not self.symbolic and chunks.count * chunks.length != chunks.total
@@ -310,13 +308,12 @@ class _Body:
             )
             return self.builder.call(node.target, *args, **kwargs)
         needs = self.axis.sum_operands(node, source, self.specs[source] or ())
+        widen = self.loop.accumulate == FLOAT32 and value.dtype in LOW_PRECISION
         if node.target is operator.getitem:  # of an op that sums by itself, and has several results
             part = self.builder.call(
                 operator.getitem, self.env[source, needs[source]], node.args[1]
             )
-            widens = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
-            return self._cast(part, torch.float32) if widens else part
-        widen = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
+            return self._cast(part, torch.float32) if widen else part
         is_grouped = ops.is_grouped_matmul(node)
         matmul_widens = is_grouped or (ops.is_matmul(node) and value.device.type == "cuda")
         parts = {n: self.env[n, spec] for n, spec in needs.items()}
@@ -375,4 +372,4 @@ def _sums_features(node: fx.Node, operand: fx.Node, spec: Spec) -> bool:
         return False
     last = value.dim() - 1
     dims = [d % value.dim() for d in node.args[1]] if len(node.args) > 1 else [last]  # type: ignore[union-attr]
-    return last in dims and last not in spec and value.dtype not in _LOW_PRECISION
+    return last in dims and last not in spec and value.dtype not in LOW_PRECISION
