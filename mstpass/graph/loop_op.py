@@ -9,8 +9,9 @@ one before it if c does not divide N. The values in ``whole`` are passed to ever
 
     ("stack", shape, dtype)  the rows of an output ``[N, ...]``; rows in the overlap are written
                              twice, with the same values
-    ("sum", shape, dtype)    a summand of the output. ``valid``, a bool ``[c]`` that is passed only
-                             if c does not divide N, is False for rows that an earlier chunk summed
+    ("sum", shape, dtype)    a summand of the output, perhaps in a wider dtype. ``valid``, a bool
+                             ``[c]`` that is passed only if c does not divide N, is False for rows
+                             that an earlier chunk summed
 
 If N is symbolic, ``num_chunks`` is None, and the chunks fit the batch at hand: as few chunks of at
 most c rows as hold N tokens, all of equal length except for the last, which ends with the tokens

@@ -54,9 +54,7 @@ class LoopWork:
 
     def summed_in(self, least_sum_bytes: int) -> LoopWork:
         """The same loop with sums over chunks of another dtype (``LoopPlan.least_sum_bytes``)."""
-        products = (
-            dataclasses.replace(p, least_sum_bytes=least_sum_bytes) for p in self.products
-        )
+        products = (dataclasses.replace(p, least_sum_bytes=least_sum_bytes) for p in self.products)
         return dataclasses.replace(self, products=tuple(products))
 
     def over(self, tokens: int) -> LoopWork:

@@ -29,7 +29,7 @@ from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.build import body_key, build_body, is_literal
 from mstpass.loops.operand_layout import is_viewable
-from mstpass.plans import LoopOutput, LoopPlan
+from mstpass.plans import FLOAT32, LoopOutput, LoopPlan
 from mstpass.problem.problem import RECOMPUTED
 from mstpass.torch_internals.graphs import graph_module
 
@@ -72,7 +72,7 @@ class LoopWriter:
         whole = [env[node] for node, spec in inputs if not spec and not is_literal(node)]
         body = self._body(loop)
         specs = tuple(
-            self._output_spec(axis, item, dtype)
+            self._output_spec(axis, item, dtype if loop.accumulate == FLOAT32 else None)
             for item, dtype in zip(loop.outputs, body.dtypes, strict=True)
         )
         (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
@@ -128,9 +128,11 @@ class LoopWriter:
             setattr(self.root, self.modules[code], graph_module(subgraphs, graph))
         return _LoopBody(self.modules[code], tuple(part.meta["val"].dtype for part in parts))
 
-    def _output_spec(self, axis: Axis, item: LoopOutput, dtype: torch.dtype) -> OutputSpec:
+    def _output_spec(self, axis: Axis, item: LoopOutput, dtype: torch.dtype | None) -> OutputSpec:
+        """An output in this dtype; None: in that of the node."""
         value = value_of(self.joint.by_name[item.node])
         assert value is not None
+        dtype = dtype or value.dtype
         if item.spec is None:
             return SUM, tuple(self.sizes.arguments(value.shape)), dtype
         rows = axis.rows(value.shape, item.spec)

@@ -294,7 +294,8 @@ class _Body:
         return self.builder.call(aten.expand.default, one, shape)
 
     def _partial_sum(self, node: fx.Node) -> fx.Node:
-        """The sum over the chunk's tokens, in the accumulator's dtype."""
+        """The sum over the chunk's tokens, in the accumulator's dtype or, so that it is rounded
+        only once it is added, in float32."""
         source = next((n for n in node.all_input_nodes if self.specs.get(n)), None)
         value = value_of(node)
         assert value is not None
@@ -308,14 +309,16 @@ class _Body:
             )
             return self.builder.call(node.target, *args, **kwargs)
         needs = self.axis.sum_operands(node, source, self.specs[source] or ())
-        widen = self.loop.accumulate == FLOAT32 and value.dtype in LOW_PRECISION
+        is_low, in_float32 = value.dtype in LOW_PRECISION, self.loop.accumulate == FLOAT32
         if node.target is operator.getitem:  # of an op that sums by itself, and has several results
             part = self.builder.call(
                 operator.getitem, self.env[source, needs[source]], node.args[1]
             )
-            return self._cast(part, torch.float32) if widen else part
+            return self._cast(part, torch.float32) if is_low and in_float32 else part
         is_grouped = ops.is_grouped_matmul(node)
-        matmul_widens = is_grouped or (ops.is_matmul(node) and value.device.type == "cuda")
+        is_product = is_grouped or ops.is_matmul(node)
+        widen = is_low and (in_float32 or not is_product)  # products are rounded once, in place
+        matmul_widens = is_grouped or (is_product and value.device.type == "cuda")
         parts = {n: self.env[n, spec] for n, spec in needs.items()}
         if widen and not matmul_widens:
             # Casting the chunk's operands is cheaper than casting a product of the weight's size.
