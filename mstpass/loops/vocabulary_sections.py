@@ -1,8 +1,8 @@
 """The gradient of a head's weight, in a loop over sections of the vocabulary.
 
-A loop over tokens sums the weight's gradient, often in float32: with few tokens that takes as much
-memory as the logits. The gradient's rows belong to the words of the vocabulary, so a loop over sections of
-it writes each row once, by one product over all tokens::
+A loop over tokens sums the weight's gradient, often in float32: with few tokens that takes as
+much memory as the logits. The gradient's rows belong to the words of the vocabulary, so a loop
+over sections of it writes each row once, by one product over all tokens::
 
     forward, over tokens       loss, the gradient of the hidden states, and per token what the
                                gradient needs of the whole row: its maximum, its sum of exponentials

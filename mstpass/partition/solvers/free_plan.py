@@ -1,10 +1,10 @@
 """The free plan: every saving that costs next to no time, and no loop that saves nothing.
 
-Regions run in their first modes, which are the ones that cost next to no time. Where a mode that is
-alike has narrower sums over chunks, is no slower and needs less memory, it takes the first one's
-place (choose_modes.py). A region that can do without loops loses them if the step's peak is no
-higher then: the peak lies elsewhere. The saved set is that of the fewest bytes which repeats no heavy op (min_cut.py); of several, the one of the
-lower peak.
+Regions run in their first modes, which are the ones that cost next to no time. Where a mode that
+is alike has narrower sums over chunks, is no slower and needs less memory, it takes the first
+one's place (choose_modes.py). A region that can do without loops loses them if the step's peak is
+no higher then: the peak lies elsewhere. The saved set is that of the fewest bytes which repeats
+no heavy op (min_cut.py); of several, the one of the lower peak.
 
 All that together may take more time than the free plan may, or a higher peak than Inductor alone.
 free_time.py and loops_that_help.py see to that.
