@@ -39,7 +39,7 @@ class Options:
     chunk_tokens: int | None = None
     solver: str = "auto"
     reconstruct: str = "exact"
-    accumulate: str = "float32"
+    accumulate: str = "auto"
     logits: str = "keep"
     host_budget: int = 0
     strict: bool = False
@@ -208,7 +208,7 @@ _CHECKS: dict[str, Check] = {
     "chunk_tokens": _chunk_tokens,
     "solver": _solver,
     "reconstruct": _one_of("exact", "tolerant", "off"),
-    "accumulate": _one_of("float32", "input"),
+    "accumulate": _one_of("auto", "float32", "input"),
     "logits": _one_of("keep", "drop"),
     "host_budget": _host_budget,
     "strict": _switch,

@@ -215,9 +215,7 @@ def _rewritten(
 ) -> Result:
     """The graphs of one plan: the stages that are left once it is made."""
     joint = planned.joint
-    applied, chunk_plans, refused = pipeline_stages.apply(
-        joint, planned.chunk_plans, options, runner
-    )
+    applied, chunk_plans, refused = pipeline_stages.apply(joint, planned.chunk_plans, runner)
     watch.lap("apply")
     masks = whole_masks(joint, applied.names)
     rejections = (*detected.rejections, *planned.rejections, *refused, *masks)

@@ -206,7 +206,7 @@ def _problem(
     host = host_memory(joint, options)
     while True:
         try:
-            modes = region_modes(joint, candidates, options.accumulate)
+            modes = region_modes(joint, candidates)
             problem = cut_problem(joint, modes, not limit.is_free, host)
             with_modes(problem, {})
             broken = broken_policies(problem)
@@ -235,10 +235,8 @@ def _rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:
 
 
 # ---- apply -------------------------------------------------------------------------------------
-def _apply_plans(
-    joint: JointGraph, plans: Sequence[ChunkPlan], accumulate: str
-) -> tuple[JointGraph, Applied]:
-    applied = apply_plans(joint, plans, accumulate)
+def _apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> tuple[JointGraph, Applied]:
+    applied = apply_plans(joint, plans)
     return JointGraph(applied.module, joint.num_fwd_outputs), applied
 
 
@@ -246,16 +244,16 @@ APPLY_PLANS = Pass("apply_plans", _apply_plans, (NO_LOOPS,), (*ALWAYS, PURE_LOOP
 
 
 def apply(
-    joint: JointGraph, chunk_plans: tuple[ChunkPlan, ...], options: Options, runner: PassRunner
+    joint: JointGraph, chunk_plans: tuple[ChunkPlan, ...], runner: PassRunner
 ) -> tuple[Applied, tuple[ChunkPlan, ...], tuple[Rejection, ...]]:
     """The joint graph with its loops, the plans that it has, and the loops that were left out."""
     left = list(chunk_plans)
     rejections: list[Rejection] = []
     while True:
         try:
-            _, applied = runner.run(APPLY_PLANS, joint, left, options.accumulate)
+            _, applied = runner.run(APPLY_PLANS, joint, left)
             if applied is None:  # refused: the graph as it is
-                left, applied = [], apply_plans(joint, [], options.accumulate)
+                left, applied = [], apply_plans(joint, [])
             return applied, tuple(left), tuple(rejections)
         except CycleError as error:
             guilty, reason = error.plan, str(error)

@@ -10,7 +10,7 @@ from mstpass.options import OptionError, Options
 def test_defaults() -> None:
     options = Options.parse(None, environ={})
     assert options == Options()
-    assert options.memory_budget == "auto" and options.accumulate == "float32"
+    assert options.memory_budget == options.accumulate == "auto"
 
 
 @pytest.mark.parametrize(

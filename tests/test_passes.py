@@ -279,8 +279,8 @@ def test_a_pass_is_refused_and_the_step_keeps_its_loops(
 def test_loops_are_refused_and_the_step_has_none(
     monkeypatch: pytest.MonkeyPatch, in_production: None
 ) -> None:
-    def broken(joint: JointGraph, plans: Any, accumulate: str) -> Applied:
-        applied = apply_plans(joint, plans, accumulate)
+    def broken(joint: JointGraph, plans: Any) -> Applied:
+        applied = apply_plans(joint, plans)
         for node in applied.module.graph.nodes if plans else ():
             if node.target is mst_loop:
                 body = getattr(applied.module, str(node.args[0].target))

@@ -129,7 +129,7 @@ class Case:
         "recompute_all",
     )
     reconstruct: str = choice("exact", "tolerant", "off")
-    accumulate: str = choice("float32", "input")
+    accumulate: str = choice("auto", "float32", "input")
     logits: str = choice("keep", "drop")
     chunk: str = choice("auto", "off", "tokens")
     budgets: bool = choice(False, True)

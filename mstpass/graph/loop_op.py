@@ -10,8 +10,9 @@ one before it if c does not divide N. The values in ``whole`` are passed to ever
     ("stack", shape, dtype)  the rows of an output ``[N, ...]``; rows in the overlap are written
                              twice, with the same values
     (("stack", d), ...)      the same of an output that has its rows in dim d, as the part has
-    ("sum", shape, dtype)    a summand of the output. ``valid``, a bool ``[c]`` that is passed only
-                             if c does not divide N, is False for rows that an earlier chunk summed
+    ("sum", shape, dtype)    a summand of the output, perhaps in a wider dtype. ``valid``, a bool
+                             ``[c]`` that is passed only if c does not divide N, is False for rows
+                             that an earlier chunk summed
     ("max", shape, dtype)    a part of the output, which is the maximum of all parts; so are "min"
                              and, of bools, "any"
     (("sum", m), ...)        a sum of exponentials relative to the chunk's part of output m, which

@@ -52,6 +52,11 @@ class LoopWork:
         largest = max(products, key=lambda product: product.operations, default=None)
         return torch.float32 if largest is None else largest.dtype
 
+    def summed_in(self, least_sum_bytes: int) -> LoopWork:
+        """The same loop with sums over chunks of another dtype (``LoopPlan.least_sum_bytes``)."""
+        products = (dataclasses.replace(p, least_sum_bytes=least_sum_bytes) for p in self.products)
+        return dataclasses.replace(self, products=tuple(products))
+
     def over(self, tokens: int) -> LoopWork:
         """The same loop over another number of tokens."""
         growth = tokens / self.tokens
@@ -65,18 +70,25 @@ class LoopWork:
 
 
 def loop_work(
-    joint: JointGraph, members: Mapping[fx.Node, Spec | None], num_tokens: int
+    joint: JointGraph,
+    members: Mapping[fx.Node, Spec | None],
+    num_tokens: int,
+    least_sum_bytes: int = 4,
 ) -> LoopWork:
     """The work of a loop over tokens.
 
     Args:
         members: what it computes, in the graph's order, with its token dims; None marks a sum.
+        least_sum_bytes: as ``LoopPlan`` has it.
     """
-    return _work(joint, members, num_tokens, token_product)
+    return _work(joint, members, num_tokens, token_product).summed_in(least_sum_bytes)
 
 
 def head_loop_work(
-    joint: JointGraph, members: Mapping[fx.Node, Spec | None], num_heads: int
+    joint: JointGraph,
+    members: Mapping[fx.Node, Spec | None],
+    num_heads: int,
+    least_sum_bytes: int = 4,
 ) -> LoopWork:
     """The work of a loop over heads, as one over the features of all heads.
 
@@ -85,7 +97,8 @@ def head_loop_work(
     """
     features = num_heads * features_of_head(members, num_heads)
     rest = {node: spec for node, spec in members.items() if not is_attention(node)}
-    return _work(joint, rest, features, lambda n, spec: head_product(n, spec, features))
+    work = _work(joint, rest, features, lambda n, spec: head_product(n, spec, features))
+    return work.summed_in(least_sum_bytes)
 
 
 def features_of_head(members: Mapping[fx.Node, Spec | None], num_heads: int) -> int:

@@ -2,7 +2,7 @@
 
 A product is ``batch`` times ``[rows, contracted] @ [contracted, columns]``. In a loop over N tokens
 one of these four sizes is N, and a chunk has c in its place. Where the tokens are contracted, each
-chunk gives a summand: the chunk's product reads and writes the accumulator, which is in float32.
+chunk gives a summand: the chunk's product reads and writes the sum, which may be in a wider dtype.
 """
 
 from __future__ import annotations
@@ -66,26 +66,30 @@ class Product:
 class TokenProduct:
     """A product over all tokens, and which of its sizes they are.
 
-    ``block`` is that size for one token. It is not 1 where a loop runs over the features of heads,
-    of which keys and values may have fewer than queries.
+    Attributes:
+        block: that size for one token. It is not 1 where a loop runs over the features of heads, of
+            which keys and values may have fewer than queries.
+        least_sum_bytes: bytes of an element of the sum over chunks, where the tokens are
+            contracted, if the result has no more (``LoopPlan.least_sum_bytes``).
     """
 
     whole: Product
     tokens_in: str
     block: float = 1.0
+    least_sum_bytes: int = 4
 
     def over(self, tokens: int) -> TokenProduct:
         """The same product over another number of tokens."""
         size = max(1, round(tokens * self.block))
         whole = dataclasses.replace(self.whole, **{self.tokens_in: size})  # type: ignore[arg-type]
-        return TokenProduct(whole, self.tokens_in, self.block)
+        return dataclasses.replace(self, whole=whole)
 
     def of_chunk(self, rows: int) -> Product:
         """The product of a chunk of ``rows`` tokens."""
         chunk = self.over(rows).whole
         if self.tokens_in != CONTRACTED:
             return chunk
-        wide = max(torch.float32.itemsize, self.whole.result_bytes)
+        wide = max(self.least_sum_bytes, self.whole.result_bytes)
         later = 1 - rows * self.block / self.whole.contracted  # the first chunk adds to nothing
         return dataclasses.replace(chunk, accumulates=max(0.0, later), result_bytes=wide)
 

@@ -75,19 +75,14 @@ class Applied:
         return found
 
 
-def apply_plans(
-    joint: JointGraph, plans: Sequence[ChunkPlan], accumulate: str = "float32"
-) -> Applied:
+def apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> Applied:
     """A new joint graph module with the loops of all plans. The old one does not change.
-
-    Args:
-        accumulate: the dtype in which loops sum over chunks (the option of this name).
 
     Raises:
         CycleError: the loops of a plan depend on their own results.
         CannotTake: the body of a loop cannot be built.
     """
-    writer = _GraphWriter(joint, plans, accumulate)
+    writer = _GraphWriter(joint, plans)
     return Applied(writer.write(), writer.names())
 
 
@@ -97,13 +92,13 @@ _Task = fx.Node | str  # what is written as a whole: a node of the old graph, or
 class _GraphWriter:
     """Writes the new graph, each task after those that it depends on."""
 
-    def __init__(self, joint: JointGraph, plans: Sequence[ChunkPlan], accumulate: str):
+    def __init__(self, joint: JointGraph, plans: Sequence[ChunkPlan]):
         self.joint = joint
         self.graph = fx.Graph()
         self.root = torch.nn.Module()
         builder = Builder(self.graph, fake_mode_of(joint.nodes))
         self.sizes = SizeNodes(builder)
-        self.loops = LoopWriter(joint, builder, self.sizes, self.root, accumulate)
+        self.loops = LoopWriter(joint, builder, self.sizes, self.root)
         self.env: dict[fx.Node, fx.Node] = {}  # new nodes by the old ones that they stand for
         self.results: dict[fx.Node, fx.Node] = {}  # the same for what loops return, unfinished
         self.written: set[str] = set()  # names of loops

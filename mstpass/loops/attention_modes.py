@@ -31,7 +31,7 @@ from mstpass.loops.candidate_modes import RegionCandidates, find_candidates
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.options import Options
-from mstpass.plans import RECOMPUTE, SAVE, ChunkPlan, Chunks, Region, Rejection
+from mstpass.plans import FLOAT32, INPUT, RECOMPUTE, SAVE, ChunkPlan, Chunks, Region, Rejection
 from mstpass.regions.attention import detect_attention
 from mstpass.regions.masked_attention import detect_masked_attention
 
@@ -54,23 +54,27 @@ def all_candidates(
     plans = (candidate.plans[0][1] for candidate in candidates)
     members = {joint.by_name[name] for plan in plans for name, _ in plan.members}
     taken = {node for node in members if not ops.is_cheap_view(node)}
-    attention, refused = attention_candidates(joint, taken)
+    accumulate = INPUT if options.accumulate == INPUT else FLOAT32
+    attention, refused = attention_candidates(joint, taken, accumulate)
     return [*candidates, *attention], [*rejections, *refused]
 
 
 def attention_candidates(
-    joint: JointGraph, taken: Set[fx.Node] = frozenset()
+    joint: JointGraph, taken: Set[fx.Node] = frozenset(), accumulate: str = FLOAT32
 ) -> tuple[list[RegionCandidates], list[Rejection]]:
     """The candidates of every attention, and what was refused. Changes nothing.
 
     Args:
         taken: members of other regions.
+        accumulate: the dtype of sums over chunks, as ``LoopPlan`` has it.
     """
     regions, rejections = detect_attention(joint, taken)
     masked, refused = detect_masked_attention(joint, taken)
-    candidates = [_candidates(joint, region, _counts_of_heads(region)) for region in regions]
+    candidates = [
+        _candidates(joint, region, _counts_of_heads(region), accumulate) for region in regions
+    ]
     for region in masked:
-        over_rows = _candidates(joint, region, _counts_of_rows(region))
+        over_rows = _candidates(joint, region, _counts_of_rows(region), accumulate)
         over_heads = next((c for c in candidates if _share_attention(joint, c, over_rows)), None)
         if not over_rows.plans:
             continue
@@ -100,13 +104,14 @@ def _counts_of_rows(region: Region) -> list[int]:
     return sorted(rows // length for length in chosen if length is not None)
 
 
-def _candidates(joint: JointGraph, region: Region, counts: Sequence[int]) -> RegionCandidates:
+def _candidates(
+    joint: JointGraph, region: Region, counts: Sequence[int], accumulate: str
+) -> RegionCandidates:
     """The plan of each mode, for each number of chunks."""
     facts = RegionFacts(joint, region)
     products = frozenset(node.name for node in facts.specs if ops.is_matmul(node))
-    modes = {
-        mode.mode: mode for mode in (region_loops(facts, m, products) for m in (SAVE, RECOMPUTE))
-    }
+    each = (region_loops(facts, m, products).summing(accumulate) for m in (SAVE, RECOMPUTE))
+    modes = {mode.mode: mode for mode in each}
     what = "groups" if region.axis == HEADS else f"chunks of {region.axis}"
     plans = tuple(
         (f"{mode}, {count} {what}", plan_of_groups(facts, loops, count))

@@ -8,8 +8,10 @@ After its preferred mode a region is offered recompute mode, which needs less me
 the usual length and in chunks as short as matrix products bear. (A region that is fused, or whose
 large values the step returns, is offered its preferred mode in short chunks instead.) Without a
 budget it is also offered its preferred mode in long chunks, without repeated products, for steps
-whose loops take too long together. Which of them runs, or whether the region stays whole, is part
-of the partition problem: a solver chooses it (loops/mode_costs.py, partition/solvers/).
+whose loops take too long together. Where gradients of weights are in 16 bits and large, modes are
+also offered with sums over chunks in 16 bits, in as few chunks as their error allows. Which of them
+runs, or whether the region stays whole, is part of the partition problem: a solver chooses it
+(loops/mode_costs.py, partition/solvers/).
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ import dataclasses
 from mstpass.graph.axes import TOKENS
 from mstpass.graph.joint import JointGraph
 from mstpass.limit import Limit
-from mstpass.loops.chunk_length import LONG, SHORT, USUAL
+from mstpass.loops.chunk_length import FEW, LONG, SHORT, USUAL
 from mstpass.loops.free_overhead import spend_free_overhead
 from mstpass.loops.plan_region import RegionPlanner
 from mstpass.options import Options
 from mstpass.plans import FUSED, MIXED, RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
 from mstpass.regions.detect import find_regions
 
-_LENGTHS = {USUAL: "{}", SHORT: "{}, short chunks", LONG: "{}, long chunks"}  # names of modes
+_LENGTHS = {  # names of modes
+    USUAL: "{}",
+    SHORT: "{}, short chunks",
+    LONG: "{}, long chunks",
+    FEW: "{}, 16-bit sums",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,22 +79,33 @@ def find_candidates(
     preferred: list[ChunkPlan] = []
     leaner: list[RegionCandidates] = []
     for planner in planners.values():
-        plan = planner.plan(preferred_mode(planner.region, limit), length=length)
+        mode = preferred_mode(planner.region, limit)
+        plan = planner.plan(mode, length=length)
         if isinstance(plan, ChunkPlan) and planner.region.axis == TOKENS:
             preferred.append(plan)
         elif isinstance(plan, ChunkPlan):
             leaner.append(_for_a_budget(planner, plan, limit))
+        elif few := planner.with_16_bit_sums(mode):
+            preferred.append(few)
         elif candidates := _only_for_a_budget(planner, limit):
             leaner.append(candidates)
         else:
             rejections.append(plan)
 
+    recomputed: dict[object, frozenset[str]] = {}  # by a region's members
+
     def replan(plan: ChunkPlan, may_recompute: frozenset[str]) -> ChunkPlan:
         other = planners[plan.members].plan(plan.mode, may_recompute, length=length)
-        return other if isinstance(other, ChunkPlan) else plan
+        if not isinstance(other, ChunkPlan):
+            return plan
+        recomputed[plan.members] = may_recompute
+        return other
 
     preferred = spend_free_overhead(joint, preferred, options.free_overhead, replan)
-    taken = [_candidates(planners[plan.members], plan, limit) for plan in preferred]
+    taken = [
+        _candidates(planners[p.members], p, limit, recomputed.get(p.members, frozenset()))
+        for p in preferred
+    ]
     return [*taken, *leaner], rejections
 
 
@@ -119,14 +137,23 @@ def _for_a_budget(planner: RegionPlanner, plan: ChunkPlan, limit: Limit) -> Regi
     return dataclasses.replace(candidates, whole_first=candidates.optional)
 
 
-def _candidates(planner: RegionPlanner, preferred: ChunkPlan, limit: Limit) -> RegionCandidates:
+def _candidates(
+    planner: RegionPlanner,
+    preferred: ChunkPlan,
+    limit: Limit,
+    may_recompute: frozenset[str] = frozenset(),
+) -> RegionCandidates:
     """The preferred plan, and others that need less memory.
 
     A region keeps its loops if ``chunk_tokens`` is given, or if its token count varies: later
     batches may be longer than the one that the graph was traced with.
+
+    Args:
+        may_recompute: names of the matmuls that the preferred plan may compute again.
     """
     region = planner.region
-    plans = {preferred.mode: preferred}
+    first = USUAL if planner.accumulates_as_asked(preferred) else FEW
+    plans = {_LENGTHS[first].format(preferred.mode): preferred}
     optional = planner.options.chunk_tokens is None and not region.symbolic
     leaner = preferred.mode if region.fused or region.returned else RECOMPUTE
     others = [(leaner, USUAL), (leaner, SHORT)]
@@ -139,5 +166,11 @@ def _candidates(planner: RegionPlanner, preferred: ChunkPlan, limit: Limit) -> R
         if isinstance(plan, ChunkPlan) and plan not in plans.values():
             name = _LENGTHS[length].format(mode)
             plans.setdefault(name, plan)
+    again = {preferred.mode: may_recompute, **({} if limit.is_free else {leaner: frozenset()})}
+    for mode, matmuls in again.items():
+        other = plans.get(_LENGTHS[LONG].format(mode), plans.get(mode))
+        few = planner.with_16_bit_sums(mode, matmuls, other)
+        if few is not None and few not in plans.values():
+            plans[_LENGTHS[FEW].format(mode)] = few
     # The last member names the region: two heads may begin with the same view.
     return RegionCandidates(region.members[-1][0], tuple(plans.items()), optional)

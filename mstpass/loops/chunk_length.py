@@ -14,7 +14,8 @@ Three rules decide it, with N tokens in all:
 
    Shorter chunks would hardly lower the peak. For the least memory the share is half of that.
    Long chunks, for steps that have no time to lose, are the shortest that take at most ``_LONG``
-   times as long as the whole, or as the fastest chunks, instead of ``GOOD``.
+   times as long as the whole, or as the fastest chunks, instead of ``GOOD``. Chunks whose sums are
+   kept in 16 bits are as many as the error of these sums allows (plans.py).
 3. *Equal, and whole multiples.* If the chunk length does not divide N, the last chunk overlaps the
    one before it, and masks leave the repeated rows out of every sum. Up to a third more chunks are
    taken if they are then equal and the loop becomes at most ``_OVERLAP_TIME`` slower. On a GPU,
@@ -38,9 +39,10 @@ from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops
 from mstpass.loops.sections import Sections
 from mstpass.options import Options
-from mstpass.plans import Chunks
+from mstpass.plans import MOST_CHUNKS_IN_16_BITS, Chunks
 
 USUAL, SHORT, LONG = "usual", "short", "long"  # chunks
+FEW = "few"  # chunks, for sums in 16 bits
 _LONG = 1.01
 _BUFFERED_SHARE = 0.5
 # The extra time of a loop whose last chunk overlaps, as a fraction. A head of d=256, V=32000,
@@ -65,13 +67,15 @@ def chunk_length(
 
     Args:
         sections: the backward loop of mixed mode.
-        length: ``USUAL``; ``SHORT``, as short as rule 1 allows for products; or ``LONG``.
+        length: ``USUAL``; ``SHORT``, as short as rule 1 allows for products; ``LONG``; or ``FEW``.
     """
     tokens, symbolic = facts.region.num_tokens, facts.region.symbolic
     given = options.chunk_tokens
     if given is not None:
         if given >= tokens and not symbolic:
             return Refusal(f"{tokens} tokens fit in one chunk of chunk_tokens={given}")
+        if length == FEW and math.ceil(tokens / given) > MOST_CHUNKS_IN_16_BITS:
+            return Refusal(f"{math.ceil(tokens / given)} chunks are too many for sums in 16 bits")
         return given
     device = next(tensors_of(facts.joint.by_name[facts.region.name].meta["val"])).device
     costs, work = costs_of(device), facts.work_of(loops.loops)
@@ -89,6 +93,8 @@ def chunk_length(
             f"{tokens} tokens are fewer than two chunks of {fewest} rows; shorter chunks would "
             f"slow down matrix products on {device.type}"
         )
+    if length == FEW:
+        return _rounded(tokens, MOST_CHUNKS_IN_16_BITS, costs.grain)
     wanted = int(tokens * share * loops.stacked_bytes / max(1, loops.buffered_bytes))
     num_chunks = max(2, min(math.ceil(tokens / max(1, wanted)), tokens // good))
     if symbolic:

@@ -32,21 +32,17 @@ from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import Loop, LoopResult, Mode, RegionModes, loop_name
 
 WHOLE = "whole"  # the mode without loops
-_ACCUMULATOR_BYTES = 4  # of one element in float32
 
 
 def region_modes(
-    joint: JointGraph, candidates: Sequence[RegionCandidates], accumulate: str
+    joint: JointGraph, candidates: Sequence[RegionCandidates]
 ) -> tuple[RegionModes, ...]:
     """The modes of each region, in the order of preference; ``WHOLE`` where it may stay whole.
-
-    Args:
-        accumulate: the dtype in which loops sum over chunks (the option of this name).
 
     Raises:
         CannotTake: a loop's body cannot be built.
     """
-    loops = _Loops(joint, accumulate)
+    loops = _Loops(joint)
     return tuple(
         RegionModes(
             region.region,
@@ -63,8 +59,8 @@ def region_modes(
 class _Loops:
     """Turns the loops of chunk plans into plain data; loops that are alike are simulated once."""
 
-    def __init__(self, joint: JointGraph, accumulate: str):
-        self.joint, self.accumulate = joint, accumulate
+    def __init__(self, joint: JointGraph):
+        self.joint = joint
         self.chunk_bytes: dict[str, int] = {}  # by the loop's ``body_key``
 
     def of(self, plan: ChunkPlan) -> tuple[Loop, ...]:
@@ -75,7 +71,7 @@ class _Loops:
             name=loop_name(loop.outputs[0].node),
             members=loop.members,
             needs=self._needs(loop),
-            results=tuple(_result(self.joint, loop, o, self.accumulate) for o in loop.outputs),
+            results=tuple(_result(self.joint, loop, o) for o in loop.outputs),
             inner_bytes=self._chunk_bytes(loop) + self._copied_bytes(loop),
             us=self._time_us(loop),
         )
@@ -109,7 +105,7 @@ class _Loops:
         if key not in self.chunk_bytes:
             graph = fx.Graph()
             builder = Builder(graph, fake_mode_of(self.joint.nodes))
-            parts = build_body(self.joint, loop, builder, self.accumulate)
+            parts = build_body(self.joint, loop, builder)
             self.chunk_bytes[key] = body_bytes(graph, parts)
         return self.chunk_bytes[key]
 
@@ -119,7 +115,7 @@ class _Loops:
         members = {self.joint.by_name[name]: spec for name, spec in pairs}
         device = next(value.device for node in members for value in tensors_of(node.meta["val"]))
         if chunks.axis in ALONG_A_DIM:
-            work = head_loop_work(self.joint, members, chunks.total)
+            work = head_loop_work(self.joint, members, chunks.total, loop.least_sum_bytes)
             rows = work.tokens // chunks.total * chunks.length
             attention_us = sum(self._group_us(n, chunks.count) for n in members)
             return costs_of(device).loop_us(work, rows) + chunks.count * attention_us
@@ -127,7 +123,7 @@ class _Loops:
         if chunks.axis == QUERIES:
             attention_us = sum(self._group_us(n, chunks.count) for n in members)
             members = {n: spec for n, spec in members.items() if not is_attention(n)}
-        work = loop_work(self.joint, members, chunks.total)
+        work = loop_work(self.joint, members, chunks.total, loop.least_sum_bytes)
         us = costs_of(device).loop_us(work, chunks.length)
         return us + chunks.count * attention_us
 
@@ -141,16 +137,16 @@ class _Loops:
         return costs_of(device).attention_us(work.of_group(num_groups), moved)
 
 
-def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput, accumulate: str) -> LoopResult:
-    """An output as the loop returns it: a sum of a narrower dtype is kept in float32."""
+def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput) -> LoopResult:
+    """An output as the loop returns it: a sum may be kept in a wider dtype."""
     node = joint.by_name[item.node]
     size = nbytes(node)
     value = value_of(node)
     scale = loop.unit or "" if item.scaled else ""
     adds_up = item.spec is None and item.combine == "sum"
-    if adds_up and accumulate == "float32" and value is not None:
-        cast = value.element_size() < _ACCUMULATOR_BYTES
-        element_bytes = max(_ACCUMULATOR_BYTES, value.element_size())
+    if adds_up and value is not None:
+        cast = value.element_size() < loop.least_sum_bytes
+        element_bytes = max(loop.least_sum_bytes, value.element_size())
         size = size // value.element_size() * element_bytes
         return LoopResult(item.node, allocated_bytes(size, value.device), scale, cast)
     return LoopResult(item.node, buffer_bytes(node), scale)

@@ -11,18 +11,37 @@ A plan that would not lower those bytes is refused.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
 from mstpass.graph.axes import FEATURES
-from mstpass.graph.joint import JointGraph, nbytes
+from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.tokens import Refusal
-from mstpass.loops.chunk_length import USUAL, chunk_length, chunks_of_features, chunks_of_sections
-from mstpass.loops.region_facts import RegionFacts
+from mstpass.loops.chunk_length import (
+    FEW,
+    USUAL,
+    chunk_length,
+    chunks_of_features,
+    chunks_of_sections,
+)
+from mstpass.loops.region_facts import LOW_PRECISION, RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.loops.sections import Sections, sections_of
 from mstpass.options import Options
-from mstpass.plans import MIXED, ChunkPlan, Chunks, LoopPlan, Region, Rejection
+from mstpass.plans import (
+    AUTO,
+    FLOAT32,
+    INPUT,
+    MIXED,
+    ChunkPlan,
+    Chunks,
+    LoopPlan,
+    Region,
+    Rejection,
+)
+
+_LARGE_SUMS = 64  # sums in 16 bits are worth it from this part of a region's large values on
 
 
 class RegionPlanner:
@@ -50,7 +69,7 @@ class RegionPlanner:
         Args:
             mode: the mode asked for; the plan's may differ, see ``region_loops``.
             may_recompute: names of matmuls that backward may compute again in save mode.
-            length: of the chunks, as in ``chunk_length``.
+            length: of the chunks, as in ``chunk_length``; with ``FEW``, sums are in 16 bits.
         """
         sections = None
         if mode == MIXED:
@@ -58,7 +77,9 @@ class RegionPlanner:
                 return self._rejection(self.sections.reason)
             sections = self.sections
         facts, region = self.facts, self.region
-        loops = self._loops_of(mode, may_recompute, sections)
+        in_16_bits = length == FEW or self.options.accumulate == INPUT
+        accumulate = INPUT if in_16_bits else FLOAT32
+        loops = self._loops_of(mode, may_recompute, sections).summing(accumulate)
         if not all(any(item.spec for item in loop.inputs) for loop in loops.loops):
             return self._rejection("a loop would read constants only, and nothing with tokens")
         if region.axis == FEATURES:
@@ -82,7 +103,8 @@ class RegionPlanner:
         in_chunks = tuple(loop.in_chunks(chunks) for loop in loops.loops)
         if sections is not None:
             of_sections = chunks_of_sections(facts, sections, self.options, length)
-            in_chunks = (*in_chunks, sections.loop.in_chunks(of_sections))
+            backward = dataclasses.replace(sections.loop, accumulate=accumulate)
+            in_chunks = (*in_chunks, backward.in_chunks(of_sections))
         saved = tuple(node.name for node in loops.saved)
         return self._plan_of(loops.mode, chunks, in_chunks, bytes_after, saved)
 
@@ -103,7 +125,9 @@ class RegionPlanner:
             return self._rejection(sections.reason)
         chunks = chunks_of_sections(self.facts, sections, self.options, length)
         bytes_after = self.facts.bytes_before * chunks.length // chunks.total
-        return self._plan_of(MIXED, chunks, (sections.loop.in_chunks(chunks),), bytes_after)
+        accumulate = INPUT if self.options.accumulate == INPUT else FLOAT32
+        loop = dataclasses.replace(sections.loop, accumulate=accumulate, chunks=chunks)
+        return self._plan_of(MIXED, chunks, (loop,), bytes_after)
 
     def _plan_of(
         self,
@@ -130,6 +154,44 @@ class RegionPlanner:
             symbolic=chunks.symbolic,
             axis=chunks.axis,
         )
+
+    def with_16_bit_sums(
+        self,
+        mode: str,
+        may_recompute: frozenset[str] = frozenset(),
+        other: ChunkPlan | None = None,
+    ) -> ChunkPlan | None:
+        """The loops with sums over chunks in 16 bits; None where that is ruled out, or in vain.
+
+        The sums are then half as large as in float32, and a chunk is larger. Where the number of
+        tokens varies, nothing bounds that of chunks, so sums are in float32.
+
+        Args:
+            other: the loops in the same mode with sums in float32; None if there are none.
+        """
+        if self.options.accumulate != AUTO or self.region.symbolic:
+            return None
+        if mode == MIXED or self.region.axis == FEATURES:
+            return None  # what sections sum is the gradient of narrow values
+        plan = self.plan(mode, may_recompute, FEW)
+        if not isinstance(plan, ChunkPlan):
+            return None
+        larger = plan.chunk_tokens - other.chunk_tokens if other else 0
+        larger_bytes = plan.bytes_before * larger // plan.num_tokens
+        least_bytes = max(larger_bytes, plan.bytes_before // _LARGE_SUMS)
+        return plan if self._bytes_in_16_bits(plan) > least_bytes else None
+
+    def accumulates_as_asked(self, plan: ChunkPlan) -> bool:
+        """Whether sums are in the dtype of the option, which is float32 unless that says more."""
+        asked = INPUT if self.options.accumulate == INPUT else FLOAT32
+        return all(loop.accumulate == asked for loop in plan.loops)
+
+    def _bytes_in_16_bits(self, plan: ChunkPlan) -> int:
+        """Size of the 16-bit results that the loops sum over chunks."""
+        names = {item.node for x in plan.loops for item in x.outputs if item.spec is None}
+        values = {name: value_of(self.facts.joint.by_name[name]) for name in names}
+        low = [name for name, v in values.items() if v is not None and v.dtype in LOW_PRECISION]
+        return sum(nbytes(self.facts.joint.by_name[name]) for name in low)
 
     def _loops_of(
         self, mode: str, may_recompute: frozenset[str], sections: Sections | None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
+import torch
 from torch import fx
 
 from mstpass.graph import ops
@@ -27,6 +28,8 @@ from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import Refusal, Spec, token_count
 from mstpass.loops.rounds import early_outputs, rounds
 from mstpass.plans import LoopPlan, Region
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class RegionFacts:
@@ -86,11 +89,12 @@ class RegionFacts:
 
     def work_of(self, loops: Iterable[LoopPlan]) -> LoopWork:
         """What these loops over tokens compute."""
+        loops = list(loops)
         names = {name for loop in loops for name in loop.members}
         members = {node: spec for node, spec in self.specs.items() if node.name in names}
-        if members.keys() == self.specs.keys():
-            return self.work
-        return self._work_of(members)
+        is_all = members.keys() == self.specs.keys()
+        work = self.work if is_all else self._work_of(members)
+        return work.summed_in(max(loop.least_sum_bytes for loop in loops))
 
     def _work_of(self, members: Mapping[fx.Node, Spec | None]) -> LoopWork:
         of_axis = head_loop_work if self.region.axis in ALONG_A_DIM else loop_work

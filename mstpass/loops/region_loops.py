@@ -49,6 +49,11 @@ class RegionLoops:
     buffered_bytes: int
     stacked_bytes: int
 
+    def summing(self, accumulate: str) -> RegionLoops:
+        """The same loops with their sums over chunks in another dtype."""
+        loops = (dataclasses.replace(loop, accumulate=accumulate) for loop in self.loops)
+        return dataclasses.replace(self, loops=tuple(loops))
+
 
 def region_loops(
     facts: RegionFacts,

@@ -29,7 +29,7 @@ from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.build import body_key, build_body, is_literal
 from mstpass.loops.operand_layout import is_viewable
-from mstpass.plans import LoopOutput, LoopPlan
+from mstpass.plans import FLOAT32, LoopOutput, LoopPlan
 from mstpass.problem.problem import RECOMPUTED
 from mstpass.torch_internals.graphs import graph_module
 
@@ -54,10 +54,9 @@ class LoopWriter:
         builder: Builder,
         sizes: SizeNodes,
         root: torch.nn.Module,
-        accumulate: str,
     ):
         self.joint, self.builder, self.sizes = joint, builder, sizes
-        self.root, self.accumulate = root, accumulate
+        self.root = root
         self.tags = policies_of(joint).tags
         self.bodies: dict[str, _LoopBody] = {}  # by their ``body_key``
         self.modules: dict[str, str] = {}  # names of body modules, by what they compute
@@ -73,7 +72,7 @@ class LoopWriter:
         whole = [env[node] for node, spec in inputs if not spec and not is_literal(node)]
         body = self._body(loop)
         specs = tuple(
-            self._output_spec(axis, loop, item, dtype)
+            self._output_spec(axis, loop, item, dtype if loop.accumulate == FLOAT32 else None)
             for item, dtype in zip(loop.outputs, body.dtypes, strict=True)
         )
         (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
@@ -120,7 +119,7 @@ class LoopWriter:
     def _built(self, loop: LoopPlan) -> _LoopBody:
         graph = fx.Graph()
         builder = Builder(graph, self.builder.mode)
-        parts = build_body(self.joint, loop, builder, self.accumulate)
+        parts = build_body(self.joint, loop, builder)
         inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
         code = f"{graph} {[_layout(value) for value in inputs]}"
         if code not in self.modules:  # loops over different nodes may have the same body
@@ -130,10 +129,12 @@ class LoopWriter:
         return _LoopBody(self.modules[code], tuple(part.meta["val"].dtype for part in parts))
 
     def _output_spec(
-        self, axis: Axis, loop: LoopPlan, item: LoopOutput, dtype: torch.dtype
+        self, axis: Axis, loop: LoopPlan, item: LoopOutput, dtype: torch.dtype | None
     ) -> OutputSpec:
+        """An output in this dtype; None: in that of the node."""
         value = value_of(self.joint.by_name[item.node])
         assert value is not None
+        dtype = dtype or value.dtype
         if item.spec is None:
             names = [output.node for output in loop.outputs]
             relative = bool(item.relative_to)

@@ -100,7 +100,8 @@ def _result_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
             shapes[0][dim] = shapes[1][dim]
         if shapes[0] != shapes[1]:
             yield f"its body returns {tuple(part.shape)} for a result {tuple(result.shape)}"
-        if not part.dtype == dtype == result.dtype:
+        is_summand = dim is None and torch.promote_types(part.dtype, dtype) == part.dtype
+        if dtype != result.dtype or not (part.dtype == dtype or is_summand):
             yield f"its body returns {part.dtype} for a result of {result.dtype}"
 
 

@@ -15,7 +15,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 
 from mstpass.byte_sizes import bytes_text
-from mstpass.plans import ChunkPlan, Rejection, SavePlan
+from mstpass.plans import (
+    ERROR_IN_16_BITS,
+    INPUT,
+    MOST_CHUNKS_IN_16_BITS,
+    ChunkPlan,
+    Rejection,
+    SavePlan,
+)
 from mstpass.problem.problem import is_loop
 from mstpass.report.copy_times import phase_times
 from mstpass.report.data import ReportData
@@ -36,6 +43,8 @@ _MOST_ITEMS = (7, 6, 5, 4, 3, 2, 1)  # of each part: the first number with which
 _MOST_REJECTIONS, _MOST_RULES = 4, 3
 _WIDTH = 110
 _MODULE_DEPTH = 3  # parts of a module's path by which saved values are added up
+
+_IN_16_BITS = {"bfloat16", "float16"}
 
 Nodes = Mapping[str, DrawnNode]
 
@@ -86,10 +95,13 @@ def _peak_lines(report: ReportData) -> list[str]:
 
 # ---- what runs in chunks -----------------------------------------------------------------------
 def _region_lines(regions: Sequence[ChunkPlan], nodes: Nodes, most: int) -> list[str]:
-    """Two lines for each group of equal regions: how it runs, and where it is in the model."""
+    """For each group of equal regions: how it runs, where it is in the model, and what else to know
+    of it."""
     if not regions:
         return ["  nothing runs in chunks"]
-    groups = group_by(regions, lambda r: (_chunks_text(r), fold_numbers(r.source), r.note))
+    groups = group_by(
+        regions, lambda r: (_chunks_text(r), _sums_text(r, nodes), fold_numbers(r.source), r.note)
+    )
     names = [_with_count(group[0].kind, group) for group in groups[:most]]
     width = max(map(len, names))
     lines = ["  runs in chunks:"]
@@ -98,9 +110,24 @@ def _region_lines(regions: Sequence[ChunkPlan], nodes: Nodes, most: int) -> list
         lines.append(f"    {name:{width}}  {first.mode:<9}  {_chunks_text(first)}")
         place = _place(join_layers(r.source for r in group), _source_line(first, nodes))
         lines.append(f"      {place}".rstrip())
+        if sums := _sums_text(first, nodes):
+            lines += _wrap("      sums: ", sums)
         if first.note:
             lines += _wrap("      note: ", first.note)
     return lines + _more_line(groups, most)
+
+
+def _sums_text(region: ChunkPlan, nodes: Nodes) -> str:
+    """In which dtype sums over chunks are kept, if that is no wider than the results'."""
+    loops = [loop for loop in region.loops if loop.accumulate == INPUT]
+    names = {item.node for loop in loops for item in loop.outputs if item.spec is None}
+    dtypes = sorted({nodes[name].dtype for name in names if name in nodes} & _IN_16_BITS)
+    if not names or (nodes and not dtypes):
+        return ""
+    kept = f"kept in {' and '.join(dtypes) or 'the dtype of the results'}"
+    if max(loop.cut.count for loop in loops) > MOST_CHUNKS_IN_16_BITS or region.symbolic:
+        return f'{kept}, rounded at each chunk, as accumulate="input" asks'
+    return f"{kept}: the error is at most {ERROR_IN_16_BITS} times that of eager mode"
 
 
 def _chunks_text(region: ChunkPlan) -> str:

@@ -36,6 +36,21 @@ def test_a_loop_is_lean(name: str) -> None:
     check_lean(dry_run(*step(), **options))
 
 
+def test_sums_in_16_bits_are_added_up_in_place() -> None:
+    """No buffer of the weight's shape is made but the gradient itself; nothing is cast."""
+    weight = "empty_strided_cuda((128256, 1024), (1024, 1), {})"
+    for accumulate, dtype in (("auto", "torch.bfloat16"), ("float32", "torch.float32")):
+        run = dry_run(*head(), accumulate=accumulate)
+        check_lean(run)
+        (region,) = run.report.regions
+        assert region.num_chunks == 2
+        assert run.text.count(weight.format(dtype)) == 1
+        (loop,) = run.loops
+        assert sum("add_product_" in call for call in loop.calls) == 1
+        if accumulate == "auto":
+            assert weight.format("torch.float32") not in run.text
+
+
 def test_symbolic_lengths_fuse_as_static_ones_do() -> None:
     static = dry_run(*head())
     symbolic = dry_run(*head(), dynamic_dim=0)

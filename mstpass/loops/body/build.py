@@ -65,16 +65,14 @@ from mstpass.loops.body.rematerialize_pointwise import (
     rematerialize_at_readers,
 )
 from mstpass.loops.body.scatter_last import scatter_last
-from mstpass.plans import LoopPlan
+from mstpass.loops.region_facts import LOW_PRECISION
+from mstpass.plans import FLOAT32, LoopPlan
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def build_body(
-    joint: JointGraph, loop: LoopPlan, builder: Builder, accumulate: str
-) -> list[fx.Node]:
+def build_body(joint: JointGraph, loop: LoopPlan, builder: Builder) -> list[fx.Node]:
     """Write the body into the builder's empty graph, its output node included.
 
     Returns:
@@ -85,7 +83,7 @@ def build_body(
             size cannot be written.
     """
     try:
-        return _Body(joint, loop, builder, accumulate).build()
+        return _Body(joint, loop, builder).build()
     except (UnknownSize, CannotRenew) as error:
         raise CannotTake(joint.by_name[loop.members[0]], str(error)) from None
 
@@ -94,7 +92,7 @@ def body_key(joint: JointGraph, loop: LoopPlan) -> str:
     """Equal for loops whose bodies are: the same ops, on values of the same sizes and layouts."""
     specs = loop.spec_of()
     number: dict[fx.Node, object] = {}
-    rows: list[object] = [loop.chunks, *(item.spec for item in loop.inputs)]
+    rows: list[object] = [loop.chunks, loop.accumulate, *(item.spec for item in loop.inputs)]
     for item in loop.outputs:
         names = filter(None, (item.node, item.relative_to))
         rows.append((item.spec, *map(loop.members.index, names)))
@@ -131,10 +129,10 @@ def is_literal(node: fx.Node) -> bool:
 
 
 class _Body:
-    def __init__(self, joint: JointGraph, loop: LoopPlan, builder: Builder, accumulate: str):
+    def __init__(self, joint: JointGraph, loop: LoopPlan, builder: Builder):
         chunks = loop.cut
         self.joint, self.loop, self.builder = joint, loop, builder
-        self.chunk_tokens, self.accumulate = chunks.length, accumulate
+        self.chunk_tokens = chunks.length
         self.axis = axis_of(chunks.axis, chunks.total)
         self.symbolic = chunks.symbolic
         self.overlaps = not self.symbolic and chunks.count * chunks.length != chunks.total
@@ -323,7 +321,7 @@ class _Body:
         spec = self.specs[found.values]
         assert spec is not None
         values, maximum = self.env[found.values, spec], self.env[found.maximum, None]
-        if self.accumulate == "float32" and values.meta["val"].dtype in _LOW_PRECISION:
+        if self.loop.accumulate == FLOAT32 and values.meta["val"].dtype in LOW_PRECISION:
             values, maximum = (self._cast(n, torch.float32) for n in (values, maximum))
         shape = list(values.meta["val"].shape)
         for dim in found.dims:
@@ -334,7 +332,8 @@ class _Body:
         return self.builder.call(node.target, summed, *node.args[1:])
 
     def _partial_sum(self, node: fx.Node) -> fx.Node:
-        """The sum over the chunk's tokens, in the accumulator's dtype."""
+        """The sum over the chunk's tokens, in the accumulator's dtype or, so that it is rounded
+        only once it is added, in float32."""
         source = next((n for n in node.all_input_nodes if self.specs.get(n)), None)
         value = value_of(node)
         assert value is not None
@@ -348,15 +347,16 @@ class _Body:
             )
             return self.builder.call(node.target, *args, **kwargs)
         needs = self.axis.sum_operands(node, source, self.specs[source] or ())
+        is_low, in_float32 = value.dtype in LOW_PRECISION, self.loop.accumulate == FLOAT32
         if node.target is operator.getitem:  # of an op that sums by itself, and has several results
             part = self.builder.call(
                 operator.getitem, self.env[source, needs[source]], node.args[1]
             )
-            widens = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
-            return self._cast(part, torch.float32) if widens else part
-        widen = self.accumulate == "float32" and value.dtype in _LOW_PRECISION
+            return self._cast(part, torch.float32) if is_low and in_float32 else part
         is_grouped = node.target is grouped_sums
-        matmul_widens = is_grouped or (ops.is_matmul(node) and value.device.type == "cuda")
+        is_product = ops.is_matmul(node)
+        widen = is_low and (in_float32 or not is_product)  # products are rounded once, in place
+        matmul_widens = is_grouped or (is_product and value.device.type == "cuda")
         parts = {n: self.env[n, spec] for n, spec in needs.items()}
         if widen and not matmul_widens:
             # Casting the chunk's operands is cheaper than casting a product of the weight's size.
@@ -420,4 +420,4 @@ def _sums_features(node: fx.Node, operand: fx.Node, spec: Spec) -> bool:
         return False
     last = value.dim() - 1
     dims = [d % value.dim() for d in node.args[1]] if len(node.args) > 1 else [last]  # type: ignore[union-attr]
-    return last in dims and last not in spec and value.dtype not in _LOW_PRECISION
+    return last in dims and last not in spec and value.dtype not in LOW_PRECISION

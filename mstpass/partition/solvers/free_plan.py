@@ -1,9 +1,10 @@
 """The free plan: every saving that costs next to no time, and no loop that saves nothing.
 
-Regions run in their first modes, which are the ones that cost next to no time. A region that can do
-without loops loses them if the step's peak is no higher then: the peak lies elsewhere. The saved
-set is that of the fewest bytes which repeats no heavy op (min_cut.py); of several, the one of the
-lower peak.
+Regions run in their first modes, which are the ones that cost next to no time. Where a mode that
+is alike has narrower sums over chunks, is no slower and needs less memory, it takes the first
+one's place (choose_modes.py). A region that can do without loops loses them if the step's peak is
+no higher then: the peak lies elsewhere. The saved set is that of the fewest bytes which repeats
+no heavy op (min_cut.py); of several, the one of the lower peak.
 
 All that together may take more time than the free plan may, or a higher peak than Inductor alone.
 free_time.py and loops_that_help.py see to that.
@@ -33,7 +34,7 @@ from mstpass.partition.solvers.candidate import (
     fewest_saved_bytes,
     saving_buffers_first,
 )
-from mstpass.partition.solvers.choose_modes import whole_modes
+from mstpass.partition.solvers.choose_modes import whole_modes, with_narrower_sums
 from mstpass.partition.solvers.free_time import within_free_time
 from mstpass.partition.solvers.loops_that_help import loops_that_help
 from mstpass.partition.solvers.memory_lower_bounds import certain_bytes
@@ -62,7 +63,7 @@ class _Search:
     """Which regions can do without their loops. Regions are given by name."""
 
     def __init__(self, problem: CutProblem):
-        self.problem = problem
+        self.problem, self.better = problem, with_narrower_sums(problem)
         self.optional = {
             region.region: region
             for region in problem.regions
@@ -71,10 +72,10 @@ class _Search:
         self.without = functools.cache(self._without)
 
     def _without(self, dropped: frozenset[str]) -> Candidate:
-        """The plan in which these regions have no loops, and all others their first modes."""
+        """The plan in which these regions have no loops, and all others the modes of above."""
         whole = whole_modes(self.problem)
         modes = {name: whole[name] for name in self.optional if name in dropped}
-        return fewest_saved_bytes(self.problem, modes)
+        return fewest_saved_bytes(self.problem, {**self.better, **modes})
 
     def _drop_more(self, dropped: frozenset[str], more: Iterable[str]) -> frozenset[str]:
         """Drop the loops of more regions, if the peak is no higher."""
@@ -83,7 +84,7 @@ class _Search:
         return both if self.without(both).simulation.within(limit) else dropped
 
     def drop_save_loops(self, dropped: frozenset[str]) -> frozenset[str]:
-        saving = frozenset(n for n, r in self.optional.items() if r.modes[0].name == _SAVE)
+        saving = frozenset(n for n, r in self.optional.items() if _saves(r))
         if not saving:
             return dropped
         limit = TIE * self.without(dropped).peak_bytes
@@ -97,13 +98,17 @@ class _Search:
         fits = [
             name
             for name, region in self.optional.items()
-            if region.modes[0].name != _SAVE and _largest(sizes, region) <= highest
+            if not _saves(region) and _largest(sizes, region) <= highest
         ]
         half = len(fits) // 2
         found = self._drop_more(dropped, fits)
         if found == dropped and half:
             return self._drop_more(self._drop_more(dropped, fits[:half]), fits[half:])
         return found
+
+
+def _saves(region: RegionModes) -> bool:
+    return region.modes[0].name.startswith(_SAVE)
 
 
 def _largest(sizes: Mapping[str, int], region: RegionModes) -> int:

@@ -15,13 +15,18 @@ Of these, the plan of the lowest peak is taken that is within the time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 import networkx as nx
 
 from mstpass.partition.solvers.candidate import Candidate, by_torch, fewest_saved_bytes, lowest
-from mstpass.partition.solvers.choose_modes import first_modes, mode_us, op_times, whole_modes
+from mstpass.partition.solvers.choose_modes import (
+    fastest_loops,
+    first_modes,
+    mode_us,
+    op_times,
+    whole_modes,
+)
 from mstpass.partition.solvers.memory_lower_bounds import certain_bytes
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.problem.apply_modes import Cycle, with_modes
@@ -80,13 +85,12 @@ def _with_faster_loops(problem: CutProblem, now: Mapping[str, str], share: float
     moves: list[tuple[bool, float, str, str]] = []
     for region in problem.regions:
         times = {mode.name: mode_us(us, region, mode) for mode in region.modes}
-        for whole in (False, True):
-            names = [m.name for m in region.modes if whole is not bool(m.loops)]
-            fastest = min(names, key=times.__getitem__, default="")
-            won_us = times[now[region.region]] - times.get(fastest, math.inf)
+        to_none = next((mode for mode in region.modes if not mode.loops), None)
+        for mode in filter(None, (fastest_loops(us, region), to_none)):
+            won_us = times[now[region.region]] - times[mode.name]
             if won_us > 0:
                 rank = _large_bytes(problem, region) / won_us
-                moves.append((whole, rank, region.region, fastest))
+                moves.append((mode is to_none, rank, region.region, mode.name))
     some = sorted(moves)[: round(share * len(moves))]
     return fewest_saved_bytes(problem, {**now, **{name: mode for _, _, name, mode in some}})
 

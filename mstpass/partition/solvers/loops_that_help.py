@@ -1,7 +1,7 @@
 """Of a plan whose loops raise the simulated peak, keep the loops that do not.
 
-A loop lowers the memory of its own region, but it may raise that of the step: sums over chunks are
-kept in float32, and a fused loop computes gradients in the forward that are held until the backward
+A loop lowers the memory of its own region, but it may raise that of the step: sums over chunks may
+be in float32, and a fused loop computes gradients in the forward that are held until the backward
 returns them. If a plan needs more memory than the step without loops, by torch's saved set or by
 that of the fewest bytes, the search begins without loops, and gives them back::
 
