@@ -21,8 +21,8 @@ FLOAT32, INPUT = "float32", "input"  # ``LoopPlan.accumulate``
 AUTO = "auto"  # the option of this name: one of them for each loop
 # A sum kept in 16 bits is rounded once for each chunk, and eager's once. With the roundings that
 # eager has besides (logits, activations and their gradients), the error of a weight's gradient
-# against float64 was, relative to eager's (bfloat16, 26 heads and 12 MLPs of random values,
-# 2026-11-27; float16 is alike):
+# against float64 was, relative to eager's (bfloat16, 25 heads and 4 MLPs of random values,
+# 2026-11-27):
 #
 #     chunks    2             3             4             8
 #     error     1.02 - 1.26   1.04 - 1.43   1.05 - 1.57   1.12 - 2.09
