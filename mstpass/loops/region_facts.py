@@ -76,7 +76,9 @@ class RegionFacts:
     @property
     def in_rounds(self) -> bool:
         """Whether the forward is more than one loop."""
-        forward = {node: number for node, number in self.rounds.items() if node not in self.backward}
+        forward = {
+            node: number for node, number in self.rounds.items() if node not in self.backward
+        }
         last = max(forward.values(), default=0)
         return any(self.rounds[n] < last for n in self.early.intersection(self.outputs))
 

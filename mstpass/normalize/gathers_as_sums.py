@@ -9,6 +9,7 @@ after the sum (graph/one_per_row.py).
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from mstpass.graph.joint import JointGraph, value_of
@@ -16,6 +17,8 @@ from mstpass.graph.one_per_row import gather_one, is_gather_of_one
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import symbols_of
 from mstpass.normalize.downstream import downstream
+
+aten = torch.ops.aten
 
 
 def gathers_as_sums(joint: JointGraph) -> Rewritten:
@@ -33,7 +36,18 @@ def gathers_as_sums(joint: JointGraph) -> Rewritten:
             gathered = gather_one(rewriting.builder, source, dim, index)
         rewriting.replace(node, gathered)
         made.add(gathered.name)
+    _decompose_all(rewriting)
     return rewriting.finished(), frozenset(made)
+
+
+def _decompose_all(rewriting: Rewriting) -> None:
+    """Write ``all``, by which indices are checked, as AOTAutograd does: Inductor has no other."""
+    for node in rewriting.graph.find_nodes(op="call_function", target=aten.all.default):
+        with rewriting.graph.inserting_before(node):
+            call = rewriting.builder.call
+            others = call(aten.logical_not.default, node.args[0])
+            none = call(aten.logical_not.default, call(aten.any.default, others))
+        rewriting.replace(node, none)
 
 
 def _gathers_tokens(joint: JointGraph, node: fx.Node) -> bool:

@@ -44,7 +44,7 @@ from mstpass.graph.axes import TOKEN_AXIS, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.exponential_sums import ExponentialSum, exponential_sum, exponentials
-from mstpass.graph.joint import JointGraph, tensors_of, value_of
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import fitted_length
 from mstpass.graph.one_per_row import (
     gather_one,
@@ -86,38 +86,6 @@ def build_body(
         return _Body(joint, loop, builder, accumulate).build()
     except (UnknownSize, CannotRenew) as error:
         raise CannotTake(joint.by_name[loop.members[0]], str(error)) from None
-
-
-def body_key(joint: JointGraph, loop: LoopPlan) -> str:
-    """Equal for loops whose bodies are: the same ops, on values of the same sizes and layouts."""
-    specs = loop.spec_of()
-    number: dict[fx.Node, object] = {}
-    rows: list[object] = [loop.chunks, *(item.spec for item in loop.inputs)]
-    for item in loop.outputs:
-        names = filter(None, (item.node, item.relative_to))
-        rows.append((item.spec, *map(loop.members.index, names)))
-    if loop.unit is not None:
-        unit = joint.by_name[loop.unit]
-        number[unit] = "unit"
-        rows.append(_layouts(unit))
-
-    def operand(node: fx.Node) -> Any:
-        return "node", number.get(node, node.target if node.op == "get_attr" else node.name)
-
-    for name in (*(item.node for item in loop.inputs), *loop.members):
-        node = joint.by_name[name]
-        number.setdefault(node, len(number))
-        rows.append((specs.get(name), _layouts(node)))
-    for name in loop.members:
-        node = joint.by_name[name]
-        rows.append((node.target, fx.map_arg((node.args, node.kwargs), operand)))
-    return repr(rows)
-
-
-def _layouts(node: fx.Node) -> object:
-    value = node.meta.get("val")
-    tensors = [(t.dtype, t.shape, t.stride(), t.device) for t in tensors_of(value)]
-    return tensors or value
 
 
 def is_literal(node: fx.Node) -> bool:
