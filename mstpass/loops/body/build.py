@@ -19,7 +19,7 @@ A sum of exponentials may be relative to the chunk's own maximum (graph/exponent
 
 Some nodes get another form, as they would cost a second buffer of the chunk's logits or one more
 pass over them: gathers and scatters of one element per row (graph/one_per_row.py) and row sums
-(graph/row_sums.py). Rewrites of the finished body follow: common_subexpressions.py,
+(graph/row_sums.py). Products may (product_by_columns.py). Rewrites of the finished body follow: common_subexpressions.py,
 scatter_last.py, gradient_in_place.py, rematerialize_pointwise.py.
 
 If the token count is symbolic, a chunk's length is known only at run time, so ``rows`` stands
@@ -58,6 +58,7 @@ from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, 
 from mstpass.graph.tokens import CannotTake, Spec, chunk_shape
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
 from mstpass.loops.body.gradient_in_place import write_gradients_in_place
+from mstpass.loops.body.product_by_columns import product_by_columns, products_by_columns
 from mstpass.loops.body.rematerialize_pointwise import (
     materialize_row_values,
     rematerialize_at_readers,
@@ -111,6 +112,8 @@ class _Body:
         self.sizes = SizeNodes(builder)  # the symbolic sizes among the inputs of the body
         self.traced: dict[fx.Node, Any] = {}  # inputs of other sizes in the traced batch
         self.traced_rows = min(chunks.total, fitted_length(chunks.length, chunks.total))
+        members = {n: spec for n, spec in self.specs.items() if n.name in loop.members}
+        self.by_columns = products_by_columns(members) if self.axis is TOKEN_AXIS else set()
         self.relative = {item.node for item in loop.outputs if item.relative_to}
         self.valid: fx.Node | None = None
         self.env: dict[tuple[fx.Node, Spec | None], fx.Node] = {}
@@ -242,6 +245,8 @@ class _Body:
         built: fx.Node | None
         if self.has_sizes:  # the forms below have sizes of the chunk as plain ints
             built = self._constant(*args, **kwargs) if target is aten.full.default else None
+        elif node in self.by_columns:
+            built = product_by_columns(self.builder, *args)
         elif is_gather_of_one(node):
             built = gather_one(self.builder, *args[:3])
         elif is_scatter_of_one(node):
