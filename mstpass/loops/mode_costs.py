@@ -23,7 +23,8 @@ from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.loop_work import head_loop_work, loop_work
 from mstpass.graph.traffic import moved_bytes
-from mstpass.loops.body.build import body_key, build_body
+from mstpass.loops.body.build import build_body
+from mstpass.loops.body.key import body_key
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.operand_layout import is_copied
 from mstpass.memory.allocation import allocated_bytes, buffer_bytes

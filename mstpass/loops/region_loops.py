@@ -99,7 +99,8 @@ def _stacked_bytes(facts: RegionFacts, loop: LoopPlan) -> int:
 
 def _fused_loops(facts: RegionFacts) -> list[LoopPlan]:
     region = facts.region
-    *earlier, last = outputs_by_round(facts.rounds, facts.outputs, facts.early - facts.backward)
+    early = _with_free_outputs(facts, facts.early - facts.backward)
+    *earlier, last = outputs_by_round(facts.rounds, facts.outputs, early)
     return [
         *(_loop(facts, "forward", outputs, set()) for outputs in earlier),
         _loop(facts, "forward", last, set(), region.unit, region.prelude),
@@ -126,16 +127,35 @@ def _forward_and_backward_loop(facts: RegionFacts, saved: list[fx.Node]) -> list
     more = [node for node in saved if node not in forward]
     of_forward = {n: k for n, k in facts.rounds.items() if n not in facts.backward}
     of_backward = {n: k for n, k in facts.rounds.items() if n in facts.backward}
+    early = _with_free_outputs(facts, facts.early)
     return [
         *(
             _loop(facts, "forward", outputs, set())
-            for outputs in outputs_by_round(of_forward, [*forward, *more], facts.early)
+            for outputs in outputs_by_round(of_forward, [*forward, *more], early)
         ),
         *(
             _loop(facts, "backward", outputs, set(saved))
-            for outputs in outputs_by_round(of_backward, backward, facts.early)
+            for outputs in outputs_by_round(of_backward, backward, early)
         ),
     ]
+
+
+def _with_free_outputs(facts: RegionFacts, early: Set[fx.Node]) -> Set[fx.Node]:
+    """The early outputs, and sums that the loops of these find without another pass over tokens.
+
+    Such a loop computes all products and reductions that the sum is made of. The label's logit of a
+    column, for example, is found beside the column's maximum.
+    """
+    free: set[fx.Node] = set()
+    for number in {facts.rounds[node] for node in early.intersection(facts.outputs)}:
+        of_round = [node for node in facts.outputs if facts.rounds[node] == number]
+        known, _ = _members_and_inputs(facts, [n for n in of_round if n in early], set(), None)
+        for node in of_round:
+            if facts.specs[node] is None and node not in early | facts.backward:
+                added = _members_and_inputs(facts, [node], set(), None)[0] - known - {node}
+                if not any(ops.is_reduction(n) or ops.is_matmul(n) for n in added):
+                    free.add(node)
+    return early | free
 
 
 def _loop(

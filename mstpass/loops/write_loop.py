@@ -27,7 +27,8 @@ from mstpass.graph.node_meta import inside_meta, origin_meta, policy_meta, repla
 from mstpass.graph.renew_values import Renewal
 from mstpass.graph.sizes import Size, same_shape
 from mstpass.graph.tokens import CannotTake, Spec
-from mstpass.loops.body.build import body_key, build_body, is_literal
+from mstpass.loops.body.build import build_body, is_literal
+from mstpass.loops.body.key import body_key
 from mstpass.loops.operand_layout import is_viewable
 from mstpass.plans import FLOAT32, LoopOutput, LoopPlan
 from mstpass.problem.problem import RECOMPUTED

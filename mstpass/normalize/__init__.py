@@ -8,6 +8,7 @@ items_as_slices.py     items of a split or an unbind become slices and selection
 unstack.py             stacked wide values are computed part by part
 index_by_token.py      indexing with the tokens' numbers becomes a gather or a scatter
 local_sums.py          a softmax over shards sums before it knows the maximum of all shards
+variances_as_sums.py   a variance over tokens becomes a sum of squares
 means_as_sums.py       a mean over tokens becomes a sum, divided by their number
 move_token_slices.py   a slice over tokens moves from the result of a matmul to its operand
 join_windows.py        windows of a wide value are worked on together, on all tokens
@@ -51,6 +52,7 @@ from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
 from mstpass.normalize.unstack import unstack
 from mstpass.normalize.unused_random_state import unused_random_state
 from mstpass.normalize.values_by_axis import values_by_axis
+from mstpass.normalize.variances_as_sums import variances_as_sums
 from mstpass.passes.facts import ALWAYS, NO_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 
@@ -72,6 +74,7 @@ TOKENS = (  # where a region needs one
     _pass(unstack),
     _pass(index_by_token),
     _pass(local_sums),
+    _pass(variances_as_sums),
     _pass(means_as_sums),
     _pass(move_slices),
     _pass(items_as_slices),

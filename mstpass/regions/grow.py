@@ -296,8 +296,9 @@ class Growth:
         required = self.operand_specs(operand, spec)
         if isinstance(required, Refusal):
             return False
-        if not all(self.specs.get(n, s) == s for n, s in required.items()):
-            return False
+        for n, s in required.items():
+            if self.specs.get(n, s) != s and not self._may_be_read(n, s):
+                return False
         # An item of a tuple joins only together with the op that returns the tuple.
         tuples = [n for n in required if value_of(n) is None and n not in self.specs]
         return all(self._can_pull(n, required[n]) for n in tuples)

@@ -20,7 +20,7 @@ A sum of exponentials may be relative to the chunk's own maximum (graph/exponent
 
 Some nodes get another form, as they would cost a second buffer of the chunk's logits or one more
 pass over them: gathers and scatters of one element per row (graph/one_per_row.py) and row sums
-(graph/row_sums.py). Rewrites of the finished body follow: common_subexpressions.py,
+(graph/row_sums.py). Products may (product_by_columns.py). Rewrites of the finished body follow: common_subexpressions.py,
 scatter_last.py, gradient_in_place.py, rematerialize_pointwise.py.
 
 If the token count is symbolic, a chunk's length is known only at run time, so ``rows`` stands
@@ -46,7 +46,7 @@ from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.exponential_sums import ExponentialSum, exponential_sum, exponentials
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
-from mstpass.graph.joint import JointGraph, tensors_of, value_of
+from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.loop_op import fitted_length
 from mstpass.graph.one_per_row import (
     gather_one,
@@ -60,6 +60,7 @@ from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, 
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
 from mstpass.loops.body.gradient_in_place import write_gradients_in_place
+from mstpass.loops.body.product_by_columns import product_by_columns, products_by_columns
 from mstpass.loops.body.rematerialize_pointwise import (
     materialize_row_values,
     rematerialize_at_readers,
@@ -88,38 +89,6 @@ def build_body(joint: JointGraph, loop: LoopPlan, builder: Builder) -> list[fx.N
         raise CannotTake(joint.by_name[loop.members[0]], str(error)) from None
 
 
-def body_key(joint: JointGraph, loop: LoopPlan) -> str:
-    """Equal for loops whose bodies are: the same ops, on values of the same sizes and layouts."""
-    specs = loop.spec_of()
-    number: dict[fx.Node, object] = {}
-    rows: list[object] = [loop.chunks, loop.accumulate, *(item.spec for item in loop.inputs)]
-    for item in loop.outputs:
-        names = filter(None, (item.node, item.relative_to))
-        rows.append((item.spec, *map(loop.members.index, names)))
-    if loop.unit is not None:
-        unit = joint.by_name[loop.unit]
-        number[unit] = "unit"
-        rows.append(_layouts(unit))
-
-    def operand(node: fx.Node) -> Any:
-        return "node", number.get(node, node.target if node.op == "get_attr" else node.name)
-
-    for name in (*(item.node for item in loop.inputs), *loop.members):
-        node = joint.by_name[name]
-        number.setdefault(node, len(number))
-        rows.append((specs.get(name), _layouts(node)))
-    for name in loop.members:
-        node = joint.by_name[name]
-        rows.append((node.target, fx.map_arg((node.args, node.kwargs), operand)))
-    return repr(rows)
-
-
-def _layouts(node: fx.Node) -> object:
-    value = node.meta.get("val")
-    tensors = [(t.dtype, t.shape, t.stride(), t.device) for t in tensors_of(value)]
-    return tensors or value
-
-
 def is_literal(node: fx.Node) -> bool:
     """Whether the node is a number, which a body holds itself: an input would be one more load."""
     if node.all_input_nodes:
@@ -143,6 +112,8 @@ class _Body:
         self.sizes = SizeNodes(builder)  # the symbolic sizes among the inputs of the body
         self.traced: dict[fx.Node, Any] = {}  # inputs of other sizes in the traced batch
         self.traced_rows = min(chunks.total, fitted_length(chunks.length, chunks.total))
+        members = {n: spec for n, spec in self.specs.items() if n.name in loop.members}
+        self.by_columns = products_by_columns(members) if self.axis is TOKEN_AXIS else set()
         self.relative = {item.node for item in loop.outputs if item.relative_to}
         self.valid: fx.Node | None = None
         self.env: dict[tuple[fx.Node, Spec | None], fx.Node] = {}
@@ -277,6 +248,8 @@ class _Body:
         built: fx.Node | None
         if self.has_sizes:  # the forms below have sizes of the chunk as plain ints
             built = self._constant(*args, **kwargs) if target is aten.full.default else None
+        elif node in self.by_columns:
+            built = product_by_columns(self.builder, *args)
         elif is_gather_of_one(node):
             built = gather_one(self.builder, *args[:3])
         elif is_scatter_of_one(node):
