@@ -262,7 +262,7 @@ def sink_of(reader: fx.Node, windows: Windows) -> Sink:
         sink, parts = _after_views(reader, grid, axis)
         pieces = []
         for number, piece in enumerate(reader.args[0]):  # type: ignore[arg-type]
-            start, stop = parts.bounds(number)
+            start, stop, _ = parts.bounds(number)
             if not isinstance(start, int) or not isinstance(stop, int):
                 raise CannotTake(reader, "writes at a symbolic place")
             pieces.append((piece, start, stop))
@@ -296,7 +296,8 @@ def _after_views(cat: fx.Node, grid: list[int], axis: int) -> tuple[fx.Node, Par
             raise CannotTake(cat, "writes to other dims")
         value, shown = value_of(node), value_of(users[0])
         after = parts_after_view(value, shown, parts)
-        if after is None or users[0].target in (aten.permute.default, aten.expand.default):
+        moves = users[0].target in (aten.permute.default, aten.expand.default)
+        if after is None or after.interleaved or moves:
             raise CannotTake(cat, "writes to other dims")
         node, parts = users[0], after
     return node, parts

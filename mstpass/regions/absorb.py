@@ -7,8 +7,10 @@ from collections.abc import Iterable, Set
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.heads import is_sum_of_sums
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import is_size
+from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal
 from mstpass.regions.grow import Growth
 
@@ -63,6 +65,23 @@ def absorb_sums(joint: JointGraph, growth: Growth) -> None:
         for node in leaving:
             del trial.specs[node]
     growth.adopt(trial)
+
+
+def absorb_sums_of_gradients(joint: JointGraph, growth: Growth) -> None:
+    """Add nodes that only add products up that are summed over tokens: ``dw = dw_1 + dw_2``.
+
+    The loop then has one sum, of a weight that is used twice, and not one for each use.
+    """
+    added: set[fx.Node] = set()
+    for node in joint.sorted(joint.backward):
+        operands = set(tensor_inputs(node))
+        products = all(ops.is_matmul(n) or n in added for n in operands)
+        if node in growth.specs or not products or any(len(n.users) > 1 for n in operands):
+            continue
+        if len(operands) > 1 and all(growth.specs.get(n) == SUM for n in operands):
+            if is_sum_of_sums(node, operands):
+                growth.specs[node] = SUM
+                added.add(node)
 
 
 def _operands_fit(joint: JointGraph, growth: Growth, node: fx.Node) -> bool:
