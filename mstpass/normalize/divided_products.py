@@ -24,6 +24,7 @@ How the parts are computed is in unstack.py.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
@@ -198,7 +199,7 @@ def _window(reading: _Reading, dim: int, rows: range) -> _Window | None:
 def _heads(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Parts | None:
     """The heads of a product, if a view merges them with its tokens."""
     shape = shape_of(anchor)
-    parts = Parts(0, (1,) * shape[0]) if len(shape) == 3 and spec == (1,) else None
+    parts = Parts(0, (1,) * shape[0]) if len(shape) == 3 and shape[0] > 1 else None
     feature = len(shape) - 1
     merged = False
     shown = {anchor}  # with all features in the last dim
@@ -213,7 +214,8 @@ def _heads(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Parts | None:
         ins, outs = group_of(shape_of(source), new, last)
         if ins == [last] and len(outs) == 1:
             shown.add(node)
-        elif ins == [last] and outs and (parts is None or len(parts.sizes) == 1):
-            width = shape[feature] // new[outs[0]]
-            parts = Parts(feature, (width,) * new[outs[0]])
+        elif outs and ins[-1] == last and parts is None:
+            width = math.prod(new[d] for d in outs[1:])
+            if shape[feature] % width == 0:
+                parts = Parts(feature, (width,) * (shape[feature] // width))
     return parts if merged and parts is not None and 1 < len(parts.sizes) <= MOST_PARTS else None

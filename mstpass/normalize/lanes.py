@@ -226,8 +226,8 @@ def _structure(node: fx.Node, lane: Lane, known: dict[fx.Node, str]) -> str:
     """The ops that lead to a value, seen down to the item and to narrow values from outside."""
     if node is lane.item:
         return "item"
-    if node not in lane.cone and not lane.is_made_of_wide(node):
-        return "outside"
+    if node not in lane.cone and (not lane.is_made_of_wide(node) or ops.is_weight(node)):
+        return "outside"  # a short lane may have fewer elements than a weight
     if node not in known:
         position = ops.row(node).shape_arg
         args = tuple(None if i == position else arg for i, arg in enumerate(node.args))

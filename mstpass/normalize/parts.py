@@ -64,7 +64,7 @@ def parts_after_view(
     """The parts of a view; None if it does not keep them together.
 
     ``[k n, V] -> [k, n, V]`` turns parts of n rows into parts of size 1, and back. ``[n, k, V] ->
-    [n k, V]`` turns parts of size 1 into interleaved ones, and back.
+    [n k, V]`` and ``[n, k V] -> [n k, V]`` make parts that lie in a row interleaved, and back.
     """
     assert source is not None and result is not None
     shape, new = generic_shape(source), generic_shape(result)
@@ -72,9 +72,9 @@ def parts_after_view(
     if not outs:
         return None
     if parts.interleaved:
-        return _apart(result, ins, outs, parts)
+        return _apart(source, result, ins, outs, parts)
     if ins[0] != parts.dim:
-        return _interleaved(source, ins, outs, parts)
+        return _interleaved(source, result, ins, outs, parts)
     inner = math.prod(shape[d] for d in ins[1:])
     inner_of_result = math.prod(new[d] for d in outs[1:])
     times: Any = math.prod(source.shape[d] for d in ins[1:])
@@ -90,24 +90,31 @@ def parts_after_view(
 
 
 def _interleaved(
-    source: torch.Tensor, ins: list[int], outs: list[int], parts: Parts
+    source: torch.Tensor, result: torch.Tensor, ins: list[int], outs: list[int], parts: Parts
 ) -> Parts | None:
-    """The parts of size 1 of an inner dim, once that is merged with the dims outside of it."""
-    if len(outs) > 1 or ins[-1] != parts.dim or set(map(generic, parts.sizes)) != {1}:
+    """The parts of an inner dim, once a view moves their number to the dims outside of it."""
+    if ins[-1] != parts.dim or len(outs) > 2:
+        return None
+    width = generic(result.shape[outs[-1]]) if len(outs) == 2 else 1
+    if set(map(generic, parts.sizes)) != {width}:
         return None
     rows: Any = math.prod(source.shape[d] for d in ins[:-1])
     return Parts(outs[0], (rows,) * len(parts.sizes), interleaved=True)
 
 
-def _apart(result: torch.Tensor, ins: list[int], outs: list[int], parts: Parts) -> Parts | None:
-    """Interleaved parts, in a view of their dim alone: they stay so, or get a dim of their own."""
-    if len(ins) > 1:
+def _apart(
+    source: torch.Tensor, result: torch.Tensor, ins: list[int], outs: list[int], parts: Parts
+) -> Parts | None:
+    """Interleaved parts after a view: they stay so, or are in an inner dim, one after the other."""
+    if ins[0] != parts.dim or len(ins) > 2:
         return None
-    if len(outs) == 1:
+    if len(ins) == len(outs) == 1:
         return dataclasses.replace(parts, dim=outs[0])
-    if result.shape[outs[-1]] != len(parts.sizes):
+    width: Any = source.shape[ins[1]] if len(ins) == 2 else 1
+    count = len(parts.sizes)
+    if generic(result.shape[outs[-1]]) != count * generic(width):
         return None
-    return Parts(outs[-1], (1,) * len(parts.sizes))
+    return Parts(outs[-1], (width,) * count)
 
 
 def _quotient(size: Size, by: Size) -> Size:
