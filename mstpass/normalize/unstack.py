@@ -62,6 +62,7 @@ from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
 aten = torch.ops.aten
 _CATS = (aten.cat.default, aten.stack.default)
+_CONVERT = torch.ops.prims.convert_element_type.default
 _NOT_SUMS = tuple(op for op, combine in COMBINED.items() if combine is not aten.add.Tensor)
 
 
@@ -302,11 +303,24 @@ class _Unstacker:
             if node.target not in _NOT_SUMS and self._part(source, parts, number) is None:
                 continue
             result = self._reduced(node, {n: self._operand(n, here[n], number) for n in here})
+            if self._sums_wide(node, source):
+                result = self.builder.call(_CONVERT, result, torch.float32)
             combine: Any = COMBINED.get(node.target, aten.add.Tensor)
             total = result if total is None else self.builder.call(combine, total, result)
         if total is None:
             raise CannotTake(node, "all its parts are zero")
+        dtype = node.meta["val"].dtype
+        if total.meta["val"].dtype != dtype:
+            total = self.builder.call(_CONVERT, total, dtype)
         return total if node.target not in MEANS else self._mean(node, source, total)
+
+    def _sums_wide(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether the results of a product's parts are added up in float32.
+
+        A loop over tokens adds gradients of weights up in float32 by itself.
+        """
+        low = node.meta["val"].dtype in LOW_PRECISION and node.target not in _NOT_SUMS
+        return self.divides and low and source not in self.narrow and node not in self.narrow
 
     def _reduced(self, node: fx.Node, each: dict[fx.Node, fx.Node]) -> fx.Node:
         """The node's op on one part; the sum of it for a mean."""
