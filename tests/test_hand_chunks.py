@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import mstpass
 from mstpass.graph.joint import JointGraph
 from mstpass.normalize import normalized
-from mstpass.passes.runner import PassRunner
 from tests.checks import check_against_float64, joint_graph, kinds
 from tests.graphs_of_steps import check_same_results
 
@@ -166,5 +165,7 @@ def test_other_chunks_stay(loss: Loss) -> None:
     joint = JointGraph(*joint_graph(_step(Head(), loss), *_batch()))
     plain = normalized(joint, joins_products=False)[1]
     prepared = normalized(joint)[1]
-    count = [sum(node.target is torch.ops.aten.mm.default for node in g.nodes) for g in (plain, prepared)]
+    count = [
+        sum(node.target is torch.ops.aten.mm.default for node in g.nodes) for g in (plain, prepared)
+    ]
     assert count[0] == count[1]

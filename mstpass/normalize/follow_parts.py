@@ -133,7 +133,8 @@ class _Follower:
         if ops.is_reshape(node):
             return parts_after_view(value_of(operand), value_of(node), parts)
         if ops.is_reduction(node) and parts.dim in reduced_dims(node, len(shape_of(operand))):
-            self._combine(node)
+            if not self.is_product or self._wide(operand) or not _is_low(operand):
+                self._combine(node)
             return None
         result = ops.result_spec(node, operand, (parts.dim,))
         if result == SUM and ops.is_matmul(node):
@@ -149,8 +150,7 @@ class _Follower:
         return None
 
     def _combine(self, node: fx.Node) -> None:
-        value = value_of(node)
-        low = value is not None and value.dtype in LOW_PRECISION and not self.is_product
+        low = _is_low(node) and not self.is_product
         if node.target in COMBINED or (ops.is_matmul(node) and not low):
             self.combined |= {node}
 
@@ -184,6 +184,11 @@ class _Follower:
             self.combined & ends,
             self.narrow,
         )
+
+
+def _is_low(node: fx.Node) -> bool:
+    value = value_of(node)
+    return value is not None and value.dtype in LOW_PRECISION
 
 
 def _gradients_of_weight(joint: JointGraph, product: fx.Node) -> frozenset[fx.Node]:

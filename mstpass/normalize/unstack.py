@@ -81,7 +81,7 @@ def unstack(joint: JointGraph) -> Rewritten:
         with contextlib.suppress(CannotTake, UnknownSize):
             joint, names = _Unstacker(joint, name, wide_numel).unstack()
             changed |= names
-    while (divisions := next_divisions(joint, given_up)):
+    while divisions := next_divisions(joint, given_up):
         given_up.update(division.product for division in divisions)
         with contextlib.suppress(CannotTake, UnknownSize):
             joint, names = _divided(joint, divisions)
@@ -126,9 +126,7 @@ class _Unstacker:
         parts: those of a product that is divided, in the place of a concatenation.
     """
 
-    def __init__(
-        self, joint: JointGraph, name: str, wide_numel: float, parts: Parts | None = None
-    ):
+    def __init__(self, joint: JointGraph, name: str, wide_numel: float, parts: Parts | None = None):
         self.rewriting, self.wide_numel = Rewriting(joint), wide_numel
         self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
         self.sizes = self.rewriting.sizes

@@ -233,7 +233,6 @@ class WindowGroup:
             found.append((reader, self.reshaped(total, list(reader.meta["val"].shape))))
         return found
 
-
     def sum_of(self, nodes: list[fx.Node], readers: list[fx.Node]) -> fx.Node:
         """The sum of the lanes' sums over their tokens: one sum over all tokens."""
         if not self.has_all_tokens:
