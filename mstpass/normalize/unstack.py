@@ -24,8 +24,13 @@ Pseudo-code::
         follow its parts through all ops that work on parts
         compute the wide values part by part; let the ops at the ends read the parts
 
+A product of which only parts can be worked on in a loop is divided in the same way
+(divided_products.py): it takes the place of the concatenation, and its parts are products.
+
 Limits: the parts stay together if the whole of a wide value is needed, for example because the step
-returns it. In low precision no matrix product is divided into a sum of products.
+returns it. In low precision a product is divided into a sum of products for divided products only:
+a loop adds the terms of a weight's gradient up in float32; those of the tokens' gradient are
+rounded, as those of separate heads are, and added up in float32.
 """
 
 from __future__ import annotations
