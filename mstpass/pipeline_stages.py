@@ -46,6 +46,7 @@ from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Plan, Value
+from mstpass.regions.anchors import anchors
 from mstpass.torch_internals.aot_autograd import has_torch_budget
 
 TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a loop in it"
@@ -87,8 +88,14 @@ def detect(
         return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
     if options.chunk == "off":
         return Detected(joint)
-    joint, prepared, changed = normalized(joint, loops_over_heads(options, limit), runner)
+    for_heads = loops_over_heads(options, limit)
+    joint, prepared, changed = normalized(joint, for_heads, runner)
     candidates, rejections = all_candidates(prepared, options, limit)
+    if _has_product_in_vain(joint, prepared, candidates):  # the user's own chunks may need less
+        _, other, of_other = normalized(joint, for_heads, runner, joins_products=False)
+        if of_other != changed:
+            prepared, changed = other, of_other
+            candidates, rejections = all_candidates(prepared, options, limit)
     if prepared is not joint and not any(changed.intersection(_members(c)) for c in candidates):
         prepared, (candidates, _) = joint, all_candidates(joint, options, limit)
     if not loops_in_backward:
@@ -96,6 +103,15 @@ def detect(
         candidates = [c for c in map(RegionCandidates.in_forward, candidates) if c.plans]
         rejections += [_rejected("detect", c.plans[0][1], TRACED_AGAIN) for c in refused]
     return Detected(prepared, tuple(candidates), tuple(rejections))
+
+
+def _has_product_in_vain(
+    joint: JointGraph, prepared: JointGraph, candidates: Sequence[RegionCandidates]
+) -> bool:
+    """Whether normalization made a product that widens and that is in no region."""
+    members = {name for candidate in candidates for name in _members(candidate)}
+    made = (node.name for node, _ in prepared.cached(anchors) if node.name not in joint.by_name)
+    return any(name not in members for name in made)
 
 
 def _members(candidate: RegionCandidates) -> list[str]:

@@ -11,7 +11,8 @@ local_sums.py          a softmax over shards sums before it knows the maximum of
 variances_as_sums.py   a variance over tokens becomes a sum of squares
 means_as_sums.py       a mean over tokens becomes a sum, divided by their number
 move_token_slices.py   a slice over tokens moves from the result of a matmul to its operand
-join_windows.py        windows of a wide value are worked on together, on all tokens
+join_windows.py        windows of a wide value are worked on together, on all tokens; and so are
+                       products of windows of a narrow one
 sink_token_slices.py   a slice over tokens moves from a wide value to an argmax or an entropy of it
 expand_to_tokens.py    an operand with one row per sequence gets one row per token
 scattered_gradients_as_choices.py  a scatter of one element per row becomes a choice
@@ -39,7 +40,7 @@ from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
 from mstpass.normalize.index_by_token import index_by_token
 from mstpass.normalize.inputs_before_writes import inputs_before_writes
 from mstpass.normalize.items_as_slices import items_as_slices
-from mstpass.normalize.join_windows import join_windows
+from mstpass.normalize.join_windows import join_products, join_windows
 from mstpass.normalize.local_sums import local_sums
 from mstpass.normalize.masks_as_flags import WithoutMasks, masks_as_flags
 from mstpass.normalize.means_as_sums import means_as_sums
@@ -69,6 +70,7 @@ def _masks_as_flags(joint: JointGraph) -> tuple[JointGraph, WithoutMasks]:
 MASKS = Pass("masks_as_flags", _masks_as_flags, (NO_LOOPS,), (*ALWAYS, NO_LOOPS))
 READ = (_pass(inputs_before_writes),)  # of every graph
 SIZES = (_pass(sizes_from_inputs), _pass(scattered_constants))  # of every graph with regions
+JOIN_PRODUCTS = _pass(join_products)
 TOKENS = (  # where a region needs one
     _pass(items_as_slices),
     _pass(unstack),
@@ -78,6 +80,7 @@ TOKENS = (  # where a region needs one
     _pass(means_as_sums),
     _pass(move_slices),
     _pass(items_as_slices),
+    JOIN_PRODUCTS,
     _pass(join_windows),
     _pass(sink_slices),
     _pass(expand_to_tokens),
@@ -94,12 +97,16 @@ HEADS = (  # where loops may run over heads
 
 
 def normalized(
-    joint: JointGraph, for_heads: bool = False, runner: PassRunner | None = None
+    joint: JointGraph,
+    for_heads: bool = False,
+    runner: PassRunner | None = None,
+    joins_products: bool = True,
 ) -> tuple[JointGraph, JointGraph, frozenset[str]]:
     """Apply the rewrites to copies; ``joint`` itself stays as it is.
 
     Args:
         for_heads: attention may run in loops over heads, so apply what these need as well.
+        joins_products: products of the chunks that a user has made may become one product.
 
     Returns:
         The graph with its sizes taken from its inputs, and scattered constants in their dtype. The
@@ -108,5 +115,8 @@ def normalized(
     """
     runner = runner or PassRunner()
     joint, _ = runner.run_all(SIZES, joint)
-    prepared, changed = runner.run_all((*TOKENS, *(HEADS if for_heads else ())), joint)
+    passes = (*TOKENS, *(HEADS if for_heads else ()))
+    if not joins_products:
+        passes = tuple(each for each in passes if each is not JOIN_PRODUCTS)
+    prepared, changed = runner.run_all(passes, joint)
     return joint, prepared, changed

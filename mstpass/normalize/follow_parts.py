@@ -1,4 +1,4 @@
-"""Follow the parts of a concatenation through the graph (see unstack.py)."""
+"""Follow the parts of a concatenation, or of a product, through the graph (see unstack.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.sizes import generic
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import dims_of, shape_of
-from mstpass.graph.tokens import SUM, CannotTake, Refusal
+from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal
 from mstpass.normalize.downstream import downstream
 from mstpass.normalize.parts import (
     TAKERS,
@@ -41,44 +41,55 @@ MEANS = (aten.mean.dim,)
 
 @dataclasses.dataclass(frozen=True)
 class PartsFlow:
-    """Where the parts of a concatenation are.
+    """Where the parts of a concatenation or of a product are.
 
     Attributes:
         parts: the parts of each value that is computed part by part.
         picks: the nodes that take one part, with its number.
         combined: reductions over the parts, and products that sum over them.
+        narrow: values that are not wide, whatever their size: a weight's gradient.
     """
 
     parts: Mapping[fx.Node, Parts]
     picks: Mapping[fx.Node, int]
     combined: frozenset[fx.Node]
+    narrow: frozenset[fx.Node]
 
 
-def follow_parts(joint: JointGraph, cat: fx.Node, wide_numel: float) -> PartsFlow:
-    """Follow the parts of a ``cat`` or ``stack`` node.
+def follow_parts(
+    joint: JointGraph, whole: fx.Node, wide_numel: float, parts: Parts | None = None
+) -> PartsFlow:
+    """Follow the parts of a ``cat`` or ``stack`` node, or those into which a product is divided.
+
+    Args:
+        parts: those of a product.
 
     Raises:
         CannotTake: nothing would be gained.
     """
-    follower = _Follower(joint, cat, wide_numel)
+    follower = _Follower(joint, whole, wide_numel, parts)
     follower.follow()
-    follower.check_gain()
+    if parts is None:
+        follower.check_gain()
     return follower.found()
 
 
 class _Follower:
-    def __init__(self, joint: JointGraph, cat: fx.Node, wide_numel: float):
-        self.joint, self.cat, self.wide_numel = joint, cat, wide_numel
-        self.parts: dict[fx.Node, Parts] = {}
+    def __init__(
+        self, joint: JointGraph, whole: fx.Node, wide_numel: float, parts: Parts | None = None
+    ):
+        self.joint, self.cat, self.wide_numel = joint, whole, wide_numel
+        self.is_product = parts is not None
+        self.parts = {whole: parts or _parts_of_cat(whole)}
         self.picks: dict[fx.Node, int] = {}
         self.combined: frozenset[fx.Node] = frozenset()
+        self.narrow = _gradients_of_weight(joint, whole) if self.is_product else frozenset()
 
     def _wide(self, node: fx.Node) -> bool:
-        return numel(node) >= self.wide_numel
+        return numel(node) >= self.wide_numel and node not in self.narrow
 
     def follow(self) -> None:
         """Note the parts of all values that have them, and what reads single parts or combines."""
-        self.parts[self.cat] = _parts_of_cat(self.cat)
         for node in self.joint.nodes[self.joint.index[self.cat] + 1 :]:
             if node.op != "call_function" or value_of(node) is None:
                 continue
@@ -122,7 +133,8 @@ class _Follower:
         if ops.is_reshape(node):
             return parts_after_view(value_of(operand), value_of(node), parts)
         if ops.is_reduction(node) and parts.dim in reduced_dims(node, len(shape_of(operand))):
-            self._combine(node)
+            if not self.is_product or self._wide(operand) or not _is_low(operand):
+                self._combine(node)
             return None
         result = ops.result_spec(node, operand, (parts.dim,))
         if result == SUM and ops.is_matmul(node):
@@ -138,8 +150,7 @@ class _Follower:
         return None
 
     def _combine(self, node: fx.Node) -> None:
-        value = value_of(node)
-        low = value is not None and value.dtype in LOW_PRECISION
+        low = _is_low(node) and not self.is_product
         if node.target in COMBINED or (ops.is_matmul(node) and not low):
             self.combined |= {node}
 
@@ -171,7 +182,29 @@ class _Follower:
             {node: parts for node, parts in self.parts.items() if node in kept},
             {node: number for node, number in self.picks.items() if node in ends},
             self.combined & ends,
+            self.narrow,
         )
+
+
+def _is_low(node: fx.Node) -> bool:
+    value = value_of(node)
+    return value is not None and value.dtype in LOW_PRECISION
+
+
+def _gradients_of_weight(joint: JointGraph, product: fx.Node) -> frozenset[fx.Node]:
+    """The products of the backward that share the tokens with a product, and what they lead to."""
+    needs = ops.operand_specs(product, joint.cached(downstream)[product][0])
+    if isinstance(needs, Refusal):
+        raise CannotTake(product, needs.reason)
+    (tokens,) = (ops.base_of(n) for n in ops.matmul_factors(product) if needs[n] != WHOLE)
+    found: set[fx.Node] = set()
+    for node in joint.nodes:
+        if node in joint.backward and (
+            (ops.is_matmul(node) and tokens in map(ops.base_of, ops.matmul_factors(node)))
+            or any(n in found for n in node.all_input_nodes)
+        ):
+            found.add(node)
+    return frozenset(found)
 
 
 def _parts_of_cat(cat: fx.Node) -> Parts:

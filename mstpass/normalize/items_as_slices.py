@@ -21,6 +21,7 @@ from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import is_static
 from mstpass.graph.token_rules.arguments import dims_of, shape_of
 from mstpass.normalize.downstream import downstream
+from mstpass.regions.anchors import anchors
 
 aten = torch.ops.aten
 _CATS = (aten.cat.default, aten.stack.default)
@@ -54,14 +55,26 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _is_wide(joint: JointGraph, item: fx.Node) -> bool:
-    """Whether the item holds tokens of the values after an anchor, or is taken from a stack."""
+    """Whether the item holds tokens of the values after an anchor, or that an anchor multiplies,
+    or is taken from a stack."""
     source, known = _source(item), joint.cached(downstream)
     (dim,) = dims_of(item.all_input_nodes[0], len(shape_of(source)), "dim")
-    if source in known and dim in known[source][0]:
+    if (source in known and dim in known[source][0]) or item in joint.cached(_multiplied):
         return True
     while ops.is_cheap_view(source):
         source = source.all_input_nodes[0]
     return source.target in _CATS and any(n in known for n in source.all_input_nodes)
+
+
+def _multiplied(joint: JointGraph) -> set[fx.Node]:
+    """The values that an anchor multiplies, as they are before views and copies."""
+    found = set()
+    for anchor, _ in joint.cached(anchors):
+        for node in ops.matmul_factors(anchor):
+            while ops.is_cheap_view(node) or ops.is_copy(node):
+                node = node.all_input_nodes[0]
+            found.add(node)
+    return found
 
 
 def _source(item: fx.Node) -> fx.Node:

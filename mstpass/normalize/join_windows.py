@@ -13,6 +13,12 @@ So windows that do not overlap and that are worked on alike (lanes.py) become on
 tokens, and every other window one of its own. Tokens outside of all windows are computed for
 nothing and left out by the ``where``, which is exact even if a value there is not finite.
 
+Products of the windows of one narrow value, as of a loss that is chunked by hand, are one as well::
+
+    forward:    x[:a] @ w, x[a:] @ w               are windows of  x @ w
+    backward:   cat(g_1 @ w', g_2 @ w')         =  g @ w'
+                g_1' @ x[:a] + g_2' @ x[a:]     =  g' @ x
+
 A window stays as it is if a wide value of it is needed otherwise than token by token, or if the
 windows that are worked on alike have less than ``LEAST_SHARE`` of the tokens.
 
@@ -33,6 +39,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mstpass.graph import ops
 from mstpass.graph.builder import UnknownSize
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import replacement_meta
@@ -50,12 +57,12 @@ from mstpass.normalize.lanes import (
     sink_of,
     static_windows,
 )
+from mstpass.normalize.product_windows import next_product_windows
 from mstpass.normalize.window_group import WindowGroup
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 LEAST_SHARE = 0.5
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def join_windows(joint: JointGraph) -> Rewritten:
@@ -75,13 +82,32 @@ def join_windows(joint: JointGraph) -> Rewritten:
     return joint, frozenset(changed)
 
 
+def join_products(joint: JointGraph) -> Rewritten:
+    """Write products of the windows of one value as one product, in a copy of the graph.
+
+    Returns:
+        As ``join_windows``.
+    """
+    changed: set[str] = set()
+    given_up: set[str] = set()
+    while (windows := next_product_windows(joint, given_up)) is not None:
+        given_up.add(windows.source.name)
+        with contextlib.suppress(CannotTake, UnknownSize, Circle):
+            joint, names = _joined(joint, windows)
+            changed |= names
+    return joint, frozenset(changed)
+
+
 def _joined(joint: JointGraph, windows: Windows) -> tuple[JointGraph, set[str]]:
     if not static_windows(windows):
         raise CannotTake(windows.source, "its token dims are not adjacent")
     lanes = [lane_of(joint, windows, item) for item in windows.items]
-    if not any(demand.kind == "sink" for lane in lanes for demand in lane.demands):
+    kinds = {demand.kind for lane in lanes for demand in lane.demands}
+    if kinds.isdisjoint(("sink", "sum")):
         raise CannotTake(windows.source, "the backward reads no window")  # sink_token_slices.py
     groups = _groups(lanes)
+    if windows.of_products and len(groups) > 1:
+        raise CannotTake(windows.source, "its windows are worked on in different ways")
     axis_size = windows.grid[windows.axis]
     for group in groups:
         if sum(lane.stop - lane.start for lane in group) < LEAST_SHARE * axis_size:
@@ -131,6 +157,7 @@ class _Writer:
             CannotTake, UnknownSize: one cannot be computed on all tokens.
         """
         found: list[tuple[fx.Node, fx.Node]] = []
+        terms: list[fx.Node] = []
         gradients: _Gradients = {}
         readers: dict[fx.Node, None] = {}
         with self.builder.graph.inserting_before(self.joint.output):
@@ -142,6 +169,10 @@ class _Writer:
                         found.extend(group.windows_of(here))
                     elif demands[0].kind == "total":
                         found.extend(group.totals_of(here, [self._node(d.reader) for d in demands]))
+                    elif demands[0].kind == "sum":
+                        sums = [self._node(d.reader) for d in demands]
+                        found.append((sums[0], group.sum_of(here, sums)))
+                        terms += sums[1:]
                     else:
                         group.nodes.setdefault(here[0], here)
                         for number, demand in enumerate(demands):
@@ -152,6 +183,25 @@ class _Writer:
                 found.append((self._node(sink.node), self._sink(sink, gradients)))
         for old, new in found:
             self._replace(old, new)
+        for term in terms:
+            self._leave_out(term)
+
+    def _leave_out(self, term: fx.Node) -> None:
+        """Leave a summand out of the sum of which it is a part, perhaps viewed or cast.
+
+        Raises:
+            CannotTake: it is no summand, or something else reads it.
+        """
+        while len(live := [user for user in term.users if user.users]) == 1:
+            (user,) = live  # the others were left out before
+            others = [n for n in user.all_input_nodes if n is not term]
+            if user.target is aten.add.Tensor and len(others) == 1 and not user.kwargs:
+                self._replace(user, others[0])
+                return
+            if not ops.is_cheap_view(user) and user.target is not _CONVERT:
+                break
+            term = user
+        raise CannotTake(term, "is not added to what is computed from other windows")
 
     def _node(self, node: fx.Node) -> fx.Node:
         """The node of the copy."""

@@ -8,6 +8,7 @@ Terms:
         ``window``  a narrow value, token by token
         ``total``   a wide value, by a sum over all of its elements
         ``sink``    the gradient of the item, by a node that writes it to its place among all tokens
+        ``sum``     a wide value, by the gradient of a weight, which sums over the lane's tokens
     *alike*: lanes are alike if the same ops lead from their items to their demands. Narrow values
         from outside, such as the labels, may differ.
 """
@@ -26,7 +27,7 @@ from mstpass.graph import linearity, ops
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.sizes import generic_shape, is_static
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
-from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
+from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
 from mstpass.normalize.parts import Parts, parts_after_view
 from mstpass.normalize.token_window import readers, slice_bounds, sliced_dim
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
@@ -45,6 +46,8 @@ class Windows:
         axis: the position in the grid of the dim that is sliced.
         wide_numel: how many elements of the whole value are wide.
         items: each with the bounds of its tokens along the axis.
+        of_products: the source is narrow; products make wide values of its items
+            (product_windows.py).
     """
 
     source: fx.Node
@@ -52,6 +55,7 @@ class Windows:
     axis: int
     wide_numel: float
     items: tuple[tuple[fx.Node, int, int], ...]
+    of_products: bool = False
 
     @property
     def grid(self) -> list[int]:
@@ -103,7 +107,7 @@ def next_windows(joint: JointGraph, given_up: set[str]) -> Windows | None:
             source = next((n for n in node.all_input_nodes if n in specs), None)
             if source is None or node in joint.backward or node.op != "call_function":
                 continue
-            item = _item(node, source, specs[source])
+            item = item_of(node, source, specs[source])
             if item is not None:
                 axis, start, stop = item
                 found.setdefault((source, axis), []).append((node, start, stop))
@@ -117,7 +121,7 @@ def next_windows(joint: JointGraph, given_up: set[str]) -> Windows | None:
     return None
 
 
-def _item(node: fx.Node, source: fx.Node, spec: Spec) -> tuple[int, int, int] | None:
+def item_of(node: fx.Node, source: fx.Node, spec: Spec) -> tuple[int, int, int] | None:
     """Axis, start and stop of a node that takes some tokens of a static value; else None."""
     value = value_of(source)
     if value is None or not is_static(value) or list(spec) != sorted(spec):
@@ -176,12 +180,13 @@ def lane_of(joint: JointGraph, windows: Windows, item: tuple[fx.Node, int, int])
     structures: dict[fx.Node, str] = {}
     for node in joint.sorted(lane.cone):
         for reader in joint.users(node):
-            if reader in lane.cone:
+            if reader in lane.cone or (not lane.wide(node) and _sums_wide(reader, lane)):
                 continue
             kind = _how_read(joint, windows, lane, node, reader)
             if kind == "window" and any(demand.node is node for demand in lane.demands[-1:]):
                 continue
-            lane.demands.append(Demand(kind, node, reader, _structure(node, lane, structures)))
+            end = reader if kind == "sum" else node
+            lane.demands.append(Demand(kind, node, reader, _structure(end, lane, structures)))
     lane.demands.sort(key=lambda demand: (demand.kind, demand.structure))
     return lane
 
@@ -196,8 +201,12 @@ def _agrees(node: fx.Node, spec: Spec, lane: Lane) -> bool:
 def _how_read(
     joint: JointGraph, windows: Windows, lane: Lane, node: fx.Node, reader: fx.Node
 ) -> str:
+    if windows.of_products and node in joint.backward and _is_sink(reader, windows):
+        return "sink"
     if not lane.wide(node):
         return "window"
+    if windows.of_products and _sums_wide(reader, lane):
+        return "sum"
     if reader.target in _SUMS and math.prod(shape_of(reader)) == 1:
         return "total"
     if node in joint.backward and _is_sink(reader, windows):
@@ -205,12 +214,20 @@ def _how_read(
     raise CannotTake(reader, "needs a wide value otherwise than token by token")
 
 
+def _sums_wide(reader: fx.Node, lane: Lane) -> bool:
+    """Whether a node sums a wide value over the tokens of a lane, as a weight's gradient does."""
+    wide = [n for n in reader.all_input_nodes if n in lane.cone and lane.wide(n)]
+    if not wide or not (ops.is_matmul(reader) or ops.is_reduction(reader)):
+        return False
+    return ops.result_spec(reader, wide[0], lane.cone[wide[0]]) == SUM
+
+
 def _structure(node: fx.Node, lane: Lane, known: dict[fx.Node, str]) -> str:
     """The ops that lead to a value, seen down to the item and to narrow values from outside."""
     if node is lane.item:
         return "item"
-    if node not in lane.cone and not lane.is_made_of_wide(node):
-        return "outside"
+    if node not in lane.cone and (not lane.is_made_of_wide(node) or ops.is_weight(node)):
+        return "outside"  # a short lane may have fewer elements than a weight
     if node not in known:
         position = ops.row(node).shape_arg
         args = tuple(None if i == position else arg for i, arg in enumerate(node.args))
@@ -262,7 +279,7 @@ def sink_of(reader: fx.Node, windows: Windows) -> Sink:
         sink, parts = _after_views(reader, grid, axis)
         pieces = []
         for number, piece in enumerate(reader.args[0]):  # type: ignore[arg-type]
-            start, stop = parts.bounds(number)
+            start, stop, _ = parts.bounds(number)
             if not isinstance(start, int) or not isinstance(stop, int):
                 raise CannotTake(reader, "writes at a symbolic place")
             pieces.append((piece, start, stop))
@@ -296,7 +313,8 @@ def _after_views(cat: fx.Node, grid: list[int], axis: int) -> tuple[fx.Node, Par
             raise CannotTake(cat, "writes to other dims")
         value, shown = value_of(node), value_of(users[0])
         after = parts_after_view(value, shown, parts)
-        if after is None or users[0].target in (aten.permute.default, aten.expand.default):
+        moves = users[0].target in (aten.permute.default, aten.expand.default)
+        if after is None or after.interleaved or moves:
             raise CannotTake(cat, "writes to other dims")
         node, parts = users[0], after
     return node, parts

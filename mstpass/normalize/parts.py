@@ -1,6 +1,7 @@
 """A value that consists of parts along one dim, and the ops that show or write single parts.
 
-sizes (2, 3) along dim 0:    rows 0 and 1 are the first part, rows 2, 3 and 4 the second
+sizes (2, 3) along dim 0:                rows 0 and 1 are the first part, 2, 3 and 4 the second
+sizes (2, 2) along dim 0, interleaved:   rows 0 and 2 are the first part, 1 and 3 the second
 """
 
 from __future__ import annotations
@@ -26,26 +27,35 @@ WRITERS = (aten.cat.default, *_SCATTERS)
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The dim along which a value consists of parts, and their sizes there."""
+    """The dim along which a value consists of parts, and their sizes there.
+
+    Attributes:
+        interleaved: the parts take turns, row by row; they have the same size.
+    """
 
     dim: int
     sizes: tuple[Size, ...]
+    interleaved: bool = False
 
-    def bounds(self, number: int) -> tuple[Size, Size]:
-        """Where a part begins and ends."""
+    def bounds(self, number: int) -> tuple[Size, Size, int]:
+        """Where a part begins and ends, and the step from one of its rows to the next."""
+        if self.interleaved:
+            whole: Any = sum(self.sizes)
+            return number, whole, len(self.sizes)
         start: Any = sum(self.sizes[:number])
-        return start, start + self.sizes[number]
+        return start, start + self.sizes[number], 1
 
-    def number_of(self, start: int, stop: int) -> int | None:
-        """The part with these bounds at the generic point (graph/sizes.py)."""
+    def number_of(self, rows: range) -> int | None:
+        """The part with these rows at the generic point (graph/sizes.py)."""
         for number in range(len(self.sizes)):
-            if (start, stop) == tuple(map(generic, self.bounds(number))):
+            if rows.start < rows.stop and rows == range(*map(generic, self.bounds(number))):
                 return number
         return None
 
     def fits(self, other: Parts) -> bool:
-        """Whether both have parts of the same sizes."""
-        return list(map(generic, self.sizes)) == list(map(generic, other.sizes))
+        """Whether both have parts of the same sizes, in the same order."""
+        same_sizes = list(map(generic, self.sizes)) == list(map(generic, other.sizes))
+        return same_sizes and self.interleaved == other.interleaved
 
 
 def parts_after_view(
@@ -53,13 +63,18 @@ def parts_after_view(
 ) -> Parts | None:
     """The parts of a view; None if it does not keep them together.
 
-    ``[k n, V] -> [k, n, V]`` turns parts of n rows into parts of size 1, and back.
+    ``[k n, V] -> [k, n, V]`` turns parts of n rows into parts of size 1, and back. ``[n, k, V] ->
+    [n k, V]`` and ``[n, k V] -> [n k, V]`` make parts that lie in a row interleaved, and back.
     """
     assert source is not None and result is not None
     shape, new = generic_shape(source), generic_shape(result)
     ins, outs = group_of(shape, new, parts.dim)
-    if not outs or ins[0] != parts.dim:
+    if not outs:
         return None
+    if parts.interleaved:
+        return _apart(source, result, ins, outs, parts)
+    if ins[0] != parts.dim:
+        return _interleaved(source, result, ins, outs, parts)
     inner = math.prod(shape[d] for d in ins[1:])
     inner_of_result = math.prod(new[d] for d in outs[1:])
     times: Any = math.prod(source.shape[d] for d in ins[1:])
@@ -72,6 +87,34 @@ def parts_after_view(
         whole: Any = size * times
         sizes.append(whole if inner_of_result == 1 else _quotient(whole, by))
     return Parts(outs[0], tuple(sizes))
+
+
+def _interleaved(
+    source: torch.Tensor, result: torch.Tensor, ins: list[int], outs: list[int], parts: Parts
+) -> Parts | None:
+    """The parts of an inner dim, once a view moves their number to the dims outside of it."""
+    if ins[-1] != parts.dim or len(outs) > 2:
+        return None
+    width = generic(result.shape[outs[-1]]) if len(outs) == 2 else 1
+    if set(map(generic, parts.sizes)) != {width}:
+        return None
+    rows: Any = math.prod(source.shape[d] for d in ins[:-1])
+    return Parts(outs[0], (rows,) * len(parts.sizes), interleaved=True)
+
+
+def _apart(
+    source: torch.Tensor, result: torch.Tensor, ins: list[int], outs: list[int], parts: Parts
+) -> Parts | None:
+    """Interleaved parts after a view: they stay so, or are in an inner dim, one after the other."""
+    if ins[0] != parts.dim or len(ins) > 2:
+        return None
+    if len(ins) == len(outs) == 1:
+        return dataclasses.replace(parts, dim=outs[0])
+    width: Any = source.shape[ins[1]] if len(ins) == 2 else 1
+    count = len(parts.sizes)
+    if generic(result.shape[outs[-1]]) != count * generic(width):
+        return None
+    return Parts(outs[-1], (width,) * count)
 
 
 def _quotient(size: Size, by: Size) -> Size:
@@ -122,14 +165,11 @@ def _selected(node: fx.Node, parts: Parts) -> int | None:
     if not isinstance(index, int):
         return None
     start = index % sum(map(generic, parts.sizes))
-    return parts.number_of(start, start + 1)
+    return parts.number_of(range(start, start + 1))
 
 
 def _sliced(node: fx.Node, size: int, parts: Parts) -> int | None:
-    start, stop, step = map(_number, slice_bounds(node))
-    if step not in (None, 1):
-        return None
-    return parts.number_of(*slice(start, stop).indices(size)[:2])
+    return parts.number_of(range(*slice(*map(_number, slice_bounds(node))).indices(size)))
 
 
 def _number(given: Any) -> int | None:

@@ -24,14 +24,21 @@ Pseudo-code::
         follow its parts through all ops that work on parts
         compute the wide values part by part; let the ops at the ends read the parts
 
+A product of which only parts can be worked on in a loop is divided in the same way
+(divided_products.py): it takes the place of the concatenation, and its parts are products.
+
 Limits: the parts stay together if the whole of a wide value is needed, for example because the step
-returns it. In low precision no matrix product is divided into a sum of products.
+returns it. In low precision a product is divided into a sum of products for divided products only:
+a loop adds the terms of a weight's gradient up in float32; those of the tokens' gradient are
+rounded, as those of separate heads are, and added up in float32.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,6 +54,7 @@ from mstpass.graph.sizes import Size, is_size, same_shape
 from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import CannotTake, Refusal, Spec
+from mstpass.normalize.divided_products import Division, next_divisions
 from mstpass.normalize.downstream import downstream
 from mstpass.normalize.follow_parts import (
     COMBINED,
@@ -54,11 +62,12 @@ from mstpass.normalize.follow_parts import (
     MEANS,
     follow_parts,
 )
-from mstpass.normalize.parts import Parts, written_parts
+from mstpass.normalize.parts import Parts, parts_after_view, written_parts
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
 
 aten = torch.ops.aten
 _CATS = (aten.cat.default, aten.stack.default)
+_CONVERT = torch.ops.prims.convert_element_type.default
 _NOT_SUMS = tuple(op for op, combine in COMBINED.items() if combine is not aten.add.Tensor)
 
 
@@ -74,12 +83,31 @@ def unstack(joint: JointGraph) -> Rewritten:
     while (found := _next_cat(joint, given_up)) is not None:
         name, wide_numel = found
         given_up.add(name)
-        try:
+        with contextlib.suppress(CannotTake, UnknownSize):
             joint, names = _Unstacker(joint, name, wide_numel).unstack()
             changed |= names
-        except (CannotTake, UnknownSize):
-            pass
+    while divisions := next_divisions(joint, given_up):
+        given_up.update(division.product for division in divisions)
+        with contextlib.suppress(CannotTake, UnknownSize):
+            joint, names = _divided(joint, divisions)
+            changed |= names
     return joint, frozenset(changed)
+
+
+def _divided(joint: JointGraph, divisions: Sequence[Division]) -> tuple[JointGraph, set[str]]:
+    """The graph in which all of these products are computed part by part.
+
+    Raises:
+        CannotTake, UnknownSize: one of them cannot.
+    """
+    changed: set[str] = set()
+    for division in divisions:
+        product = joint.by_name[division.product]
+        wide_numel = WIDE_OF_ANCHOR * numel(product) / len(division.parts.sizes)
+        unstacker = _Unstacker(joint, division.product, wide_numel, division.parts)
+        joint, names = unstacker.unstack()
+        changed |= names
+    return joint, changed
 
 
 def _next_cat(joint: JointGraph, given_up: set[str]) -> tuple[str, float] | None:
@@ -97,15 +125,21 @@ def _next_cat(joint: JointGraph, given_up: set[str]) -> tuple[str, float] | None
 
 
 class _Unstacker:
-    """Computes what is made from one concatenation part by part, in a copy of the graph."""
+    """Computes what is made from one concatenation part by part, in a copy of the graph.
 
-    def __init__(self, joint: JointGraph, name: str, wide_numel: float):
+    Args:
+        parts: those of a product that is divided, in the place of a concatenation.
+    """
+
+    def __init__(self, joint: JointGraph, name: str, wide_numel: float, parts: Parts | None = None):
         self.rewriting, self.wide_numel = Rewriting(joint), wide_numel
         self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
         self.sizes = self.rewriting.sizes
         self.cat = self.joint.by_name[name]
-        flow = follow_parts(self.joint, self.cat, wide_numel)
+        self.divides = parts is not None
+        flow = follow_parts(self.joint, self.cat, wide_numel, parts)
         self.parts, self.picks, self.combined = flow.parts, flow.picks, flow.combined
+        self.narrow = flow.narrow
         self.built: dict[tuple[fx.Node, int, int], fx.Node | None] = {}  # (node, dim, number)
         self.put_together: dict[fx.Node, fx.Node] = {}
         self.changed: set[str] = set()
@@ -133,7 +167,7 @@ class _Unstacker:
         return new, made | (self.changed & new.by_name.keys())
 
     def _wide(self, node: fx.Node) -> bool:
-        return numel(node) >= self.wide_numel
+        return numel(node) >= self.wide_numel and node not in self.narrow
 
     # ---- computing parts -------------------------------------------------------------------------
     def _part(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
@@ -148,12 +182,9 @@ class _Unstacker:
 
     def _new_part(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
         if node not in self.parts:
-            needs_wide = self._wide(node) or any(map(self._wide, node.all_input_nodes))
-            if needs_wide and not isinstance(ops.operand_specs(node, (parts.dim,)), Refusal):
-                return self._computed(node, parts, number)
-            start, stop = self.sizes.arguments(parts.bounds(number))
-            return self.builder.call(aten.slice.Tensor, node, parts.dim, start, stop)
-        pieces = _pieces(node) if node is self.cat else written_parts(node, parts)
+            return self._part_of_other(node, parts, number)
+        pieces = _pieces(node) if node.target in _CATS and node is self.cat else None
+        pieces = pieces or written_parts(node, parts)
         if pieces is not None:
             part = pieces.get(number)
         elif ops.is_reshape(node):
@@ -162,6 +193,31 @@ class _Unstacker:
         else:
             return self._computed(node, parts, number)
         return part and self._reshaped(part, self._shape(node, parts, number))
+
+    def _part_of_other(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
+        """A part of a value that is not known to have parts: computed if wide, else sliced.
+
+        Of a weight the slice is taken where the weight enters the step.
+        """
+        is_weight = self.divides and node.op == "call_function" and ops.is_weight(node)
+        if is_weight and ops.is_reshape(node):
+            source = node.all_input_nodes[0]
+            of_source = parts_after_view(value_of(node), value_of(source), parts)
+            if of_source is not None:
+                part = self._part(source, of_source, number)
+                return part and self._reshaped(part, self._shape(node, parts, number))
+        if is_weight and node.target is aten.clone.default:
+            part = self._part(node.all_input_nodes[0], parts, number)
+            if part is not None and part.meta["val"].is_contiguous():
+                return part
+        needs_wide = self._wide(node) or any(map(self._wide, node.all_input_nodes))
+        computed = not isinstance(ops.operand_specs(node, (parts.dim,)), Refusal)
+        if computed and (needs_wide or is_weight):
+            return self._computed(node, parts, number)
+        start, stop, step = self.sizes.arguments(parts.bounds(number))
+        if step == 1:
+            return self.builder.call(aten.slice.Tensor, node, parts.dim, start, stop)
+        return self.builder.call(aten.slice.Tensor, node, parts.dim, start, stop, step)
 
     def _computed(self, node: fx.Node, parts: Parts, number: int) -> fx.Node | None:
         """The node's op on one part of its operands."""
@@ -216,8 +272,19 @@ class _Unstacker:
         if node not in self.put_together:
             parts = self.parts[node]
             each = [self._operand(node, parts, number) for number in range(len(parts.sizes))]
-            self.put_together[node] = self.builder.call(aten.cat.default, each, parts.dim)
+            self.put_together[node] = self._joined(each, parts)
         return self.put_together[node]
+
+    def _joined(self, each: list[fx.Node], parts: Parts) -> fx.Node:
+        if not parts.interleaved:
+            return self.builder.call(aten.cat.default, each, parts.dim)
+        shape = list(each[0].meta["val"].shape)
+        rows, whole = shape[parts.dim], sum(parts.sizes)
+        columns = [*shape[: parts.dim], rows, 1, *shape[parts.dim + 1 :]]
+        together = self.builder.call(
+            aten.cat.default, [self._reshaped(part, columns) for part in each], parts.dim + 1
+        )
+        return self._reshaped(together, [*shape[: parts.dim], whole, *shape[parts.dim + 1 :]])
 
     # ---- what reads the parts --------------------------------------------------------------------
     def _pick(self, node: fx.Node) -> fx.Node:
@@ -239,11 +306,24 @@ class _Unstacker:
             if node.target not in _NOT_SUMS and self._part(source, parts, number) is None:
                 continue
             result = self._reduced(node, {n: self._operand(n, here[n], number) for n in here})
+            if self._sums_wide(node, source):
+                result = self.builder.call(_CONVERT, result, torch.float32)
             combine: Any = COMBINED.get(node.target, aten.add.Tensor)
             total = result if total is None else self.builder.call(combine, total, result)
         if total is None:
             raise CannotTake(node, "all its parts are zero")
+        dtype = node.meta["val"].dtype
+        if total.meta["val"].dtype != dtype:
+            total = self.builder.call(_CONVERT, total, dtype)
         return total if node.target not in MEANS else self._mean(node, source, total)
+
+    def _sums_wide(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether the results of a product's parts are added up in float32.
+
+        A loop over tokens adds gradients of weights up in float32 by itself.
+        """
+        low = node.meta["val"].dtype in LOW_PRECISION and node.target not in _NOT_SUMS
+        return self.divides and low and source not in self.narrow and node not in self.narrow
 
     def _reduced(self, node: fx.Node, each: dict[fx.Node, fx.Node]) -> fx.Node:
         """The node's op on one part; the sum of it for a mean."""

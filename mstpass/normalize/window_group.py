@@ -233,6 +233,18 @@ class WindowGroup:
             found.append((reader, self.reshaped(total, list(reader.meta["val"].shape))))
         return found
 
+    def sum_of(self, nodes: list[fx.Node], readers: list[fx.Node]) -> fx.Node:
+        """The sum of the lanes' sums over their tokens: one sum over all tokens."""
+        if not self.has_all_tokens:
+            raise CannotTake(readers[0], "sums over tokens outside of the windows")
+        self.nodes.setdefault(nodes[0], nodes)
+        self._match_operands(readers)
+        first, spec = readers[0], self.cone[nodes[0]]
+        needs = ops.sum_operands(first, nodes[0], spec)
+        values = {n: self._operand(first, spec, n, needs.get(n, WHOLE)) for n in _arguments(first)}
+        args, kwargs = fx.map_arg((first.args, first.kwargs), values.__getitem__)
+        return self.builder.call(first.target, *args, **kwargs)
+
 
 def _arguments(node: fx.Node) -> list[Any]:
     found: list[Any] = []

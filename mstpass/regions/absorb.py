@@ -9,8 +9,9 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import is_size
-from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, has_tokens
+from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, has_tokens
 from mstpass.regions.grow import Growth
+from mstpass.regions.sums_of_sums import sums_of_sums
 
 
 def absorb_users(joint: JointGraph, growth: Growth, part: set[fx.Node]) -> None:
@@ -63,6 +64,19 @@ def absorb_sums(joint: JointGraph, growth: Growth) -> None:
         for node in leaving:
             del trial.specs[node]
     growth.adopt(trial)
+
+
+def absorb_sums_of_gradients(joint: JointGraph, growth: Growth) -> None:
+    """Add nodes that only add products up that are summed over tokens: ``dw = dw_1 + dw_2``.
+
+    The loop then has one sum, of a weight that is used twice, and not one for each use.
+    """
+    products = {
+        node
+        for node, spec in growth.specs.items()
+        if spec == SUM and node in joint.backward and ops.is_matmul(node)
+    }
+    growth.specs.update(dict.fromkeys(sums_of_sums(joint, products, growth.specs.keys()), SUM))
 
 
 def _operands_fit(joint: JointGraph, growth: Growth, node: fx.Node) -> bool:

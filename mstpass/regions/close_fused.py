@@ -19,7 +19,12 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, ancestors, numel, value_of
 from mstpass.graph.tokens import WHOLE, CannotTake
-from mstpass.regions.absorb import absorb_sums, absorb_users, check_linear
+from mstpass.regions.absorb import (
+    absorb_sums,
+    absorb_sums_of_gradients,
+    absorb_users,
+    check_linear,
+)
 from mstpass.regions.anchors import anchor_spec
 from mstpass.regions.grow import COMPLETE, Growth
 
@@ -58,6 +63,7 @@ def close_fused(joint: JointGraph, growth: Growth) -> tuple[Unit | None, str]:
         growth.adopt(trial)
         absorb_users(joint, growth, {n for n, s in growth.specs.items() if s != WHOLE})
         absorb_sums(joint, growth)
+        absorb_sums_of_gradients(joint, growth)
         _check_matmuls_in_a_row(joint, growth)
     except CannotTake as refusal:
         return None, f"not fused: {refusal.node.name}: {refusal.reason}"

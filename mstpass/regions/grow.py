@@ -29,7 +29,8 @@ from mstpass.graph import ops
 from mstpass.graph.axes import Axis
 from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
+from mstpass.graph.token_rules.arguments import tensor_inputs
+from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
 
 ONCE = "a collective runs once on all tokens, in step with the other ranks"
 COMPLETE = "what is reduced over all tokens is complete only after the loop"
@@ -202,6 +203,8 @@ class Growth:
             spec = self.specs.get(operand)
             if isinstance(spec, tuple) and spec != WHOLE:
                 return self.axis.sum_operands(member, operand, spec)
+        if all(self.specs.get(operand) == SUM for operand in tensor_inputs(member)):
+            return {}  # a sum of sums
         return Refusal("no operand that it sums has tokens in the region")
 
     def spec_of_user(self, user: fx.Node, operand: fx.Node) -> Spec | Reduced | Refusal:

@@ -1,0 +1,221 @@
+"""Products whose results are worked on in parts that meet, so that no loop can run over all rows.
+
+Two forms are found.
+
+*Windows that meet*::
+
+    a, b = logits.chunk(2);   loss(a, b)            a divergence between two passes of one batch
+
+The token of the loss is a row of each window. Written as one product for each window, all windows'
+rows are in one loop. What else reads the whole, such as a cross-entropy, is computed part by part.
+The windows must tile their value and have one length: chunks one after the other, or every k-th
+row. Windows that overlap, or that are worked on by themselves, have other rewrites
+(move_token_slices.py, join_windows.py).
+
+*A dim of several heads that a view merges with the tokens*::
+
+    logits = einsum("nd,hdv->hnv", x, weight);   loss(logits.view(h n, v), labels.view(h n))
+
+The product is written as one for each head.
+
+How the parts are computed is in unstack.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.joint import JointGraph, numel
+from mstpass.graph.sizes import generic
+from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
+from mstpass.graph.tokens import WHOLE, Refusal, Spec, Sum, group_of
+from mstpass.normalize.parts import Parts
+from mstpass.normalize.token_window import readers, slice_bounds, sliced_dim
+from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
+
+aten = torch.ops.aten
+MOST_PARTS = 16  # each is a product of its own, in the code of one loop or in a loop of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """A product, by name, and the parts into which it is divided."""
+
+    product: str
+    parts: Parts
+
+
+def next_divisions(joint: JointGraph, given_up: Container[str]) -> list[Division]:
+    """Products that are divided together and that were not tried yet; none if there are none."""
+    found = [each for each in _with_meeting_windows(joint) if each.product not in given_up]
+    if found:
+        return found
+    for anchor, spec in joint.cached(anchors):
+        parts = None if anchor.name in given_up else _heads(joint, anchor, spec)
+        if parts is not None:
+            return [Division(anchor.name, parts)]
+    return []
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """A node of the forward that reads a wide value, and the token dims of both.
+
+    Attributes:
+        result: the node's token dims, or why it has none.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    spec: Spec
+    result: Spec | Sum | Refusal
+
+
+def _readings(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Iterator[_Reading]:
+    """What reads a product and the wide values that are made of it token by token, in order."""
+    specs: dict[fx.Node, Spec] = {anchor: spec}
+    for node in readers(joint, anchor, specs):
+        source = next((n for n in node.all_input_nodes if n in specs), None)
+        if source is None or node in joint.backward or node.op != "call_function":
+            continue
+        result = ops.result_spec(node, source, specs[source])
+        yield _Reading(node, source, specs[source], result)
+        if isinstance(result, tuple) and result != WHOLE:
+            if numel(node) >= WIDE_OF_ANCHOR * numel(anchor):
+                specs[node] = result
+
+
+# ---- windows that meet ---------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """One of ``count`` windows that tile the tokens."""
+
+    number: int
+    count: int
+    interleaved: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Windows:
+    """The windows of one product's rows, by the nodes that take them."""
+
+    product: fx.Node
+    parts: Parts
+    taken: Mapping[fx.Node, _Window]
+
+
+def _with_meeting_windows(joint: JointGraph) -> list[Division]:
+    """The products of which windows meet others: two wide operands of a node have different ones.
+
+    Windows of two products with the same place meet in one row of both, which needs no rewrite.
+    """
+    found = [w for a, spec in joint.cached(anchors) if (w := _windows(joint, a, spec)) is not None]
+    held: dict[fx.Node, frozenset[_Window]] = {}
+    products: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)  # of which a value has windows
+    for windows in found:
+        for node, window in windows.taken.items():
+            held[node] = frozenset({window})
+            products[node] = {windows.product}
+    met: set[fx.Node] = set()
+    for node in joint.nodes if held else ():
+        operands = [n for n in node.all_input_nodes if n in held]
+        if node in held or node in joint.backward or not operands:
+            continue
+        if 2 * numel(node) < min(map(numel, operands)):  # a value of each token, or less
+            continue
+        held[node] = frozenset().union(*(held[n] for n in operands))
+        products[node] = set().union(*(products[n] for n in operands))
+        if len({held[n] for n in operands}) > 1 and node.target is not aten.cat.default:
+            met |= products[node]
+    return [Division(w.product.name, w.parts) for w in found if w.product in met]
+
+
+def _windows(joint: JointGraph, anchor: fx.Node, spec: Spec) -> _Windows | None:
+    """The windows of what is made of a product; None if they do not tile its rows."""
+    taken: dict[fx.Node, _Window] = {}
+    for reading in _readings(joint, anchor, spec):
+        rows = _rows_taken(reading)
+        if rows is not None:
+            window = _window(reading, *rows)
+            if window is None:
+                return None
+            taken[reading.node] = window
+    if len({(window.count, window.interleaved) for window in taken.values()}) != 1:
+        return None
+    first = next(iter(taken.values()))
+    if not 1 < first.count <= MOST_PARTS:
+        return None
+    if {window.number for window in taken.values()} != set(range(first.count)):
+        return None
+    rows_of_part: Any = anchor.meta["val"].shape[spec[0]] // first.count
+    parts = Parts(spec[0], (rows_of_part,) * first.count, first.interleaved)
+    return _Windows(anchor, parts, taken)
+
+
+def _rows_taken(reading: _Reading) -> tuple[int, range] | None:
+    """The token dim along which a node takes rows, and which rows, at the generic point."""
+    node, shape = reading.node, shape_of(reading.source)
+    if node.target is aten.slice.Tensor:
+        dim = sliced_dim(node)
+        bounds = [b.meta["val"] if isinstance(b, fx.Node) else b for b in slice_bounds(node)]
+        bounds = [None if bound is None else generic(bound) for bound in bounds]
+        rows = range(*slice(*bounds).indices(shape[dim]))
+    elif node.target is aten.select.int:
+        (dim,) = dims_of(node, len(shape), "dim")
+        index = argument(node, "index")
+        if not isinstance(index, int):
+            return None
+        rows = range(index % shape[dim], index % shape[dim] + 1)
+    else:
+        return None
+    return (dim, rows) if dim in reading.spec else None
+
+
+def _window(reading: _Reading, dim: int, rows: range) -> _Window | None:
+    """The window with these rows of a token dim; None if it is none of several that tile it."""
+    spec, size = reading.spec, shape_of(reading.source)[dim]
+    if list(spec) != sorted(spec) or rows.start >= rows.stop:
+        return None
+    length = (rows.stop - rows.start + rows.step - 1) // rows.step
+    if rows.step == 1 and dim == spec[0]:
+        if size % length or rows.start % length:
+            return None
+        return _Window(rows.start // length, size // length, False)
+    count = size if length == 1 else rows.step
+    if dim != spec[-1] or size % count or rows != range(rows.start, size, count):
+        return None
+    return _Window(rows.start, count, True)
+
+
+# ---- heads ---------------------------------------------------------------------------------------
+def _heads(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Parts | None:
+    """The heads of a product, if a view merges them with its tokens."""
+    shape = shape_of(anchor)
+    parts = Parts(0, (1,) * shape[0]) if len(shape) == 3 and shape[0] > 1 else None
+    feature = len(shape) - 1
+    merged = False
+    shown = {anchor}  # with all features in the last dim
+    for reading in _readings(joint, anchor, spec):
+        node, source = reading.node, reading.source
+        if not ops.is_reshape(node):
+            continue
+        merged |= isinstance(reading.result, Refusal)
+        if source not in shown or spec == (feature,):
+            continue
+        new, last = shape_of(node), len(shape_of(source)) - 1
+        ins, outs = group_of(shape_of(source), new, last)
+        if ins == [last] and len(outs) == 1:
+            shown.add(node)
+        elif outs and ins[-1] == last and parts is None:
+            width = math.prod(new[d] for d in outs[1:])
+            if shape[feature] % width == 0:
+                parts = Parts(feature, (width,) * (shape[feature] // width))
+    return parts if merged and parts is not None and 1 < len(parts.sizes) <= MOST_PARTS else None
