@@ -36,7 +36,7 @@ from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.sizes import generic
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
-from mstpass.graph.tokens import WHOLE, Refusal, Spec, Sum, group_of
+from mstpass.graph.tokens import WHOLE, Refusal, Spec, Reduced, group_of
 from mstpass.normalize.parts import Parts
 from mstpass.normalize.token_window import readers, slice_bounds, sliced_dim
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
@@ -76,7 +76,7 @@ class _Reading:
     node: fx.Node
     source: fx.Node
     spec: Spec
-    result: Spec | Sum | Refusal
+    result: Spec | Reduced | Refusal
 
 
 def _readings(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Iterator[_Reading]:
