@@ -314,6 +314,19 @@ def test_heads_of_which_the_whole_is_returned_stay() -> None:
     assert not check_same_results(step, *_heads_batch())
 
 
+def test_queries_keys_and_values_stay_one_product() -> None:
+    """Their heads are merged with the batch, but a third of the product is none that widens."""
+    project = nn.Linear(DIM, 3 * DIM)
+
+    def step(x: Tensor, ids: Tensor) -> Tensor:
+        qkv = project(x).view(8, -1, 3, 2, DIM // 2).permute(2, 0, 3, 1, 4)
+        q, k, v = (each.reshape(16, -1, DIM // 2) for each in qkv.unbind())
+        return (torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)).square().sum()
+
+    joint = JointGraph(*joint_graph(step, *_batch(8 * 64)))
+    assert unstack(joint)[0] is joint
+
+
 def test_heads_that_no_view_merges_stay() -> None:
     """A loop over tokens holds all heads of a token."""
     model = Stacked()

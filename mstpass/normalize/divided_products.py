@@ -39,7 +39,7 @@ from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
 from mstpass.graph.tokens import WHOLE, Refusal, Spec, Reduced, group_of
 from mstpass.normalize.parts import Parts
 from mstpass.normalize.token_window import readers, slice_bounds, sliced_dim
-from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
+from mstpass.regions.anchors import WIDE_OF_ANCHOR, WIDEN, anchors, widths
 
 aten = torch.ops.aten
 MOST_PARTS = 16  # each is a product of its own, in the code of one loop or in a loop of its own
@@ -216,6 +216,12 @@ def _heads(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Parts | None:
             shown.add(node)
         elif outs and ins[-1] == last and parts is None:
             width = math.prod(new[d] for d in outs[1:])
-            if shape[feature] % width == 0:
+            if shape[feature] % width == 0 and _widens(anchor, width):
                 parts = Parts(feature, (width,) * (shape[feature] // width))
     return parts if merged and parts is not None and 1 < len(parts.sizes) <= MOST_PARTS else None
+
+
+def _widens(anchor: fx.Node, width: int) -> bool:
+    """Whether a head of this width is an anchor itself: queries, keys and values are none."""
+    both = widths(anchor)
+    return both is not None and width >= WIDEN * generic(both[0])
