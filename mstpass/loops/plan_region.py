@@ -23,6 +23,9 @@ from mstpass.loops.vocabulary_sections import Sections, sections_of
 from mstpass.options import Options
 from mstpass.plans import ChunkPlan, Chunks, Region, Rejection
 
+# Each loop computes the region's products again, and its body is compiled by itself.
+_MOST_LOOPS = 16
+
 
 class RegionPlanner:
     """Makes the plans of one region; what several of them have in common is found once."""
@@ -48,6 +51,9 @@ class RegionPlanner:
         """
         facts, region = self.facts, self.region
         loops = self._loops_of(mode, may_recompute)
+        if len(loops.loops) > _MOST_LOOPS:
+            reason = f"it needs {len(loops.loops)} loops, more than {_MOST_LOOPS}"
+            return self._rejection(f"{reason}: each value that is reduced over all tokens ends one")
         if not all(any(item.spec for item in loop.inputs) for loop in loops.loops):
             return self._rejection("a loop would read constants only, and nothing with tokens")
         chunk_tokens = chunk_length(facts, loops, self.options, length)
