@@ -23,7 +23,6 @@ with torch.device("meta"):
     other = refused.Head()
     qkv, out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
     norm_of_all, norm_of_a_head = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH // _HEADS)
-    keys = torch.randn(TOKENS, WIDTH, requires_grad=True)
     memory = torch.zeros(TOKENS, VOCABULARY)
     largest = torch.zeros(TOKENS)
     is_token = torch.ones(TOKENS, dtype=torch.bool)
@@ -62,17 +61,9 @@ def _chunks_by_hand(h: Tensor = hidden) -> Tensor:
     return torch.stack([_loss(model(part), label) for part, label in parts]).mean()
 
 
-def _pair_losses_of_one_product(a: Tensor = hidden, b: Tensor = keys) -> Tensor:
-    scores = a @ b.t()
-    return _loss(scores, labels) + _loss(scores.t(), labels)
-
-
-def _pair_losses_of_two_products(a: Tensor = hidden, b: Tensor = keys) -> Tensor:
-    return _loss(a @ b.t(), labels) + _loss(b @ a.t(), labels)
-
-
 def _by_batch_statistics(h: Tensor = hidden) -> Tensor:
-    return _loss(model((h - h.mean(0)) / (h.std(0) + 1e-5)), labels)
+    logits = model(h)
+    return _loss((logits - logits.mean(0)) / (logits.std(0) + 1e-5), labels)
 
 
 def _some_tokens(h: Tensor = hidden) -> Tensor:
@@ -215,16 +206,9 @@ CASES = {
     ),
     "statistics": Case(
         "reduces over all tokens",
-        "on the narrow input",
+        "means, maxima or softmax over all tokens",
         refused.batch_statistics,
         _by_batch_statistics,
-    ),
-    "contrastive pairs": Case(
-        "reduces over all tokens",
-        "one product for each side",
-        _pair_losses_of_one_product,
-        _pair_losses_of_two_products,
-        _LEAST,
     ),
     "a metric over tokens": Case(
         "works along a token dim", "token by token", _cumulative, _most_probable

@@ -79,6 +79,12 @@ def of_local_rows(model: Pairs, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels) + columns
 
 
+def softmax_of_columns(model: Pairs, x: Tensor, y: Tensor) -> Tensor:
+    """Inductor divides the exponents by the temperature after the maximum, if all are finite."""
+    shares = F.log_softmax(model.logits(x, y), 0)
+    return -shares.gather(1, _labels(x)[:, None]).mean()
+
+
 def hard_negatives(model: Pairs, x: Tensor, y: Tensor) -> Tensor:
     """More columns than rows: those of pairs come first."""
     logits = model.logits(x, y)
@@ -107,18 +113,22 @@ def standardized(model: Pairs, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(scores, _labels(x))
 
 
-def sinkhorn(model: Pairs, x: Tensor, y: Tensor) -> Tensor:
-    """SwAV: targets of one view are balanced over prototypes, three times."""
+def balanced(model: Pairs, x: Tensor, y: Tensor, times: int) -> Tensor:
+    """SwAV: targets of one view are balanced over rows and prototypes, by Sinkhorn and Knopp."""
     u, v = model.embed(x, y)
     scores, others = model.prototypes(u), model.prototypes(v)
     with torch.no_grad():
         q = (others / 0.5).exp()
         q = q / q.sum()
-        for _ in range(3):
+        for _ in range(times):
             q = q / q.sum(0, keepdim=True) / q.shape[1]
             q = q / q.sum(1, keepdim=True) / q.shape[0]
         q = q * q.shape[0]
     return -(q * F.log_softmax(scores / 0.1, -1)).sum(-1).mean()
+
+
+def sinkhorn(model: Pairs, x: Tensor, y: Tensor) -> Tensor:
+    return balanced(model, x, y, 3)
 
 
 TAKEN: dict[str, Case] = {
@@ -127,6 +137,7 @@ TAKEN: dict[str, Case] = {
     "smoothed": Case(smoothed, 2),
     "one direction": Case(one_direction, 1),
     "of local rows": Case(of_local_rows, 2, rows=512),
+    "softmax of columns": Case(softmax_of_columns, 3),
     "hard negatives": Case(hard_negatives, 2, rows=300),
     "centred": Case(centred, 4, "recompute"),
     "centred by constants": Case(centred_by_constants, 2),

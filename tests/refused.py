@@ -52,17 +52,18 @@ def loss_outside(hidden: Tensor = hidden) -> Tensor:
 
 def batch_statistics(hidden: Tensor = hidden, labels: Tensor = labels) -> Tensor:
     logits = model(hidden)
-    logits = (logits - logits.mean(0)) / (logits.std(0) + 1e-5)
+    logits = logits - logits.median(0).values
     return F.cross_entropy(logits, labels)
 
 
-def softmax_over_tokens(hidden: Tensor = hidden) -> Tensor:
-    return F.softmax(model(hidden), dim=0).square().mean()
-
-
-def scaled_by_the_largest(hidden: Tensor = hidden, labels: Tensor = labels) -> Tensor:
+def places_of_the_largest(hidden: Tensor = hidden) -> Tensor:
     logits = model(hidden)
-    return F.cross_entropy(logits / logits.abs().max(), labels)
+    return F.cross_entropy(logits.t(), logits.argmax(0))
+
+
+def product_over_tokens(hidden: Tensor = hidden, labels: Tensor = labels) -> Tensor:
+    logits = model(hidden)
+    return F.cross_entropy(logits * logits.prod(0), labels)
 
 
 def unknown_op(hidden: Tensor = hidden, labels: Tensor = labels) -> Tensor:

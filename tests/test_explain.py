@@ -114,9 +114,9 @@ def _loss_of_parts(parts: dict[str, TinyLM], ids: Tensor) -> Tensor:
 REFUSED = {
     "logits_returned": ("logits are an output", "only the loss", "refused.py"),
     "loss_outside": ("logits are an output", "only the loss", "refused.py"),
-    "batch_statistics": ("reduces over all tokens", "token by token", "var in refused.py"),
-    "softmax_over_tokens": ("reduces over all tokens", "token by token", "amax in refused.py"),
-    "scaled_by_the_largest": ("reduces over all tokens", "token by token", "max_1 in refused.py"),
+    "batch_statistics": ("reduces over all tokens", "token by token", "median in refused.py"),
+    "places_of_the_largest": ("reduces over all tokens", "token by token", "argmax in refused.py"),
+    "product_over_tokens": ("reduces over all tokens", "token by token", "prod in refused.py"),
     "unknown_op": ("no token rule for tests_refused.scale", "ATen ops", "scale in refused.py"),
     "last_token": ("picks single tokens", "head(h[:, -1])", "select in refused.py"),
     "few_tokens": ("fewer than two chunks", "chunk_tokens", "refused.py"),

@@ -16,9 +16,10 @@ from torch import fx
 
 from mstpass.graph import op_table, ops
 from mstpass.graph.joint import tensors_of
+from mstpass.graph.loop_op import combined, initial
 from mstpass.graph.op_table import row_of
 from mstpass.graph.recompute_rules import is_pinned
-from mstpass.graph.tokens import SUM, Refusal, Spec, chunk_shape, token_count
+from mstpass.graph.tokens import SUM, Reduced, Refusal, Spec, chunk_shape, token_count
 from mstpass.torch_internals.graphs import name_of
 from tests.token_rule_cases import CASES, COLLECTIVES, FMA, B, Case, D, E, S, ids, x
 
@@ -138,8 +139,8 @@ def test_what_operands_give_is_what_the_result_needs(given: Case) -> None:
             if any(shape[d] == 1 for d in spec):
                 continue
             result = ops.result_spec(node, operand, spec)
-            if result == SUM:
-                _check_sum(node, values, operand, spec)
+            if isinstance(result, Reduced):
+                _check_reduced(node, values, operand, spec, result.combine)
             elif isinstance(result, tuple) and result:
                 needs = ops.operand_specs(node, result)
                 assert isinstance(needs, Refusal) or needs[operand] == spec, (spec, result, needs)
@@ -147,13 +148,17 @@ def test_what_operands_give_is_what_the_result_needs(given: Case) -> None:
         assert ops.result_spec(node, tensors[position], spec) == SUM
 
 
-def _check_sum(node: fx.Node, values: dict[fx.Node, Any], operand: fx.Node, spec: Spec) -> None:
+def _check_reduced(
+    node: fx.Node, values: dict[fx.Node, Any], operand: fx.Node, spec: Spec, combine: str
+) -> None:
     needs = ops.sum_operands(node, operand, spec)
     assert not isinstance(needs, Refusal)
     count = token_count(values[operand].shape, spec)
-    total = torch.zeros_like(node.meta["val"])
+    expected = node.meta["val"]
+    total = torch.full_like(expected, initial(combine, expected.dtype))
     for first in range(count):
-        total += _call(node, {n: _chunk(values[n], needs.get(n, ()), first, 1) for n in values})
+        part = _call(node, {n: _chunk(values[n], needs.get(n, ()), first, 1) for n in values})
+        total = combined(combine, 0, [total], [part])
     torch.testing.assert_close(total, node.meta["val"])
 
 

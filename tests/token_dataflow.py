@@ -38,7 +38,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.sizes import is_static
-from mstpass.graph.tokens import SUM, WHOLE, Reduced, Refusal, Spec, token_count
+from mstpass.graph.tokens import WHOLE, Reduced, Refusal, Spec, token_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,9 @@ class _Analysis:
             return ops.operand_specs(node, cut)
         for operand in node.all_input_nodes:
             spec = self.cuts.get(operand)
-            if isinstance(spec, tuple) and ops.result_spec(node, operand, spec) == SUM:
+            if not isinstance(spec, tuple):
+                continue
+            if isinstance(ops.result_spec(node, operand, spec), Reduced):
                 return ops.sum_operands(node, operand, spec)
         return Refusal("no operand of the sum is cut")
 

@@ -17,6 +17,7 @@ runs, or whether the region stays whole, is part of the partition problem: a sol
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from mstpass.graph.axes import TOKENS
 from mstpass.graph.joint import JointGraph
@@ -26,7 +27,7 @@ from mstpass.loops.free_overhead import spend_free_overhead
 from mstpass.loops.plan_region import RegionPlanner
 from mstpass.options import Options
 from mstpass.plans import FUSED, MIXED, RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
-from mstpass.regions.detect import find_regions
+from mstpass.regions.detect import find_regions, region_along_features
 
 _LENGTHS = {  # names of modes
     USUAL: "{}",
@@ -87,7 +88,9 @@ def find_candidates(
             leaner.append(_for_a_budget(planner, plan, limit))
         elif few := planner.with_16_bit_sums(mode):
             preferred.append(few)
-        elif candidates := _only_for_a_budget(planner, limit):
+        elif (candidates := _only_for_a_budget(planner, limit)) or (
+            candidates := _along_features(joint, planner, regions, limit)
+        ):
             leaner.append(candidates)
         else:
             rejections.append(plan)
@@ -130,6 +133,21 @@ def _only_for_a_budget(planner: RegionPlanner, limit: Limit) -> RegionCandidates
     if plan is None:
         return None
     return _for_a_budget(planner, plan, limit)
+
+
+def _along_features(
+    joint: JointGraph, planner: RegionPlanner, regions: Sequence[Region], limit: Limit
+) -> RegionCandidates | None:
+    """Loops over features for a region of too few tokens, if a budget asks."""
+    if limit.is_free or planner.region.axis != TOKENS or planner.region.returned:
+        return None
+    others = [region for region in regions if region is not planner.region]
+    region = region_along_features(joint, planner.region, others)
+    if region is None:
+        return None
+    other = RegionPlanner(joint, region, planner.options)
+    plan = other.plan(preferred_mode(region, limit), length=SHORT)
+    return _for_a_budget(other, plan, limit) if isinstance(plan, ChunkPlan) else None
 
 
 def _for_a_budget(planner: RegionPlanner, plan: ChunkPlan, limit: Limit) -> RegionCandidates:

@@ -43,6 +43,9 @@ from mstpass.plans import (
 
 _LARGE_SUMS = 64  # sums in 16 bits are worth it from this part of a region's large values on
 
+# Each loop computes the region's products again, and its body is compiled by itself.
+_MOST_LOOPS = 16
+
 
 class RegionPlanner:
     """Makes the plans of one region; what several of them have in common is found once."""
@@ -80,6 +83,9 @@ class RegionPlanner:
         in_16_bits = length == FEW or self.options.accumulate == INPUT
         accumulate = INPUT if in_16_bits else FLOAT32
         loops = self._loops_of(mode, may_recompute, sections).summing(accumulate)
+        if len(loops.loops) > _MOST_LOOPS:
+            reason = f"it needs {len(loops.loops)} loops, more than {_MOST_LOOPS}"
+            return self._rejection(f"{reason}: each value that is reduced over all tokens ends one")
         if not all(any(item.spec for item in loop.inputs) for loop in loops.loops):
             return self._rejection("a loop would read constants only, and nothing with tokens")
         if region.axis == FEATURES:

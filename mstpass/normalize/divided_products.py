@@ -36,7 +36,7 @@ from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.sizes import generic
 from mstpass.graph.token_rules.arguments import argument, dims_of, shape_of
-from mstpass.graph.tokens import WHOLE, Refusal, Spec, Reduced, group_of
+from mstpass.graph.tokens import WHOLE, Reduced, Refusal, Spec, group_of
 from mstpass.normalize.parts import Parts
 from mstpass.normalize.token_window import readers, slice_bounds, sliced_dim
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, WIDEN, anchors, widths

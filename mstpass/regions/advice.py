@@ -14,9 +14,9 @@ import re
 from mstpass.plans import Rejection
 
 _ROWWISE = (
-    "work token by token on the wide value: compute statistics, softmax or sorting over tokens on "
-    "the narrow input, or on the losses of the tokens; for contrastive pairs compute one product "
-    "for each side, `a @ b.t()` and `b @ a.t()`"
+    "work token by token on the wide value, or take sums, means, maxima or softmax over all "
+    "tokens: compute what else mixes tokens, such as sorting, on the narrow input, or on the "
+    "losses of the tokens"
 )
 _STACKS = (
     "do not stack or join wide values, such as the logits of several heads: compute each one's "

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -87,6 +88,26 @@ def find_regions(
     # what a later region took is no longer refused
     refusals = [rejection for anchor, rejection in rejections if anchor not in taken]
     return regions, [*refusals, *refused_wide_products(joint)]
+
+
+def region_along_features(
+    joint: JointGraph, region: Region, others: Iterable[Region]
+) -> Region | None:
+    """A region whose loops run over the features of another one's products; None if none can.
+
+    Args:
+        region: that one, which has too few tokens.
+        others: the other regions of the graph.
+    """
+    members = {joint.by_name[name]: spec for name, spec in region.members}
+    known = {anchor: spec for anchor, spec in joint.cached(anchors) if anchor in members}
+    anchor, spec = next(iter(known.items()))  # the one with the most bytes
+    taken = {joint.by_name[name] for r in others for name, spec in r.members if spec != WHOLE}
+    taken = {node for node in taken if not ops.is_cheap_view(node)}
+    shared = taken, upstream_matmuls(joint), TOKEN_AXIS, _operand_specs
+    growth = Growth(joint, wide_numel(anchor, spec), *shared)
+    found = _along_features(joint, growth, anchor, spec)
+    return None if found is None else found[0]
 
 
 def _operand_specs(

@@ -20,7 +20,7 @@ A sum of exponentials may be relative to the chunk's own maximum (graph/exponent
 
 Some nodes get another form, as they would cost a second buffer of the chunk's logits or one more
 pass over them: gathers and scatters of one element per row (graph/one_per_row.py) and row sums
-(graph/row_sums.py). Products may (product_by_columns.py). Rewrites of the finished body follow:
+(graph/row_sums.py), and products (product_by_columns.py). Rewrites of the finished body follow:
 common_subexpressions.py, scatter_last.py, gradient_in_place.py, rematerialize_pointwise.py.
 
 If the token count is symbolic, a chunk's length is known only at run time, so ``rows`` stands
