@@ -88,9 +88,7 @@ def find_candidates(
             leaner.append(_for_a_budget(planner, plan, limit))
         elif few := planner.with_16_bit_sums(mode):
             preferred.append(few)
-        elif (candidates := _only_for_a_budget(planner, limit)) or (
-            candidates := _along_features(joint, planner, regions, limit)
-        ):
+        elif candidates := _for_few_tokens(joint, planner, regions, limit):
             leaner.append(candidates)
         else:
             rejections.append(plan)
@@ -133,6 +131,14 @@ def _only_for_a_budget(planner: RegionPlanner, limit: Limit) -> RegionCandidates
     if plan is None:
         return None
     return _for_a_budget(planner, plan, limit)
+
+
+def _for_few_tokens(
+    joint: JointGraph, planner: RegionPlanner, regions: Sequence[Region], limit: Limit
+) -> RegionCandidates | None:
+    """For a region that gains nothing from its preferred mode: what a budget may ask for."""
+    leaner = _only_for_a_budget(planner, limit)
+    return leaner or _along_features(joint, planner, regions, limit)
 
 
 def _along_features(

@@ -13,9 +13,8 @@ Pseudo-code::
 
 Some values belong to no single region (``may_repeat``): masks and one-hot rows that cheap ops make
 from narrow values. Every region computes them for itself, so that two heads with the same labels
-do not become one loop, in which the chunks of both would exist at once. A narrow value that a
-region reads in two roles, such as the labels in ``t[:, None] == t[None, :]``, is computed in one
-of them and read as an input in the other.
+do not become one loop. A narrow value that a region reads in two roles, such as the labels in
+``t[:, None] == t[None, :]``, is computed in one of them and read as an input in the other.
 """
 
 from __future__ import annotations
@@ -71,29 +70,25 @@ class Growth:
         operand_specs: OperandSpecs,
         never_wide: Set[fx.Node] = frozenset(),
     ):
-        self.joint = joint
-        self.wide_numel = wide_numel
-        self.taken = taken
-        self.upstream = upstream
+        self.joint, self.wide_numel = joint, wide_numel
+        self.taken, self.upstream = taken, upstream
         self.axis, self.operand_specs, self.never_wide = axis, operand_specs, never_wide
         self.specs: dict[fx.Node, Spec | Reduced] = {}
         self.returned: set[fx.Node] = set()  # wide members that the step returns
         self.reenters = False  # a path leaves the region's loops and comes back to later ones
-        self._queue: deque[fx.Node] = deque()
         self.made_from_narrow: dict[fx.Node, bool] = {}  # what was found so far
+        self._queue: deque[fx.Node] = deque()
 
     def copy(self) -> Growth:
         shared = self.taken, self.upstream, self.axis, self.operand_specs, self.never_wide
         other = Growth(self.joint, self.wide_numel, *shared)
         other.specs, other.returned = dict(self.specs), set(self.returned)
-        other.reenters = self.reenters
-        other.made_from_narrow = self.made_from_narrow
+        other.reenters, other.made_from_narrow = self.reenters, self.made_from_narrow
         return other
 
     def adopt(self, other: Growth) -> None:
         """Replace the members by those of a copy that has grown further."""
-        self.specs, self.returned = other.specs, other.returned
-        self.reenters = other.reenters
+        self.specs, self.returned, self.reenters = other.specs, other.returned, other.reenters
 
     def try_add(self, node: fx.Node, spec: Spec) -> bool:
         """Add the node if that is possible, else change nothing. Returns whether it was added."""
