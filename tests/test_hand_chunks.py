@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mstpass
+from mstpass import pipeline_stages
 from mstpass.graph.joint import JointGraph
+from mstpass.loops.attention_modes import all_candidates
 from mstpass.normalize import normalized
 from tests.checks import check_against_float64, joint_graph, kinds
 from tests.graphs_of_steps import check_same_results
@@ -169,3 +173,14 @@ def test_other_chunks_stay(loss: Loss) -> None:
         sum(node.target is torch.ops.aten.mm.default for node in g.nodes) for g in (plain, prepared)
     ]
     assert count[0] == count[1]
+
+
+def test_chunks_whose_product_ends_in_no_region_stay() -> None:
+    def without_whole(*args: Any) -> tuple[list[Any], list[Any]]:
+        found, rejections = all_candidates(*args)
+        return [c for c in found if c.plans[0][1].num_tokens != 768], rejections
+
+    options = {"chunk_tokens": 64, "strict": True}
+    with mock.patch.object(pipeline_stages, "all_candidates", without_whole):
+        report = mstpass.explain(_step(Head(), _sums), *_batch(768), options=options)
+    assert [region.num_tokens for region in report.regions] == [192] * 4, str(report)
