@@ -129,7 +129,7 @@ def _with_free_outputs(facts: RegionFacts, early: Set[fx.Node]) -> Set[fx.Node]:
     column, for example, is found beside the column's maximum.
     """
     free: set[fx.Node] = set()
-    for number in {facts.rounds[node] for node in early.intersection(facts.outputs)}:
+    for number in {facts.rounds[node] for node in facts.outputs if node in early}:
         of_round = [node for node in facts.outputs if facts.rounds[node] == number]
         known, _ = _members_and_inputs(facts, [n for n in of_round if n in early], set(), None)
         for node in of_round:

@@ -86,9 +86,9 @@ def _is_shared(joint: JointGraph, node: fx.Node, needs: _Needs, least: int) -> b
     """Whether the value has to be written once for each of several token dims."""
     if node not in needs or not _is_cheap(node):
         return False
-    specs = needs[node].keys()
+    specs = set(needs[node])
     if numel(node) >= least:
-        specs = specs - {WHOLE}
+        specs -= {WHOLE}
     elif node not in joint.backward:
         return False
     return len(specs) > 1
@@ -110,10 +110,9 @@ def _copies(rewriting: Rewriting, shared: list[str]) -> frozenset[str]:
                 continue
             required = ops.operand_specs(node, spec)
             assert not isinstance(required, Refusal)
+            operands = {n: of(n, required.get(n, WHOLE)) for n in node.all_input_nodes}
             with rewriting.graph.inserting_after(node):
-                written[node, spec] = rewriting.graph.node_copy(
-                    node, lambda n, r=required: of(n, r.get(n, WHOLE))
-                )
+                written[node, spec] = rewriting.graph.node_copy(node, operands.__getitem__)
     for node in nodes:
         for spec, readers in needs[node].items():
             mine = [r for r, own in readers if r not in nodes or own == first[r]]
