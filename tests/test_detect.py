@@ -86,7 +86,6 @@ class WithTokensShiftedByPadding(WithBatchStatistics):
 @pytest.mark.parametrize(
     "mlp",
     [
-        WithBatchStatistics,
         WithCumsum,
         WithSoftmaxOverTokens,
         WithConvolutionOverTokens,
@@ -98,6 +97,11 @@ def test_mlps_that_mix_tokens_are_refused(mlp: type[nn.Module]) -> None:
     found = outcome(_through(Block(D, mlp())), _x())
     assert not found.regions
     assert found.rejections and found.rejections[0].reason and found.rejections[0].node
+
+
+def test_an_mlp_with_statistics_of_the_batch_is_computed_in_rounds() -> None:
+    (region,) = outcome(_through(Block(D, WithBatchStatistics())), _x()).regions
+    assert region.kind == "mlp" and "computed more than once" in region.note
 
 
 def test_an_mlp_whose_wide_value_is_returned_keeps_only_that() -> None:
@@ -112,7 +116,7 @@ def test_an_mlp_whose_wide_value_is_returned_keeps_only_that() -> None:
     assert region.mode == "save" and "output of the graph" in region.note
 
 
-def test_a_head_is_found_and_heads_that_mix_tokens_are_refused() -> None:
+def test_heads_are_found_and_those_that_mix_tokens_in_rounds() -> None:
     model = TinyLM(VOCAB, D)
     ids = torch.randint(0, VOCAB, (2, N // 2))
     found = outcome(lambda i: next_token_loss(model, i), ids)
@@ -121,14 +125,21 @@ def test_a_head_is_found_and_heads_that_mix_tokens_are_refused() -> None:
     def over_the_sequence(i: torch.Tensor) -> torch.Tensor:
         return model.logits(i).softmax(dim=1).square().sum()
 
-    found = outcome(over_the_sequence, ids)
-    assert not found.regions and found.rejections
+    (region,) = outcome(over_the_sequence, ids).regions
+    assert "computed more than once" in region.note
 
     def batch_normalized(i: torch.Tensor) -> torch.Tensor:
         logits = model.logits(i).flatten(0, 1)
         return F.cross_entropy((logits - logits.mean(0)) / logits.std(0), i.flatten())
 
-    found = outcome(batch_normalized, ids)
+    (region,) = outcome(batch_normalized, ids).regions
+    assert "computed more than once" in region.note
+
+    def shifted(i: torch.Tensor) -> torch.Tensor:
+        logits = model.logits(i)
+        return F.cross_entropy((logits + logits.roll(1, 1)).flatten(0, 1), i.flatten())
+
+    found = outcome(shifted, ids)
     assert not found.regions and found.rejections
 
 

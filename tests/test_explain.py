@@ -187,6 +187,7 @@ _INTERNAL = {
     "its forward is several loops over tokens",
     "no gradient of a weight holds features",
     "the step returns a wide value, so it exists in full",
+    "X chunks are too many for sums in 16 bits",
 }
 
 

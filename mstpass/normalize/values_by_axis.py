@@ -88,7 +88,7 @@ def _is_shared(joint: JointGraph, node: fx.Node, needs: _Needs, least: int) -> b
         return False
     specs = set(needs[node])
     if numel(node) >= least:
-        specs.discard(WHOLE)
+        specs -= {WHOLE}
     elif node not in joint.backward:
         return False
     return len(specs) > 1
