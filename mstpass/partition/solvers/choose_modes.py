@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from mstpass.problem.problem import CutProblem, Mode, RegionModes
 
 _HARDLY_SLOWER = 1.01  # factor of time
+_HARDLY_MORE = 1.02  # factor of bytes
+_CAST = 2  # sums in float32 are cast to 16 bits
 
 
 def first_modes(problem: CutProblem) -> dict[str, str]:
@@ -50,8 +52,12 @@ def least_memory_modes(problem: CutProblem) -> dict[str, str]:
 
 
 def least_memory_mode(region: RegionModes) -> Mode:
-    """The mode whose loops return the fewest bytes; of equal ones, that of the smallest chunks."""
-    return min(_not_outdone(region), key=_returned_and_inner)
+    """The mode whose loops leave the fewest bytes behind; of those that hardly differ in that, the
+    one that holds the fewest while it runs."""
+    with_loops = [mode for mode in region.modes if mode.loops] or list(region.modes)
+    limit_bytes = _HARDLY_MORE * min(map(_left_bytes, with_loops))
+    near = [mode for mode in with_loops if _left_bytes(mode) <= limit_bytes]
+    return min(near, key=lambda mode: (held_bytes(mode), returned_bytes(mode)))
 
 
 def with_narrower_sums(problem: CutProblem) -> dict[str, str]:
@@ -129,6 +135,7 @@ def _returned(mode: Mode) -> tuple[bool, int]:
     return not mode.loops, returned_bytes(mode)
 
 
-def _returned_and_inner(mode: Mode) -> tuple[bool, int, int]:
-    inner_bytes = max((loop.inner_bytes for loop in mode.loops), default=0)
-    return *_returned(mode), inner_bytes
+def _left_bytes(mode: Mode) -> int:
+    """Bytes of what the loops of a mode return, in the dtypes that they are cast to."""
+    results = (result for loop in mode.loops for result in loop.results)
+    return sum(result.bytes // (_CAST if result.cast else 1) for result in results)
