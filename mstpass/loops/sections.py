@@ -145,7 +145,7 @@ class _Features:
                     stack += self._put(summed_heads(user, node, dim))
 
     def may_hold(self, node: fx.Node) -> bool:
-        """Whether a loop computes the node; constants are cut, as inputs are."""
+        """Whether the node holds features that others hold too; constants may serve several."""
         return node in self.facts.specs and not ops.is_constant(node)
 
     def _put(self, dims: OperandSpecs) -> list[fx.Node]:
@@ -204,7 +204,7 @@ class _Growth:
             for operand, needed in self._needs(node).items():
                 if not isinstance(needed, HeadDim):
                     self._read_whole(operand)
-                elif not self.features.may_hold(operand):
+                elif not self._computes(operand, needed):
                     self.inputs.add((operand, needed))
                 elif operand not in self.held:
                     self.held[operand] = needed
@@ -212,6 +212,14 @@ class _Growth:
                 elif self.held[operand] != needed:
                     raise CannotTake(operand, "is read along several dims")
             self.inputs.update((size, WHOLE) for size in node.all_input_nodes if is_size(size))
+
+    def _computes(self, node: fx.Node, needed: HeadDim) -> bool:
+        """Whether the loop computes a value; constants that differ by place are cut as inputs are."""
+        if not ops.is_constant(node):
+            return self.features.may_hold(node)
+        known = self.held.get(node, needed) == needed
+        made = operand_heads(node, needed, self.features.count)
+        return node in self.facts.specs and known and not isinstance(made, Refusal)
 
     def _needs(self, node: fx.Node) -> OperandSpecs:
         held = self.held[node]

@@ -61,6 +61,18 @@ def mlps(
     return loss, (tensor(tokens, width, dtype=dtype, grad=True),)
 
 
+def mlp_in_sections(tokens: int = 4096, width: int = 2048, hidden: int = 8192) -> Step:
+    """An MLP whose gradient mixes tokens, so that its backward is a loop of its own."""
+    with torch.device("meta"):
+        mlp = GatedMLP(width, hidden, "silu").to(BF16)
+
+    def loss(x: Tensor) -> Tensor:
+        y = mlp(x).float()
+        return (y * y.mean(0).cos()).square().mean()
+
+    return loss, (tensor(tokens, width, dtype=BF16, grad=True),)
+
+
 def causal_lm(model: str, masked: bool = False, tokens: int = 8192, **sizes: int) -> Step:
     """A small model of transformers with its own loss; ``masked`` gives it a mask of padding."""
     import transformers

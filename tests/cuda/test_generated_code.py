@@ -9,7 +9,7 @@ import pytest
 
 from tests.cuda.checks import check_lean
 from tests.cuda.dry_run import dry_run
-from tests.cuda.steps import FP16, FP32, Step, head, mlps
+from tests.cuda.steps import FP16, FP32, Step, head, mlp_in_sections, mlps
 
 pytestmark = pytest.mark.dry_run
 
@@ -28,6 +28,19 @@ STEPS: dict[str, tuple[Callable[[], Step], dict[str, Any]]] = {
     "gelu": (lambda: mlps("gelu"), {"memory_budget": 0.0}),
     "gelu, fp32": (lambda: mlps("gelu", dtype=FP32), {"memory_budget": 0.0}),
 }
+
+
+@pytest.mark.parametrize("hidden", [8192, 8001])
+def test_sections_of_an_mlp_write_gradients_in_place(hidden: int) -> None:
+    """No buffer of a weight's shape is made but its gradient."""
+    run = dry_run(*mlp_in_sections(hidden=hidden), memory_budget=0.0)
+    check_lean(run)
+    assert [region.mode for region in run.report.regions] == ["mixed"]
+    peak = run.report.outcome.scheduled_peak_bytes
+    assert run.report.outcome.peak_bytes == pytest.approx(peak, rel=0.05)
+    for shape in ((hidden, 2048), (2048, hidden)):
+        count = run.text.count(f"empty_strided_cuda({shape}, ")
+        assert count == (2 if shape[0] == hidden else 1)  # gate and up; down
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -60,7 +60,6 @@ CASES: dict[str, tuple[Callable[[], Step], dict[str, Any]]] = {
     "a head that is left whole": (lambda: head(4096, 256, 32000), {"chunk": "off"}),
     "a head in sections": (lambda: head(1024, 1024, 32000), {"memory_budget": 0.0}),
     "a head with sums in float32": (lambda: head(4096, 256, 32000), {"accumulate": "float32"}),
-    "mlps in two chunks": (lambda: mlps("gelu", 8192, 256), {"chunk_tokens": 4096}),
     "mlps": (lambda: mlps("swiglu", 8192, 256), {"chunk_tokens": 1024}),
     "flash": (transformer, {"gpu": "a100"}),
     "efficient": (lambda: transformer(FP32, masked=True), {"gpu": "a100", "chunk_tokens": 512}),
