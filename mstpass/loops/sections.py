@@ -214,7 +214,7 @@ class _Growth:
             self.inputs.update((size, WHOLE) for size in node.all_input_nodes if is_size(size))
 
     def _computes(self, node: fx.Node, needed: HeadDim) -> bool:
-        """Whether the loop computes a value; constants that differ by place are cut as inputs are."""
+        """Whether the loop computes a value; constants that differ by place are cut, as inputs."""
         if not ops.is_constant(node):
             return self.features.may_hold(node)
         known = self.held.get(node, needed) == needed

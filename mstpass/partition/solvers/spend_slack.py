@@ -8,6 +8,9 @@ are too many to try.) Moves are tried together, and by halves if that exceeds th
     accept(moves): make all of them, if the peak stays within the budget and the time falls;
                    otherwise accept(first half), then accept(second half)
 
+Before that, the regions of repeated layers are put in their fastest mode at once, or else in the
+second fastest one, and so on, until that is possible.
+
 The number of simulations is limited, so that planning time is. It falls with the size of the graph,
 to a few that are left for the largest. They are counted and not timed: all ranks of a job must find
 the same plan.
@@ -21,18 +24,20 @@ smaller budget never gives a higher peak.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from mstpass.memory.simulate_plan import simulate_plan
-from mstpass.partition.solvers.choose_modes import mode_us, op_times
+from mstpass.partition.solvers.choose_modes import held_bytes, mode_us, op_times
 from mstpass.partition.solvers.plan_sequence import MeasuredPlan
 from mstpass.partition.solvers.recomputed_heavy_ops import recomputed_heavy_ops
 from mstpass.problem.apply_modes import Cycle, with_modes
-from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.problem import CutProblem, Plan, RegionModes
 from mstpass.problem.saved_set import saved_where
 
 _OPS = 40_000  # ops that all simulations together may have
 _TRIES = 64  # simulations, at most
+_MODES_OF_LAYERS = 3  # the fastest ones, which regions of repeated layers are put in at once
 _LEAST_TRIES = 4  # even where they have more ops: the best eighth of the moves gets its turn
 
 
@@ -56,10 +61,26 @@ def slack_spent(problem: CutProblem, plan: Plan, budget_bytes: int) -> MeasuredP
     limit_bytes = max(budget_bytes, start.peak_bytes)
     tries = max(_LEAST_TRIES, min(_TRIES, _OPS // max(1, size)))
     search = _Search(problem, start, limit_bytes, tries)
-    search.accept(search.save_moves())  # first: one may spare a whole chain of ops
-    for rank in range(max((len(r.modes) for r in problem.regions), default=0)):
-        search.accept(search.mode_moves(rank))
+    ranks = range(max((len(r.modes) for r in problem.regions), default=0))
+    for alike in _alike_regions(problem):
+        fastest = ranks[:_MODES_OF_LAYERS]
+        next((r for r in fastest if search.accept_all(search.mode_moves(r, alike))), None)
+    search.tries = tries
+    search.accept(search.save_moves())  # before single modes: one may spare a whole chain of ops
+    for rank in ranks:
+        search.accept(search.mode_moves(rank, problem.regions))
     return search.best
+
+
+def _alike_regions(problem: CutProblem) -> list[list[RegionModes]]:
+    """The regions by what their modes are and cost, such as those of repeated layers."""
+    found: defaultdict[object, list[RegionModes]] = defaultdict(list)
+    for region in problem.regions:
+        costs = (
+            (mode.name, held_bytes(mode), *(x.us for x in mode.loops)) for mode in region.modes
+        )
+        found[tuple(costs)].append(region)
+    return [regions for regions in found.values() if len(regions) > 1]
 
 
 class _Search:
@@ -72,13 +93,13 @@ class _Search:
         self.tries = tries
         self.us = problem.cached(op_times)
 
-    def mode_moves(self, rank: int) -> list[_Move]:
-        """For each region the move to its ``rank``-th fastest mode, if that is faster than now.
+    def mode_moves(self, rank: int, regions: Sequence[RegionModes]) -> list[_Move]:
+        """For each of these regions the move to its ``rank``-th fastest mode, if it is faster.
 
         The move that wins most time comes first.
         """
         gains: list[tuple[float, _Move]] = []
-        for region in self.problem.regions:
+        for region in regions:
             now = self.best.plan.modes.get(region.region, region.modes[0].name)
             # No move takes a region's loops away: Inductor may run its ops ahead of their turn,
             # which the simulation does not see.
@@ -95,6 +116,10 @@ class _Search:
         closed = with_modes(self.problem, self.best.plan.modes)
         ops = recomputed_heavy_ops(closed, self.best.plan.saved)
         return [_Move(saved=op.results) for op in ops]
+
+    def accept_all(self, moves: Sequence[_Move]) -> bool:
+        """Make all of the moves, or none. Returns whether they are made."""
+        return len(moves) > 1 and self.tries > 0 and self._try(moves)
 
     def accept(self, moves: Sequence[_Move]) -> None:
         if not moves or not self.tries or self._try(moves) or len(moves) == 1:
