@@ -167,6 +167,16 @@ def _balance(model: LossModel, ids: Tensor) -> Tensor:
     return (words.log() * model.class_weight.float()).sum() / 100
 
 
+def _batch_norm(model: LossModel, ids: Tensor) -> Tensor:
+    logits = model.logits(ids).float().flatten(0, 1)
+    return F.cross_entropy(F.batch_norm(logits, None, None, training=True), _labels(ids).flatten())
+
+
+def _centered(model: LossModel, ids: Tensor) -> Tensor:
+    logits = model.logits(ids).float()
+    return _ce(logits * logits.mean((0, 1)).cos(), ids)
+
+
 # Fused: the whole backward is linear in the one scalar gradient.
 FUSED: dict[str, Loss] = {
     "mean": lambda m, ids: _ce(m.logits(ids), ids),
@@ -194,17 +204,17 @@ FUSED: dict[str, Loss] = {
 }
 
 # Recomputed: backward needs more than one scalar.
-RECOMPUTED: dict[str, Loss] = {"preference": _preference, "balance": _balance}
+RECOMPUTED: dict[str, Loss] = {
+    "preference": _preference,
+    "balance": _balance,
+    "batch_norm_over_tokens": _batch_norm,
+    "centered_over_tokens": _centered,
+}
 OUTSIDE: dict[str, Loss] = {"per_token": _per_token, "per_sequence": _per_sequence}
 
 
 def _over_sequence(model: LossModel, ids: Tensor) -> Tensor:
     return torch.softmax(model.logits(ids).float(), 1).square().sum()
-
-
-def _batch_norm(model: LossModel, ids: Tensor) -> Tensor:
-    logits = model.logits(ids).float().flatten(0, 1)
-    return F.cross_entropy(F.batch_norm(logits, None, None, training=True), _labels(ids).flatten())
 
 
 def _running_sum(model: LossModel, ids: Tensor) -> Tensor:
@@ -220,11 +230,6 @@ def _neighbours(model: LossModel, ids: Tensor) -> Tensor:
     return _ce(logits + logits.roll(1, 1), ids)
 
 
-def _centered(model: LossModel, ids: Tensor) -> Tensor:
-    logits = model.logits(ids).float()
-    return _ce(logits * logits.mean((0, 1)).cos(), ids)
-
-
 def _mean_of_each_sequence(model: LossModel, ids: Tensor) -> Tensor:
     return model.logits(ids).float().mean(1).square().sum()
 
@@ -232,10 +237,8 @@ def _mean_of_each_sequence(model: LossModel, ids: Tensor) -> Tensor:
 # A value as large as the logits mixes tokens: the head is refused.
 REFUSED: dict[str, Loss] = {
     "softmax_over_sequence": _over_sequence,
-    "batch_norm_over_tokens": _batch_norm,
     "running_sum_over_tokens": _running_sum,
     "flipped_tokens": _flipped,
     "neighbouring_tokens": _neighbours,
-    "centered_over_tokens": _centered,
     "mean_of_each_sequence": _mean_of_each_sequence,
 }

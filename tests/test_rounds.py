@@ -74,7 +74,8 @@ def test_what_chunks_give_no_part_of_is_refused_by_name(name: str) -> None:
 
 def test_very_many_rounds_are_refused() -> None:
     """They would take long to compile; three times fewer of them run."""
-    loss = lambda x, y: balanced(Pairs(), x, y, 20)
+    model = Pairs()
+    loss = lambda x, y: balanced(model, x, y, 20)
     report = mstpass.explain(loss, *_batches(Case(clip, 2)), options={"chunk_tokens": CHUNK})
     assert any("more than 16" in str(rejection) for rejection in report.rejections), report
 
