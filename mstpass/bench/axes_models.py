@@ -91,9 +91,7 @@ class ChunkedByHand(Head):
         self.parts = parts
 
     def forward(self, x_ND: Tensor, target_N: Tensor) -> Tensor:
-        parts = zip(
-            self.hidden(x_ND).chunk(self.parts), target_N.chunk(self.parts), strict=True
-        )
+        parts = zip(self.hidden(x_ND).chunk(self.parts), target_N.chunk(self.parts), strict=True)
         sums = [F.cross_entropy(self.head(x), target, reduction="sum") for x, target in parts]
         return torch.stack(sums).sum() / len(target_N)
 
@@ -109,7 +107,9 @@ class JensenShannon(Head):
         student = self.head(self.hidden(x_ND))[kept_K].log_softmax(-1)
         teacher = self.teacher(x_ND)[kept_K].log_softmax(-1)
         mixed = torch.logsumexp(torch.stack([student, teacher]), 0) - math.log(2)
-        of = [F.kl_div(mixed, p, reduction="batchmean", log_target=True) for p in (student, teacher)]
+        of = [
+            F.kl_div(mixed, p, reduction="batchmean", log_target=True) for p in (student, teacher)
+        ]
         return (of[0] + of[1]) / 2
 
 
