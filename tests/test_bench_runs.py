@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import mstpass
 from mstpass.bench import (
+    axes,
     comparison,
     compile,
     dynamic,
@@ -22,7 +23,7 @@ from mstpass.bench.models import Head, LlamaSize, llama
 from mstpass.bench.processes import ProcessFailed
 from mstpass.graph import device_costs
 from mstpass.graph.measured_costs import ChunkCosts
-from mstpass.plans import Outcome, SavedValue, SavePlan
+from mstpass.plans import ChunkPlan, Chunks, LoopPlan, Outcome, SavedValue, SavePlan
 
 pytestmark = pytest.mark.op_by_op
 
@@ -82,6 +83,48 @@ def test_loops_of_one_head(monkeypatch, tmp_path):
     names = [line[0] for line in result.tables[0].rows]
     assert names == ["eager", "Inductor", "auto_chunker", "mst, 4 chunks", "mst, its own choice"]
     assert len(result.tables) == 4
+
+
+TINY = axes.Sizes(64, 8, 128, 8, 512, 32, 32, 3, 4, 8, 2, 4, 48, 4, 4, 8, 128)
+
+
+def test_axes_of_one_loss(monkeypatch):
+    """The table names the axis and the number of chunks of each loop."""
+    monkeypatch.setattr(axes, "QUICK", dataclasses.replace(TINY, tokens=256, words=2048))
+    monkeypatch.setattr(axes, "inductor", lambda: comparison.eager("Inductor"))
+    result = axes.run(arguments(repeats=1, model=["chunked by hand"]))
+    (table,) = result.tables
+    free, least = (dict(zip(table.columns, line, strict=True)) for line in table.rows)
+    assert free[""] == "chunked by hand: 4 parts, N=2 x 256, d=8, V=2048, fp32"
+    assert (free["budget"], least["budget"]) == ("free", "0.0")
+    assert least["loops"] == "fused: tokens in 2", least
+    assert [t.what for t in result.targets] == [
+        "chunked by hand: peak / Inductor",
+        "chunked by hand: time / Inductor",
+    ]
+    assert all(t.value is not None for t in result.targets)
+
+
+@pytest.mark.parametrize("name", axes.CASES)
+def test_each_case_of_axes_is_a_step(name):
+    work = axes.CASES[name].build(TINY, CPU)
+    step = work.step(work.fn)
+    value, gradients = step.with_gradients()
+    again, _ = step.with_gradients()
+    assert len(gradients) == len(step.leaves)
+    assert torch.equal(value, again) and torch.isfinite(value).all()
+
+
+def test_equal_loops_are_counted():
+    def report(*counts):
+        chunks = [Chunks("tokens", 8 * n, 8, n) for n in counts]
+        loops = tuple(LoopPlan("forward", (), (), (), (), chunks=each) for each in chunks)
+        plan = ChunkPlan("lm_head", "fused", "", 64, 8, 8, 0, 0, loops, (), ())
+        return mstpass.Report(Outcome(regions=(plan,)))
+
+    text = figures.axes_text([report(4, 2), report(4, 2), report(4)])
+    assert text == "2 x fused: tokens in 4, tokens in 2; fused: tokens in 4"
+    assert figures.axes_text([]) == ""
 
 
 def test_dynamic_runs_every_length(monkeypatch):

@@ -13,7 +13,7 @@ EXAMPLES = """  mstpass bench all --markdown today.md
 """
 NAMES = (
     *("peers", "loops", "losses", "dynamic", "reconstruct", "compile", "pareto", "budgets"),
-    *("long", "optimizer", "experts"),
+    *("long", "optimizer", "experts", "axes"),
 )
 _RUNS = [run for name in NAMES for run in import_module(f"mstpass.bench.{name}").main.runs]
 

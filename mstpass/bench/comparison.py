@@ -191,12 +191,14 @@ def compare(
     repeats: int,
     device: torch.device,
     advance: Callable[[str], None] = lambda name: None,
+    **tolerances: float,
 ) -> dict[str, Row]:
     """Figures by contender; the first contender is the reference.
 
-    `advance` is called 2 + `repeats` times with each contender's name.
+    `advance` is called 2 + `repeats` times with each contender's name. `tolerances` are those of
+    `Comparison`.
     """
-    comparison = Comparison(loss_fn, make_step, device, advance)
+    comparison = Comparison(loss_fn, make_step, device, advance, **tolerances)
     comparison.add(contenders)
     comparison.time(repeats)
     comparison.measure_peaks()

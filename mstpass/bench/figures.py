@@ -8,6 +8,7 @@ to run as long as Inductor's, so the estimate stands beside the measured time re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ class Row:
         simulated_bytes: the peak in mst's report; None for other backends.
         estimated: the time relative to the step without loops, by mst's report.
         plan: mst's loops, as text.
+        axes: what each of them runs along, as text.
         error: why the contender has dropped out; empty if it has not.
     """
 
@@ -44,6 +46,7 @@ class Row:
     estimated: float | None = None
     seconds: list[float] = field(default_factory=list)
     plan: str = ""
+    axes: str = ""
     error: str = ""
 
     @property
@@ -53,7 +56,7 @@ class Row:
 
 def write_plan(row: Row, reports: Sequence[mstpass.Report]) -> None:
     """Write what mst plans for a step to its row; the estimates, if it is one graph."""
-    row.plan = plan_text(reports)
+    row.plan, row.axes = plan_text(reports), axes_text(reports)
     if len(reports) == 1:
         row.simulated_bytes, extra_time = reports[0].peak_bytes, reports[0].extra_time
         row.estimated = None if extra_time is None else 1 + extra_time
@@ -63,6 +66,19 @@ def plan_text(reports: Iterable[mstpass.Report]) -> str:
     """The loops of plans: what they compute, their mode, and the number of their chunks."""
     regions = (region for report in reports for region in report.regions)
     return ", ".join(f"{r.kind} {r.mode} in {r.num_chunks}" for r in regions)
+
+
+def axes_text(reports: Iterable[mstpass.Report]) -> str:
+    """The axis and the number of chunks of every loop: ``mixed: tokens in 4, features in 8``.
+
+    Regions with the same loops are counted: ``3 x fused: tokens in 4``.
+    """
+    regions = (region for report in reports for region in report.regions)
+    texts = Counter(
+        f"{r.mode}: " + ", ".join(f"{loop.cut.axis} in {loop.cut.count}" for loop in r.loops)
+        for r in regions
+    )
+    return "; ".join(text if count == 1 else f"{count} x {text}" for text, count in texts.items())
 
 
 def ratios(row: Row | None, base: Row) -> Ratio | None:

@@ -18,6 +18,7 @@ BENCHES = {
     "loops": "LM heads and MLPs as loops: time and peak, against Inductor and lower bounds",
     "peers": "a Llama-like training step with eager, Inductor, its own options, and mst",
     "losses": "one LM head under each loss: time and peak, against Inductor and lower bounds",
+    "axes": "losses and layers in loops along different axes: time and peak, against Inductor",
     "sharded": "an LM head whose vocabulary two processes share: time and peak of a rank",
     "dynamic": "many sequence lengths in turn: number of compilations, and time",
     "reconstruct": "post-norm models with reconstruction: saved bytes, peak, gradient error",
