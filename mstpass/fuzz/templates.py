@@ -103,14 +103,14 @@ _LOG_P = (
     "words = labels.clamp_min(0).unsqueeze(-1)",
     "log_p = torch.log_softmax(logits, -1).gather(-1, words).squeeze(-1)",
 )
-_Losses = Mapping[str, tuple[str, ...]]  # lines that compute ``loss``; {cut} cuts h as logits
+_Losses = Mapping[str, tuple[str, ...]]  # ``cut`` cuts ``h`` as the logits and labels are
 _PAIRS = (
     "one = F.normalize(@head_one[d d](h.flatten(0, 1)), dim=-1)",
     "other = F.normalize(@head_other[d d](h.flatten(0, 1)), dim=-1)",
     "pairs = one @ other.t() * @pair_scale[nn.Parameter(torch.tensor(1.5))].exp()",
     "own = torch.arange(pairs.shape[0])",
 )
-_PAIR_LOSSES: _Losses = {
+PAIR_LOSSES: _Losses = {
     "contrastive": (
         *_PAIRS,
         "pairs = pairs + @pair_bias[nn.Parameter(torch.tensor(-1.0))]",
@@ -137,7 +137,7 @@ _PAIR_LOSSES: _Losses = {
 _STACK = "heads = torch.stack([logits, @head_b[d v](h{cut}), @head_c[d v](h{cut})])"
 _BATCHED = "heads = h{cut}.flatten(0, 1) @ $heads[3 d v]"
 _EACH = "loss = sum(F.cross_entropy({}, labels.flatten()) for part in heads.unbind())"
-_STACKED_LOSSES: _Losses = {
+STACKED_LOSSES: _Losses = {
     "stack": (_STACK, _EACH.format("part.flatten(0, 1)")),
     "stack_in_one": (
         _STACK,
@@ -160,7 +160,7 @@ _HALVES = "one, other = words[: h.shape[0]], words[h.shape[0] :]"
 _CE_OF = "F.cross_entropy({}.flatten(0, 1), labels.flatten())"
 _KL = 'F.kl_div(torch.log_softmax({}, -1), torch.softmax({}, -1), reduction="batchmean")'
 _BOTH = f"loss = {_CE_OF.format('one')} + {_CE_OF.format('other')}"
-_DOUBLED_LOSSES: _Losses = {
+DOUBLED_LOSSES: _Losses = {
     "r_drop": (
         _DROPPED,
         "one, other = words.chunk(2)",
@@ -206,7 +206,7 @@ LOSSES: _Losses = {
 _STACK = "heads = torch.stack([logits, @head_b[d v](h{cut}), @head_c[d v](h{cut})])"
 _BATCHED = "heads = h{cut}.flatten(0, 1) @ $heads[3 d v]"
 _EACH = "loss = sum(F.cross_entropy({}, labels.flatten()) for part in heads.unbind())"
-_STACKED_LOSSES: _Losses = {
+STACKED_LOSSES: _Losses = {
     "stack": (_STACK, _EACH.format("part.flatten(0, 1)")),
     "stack_in_one": (
         _STACK,
@@ -293,10 +293,10 @@ LOSSES: _Losses = {
         "parts = zip(h{cut}.flatten(0, 1).chunk(4), labels.flatten().chunk(4))",
         f"loss = sum({_CE_PART.format('@head_parts[d v](part)')} for part, words in parts) / 100",
     ),
-    **_STACKED_LOSSES,
-    **_DOUBLED_LOSSES,
+    **STACKED_LOSSES,
+    **DOUBLED_LOSSES,
     # these mix tokens
-    **_PAIR_LOSSES,
+    **PAIR_LOSSES,
     "pairs": (
         "unit = F.normalize(logits.flatten(0, 1), dim=-1)",
         "sign = 2 * torch.eye(unit.shape[0], dtype=unit.dtype) - 1",
