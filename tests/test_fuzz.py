@@ -14,12 +14,13 @@ import torch
 
 from mstpass.cli import fuzz
 from mstpass.fuzz.campaign import Campaign
-from mstpass.fuzz.case import KINDS, Case, Layer, from_json, to_json
+from mstpass.fuzz.case import KINDS, SHIFTS, Case, Layer, from_json, to_json
 from mstpass.fuzz.checks import FAST, INDUCTOR, check_case
 from mstpass.fuzz.draw import draw
-from mstpass.fuzz.program import Setup
+from mstpass.fuzz.program import Program, Setup
 from mstpass.fuzz.reduce import as_test, reduce, smaller_cases
 from mstpass.fuzz.render import source
+from mstpass.fuzz.templates import DOUBLED_LOSSES, PAIR_LOSSES, STACKED_LOSSES
 from mstpass.fuzz.values import References, wrong_values
 from mstpass.graph import loop_op
 
@@ -34,6 +35,44 @@ def test_a_case_is_read_as_it_was_written() -> None:
     for number in range(200):
         case = draw(0, number)
         assert from_json(json.loads(json.dumps(to_json(case)))) == case
+
+
+def test_every_choice_is_drawn() -> None:
+    """Within 1,500 cases: each loss, op, size, and each form of each kind of layer."""
+    cases = [draw(0, number) for number in range(1500)]
+    layers = [layer for case in cases for layer in case.layers]
+    for of_kind, records in ((Case, cases), (Layer, layers)):
+        for field in dataclasses.fields(of_kind):
+            values = [getattr(record, field.name) for record in records]
+            if "items" in field.metadata:
+                values = [item for items in values for item in items]
+            listed = field.metadata.get("values", field.metadata.get("items", ()))
+            assert set(listed) <= set(values), field.name
+    drawn = {(layer.kind, layer.form) for layer in layers}
+    assert drawn == {(kind, form) for kind, forms in KINDS.items() for form in forms}
+
+
+def test_a_quarter_of_the_losses_join_rows_heads_or_batches() -> None:
+    joined = {*PAIR_LOSSES, *STACKED_LOSSES, *DOUBLED_LOSSES}
+    count = sum(draw(0, number).loss in joined for number in range(1000))
+    assert 200 < count < 350
+
+
+@pytest.mark.parametrize("loss", [*PAIR_LOSSES, *STACKED_LOSSES, *DOUBLED_LOSSES])
+def test_every_loss_that_joins_runs(loss: str) -> None:
+    """In eager mode, with gradients: of logits cut in each way, and of those of a single token."""
+    for shift in SHIFTS:
+        case = Case(loss=loss, shift=shift, features=8, vocabulary=11)
+        assert any("grad" in name for name in Program.of(case).run()[0])
+    Program.of(dataclasses.replace(case, batch=1, length=1)).run()
+
+
+@pytest.mark.parametrize("loss", ["contrastive", "stack", "batched_in_one", "r_drop", "chunks"])
+def test_losses_that_join_are_in_loops(loss: str) -> None:
+    """Each is of a kind that has a rewrite of its own, which leaves no head whole."""
+    checked = check_case(dataclasses.replace(LOOP, loss=loss))
+    assert checked.status == "held", checked.failures
+    assert any(name.startswith("lm_head") for name in checked.facts), checked.facts
 
 
 def test_every_case_has_a_source() -> None:

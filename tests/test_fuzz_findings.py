@@ -48,7 +48,7 @@ def test_a_batch_shorter_than_a_chunk_of_symbolic_length() -> None:
 
 def test_a_sum_over_rows_is_no_value_of_a_row() -> None:
     """With as many features as tokens in a chunk it was taken for one, and no other length fit."""
-    mlp = Layer(variant=9, residual="add", act="hardswish", bias=True)
+    mlp = Layer(variant=1, residual="add", act="hardswish", bias=True)
     case = Case(
         (mlp,),
         batch=3,
@@ -219,7 +219,7 @@ def test_each_loop_that_is_asked_for_and_raises_the_peak_is_left_out(
 ) -> None:
     """Only all of them together were compared with the step without loops, not each."""
     monkeypatch.setattr(pipeline, "FORCED_MAY_RAISE", TIE)  # as outside of the tests
-    layers = (Layer(), Layer(variant=9, residual="gated", width=96))
+    layers = (Layer(), Layer(variant=1, residual="gated", width=96))
     case = Case(
         layers,
         logit_ops=("cap",),
@@ -280,7 +280,7 @@ def test_a_padded_gradient_is_computed_twice_as_its_plan_says() -> None:
 
 def test_a_sunk_slice_stays_where_it_is() -> None:
     """The slice of the narrow value was sunk again, and the slice of what is made from that."""
-    mlp = Layer(variant=13, ops=("token_softmax",), act="sigmoid", width=24)
+    mlp = Layer(variant=5, ops=("token_softmax",), act="sigmoid", width=24)
     case = Case((mlp,), shift="first", loss="sine_sum", batch=7, dynamic="batch", head="by_hand")
     held(dataclasses.replace(case, features=12, vocabulary=600, chunk_tokens=3))
 

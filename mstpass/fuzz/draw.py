@@ -39,14 +39,14 @@ _PLAIN = {  # the share of cases in which a field has its plainest value; else a
 _RARE = {  # values that end most of a case's interest: four of five are drawn again
     "batch": (0,),
     "length": (0, 1, 2, 300),
-    "vocabulary": (2, 600),
+    "vocabulary": (2, 600, 601),
     "loss": ("none", "ignore_all"),
     "norm": ("batch", "group"),
     "final_norm": ("batch", "group"),
     "frozen": ("head", "all_but_head"),
     "source": ("plain_hidden",),
     "chunk_tokens": (None, 64, 1000),
-    "width": (24,),
+    "width": (24, 601),
 }
 _AGAIN = 0.8
 _LARGE = 0.3  # the share of cases that are so large that loops lower the peak without being forced
@@ -84,7 +84,7 @@ def _large(random: Random, case: Case) -> Case:
         case,
         batch=random.choice((1, 2, 3)),
         length=random.choice((96, 131, 200, 256)),
-        vocabulary=random.choice((499, 600)),
+        vocabulary=random.choice((499, 600, 601)),
         chunk_tokens=random.choice((None, None, 32, 64, 100)),
         forced=False,
     )

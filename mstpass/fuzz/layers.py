@@ -34,6 +34,13 @@ _WIDENED: Forms = {
     "flat": ("h = {act:@_up[d w](h.flatten(0, 1)).unflatten(0, h.shape[:2])}",),
     "by_hand": ("h = {act:(h @ $_up[d w])}",),
     "two_ups": ("h = {act:@_up[d w](h)} + @_more[d w](h.detach())",),
+    "fused_split": ("a, b = @_gate_up[d 2w](h).split({w}, -1)", "h = {act:a} * b"),
+    "fused_slices": ("a = @_gate_up[d 2w](h)", "h = {act:a[..., :{w}]} * a[..., {w}:]"),
+    "fused_flat": (
+        "a, b = @_gate_up[d 2w](h.flatten(0, 1)).chunk(2, -1)",
+        "h = ({act:a} * b).view(*h.shape[:2], {w})",
+    ),
+    "fused_turns": ("a = @_gate_up[d 2w](h)", "h = {act:a[..., ::2]} * a[..., 1::2]"),
 }
 _MLPS = {name: (*lines, "ops h", "y = @_down[w d](h)") for name, lines in _WIDENED.items()}
 

@@ -201,7 +201,7 @@ def _add_head(lines: Lines) -> None:
         return
     head = Lines(case, lines)
     _add_logits(head)
-    head.add(*LOSSES[case.loss])
+    head.add(*LOSSES[case.loss], cut=CUTS.get(case.shift, "").format(":-1"))
     if case.head == "two":
         head.add("loss = loss + 0.3 * F.softplus(@second[d v](h)).mean()")
     if case.checkpoint in ("head", "all"):

@@ -79,6 +79,11 @@ MIXING: Mapping[str, str] = {
     "self_product": "torch.softmax(h @ h.transpose(1, 2), -1) @ h",
     "mean_of_all": "h + h.mean()",
     "last_token": "h + h[:, -1:]",
+    "pad_tokens": "F.pad(h[:, 1:], (0, 0, 0, 1))",
+    "roll_by_hand": "torch.cat((h[:, 1:], h[:, :1]), 1)",
+    "all_running_sums": "h.flatten(0, 1).cumsum(0).view(h.shape) / 8",
+    "all_softmax": "torch.softmax(h.flatten(0, 1), 0).view(h.shape)",
+    "center_all": "h - h.mean((0, 1))",
 }
 OPS: Mapping[str, str] = {**TOKENWISE, **MIXING}
 LOGIT_OPS: Mapping[str, str] = {
@@ -98,7 +103,130 @@ _LOG_P = (
     "words = labels.clamp_min(0).unsqueeze(-1)",
     "log_p = torch.log_softmax(logits, -1).gather(-1, words).squeeze(-1)",
 )
-LOSSES: Mapping[str, tuple[str, ...]] = {
+_Losses = Mapping[str, tuple[str, ...]]  # ``cut`` cuts ``h`` as the logits and labels are
+_PAIRS = (
+    "one = F.normalize(@head_one[d d](h.flatten(0, 1)), dim=-1)",
+    "other = F.normalize(@head_other[d d](h.flatten(0, 1)), dim=-1)",
+    "pairs = one @ other.t() * @pair_scale[nn.Parameter(torch.tensor(1.5))].exp()",
+    "own = torch.arange(pairs.shape[0])",
+)
+PAIR_LOSSES: _Losses = {
+    "contrastive": (
+        *_PAIRS,
+        "pairs = pairs + @pair_bias[nn.Parameter(torch.tensor(-1.0))]",
+        "loss = F.cross_entropy(pairs, own) + F.cross_entropy(pairs.t(), own)",
+    ),
+    "one_direction": (*_PAIRS, "loss = F.cross_entropy(pairs, own)"),
+    "column_softmax": (
+        *_PAIRS,
+        "loss = -torch.log_softmax(pairs, 0).gather(1, own[:, None]).mean()",
+    ),
+    "column_mean": (*_PAIRS, "loss = F.cross_entropy(pairs - pairs.mean(0), own)"),
+    "standardized": (
+        "words = logits.flatten(0, 1)",
+        "words = (words - words.mean(0)) * torch.rsqrt(words.var(0, correction=0) + 1e-3)",
+        "loss = F.cross_entropy(words, labels.flatten())",
+    ),
+    "balanced": (
+        "target = torch.softmax(logits.detach().flatten(0, 1), -1)",
+        "target = target / target.sum(0)",
+        "target = target / target.sum(-1, keepdim=True)",
+        "loss = -(target * torch.log_softmax(logits.flatten(0, 1), -1)).sum(-1).mean()",
+    ),
+}
+_STACK = "heads = torch.stack([logits, @head_b[d v](h{cut}), @head_c[d v](h{cut})])"
+_BATCHED = "heads = h{cut}.flatten(0, 1) @ $heads[3 d v]"
+_EACH = "loss = sum(F.cross_entropy({}, labels.flatten()) for part in heads.unbind())"
+STACKED_LOSSES: _Losses = {
+    "stack": (_STACK, _EACH.format("part.flatten(0, 1)")),
+    "stack_in_one": (
+        _STACK,
+        "loss = F.cross_entropy(heads.flatten(0, 2), torch.stack([labels] * 3).flatten())",
+    ),
+    "mixture": (
+        _STACK,
+        "log_p = torch.logsumexp(torch.log_softmax(heads, -1), 0)",
+        "loss = -log_p.gather(-1, labels.clamp_min(0).unsqueeze(-1)).mean()",
+    ),
+    "batched_heads": (_BATCHED, _EACH.format("part")),
+    "batched_in_one": (
+        _BATCHED,
+        "loss = F.cross_entropy(heads.flatten(0, 1), labels.flatten().repeat(3))",
+    ),
+}
+_DOUBLE = "words = @head_twice[d v](torch.cat((h{{cut}}, {})))"
+_DROPPED, _SINE = _DOUBLE.format("F.dropout(h{cut}, 0.1)"), _DOUBLE.format("2 * h{cut}.sin()")
+_HALVES = "one, other = words[: h.shape[0]], words[h.shape[0] :]"
+_CE_OF = "F.cross_entropy({}.flatten(0, 1), labels.flatten())"
+_KL = 'F.kl_div(torch.log_softmax({}, -1), torch.softmax({}, -1), reduction="batchmean")'
+_BOTH = f"loss = {_CE_OF.format('one')} + {_CE_OF.format('other')}"
+DOUBLED_LOSSES: _Losses = {
+    "r_drop": (
+        _DROPPED,
+        "one, other = words.chunk(2)",
+        f"{_BOTH} + {_KL.format('one', 'other')} + {_KL.format('other', 'one')}",
+    ),
+    "halves": (_SINE, _HALVES, f"{_BOTH} + 0.1 * (one - other).square().mean()"),
+    "crops": (
+        _SINE,
+        "one, other = words.unflatten(0, (2, h.shape[0])).unbind()",
+        "target = torch.softmax(2 * one.detach(), -1)",
+        "loss = -(target * torch.log_softmax(other, -1)).sum(-1).mean()",
+    ),
+    "joined": (
+        "words = torch.cat((logits, @head_twice[d v](h{cut})))",
+        "loss = F.cross_entropy(words.flatten(0, 1), torch.cat((labels, labels)).flatten())",
+    ),
+}
+_CE_PART = 'F.cross_entropy({}, words, reduction="sum")'
+LOSSES: _Losses = {
+    "contrastive": (
+        *_PAIRS,
+        "pairs = pairs + @pair_bias[nn.Parameter(torch.tensor(-1.0))]",
+        "loss = F.cross_entropy(pairs, own) + F.cross_entropy(pairs.t(), own)",
+    ),
+    "one_direction": (*_PAIRS, "loss = F.cross_entropy(pairs, own)"),
+    "column_softmax": (
+        *_PAIRS,
+        "loss = -torch.log_softmax(pairs, 0).gather(1, own[:, None]).mean()",
+    ),
+    "column_mean": (*_PAIRS, "loss = F.cross_entropy(pairs - pairs.mean(0), own)"),
+    "standardized": (
+        "words = logits.flatten(0, 1)",
+        "words = (words - words.mean(0)) * torch.rsqrt(words.var(0, correction=0) + 1e-3)",
+        "loss = F.cross_entropy(words, labels.flatten())",
+    ),
+    "balanced": (
+        "target = torch.softmax(logits.detach().flatten(0, 1), -1)",
+        "target = target / target.sum(0)",
+        "target = target / target.sum(-1, keepdim=True)",
+        "loss = -(target * torch.log_softmax(logits.flatten(0, 1), -1)).sum(-1).mean()",
+    ),
+}
+_STACK = "heads = torch.stack([logits, @head_b[d v](h{cut}), @head_c[d v](h{cut})])"
+_BATCHED = "heads = h{cut}.flatten(0, 1) @ $heads[3 d v]"
+_EACH = "loss = sum(F.cross_entropy({}, labels.flatten()) for part in heads.unbind())"
+STACKED_LOSSES: _Losses = {
+    "stack": (_STACK, _EACH.format("part.flatten(0, 1)")),
+    "stack_in_one": (
+        _STACK,
+        "loss = F.cross_entropy(heads.flatten(0, 2), torch.stack([labels] * 3).flatten())",
+    ),
+    "mixture": (
+        _STACK,
+        "log_p = torch.logsumexp(torch.log_softmax(heads, -1), 0)",
+        "loss = -log_p.gather(-1, labels.clamp_min(0).unsqueeze(-1)).mean()",
+    ),
+    "batched_heads": (_BATCHED, _EACH.format("part")),
+    "batched_in_one": (
+        _BATCHED,
+        "loss = F.cross_entropy(heads.flatten(0, 1), labels.flatten().repeat(3))",
+    ),
+}
+_TWICE = "twice = @head_twice[d v](torch.cat((h{{cut}}, {}(h{{cut}}{})))).flatten(1, 2)"
+_CE_OF = "F.cross_entropy({}.flatten(0, 1), labels.flatten())"
+_KL = 'F.kl_div({}.log_softmax(-1), {}.softmax(-1), reduction="batchmean")'
+LOSSES: _Losses = {
     "cross_entropy": (f"loss = {_CE.format('')}",),
     "sum": (f"loss = {_CE_SUM} / 100",),
     "smoothing": (f"loss = {_CE.format(', label_smoothing=0.1')}",),
@@ -157,7 +285,18 @@ LOSSES: Mapping[str, tuple[str, ...]] = {
         "parts = zip(logits.chunk(3, 1), labels.chunk(3, 1))",
         "loss = sum(F.cross_entropy(part.flatten(0, 1), words.flatten()) for part, words in parts)",
     ),
+    "chunks": (
+        "parts = zip(logits.flatten(0, 1).chunk(4), labels.flatten().chunk(4))",
+        f"loss = sum({_CE_PART.format('part')} for part, words in parts) / 100",
+    ),
+    "chunks_by_hand": (
+        "parts = zip(h{cut}.flatten(0, 1).chunk(4), labels.flatten().chunk(4))",
+        f"loss = sum({_CE_PART.format('@head_parts[d v](part)')} for part, words in parts) / 100",
+    ),
+    **STACKED_LOSSES,
+    **DOUBLED_LOSSES,
     # these mix tokens
+    **PAIR_LOSSES,
     "pairs": (
         "unit = F.normalize(logits.flatten(0, 1), dim=-1)",
         "sign = 2 * torch.eye(unit.shape[0], dtype=unit.dtype) - 1",
