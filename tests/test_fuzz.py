@@ -67,7 +67,7 @@ def test_every_loss_that_joins_runs(loss: str) -> None:
     Program.of(dataclasses.replace(case, batch=1, length=1)).run()
 
 
-@pytest.mark.parametrize("loss", ["contrastive", "stack", "batched_in_one", "r_drop", "chunks"])
+@pytest.mark.parametrize("loss", ["contrastive", "stack", "r_drop", "chunks"])
 def test_losses_that_join_are_in_loops(loss: str) -> None:
     """Each is of a kind that has a rewrite of its own, which leaves no head whole."""
     checked = check_case(dataclasses.replace(LOOP, loss=loss))

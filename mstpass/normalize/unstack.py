@@ -200,7 +200,9 @@ class _Unstacker:
         Of a weight the slice is taken where the weight enters the step.
         """
         is_weight = self.divides and node.op == "call_function" and ops.is_weight(node)
-        if is_weight and ops.is_reshape(node):
+        needs_wide = self._wide(node) or any(map(self._wide, node.all_input_nodes))
+        is_view = ops.is_reshape(node)
+        if is_view and (is_weight or needs_wide):  # its operand has parts of other sizes
             source = node.all_input_nodes[0]
             of_source = parts_after_view(value_of(node), value_of(source), parts)
             if of_source is not None:
@@ -210,8 +212,7 @@ class _Unstacker:
             part = self._part(node.all_input_nodes[0], parts, number)
             if part is not None and part.meta["val"].is_contiguous():
                 return part
-        needs_wide = self._wide(node) or any(map(self._wide, node.all_input_nodes))
-        computed = not isinstance(ops.operand_specs(node, (parts.dim,)), Refusal)
+        computed = not is_view and not isinstance(ops.operand_specs(node, (parts.dim,)), Refusal)
         if computed and (needs_wide or is_weight):
             return self._computed(node, parts, number)
         start, stop, step = self.sizes.arguments(parts.bounds(number))
