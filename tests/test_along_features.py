@@ -18,6 +18,7 @@ pytestmark = pytest.mark.op_by_op
 
 LEAST = {"memory_budget": 0.0, "chunk_tokens": 128}
 TAKEN = (
+    "softmax_over_sequence",
     "running_sum_over_tokens",
     "flipped_tokens",
     "mean_of_each_sequence",
@@ -51,17 +52,11 @@ def test_in_bfloat16() -> None:
     assert [region.axis for region in report.regions] == ["features"], str(report)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("batch_norm_over_tokens", "reduces over all tokens"),
-        ("neighbouring_tokens", "picks tokens"),
-    ],
-)
-def test_what_neither_axis_can_take_is_refused_by_name(name: str, reason: str) -> None:
-    report = check_against_float64(LossModel(), _step(REFUSED[name]), [_ids()], **LEAST)
+def test_what_neither_axis_can_take_is_refused_by_name() -> None:
+    step = _step(REFUSED["neighbouring_tokens"])
+    report = check_against_float64(LossModel(), step, [_ids()], **LEAST)
     assert not report.regions
-    assert any(reason in rejection.reason for rejection in report.rejections), str(report)
+    assert any("picks tokens" in rejection.reason for rejection in report.rejections)
 
 
 def test_without_a_budget_it_stays_whole() -> None:

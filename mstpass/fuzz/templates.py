@@ -180,53 +180,6 @@ DOUBLED_LOSSES: _Losses = {
 }
 _CE_PART = 'F.cross_entropy({}, words, reduction="sum")'
 LOSSES: _Losses = {
-    "contrastive": (
-        *_PAIRS,
-        "pairs = pairs + @pair_bias[nn.Parameter(torch.tensor(-1.0))]",
-        "loss = F.cross_entropy(pairs, own) + F.cross_entropy(pairs.t(), own)",
-    ),
-    "one_direction": (*_PAIRS, "loss = F.cross_entropy(pairs, own)"),
-    "column_softmax": (
-        *_PAIRS,
-        "loss = -torch.log_softmax(pairs, 0).gather(1, own[:, None]).mean()",
-    ),
-    "column_mean": (*_PAIRS, "loss = F.cross_entropy(pairs - pairs.mean(0), own)"),
-    "standardized": (
-        "words = logits.flatten(0, 1)",
-        "words = (words - words.mean(0)) * torch.rsqrt(words.var(0, correction=0) + 1e-3)",
-        "loss = F.cross_entropy(words, labels.flatten())",
-    ),
-    "balanced": (
-        "target = torch.softmax(logits.detach().flatten(0, 1), -1)",
-        "target = target / target.sum(0)",
-        "target = target / target.sum(-1, keepdim=True)",
-        "loss = -(target * torch.log_softmax(logits.flatten(0, 1), -1)).sum(-1).mean()",
-    ),
-}
-_STACK = "heads = torch.stack([logits, @head_b[d v](h{cut}), @head_c[d v](h{cut})])"
-_BATCHED = "heads = h{cut}.flatten(0, 1) @ $heads[3 d v]"
-_EACH = "loss = sum(F.cross_entropy({}, labels.flatten()) for part in heads.unbind())"
-STACKED_LOSSES: _Losses = {
-    "stack": (_STACK, _EACH.format("part.flatten(0, 1)")),
-    "stack_in_one": (
-        _STACK,
-        "loss = F.cross_entropy(heads.flatten(0, 2), torch.stack([labels] * 3).flatten())",
-    ),
-    "mixture": (
-        _STACK,
-        "log_p = torch.logsumexp(torch.log_softmax(heads, -1), 0)",
-        "loss = -log_p.gather(-1, labels.clamp_min(0).unsqueeze(-1)).mean()",
-    ),
-    "batched_heads": (_BATCHED, _EACH.format("part")),
-    "batched_in_one": (
-        _BATCHED,
-        "loss = F.cross_entropy(heads.flatten(0, 1), labels.flatten().repeat(3))",
-    ),
-}
-_TWICE = "twice = @head_twice[d v](torch.cat((h{{cut}}, {}(h{{cut}}{})))).flatten(1, 2)"
-_CE_OF = "F.cross_entropy({}.flatten(0, 1), labels.flatten())"
-_KL = 'F.kl_div({}.log_softmax(-1), {}.softmax(-1), reduction="batchmean")'
-LOSSES: _Losses = {
     "cross_entropy": (f"loss = {_CE.format('')}",),
     "sum": (f"loss = {_CE_SUM} / 100",),
     "smoothing": (f"loss = {_CE.format(', label_smoothing=0.1')}",),
