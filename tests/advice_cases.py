@@ -56,11 +56,6 @@ def _sorted_logits(h: Tensor = hidden) -> tuple[Tensor, Tensor]:
     return _loss(logits, labels), logits.sort(-1).values
 
 
-def _chunks_by_hand(h: Tensor = hidden) -> Tensor:
-    parts = zip(h.chunk(8), labels.chunk(8), strict=True)
-    return torch.stack([_loss(model(part), label) for part, label in parts]).mean()
-
-
 def _by_batch_statistics(h: Tensor = hidden) -> Tensor:
     logits = model(h)
     return _loss((logits - logits.mean(0)) / (logits.std(0) + 1e-5), labels)
@@ -168,7 +163,6 @@ CASES = {
         few_tokens,
         changed={"chunk_tokens": 64},
     ),
-    "chunks by hand": Case("fewer than two chunks", "mst makes the chunks", _chunks_by_hand, fine),
     "too long, a budget": Case(
         "take too long", "set a memory_budget", _heavy, _heavy, changed=_LEAST
     ),

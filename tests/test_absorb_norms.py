@@ -125,7 +125,8 @@ def test_gradients(norm: str, budget: str | float) -> None:
         memory_budget=budget,
         chunk_tokens=50,
     )
-    assert kinds(report) == [("mlp", "save" if budget == "free" else "recompute")] * 2
+    modes = {"save"} if budget == "free" else {"recompute", "mixed"}
+    assert len(report.regions) == 2 and {mode for _, mode in kinds(report)} <= modes
 
 
 @pytest.mark.parametrize("precision", ["autocast", pytest.param("bfloat16", marks=FULL)])

@@ -31,7 +31,7 @@ def planned(**options: Any) -> pipeline.Result:
 
 def check_bytes(timeline: MemoryTimeline) -> None:
     """At each moment the bytes are the sum over the lives that contain it."""
-    assert len(timeline.moments) == len(timeline.bytes) and len(timeline.bytes) > 40
+    assert len(timeline.moments) == len(timeline.bytes) and len(timeline.bytes) > 30
     for moment, size in enumerate(timeline.bytes):
         assert sum(life.bytes for life in timeline.alive_at(moment)) == size, moment
 

@@ -55,7 +55,6 @@ BARRIERS: dict[str, Op] = {
     "center": lambda h, ids: h - h.mean(1, keepdim=True),
     "shift": lambda h, ids: h + F.pad(h, (0, 0, 1, -1)),
     "attention": lambda h, ids: torch.softmax(h @ h.transpose(1, 2), -1) @ h,
-    "mean_of_all": lambda h, ids: h + h.mean(),
 }
 OPS = {**TOKENWISE, **BARRIERS}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,20 +24,22 @@ class Head(nn.Module):
         self.linear = nn.Linear(DIM, VOCAB, bias=False)
 
 
-def _same_labels(head: Head, hidden: Tensor, ids: Tensor) -> Tensor:
+def _same_labels(head: Head, hidden: Iterable[Tensor], ids: Tensor) -> Tensor:
     each = (F.cross_entropy(head.linear(h), ids) for h in hidden)
     return torch.stack(list(each)).sum()
 
 
-def _own_labels(head: Head, hidden: Tensor, ids: Tensor) -> Tensor:
+def _own_labels(head: Head, hidden: Iterable[Tensor], ids: Tensor) -> Tensor:
     each = (F.cross_entropy(head.linear(h), ids.roll(i)) for i, h in enumerate(hidden))
     return torch.stack(list(each)).sum()
 
 
 def test_heads_with_the_same_labels_have_loops_of_their_own() -> None:
-    head, hidden, ids = Head(), torch.randn(3, 512, DIM), torch.randint(VOCAB, (512,))
+    """Heads of values of their own: those of one value's windows are one (test_hand_chunks.py)."""
+    head, ids = Head(), torch.randint(VOCAB, (512,))
+    hidden = [torch.randn(512, DIM) for _ in range(3)]
     reports = [
-        mstpass.explain(lambda h, i, loss=loss: loss(head, h, i), hidden, ids, options=LEAST)
+        mstpass.explain(lambda i, *h, loss=loss: loss(head, h, i), ids, *hidden, options=LEAST)
         for loss in (_same_labels, _own_labels)
     ]
     assert kinds(reports[0]) == [("lm_head", "fused")] * 3

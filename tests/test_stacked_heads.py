@@ -155,7 +155,8 @@ def test_a_stack_that_is_returned_stays() -> None:
         stacked = torch.stack(model.logits(hidden))
         return F.cross_entropy(stacked[0], ids), stacked.detach()
 
-    assert not check_same_results(step, *_batch(TOKENS))
+    changed = check_same_results(step, *_batch(TOKENS))  # but for the gather of the labels' words
+    assert not any("mm" in name or "stack" in name or "cat" in name for name in changed)
 
 
 def test_a_stack_mixed_along_the_tokens_stays() -> None:

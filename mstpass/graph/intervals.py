@@ -19,7 +19,7 @@ from torch import fx
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.sizes import generic
 from mstpass.graph.token_rules import OperandSpecs
-from mstpass.graph.token_rules.arguments import argument, shape_of, tensor_inputs
+from mstpass.graph.token_rules.arguments import argument, tensor_inputs
 from mstpass.graph.tokens import Refusal, Spec
 
 aten = torch.ops.aten
@@ -72,7 +72,9 @@ def chunk_arguments(
 
 def _bounds(node: fx.Node, dim: int) -> list[int]:
     """First and last element, exclusive, of the part that a slice takes or puts."""
-    whole = generic(shape_of(tensor_inputs(node)[0])[dim])
+    value = value_of(tensor_inputs(node)[0])
+    assert value is not None
+    whole = generic(value.shape[dim])
     given = (argument(node, "start"), argument(node, "end"))
     start, stop = (_place(bound, whole) for bound in given)
     return [start or 0, whole if stop is None else stop]

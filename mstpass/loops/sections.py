@@ -27,7 +27,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
@@ -35,9 +35,8 @@ from mstpass.graph import intervals, ops
 from mstpass.graph.axes import FEATURES
 from mstpass.graph.heads import HeadDim, operand_heads, result_heads, summed_heads
 from mstpass.graph.joint import numel, value_of
-from mstpass.graph.sizes import is_size
+from mstpass.graph.sizes import Size, is_size
 from mstpass.graph.token_rules import OperandSpecs
-from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.plans import LoopInput, LoopOutput, LoopPlan
@@ -91,7 +90,7 @@ def _features(facts: RegionFacts) -> _Features:
     widest, width = max(products, key=numel), facts.region.width
     spec = facts.specs[widest] or ()
     shape = widest.meta["val"].shape
-    dims = [d for d, size in enumerate(shape) if size == width and d not in spec]
+    dims = _dims_of_size(shape, width, spec)
     if len(dims) != 1:
         raise CannotTake(widest, "holds its features in no dim of their own")
     features = _Features(facts, _features_of_parts(facts, width))
@@ -109,10 +108,19 @@ def _features_of_parts(facts: RegionFacts, width: int) -> int:
         if not spec:
             continue
         for operand in node.all_input_nodes:
-            shape = shape_of(operand) if value_of(operand) is not None else ()
-            dims = (d for d, size in enumerate(shape) if size == width and d not in spec)
+            value = value_of(operand)
+            dims = [] if value is None else _dims_of_size(value.shape, width, spec)
             sizes += itertools.chain.from_iterable(intervals.part_sizes(node, d) for d in dims)
     return math.gcd(*sizes)
+
+
+def _dims_of_size(shape: Sequence[Size], width: int, spec: Spec) -> list[int]:
+    """The dims of this size that are no token dims; a symbolic size is never that of features."""
+    return [
+        d
+        for d, size in enumerate(shape)
+        if isinstance(size, int) and size == width and d not in spec
+    ]
 
 
 class _Features:
