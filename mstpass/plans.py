@@ -74,8 +74,8 @@ class Region:
             in place of the unit.
         symbolic: the token count varies from batch to batch; ``num_tokens`` is then the count of
             the batch that the graph was traced with.
-        axis: what its loops run over, ``"tokens"``, ``"heads"`` or ``"queries"``. If it is heads,
-            ``num_tokens`` is their number.
+        axis: what its loops run over, ``"tokens"``, ``"heads"``, ``"queries"`` or ``"features"``.
+            ``num_tokens`` is their number, and ``width`` that of elements for each of them.
     """
 
     kind: str
@@ -213,8 +213,9 @@ class ChunkPlan:
             then those of the batch that the graph was traced with, and ``chunk_tokens`` is the most
             that a chunk holds: the loop divides each batch into chunks of equal length
             (graph/loop_op.py).
-        axis: what the loops run over, ``"tokens"``, ``"heads"`` or ``"queries"``. If it is heads,
-            ``num_tokens`` is their number, and ``chunk_tokens`` that of one chunk.
+        axis: what the loops run over, ``"tokens"``, ``"heads"``, ``"queries"`` or ``"features"``.
+            ``num_tokens`` is their number, and ``chunk_tokens`` that of one chunk. A loop may have
+            chunks of its own: in mixed mode, sections of features.
     """
 
     kind: str

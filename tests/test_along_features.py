@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import mstpass
+from mstpass.bench.axes_models import SelfDistillation
 from mstpass.measure import peak_bytes
 from tests.checks import check_against_float64, compiled, kinds
 from tests.losses import REFUSED, VOCAB, Loss, LossModel
@@ -63,30 +63,6 @@ def test_without_a_budget_it_stays_whole() -> None:
     step = _step(REFUSED["flipped_tokens"])
     report = check_against_float64(LossModel(), step, [_ids()])
     assert not report.regions
-
-
-class SelfDistillation(nn.Module):
-    """Views of each image; a teacher whose outputs are centered by a moving average (DINO)."""
-
-    def __init__(self, width: int, outputs: int, views: int):
-        super().__init__()
-        self.views = views
-        self.hidden = nn.Linear(width, width)
-        self.student = nn.Linear(width, outputs, bias=False)
-        self.teacher = nn.Linear(width, outputs, bias=False).requires_grad_(False)
-        self.register_buffer("center", torch.zeros(1, outputs))
-        self.register_buffer(
-            "next_center", torch.zeros(1, outputs)
-        )  # equal calls have equal results
-
-    def forward(self, views: Tensor, two_views: Tensor) -> Tensor:
-        teacher = self.teacher(two_views)
-        targets = F.softmax((teacher - self.center) / 0.04, -1).chunk(2)
-        given = F.log_softmax(self.student(self.hidden(views)) / 0.1, -1).chunk(self.views)
-        pairs = [(t, s) for i, t in enumerate(targets) for j, s in enumerate(given) if i != j]
-        with torch.no_grad():
-            self.next_center.copy_(self.center * 0.9 + teacher.mean(0, keepdim=True) * 0.1)
-        return torch.stack([-(t * s).sum(-1).mean() for t, s in pairs]).mean()
 
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.kernels)])

@@ -80,8 +80,7 @@ class RegionPlanner:
                 return self._rejection(self.sections.reason)
             sections = self.sections
         facts, region = self.facts, self.region
-        in_16_bits = length == FEW or self.options.accumulate == INPUT
-        accumulate = INPUT if in_16_bits else FLOAT32
+        accumulate = INPUT if length == FEW else self._asked
         loops = self._loops_of(mode, may_recompute, sections).summing(accumulate)
         if len(loops.loops) > _MOST_LOOPS:
             reason = f"it needs {len(loops.loops)} loops, more than {_MOST_LOOPS}"
@@ -109,15 +108,18 @@ class RegionPlanner:
         in_chunks = tuple(loop.in_chunks(chunks) for loop in loops.loops)
         if sections is not None:
             of_sections = chunks_of_sections(facts, sections, self.options, length)
+            if of_sections.count == 1:
+                return self._too_few_features(of_sections)
             backward = dataclasses.replace(sections.loop, accumulate=accumulate)
             in_chunks = (*in_chunks, backward.in_chunks(of_sections))
         saved = tuple(node.name for node in loops.saved)
         return self._plan_of(loops.mode, chunks, in_chunks, bytes_after, saved)
 
     def _over_features(self, loops: RegionLoops, length: str) -> ChunkPlan | Rejection:
+        """The loops of a region all of which run over features."""
         chunks = chunks_of_features(self.facts, loops, self.options, length)
         if chunks.count == 1:
-            return self._rejection(f"{chunks.total} features are too few for several sections")
+            return self._too_few_features(chunks)
         in_chunks = tuple(loop.in_chunks(chunks) for loop in loops.loops)
         of_one = self.facts.bytes_before * chunks.length // chunks.total
         bytes_after = sum(map(nbytes, loops.saved)) + of_one
@@ -130,9 +132,10 @@ class RegionPlanner:
         if isinstance(sections, Refusal):
             return self._rejection(sections.reason)
         chunks = chunks_of_sections(self.facts, sections, self.options, length)
+        if chunks.count == 1:
+            return self._too_few_features(chunks)
         bytes_after = self.facts.bytes_before * chunks.length // chunks.total
-        accumulate = INPUT if self.options.accumulate == INPUT else FLOAT32
-        loop = dataclasses.replace(sections.loop, accumulate=accumulate, chunks=chunks)
+        loop = dataclasses.replace(sections.loop, accumulate=self._asked, chunks=chunks)
         return self._plan_of(MIXED, chunks, (loop,), bytes_after)
 
     def _plan_of(
@@ -189,8 +192,11 @@ class RegionPlanner:
 
     def accumulates_as_asked(self, plan: ChunkPlan) -> bool:
         """Whether sums are in the dtype of the option, which is float32 unless that says more."""
-        asked = INPUT if self.options.accumulate == INPUT else FLOAT32
-        return all(loop.accumulate == asked for loop in plan.loops)
+        return all(loop.accumulate == self._asked for loop in plan.loops)
+
+    @property
+    def _asked(self) -> str:
+        return INPUT if self.options.accumulate == INPUT else FLOAT32
 
     def _bytes_in_16_bits(self, plan: ChunkPlan) -> int:
         """Size of the 16-bit results that the loops sum over chunks."""
@@ -206,6 +212,9 @@ class RegionPlanner:
         if key not in self._loops:
             self._loops[key] = region_loops(self.facts, *key, sections)
         return self._loops[key]
+
+    def _too_few_features(self, chunks: Chunks) -> Rejection:
+        return self._rejection(f"{chunks.total} features are too few for several sections")
 
     def _rejection(self, reason: str) -> Rejection:
         region = self.region

@@ -64,7 +64,7 @@ def find_regions(
     rejections: list[tuple[fx.Node, Rejection]] = []
     taken: set[fx.Node] = set()
     refused: set[fx.Node] = set()
-    upstream = upstream_matmuls(joint)
+    upstream = joint.cached(upstream_matmuls)
     operand_specs = functools.cache(_operand_specs)  # asked for again by every region
     for anchor, spec in joint.cached(anchors):
         if anchor in taken or anchor in refused:
@@ -104,7 +104,7 @@ def region_along_features(
     anchor, spec = next(iter(known.items()))  # the one with the most bytes
     taken = {joint.by_name[name] for r in others for name, spec in r.members if spec != WHOLE}
     taken = {node for node in taken if not ops.is_cheap_view(node)}
-    shared = taken, upstream_matmuls(joint), TOKEN_AXIS, _operand_specs
+    shared = taken, joint.cached(upstream_matmuls), TOKEN_AXIS, _operand_specs
     growth = Growth(joint, wide_numel(anchor, spec), *shared)
     found = _along_features(joint, growth, anchor, spec)
     return None if found is None else found[0]
