@@ -25,6 +25,7 @@ from mstpass.partition.solvers.candidate import (
     baseline,
     fewest_saved_bytes,
 )
+from mstpass.plans import ChunkPlan
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan
 
@@ -34,12 +35,14 @@ _MOST_VALUES = 20_000  # of all simulations together: they would take seconds
 class _Compared(NamedTuple):
     """The peaks of the step with a region whole and with its loops, and the time of its loops.
 
-    Both save the fewest bytes. ``extra_time`` is a fraction of the step under Inductor alone.
+    Both save the fewest bytes. ``extra_time`` is a fraction of the step under Inductor alone, and
+    ``loops`` tells the axes of the loops, with the number of chunks along each.
     """
 
     whole_bytes: int
     chunked_bytes: int
     extra_time: float
+    loops: str
 
 
 def reasons_left_whole(
@@ -81,16 +84,24 @@ def _compared(problem: CutProblem, plan: Plan, candidate: RegionCandidates) -> _
     for mode in (WHOLE, *(mode for mode, _ in candidate.plans)):
         try:
             one = fewest_saved_bytes(problem, {**plan.modes, candidate.region: mode})
-            found.append((one.peak_bytes, one.us))
+            found.append((one.peak_bytes, one.us, mode))
         except (Cycle, nx.NetworkXUnbounded):
             if mode == WHOLE:
                 return None
-    (whole_bytes, _), *chunked = found
+    (whole_bytes, *_), *chunked = found
     if not chunked:
         return None
-    chunked_bytes, us = min(chunked)
+    chunked_bytes, us, mode = min(chunked)
     before_us = problem.cached(baseline).us
-    return _Compared(whole_bytes, chunked_bytes, us / before_us - 1 if before_us else 0.0)
+    extra_time = us / before_us - 1 if before_us else 0.0
+    return _Compared(whole_bytes, chunked_bytes, extra_time, _loops_text(candidate[mode]))
+
+
+def _loops_text(plan: ChunkPlan) -> str:
+    """The chunks of a plan's loops: ``"4 chunks of tokens and 13 of features"``."""
+    cuts = dict.fromkeys((loop.cut.axis, loop.cut.count) for loop in plan.loops)
+    first, *others = ((str(count), f"of {axis}") for axis, count in cuts)
+    return " and ".join([" chunks ".join(first), *map(" ".join, others)])
 
 
 def _by_numbers(problem: CutProblem, compared: _Compared, limit: Limit) -> str:
@@ -98,12 +109,12 @@ def _by_numbers(problem: CutProblem, compared: _Compared, limit: Limit) -> str:
     whole, chunked = bytes_text(compared.whole_bytes), bytes_text(compared.chunked_bytes)
     if compared.chunked_bytes > TIE * compared.whole_bytes:
         return (
-            f"chunks here would raise the step's peak, from {whole} to {chunked}, by the sums and "
-            "gradients that their loops keep"
+            f"{compared.loops} here would raise the step's peak, from {whole} to {chunked}, by the "
+            "sums and gradients that their loops keep"
         )
     if TIE * compared.chunked_bytes >= compared.whole_bytes or limit.is_least:
         return ""
-    lowered = f"chunks here would lower the step's peak, from {whole} to {chunked}"
+    lowered = f"{compared.loops} here would lower the step's peak, from {whole} to {chunked}"
     if not limit.is_free:
         return f"{lowered}, but the budget is met without them"
     if compared.extra_time <= problem.free_overhead:
