@@ -25,6 +25,7 @@ from mstpass.partition.solvers.choose_modes import (
 )
 from mstpass.plans import ERROR_IN_16_BITS, FLOAT32, INPUT
 from mstpass.problem.problem import CutProblem, Loop, LoopResult, Mode, RegionModes, Value
+from mstpass.torch_internals.versions import frees_cublas_workspaces
 from tests.checks import (
     check_against_float64,
     compiled,
@@ -175,7 +176,9 @@ def test_a_large_head_on_an_h100_fits_beside_the_gradient_of_its_weight() -> Non
 
     found = report()
     assert found.outcome.peak_bytes is not None and found.outcome.extra_time is not None
-    assert found.outcome.peak_bytes <= 2070 * 2**20 and found.outcome.extra_time <= 0
+    workspace_mib = 32 if frees_cublas_workspaces() else 0  # else it exists before the step
+    assert found.outcome.peak_bytes <= (2070 + workspace_mib) * 2**20
+    assert found.outcome.extra_time <= 0
     assert sums_of(found) == {INPUT}
     assert "sums: kept in bfloat16: the error is at most 1.3 times" in str(found)
     assert not report(accumulate="float32").regions, "a sum in float32 saves nothing"
