@@ -158,7 +158,7 @@ def dice_of_images(model: Segmentation, x: Tensor, labels: Tensor) -> Tensor:
 
 REFUSED_DENSE: dict[str, tuple[Loss, str]] = {  # with a part of the reason
     "upsampled": (upsampled, "picks tokens"),
-    "blurred": (blurred, "avg_pool2d"),
+    "blurred": (blurred, "avg_pool2d.default: pools neighbouring positions"),
     "dice of images": (dice_of_images, "reduces over some of the token dims"),
 }
 
@@ -211,11 +211,35 @@ def monotonic(model: Transducer, frames: Tensor, labels: Tensor) -> Tensor:
     return -(blank + label).mean()
 
 
+SPEECH: dict[str, tuple[Callable[[Transducer, Tensor, Tensor], Tensor], str]] = {
+    "monotonic": (monotonic, "fused"),
+    "of planes": (of_planes, "recompute"),
+    "lattice": (lattice, "recompute"),
+}
+
+
 # ---- CTC -----------------------------------------------------------------------------------------
 def ctc(model: Transducer, frames: Tensor, labels: Tensor) -> Tensor:
+    """Dynamo compiles no ``ctc_loss``: the log-probabilities leave the graph."""
     log_p = model.head(model.encoder(frames)).float().log_softmax(-1).transpose(0, 1)
     lengths = ((n,) * frames.shape[0] for n in (frames.shape[1], labels.shape[1]))
-    return F.ctc_loss(log_p, labels, *lengths)
+    return F.ctc_loss(log_p, labels, *lengths, reduction="sum")
+
+
+def ctc_of_picked(model: Transducer, frames: Tensor, labels: Tensor) -> Tensor:
+    """The same in plain PyTorch: a recursion over the log-probabilities of blanks and labels."""
+    log_p = model.head(model.encoder(frames)).float().log_softmax(-1)
+    around = torch.stack((torch.zeros_like(labels), labels), -1).flatten(1)
+    states = F.pad(around, (0, 1))  # blank, label, blank, ..., label, blank
+    log_p = log_p.gather(-1, states[:, None].expand(-1, frames.shape[1], -1))
+    skips = (states != 0) & (states != states.roll(2, 1))
+    first = torch.arange(states.shape[1], device=states.device) < 2
+    alpha = torch.where(first, log_p[:, 0], -1e30)
+    for t in range(1, frames.shape[1]):
+        one = F.pad(alpha, (1, 0), value=-1e30)[:, :-1]
+        two = F.pad(alpha, (2, 0), value=-1e30)[:, :-2].masked_fill(~skips, -1e30)
+        alpha = torch.stack((alpha, one, two)).logsumexp(0) + log_p[:, t]
+    return -torch.logaddexp(alpha[:, -1], alpha[:, -2]).sum()
 
 
 # ---- patches of an image -------------------------------------------------------------------------
@@ -301,3 +325,34 @@ def positive_column(model: Patches, x: Tensor, y: Tensor) -> Tensor:
     u, v = in_batch(model, x, y)
     logits = torch.cat(((u * v).sum(-1, keepdim=True), u @ v.roll(1, 0).t()), 1).float() / 0.1
     return F.cross_entropy(logits, logits.new_zeros(len(u), dtype=torch.long))
+
+
+PATCHES: dict[str, tuple[PatchLoss, int]] = {  # with the number of regions
+    "rows of each image": (patch_nce, 1),
+    "rows of all images": (patch_nce_flat, 3),  # a region for each image
+    "positive first": (positive_first, 1),
+    "positive first, of all images": (positive_first_flat, 3),
+    "hard negatives": (hard_negatives, 1),
+    "sigmoid": (sigmoid, 1),
+    "positive column": (positive_column, 1),
+}
+
+
+def attended(model: Patches, x: Tensor, y: Tensor) -> Tensor:
+    """A product that another one reads: attention."""
+    return (model.logits(x, y).softmax(-1) @ y).square().mean()
+
+
+def sorted_patches(model: Patches, x: Tensor, y: Tensor) -> Tensor:
+    return model.logits(x, y).sort(1).values[:, -1].mean()
+
+
+def neighbouring_patches(model: Patches, x: Tensor, y: Tensor) -> Tensor:
+    logits = model.logits(x, y)
+    return (logits * logits.roll(1, 1)).mean()
+
+
+REFUSED_PATCHES: dict[str, tuple[PatchLoss, str]] = {
+    "sorted": (sorted_patches, "sort.default works along a token dim"),
+    "neighbours": (neighbouring_patches, "picks tokens"),
+}

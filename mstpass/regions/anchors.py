@@ -78,10 +78,12 @@ def _spec_of_pairs(joint: JointGraph, node: fx.Node) -> Spec | None:
     stack, seen = [node], {node}
     while stack:
         for user in joint.users(stack.pop()):
-            if user in seen or user in joint.backward or numel(user) < WIDE_OF_ANCHOR * numel(node):
+            if user in seen or user in joint.backward:
                 continue
             if ops.is_matmul(user):
                 return None
+            if numel(user) < WIDE_OF_ANCHOR * numel(node):
+                continue
             seen.add(user)
             stack.append(user)
     return (1,)
