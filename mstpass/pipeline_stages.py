@@ -37,11 +37,7 @@ from mstpass.partition.reconstruct.of_plan import with_reconstruction
 from mstpass.partition.solve import Solved, carried_over, solve
 from mstpass.partition.solvers.candidate import Candidate, baseline, without_loops
 from mstpass.partition.split import split_joint
-from mstpass.partition.torch_fallback import (
-    TORCH_BUDGET,
-    needs_torch,
-    split_by_torch,
-)
+from mstpass.partition.torch_fallback import TORCH_BUDGET, needs_torch, split_by_torch
 from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Rejection, SavePlan
@@ -82,8 +78,8 @@ def detect(
 ) -> Detected:
     """Find regions, in the joint graph as it is or in a normalized copy of it.
 
-    The copy is used only if a region has a node that normalization changed. Otherwise the graph
-    stays as it is, and the rejections are those of the copy, which name the remaining reasons.
+    The copy is used only if a region has a node that normalization changed. Else the graph stays
+    as it is, and the rejections are those of the copy, which name the reasons.
     """
     if has_torch_budget(joint.nodes):  # torch wants it on every node, so on loops as well
         return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
@@ -178,8 +174,8 @@ class Planned:
     def convolutions_left_whole(self, traced: JointGraph) -> LeftOut:
         """The convolutions that became products of which none is in a loop."""
         looped = _names(c for c in self.candidates if self._mode(c) != WHOLE)
-        parts = looped, _names(self.candidates) - looped
-        kept, unused = (convolutions_in_vain(traced, self.joint, part) for part in parts)
+        whole = _names(self.candidates) - looped
+        kept, unused = (convolutions_in_vain(traced, self.joint, n) for n in (looped, whole))
         return LeftOut(convolutions=kept - unused)
 
     def _mode(self, candidate: RegionCandidates) -> str:

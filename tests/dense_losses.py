@@ -32,6 +32,21 @@ class Segmentation(nn.Module):
         return self.head(self.features(x))
 
 
+class ConvolutionalMLP(nn.Module):
+    """Layers of convolutions of one element, around a residual path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(4, WIDTH, 3, padding=1)
+        self.norm = nn.GroupNorm(1, WIDTH)
+        self.up, self.down = nn.Conv2d(WIDTH, 8 * WIDTH, 1), nn.Conv2d(8 * WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return F.avg_pool2d(x, 3).square().mean(1).flatten().logsumexp(0)
+
+
 Loss = Callable[[Segmentation, Tensor, Tensor], Tensor]
 
 

@@ -35,6 +35,7 @@ from tests.dense_losses import (
     REFUSED_PATCHES,
     SPEECH,
     WIDTH,
+    ConvolutionalMLP,
     Patches,
     Segmentation,
     Transducer,
@@ -158,6 +159,12 @@ def test_only_convolutions_of_loops_become_products() -> None:
         return loss + model.second(features).flip(3).square().mean()
 
     assert _convolutions(both, *images()) == [STEM, HEAD]
+
+
+def test_convolutions_of_an_mlp_run_in_chunks() -> None:
+    options = {"memory_budget": 0.0, **DENSE_CHUNK}
+    report = check_against_float64(ConvolutionalMLP(), lambda model: model, images(), **options)
+    assert kinds(report) == [("mlp", "mixed")], str(report)
 
 
 @pytest.mark.parametrize("change", [{"stride": 2}, {"padding": 1}, {"groups": 2}])
