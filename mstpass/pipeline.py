@@ -34,6 +34,7 @@ from mstpass.loops.apply_plans import Applied
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize import MASKS, READ
+from mstpass.normalize.left_out import NOTHING
 from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
 from mstpass.partition.budget import BudgetError, infeasible
@@ -164,6 +165,12 @@ def _run_stages(
     static_inputs = torch_kwargs.get("static_lifetime_input_indices")
     alone = functools.partial(inductor_alone, traced, static_inputs)
     planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit, alone)
+    whole = planned.convolutions_left_whole(joint)
+    if whole != NOTHING:  # products in one piece would only take longer
+        again = pipeline_stages.detect(joint, options, limit, runner, loops_in_backward, whole)
+        refused = dict.fromkeys((*again.rejections, *detected.rejections, *planned.rejections))
+        detected = dataclasses.replace(again, rejections=tuple(refused)).with_masks(masks)
+        planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit, alone)
     watch.lap("plan")
     if stop_after == "plan":
         rejections = (*detected.rejections, *planned.rejections)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -26,6 +26,7 @@ from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.memory.timeline import StepMemory
 from mstpass.normalize import normalized
 from mstpass.normalize.inputs_before_writes import as_copies
+from mstpass.normalize.left_out import NOTHING, LeftOut, convolutions_in_vain
 from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
@@ -36,17 +37,12 @@ from mstpass.partition.reconstruct.of_plan import with_reconstruction
 from mstpass.partition.solve import Solved, carried_over, solve
 from mstpass.partition.solvers.candidate import Candidate, baseline, without_loops
 from mstpass.partition.split import split_joint
-from mstpass.partition.torch_fallback import (
-    TORCH_BUDGET,
-    needs_torch,
-    split_by_torch,
-)
+from mstpass.partition.torch_fallback import TORCH_BUDGET, needs_torch, split_by_torch
 from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Plan, Value
-from mstpass.regions.anchors import anchors
 from mstpass.torch_internals.aot_autograd import has_torch_budget
 
 TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a loop in it"
@@ -78,24 +74,27 @@ def detect(
     limit: Limit,
     runner: PassRunner,
     loops_in_backward: bool = True,
+    left_out: LeftOut = NOTHING,
 ) -> Detected:
     """Find regions, in the joint graph as it is or in a normalized copy of it.
 
-    The copy is used only if a region has a node that normalization changed. Otherwise the graph
-    stays as it is, and the rejections are those of the copy, which name the remaining reasons.
+    The copy is used only if a region has a node that normalization changed. Else the graph stays
+    as it is, and the rejections are those of the copy, which name the reasons.
     """
     if has_torch_budget(joint.nodes):  # torch wants it on every node, so on loops as well
         return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
     if options.chunk == "off":
         return Detected(joint)
     for_heads = loops_over_heads(options, limit)
-    joint, prepared, changed = normalized(joint, for_heads, runner)
+    joint, prepared, changed = normalized(joint, for_heads, runner, left_out)
     candidates, rejections = all_candidates(prepared, options, limit)
-    if _has_product_in_vain(joint, prepared, candidates):  # the user's own chunks may need less
-        _, other, of_other = normalized(joint, for_heads, runner, joins_products=False)
+    more = left_out.and_in_vain(joint, prepared, _names(candidates))
+    if more != left_out and (candidates or more.windows):
+        _, other, of_other = normalized(joint, for_heads, runner, more)
         if of_other != changed:
             prepared, changed = other, of_other
-            candidates, rejections = all_candidates(prepared, options, limit)
+            candidates, others = all_candidates(prepared, options, limit)
+            rejections = [*dict.fromkeys((*others, *(rejections if more.convolutions else ())))]
     if prepared is not joint and not any(changed.intersection(_members(c)) for c in candidates):
         prepared, (candidates, _) = joint, all_candidates(joint, options, limit)
     if not loops_in_backward:
@@ -105,13 +104,8 @@ def detect(
     return Detected(prepared, tuple(candidates), tuple(rejections))
 
 
-def _has_product_in_vain(
-    joint: JointGraph, prepared: JointGraph, candidates: Sequence[RegionCandidates]
-) -> bool:
-    """Whether normalization made a product that widens and that is in no region."""
-    members = {name for candidate in candidates for name in _members(candidate)}
-    made = (node.name for node, _ in prepared.cached(anchors) if node.name not in joint.by_name)
-    return any(name not in members for name in made)
+def _names(candidates: Iterable[RegionCandidates]) -> set[str]:
+    return {name for candidate in candidates for name in _members(candidate)}
 
 
 def _members(candidate: RegionCandidates) -> list[str]:
@@ -176,6 +170,13 @@ class Planned:
         reasons = reasons_left_whole(self.problem, self.plan, whole, self.limit)
         told = zip(whole, reasons, strict=True)
         return (*self.refused, *(_rejected("plan", c.plans[0][1], why) for c, why in told))
+
+    def convolutions_left_whole(self, traced: JointGraph) -> LeftOut:
+        """The convolutions that became products of which none is in a loop."""
+        looped = _names(c for c in self.candidates if self._mode(c) != WHOLE)
+        whole = _names(self.candidates) - looped
+        kept, unused = (convolutions_in_vain(traced, self.joint, n) for n in (looped, whole))
+        return LeftOut(convolutions=kept - unused)
 
     def _mode(self, candidate: RegionCandidates) -> str:
         first = WHOLE if candidate.whole_first else candidate.plans[0][0]

@@ -7,6 +7,7 @@ tokens.py, chunk_form.py      token dims, and a node for one chunk of tokens
 heads.py, axes.py             dims of heads; what tokens and heads have in common
 sizes.py                      symbolic sizes
 products.py, attention_work.py, loop_work.py, traffic.py    products, attention, loops and traffic
+convolution_work.py           a convolution as a product of its size
 node_cost.py                  operations and time of a node
 device_costs.py               the costs of a device: measured_costs.py, gpu_costs.py
 recompute_rules.py, checkpoint_policies.py    what backward may recompute: by op, by the user

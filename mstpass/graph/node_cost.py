@@ -1,7 +1,7 @@
 """The cost of a node: floating point operations, and an estimate of its time on the device.
 
 The costs of the device (device_costs.py) turn three kinds of nodes into a time: products, attention
-and all others.
+and all others. A convolution counts as a product of its size.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.attention_work import attention_work
 from mstpass.graph.collectives import is_wait
+from mstpass.graph.convolution_work import convolution_work
 from mstpass.graph.device_costs import costs_of
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of
 from mstpass.graph.products import product_of
@@ -28,7 +29,7 @@ def time_us(joint: JointGraph, node: fx.Node) -> float:
     if node.op != "call_function" or ops.is_view(node) or is_wait(node) or device is None:
         return 0.0
     costs = costs_of(device)
-    product = product_of(node)
+    product = product_of(node) or convolution_work(node)
     if product is not None:
         return costs.product_us(product)
     moved = moved_bytes(joint, node)
@@ -39,11 +40,12 @@ def time_us(joint: JointGraph, node: fx.Node) -> float:
 
 
 def flops(node: fx.Node) -> int:
-    """The floating point operations of one node; 0 for all ops but matmuls and attention.
+    """The floating point operations of one node; 0 for all ops but products, convolutions and
+    attention.
 
     Symbolic sizes count with their hint (sizes.py).
     """
-    work = product_of(node) or attention_work(node)
+    work = product_of(node) or convolution_work(node) or attention_work(node)
     return 0 if work is None else work.operations
 
 

@@ -4,6 +4,7 @@ The passes are ``READ``, ``SIZES``, ``TOKENS`` and ``HEADS``, in their order:
 
 scattered_constants.py scattered constants have their own dtype
 sizes_from_inputs.py   symbolic sizes come from the inputs of the step
+convolutions_as_products.py  a convolution of one element becomes a product over channels
 items_as_slices.py     items of a split or an unbind become slices and selections
 unstack.py             stacked wide values are computed part by part
 index_by_token.py      indexing with the tokens' numbers becomes a gather or a scatter
@@ -29,11 +30,14 @@ a mask of attention that follows from positions becomes a flag of its kernel (wr
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.rewriting import Rewritten
 from mstpass.normalize.bias_after_product import bias_after_product
+from mstpass.normalize.convolutions_as_products import convolutions_as_products
 from mstpass.normalize.expand_to_tokens import expand_to_tokens
 from mstpass.normalize.gathers_as_sums import gathers_as_sums
 from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
@@ -41,6 +45,7 @@ from mstpass.normalize.index_by_token import index_by_token
 from mstpass.normalize.inputs_before_writes import inputs_before_writes
 from mstpass.normalize.items_as_slices import items_as_slices
 from mstpass.normalize.join_windows import join_products, join_windows
+from mstpass.normalize.left_out import NOTHING, LeftOut
 from mstpass.normalize.local_sums import local_sums
 from mstpass.normalize.masks_as_flags import WithoutMasks, masks_as_flags
 from mstpass.normalize.means_as_sums import means_as_sums
@@ -71,7 +76,9 @@ MASKS = Pass("masks_as_flags", _masks_as_flags, (NO_LOOPS,), (*ALWAYS, NO_LOOPS)
 READ = (_pass(inputs_before_writes),)  # of every graph
 SIZES = (_pass(sizes_from_inputs), _pass(scattered_constants))  # of every graph with regions
 JOIN_PRODUCTS = _pass(join_products)
+CONVOLUTIONS = _pass(convolutions_as_products)
 TOKENS = (  # where a region needs one
+    CONVOLUTIONS,
     _pass(items_as_slices),
     _pass(unstack),
     _pass(index_by_token),
@@ -100,13 +107,13 @@ def normalized(
     joint: JointGraph,
     for_heads: bool = False,
     runner: PassRunner | None = None,
-    joins_products: bool = True,
+    left_out: LeftOut = NOTHING,
 ) -> tuple[JointGraph, JointGraph, frozenset[str]]:
     """Apply the rewrites to copies; ``joint`` itself stays as it is.
 
     Args:
         for_heads: attention may run in loops over heads, so apply what these need as well.
-        joins_products: products of the chunks that a user has made may become one product.
+        left_out: what is not rewritten.
 
     Returns:
         The graph with its sizes taken from its inputs, and scattered constants in their dtype. The
@@ -115,8 +122,11 @@ def normalized(
     """
     runner = runner or PassRunner()
     joint, _ = runner.run_all(SIZES, joint)
-    passes = (*TOKENS, *(HEADS if for_heads else ()))
-    if not joins_products:
-        passes = tuple(each for each in passes if each is not JOIN_PRODUCTS)
+    steps = (*TOKENS, *(HEADS if for_heads else ()))
+    if left_out.windows:
+        steps = tuple(step for step in steps if step is not JOIN_PRODUCTS)
+    kept = functools.partial(convolutions_as_products, kept=left_out.convolutions)
+    others = dataclasses.replace(CONVOLUTIONS, run=kept)
+    passes = (others if step is CONVOLUTIONS else step for step in steps)
     prepared, changed = runner.run_all(passes, joint)
     return joint, prepared, changed

@@ -185,6 +185,11 @@ _ADVICE = (
         "slices and softmax over the features of one head",
     ),
     (
+        r"_unsafe_index|pools neighbouring",
+        "resize or pool the features in front of the head, not the logits: unless that takes a "
+        "maximum, both are the same for a linear head",
+    ),
+    (
         r"attention|neighbouring positions",
         f"{_NOTHING}: attention and convolutions need all tokens of their input at once",
     ),

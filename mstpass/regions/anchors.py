@@ -1,10 +1,14 @@
 """Anchors: the matmuls that widen, from which regions grow.
 
 An anchor is a matmul in the forward of tokens with a weight, whose result has at least ``WIDEN``
-times as many features per token as its input: the up projection of an MLP, or an LM head.
+times as many features per token as its input: the up projection of an MLP, or an LM head. So is a
+batch of matmuls of tokens with each other, if no other one reads their results: those of the
+patches of each image, in a contrastive loss.
 """
 
 from __future__ import annotations
+
+import math
 
 from torch import fx
 
@@ -30,7 +34,7 @@ def anchors(joint: JointGraph) -> list[tuple[fx.Node, Spec]]:
     for node in joint.nodes:
         if not ops.is_matmul(node) or node in joint.backward:
             continue
-        spec = anchor_spec(node)
+        spec = anchor_spec(node) or _spec_of_pairs(joint, node)
         if spec is not None and not _is_small(node):
             found.append((node, spec))
     return sorted(found, key=lambda pair: (-nbytes(pair[0]), joint.index[pair[0]]))
@@ -59,6 +63,32 @@ def widths(node: fx.Node) -> tuple[Size, Size] | None:
     return left.shape[-1], out.shape[-2 if _is_transposed(node) else -1]
 
 
+def _spec_of_pairs(joint: JointGraph, node: fx.Node) -> Spec | None:
+    """The token dims of a batch of products that compare tokens, as the patches of each image are.
+
+    None if it is none, if it does not widen, or if another product of the forward reads what is
+    made of its result: that is attention.
+    """
+    left, out = value_of(ops.matmul_factors(node)[0]), value_of(node)
+    if left is None or out is None or out.dim() != 3 or not is_static(out):
+        return None
+    _, rows, columns = out.shape
+    if rows < 2 or not isinstance(left.shape[-1], int) or columns < WIDEN * left.shape[-1]:
+        return None
+    stack, seen = [node], {node}
+    while stack:
+        for user in joint.users(stack.pop()):
+            if user in seen or user in joint.backward:
+                continue
+            if ops.is_matmul(user):
+                return None
+            if numel(user) < WIDE_OF_ANCHOR * numel(node):
+                continue
+            seen.add(user)
+            stack.append(user)
+    return (1,)
+
+
 def _is_of_experts(node: fx.Node) -> bool:
     """Whether each matrix of a batch is multiplied by a weight of its own."""
     return any(map(ops.is_weight, ops.matmul_factors(node)))
@@ -70,7 +100,9 @@ def wide_numel(anchor: fx.Node, spec: Spec) -> int:
     left, _ = ops.matmul_factors(anchor)
     source = value_of(left)
     assert out is not None and source is not None
-    tokens = token_count(generic_shape(out), spec)
+    shape = generic_shape(out)
+    batch = 1 if 0 in spec else math.prod(shape[:-2])
+    tokens = batch * token_count(shape, spec)
     input_width = generic_shape(source)[-1]
     return int(max(_WIDE_OF_INPUT * input_width * tokens, WIDE_OF_ANCHOR * numel(anchor)))
 

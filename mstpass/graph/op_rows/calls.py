@@ -149,6 +149,15 @@ def collective_rows() -> dict[Any, Row]:
     return {**found, **dict.fromkeys(overloads((ALL_TO_ALL_OF_DTENSOR,)), exchanged)}
 
 
+_POOLS = (  # and their gradients; Inductor decomposes other ops that resize or pool
+    *(f"aten::{kind}_pool{dims}d" for kind in ("avg", "_adaptive_avg") for dims in (2, 3)),
+    *(f"aten::{kind}_pool{dims}d_backward" for kind in ("avg", "_adaptive_avg") for dims in (2, 3)),
+    *(f"aten::max_pool{dims}d_with_indices" for dims in (2, 3)),
+    *(f"aten::max_pool{dims}d_with_indices_backward" for dims in (2, 3)),
+    "prims::_low_memory_max_pool_with_offsets",
+)
+
+
 # ---- the rest ------------------------------------------------------------------------------------
 def other_rows() -> dict[Any, Row]:
     """Ops that mix tokens, those that draw random numbers, and ops of mstpass itself."""
@@ -160,6 +169,7 @@ def other_rows() -> dict[Any, Row]:
         "prims::inductor_lookup_seed": "draws a random seed",
         **dict.fromkeys(("aten::histc", "aten::bincount"), counts),
         **dict.fromkeys(("aten::convolution", "aten::convolution_backward"), neighbours),
+        **dict.fromkeys(_POOLS, "pools neighbouring positions"),
         "aten::nonzero": "the size of the result depends on data",
         **dict.fromkeys(
             ("aten::as_strided", "aten::as_strided_scatter", "aten::new_empty_strided"), strides

@@ -1,0 +1,159 @@
+"""A convolution whose kernel has one element becomes a matrix product over the channels::
+
+    conv(x [B, d, *S], w [C, d, *1], b)  =  rows(x) [N, d] @ w^T [d, C] + b,     N = B S
+
+The head of a segmentation, ``nn.Conv2d(d, classes, 1)``, is one, and so are the layers of an MLP
+over pixels. Its gradients are products as well, with g = rows(gradient) [N, C]:
+
+    dx = g @ w,     dw = g^T @ rows(x),     db = sum of g over its rows
+
+Each is the same sum in another order. A convolution that widens no value, or that reads neighbours
+(a larger kernel, a stride, padding, groups), stays what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph.builder import UnknownSize
+from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.sizes import generic
+from mstpass.graph.token_rules.arguments import argument
+from mstpass.regions.anchors import WIDEN
+
+aten = torch.ops.aten
+
+
+def convolutions_as_products(joint: JointGraph, kept: Container[str] = ()) -> Rewritten:
+    """Rewrite them in a copy of the graph, with their gradients.
+
+    Args:
+        kept: the names of weights whose convolutions stay as they are.
+
+    Returns:
+        The copy and the names of the nodes made; the graph itself if no convolution widens.
+    """
+    weights = {weight for weight in weights_of_one_element(joint) if weight.name not in kept}
+    if not weights:
+        return joint, frozenset()
+    rewriting = Rewriting(joint)
+    before = set(rewriting.graph.nodes)
+    for node in joint.nodes:
+        if node.target not in _WRITERS or _weight(node) not in weights:
+            continue
+        if _has_one_element(node):
+            with contextlib.suppress(UnknownSize):
+                _WRITERS[node.target](rewriting, rewriting.joint.by_name[node.name])
+    rewriting.graph.eliminate_dead_code()
+    made = [node.name for node in rewriting.graph.nodes if node not in before]
+    return rewriting.finished(), frozenset(made)
+
+
+def weights_of_one_element(joint: JointGraph) -> set[fx.Node]:
+    """The weights of the convolutions that are products; empty if none of these widens."""
+    found = {
+        _weight(node)
+        for node in joint.nodes
+        if node.target is aten.convolution.default and _has_one_element(node)
+    }
+    return found if any(map(_widens, found)) else set()
+
+
+def _weight(node: fx.Node) -> fx.Node:
+    weight = argument(node, "weight")
+    assert isinstance(weight, fx.Node)
+    return weight
+
+
+def _has_one_element(node: fx.Node) -> bool:
+    """Whether each element of the result reads one place of the input, the one where it is."""
+    value = value_of(_weight(node))
+    return (
+        value is not None
+        and all(size == 1 for size in value.shape[2:])
+        and all(step == 1 for step in argument(node, "stride"))
+        and all(size == 0 for size in argument(node, "padding"))
+        and argument(node, "groups") == 1
+        and not argument(node, "transposed")
+    )
+
+
+def _widens(weight: fx.Node) -> bool:
+    after, before = weight.meta["val"].shape[:2]
+    return bool(generic(after) >= WIDEN * generic(before))
+
+
+def _rows(rewriting: Rewriting, node: fx.Node) -> fx.Node:
+    """``[B, d, *S]`` as ``[N, d]``."""
+    value, call = node.meta["val"], rewriting.builder.call
+    last = call(aten.permute.default, node, [0, *range(2, value.dim()), 1])
+    (channels,) = rewriting.sizes.arguments([value.shape[1]])
+    return call(aten.reshape.default, last, [-1, channels])
+
+
+def _from_rows(rewriting: Rewriting, rows: fx.Node, like: torch.Tensor) -> fx.Node:
+    """``[N, C]`` in the shape ``[B, C, *S]`` of a value with the same places."""
+    call, rank = rewriting.builder.call, like.dim()
+    sizes = rewriting.sizes.arguments([like.shape[0], *like.shape[2:], rows.meta["val"].shape[1]])
+    last = call(aten.view.default, rows, sizes)
+    return call(aten.permute.default, last, [0, rank - 1, *range(1, rank - 1)])
+
+
+def _matrix(rewriting: Rewriting, weight: fx.Node) -> fx.Node:
+    return rewriting.builder.call(aten.view.default, weight, list(weight.meta["val"].shape[:2]))
+
+
+def _write_product(rewriting: Rewriting, node: fx.Node) -> None:
+    source, bias = argument(node, "input"), argument(node, "bias")
+    call = rewriting.builder.call
+    with rewriting.graph.inserting_before(node):
+        columns = call(aten.permute.default, _matrix(rewriting, _weight(node)), [1, 0])
+        factors = _rows(rewriting, source), columns
+        product = (
+            call(aten.mm.default, *factors)
+            if bias is None
+            else call(aten.addmm.default, bias, *factors)
+        )
+        product.meta.update(replacement_meta(node))
+        result = _from_rows(rewriting, product, source.meta["val"])
+    rewriting.replace(node, result)
+
+
+def _write_gradients(rewriting: Rewriting, node: fx.Node) -> None:
+    source, weight = argument(node, "input"), _weight(node)
+    call, value = rewriting.builder.call, source.meta["val"]
+    of_result = argument(node, "grad_output")
+
+    def gradient_of_input() -> fx.Node:
+        rows = call(aten.mm.default, gradient, _matrix(rewriting, weight))
+        return _from_rows(rewriting, rows, value)
+
+    def gradient_of_weight() -> fx.Node:
+        columns = call(aten.permute.default, gradient, [1, 0])
+        matrix = call(aten.mm.default, columns, _rows(rewriting, source))
+        return call(aten.view.default, matrix, list(weight.meta["val"].shape))
+
+    def gradient_of_bias() -> fx.Node:
+        return call(aten.sum.dim_IntList, gradient, [0])
+
+    write = (gradient_of_input, gradient_of_weight, gradient_of_bias)
+    with rewriting.graph.inserting_before(node):
+        gradient = _rows(rewriting, of_result)
+        results = {item: write[item.args[1]]() for item in node.users}  # type: ignore[index]
+    for item, result in results.items():
+        for made in result.all_input_nodes:
+            made.meta.update(replacement_meta(node))
+        rewriting.replace(item, result)
+
+
+_WRITERS: dict[Any, Any] = {
+    aten.convolution.default: _write_product,
+    aten.convolution_backward.default: _write_gradients,
+}
