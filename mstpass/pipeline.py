@@ -26,6 +26,7 @@ from typing import Any
 from torch import fx
 
 from mstpass import pipeline_stages
+from mstpass.detect_stage import Detected, detect
 from mstpass.fewer_loops import with_fewer_loops, with_loops_that_help
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.view_storages import share_storages
@@ -156,7 +157,7 @@ def _run_stages(
     joint, masks = runner.run(MASKS, traced)
     masks = masks or WithoutMasks(joint)
     watch.lap("read")
-    detected = pipeline_stages.detect(joint, options, limit, runner, loops_in_backward)
+    detected = detect(joint, options, limit, runner, loops_in_backward)
     detected = detected.with_masks(masks)
     watch.lap("detect")
     if stop_after in ("read", "detect"):
@@ -205,7 +206,7 @@ def _without_raising_loops(
 
 
 def _rewritten(
-    detected: pipeline_stages.Detected,
+    detected: Detected,
     options: Options,
     stop_after: str,
     torch_kwargs: dict[str, Any],
