@@ -105,7 +105,9 @@ def _varying_operand(node: fx.Node, from_right: int) -> fx.Node | None:
         for value in tensors_of(operand.meta.get("val"))
         if value.dim() >= from_right and value.shape[-from_right] != 1
     ]
-    if len(varying) != 1 or varying[0].meta["val"].shape != node.meta["val"].shape:
+    if len(varying) != 1:
+        return None
+    if not same_shape(varying[0].meta["val"].shape, node.meta["val"].shape):
         return None
     return varying[0]
 
@@ -135,11 +137,13 @@ def scattered_per_row(node: fx.Node) -> int:
 
 
 def scatter_few(builder: Builder, node: fx.Node) -> fx.Node:
-    """A scatter of a few elements per row into zeros, each written as by ``scatter_one``.
+    """A scatter of one element per row, or of a few into zeros, each written by ``scatter_one``.
 
     Where a scatter that does not add is given an index twice, the last element counts.
     """
     base, dim, index, source = node.args[:4]
+    if is_scatter_of_one(node):
+        return scatter_one(builder, node, node.args)
     assert isinstance(index, fx.Node) and isinstance(source, fx.Node) and isinstance(dim, int)
     adds = node.target is aten.scatter_add.default or _is_found_in_row(index)
     found: Any = base

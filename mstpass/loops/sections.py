@@ -67,8 +67,6 @@ def sections_of(facts: RegionFacts, fused: bool) -> Sections | Refusal:
     """
     if facts.region.axis == FEATURES:
         return Refusal("all of its loops run over features")
-    if facts.in_rounds:
-        return Refusal("its forward is several loops over tokens")
     if facts.region.returned:
         return Refusal("the step returns a wide value, so it exists in full")
     try:

@@ -15,7 +15,7 @@ from torch import fx
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.one_per_row import are_few, gather_few, gathered_per_row
 from mstpass.graph.rewriting import Rewriting, Rewritten
-from mstpass.graph.sizes import symbols_of
+from mstpass.graph.sizes import generic_shape, symbols_of
 from mstpass.normalize.downstream import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 
@@ -52,6 +52,7 @@ def _gathers_along_axis(joint: JointGraph, node: fx.Node) -> bool:
     if source in known:
         return known[source][0] == (dim % value.dim(),)
     return any(
-        size in value_of(anchor).shape[-2:] and numel(source) >= WIDE_OF_ANCHOR * numel(anchor)  # type: ignore[union-attr]
+        size in generic_shape(anchor.meta["val"])[-2:]
+        and numel(source) >= WIDE_OF_ANCHOR * numel(anchor)
         for anchor, _ in joint.cached(anchors)
     )
