@@ -144,10 +144,13 @@ def scatter_few(builder: Builder, node: fx.Node) -> fx.Node:
     base, dim, index, source = node.args[:4]
     if is_scatter_of_one(node):
         return scatter_one(builder, node, node.args)
-    assert isinstance(index, fx.Node) and isinstance(source, fx.Node) and isinstance(dim, int)
+    assert isinstance(index, fx.Node) and isinstance(dim, int)
     adds = node.target is aten.scatter_add.default or _is_found_in_row(index)
     found: Any = base
-    pairs = zip(_each(builder, index, dim), _each(builder, source, dim), strict=True)
+    places = _each(builder, index, dim)
+    is_tensor = isinstance(source, fx.Node)
+    elements = _each(builder, source, dim) if is_tensor else [source] * len(places)
+    pairs = zip(places, elements, strict=True)
     for number, (one, element) in enumerate(pairs):
         choice = scatter_one(builder, node, (base if adds else found, dim, one, element))
         found = builder.call(aten.add.Tensor, found, choice) if adds and number else choice

@@ -7,19 +7,21 @@ few largest values. A scatter needs whole rows; a choice can be made for a secti
 (loops/sections.py). It is pointwise as well, so that Inductor needs no buffer for it.
 
 So is a scatter of one element per row into a gradient, or into what a product of the forward leads
-to, such as logits of which the label's is masked.
+to, such as logits of which the label's is masked; and a scatter into a constant of their shape, as
+of the probabilities that a loss smooths.
 """
 
 from __future__ import annotations
 
 from torch import fx
 
-from mstpass.graph import linearity
-from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph import linearity, ops
+from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.one_per_row import are_few, scatter_few, scattered_per_row
 from mstpass.graph.rewriting import Rewriting, Rewritten
-from mstpass.graph.sizes import symbols_of
+from mstpass.graph.sizes import generic_shape, symbols_of
 from mstpass.normalize.downstream import downstream
+from mstpass.regions.anchors import anchors
 
 
 def scattered_gradients_as_choices(joint: JointGraph) -> Rewritten:
@@ -49,7 +51,20 @@ def _is_along_row(joint: JointGraph, node: fx.Node) -> bool:
     last = value.dim() - 1
     if dim % value.dim() != last or symbols_of(value.shape[last]):
         return False
-    if node not in joint.backward:
-        known = joint.cached(downstream)
-        return count == 1 and base in known and last not in known[base][0]
-    return count == 1 or (linearity.is_zero(base) and isinstance(node.args[3], fx.Node))
+    if count > 1 and not linearity.is_zero(base):
+        return False
+    return node in joint.backward or _is_of_logits(joint, node, last)
+
+
+def _is_of_logits(joint: JointGraph, node: fx.Node, last: int) -> bool:
+    """Whether a scatter of the forward works on logits, or makes a value of their shape."""
+    base, known = node.args[0], joint.cached(downstream)
+    if base in known:
+        return last not in known[base][0]
+    if not isinstance(base, fx.Node) or not ops.is_constant(base):
+        return False
+    shape = generic_shape(node.meta["val"])
+    return any(
+        shape[-1] == generic_shape(anchor.meta["val"])[-1] and numel(node) == numel(anchor)
+        for anchor, spec in joint.cached(anchors)
+    )
