@@ -25,7 +25,7 @@ from mstpass.graph.builder import Builder
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.row_sums import sum_of_row
-from mstpass.graph.sizes import symbols_of
+from mstpass.graph.sizes import same_shape, symbols_of
 from mstpass.graph.token_rules.arguments import argument
 from mstpass.normalize.downstream import downstream
 
@@ -68,9 +68,10 @@ def _is_row_sum(joint: JointGraph, node: fx.Node) -> bool:
     if [d % value.dim() for d in dims] != [last] or symbols_of(value.shape[last]):  # type: ignore[operator]
         return False
     of_row = [n for user in node.users for n in user.all_input_nodes if n in known]
+    shapes = [(n, other.shape) for n in of_row if (other := value_of(n)) is not None]
     return any(
-        last not in known[n][0] and value_of(n).shape[-1:] == value.shape[-1:] for n in of_row
-    )  # type: ignore[union-attr]
+        last not in known[n][0] and same_shape(shape[-1:], value.shape[-1:]) for n, shape in shapes
+    )
 
 
 class _NoTerms(Exception):
@@ -101,7 +102,7 @@ class _Terms:
         found = parts[0]
         for part in parts[1:]:
             found = self.call(aten.add.Tensor, found, part)
-        if tuple(found.meta["val"].shape) != (*self.source.meta["val"].shape[:-1], 1):
+        if not same_shape(found.meta["val"].shape, [*self.source.meta["val"].shape[:-1], 1]):
             raise _NoTerms
         return found
 
@@ -118,7 +119,7 @@ class _Terms:
         if term.row is None:
             assert term.factor is not None
             return self.call(aten.mul.Scalar, term.factor, like.shape[-1])
-        total = self.call(aten.sum.dim_IntList, term.row, [like.dim() - 1], True)
+        total = self.call(aten.sum.dim_IntList, term.row, [-1], True)
         return total if term.factor is None else self.call(aten.mul.Tensor, total, term.factor)
 
     # ---- terms ---------------------------------------------------------------------------------
@@ -180,21 +181,21 @@ class _Terms:
 
     def _product(self, left: _Term, right: _Term) -> _Term:
         pairs = zip(left, right, strict=True)
-        return _Term(
-            *(
-                a if b is None else b if a is None else self.call(aten.mul.Tensor, a, b)
-                for a, b in pairs
-            )
-        )
+        return _Term(*(self._both(a, b) for a, b in pairs))
+
+    def _both(self, left: fx.Node | None, right: fx.Node | None) -> fx.Node | None:
+        if left is None or right is None:
+            return right if left is None else left
+        return self.call(aten.mul.Tensor, left, right)
 
     def _quotient(self, terms: list[_Term], divisor: object) -> list[_Term]:
         if not isinstance(divisor, fx.Node):
             return self._each(terms, aten.div.Tensor, divisor)
-        (of_divisor,) = found if len(found := self.of(divisor)) == 1 else (None,)
-        if of_divisor is None:
+        divisors = self.of(divisor)
+        if len(divisors) != 1:
             raise _NoTerms
         one = aten.reciprocal.default
-        inverse = _Term(*(None if n is None else self.call(one, n) for n in of_divisor))
+        inverse = _Term(*(None if n is None else self.call(one, n) for n in divisors[0]))
         return [self._product(term, inverse) for term in terms]
 
     def _chosen(self, node: fx.Node) -> list[_Term]:
