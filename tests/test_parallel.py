@@ -79,7 +79,7 @@ def test_token_rules_of_collectives(found: Findings) -> None:
 def test_a_sharded_head_runs_in_chunks(found: Findings) -> None:
     for each in _both(found, "sharded head"):
         assert each["error"] < TOLERANCE
-        assert each["regions"] == [["lm_head", "fused", 2]], each["rejections"]
+        assert each["regions"] == [["lm_head", "mixed", 3]], each["rejections"]
 
 
 def test_the_backward_of_a_sharded_head_runs_in_sections_of_its_share(found: Findings) -> None:
