@@ -148,8 +148,9 @@ def scatter_few(builder: Builder, node: fx.Node) -> fx.Node:
     adds = node.target is aten.scatter_add.default or _is_found_in_row(index)
     found: Any = base
     places = _each(builder, index, dim)
-    is_tensor = isinstance(source, fx.Node)
-    elements = _each(builder, source, dim) if is_tensor else [source] * len(places)
+    elements: list[Any] = [source] * len(places)
+    if isinstance(source, fx.Node):
+        elements = [*_each(builder, source, dim)]
     pairs = zip(places, elements, strict=True)
     for number, (one, element) in enumerate(pairs):
         choice = scatter_one(builder, node, (base if adds else found, dim, one, element))
