@@ -59,12 +59,14 @@ def _is_along_row(joint: JointGraph, node: fx.Node) -> bool:
 def _is_of_logits(joint: JointGraph, node: fx.Node, last: int) -> bool:
     """Whether a scatter of the forward works on logits, or makes a value of their shape."""
     base, known = node.args[0], joint.cached(downstream)
+    if not isinstance(base, fx.Node):
+        return False
     if base in known:
         return last not in known[base][0]
-    if not isinstance(base, fx.Node) or not ops.is_constant(base):
+    if not ops.is_constant(base):
         return False
     shape = generic_shape(node.meta["val"])
     return any(
         shape[-1] == generic_shape(anchor.meta["val"])[-1] and numel(node) == numel(anchor)
-        for anchor, spec in joint.cached(anchors)
+        for anchor, _ in joint.cached(anchors)
     )
