@@ -26,6 +26,7 @@ from typing import Any
 from torch import fx
 
 from mstpass import pipeline_stages
+from mstpass.detect_stage import Detected, detect
 from mstpass.fewer_loops import with_fewer_loops, with_loops_that_help
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.view_storages import share_storages
@@ -157,7 +158,7 @@ def _run_stages(
     joint, masks = runner.run(MASKS, traced)
     masks = masks or WithoutMasks(joint)
     watch.lap("read")
-    detected = pipeline_stages.detect(joint, options, limit, runner, loops_in_backward)
+    detected = detect(joint, options, limit, runner, loops_in_backward)
     detected = detected.with_masks(masks)
     watch.lap("detect")
     if stop_after in ("read", "detect"):
@@ -167,7 +168,7 @@ def _run_stages(
     planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit, alone)
     whole = planned.convolutions_left_whole(joint)
     if whole != NOTHING:  # products in one piece would only take longer
-        again = pipeline_stages.detect(joint, options, limit, runner, loops_in_backward, whole)
+        again = detect(joint, options, limit, runner, loops_in_backward, whole)
         refused = dict.fromkeys((*again.rejections, *detected.rejections, *planned.rejections))
         detected = dataclasses.replace(again, rejections=tuple(refused)).with_masks(masks)
         planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit, alone)
@@ -212,7 +213,7 @@ def _without_raising_loops(
 
 
 def _rewritten(
-    detected: pipeline_stages.Detected,
+    detected: Detected,
     options: Options,
     stop_after: str,
     torch_kwargs: dict[str, Any],

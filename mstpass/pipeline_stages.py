@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
+from mstpass.detect_stage import members_of, names_of, rejected
 from mstpass.graph.joint import JointGraph, Modules
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import CannotTake
 from mstpass.left_whole import reasons_left_whole
 from mstpass.limit import Limit
 from mstpass.loops.apply_plans import Applied, CycleError, apply_plans
-from mstpass.loops.attention_modes import all_candidates, loops_over_heads
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.mode_costs import WHOLE, region_modes
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.memory.timeline import StepMemory
-from mstpass.normalize import normalized
 from mstpass.normalize.inputs_before_writes import as_copies
-from mstpass.normalize.left_out import NOTHING, LeftOut, convolutions_in_vain
-from mstpass.normalize.masks_as_flags import WithoutMasks
+from mstpass.normalize.left_out import LeftOut, convolutions_in_vain
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.host import host_memory
@@ -37,79 +35,15 @@ from mstpass.partition.reconstruct.of_plan import with_reconstruction
 from mstpass.partition.solve import Solved, carried_over, solve
 from mstpass.partition.solvers.candidate import Candidate, baseline, without_loops
 from mstpass.partition.split import split_joint
-from mstpass.partition.torch_fallback import TORCH_BUDGET, needs_torch, split_by_torch
+from mstpass.partition.torch_fallback import (
+    needs_torch,
+    split_by_torch,
+)
 from mstpass.passes.facts import ALWAYS, FINISHED, NO_LOOPS, PURE_LOOPS
 from mstpass.passes.runner import Pass, PassRunner
 from mstpass.plans import ChunkPlan, Rejection, SavePlan
 from mstpass.problem.apply_modes import Cycle, broken_policies, with_modes
 from mstpass.problem.problem import CutProblem, Plan, Value
-from mstpass.torch_internals.aot_autograd import has_torch_budget
-
-TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a loop in it"
-
-
-# ---- detect ------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class Detected:
-    """The regions that can run in chunks, and the joint graph whose nodes they name.
-
-    Attributes:
-        notes: what was changed in the graph, as the report says it.
-    """
-
-    joint: JointGraph
-    candidates: tuple[RegionCandidates, ...] = ()
-    rejections: tuple[Rejection, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def with_masks(self, masks: WithoutMasks) -> Detected:
-        """The same, with what was done about attention masks before."""
-        rejections = (*masks.rejections, *self.rejections)
-        return dataclasses.replace(self, rejections=rejections, notes=masks.notes)
-
-
-def detect(
-    joint: JointGraph,
-    options: Options,
-    limit: Limit,
-    runner: PassRunner,
-    loops_in_backward: bool = True,
-    left_out: LeftOut = NOTHING,
-) -> Detected:
-    """Find regions, in the joint graph as it is or in a normalized copy of it.
-
-    The copy is used only if a region has a node that normalization changed. Else the graph stays
-    as it is, and the rejections are those of the copy, which name the reasons.
-    """
-    if has_torch_budget(joint.nodes):  # torch wants it on every node, so on loops as well
-        return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
-    if options.chunk == "off":
-        return Detected(joint)
-    for_heads = loops_over_heads(options, limit)
-    joint, prepared, changed = normalized(joint, for_heads, runner, left_out)
-    candidates, rejections = all_candidates(prepared, options, limit)
-    more = left_out.and_in_vain(joint, prepared, _names(candidates))
-    if more != left_out and (candidates or more.windows):
-        _, other, of_other = normalized(joint, for_heads, runner, more)
-        if of_other != changed:
-            prepared, changed = other, of_other
-            candidates, others = all_candidates(prepared, options, limit)
-            rejections = [*dict.fromkeys((*others, *(rejections if more.convolutions else ())))]
-    if prepared is not joint and not any(changed.intersection(_members(c)) for c in candidates):
-        prepared, (candidates, _) = joint, all_candidates(joint, options, limit)
-    if not loops_in_backward:
-        refused = [candidate for candidate in candidates if not candidate.in_forward().plans]
-        candidates = [c for c in map(RegionCandidates.in_forward, candidates) if c.plans]
-        rejections += [_rejected("detect", c.plans[0][1], TRACED_AGAIN) for c in refused]
-    return Detected(prepared, tuple(candidates), tuple(rejections))
-
-
-def _names(candidates: Iterable[RegionCandidates]) -> set[str]:
-    return {name for candidate in candidates for name in _members(candidate)}
-
-
-def _members(candidate: RegionCandidates) -> list[str]:
-    return [name for name, _ in candidate.plans[0][1].members]
 
 
 def _holder(node: fx.Node, members: Sequence[Sequence[str]]) -> int:
@@ -169,12 +103,12 @@ class Planned:
         whole = [c for c in self.candidates if self._mode(c) == WHOLE]
         reasons = reasons_left_whole(self.problem, self.plan, whole, self.limit)
         told = zip(whole, reasons, strict=True)
-        return (*self.refused, *(_rejected("plan", c.plans[0][1], why) for c, why in told))
+        return (*self.refused, *(rejected("plan", c.plans[0][1], why) for c, why in told))
 
     def convolutions_left_whole(self, traced: JointGraph) -> LeftOut:
         """The convolutions that became products of which none is in a loop."""
-        looped = _names(c for c in self.candidates if self._mode(c) != WHOLE)
-        whole = _names(self.candidates) - looped
+        looped = names_of(c for c in self.candidates if self._mode(c) != WHOLE)
+        whole = names_of(self.candidates) - looped
         kept, unused = (convolutions_in_vain(traced, self.joint, n) for n in (looped, whole))
         return LeftOut(convolutions=kept - unused)
 
@@ -241,14 +175,10 @@ def _problem(
             )
             reason = f"the loops of {guilty.region} would read values made from their own results"
         except CannotTake as error:
-            guilty = candidates[_holder(error.node, list(map(_members, candidates)))]
+            guilty = candidates[_holder(error.node, list(map(members_of, candidates)))]
             reason = f"{error.node.name}: {error.reason}"
-        rejections.append(_rejected("apply", guilty.plans[0][1], reason))
+        rejections.append(rejected("apply", guilty.plans[0][1], reason))
         candidates = [candidate for candidate in candidates if candidate is not guilty]
-
-
-def _rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:
-    return Rejection(stage, plan.members[0][0], reason, plan.source, plan.bytes_before)
 
 
 # ---- apply -------------------------------------------------------------------------------------
@@ -278,7 +208,7 @@ def apply(
             members = [[name for name, _ in plan.members] for plan in left]
             guilty = left[_holder(error.node, members)]
             reason = f"{error.node.name}: {error.reason}"
-        rejections.append(_rejected("apply", guilty, reason))
+        rejections.append(rejected("apply", guilty, reason))
         left = [chunk_plan for chunk_plan in left if chunk_plan is not guilty]
 
 

@@ -72,8 +72,8 @@ class Region:
             1 in its place, and the loop's gradients are multiplied by it afterwards.
         prelude: backward nodes between the unit and the region. They run before the loop, with 1
             in place of the unit.
-        symbolic: the token count varies from batch to batch; ``num_tokens`` is then the count of
-            the batch that the graph was traced with.
+        symbolic: the number of what the loops run over varies from batch to batch, as that of
+            tokens may; ``num_tokens`` is then that of the batch that the graph was traced with.
         axis: what its loops run over, ``"tokens"``, ``"heads"``, ``"queries"`` or ``"features"``.
             ``num_tokens`` is their number, and ``width`` that of elements for each of them.
     """

@@ -28,7 +28,7 @@ LAYERS = (
     ("schedule",),
     ("partition",),
     ("loops",),
-    ("left_whole",),
+    ("left_whole", "detect_stage"),
     ("pipeline_stages",),
     ("fewer_loops",),
     ("pipeline",),

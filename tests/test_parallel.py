@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
 ]
 ROOT = Path(__file__).parent.parent
-SHORT = ("token rules", "sharded head", "plans apart")
+SHORT = ("token rules", "sharded head", "sharded head, sections", "plans apart")
 LONG = (
     "tensor parallel",
     "own loss",
@@ -79,7 +79,13 @@ def test_token_rules_of_collectives(found: Findings) -> None:
 def test_a_sharded_head_runs_in_chunks(found: Findings) -> None:
     for each in _both(found, "sharded head"):
         assert each["error"] < TOLERANCE
-        assert each["regions"] == [["lm_head", "fused", 2]], each["rejections"]
+        assert each["regions"] == [["lm_head", "mixed", 3]], each["rejections"]
+
+
+def test_the_backward_of_a_sharded_head_runs_in_sections_of_its_share(found: Findings) -> None:
+    for each in _both(found, "sharded head, sections"):
+        assert each["error"] < TOLERANCE
+        assert each["regions"] == [["lm_head", "mixed", 3]], each["rejections"]
 
 
 def test_a_sharded_head_needs_hardly_more_than_its_floor(found: Findings) -> None:

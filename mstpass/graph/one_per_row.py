@@ -1,4 +1,4 @@
-"""``gather`` of one element per row, and its gradient, in forms that other kernels can absorb.
+"""``gather`` of few elements per row, and its gradient, in forms that other kernels can absorb.
 
 Such a gather reads the label's logit. Its scattered reads, fused with the gradient's kernel, keep
 Inductor from writing the gradient into the logits' buffer: a second buffer of chunk x vocabulary.
@@ -17,6 +17,9 @@ The gradient, a ``scatter_add`` of one element per row into zeros, becomes
 
 and so does a ``scatter``, such as the gradient of a row's maximum, or one into other values than
 zeros, such as logits of which the label's is masked.
+
+Of a few elements per row, each is such a sum or such a choice: ``few_per_row``, ``gather_few`` and
+``scatter_few``. That is more work than one scatter, and is done where a loop cuts the rows apart.
 """
 
 from __future__ import annotations
@@ -31,22 +34,52 @@ from torch import fx
 from mstpass.graph import linearity, ops
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import tensors_of, value_of
-from mstpass.graph.sizes import same_shape
+from mstpass.graph.sizes import Size, same_shape
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 _SCATTERS = (aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
+_FEW = 8  # each costs three pointwise ops on the whole row
 
 
 def is_gather_of_one(node: fx.Node) -> bool:
     """Whether the node gathers one floating-point element per row."""
+    return gathered_per_row(node) == 1
+
+
+def gathered_per_row(node: fx.Node) -> int:
+    """How many floating-point elements the node gathers per row; 0 if it is no such gather."""
     if node.target is not aten.gather.default:
-        return False
+        return 0
     source, dim, index = node.args[:3]
     assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
     value, indices = value_of(source), value_of(index)
     assert value is not None and indices is not None
-    return indices.dim() > 1 and indices.shape[dim] == 1 and value.is_floating_point()
+    fits = indices.dim() > 1 and value.is_floating_point()
+    return _count(indices.shape[dim]) if fits else 0
+
+
+def are_few(count: int) -> bool:
+    """Whether so many elements per row may be worked on one by one."""
+    return 0 < count <= _FEW
+
+
+def _count(size: Size) -> int:
+    return size if isinstance(size, int) else 0
+
+
+def gather_few(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
+    """``gather(source, dim, index)``, each element as ``gather_one``."""
+    parts = [gather_one(builder, source, dim, one) for one in _each(builder, index, dim)]
+    return parts[0] if len(parts) == 1 else builder.call(aten.cat.default, parts, dim)
+
+
+def _each(builder: Builder, values: fx.Node, dim: int) -> list[fx.Node]:
+    """The parts of size 1 along a dim."""
+    count = values.meta["val"].shape[dim]
+    if count == 1:
+        return [values]
+    return [builder.call(aten.slice.Tensor, values, dim, n, n + 1) for n in range(count)]
 
 
 def gather_one(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
@@ -72,26 +105,58 @@ def _varying_operand(node: fx.Node, from_right: int) -> fx.Node | None:
         for value in tensors_of(operand.meta.get("val"))
         if value.dim() >= from_right and value.shape[-from_right] != 1
     ]
-    if len(varying) != 1 or varying[0].meta["val"].shape != node.meta["val"].shape:
+    if len(varying) != 1:
+        return None
+    if not same_shape(varying[0].meta["val"].shape, node.meta["val"].shape):
         return None
     return varying[0]
 
 
 def is_scatter_of_one(node: fx.Node) -> bool:
     """Whether the node writes one floating-point element per row, or adds it to what is there."""
+    return scattered_per_row(node) == 1
+
+
+def scattered_per_row(node: fx.Node) -> int:
+    """How many floating-point elements the node writes, or adds, per row; 0 if not to each row."""
     if node.target not in _SCATTERS:
-        return False
+        return 0
     _, dim, index, source = node.args[:4]
     assert isinstance(index, fx.Node) and isinstance(dim, int)
     indices, value = value_of(index), value_of(node)
     assert indices is not None and value is not None
-    if indices.dim() < 2 or indices.shape[dim] != 1 or not value.is_floating_point():
-        return False
+    if indices.dim() < 2 or not value.is_floating_point():
+        return 0
     rows = [*value.shape]
-    rows[dim] = 1
+    rows[dim] = indices.shape[dim]
     if not same_shape(indices.shape, rows):
-        return False  # not every row
-    return not isinstance(source, fx.Node) or same_shape(source.meta["val"].shape, rows)
+        return 0  # not every row
+    if isinstance(source, fx.Node) and not same_shape(source.meta["val"].shape, rows):
+        return 0
+    return _count(indices.shape[dim])
+
+
+def scatter_few(builder: Builder, node: fx.Node) -> fx.Node:
+    """A scatter of one element per row, or of a few into zeros, each written by ``scatter_one``.
+
+    Where a scatter that does not add is given an index twice, the last element counts.
+    """
+    base, dim, index, source = node.args[:4]
+    if is_scatter_of_one(node):
+        return scatter_one(builder, node, node.args)
+    assert isinstance(index, fx.Node) and isinstance(dim, int)
+    adds = node.target is aten.scatter_add.default or _is_found_in_row(index)
+    found: Any = base
+    places = _each(builder, index, dim)
+    elements: list[Any] = [source] * len(places)
+    if isinstance(source, fx.Node):
+        elements = [*_each(builder, source, dim)]
+    pairs = zip(places, elements, strict=True)
+    for number, (one, element) in enumerate(pairs):
+        choice = scatter_one(builder, node, (base if adds else found, dim, one, element))
+        found = builder.call(aten.add.Tensor, found, choice) if adds and number else choice
+    assert isinstance(found, fx.Node)
+    return found
 
 
 def scatter_one(builder: Builder, node: fx.Node, args: Sequence[Any]) -> fx.Node:

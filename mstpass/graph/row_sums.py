@@ -59,6 +59,11 @@ def rewritten_row_sum(
     return found if keepdim else builder.call(aten.squeeze.dim, found, last)
 
 
+def sum_of_row(builder: Builder, source: fx.Node) -> fx.Node | None:
+    """The sum of a value over its last dim, which stays with size 1, by the rules above."""
+    return _RowSums(builder, source.meta["val"]).of(source)
+
+
 class _RowSums:
     """The rules, for values of one dtype, device and row shape ``[..., 1]``."""
 

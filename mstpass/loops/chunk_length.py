@@ -34,6 +34,7 @@ from mstpass.graph.axes import FEATURES
 from mstpass.graph.device_costs import GOOD, Costs, costs_of
 from mstpass.graph.joint import nbytes, tensors_of
 from mstpass.graph.loop_work import LoopWork, head_loop_work
+from mstpass.graph.sizes import hint_shape
 from mstpass.graph.tokens import Refusal
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops
@@ -135,8 +136,10 @@ def chunks_of_features(
 
     ``chunk_tokens`` says how many features of all tokens a section holds, by their elements.
     """
-    total, tokens = facts.region.num_tokens, facts.region.width
+    total = facts.region.num_tokens
     if options.chunk_tokens is not None:
+        widest = next(n for n, spec in facts.specs.items() if spec and facts.is_widest(n))
+        tokens = math.prod(hint_shape(widest.meta["val"])) // total  # of the traced batch
         count = math.ceil(tokens / options.chunk_tokens)
         return _sections(total, math.ceil(total / count))
     bytes_of = loops.buffered_bytes, loops.stacked_bytes

@@ -76,12 +76,6 @@ class RegionFacts:
             if known and self.specs.get(known.values) and self.specs.get(known.maximum, ()) is None
         }
 
-    @property
-    def in_rounds(self) -> bool:
-        """Whether the forward is more than one loop."""
-        last = max((k for node, k in self.rounds.items() if node not in self.backward), default=0)
-        return any(self.rounds[n] < last for n in self.early.intersection(self.outputs))
-
     @cached_property
     def work(self) -> LoopWork:
         """What all members compute (graph/loop_work.py)."""

@@ -98,23 +98,25 @@ def _stacked_bytes(facts: RegionFacts, loop: LoopPlan) -> int:
 
 
 def _fused_loops(facts: RegionFacts) -> list[LoopPlan]:
-    region = facts.region
-    early = _with_free_outputs(facts, facts.early - facts.backward)
-    *earlier, last = outputs_by_round(facts.rounds, facts.outputs, early)
-    return [
-        *(_loop(facts, "forward", outputs, set()) for outputs in earlier),
-        _loop(facts, "forward", last, set(), region.unit, region.prelude),
-    ]
+    return _loops_in_forward(facts, facts.outputs)
 
 
 def _forward_loops_of_mixed(facts: RegionFacts, sections: Sections) -> list[LoopPlan]:
+    apart = sections.gradients if facts.region.fused else facts.backward
+    others = [node for node in facts.outputs if node not in apart]
+    return _loops_in_forward(facts, _unique(others, sections.per_token))
+
+
+def _loops_in_forward(facts: RegionFacts, outputs: list[fx.Node]) -> list[LoopPlan]:
+    """The rounds that compute these outputs; the last one has gradients, of a fused region."""
     region = facts.region
-    if not region.fused:
-        forward = [node for node in facts.outputs if node not in facts.backward]
-        return [_loop(facts, "forward", _unique(forward, sections.per_token), set())]
-    others = [node for node in facts.outputs if node not in sections.gradients]
-    outputs = _unique(others, sections.per_token)
-    return [_loop(facts, "forward", outputs, set(), region.unit, region.prelude)]
+    early = _with_free_outputs(facts, facts.early - facts.backward)
+    numbers = {n: k for n, k in facts.rounds.items() if region.fused or n not in facts.backward}
+    *earlier, last = outputs_by_round(numbers, outputs, early)
+    return [
+        *(_loop(facts, "forward", of_round, set()) for of_round in earlier),
+        _loop(facts, "forward", last, set(), region.unit, region.prelude),
+    ]
 
 
 def _unique(outputs: Iterable[fx.Node], more: Iterable[fx.Node]) -> list[fx.Node]:

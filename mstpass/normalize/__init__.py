@@ -16,13 +16,14 @@ join_windows.py        windows of a wide value are worked on together, on all to
                        products of windows of a narrow one
 sink_token_slices.py   a slice over tokens moves from a wide value to an argmax or an entropy of it
 expand_to_tokens.py    an operand with one row per sequence gets one row per token
-scattered_gradients_as_choices.py  a scatter of one element per row becomes a choice
+scattered_gradients_as_choices.py  a scatter of few elements per row becomes choices
 gathers_as_sums.py     a gather of one token for each feature becomes a sum over tokens
 values_by_axis.py      values that are read along two axes are computed once for each
 grouped_by_chunk.py    products of experts are told which rows a chunk has
 products_by_section.py a product that projects queries, keys and values at once becomes three
 unused_random_state.py attention without dropout is given no state of a random generator
 bias_after_product.py  the bias of attention's output is added after its product
+row_sums_of_gradients.py  sums of gradients over the vocabulary become sums that the forward knows
 
 Two more are applied before, to every graph: inputs_before_writes.py and masks_as_flags.py, by which
 a mask of attention that follows from positions becomes a flag of its kernel (write_attention.py).
@@ -51,6 +52,7 @@ from mstpass.normalize.masks_as_flags import WithoutMasks, masks_as_flags
 from mstpass.normalize.means_as_sums import means_as_sums
 from mstpass.normalize.move_token_slices import move_slices
 from mstpass.normalize.products_by_section import products_by_section
+from mstpass.normalize.row_sums_of_gradients import row_sums_of_gradients
 from mstpass.normalize.scattered_constants import scattered_constants
 from mstpass.normalize.scattered_gradients_as_choices import scattered_gradients_as_choices
 from mstpass.normalize.sink_token_slices import sink_slices
@@ -96,6 +98,7 @@ TOKENS = (  # where a region needs one
     _pass(values_by_axis),
     _pass(grouped_by_chunk),
 )
+FOR_SECTIONS = (_pass(row_sums_of_gradients),)  # where a budget asks for loops over sections
 HEADS = (  # where loops may run over heads
     _pass(products_by_section),
     _pass(bias_after_product),

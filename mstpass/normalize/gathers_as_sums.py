@@ -1,4 +1,4 @@
-"""A gather of one element along a loop's axis becomes a sum over it, which chunks can add up::
+"""A gather of few elements along a loop's axis becomes sums over it, which chunks can add up::
 
     gather(x, dim, index)  =  sum over dim of where(iota == index, x, 0)
 
@@ -13,9 +13,9 @@ from __future__ import annotations
 from torch import fx
 
 from mstpass.graph.joint import JointGraph, numel, value_of
-from mstpass.graph.one_per_row import gather_one, is_gather_of_one
+from mstpass.graph.one_per_row import are_few, gather_few, gathered_per_row
 from mstpass.graph.rewriting import Rewriting, Rewritten
-from mstpass.graph.sizes import symbols_of
+from mstpass.graph.sizes import generic_shape, symbols_of
 from mstpass.normalize.downstream import downstream
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
 
@@ -32,14 +32,14 @@ def gathers_as_sums(joint: JointGraph) -> Rewritten:
         source, dim, index = node.args[:3]
         assert isinstance(source, fx.Node) and isinstance(dim, int) and isinstance(index, fx.Node)
         with rewriting.graph.inserting_before(node):
-            gathered = gather_one(rewriting.builder, source, dim, index)
+            gathered = gather_few(rewriting.builder, source, dim, index)
         rewriting.replace(node, gathered)
     made = [node.name for node in rewriting.graph.nodes if node not in before]
     return rewriting.finished(), frozenset(made)
 
 
 def _gathers_along_axis(joint: JointGraph, node: fx.Node) -> bool:
-    if node in joint.backward or not is_gather_of_one(node):
+    if node in joint.backward or not are_few(gathered_per_row(node)):
         return False
     source, dim = node.args[:2]
     value = value_of(source) if isinstance(source, fx.Node) else None
@@ -52,6 +52,7 @@ def _gathers_along_axis(joint: JointGraph, node: fx.Node) -> bool:
     if source in known:
         return known[source][0] == (dim % value.dim(),)
     return any(
-        size in value_of(anchor).shape[-2:] and numel(source) >= WIDE_OF_ANCHOR * numel(anchor)  # type: ignore[union-attr]
+        size in generic_shape(anchor.meta["val"])[-2:]
+        and numel(source) >= WIDE_OF_ANCHOR * numel(anchor)
         for anchor, _ in joint.cached(anchors)
     )

@@ -30,7 +30,7 @@ from mstpass.graph.axes import FEATURES, TOKEN_AXIS, TOKENS, Axis, axis_of
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.sizes import depends_on_data, hint_shape, is_static
+from mstpass.graph.sizes import depends_on_data, generic_shape, hint_shape, symbols_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec, token_count
 from mstpass.plans import Region, Rejection
 from mstpass.regions.absorb import absorb_users
@@ -130,9 +130,9 @@ def _along_features(
     """
     value = value_of(anchor)
     assert value is not None
-    dims = [d for d, size in enumerate(value.shape) if size != 1 and d not in spec]
-    if len(dims) != 1 or not is_static(value):
-        return None
+    dims = [d for d, size in enumerate(generic_shape(value)) if size != 1 and d not in spec]
+    if len(dims) != 1 or depends_on_data(value) or symbols_of(value.shape[dims[0]]):
+        return None  # of all sizes, only that of the features has to be a number
     (dim,) = dims
     axis = axis_of(FEATURES, value.shape[dim])
     operand_specs = functools.partial(_operand_specs, axis=axis)

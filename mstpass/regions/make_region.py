@@ -73,7 +73,7 @@ def make_region(
         source=source_of(core.anchor),
         num_tokens=core.num_tokens,
         width=_width(core, growth.specs[core.anchor]),
-        symbolic=not is_static(core.anchor.meta["val"]),
+        symbolic=core.axis == TOKENS and not is_static(core.anchor.meta["val"]),
         fused=unit is not None,
         members=tuple((n.name, _spec_or_none(growth.specs[n])) for n in members),
         outputs=tuple(n.name for n in outputs),

@@ -29,9 +29,11 @@ from torch.utils.checkpoint import checkpoint
 
 import mstpass
 from mstpass.measure import peak_bytes
+from mstpass.problem.solver_registry import registered
 from tests.models import Block, GatedMLP
 from tests.ranks.pipeline_case import pipeline
 from tests.ranks.token_rules import token_rules
+from tests.test_sections import mixed_wherever_possible
 
 N, D, VOCABULARY = 256, 32, 1024
 LARGE = (512, 64, 4096)  # the same for a head whose peak is measured
@@ -227,6 +229,12 @@ def sharded_head(
     return {**found, "peak": peaks[-1]}
 
 
+def sections_of_a_share(mesh: DeviceMesh) -> Finding:
+    """The gradient of a rank's words in sections, wherever that is possible."""
+    registered["mixed"] = mixed_wherever_possible
+    return sharded_head(mesh, chunk_tokens=64, memory_budget=0.5, solver="mixed")
+
+
 def plans_apart(mesh: DeviceMesh) -> Finding:
     """Shards of different sizes; one rank runs loops, the other one does not."""
     own = {"chunk_tokens": 64} if dist.get_rank() == 0 else {"chunk": "off"}
@@ -343,6 +351,7 @@ CASES: dict[str, Callable[[DeviceMesh], Finding]] = {
     "sequence parallel": sequence_parallel,
     "checkpointed": checkpointed,
     "sharded head": lambda mesh: sharded_head(mesh, *LARGE, chunk_tokens=64, memory_budget=0.0),
+    "sharded head, sections": sections_of_a_share,
     "sharded head, sum": lambda mesh: sharded_head(mesh, reduction="sum", chunk_tokens=100),
     "sharded head, none": lambda mesh: sharded_head(mesh, reduction="none", chunk_tokens=64),
     "plans apart": plans_apart,

@@ -1,0 +1,100 @@
+"""The stage *detect*: the regions that can run in chunks, and the graph whose nodes they name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from mstpass.graph.joint import JointGraph
+from mstpass.limit import Limit
+from mstpass.loops.attention_modes import all_candidates, loops_over_heads
+from mstpass.loops.candidate_modes import RegionCandidates
+from mstpass.normalize import FOR_SECTIONS, normalized
+from mstpass.normalize.left_out import NOTHING, LeftOut
+from mstpass.normalize.masks_as_flags import WithoutMasks
+from mstpass.options import Options
+from mstpass.partition.torch_fallback import TORCH_BUDGET
+from mstpass.passes.runner import PassRunner
+from mstpass.plans import MIXED, ChunkPlan, Rejection
+from mstpass.torch_internals.aot_autograd import has_torch_budget
+
+TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a loop in it"
+
+
+@dataclasses.dataclass(frozen=True)
+class Detected:
+    """The regions that can run in chunks, and the joint graph whose nodes they name.
+
+    Attributes:
+        notes: what was changed in the graph, as the report says it.
+    """
+
+    joint: JointGraph
+    candidates: tuple[RegionCandidates, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def with_masks(self, masks: WithoutMasks) -> Detected:
+        """The same, with what was done about attention masks before."""
+        rejections = (*masks.rejections, *self.rejections)
+        return dataclasses.replace(self, rejections=rejections, notes=masks.notes)
+
+
+def detect(
+    joint: JointGraph,
+    options: Options,
+    limit: Limit,
+    runner: PassRunner,
+    loops_in_backward: bool = True,
+    left_out: LeftOut = NOTHING,
+) -> Detected:
+    """Find regions, in the joint graph as it is or in a normalized copy of it.
+
+    The copy is used only if a region has a node that normalization changed. Otherwise the graph
+    stays as it is, and the rejections are those of the copy, which name the remaining reasons.
+    """
+    if has_torch_budget(joint.nodes):  # torch wants it on every node, so on loops as well
+        return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
+    if options.chunk == "off":
+        return Detected(joint)
+    for_heads = loops_over_heads(options, limit)
+    joint, prepared, changed = normalized(joint, for_heads, runner, left_out)
+    candidates, rejections = all_candidates(prepared, options, limit)
+    more = left_out.and_in_vain(joint, prepared, names_of(candidates))
+    if more != left_out and (candidates or more.windows):
+        _, other, of_other = normalized(joint, for_heads, runner, more)
+        if of_other != changed:
+            prepared, changed = other, of_other
+            candidates, others = all_candidates(prepared, options, limit)
+            rejections = [*dict.fromkeys((*others, *(rejections if more.convolutions else ())))]
+    if prepared is not joint and not any(changed.intersection(members_of(c)) for c in candidates):
+        prepared, (candidates, _) = joint, all_candidates(joint, options, limit)
+    if not limit.is_free and not all(map(_has_sections, candidates)):
+        other, of_other = runner.run_all(FOR_SECTIONS, prepared)
+        found, refused = all_candidates(other, options, limit) if of_other else (candidates, [])
+        if sum(map(_has_sections, found)) > sum(map(_has_sections, candidates)):
+            prepared, candidates, rejections = other, found, refused
+    if not loops_in_backward:
+        in_backward = [c for c in candidates if not c.in_forward().plans]
+        candidates = [c for c in map(RegionCandidates.in_forward, candidates) if c.plans]
+        rejections += [rejected("detect", c.plans[0][1], TRACED_AGAIN) for c in in_backward]
+    return Detected(prepared, tuple(candidates), tuple(rejections))
+
+
+def names_of(candidates: Iterable[RegionCandidates]) -> set[str]:
+    """The names of the members of all these regions."""
+    return {name for candidate in candidates for name in members_of(candidate)}
+
+
+def _has_sections(candidate: RegionCandidates) -> bool:
+    return any(plan.mode == MIXED for _, plan in candidate.plans)
+
+
+def members_of(candidate: RegionCandidates) -> list[str]:
+    """The names of the members of a region."""
+    return [name for name, _ in candidate.plans[0][1].members]
+
+
+def rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:
+    """Why the region of a plan has no loops."""
+    return Rejection(stage, plan.members[0][0], reason, plan.source, plan.bytes_before)
