@@ -20,6 +20,7 @@ warning (``strict=True`` raises instead). docs/faults.md lists what may happen, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mstpass.captured import Captured
 from mstpass.hook_checks import (
     FUSION_HOOK,
     SCHEDULE_HOOK,
@@ -52,6 +54,7 @@ from mstpass.memory.device_budget import device_budget_bytes, watch_optimizers
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import OptionError, Options
 from mstpass.partition.budget import BudgetError, over_budget
+from mstpass.plans_by_length import plans_by_length
 from mstpass.report import store
 from mstpass.report.graph_ends import with_graph_ends
 from mstpass.report.report import Report, ReportFileError
@@ -99,7 +102,8 @@ def mst(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Cal
     options = Options.parse(kwargs.get("options"))
     users = {**options_of_mode(kwargs.get("mode")), **options.inductor_patches}
     drop = _drop(gm, options)
-    return drop.finish(_compile(gm, example_inputs, users, options, drop))
+    graph = Captured(gm, tuple(example_inputs), users, options, drop)
+    return drop.finish(_compile(graph))
 
 
 def _drop(gm: fx.GraphModule, options: Options) -> Drop:
@@ -113,31 +117,21 @@ def _drop(gm: fx.GraphModule, options: Options) -> Drop:
         return Drop()
 
 
-def _compile(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    users: dict[str, Any],
-    options: Options,
-    drop: Drop,
-) -> Callable[..., Any]:
-    """The compiled graph; by Inductor alone if mstpass fails, or is off.
-
-    Args:
-        users: Inductor's settings as the user wants them.
-    """
+def _compile(graph: Captured) -> Callable[..., Any]:
+    """The compiled graph; by Inductor alone if mstpass fails, or is off."""
     off = why_off()
-    if off is not None and not options.strict:
+    if off is not None and not graph.options.strict:
         store.keep(Report(failed(off)))
-        return by_inductor_alone(gm, example_inputs, users)
+        return by_inductor_alone(graph.module, graph.inputs, graph.users)
     try:
-        return _planned(gm, example_inputs, users, options, drop)
+        return _planned(graph)
     except (RestartAnalysis, OptionError):
         raise
     except Exception as error:
-        if options.strict:
+        if graph.options.strict:
             raise
         # If Inductor cannot compile the graph either, its own error says why.
-        untouched = by_inductor_alone(gm, example_inputs, users)
+        untouched = by_inductor_alone(graph.module, graph.inputs, graph.users)
         changed = torch_changed(error)
         if changed is None:
             warn_of(error)
@@ -147,25 +141,27 @@ def _compile(
         return untouched
 
 
-def _planned(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    users: dict[str, Any],
-    options: Options,
-    drop: Drop,
-) -> Callable[..., Any]:
-    """The compiled graph, by the plan that fits on the device."""
+def _planned(graph: Captured) -> Callable[..., Any]:
+    """The compiled graph, with a plan for each range of sizes where they are symbolic.
+
+    What the device has left is asked once, so that all plans of a graph have the same limit.
+    """
     watch_optimizers()
-    device_bytes = device_budget_bytes(options, example_inputs)
+    device_bytes = device_budget_bytes(graph.options, graph.inputs)
     if device_bytes is not None:
-        device_bytes = _of_all_ranks(device_bytes, example_inputs)
-    limit = Limit.of(options, device_bytes)
+        device_bytes = _of_all_ranks(device_bytes, graph.inputs)
+    compile_one = functools.partial(_fitting, device_bytes=device_bytes)
+    return plans_by_length(graph, compile_one) or compile_one(graph)
+
+
+def _fitting(graph: Captured, device_bytes: int | None) -> Callable[..., Any]:
+    """The compiled graph, by the plan that fits on the device."""
     try:
-        return _compiled_and_reported(gm, example_inputs, users, options, limit, drop)
+        return _compiled_and_reported(graph, Limit.of(graph.options, device_bytes))
     except DoesNotFitError:
-        assert device_bytes is not None
-    in_bytes = Limit.in_bytes(device_bytes)
-    return _compiled_and_reported(gm, example_inputs, users, options, in_bytes, drop)
+        if device_bytes is None:
+            raise
+    return _compiled_and_reported(graph, Limit.in_bytes(device_bytes))
 
 
 def _of_all_ranks(available_bytes: int, example_inputs: Sequence[Any]) -> int:
@@ -186,29 +182,23 @@ def _of_all_ranks(available_bytes: int, example_inputs: Sequence[Any]) -> int:
     return agreed.number
 
 
-def _compiled_and_reported(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    users: dict[str, Any],
-    options: Options,
-    limit: Limit,
-    drop: Drop,
-) -> Callable[..., Any]:
+def _compiled_and_reported(graph: Captured, limit: Limit) -> Callable[..., Any]:
     """The compiled graph, whose report is kept.
 
     Raises:
         DoesNotFitError: the free plan needs more than the device has left.
     """
-    salt = uuid(options, limit, not traces_backward_again()) + drop.salt
-    key = store.graph_key(gm, example_inputs, salt)
+    options, drop = graph.options, graph.drop
+    salt = uuid(options, limit, not traces_backward_again(), graph.planned_for) + drop.salt
+    key = store.graph_key(graph.module, graph.inputs, salt)
     stored, cached = _stored(key)
     at_last = limit
     if stored:
         check_fit(stored[-1].outcome, limit)
         at_last = limit.with_simulated(stored[-1].outcome.limit_bytes)
-    partitioner = Partitioner(options, at_last, cached)
+    partitioner = Partitioner(options, at_last, cached, graph.planned_for)
     try:
-        compiled = _compiled(gm, example_inputs, users, partitioner)
+        compiled = _compiled(graph, partitioner)
     except Exception:
         if options.strict and partitioner.report is not None:  # the plan may say why
             store.keep(partitioner.report, partitioner.seconds, partitioner.pass_seconds)
@@ -221,16 +211,18 @@ def _compiled_and_reported(
     if limit.is_free and limit.budget_bytes is not None:
         store.remember(report, key)  # for later processes: the cache has the graph from now on
     check_fit(report.outcome, limit)
-    compiled, partitioner = _within_budget(gm, example_inputs, users, compiled, partitioner)
+    compiled, partitioner = _within_budget(graph, compiled, partitioner)
     report = partitioner.report or report
     report = report.with_outcome(**drop.added_to(report.outcome))
     over = over_budget(report.outcome, limit)
     if over:
+        if graph.planned_for is not None and graph.planned_for.must_fit:
+            raise DoesNotFitError
         if options.strict:
             raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
         warnings.warn(f"mstpass: {over}", stacklevel=2)
         report = report.with_outcome(notes=(*report.outcome.notes, over))
-    report = _with_graph_ends(report, gm, example_inputs, options)
+    report = _with_graph_ends(report, graph)
     store.add_nested(partitioner.nested, key)
     store.add(report, key, partitioner.seconds, partitioner.pass_seconds)
     _write_reports([*partitioner.nested, report], options)
@@ -265,27 +257,20 @@ def _write_reports(reports: Sequence[Report], options: Options) -> None:
         warnings.warn(said, stacklevel=2)
 
 
-def _with_graph_ends(
-    report: Report, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
-) -> Report:
+def _with_graph_ends(report: Report, graph: Captured) -> Report:
     """The report with advice for where the graph ends; unchanged on an error of ours."""
     try:
-        return with_graph_ends(report, gm, example_inputs)
+        return with_graph_ends(report, graph.module, graph.inputs)
     except Exception:
-        if options.strict:
+        if graph.options.strict:
             raise
         log.debug("mstpass cannot tell where this graph ends", exc_info=True)
         return report
 
 
-def _compiled(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    users: dict[str, Any],
-    partitioner: Partitioner,
-) -> Any:
+def _compiled(graph: Captured, partitioner: Partitioner) -> Any:
     """Compile with our hooks. Then the partitioner has a report, unless a cache had the graph."""
-    takes_time = not partitioner.limit.is_free
+    users, takes_time = graph.users, not partitioner.limit.is_free
     mender = MendScheduler(_users_hook(FUSION_HOOK, users))
     reader = ReadSchedule(_users_hook(SCHEDULE_HOOK, users))
     cached = all(hook.uuid() is not None for hook in (partitioner, mender, reader))
@@ -295,13 +280,13 @@ def _compiled(
     of_scheduler = {FUSION_HOOK: mender, SCHEDULE_HOOK: reader}
     hooks |= {name: hook for name, hook in of_scheduler.items() if is_inductor_setting(name)}
     # Compile the backward now: if it failed at its first call, nothing could fall back any more.
-    now = not has_backward_hooks(example_inputs)
+    now = not has_backward_hooks(graph.inputs)
     patches = {**_OURS, **without_padding(), **users, **hooks}
     before = cache_counts()
     at_once = backward_compiled_at_once() if now else contextlib.nullcontext()
     with at_once, backwards_may_keep_graphs():
         try:
-            compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+            compiled = compile_fx(graph.module, list(graph.inputs), config_patches=patches)
         except Exception as error:
             check_failure(error, partitioner, lowering)
             raise
@@ -312,11 +297,7 @@ def _compiled(
 
 
 def _within_budget(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    users: dict[str, Any],
-    compiled: Any,
-    partitioner: Partitioner,
+    graph: Captured, compiled: Any, partitioner: Partitioner
 ) -> tuple[Any, Partitioner]:
     """Compile again with lower limits while Inductor's schedule needs more than the budget.
 
@@ -331,9 +312,9 @@ def _within_budget(
         lower = planned.after(latest.outcome, last=number == _MORE_ROUNDS)
         if lower is None:
             break
-        tighter = Partitioner(options, lower)
+        tighter = Partitioner(options, lower, planned_for=graph.planned_for)
         try:
-            again = _compiled(gm, example_inputs, users, tighter)
+            again = _compiled(graph, tighter)
         except Exception as error:  # what is compiled already works
             if options.strict:
                 raise

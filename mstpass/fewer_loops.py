@@ -29,7 +29,7 @@ def with_fewer_loops(planned: Planned, traced: JointGraph) -> Iterator[Planned]:
     fewer = loops_that_help(problem, found)
     if fewer is not found:
         yield dataclasses.replace(planned, problem=problem, plan=fewer.plan)
-    varying = _varying(planned)
+    varying = _unbounded(planned)
     if planned.alone is not None and not varying:
         plan = planned.alone.plan
         plan = dataclasses.replace(plan, modes={c.region: WHOLE for c in planned.candidates})
@@ -59,13 +59,13 @@ def with_loops_that_help(planned: Planned, peak_bytes: float) -> Planned | None:
 
 
 def _with_choice(planned: Planned) -> tuple[CutProblem, Candidate]:
-    """The problem in which regions of static size may stay whole, and the plan for it."""
-    problem = _with_whole_modes(planned.problem, _varying(planned))
+    """The problem in which regions may stay whole, but for unbounded ones, and the plan for it."""
+    problem = _with_whole_modes(planned.problem, _unbounded(planned))
     return problem, Candidate(with_modes(problem, planned.plan.modes), planned.plan)
 
 
-def _varying(planned: Planned) -> set[str]:
-    return {c.region for c in planned.candidates if c.symbolic}
+def _unbounded(planned: Planned) -> set[str]:
+    return {c.region for c in planned.candidates if c.unbounded}
 
 
 def _with_whole_modes(problem: CutProblem, but: Set[str]) -> CutProblem:

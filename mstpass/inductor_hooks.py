@@ -21,12 +21,15 @@ import torch
 from torch import fx
 
 from mstpass import pipeline
+from mstpass.captured import PlannedFor
 from mstpass.graph import device_costs
 from mstpass.graph.host_copies import is_host_copy
 from mstpass.graph.loop_op import mst_loop
 from mstpass.limit import Limit
 from mstpass.loops.lowering import lower_loops
+from mstpass.memory.peaks_by_length import PeaksByLength
 from mstpass.options import OptionError, Options
+from mstpass.partition.budget import BudgetError
 from mstpass.passes.facts import FINISHED, NO_LOOPS
 from mstpass.passes.runner import InPlacePass, PassRunner
 from mstpass.plans import Outcome, Rejection
@@ -45,6 +48,7 @@ from mstpass.torch_internals.aot_autograd import (
     merge_equal_nodes,
     traces_backward_again,
 )
+from mstpass.torch_internals.batch_sizes import symbols_of_inputs
 from mstpass.torch_internals.inductor import (
     CustomGraphPass,
     CustomPartitionerFn,
@@ -66,6 +70,10 @@ class MstpassError(RuntimeError):
 
 class DoesNotFitError(Exception):
     """The plan needs more memory than the device has left."""
+
+
+class SameForAllError(Exception):
+    """The graph has no parts that could run in chunks: one plan suits batches of all sizes."""
 
 
 def warn_of(error: Exception, done: str = "left it to Inductor: the step has no chunks") -> None:
@@ -97,8 +105,14 @@ def _sources_hash() -> str:
     return digest.hexdigest()
 
 
-def uuid(options: Options, limit: Limit | None = None, loops_in_backward: bool = True) -> str:
-    """A cache key of all that decides a plan besides the graph: sources, options, stored costs.
+def uuid(
+    options: Options,
+    limit: Limit | None = None,
+    loops_in_backward: bool = True,
+    planned_for: PlannedFor | None = None,
+) -> str:
+    """A cache key of all that decides a plan besides the graph: sources, options, stored costs,
+    and the sizes that it is made for.
 
     What the device has left does not decide a free plan, so that later processes find it.
 
@@ -109,8 +123,12 @@ def uuid(options: Options, limit: Limit | None = None, loops_in_backward: bool =
     decided = f"{limit.share}-{budget}-{limit.peak_bytes}"
     others = dataclasses.replace(options, memory_budget="free").fingerprint()
     plan = f"{others}-{decided}-{device_costs.fingerprint()}"
-    key = f"mstpass-{_sources_hash()}-{torch.get_num_threads()}-{plan}"
+    key = f"mstpass-{_sources_hash()}-{torch.get_num_threads()}-{plan}-{_key(planned_for)}"
     return key if loops_in_backward else f"{key}-forward-loops"
+
+
+def _key(planned_for: PlannedFor | None) -> str:
+    return "" if planned_for is None else planned_for.key
 
 
 class Partitioner(CustomPartitionerFn):
@@ -120,6 +138,7 @@ class Partitioner(CustomPartitionerFn):
         limit: what the plan may take. A free plan that is not within the budget in bytes is an
             error.
         cached: the compile caches may give the graph, and keep it.
+        planned_for: the batch that the plan is made for; None: that of the inputs.
         report: the plan of the graph; None until the partitioner is called. It is not called for a
             graph that comes from a compile cache.
         nested: the plans of regions under ``torch.compiler.nested_compile_region``, with which the
@@ -134,8 +153,10 @@ class Partitioner(CustomPartitionerFn):
         options: Options,
         limit: Limit | None = None,
         cached: bool = True,
+        planned_for: PlannedFor | None = None,
     ):
         self.options, self.limit, self.cached = options, limit or Limit.of(options), cached
+        self.planned_for = planned_for
         self.loops_in_backward = not traces_backward_again()
         self.report: Report | None = None
         self.nested: list[Report] = []
@@ -158,8 +179,13 @@ class Partitioner(CustomPartitionerFn):
                 self.options,
                 limit=self.limit,
                 loops_in_backward=self.loops_in_backward,
+                must_fit=self.planned_for is not None and self.planned_for.must_fit,
                 **pipeline_kwargs(kwargs),
             )
+        except BudgetError as error:
+            if self.options.strict and not (self.planned_for and self.planned_for.must_fit):
+                raise MstpassError(f"mstpass failed (strict=True): {error}") from error
+            raise DoesNotFitError from error
         except OptionError:
             raise
         except Exception as error:
@@ -168,7 +194,11 @@ class Partitioner(CustomPartitionerFn):
             raise
         assert result.modules is not None
         check_fit(result.outcome, self.limit)
-        self.report = Report(result.outcome, details=self._details(result))
+        if self.planned_for is not None and self.planned_for.bounded:
+            if not result.outcome.regions and not result.outcome.rejections:
+                raise SameForAllError
+        outcome = dataclasses.replace(result.outcome, **self._by_length(result, gm.graph))
+        self.report = Report(outcome, details=self._details(result))
         self.seconds, self.pass_seconds = result.seconds, result.pass_seconds
         self.loops += sum(_number_of_loops(module.graph) for module in result.modules)
         return result.modules
@@ -183,6 +213,23 @@ class Partitioner(CustomPartitionerFn):
             log.debug("mstpass has no details of this graph", exc_info=True)
             return None
 
+    def _by_length(self, result: pipeline.Result, graph: fx.Graph) -> dict[str, Any]:
+        """The plan's peaks for batches of other sizes; nothing if it serves one, or on an error."""
+        if self.planned_for is None or result.memory is None or result.modules is None:
+            return {}
+        budget_bytes = self.limit.budget_bytes
+        try:
+            environment, symbols = symbols_of_inputs(graph)
+            most = {symbols[name]: size for name, size in self.planned_for.sizes}
+            peaks = PeaksByLength(result.modules, environment, most, not self.limit.is_free)
+            holds_for = peaks.largest_within(budget_bytes) if budget_bytes is not None else ()
+            return {"peaks": peaks.table(), "budget_holds_for": holds_for}
+        except Exception:
+            if self.options.strict:
+                raise
+            log.debug("mstpass cannot tell the peaks of other lengths", exc_info=True)
+            return {}
+
     def refused(self, runner: PassRunner) -> None:
         """Add passes over the finished graphs that were refused to the report."""
         if self.report is not None and runner.refused:
@@ -193,7 +240,7 @@ class Partitioner(CustomPartitionerFn):
         # None means not cacheable: a user's solver may change while its name stays
         if not self.cached or not is_own(self.options.solver):
             return None
-        return uuid(self.options, self.limit, self.loops_in_backward)
+        return uuid(self.options, self.limit, self.loops_in_backward, self.planned_for)
 
 
 def _number_of_loops(graph: fx.Graph) -> int:
@@ -259,4 +306,5 @@ class LowerLoops(CustomGraphPass):
         theirs = self.users_pass.uuid() if isinstance(self.users_pass, CustomGraphPass) else None
         if not self.cached or (self.users_pass is not None and theirs is None):
             return None  # the user's pass has no key: not cacheable, as without mstpass
-        return f"mstpass-{_sources_hash()}-{self.takes_time}-{theirs}"
+        planned_for = _key(self.partitioner.planned_for)
+        return f"mstpass-{_sources_hash()}-{self.takes_time}-{theirs}-{planned_for}"

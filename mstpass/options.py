@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -41,6 +42,7 @@ class Options:
     reconstruct: str = "exact"
     accumulate: str = "auto"
     logits: str = "keep"
+    lengths: tuple[int, ...] = ()
     host_budget: int = 0
     strict: bool = False
     verify: bool = False
@@ -99,6 +101,9 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'chunk'?`` if a known name is close, else ``""``."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+ROOM = 4  # the longest batch of a range of lengths, relative to that of the range before
 
 
 # ---- checks ------------------------------------------------------------------------------------
@@ -171,6 +176,25 @@ def _solver(value: Any, where: str) -> Any:
     return _one_of(*solver_names())(value, where)  # users may have registered more
 
 
+def _lengths(value: Any, where: str) -> tuple[int, ...]:
+    """The ends of the ranges of lengths: those given, or those between two lengths."""
+    accepted = "a range such as '256..131072', or a list of lengths that ascend"
+    if isinstance(value, str):
+        parts = value.split("..")
+        if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+            raise OptionError(f"{where} must be {accepted}, got {value!r}")
+        first, last = map(int, parts)
+        if not 2 <= first <= last:
+            raise OptionError(f"{where}: lengths ascend from at least 2, got {first}..{last}")
+        ends = (ROOM**k for k in itertools.count())
+        value = [*(end for end in itertools.takewhile(last.__gt__, ends) if end > first), last]
+    if not isinstance(value, list | tuple) or not all(type(n) is int for n in value):
+        raise OptionError(f"{where} must be {accepted}, got {value!r}")
+    if any(n < 2 for n in value) or list(value) != sorted(set(value)):
+        raise OptionError(f"{where}: lengths ascend from at least 2, got {list(value)}")
+    return tuple(value)
+
+
 def _switch(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
         raise OptionError(f"{where} must be True or False, got {value!r}")
@@ -210,6 +234,7 @@ _CHECKS: dict[str, Check] = {
     "reconstruct": _one_of("exact", "tolerant", "off"),
     "accumulate": _one_of("auto", "float32", "input"),
     "logits": _one_of("keep", "drop"),
+    "lengths": _lengths,
     "host_budget": _host_budget,
     "strict": _switch,
     "verify": _switch,

@@ -98,6 +98,7 @@ def run(
     stop_after: str = "split",
     limit: Limit | None = None,
     loops_in_backward: bool = True,
+    must_fit: bool = False,
     **torch_kwargs: Any,
 ) -> Result:
     """Plan and rewrite one joint graph. ``module`` itself is not changed.
@@ -107,10 +108,11 @@ def run(
         stop_after: the name of a stage.
         limit: what the plan may take; None: what the options say.
         loops_in_backward: whether the backward may have loops. If not, only fused regions have any.
+        must_fit: a plan above the budget is an error.
         torch_kwargs: further arguments that AOTAutograd passes to a partitioner.
 
     Raises:
-        BudgetError: under ``strict``, when no plan stays within ``memory_budget``.
+        BudgetError: under ``strict`` or ``must_fit``, when no plan stays within ``memory_budget``.
         InvalidPlan: under ``strict``, when a solver's plan lacks a value that backward needs.
     """
     if stop_after not in STAGES:
@@ -137,7 +139,7 @@ def run(
         note += more_host_memory(
             result.problem, limit.peak_bytes or simulated_limit(limit.budget_bytes)
         )
-    if options.strict:
+    if options.strict or must_fit:
         raise BudgetError(note)
     warnings.warn(f"mstpass: {note}", stacklevel=2)
     outcome = dataclasses.replace(result.outcome, notes=(*result.outcome.notes, note))
@@ -271,7 +273,7 @@ def _raises_peak(
     peak_bytes, regions = result.memory.peak_bytes, result.outcome.regions
     if not regions:
         return planned.solver == AUTO and result.before.peak_bytes < peak_bytes / TIE
-    if all(region.symbolic for region in regions):  # those keep their loops
+    if all(region.unbounded for region in regions):  # those keep their loops
         return False
     most_bytes = peak_bytes / (1.0 if options.chunk_tokens is None else FORCED_MAY_RAISE)
     if result.before.peak_bytes < most_bytes:

@@ -73,7 +73,8 @@ class Region:
         prelude: backward nodes between the unit and the region. They run before the loop, with 1
             in place of the unit.
         symbolic: the number of what the loops run over varies from batch to batch, as that of
-            tokens may; ``num_tokens`` is then that of the batch that the graph was traced with.
+            tokens may; ``num_tokens`` is then that of the batch that is planned for.
+        unbounded: and it may exceed ``num_tokens``.
         axis: what its loops run over, ``"tokens"``, ``"heads"``, ``"queries"`` or ``"features"``.
             ``num_tokens`` is their number, and ``width`` that of elements for each of them.
     """
@@ -91,6 +92,7 @@ class Region:
     returned: tuple[str, ...] = ()
     note: str = ""
     symbolic: bool = False
+    unbounded: bool = False
     axis: str = TOKENS
 
     @property
@@ -131,7 +133,7 @@ class Chunks:
 
     Attributes:
         axis: what they cut, ``"tokens"``, ``"heads"``, ``"queries"`` or ``"features"``.
-        total: how many of them there are, in the batch that the graph was traced with.
+        total: how many of them there are, in the batch that is planned for.
         length: how many a chunk holds; where ``symbolic``, the most that it holds.
         count: the number of chunks.
         symbolic: ``total`` varies from batch to batch.
@@ -210,9 +212,10 @@ class ChunkPlan:
         saved: the members that the forward loop stacks for the backward loop.
         members: all nodes, each with its token dims (None: it is reduced over tokens).
         symbolic: the token count varies from batch to batch. ``num_tokens`` and ``num_chunks`` are
-            then those of the batch that the graph was traced with, and ``chunk_tokens`` is the most
-            that a chunk holds: the loop divides each batch into chunks of equal length
+            then those of the batch that is planned for, and ``chunk_tokens`` is the most that a
+            chunk holds: the loop divides each batch into chunks of equal length
             (graph/loop_op.py).
+        unbounded: and it may exceed ``num_tokens``.
         axis: what the loops run over, ``"tokens"``, ``"heads"``, ``"queries"`` or ``"features"``.
             ``num_tokens`` is their number, and ``chunk_tokens`` that of one chunk. A loop may have
             chunks of its own: in mixed mode, sections of features.
@@ -231,6 +234,7 @@ class ChunkPlan:
     members: tuple[tuple[str, Spec | None], ...]
     note: str = ""
     symbolic: bool = False
+    unbounded: bool = False
     axis: str = TOKENS
 
     def chunks_in(self, phase: str) -> Chunks:
@@ -347,12 +351,25 @@ class SavePlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class PeakAt:
+    """The simulated peak of one plan for a batch of certain sizes.
+
+    Attributes:
+        sizes: each symbolic size of the inputs, such as ``ids.size()[1]``, and its value.
+        peak_bytes: as of ``Outcome``.
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Outcome:
     """What one run of the pipeline decided for one joint graph.
 
     Attributes:
         peak_bytes: simulated peak of forward and backward; None where a size depends on data.
-            Symbolic sizes count as in the batch that the graph was traced with.
+            Symbolic sizes count as in the batch that is planned for.
         baseline_peak_bytes: simulated peak of the step under Inductor alone, which saves what
             torch's partitioner chooses.
         extra_time: estimated time beyond that step's, as a fraction of it.
@@ -362,6 +379,11 @@ class Outcome:
         limit_bytes: the highest simulated peak that the plan might have; None without a budget in
             bytes.
         left_to_torch: why torch's partitioner chose what is saved; empty if mstpass did.
+        peaks: where sizes are symbolic, the peak of the largest batch that the plan is made for,
+            and of shorter ones.
+        budget_holds_for: of the batches that may take the plan, the sizes of the largest one
+            whose simulated peak is within a budget in bytes; empty without a budget, and where
+            the plan serves one batch.
     """
 
     regions: tuple[ChunkPlan, ...] = ()
@@ -374,3 +396,5 @@ class Outcome:
     scheduled_peak_bytes: int | None = None
     limit_bytes: int | None = None
     left_to_torch: str = ""
+    peaks: tuple[PeakAt, ...] = ()
+    budget_holds_for: tuple[tuple[str, int], ...] = ()

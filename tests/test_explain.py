@@ -20,7 +20,7 @@ from mstpass import pipeline
 from mstpass.explainer import ExplainError, explain_step
 from mstpass.graph import op_table
 from mstpass.options import Options
-from mstpass.plans import ChunkPlan, Outcome, Rejection, SavedValue, SavePlan, Transfer
+from mstpass.plans import ChunkPlan, Outcome, PeakAt, Rejection, SavedValue, SavePlan, Transfer
 from mstpass.regions.advice import fix_of
 from mstpass.report.report import Report
 from mstpass.torch_internals.aot_autograd import merge_equal_nodes
@@ -185,6 +185,7 @@ _INTERNAL = {
     "is a sum over all features that every section needs",
     "is read along several dims",
     "its forward is several loops over tokens",
+    "its backward is several loops over tokens",
     "no gradient of a weight holds features",
     "the step returns a wide value, so it exists in full",
     "X chunks are too many for sums in 16 bits",
@@ -272,6 +273,8 @@ def test_the_documented_schema_is_the_real_one() -> None:
         "save_plan.nested",
         "save_plan.inner",
         *(f"save_plan.reconstructed[].{name}" for name in reconstructed),
+        *(f"peaks[].{field.name}" for field in dataclasses.fields(PeakAt)),
+        "budget_holds_for",
         *(f"save_plan.transfers[].{field.name}" for field in dataclasses.fields(Transfer)),
     }
     for one in (report, other):

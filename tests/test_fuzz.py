@@ -155,7 +155,7 @@ def test_the_smallest_case_has_nothing_but_the_reason() -> None:
 def test_the_command_keeps_results_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = ["--folder", str(tmp_path), "--seed", "20"]
+    folder = ["--folder", str(tmp_path), "--seed", "20", "--case-seconds", "600"]
     first = '{"number": 0, "status": "held"}\n'
     (tmp_path / "fast-20.jsonl").write_text(first + '{"number": 1, "sta')  # cut short: runs again
     assert fuzz.main(["--cases", "2", *folder]) == fuzz.HELD

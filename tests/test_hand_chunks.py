@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mstpass
-from mstpass import pipeline_stages
+from mstpass import detect_stage
 from mstpass.graph.joint import JointGraph
 from mstpass.loops.attention_modes import all_candidates
 from mstpass.normalize import normalized
@@ -182,6 +182,6 @@ def test_chunks_whose_product_ends_in_no_region_stay() -> None:
         return [c for c in found if c.plans[0][1].num_tokens != 768], rejections
 
     options = {"chunk_tokens": 64, "strict": True}
-    with mock.patch.object(pipeline_stages, "all_candidates", without_whole):
+    with mock.patch.object(detect_stage, "all_candidates", without_whole):
         report = mstpass.explain(_step(Head(), _sums), *_batch(768), options=options)
     assert [region.num_tokens for region in report.regions] == [192] * 4, str(report)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mstpass.argument_parsers import command_parser, count
-from mstpass.cli.progress import progress_bar
 from mstpass.errors import require
 from mstpass.fuzz.campaign import Campaign, Result
+from mstpass.progress import progress_bar
 
 HELD, FAILED = 0, 1
 

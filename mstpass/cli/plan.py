@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from mstpass.argument_parsers import add_gpu, byte_size, command_parser, count
-from mstpass.cli.progress import progress_bar
 from mstpass.errors import require
 from mstpass.gpus import gpu
 from mstpass.planner.progress import Report, pieces
@@ -28,6 +27,7 @@ from mstpass.planner.training import (
     SHARDINGS,
     Training,
 )
+from mstpass.progress import progress_bar
 
 FITS, FAILED, BAD_INPUT = 0, 1, 2
 _PICTURES = ".png, .svg, .pdf"

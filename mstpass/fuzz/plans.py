@@ -84,7 +84,7 @@ def _is_above(peak: int, other: int) -> bool:
 def _keeps_loops(outcome: Outcome, setup: Setup) -> bool:
     """Whether loops stay even where they raise the peak."""
     forced = setup.forced and setup.options.get("chunk_tokens") is not None
-    return bool(outcome.regions) and (forced or any(r.symbolic for r in outcome.regions))
+    return bool(outcome.regions) and (forced or any(r.unbounded for r in outcome.regions))
 
 
 def broken_budgets(recording: Recording) -> Iterator[Failure]:
@@ -111,8 +111,8 @@ def broken_budgets(recording: Recording) -> Iterator[Failure]:
 def _peak_bytes(recording: Recording, budget: str | float | int) -> int | None:
     """The simulated peak of the plan under another budget.
 
-    None if torch splits the graph, and if the plan has loops of symbolic length: these are chosen
-    for batches that may be longer than the one at hand.
+    None if torch splits the graph, and if the plan has loops of unbounded length: these are
+    chosen for batches that may be longer than the one at hand.
     """
     assert recording.joint is not None
     options = dataclasses.replace(recording.options, memory_budget=budget, strict=False)
@@ -120,5 +120,5 @@ def _peak_bytes(recording: Recording, budget: str | float | int) -> int | None:
     with as_while_tracing(recording.joint.graph):
         outcome = pipeline.run(recording.joint, options, **kwargs).outcome
     by_torch = outcome.save_plan is not None and outcome.save_plan.solver == "torch"
-    symbolic = any(region.symbolic for region in outcome.regions)
-    return None if by_torch or symbolic else outcome.peak_bytes
+    unbounded = any(region.unbounded for region in outcome.regions)
+    return None if by_torch or unbounded else outcome.peak_bytes

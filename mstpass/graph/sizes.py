@@ -10,8 +10,9 @@ the passes never compare symbolic sizes themselves, but two kinds of plain ints:
              anyway, such as ``s0*s1 == s2*s3`` of inputs and labels. Two sizes that are equal there
              are equal for every batch, barring a coincidence, which the checks of a chunk's shapes
              would find. Decisions about structure use this value.
-    hint     the value of the size in the batch with which the graph was traced. Estimates of bytes
-             and time use this value.
+    hint     the value of the size in the batch at hand: the one with which the graph was traced, or
+             the one that is planned for (torch_internals/batch_sizes.py). Estimates of bytes and
+             time use this value.
 
 A *size node* is a node whose value is a ``SymInt``: a placeholder, or arithmetic on placeholders.
 """
@@ -28,6 +29,9 @@ import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from mstpass.torch_internals.batch_sizes import hint as hint  # for all that counts sizes
+from mstpass.torch_internals.batch_sizes import most
 
 Size = int | torch.SymInt
 # Scores of batch x heads x length x length have fewer than 2^63 bytes, even where the batch is a
@@ -146,11 +150,6 @@ def generic_stride(value: torch.Tensor) -> list[int]:
     return list(map(generic, value.stride()))
 
 
-def hint(size: Size) -> int:
-    """The value of the size when it was traced; 1 if it depends on data and has none."""
-    return size if isinstance(size, int) else int(size.node.hint or 1)
-
-
 def hint_shape(value: torch.Tensor) -> list[int]:
     return list(map(hint, value.shape))
 
@@ -158,6 +157,12 @@ def hint_shape(value: torch.Tensor) -> list[int]:
 def hint_numel(value: torch.Tensor) -> int:
     count = value.numel()
     return count if type(count) is int else math.prod(hint_shape(value))
+
+
+def is_bounded(value: torch.Tensor) -> bool:
+    """Whether no batch has a larger tensor here than the batch at hand."""
+    bounds = ((most(size), hint(size)) for size in value.shape)
+    return all(bound is not None and bound <= size for bound, size in bounds)
 
 
 def depends_on_data(value: torch.Tensor) -> bool:

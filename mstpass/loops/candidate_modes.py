@@ -62,9 +62,9 @@ class RegionCandidates:
         return dataclasses.replace(self, plans=plans)
 
     @property
-    def symbolic(self) -> bool:
-        """Whether the token count varies from batch to batch."""
-        return self.plans[0][1].symbolic
+    def unbounded(self) -> bool:
+        """Whether later batches may be longer than the one that is planned for."""
+        return self.plans[0][1].unbounded
 
 
 def find_candidates(
@@ -178,7 +178,7 @@ def _candidates(
     region = planner.region
     first = USUAL if planner.accumulates_as_asked(preferred) else FEW
     plans = {_LENGTHS[first].format(preferred.mode): preferred}
-    optional = planner.options.chunk_tokens is None and not region.symbolic
+    optional = planner.options.chunk_tokens is None and not region.unbounded
     leaner = preferred.mode if region.fused or region.returned else RECOMPUTE
     others = [(leaner, USUAL), (leaner, SHORT)]
     if planner.has_sections and not limit.is_free:

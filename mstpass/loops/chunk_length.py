@@ -22,8 +22,9 @@ Three rules decide it, with N tokens in all:
    chunk lengths are multiples of 16, for aligned rows. On a CPU, they are where chunks overlap
    anyway, as long as that makes no difference to their number.
 
-If N varies from batch to batch, the loop makes the chunks of each batch equal, so rule 3 does not
-ask for equal chunks; the length chosen here is the most that a chunk may hold.
+If N varies from batch to batch, the length chosen here is the most that a chunk may hold: the loop
+makes the chunks of each batch equal. It is chosen for the largest batch that takes the plan; if
+nothing is known of that, for one of many tokens, and rule 3 does not ask for equal chunks.
 """
 
 from __future__ import annotations
@@ -70,24 +71,24 @@ def chunk_length(
         sections: the backward loop of mixed mode.
         length: ``USUAL``; ``SHORT``, as short as rule 1 allows for products; ``LONG``; or ``FEW``.
     """
-    tokens, symbolic = facts.region.num_tokens, facts.region.symbolic
+    tokens, unbounded = facts.region.num_tokens, facts.region.unbounded
     given = options.chunk_tokens
     if given is not None:
-        if given >= tokens and not symbolic:
+        if given >= tokens and not unbounded:
             return Refusal(f"{tokens} tokens fit in one chunk of chunk_tokens={given}")
         if length == FEW and math.ceil(tokens / given) > MOST_CHUNKS_IN_16_BITS:
             return Refusal(f"{math.ceil(tokens / given)} chunks are too many for sums in 16 bits")
         return given
     device = next(tensors_of(facts.joint.by_name[facts.region.name].meta["val"])).device
     costs, work = costs_of(device), facts.work_of(loops.loops)
-    if symbolic:
+    if unbounded:
         work = work.over(max(tokens, _MANY_TOKENS))
     fewest = costs.least_rows_of_products(work, costs.tolerable)
     good = max(fewest, costs.least_rows(work, GOOD))
     share = _BUFFERED_SHARE
     if length == SHORT:
         good, share = fewest, share / 2
-    if symbolic and tokens < 2 * good:
+    if unbounded and tokens < 2 * good:
         return good  # this batch is too short to choose by; a later one may be long
     if tokens < 2 * fewest:
         return Refusal(
@@ -98,7 +99,7 @@ def chunk_length(
         return _rounded(tokens, MOST_CHUNKS_IN_16_BITS, costs.grain)
     wanted = int(tokens * share * loops.stacked_bytes / max(1, loops.buffered_bytes))
     num_chunks = max(2, min(math.ceil(tokens / max(1, wanted)), tokens // good))
-    if symbolic:
+    if unbounded:
         return _rows(tokens, num_chunks, costs.grain)
     if sections is not None:
         fewest_chunks = _chunks_below_backward(loops, sections)

@@ -99,7 +99,7 @@ class RegionPlanner:
         kept = {*loops.saved, *(facts.joint.by_name[name] for name in region.returned)}
         of_one_chunk = int(facts.bytes_before * min(1.0, chunk_tokens / region.num_tokens))
         bytes_after = sum(map(nbytes, kept)) + of_one_chunk
-        forced = region.symbolic or self.options.chunk_tokens is not None
+        forced = region.unbounded or self.options.chunk_tokens is not None
         if not forced and bytes_after >= facts.bytes_before:
             reason = f"a loop of {num_chunks} chunks would hold as much memory as no loop"
             if region.returned:
@@ -161,6 +161,7 @@ class RegionPlanner:
             members=region.members,
             note=region.note,
             symbolic=chunks.symbolic,
+            unbounded=region.unbounded,
             axis=chunks.axis,
         )
 
@@ -173,12 +174,12 @@ class RegionPlanner:
         """The loops with sums over chunks in 16 bits; None where that is ruled out, or in vain.
 
         The sums are then half as large as in float32, and a chunk is larger. Where the number of
-        tokens varies, nothing bounds that of chunks, so sums are in float32.
+        tokens has no bound, that of chunks has none, so sums are in float32.
 
         Args:
             other: the loops in the same mode with sums in float32; None if there are none.
         """
-        if self.options.accumulate != AUTO or self.region.symbolic:
+        if self.options.accumulate != AUTO or self.region.unbounded:
             return None
         if mode == MIXED or self.region.axis == FEATURES:
             return None  # what sections sum is the gradient of narrow values

@@ -13,7 +13,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.axes import TOKEN_AXIS, TOKENS
 from mstpass.graph.joint import JointGraph, numel, tensors_of
-from mstpass.graph.sizes import generic_shape, is_static
+from mstpass.graph.sizes import generic_shape, is_bounded, is_static
 from mstpass.graph.source_location import source_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Spec, token_count
 from mstpass.plans import Region
@@ -68,12 +68,14 @@ def make_region(
     forward_outputs = [n for n in outputs if n not in joint.backward and n not in returned]
     _check_gain(growth, core.anchor, forward_outputs)
     members = joint.sorted(growth.specs)
+    anchor_value = core.anchor.meta["val"]
     return Region(
         kind=kind,
         source=source_of(core.anchor),
         num_tokens=core.num_tokens,
         width=_width(core, growth.specs[core.anchor]),
-        symbolic=core.axis == TOKENS and not is_static(core.anchor.meta["val"]),
+        symbolic=core.axis == TOKENS and not is_static(anchor_value),
+        unbounded=core.axis == TOKENS and not is_bounded(anchor_value),
         fused=unit is not None,
         members=tuple((n.name, _spec_or_none(growth.specs[n])) for n in members),
         outputs=tuple(n.name for n in outputs),

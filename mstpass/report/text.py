@@ -24,6 +24,7 @@ from mstpass.plans import (
     SavePlan,
 )
 from mstpass.problem.problem import is_loop
+from mstpass.report.by_length import by_length_text
 from mstpass.report.copy_times import phase_times
 from mstpass.report.data import ReportData
 from mstpass.report.details import (
@@ -87,6 +88,8 @@ def _peak_lines(report: ReportData) -> list[str]:
     if outcome.scheduled_peak_bytes is not None:
         size = bytes_text(outcome.scheduled_peak_bytes)
         lines.append(f"  peak memory by Inductor's schedule: {size}")
+    if outcome.peaks:
+        lines += _wrap("  ", by_length_text(outcome))
     if outcome.left_to_torch:
         said = "torch's partitioner chose what is saved, without a budget, because mstpass cannot: "
         lines += _wrap("  ", said + outcome.left_to_torch)
@@ -125,7 +128,7 @@ def _sums_text(region: ChunkPlan, nodes: Nodes) -> str:
     if not names or (nodes and not dtypes):
         return ""
     kept = f"kept in {' and '.join(dtypes) or 'the dtype of the results'}"
-    if max(loop.cut.count for loop in loops) > MOST_CHUNKS_IN_16_BITS or region.symbolic:
+    if max(loop.cut.count for loop in loops) > MOST_CHUNKS_IN_16_BITS or region.unbounded:
         return f'{kept}, rounded at each chunk, as accumulate="input" asks'
     return f"{kept}: the error is at most {ERROR_IN_16_BITS} times that of eager mode"
 
@@ -135,7 +138,8 @@ def _chunks_text(region: ChunkPlan) -> str:
         f"{region.num_tokens} {region.axis} in {region.num_chunks} chunks of {region.chunk_tokens}"
     )
     if region.symbolic:
-        chunks = f"{region.num_tokens} tokens when traced, in chunks of up to {region.chunk_tokens}"
+        counted = "when traced" if region.unbounded else "at most"
+        chunks = f"{region.num_tokens} tokens {counted}, in chunks of up to {region.chunk_tokens}"
     own = {loop.cut for loop in region.loops if loop.cut.axis != region.axis}
     chunks += "".join(f"; {c.total} {c.axis} in {c.count} chunks of {c.length}" for c in own)
     before, after = bytes_text(region.bytes_before), bytes_text(region.bytes_after)

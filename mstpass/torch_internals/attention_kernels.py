@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mstpass.torch_internals.batch_sizes import hint
 from mstpass.torch_internals.fake_tensors import FakeTensor, TorchDispatchMode
 from mstpass.torch_internals.graphs import OpOverload, schema_of
 
@@ -67,8 +68,8 @@ def _dispatched(
     with query.fake_mode, _FusedOps() as seen, torch.enable_grad():
         operands = [
             torch.empty_strided(
-                list(map(_hint, one.shape)),
-                list(map(_hint, one.stride())),
+                list(map(hint, one.shape)),
+                list(map(hint, one.stride())),
                 dtype=one.dtype,
                 device=one.device,
                 requires_grad=True,
@@ -80,7 +81,3 @@ def _dispatched(
         except RuntimeError:  # no kernel that is enabled can take them
             return None
     return seen.names[0] if seen.names else None
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)

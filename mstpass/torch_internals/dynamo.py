@@ -159,6 +159,11 @@ def current_backward() -> int | None:
     return None if number == -1 else number
 
 
+def stance() -> str:
+    """How ``torch.compiler.set_stance`` wants calls to be treated that need a compilation."""
+    return torch._dynamo.eval_frame._stance.stance
+
+
 def is_checkpoint_code(filename: str) -> bool:
     """Whether a file of torch's stands between ``checkpoint`` and who calls it."""
     return filename in _between()

@@ -1,0 +1,233 @@
+"""The sizes of another batch in a graph of symbolic sizes: its hints, bounds and guards.
+
+A ``ShapeEnv`` knows one value for each symbol, that of the batch which Dynamo traced. Costs,
+schedules and the choice between kernels follow from it. ``at_sizes`` puts the values of another
+batch in its place, as long as a block runs, with what the block adds to the ``ShapeEnv`` taken back
+at its end. Source: torch/fx/experimental/symbolic_shapes.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import re
+import types
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSet,
+    Sequence,
+)
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo.utils import preserve_rng_state
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.value_ranges import ValueRanges
+
+__all__ = ["TracingContext", "preserve_rng_state", "tracing"]
+
+_LOCAL = re.compile(r"\bL\['(\w+)'\]")  # what guards call a local variable
+Values = Mapping[sympy.Symbol, int]
+_COUNTERS = ("_version_counter", "_replacements_version_counter")  # of what is cached
+_UNBOUNDED = 2**60  # torch's own bound of sizes is one less than 2^63
+
+
+@contextlib.contextmanager
+def at_sizes(
+    environment: ShapeEnv, values: Values, most: Values = types.MappingProxyType({})
+) -> Iterator[list[Any]]:
+    """The symbols have these values in here.
+
+    Args:
+        most: the greatest value that a symbol is known to have.
+
+    Yields:
+        A list that holds the guards (sympy expressions) which the block added, once it has ended.
+        What was compiled in the block is right for batches for which they hold.
+    """
+    before = {name: _kept(value) for name, value in vars(environment).items()}
+    environment.frozen = False
+    for symbol, value in values.items():
+        environment.backed_var_to_val[symbol] = sympy.Integer(value)
+    for symbol, bound in most.items():
+        known = environment.var_to_range[symbol]
+        environment.var_to_range[symbol] = ValueRanges(known.lower, min(known.upper, bound))
+    _forget(environment)
+    added: list[Any] = []
+    try:
+        yield added
+    finally:
+        added += [guard.expr for guard in environment.guards[len(before["guards"]) :]]
+        for name, value in before.items():
+            if name not in _COUNTERS:
+                _restore(environment, name, value)
+        _forget(environment)
+
+
+def _kept(value: Any) -> Any:
+    """A copy of what changes in place, else the value itself."""
+    changes = list | MutableMapping | MutableSet | itertools.count
+    return copy.copy(value) if isinstance(value, changes) else value
+
+
+def _restore(environment: ShapeEnv, name: str, value: Any) -> None:
+    """Give an attribute its value back; others hold references to containers."""
+    container = getattr(environment, name)
+    if isinstance(container, list):
+        container[:] = value
+    elif isinstance(container, MutableMapping):
+        container.clear()
+        container.update(value)
+    elif isinstance(container, MutableSet):
+        container.clear()
+        container |= value
+    else:
+        setattr(environment, name, value)
+
+
+def _forget(environment: ShapeEnv) -> None:
+    """Have the environment compute anew what it has cached."""
+    for counter in _COUNTERS:
+        if hasattr(environment, counter):
+            setattr(environment, counter, getattr(environment, counter) + 1)
+    for function in _caching():
+        function.cache_clear()
+
+
+@functools.cache
+def _caching() -> tuple[Any, ...]:
+    return tuple(f for f in vars(ShapeEnv).values() if hasattr(f, "cache_clear"))
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """The value of a size in the batch at hand; 1 if it depends on data and has none."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    if not node.has_hint():
+        return 1
+    environment = node.shape_env
+    return _hints(environment, environment._version_counter)(node.expr)
+
+
+@functools.lru_cache(maxsize=1)
+def _hints(environment: ShapeEnv, version: int) -> Callable[[sympy.Expr], int]:
+    """The values of expressions; with a new version of the environment they may be others."""
+
+    @functools.cache
+    def value(expr: sympy.Expr) -> int:
+        return int(expr.xreplace(environment.backed_var_to_val))
+
+    return value
+
+
+def bound_of(environment: ShapeEnv, symbol: sympy.Symbol) -> int | None:
+    """The greatest value that a symbol may have; None: any."""
+    known = environment.var_to_range[symbol]
+    upper = known.upper
+    return int(upper) if upper.is_Integer and upper < _UNBOUNDED else None
+
+
+def most(size: int | torch.SymInt) -> int | None:
+    """The greatest value that a size may have; None: any."""
+    if isinstance(size, int):
+        return size
+    upper = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(upper) if upper.is_Integer and upper < _UNBOUNDED else None
+
+
+def guards_of(environment: ShapeEnv) -> list[Any]:
+    """The guards as sympy expressions."""
+    return [guard.expr for guard in environment.guards]
+
+
+def named(environment: ShapeEnv, values: Values) -> tuple[tuple[str, int], ...]:
+    """The values of symbols with the places that they come from, such as ``ids.size()[1]``."""
+    return tuple((_name(environment, symbol), value) for symbol, value in values.items())
+
+
+def _name(environment: ShapeEnv, symbol: sympy.Symbol) -> str:
+    sources = environment.var_to_sources.get(symbol)
+    if not sources:
+        return str(symbol)
+    name: Any = sources[0].name  # a property from 2.12 on
+    return _LOCAL.sub(r"\1", name() if callable(name) else name)
+
+
+def symbols_of_inputs(graph: fx.Graph) -> tuple[ShapeEnv, dict[str, sympy.Symbol]]:
+    """The environment of a graph with symbolic sizes, and the symbols among its inputs by name.
+
+    Raises:
+        LookupError: no input is a symbolic size.
+    """
+    values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    sizes = [value for value in values if isinstance(value, torch.SymInt)]
+    if not sizes:
+        raise LookupError("no input is a symbolic size")
+    symbols = {s.name: s for size in sizes for s in size.node.expr.free_symbols}
+    return sizes[0].node.shape_env, symbols
+
+
+# ---- the inputs of a graph -----------------------------------------------------------------------
+def fake_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of a graph that Dynamo captured, as fake tensors that hold no memory.
+
+    Single numbers stay as they are: the graph may hold a value of them.
+
+    Raises:
+        LookupError: Dynamo recorded none.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    found = []
+    for node, value in zip(placeholders, inputs, strict=True):
+        if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, FakeTensor):
+            value = node.meta.get("example_value")
+            if not isinstance(value, FakeTensor):
+                raise LookupError(f"{node.name} has no fake tensor")
+        found.append(value)
+    return found
+
+
+def with_sizes(inputs: Sequence[Any]) -> list[Any]:
+    """Fake inputs of symbolic sizes made anew, with the values that their symbols have now.
+
+    Raises:
+        LookupError: an input cannot be made anew: it shares its memory with another one, or is of
+            a class of its own.
+    """
+    storages = [x.untyped_storage()._cdata for x in inputs if isinstance(x, torch.Tensor)]
+    return [_renewed(x, storages) for x in inputs]
+
+
+def _renewed(value: Any, storages: list[int]) -> Any:
+    if isinstance(value, torch.SymInt):
+        return _size(value)
+    if not isinstance(value, torch.Tensor) or not _is_symbolic(value):
+        return value
+    if type(value) is not FakeTensor or value.layout is not torch.strided:
+        raise LookupError(f"an input is a {type(value).__name__}")
+    if storages.count(value.untyped_storage()._cdata) > 1:
+        raise LookupError("two inputs share their memory")
+    shape, strides = ([_size(size) for size in sizes] for sizes in (value.shape, value.stride()))
+    with value.fake_mode:
+        new = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+    return new.requires_grad_(value.requires_grad)
+
+
+def _is_symbolic(value: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
+
+
+def _size(size: Any) -> Any:
+    if not isinstance(size, torch.SymInt):
+        return size
+    return size.node.shape_env.create_symintnode(size.node.expr, hint=hint(size))
