@@ -225,8 +225,8 @@ class PlansByLength:
             return _Plan(self.graph.module, {}), False
         if stance() == FAIL:
             raise RuntimeError(
-                f"mstpass has no plan for a batch of sizes {self.ranges.text(values)}, and the stance "
-                f"{FAIL!r} forbids to compile one: run a batch of that length first"
+                f"mstpass has no plan for a batch with {self.ranges.text(values)}, and the "
+                f"stance {FAIL!r} forbids to compile one: run a batch of that length first"
             )
         return self._add(values), True
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from mstpass.torch_internals.versions import expect, find_or_none
 
@@ -144,6 +145,22 @@ def wrapper_tensors(own: Any) -> None:
     with contextlib.suppress(InterruptedError):
         made.sum()
         expect(False, "an op on a wrapper does not reach __torch_dispatch__")
+
+
+def other_sizes(own: Any) -> None:
+    """A symbol has another value, and a bound, as long as a block runs; guards go with it."""
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment)
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    size: Any = mode.from_tensor(torch.ones(5), symbolic_context=dynamic).shape[0]
+    (symbol,) = size.node.expr.free_symbols
+    with own.at_sizes(environment, {symbol: 9}, {symbol: 9}) as conditions:
+        (value,) = own.with_sizes([size])
+        expect(own.hint(size) == 9 and own.most(value) == 9, "a symbol keeps its value or bound")
+        expect(bool(value > 7), "a comparison uses the value of the first batch")
+    expect(len(conditions) == 1 and not environment.guards, "a guard outlives its compilation")
+    expect(own.hint(size) == 5 and own.most(size) is None, "a symbol keeps a value or bound")
+    expect(not bool(size > 7), "a comparison uses the value of another batch")
 
 
 def symbols(own: Any) -> None:

@@ -60,6 +60,12 @@ dispatch_modes          fake_tensors            loops
     torch: UntypedStorage._cdata
 wrapper_tensors         fake_tensors            loops
     torch: Tensor._make_wrapper_subclass
+other_sizes             batch_sizes             loops
+    torch._dynamo.utils: preserve_rng_state
+    torch._guards: TracingContext.try_get, tracing
+    torch._subclasses.fake_tensor: FakeTensor
+    torch.fx.experimental.symbolic_shapes: ShapeEnv.bound_sympy, ShapeEnv.create_symintnode(hint)
+    torch.utils._sympy.value_ranges: ValueRanges
 symbols                 fake_tensors            loops
     torch.fx.experimental.symbolic_shapes: ShapeEnv.create_unbacked_symint,
         ShapeEnv.create_symintnode(hint)
