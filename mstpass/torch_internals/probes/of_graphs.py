@@ -151,7 +151,7 @@ def other_sizes(own: Any) -> None:
     """A symbol has another value, and a bound, as long as a block runs; guards go with it."""
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment)
-    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    dynamic: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     size: Any = mode.from_tensor(torch.ones(5), symbolic_context=dynamic).shape[0]
     (symbol,) = size.node.expr.free_symbols
     with own.at_sizes(environment, {symbol: 9}, {symbol: 9}) as conditions:
