@@ -43,7 +43,8 @@ class Ranges:
     def __init__(self, environment: ShapeEnv, traced: Values, lengths: Sequence[int]):
         self.environment, self.traced, self.lengths = environment, traced, lengths
         self.long = max(traced, key=lambda symbol: traced[symbol])
-        self.room = max(_LEAST_ROOM, ROOM ** (1 / len(traced)))
+        num_sizes = len(set(traced.values()))  # inputs and labels may have symbols of their own
+        self.room = max(_LEAST_ROOM, ROOM ** (1 / num_sizes))
         if lengths and traced[self.long] > lengths[-1]:
             raise OptionError(
                 f"option 'lengths' ends at {lengths[-1]}, but the first batch has "

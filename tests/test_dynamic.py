@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -367,3 +368,11 @@ def test_equal_products_of_sizes_stay_equal() -> None:
         assert sizes.generic(ids.numel()) == sizes.generic(other.numel())
     assert not sizes.same_shape(ids.shape, labels.shape)
     assert len({*map(sizes.generic, (*ids.shape, *labels.shape, *mask.shape))}) == 6
+
+
+def test_the_generic_point_of_inputs_labels_and_masks_is_small() -> None:
+    """Three pairs of sizes that are known to be equal: their products still count few elements."""
+    a, b, c, d, e, f = sympy.symbols("a b c d e f", integer=True, positive=True)
+    point = sizes._GenericPoint([sympy.Eq(a, b), sympy.Eq(c, d), sympy.Eq(b * d, e * f)])
+    assert point.value(a * c) == point.value(e * f) == point.value(b * d)
+    assert point.value(a * c) < 2**42

@@ -81,8 +81,8 @@ class _GenericPoint:
         for numerator, denominator in map(sympy.fraction, self.solved.values()):
             if denominator != 1:
                 multiple = min(numerator.free_symbols, key=str)
-                factor = self._evaluate(denominator) * self.factors.get(multiple, 1)
-                self.factors[multiple] = int(factor)
+                factor = int(self._evaluate(denominator))
+                self.factors[multiple] = math.lcm(factor, self.factors.get(multiple, 1))
         if not all(self._evaluate(solution).is_Integer for solution in self.solved.values()):
             self.solved, self.factors = {}, {}
 
