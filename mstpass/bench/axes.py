@@ -218,14 +218,14 @@ _PARTS = "{parts} parts, N=2 x {tokens}, d={width}, V={words}, fp32"
 _TEXTS = "{queries} queries of {query_length} tokens x {queries} documents of {document_length}"
 _IMAGES = "{images} images, {views} views, d={image_width}, {outputs} outputs, fp32"
 CASES: dict[str, Case] = {
-    "head": Case(_head, _HEAD + "V={head_words}, bf16", 0.5, 1.6, _IN_BFLOAT16),
+    "head": Case(_head, _HEAD + "V={head_words}, bf16", 0.42, 1.6, _IN_BFLOAT16),
     "SwiGLU MLP": Case(_mlp, _HEAD + "l={mlp_width}, bf16", 0.7, 1.5, _IN_BFLOAT16),
-    "contrastive, both ways": _of_loss(_contrastive, "{pairs} pairs, d={width}, fp32", 0.2, 1.4),
-    "ColBERT": _of_loss(_late_interaction, _TEXTS, 0.3, 1.6),
-    "Medusa": _of_loss(_stacked_heads, "{heads} heads in one weight, " + _TOKENS, 0.3, 1.4),
-    "R-Drop": _of_loss(_two_passes, "pairs of passes, " + _TOKENS, 0.2, 2.1),
-    "chunked by hand": _of_loss(_chunked_by_hand, _PARTS, 0.25, 1.8),
-    "Jensen-Shannon": _of_loss(_jensen_shannon, "{kept} tokens kept, " + _TOKENS, 0.2, 2.6),
+    "contrastive, both ways": _of_loss(_contrastive, "{pairs} pairs, d={width}, fp32", 0.25, 1.25),
+    "ColBERT": _of_loss(_late_interaction, _TEXTS, 0.4, 1.6),
+    "Medusa": _of_loss(_stacked_heads, "{heads} heads in one weight, " + _TOKENS, 0.4, 1.4),
+    "R-Drop": _of_loss(_two_passes, "pairs of passes, " + _TOKENS, 0.4, 2.1),
+    "chunked by hand": _of_loss(_chunked_by_hand, _PARTS, 0.4, 1.8),
+    "Jensen-Shannon": _of_loss(_jensen_shannon, "{kept} tokens kept, " + _TOKENS, 0.4, 2.6),
     "DINO": _of_loss(_self_distillation, _IMAGES, 0.5, 1.6),
 }
 
