@@ -87,7 +87,7 @@ def names_of(candidates: Iterable[RegionCandidates]) -> set[str]:
 
 
 def _has_sections(candidate: RegionCandidates) -> bool:
-    return any(plan.mode == MIXED for _, plan in candidate.plans)
+    return any(plan.mode == MIXED or plan.axis == FEATURES for _, plan in candidate.plans)
 
 
 def members_of(candidate: RegionCandidates) -> list[str]:

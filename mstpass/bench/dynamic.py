@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mstpass.bench import lengths
 from mstpass.bench.comparison import INDUCTOR, MST, own_code
 from mstpass.bench.harness import Arguments, Benchmark, Progress
 from mstpass.bench.models import LlamaSize, Step, llama
@@ -154,4 +155,4 @@ def _ratios(runner: _Runner, static: _Runner) -> Ratio:
     return Timing(tuple(rounds)).median_s, min(rounds), max(rounds)
 
 
-main = Benchmark("dynamic", (run,), _DESCRIPTION, EXAMPLES)
+main = Benchmark("dynamic", (run, lengths.run), _DESCRIPTION, EXAMPLES)
