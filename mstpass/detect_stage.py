@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from mstpass.graph.axes import FEATURES
 from mstpass.graph.joint import JointGraph
 from mstpass.limit import Limit
 from mstpass.loops.attention_modes import all_candidates, loops_over_heads
