@@ -20,6 +20,7 @@ warning (``strict=True`` raises instead). docs/faults.md lists what may happen, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import warnings
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mstpass.captured import Captured
+from mstpass.captured import Captured, PlannedFor
 from mstpass.hook_checks import (
     FUSION_HOOK,
     SCHEDULE_HOOK,
@@ -53,6 +54,7 @@ from mstpass.limit import Limit
 from mstpass.memory.device_budget import device_budget_bytes, watch_optimizers
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import OptionError, Options
+from mstpass.out_of_memory import CompiledPlan, Make, with_leaner_plans
 from mstpass.partition.budget import BudgetError, over_budget
 from mstpass.plans_by_length import plans_by_length
 from mstpass.report import store
@@ -63,6 +65,12 @@ from mstpass.torch_internals.aot_autograd import (
     backwards_may_keep_graphs,
     has_backward_hooks,
     traces_backward_again,
+)
+from mstpass.torch_internals.batch_sizes import (
+    TracingContext,
+    fake_inputs,
+    preserve_rng_state,
+    tracing,
 )
 from mstpass.torch_internals.caches import cache_counts
 from mstpass.torch_internals.collectives import least_of_ranks
@@ -150,12 +158,38 @@ def _planned(graph: Captured) -> Callable[..., Any]:
     device_bytes = device_budget_bytes(graph.options, graph.inputs)
     if device_bytes is not None:
         device_bytes = _of_all_ranks(device_bytes, graph.inputs)
-    compile_one = functools.partial(_fitting, device_bytes=device_bytes)
-    return plans_by_length(graph, compile_one) or compile_one(graph)
+    compile_one = functools.partial(_fitting, device_bytes)
+    by_length = plans_by_length(graph, compile_one)
+    if by_length is not None:
+        return by_length
+    again = _again(graph)  # before the first compilation, which may change what is recorded
+    return with_leaner_plans(compile_one(graph), graph, again)
 
 
-def _fitting(graph: Captured, device_bytes: int | None) -> Callable[..., Any]:
-    """The compiled graph, by the plan that fits on the device."""
+def _again(graph: Captured) -> Make | None:
+    """Compiles a graph of static sizes again, for less memory; None where that is not possible."""
+    context = TracingContext.try_get()
+    if context is None or any(isinstance(x, torch.SymInt) for x in graph.inputs):
+        return None
+    try:
+        inputs = tuple(fake_inputs(graph.module, graph.inputs))
+    except LookupError as why:
+        log.debug("no leaner plan: %s", why)
+        return None
+    least = PlannedFor((), bounded=False, must_fit=True)
+    fake = dataclasses.replace(graph, inputs=inputs, planned_for=least)
+
+    def make(limit: Limit, _: Sequence[Any]) -> CompiledPlan:
+        with tracing(context), preserve_rng_state():
+            return _compiled_and_reported(fake, limit)
+
+    return make
+
+
+def _fitting(device_bytes: int | None, graph: Captured, limit: Limit | None = None) -> CompiledPlan:
+    """The compiled graph, by the plan that fits on the device, or by one within a limit."""
+    if limit is not None:
+        return _compiled_and_reported(graph, limit)
     try:
         return _compiled_and_reported(graph, Limit.of(graph.options, device_bytes))
     except DoesNotFitError:
@@ -182,7 +216,7 @@ def _of_all_ranks(available_bytes: int, example_inputs: Sequence[Any]) -> int:
     return agreed.number
 
 
-def _compiled_and_reported(graph: Captured, limit: Limit) -> Callable[..., Any]:
+def _compiled_and_reported(graph: Captured, limit: Limit) -> CompiledPlan:
     """The compiled graph, whose report is kept.
 
     Raises:
@@ -207,7 +241,7 @@ def _compiled_and_reported(graph: Captured, limit: Limit) -> Callable[..., Any]:
     if report is None:
         for earlier in stored:
             store.keep(earlier)
-        return compiled
+        return dataclasses.replace(compiled, report=stored[-1] if stored else None)
     if limit.is_free and limit.budget_bytes is not None:
         store.remember(report, key)  # for later processes: the cache has the graph from now on
     check_fit(report.outcome, limit)
@@ -226,7 +260,7 @@ def _compiled_and_reported(graph: Captured, limit: Limit) -> Callable[..., Any]:
     store.add_nested(partitioner.nested, key)
     store.add(report, key, partitioner.seconds, partitioner.pass_seconds)
     _write_reports([*partitioner.nested, report], options)
-    return compiled
+    return dataclasses.replace(compiled, report=report)
 
 
 def _stored(key: str) -> tuple[list[Report], bool]:
@@ -268,7 +302,7 @@ def _with_graph_ends(report: Report, graph: Captured) -> Report:
         return report
 
 
-def _compiled(graph: Captured, partitioner: Partitioner) -> Any:
+def _compiled(graph: Captured, partitioner: Partitioner) -> CompiledPlan:
     """Compile with our hooks. Then the partitioner has a report, unless a cache had the graph."""
     users, takes_time = graph.users, not partitioner.limit.is_free
     mender = MendScheduler(_users_hook(FUSION_HOOK, users))
@@ -284,21 +318,21 @@ def _compiled(graph: Captured, partitioner: Partitioner) -> Any:
     patches = {**_OURS, **without_padding(), **users, **hooks}
     before = cache_counts()
     at_once = backward_compiled_at_once() if now else contextlib.nullcontext()
-    with at_once, backwards_may_keep_graphs():
+    with at_once, backwards_may_keep_graphs() as functions:
         try:
-            compiled = compile_fx(graph.module, list(graph.inputs), config_patches=patches)
+            compiled: Any = compile_fx(graph.module, list(graph.inputs), config_patches=patches)
         except Exception as error:
             check_failure(error, partitioner, lowering)
             raise
     check_calls(partitioner, lowering, mender, reader, cache_counts().since(before))
     if partitioner.report is not None and reader.peak_bytes is not None:
         partitioner.report = partitioner.report.with_outcome(scheduled_peak_bytes=reader.peak_bytes)
-    return compiled
+    return CompiledPlan(compiled, partitioner.limit, partitioner.report, functions)
 
 
 def _within_budget(
-    graph: Captured, compiled: Any, partitioner: Partitioner
-) -> tuple[Any, Partitioner]:
+    graph: Captured, compiled: CompiledPlan, partitioner: Partitioner
+) -> tuple[CompiledPlan, Partitioner]:
     """Compile again with lower limits while Inductor's schedule needs more than the budget.
 
     Returns the round of the lowest peak: a plan of a lower simulated peak may need as much as the

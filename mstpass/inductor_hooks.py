@@ -23,8 +23,10 @@ from torch import fx
 from mstpass import pipeline
 from mstpass.captured import PlannedFor
 from mstpass.graph import device_costs
+from mstpass.graph.collectives import is_collective
 from mstpass.graph.host_copies import is_host_copy
 from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.recompute_rules import draws_random_numbers
 from mstpass.limit import Limit
 from mstpass.loops.lowering import lower_loops
 from mstpass.memory.peaks_by_length import PeaksByLength
@@ -197,7 +199,9 @@ class Partitioner(CustomPartitionerFn):
         if self.planned_for is not None and self.planned_for.bounded:
             if not result.outcome.regions and not result.outcome.rejections:
                 raise SameForAllError
-        outcome = dataclasses.replace(result.outcome, **self._by_length(result, gm.graph))
+        outcome = dataclasses.replace(
+            result.outcome, **self._by_length(result, gm.graph), **_what_runs_once(gm)
+        )
         self.report = Report(outcome, details=self._details(result))
         self.seconds, self.pass_seconds = result.seconds, result.pass_seconds
         self.loops += sum(_number_of_loops(module.graph) for module in result.modules)
@@ -215,7 +219,9 @@ class Partitioner(CustomPartitionerFn):
 
     def _by_length(self, result: pipeline.Result, graph: fx.Graph) -> dict[str, Any]:
         """The plan's peaks for batches of other sizes; nothing if it serves one, or on an error."""
-        if self.planned_for is None or result.memory is None or result.modules is None:
+        if not self.planned_for or not self.planned_for.sizes:
+            return {}
+        if result.memory is None or result.modules is None:
             return {}
         budget_bytes = self.limit.budget_bytes
         try:
@@ -241,6 +247,16 @@ class Partitioner(CustomPartitionerFn):
         if not self.cached or not is_own(self.options.solver):
             return None
         return uuid(self.options, self.limit, self.loops_in_backward, self.planned_for)
+
+
+def _what_runs_once(gm: fx.GraphModule) -> dict[str, Any]:
+    """What a second run of the step would have to know: random draws, and waits for ranks."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    return {
+        "draws_random_numbers": any(map(draws_random_numbers, nodes)),
+        "has_collectives": any(map(is_collective, nodes)),
+    }
 
 
 def _number_of_loops(graph: fx.Graph) -> int:

@@ -376,14 +376,12 @@ class Outcome:
         notes: what else the user should know of this graph.
         scheduled_peak_bytes: peak of the compiled graphs by Inductor's schedule; None before
             compilation and where the schedule could not be read.
-        limit_bytes: the highest simulated peak that the plan might have; None without a budget in
-            bytes.
+        limit_bytes: the highest simulated peak that it might have; None without a budget in bytes.
         left_to_torch: why torch's partitioner chose what is saved; empty if mstpass did.
-        peaks: where sizes are symbolic, the peak of the largest batch that the plan is made for,
-            and of shorter ones.
-        budget_holds_for: of the batches that may take the plan, the sizes of the largest one
-            whose simulated peak is within a budget in bytes; empty without a budget, and where
-            the plan serves one batch.
+        peaks: where sizes are symbolic, the peaks of the plan's largest batch and of shorter ones.
+        budget_holds_for: the sizes of the largest batch of the plan whose simulated peak is within
+            a budget in bytes; empty without a budget, and where the plan serves one batch.
+        draws_random_numbers, has_collectives: the step reads a random state; it waits for ranks.
     """
 
     regions: tuple[ChunkPlan, ...] = ()
@@ -398,3 +396,5 @@ class Outcome:
     left_to_torch: str = ""
     peaks: tuple[PeakAt, ...] = ()
     budget_holds_for: tuple[tuple[str, int], ...] = ()
+    draws_random_numbers: bool = False
+    has_collectives: bool = False

@@ -36,18 +36,22 @@ from mstpass.captured import Captured, PlannedFor
 from mstpass.graph.sizes import expression, hint
 from mstpass.inductor_hooks import DoesNotFitError, SameForAllError, warn_of
 from mstpass.length_ranges import Ranges
-from mstpass.progress import progress_bar
+from mstpass.limit import Limit
+from mstpass.out_of_memory import Compiled, CompiledPlan, with_leaner_plans
+from mstpass.progress import counted
 from mstpass.torch_internals.aot_autograd import has_backward_hooks, traces_backward_again
 from mstpass.torch_internals.batch_sizes import (
     TracingContext,
     at_sizes,
     fake_inputs,
     guards_of,
+    hold,
     preserve_rng_state,
+    symbols_of_sizes,
     tracing,
     with_sizes,
 )
-from mstpass.torch_internals.dynamo import current_backward, stance
+from mstpass.torch_internals.dynamo import EAGER, FAIL, compiles_nothing, current_backward, stance
 from mstpass.torch_internals.plain_inductor import by_inductor_alone
 
 log = logging.getLogger(__name__)
@@ -55,10 +59,6 @@ log = logging.getLogger(__name__)
 _OFTEN = 8  # calls of a range before it gets a plan beside that of a longer one
 _MOST_PLANS = 8
 
-EAGER, FAIL = "eager_on_recompile", "fail_on_recompile"
-_COMPILES_NOTHING = (EAGER, FAIL)
-
-Compiled = Callable[..., Any]
 Values = Mapping[sympy.Symbol, int]
 
 
@@ -79,7 +79,7 @@ class _Plan:
         """Whether a batch of these sizes may take the plan."""
         if any(values[symbol] > most for symbol, most in self.most.items()):
             return False
-        return _hold(self.conditions, values)
+        return hold(self.conditions, values)
 
     def is_within(self, ends: Values) -> bool:
         """Whether the plan is made for a range up to these sizes, or for any."""
@@ -91,14 +91,18 @@ class _Plan:
         return math.prod(self.most.values()) if self.most else math.inf
 
 
-def plans_by_length(graph: Captured, compile_one: Callable[[Captured], Compiled]) -> Any:
+CompileOne = Callable[[Captured, Limit | None], CompiledPlan]
+
+
+def plans_by_length(graph: Captured, compile_one: CompileOne) -> Any:
     """A function that calls the plan of each batch; None if the graph is to have one plan.
 
     It has one if its sizes are static, if it has no backward, and where its inputs cannot be made
     anew for other sizes.
 
     Args:
-        compile_one: compiles a graph for the sizes of its inputs.
+        compile_one: compiles a graph for the sizes of its inputs, within a limit; None: within
+            that of the options.
     """
     context = TracingContext.try_get()
     if context is None or not _is_planned(graph.inputs):
@@ -109,29 +113,13 @@ def plans_by_length(graph: Captured, compile_one: Callable[[Captured], Compiled]
     except LookupError as why:
         log.debug("one plan for all sizes: %s", why)
         return None
-    symbols = _symbols(inputs)
+    symbols = symbols_of_sizes(inputs)
     if not symbols:
         return None
     graph = dataclasses.replace(graph, inputs=tuple(inputs))
     plans = PlansByLength(graph, symbols, context, compile_one)
     plans.add_first()
     return plans
-
-
-def _symbols(inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
-    """The symbols of the inputs' sizes, with their positions among the inputs.
-
-    None, if a size has another symbol. Strides and numbers that are no sizes do not count.
-    """
-    found: dict[sympy.Symbol, int] = {}
-    for position, value in enumerate(inputs):
-        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
-            found.setdefault(value.node.expr, position)
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    of_sizes = {s for x in tensors for size in x.shape for s in expression(size).free_symbols}
-    if not of_sizes <= found.keys():
-        return {}
-    return {symbol: position for symbol, position in found.items() if symbol in of_sizes}
 
 
 def _is_planned(inputs: Sequence[Any]) -> bool:
@@ -156,7 +144,7 @@ class PlansByLength:
         graph: Captured,
         symbols: Mapping[sympy.Symbol, int],
         context: TracingContext,
-        compile_one: Callable[[Captured], Compiled],
+        compile_one: CompileOne,
     ):
         self.graph, self.symbols, self.context = graph, tuple(symbols), context
         self.compile_one = compile_one
@@ -219,7 +207,7 @@ class PlansByLength:
         self._calls[key] += 1
         if serving:
             is_final = len(self.plans) >= _MOST_PLANS
-            if is_final or self._calls[key] < _OFTEN or stance() in _COMPILES_NOTHING:
+            if is_final or self._calls[key] < _OFTEN or compiles_nothing():
                 return min(serving, key=lambda plan: plan.room), is_final
         if stance() == EAGER:
             return _Plan(self.graph.module, {}), False
@@ -281,18 +269,44 @@ class PlansByLength:
         Raises:
             DoesNotFitError: it must be within the budget and is not.
         """
+        first, conditions = self._for_sizes(sizes, bounded, must_fit)
+
+        def leaner(limit: Limit, args: Sequence[Any]) -> CompiledPlan:
+            return self._leaner(run, sizes, bounded, limit, args)
+
+        run = with_leaner_plans(first, self.graph, leaner, by_length=True)
+        return _Plan(run, sizes if bounded else {}, conditions)
+
+    def _for_sizes(
+        self, sizes: Values, bounded: bool, must_fit: bool, limit: Limit | None = None
+    ) -> tuple[CompiledPlan, tuple[Any, ...]]:
+        """The graph compiled for these sizes, and the conditions under which it is right."""
         named = tuple((str(symbol), size) for symbol, size in sizes.items())
-        most = sizes if bounded else {}
         values = {**self._strides(sizes), **sizes}
-        with at_sizes(self.environment, values, most) as conditions:
+        with at_sizes(self.environment, values, sizes if bounded else {}) as conditions:
             graph = dataclasses.replace(
                 self.graph,
                 module=_copy(self.graph.module),
                 inputs=tuple(with_sizes(self.graph.inputs)),
                 planned_for=PlannedFor(named, bounded, must_fit),
             )
-            run = self.compile_one(graph)
-        return _Plan(run, most, tuple(conditions))
+            compiled = self.compile_one(graph, limit)
+        return compiled, tuple(conditions)
+
+    def _leaner(
+        self, run: Compiled, sizes: Values, bounded: bool, limit: Limit, args: Sequence[Any]
+    ) -> CompiledPlan:
+        """What takes the place of a plan that ran out of memory with these arguments."""
+        values = self._values(self._sizes_of(args))
+        with self._lock, self._as_traced():
+            compiled, conditions = self._for_sizes(sizes, bounded, True, limit)
+            if not hold(conditions, values):
+                raise DoesNotFitError
+            for number, plan in enumerate(self.plans):
+                if plan.run is run:
+                    self.plans[number] = dataclasses.replace(plan, conditions=conditions)
+            self._chosen.clear()
+        return compiled
 
     def _by_inductor_alone(self, values: Values) -> _Plan:
         sizes = {**self._strides(values), **values}
@@ -304,7 +318,7 @@ class PlansByLength:
     def _add_coming(self, values: Values) -> None:
         """Compile the plans for the lengths that the user says will come."""
         coming, self._coming = self._coming, []
-        with _progress(len(coming)) as advance:
+        with counted(len(coming), "mstpass compiles for all lengths") as advance:
             for length in coming:
                 batch = {**values, self.ranges.long: length}
                 ends = self.ranges.ends(batch)
@@ -328,22 +342,7 @@ class PlansByLength:
             yield
 
     def _is_allowed(self, sizes: Values) -> bool:
-        return _hold(guards_of(self.environment), sizes)
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar over compilations; the function that is yielded counts one."""
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn  # rich is optional
-
-        bar = progress_bar("mstpass compiles for all lengths", BarColumn(), MofNCompleteColumn())
-    except ImportError:
-        yield lambda: None
-        return
-    with bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
+        return hold(guards_of(self.environment), sizes)
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
@@ -356,8 +355,3 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
 def _as_tuple(sizes: Any) -> tuple[Any, ...]:
     """What ``itemgetter`` returns of several positions, or of one."""
     return sizes if isinstance(sizes, tuple) else (sizes,)
-
-
-def _hold(conditions: Sequence[Any], values: Values) -> bool:
-    """Whether conditions on symbols hold; those on other symbols do not count."""
-    return all(condition.xreplace(dict(values)) != False for condition in conditions)  # noqa: E712

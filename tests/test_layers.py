@@ -36,6 +36,7 @@ LAYERS = (
     ("captured", "length_ranges"),
     ("inductor_hooks",),
     ("hook_checks",),
+    ("out_of_memory",),
     ("plans_by_length",),
     ("backend",),
     ("entry_point",),

@@ -212,8 +212,31 @@ def is_backward(graph: fx.Graph) -> bool:
 
 
 # ---- backwards that keep their graph -----------------------------------------------------------
+class CompiledFunctions:
+    """The autograd functions of one compiled graph, which run its forward and its backward.
+
+    Attributes:
+        writes_inputs: the graph writes to its inputs.
+        on_error: called with the error of a backward, which is raised afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.writes_inputs = False
+        self.on_error: Callable[[Exception], None] | None = None
+        self._nodes: list[type] = []
+
+    def add(self, function: Any) -> None:
+        self._nodes.append(function._backward_cls)
+        inputs = function.metadata.input_info
+        self.writes_inputs |= any(x.mutates_data or x.mutates_metadata for x in inputs)
+
+    def made(self, value: object) -> bool:
+        """Whether an object is a node of autograd's graph that one of the functions has made."""
+        return type(value) in self._nodes
+
+
 @contextmanager
-def backwards_may_keep_graphs() -> Iterator[None]:
+def backwards_may_keep_graphs() -> Iterator[CompiledFunctions]:
     """Backwards of functions that this thread compiles in here may run while graphs are kept.
 
     Inductor plans to overwrite donated buffers, and torch refuses to run such a backward while its
@@ -223,16 +246,20 @@ def backwards_may_keep_graphs() -> Iterator[None]:
     cannot be differentiated again: torch compiles no double backward. Its error says so, and here
     also what to do instead. Dynamo, which compiles whatever a step calls between two graphs, is
     kept from what is added.
+
+    Yields:
+        The functions, once they are compiled.
     """
     _patch_once()
-    token = _here.set(True)
+    functions = CompiledFunctions()
+    token = _here.set(functions)
     try:
-        yield
+        yield functions
     finally:
         _here.reset(token)
 
 
-_here: ContextVar[bool] = ContextVar("this thread compiles with mstpass", default=False)
+_here: ContextVar[CompiledFunctions | None] = ContextVar("what mstpass compiles", default=None)
 
 
 @functools.cache
@@ -242,33 +269,48 @@ def _patch_once() -> None:
 
     def post_compile(self: Any, compiled_fn: Any, *args: Any, **kwargs: Any) -> Any:
         function = getattr(compiled_fn, "__self__", None)
-        if _here.get() and hasattr(function, "_double_backward"):
-            _extend(function)
+        functions = _here.get()
+        if functions is not None and hasattr(function, "_double_backward"):
+            _extend(function, functions)
         return original(self, compiled_fn, *args, **kwargs)
 
     runtime_wrappers.RuntimeWrapper.post_compile = post_compile  # type: ignore[method-assign]
 
 
-def _extend(function: Any) -> None:
+def _extend(function: Any, functions: CompiledFunctions) -> None:
     """Extend the autograd function of a compiled graph."""
+    functions.add(function)
     function._double_backward = staticmethod(_explained(function._double_backward))
     donated = function.metadata.bw_donated_idxs
     if donated and function.compiled_bw is not None:  # else torch itself donates nothing
         function.metadata.bw_donated_idxs = _CopiedWhereKept(donated)
-        function._backward_impl = staticmethod(_copying(function._backward_impl, tuple(donated)))
+    else:
+        donated = ()
+    backward = _extended(function._backward_impl, tuple(donated), functions)
+    function._backward_impl = staticmethod(backward)
 
 
-def _copying(run: Callable[..., Any], donated: Sequence[int]) -> Callable[..., Any]:
-    """The backward, which gets copies of the donated buffers while its graph is kept."""
+def _extended(
+    run: Callable[..., Any], donated: Sequence[int], functions: CompiledFunctions
+) -> Callable[..., Any]:
+    """The backward, which tells of its errors.
+
+    While its graph is kept, it gets copies of the donated buffers.
+    """
 
     @torch.compiler.disable
-    def copying(ctx: Any, all_args: list[Any]) -> Any:
-        if torch._C._autograd._get_current_graph_task_keep_graph():
-            for position in donated:
-                all_args[position] = _copy(all_args[position])
-        return run(ctx, all_args)
+    def extended(ctx: Any, all_args: list[Any]) -> Any:
+        try:
+            if donated and torch._C._autograd._get_current_graph_task_keep_graph():
+                for position in donated:
+                    all_args[position] = _copy(all_args[position])
+            return run(ctx, all_args)
+        except Exception as error:
+            if functions.on_error is not None:
+                functions.on_error(error)
+            raise
 
-    return copying
+    return extended
 
 
 def _copy(value: Any) -> Any:

@@ -163,6 +163,28 @@ def _name(environment: ShapeEnv, symbol: sympy.Symbol) -> str:
     return _LOCAL.sub(r"\1", name() if callable(name) else name)
 
 
+def hold(conditions: Sequence[Any], values: Values) -> bool:
+    """Whether conditions on symbols hold; those on other symbols do not count."""
+    return all(condition.xreplace(dict(values)) != False for condition in conditions)  # noqa: E712
+
+
+def symbols_of_sizes(inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
+    """The symbols of the inputs' sizes, with their positions among the inputs.
+
+    None, if a size has another symbol. Strides and numbers that are no sizes do not count.
+    """
+    found: dict[sympy.Symbol, int] = {}
+    for position, value in enumerate(inputs):
+        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+            found.setdefault(value.node.expr, position)
+    sizes: list[Any] = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape]
+    symbolic = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
+    of_sizes = {symbol for expr in symbolic for symbol in expr.free_symbols}
+    if not of_sizes <= found.keys():
+        return {}
+    return {symbol: position for symbol, position in found.items() if symbol in of_sizes}
+
+
 def symbols_of_inputs(graph: fx.Graph) -> tuple[ShapeEnv, dict[str, sympy.Symbol]]:
     """The environment of a graph with symbolic sizes, and the symbols among its inputs by name.
 

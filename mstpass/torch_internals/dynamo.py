@@ -49,6 +49,8 @@ TRACING_LOGGERS = (
     "torch._dynamo.variables.ctx_manager",
 )
 
+EAGER, FAIL = "eager_on_recompile", "fail_on_recompile"  # stances under which nothing is compiled
+
 
 def graph_break_after(gm: fx.GraphModule) -> GraphCompileReason | None:
     """Why a graph that Dynamo captured ends before its function does; None where it does not."""
@@ -159,9 +161,19 @@ def current_backward() -> int | None:
     return None if number == -1 else number
 
 
+def current_node() -> object:
+    """The node of autograd's graph whose backward runs in this thread; None in the forward."""
+    return torch._C._current_autograd_node()
+
+
 def stance() -> str:
     """How ``torch.compiler.set_stance`` wants calls to be treated that need a compilation."""
     return torch._dynamo.eval_frame._stance.stance
+
+
+def compiles_nothing() -> bool:
+    """Whether the stance forbids to compile."""
+    return stance() in (EAGER, FAIL)
 
 
 def is_checkpoint_code(filename: str) -> bool:
