@@ -136,6 +136,7 @@ class LeanerPlans:
 
     def _take(self, plan: CompiledPlan) -> None:
         self.plan, self._due = plan, None
+        self._is_least = plan.limit.is_least  # or no leaner plan was found
         plan.functions.on_error = functools.partial(self._backward_failed, plan)
         self._run: Compiled = self._run_after_failures if self.earlier else plan.run
 
@@ -188,7 +189,7 @@ class LeanerPlans:
         assert self.plan.report is not None
         if self.make is None:
             return "it cannot be compiled again"
-        if self.plan.limit.is_least:
+        if self._is_least:
             return "no plan needs less memory"
         if self.plan.functions.writes_inputs:
             return "it writes to its inputs, and may have done so"
@@ -234,11 +235,12 @@ class LeanerPlans:
                     self.earlier.append(failed)
                     self._take(plan)
                     return True
+            self._is_least = True
             return False
 
     def _limits(self, failure: Failure) -> Iterator[Limit]:
         """The limits of leaner plans, from the highest to the lowest."""
-        if self.make is None or self.plan.limit.is_least:
+        if self._is_least:
             return
         fits = self._fitting_bytes(failure, self.plan)
         if fits is not None and not self.earlier:
@@ -264,7 +266,7 @@ class LeanerPlans:
     def _explained(self, failure: Failure, plan: CompiledPlan, why: str = "") -> str:
         """The message of an error, with what is known of the plan and what to do."""
         assert plan.report is not None
-        next_one = plan is self.plan and self.make is not None and not plan.limit.is_least
+        next_one = plan is self.plan and self.make is not None and not self._is_least
         return (
             f"{failure.text}\n"
             f"mstpass: this is the {failure.phase} of a compiled step. Its plan has a simulated "
@@ -276,7 +278,7 @@ class LeanerPlans:
         )
 
     def _advice(self, failure: Failure, failed: CompiledPlan) -> str:
-        if failed.limit.is_least:
+        if self._is_least and failed is self.plan:
             return "Use a smaller batch or shorter sequences"
         fits = self._fitting_bytes(failure, failed)
         budget = f"'{bytes_text(fits)}'".replace(" ", "") if fits is not None else "0.0"
