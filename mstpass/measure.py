@@ -11,28 +11,25 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from mstpass.report.measured_memory import events_of_profile, measured
 from mstpass.torch_internals.versions import installed
 
 Step = Callable[[], object]
 Device = str | torch.device
 Key = TypeVar("Key")
-
-_CPU_EVENT = 0  # c10::DeviceType of host memory in the profiler's events
 
 
 @dataclass(frozen=True)
@@ -140,36 +137,7 @@ def _cpu_peak_bytes(fn: Step) -> int:
     finally:
         with _quiet_stderr():
             profiler.stop()
-    return _peak_above_start(_memory_events(profiler))
-
-
-def _memory_events(profiler: profile) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="mstpass-") as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    events = (e for e in trace["traceEvents"] if e.get("name") == "[memory]")
-    on_host = (e for e in events if e["args"]["Device Type"] == _CPU_EVENT)
-    return sorted(on_host, key=lambda e: e["ts"])
-
-
-def _peak_above_start(events: Sequence[Mapping[str, Any]]) -> int:
-    """The peak of the blocks that were allocated during the events.
-
-    The profiler's own total is not used: it subtracts frees of blocks that it saw in an earlier
-    profile, and takes a block that it has not seen for an older one at the same address.
-    """
-    live: dict[int, int] = {}  # bytes by address
-    level = peak = 0
-    for event in events:
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        if size > 0:
-            live[address] = size
-            level += size
-            peak = max(peak, level)
-        else:
-            level -= live.pop(address, 0)
-    return peak
+    return measured(events_of_profile(profiler)).peak_bytes
 
 
 @contextlib.contextmanager

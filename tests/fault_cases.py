@@ -219,6 +219,34 @@ def no_memory_while_running() -> None:
         step.is_right()
 
 
+@case
+def a_leaner_plan_where_memory_is_short() -> None:
+    """The forward fails for want of memory, and runs again in shorter chunks."""
+    labels = torch.arange(2 * TOKENS)
+
+    def wide(x: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x.tanh() @ head.t(), labels)
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(size, WIDTH).requires_grad_() for size in (2 * TOKENS, 8 * WORDS)]
+    expected = torch.autograd.grad(wide(*inputs), inputs)
+    torch.compiler.reset()
+    step = torch.compile(wide, backend=backend.mst)
+    told: list[str] = []
+    for part in (None, 0.9, 0.7, 0.5, 0.3, None):
+        peak = mstpass.reports()[-1].peak_bytes if part else 0
+        limit = address_space() + int(part * (peak or 0)) if part else resource.RLIM_INFINITY
+        with limited(resource.RLIMIT_AS, limit), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found, error = tried(lambda: torch.autograd.grad(step(*inputs), inputs))
+        told += [str(w.message) for w in caught if "leaner plan" in str(w.message)]
+        assert error is None or is_of_memory(error), error
+        if found is not None:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        del found, error
+    assert len(told) == 1 and "Set memory_budget=" in told[0], told
+
+
 # ---- disk ----------------------------------------------------------------------------------------
 @case
 def no_room_for_reports() -> None:

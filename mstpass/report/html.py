@@ -14,6 +14,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
+from mstpass.report.compare import Comparison
 from mstpass.report.data import ReportData
 from mstpass.report.report_json import compact_json
 from mstpass.report.unasked_changes import asks_for_change
@@ -33,15 +34,17 @@ SCRIPTS = (
     "pareto.js",
     "tables.js",
     "copies.js",
+    "measured.js",
     "main.js",
 )
 
 
-def page(report: ReportData, text: str, title: str) -> str:
+def page(report: ReportData, text: str, title: str, measured: Comparison | None = None) -> str:
     """The whole page. For a report without details it has only the summary and the tables.
 
     Args:
         text: the report as text, for a browser without JavaScript.
+        measured: a section of the page, if it is known.
     """
     viewer = files("mstpass.report") / "viewer"
     style = (viewer / "style.css").read_text(encoding="utf-8")
@@ -51,6 +54,7 @@ def page(report: ReportData, text: str, title: str) -> str:
         "title": title,
         "cached": report.cached,
         "report": report.to_dict(),
+        "measured": measured.to_dict() if measured is not None else None,
         "asked": [asks_for_change(rejection, report) for rejection in report.rejections],
     }
     return Template((viewer / "page.html").read_text(encoding="utf-8")).substitute(

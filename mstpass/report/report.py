@@ -12,6 +12,7 @@ from typing import Any
 from mstpass.errors import UserError
 from mstpass.plain_data import decoded, printable, read_json
 from mstpass.plans import Outcome
+from mstpass.report.compare import Comparison, compare
 from mstpass.report.data import ReportData
 from mstpass.report.details import Details
 from mstpass.report.drawing.dot import render, to_dot
@@ -48,13 +49,38 @@ class Report(ReportData):
         )
         return "{\n" + ",\n".join(rows) + "\n}\n"
 
-    def to_html(self, path: str | os.PathLike[str], title: str = "mstpass report") -> None:
+    def to_html(
+        self,
+        path: str | os.PathLike[str],
+        title: str = "mstpass report",
+        measured: Comparison | None = None,
+    ) -> None:
         """Write the report to ``path`` as one page that a browser opens from disk, offline.
 
         The page shows the joint graph and the memory over time if the report has ``details``.
+
+        Args:
+            measured: from `compare`, which the page then shows too.
         """
+        text = "\n\n".join(str(part) for part in (self, measured) if part is not None)
         with open(path, "w", encoding="utf-8", errors="xmlcharrefreplace") as file:
-            file.write(page(self, str(self), title))
+            file.write(page(self, text, title, measured))
+
+    def compare(self, snapshot: Any, largest: int = 10) -> Comparison:
+        """Lay a measured step over the plan; ``print`` the result, or give it to `to_html`.
+
+        Args:
+            snapshot: of one step, compiled before. On CUDA ``torch.cuda.memory._snapshot()``, after
+                ``torch.cuda.memory._record_memory_history()``, or the path of its pickle; on the
+                CPU a ``torch.profiler.profile`` with ``profile_memory=True``.
+            largest: how many blocks are listed.
+
+        Raises:
+            NoDetails: the report has no ``details``.
+            SnapshotError: the snapshot holds no allocations.
+            ValueError: the plan has no memory over time, because a size depends on data.
+        """
+        return compare(self._known_details(), snapshot, largest)
 
     @staticmethod
     def from_json(path: str | os.PathLike[str], cached: bool = False) -> Report:

@@ -1,7 +1,7 @@
 // The report's JSON as objects.
 
 function readData() {
-  const { title, cached, report, asked } = JSON.parse(document.getElementById("data").textContent);
+  const { title, cached, report, asked, measured } = JSON.parse(document.getElementById("data").textContent);
   const { details, save_plan: plan } = report;
   const copies = plan?.transfers ?? [];
   const nodes = details ? readNodes(details, new Set(copies.map((copy) => copy.node))) : [];
@@ -10,6 +10,7 @@ function readData() {
     title,
     cached,
     report,
+    measured,
     regions: report.regions,
     rejections: report.rejections,
     /** Those about which the user can do something; the page sums the others up. */

@@ -69,6 +69,7 @@ function start() {
     sections.push([graph.section, "Graph"]);
   }
   if (data.before || data.after) sections.push([new MemoryView(data, (node) => graph?.reveal(node)).section, "Memory"]);
+  measuredSections(data).forEach((section, i) => sections.push([section, i ? "" : "Measured"]));
   const copies = copiesSection(data, graph && ((node) => graph.reveal(node)));
   if (copies) sections.push([copies, "Copies"]);
   if (report.details) sections.push([paretoSection(data), "Peak against time"]);
@@ -81,7 +82,7 @@ function start() {
   tableSections(data, graph).forEach((section, i) => sections.push([section, names[i]]));
   main.append(...sections.map(([section]) => section));
   document.getElementById("sections").append(
-    ...sections.map(([section, name]) => h("a", { href: `#${section.id}` }, name)),
+    ...sections.filter(([, name]) => name).map(([section, name]) => h("a", { href: `#${section.id}` }, name)),
   );
 }
 
