@@ -37,10 +37,6 @@ from mstpass.torch_internals.aot_autograd import CompiledFunctions, traces_backw
 from mstpass.torch_internals.dynamo import compiles_nothing, current_backward, current_node
 from mstpass.torch_internals.settings import inductor_setting
 
-_USABLE = 0.95  # of what is free; gaps in the allocator take the rest
-_LOWER = 0.95  # of the plan that failed: the least that a leaner one is lower by
-_UNKNOWN = 0.8  # of it, where nobody knows how much was missing
-
 Compiled = Callable[..., Any]
 
 
@@ -242,25 +238,10 @@ class LeanerPlans:
         """The limits of leaner plans, from the highest to the lowest."""
         if self._is_least:
             return
-        fits = self._fitting_bytes(failure, self.plan)
+        fits = failure.fitting_bytes(self.plan.peak_bytes)
         if fits is not None and not self.earlier:
             yield Limit.in_bytes(fits)
         yield Limit(0.0)
-
-    def _fitting_bytes(self, failure: Failure, failed: CompiledPlan) -> int | None:
-        """The budget of a plan that fits; None: nothing is known but that less is better."""
-        peak = failed.peak_bytes
-        if peak is None:
-            return None
-        if failure.free_bytes is not None:
-            used = failure.used_bytes or 0
-            fits = int(_USABLE * failure.free_bytes / max(1.0, used / max(1, peak)))
-        elif failure.requested_bytes is not None:
-            fits = peak - failure.requested_bytes
-        else:
-            fits = int(_UNKNOWN * peak)
-        fits = min(fits, int(_LOWER * peak))
-        return fits if fits > 0 else None
 
     # ---- words ---------------------------------------------------------------------------------
     def _explained(self, failure: Failure, plan: CompiledPlan, why: str = "") -> str:
@@ -280,7 +261,7 @@ class LeanerPlans:
     def _advice(self, failure: Failure, failed: CompiledPlan) -> str:
         if self._is_least and failed is self.plan:
             return "Use a smaller batch or shorter sequences"
-        fits = self._fitting_bytes(failure, failed)
+        fits = failure.fitting_bytes(failed.peak_bytes)
         budget = f"'{bytes_text(fits)}'".replace(" ", "") if fits is not None else "0.0"
         said = f"Set memory_budget={budget}, or 0.0 for the least memory, to plan for that at once"
         more = ", and lengths to compile the plans for all lengths before the first step"

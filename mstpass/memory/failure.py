@@ -22,6 +22,10 @@ import torch
 from mstpass.byte_sizes import bytes_text
 from mstpass.memory.device_budget import free_and_total_bytes
 
+_USABLE = 0.95  # of what is free; gaps in the allocator take the rest
+_LOWER = 0.95  # of the plan that failed: the least that a leaner one is lower by
+_UNKNOWN = 0.8  # of it, where nobody knows how much was missing
+
 _CPU_ERRORS = ("can't allocate memory", "not enough memory", "bad_alloc")
 _REQUEST = re.compile(r"ried to allocate ([0-9.]+) ?(bytes|KiB|MiB|GiB|TiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -48,6 +52,25 @@ class Failure:
     used_bytes: int | None = None
     others_bytes: int | None = None
     cached_bytes: int | None = None
+
+    def fitting_bytes(self, peak_bytes: int | None) -> int | None:
+        """The budget of a plan that fits; None: nothing is known but that less is better.
+
+        Args:
+            peak_bytes: of the plan that failed. On CUDA the step had more than that if the
+                simulation is too low; then the next plan's may be as well.
+        """
+        if peak_bytes is None:
+            return None
+        if self.free_bytes is not None and self.used_bytes is not None:
+            too_low = max(1.0, self.used_bytes / max(1, peak_bytes))
+            fits = int(_USABLE * min(self.free_bytes, self.used_bytes) / too_low)
+        elif self.requested_bytes is not None:
+            fits = peak_bytes - self.requested_bytes
+        else:
+            fits = int(_UNKNOWN * peak_bytes)
+        fits = min(fits, int(_LOWER * peak_bytes))
+        return fits if fits > 0 else None
 
     def of_device(self) -> str:
         """What else was on the device, as a sentence; "" where it is not known."""

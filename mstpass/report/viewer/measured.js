@@ -34,7 +34,7 @@ function measuredCurves({ curve, measured_peak_bytes: measured, simulated_peak_b
     }).join("L");
   const line = (kind, key) => s(`g.series.${kind}`, null, s("path.line", { d: path(key) }));
   const key = (kind, label, peak) =>
-    h("span", null, h(`span.key.${kind}`, { "aria-hidden": "true" }), `${label}, peak ${bytesText(peak)} `);
+    h("label", null, h(`span.key.${kind}`, { "aria-hidden": "true" }), `${label}, peak ${bytesText(peak)} `);
   return h(
     "section.memory",
     { id: "measured", "aria-labelledby": "measured-title" },
