@@ -296,10 +296,10 @@ def test_a_condition_of_one_plan_is_none_of_the_others(
     def with_guard(self: PlansByLength, *args: Any, **kwargs: Any) -> Any:
         compiled = self.compile_one
 
-        def guarding(graph: Any) -> Any:
+        def guarding(graph: Any, limit: Any) -> Any:
             size = next(x for x in graph.inputs if isinstance(x, torch.SymInt))
             assert (size > 1000) is not None and bool(size > 1000) in (True, False)
-            return compiled(graph)
+            return compiled(graph, limit)
 
         self.compile_one = guarding  # type: ignore[method-assign]
         try:
