@@ -48,6 +48,7 @@ from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
 from mstpass.regions.advice import with_fix
 from mstpass.regions.whole_masks import whole_masks
+from mstpass.torch_internals.batch_sizes import note_sizes_by_data
 
 STAGES = ("read", "detect", "plan", "apply", "split")
 FORCED_MAY_RAISE = TIE  # the peak by this factor: loops that ``chunk_tokens`` asks for
@@ -157,6 +158,7 @@ def _run_stages(
     """One plan within the limit, or one with a peak as low as there is."""
     watch, runner = _Stopwatch(), PassRunner(options.verify)
     traced, _ = runner.run_all(READ, read())
+    note_sizes_by_data(traced.nodes)
     joint, masks = runner.run(MASKS, traced)
     masks = masks or WithoutMasks(joint)
     watch.lap("read")

@@ -91,6 +91,12 @@ class SizeNodes:
         if is_size(node):
             self.known.setdefault(expression(node.meta["val"]), node)
 
+    def learn_dim(self, node: fx.Node, dim: int) -> None:
+        """Let a symbolic size of a tensor be written, after that tensor."""
+        size = node.meta["val"].shape[dim]
+        if isinstance(size, torch.SymInt) and expression(size) not in self.known:
+            self.learn(self.builder.call(torch.ops.aten.sym_size.int, node, dim))
+
     def arguments(self, shape: Iterable[Size | fx.Node]) -> list[int | fx.Node]:
         """A shape as an op's argument: ints and nodes. Adds nodes for sums and products of sizes.
 

@@ -18,8 +18,9 @@ from mstpass.graph import ops
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.joint import tensors_of, value_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.sizes import depends_on_data, generic_shape, generic_stride
+from mstpass.graph.sizes import generic_shape, generic_stride
 from mstpass.graph.view_storages import may_be_view
+from mstpass.torch_internals.fake_tensors import binds_size
 
 aten = torch.ops.aten
 
@@ -100,7 +101,7 @@ def renew_value(node: fx.Node) -> bool:
 
 
 def _compute(node: fx.Node) -> None:
-    if any(map(depends_on_data, tensors_of(node.meta.get("val")))):
+    if binds_size(node):
         return  # a new value would have a new size
     try:
         Builder(node.graph, fake_mode_of((node, *node.all_input_nodes))).compute_value(node)

@@ -11,8 +11,9 @@ the passes never compare symbolic sizes themselves, but two kinds of plain ints:
              are equal for every batch, barring a coincidence, which the checks of a chunk's shapes
              would find. Decisions about structure use this value.
     hint     the value of the size in the batch at hand: the one with which the graph was traced, or
-             the one that is planned for (torch_internals/batch_sizes.py). Estimates of bytes and
-             time use this value.
+             the one that is planned for (torch_internals/batch_sizes.py). A number of rows that
+             the data decides has none, and is taken at its most. Estimates of bytes and time use
+             this value.
 
 A *size node* is a node whose value is a ``SymInt``: a placeholder, or arithmetic on placeholders.
 """
@@ -30,8 +31,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from mstpass.torch_internals.batch_sizes import has_hint, most
 from mstpass.torch_internals.batch_sizes import hint as hint  # for all that counts sizes
-from mstpass.torch_internals.batch_sizes import most
 
 Size = int | torch.SymInt
 # Scores of batch x heads x length x length have fewer than 2^63 bytes, even where the batch is a
@@ -166,13 +167,12 @@ def is_bounded(value: torch.Tensor) -> bool:
 
 
 def depends_on_data(value: torch.Tensor) -> bool:
-    """Whether a size of the tensor depends on data, as that of ``nonzero`` does: it has no hint."""
+    """Whether a size of the tensor depends on data, and nothing is known of how large it may be.
+
+    Of the rows that a mask selects it is known: there are no more than the mask has elements.
+    """
     shape = value.shape
-    return not _all_ints(shape) and not all(map(_has_hint, shape))
-
-
-def _has_hint(size: Size) -> bool:
-    return isinstance(size, int) or size.node.has_hint()
+    return not _all_ints(shape) and not all(map(has_hint, shape))
 
 
 def symbols_of(value: object) -> set[sympy.Symbol]:

@@ -176,14 +176,14 @@ class _Lowering:
     def _symbols(self, operands: Sequence[fx.Node]) -> list[fx.Node]:
         """Nodes that hold the symbols in the operands' sizes and strides.
 
-        A symbol is an input of the graph, or else the size of one. Two symbols may have turned out
-        equal. Inductor keeps their nodes apart, and knows each by its own name.
+        A symbol is an input of the graph, or else the size of one, or of an operand. Two symbols
+        may have turned out equal. Inductor keeps their nodes apart, and knows each by its own name.
         """
         symbols = {symbol for n in operands for symbol in symbols_of(n.meta["val"])}
         inputs = self.graph.find_nodes(op="placeholder")
         found = [n for n in inputs if is_size(n) and expression(n.meta["val"]) in symbols]
         symbols -= {first_expression(n.meta["val"]) for n in found}
-        for node, dim, size in _dims(inputs):
+        for node, dim, size in _dims([*inputs, *operands]):
             if size in symbols:
                 symbols.remove(size)
                 held = self.builder.call(aten.sym_size.int, node, dim)

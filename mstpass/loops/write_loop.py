@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import Axis, axis_of
+from mstpass.graph.axes import TOKEN_AXIS, Axis, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, fake_values
 from mstpass.graph.checkpoint_policies import policies_of, tag_of
 from mstpass.graph.joint import JointGraph, value_of
@@ -69,6 +69,9 @@ class LoopWriter:
         chunks = loop.cut
         axis = axis_of(chunks.axis, chunks.total)
         inside = self._inside_meta(loop)
+        for node, spec in inputs:  # a number of rows that the data decides is no input
+            for dim in spec if axis is TOKEN_AXIS else ():
+                self.sizes.learn_dim(env[node], dim)
         sliced = [self._as_rows(env[node], spec, axis, inside) for node, spec in inputs if spec]
         whole = [env[node] for node, spec in inputs if not spec and not is_literal(node)]
         body = self._body(loop)

@@ -5,13 +5,16 @@ The passes are ``READ``, ``SIZES``, ``TOKENS`` and ``HEADS``, in their order:
 scattered_constants.py scattered constants have their own dtype
 sizes_from_inputs.py   symbolic sizes come from the inputs of the step
 convolutions_as_products.py  a convolution of one element becomes a product over channels
+assertions_of_sizes.py assertions about sizes that depend on data are left to Inductor
 items_as_slices.py     items of a split or an unbind become slices and selections
 unstack.py             stacked wide values are computed part by part
 index_by_token.py      indexing with the tokens' numbers becomes a gather or a scatter
 local_sums.py          a softmax over shards sums before it knows the maximum of all shards
 variances_as_sums.py   a variance over tokens becomes a sum of squares
 means_as_sums.py       a mean over tokens becomes a sum, divided by their number
-move_token_slices.py   a slice over tokens moves from the result of a matmul to its operand
+selections_as_rows.py  a selection by a mask, or by several indices, has the numbers of its rows
+move_token_slices.py   a slice or a selection of tokens moves from the result of a matmul to its
+                       operand
 join_windows.py        windows of a wide value are worked on together, on all tokens; and so are
                        products of windows of a narrow one
 sink_token_slices.py   a slice over tokens moves from a wide value to an argmax or an entropy of it
@@ -37,6 +40,7 @@ from collections.abc import Callable
 
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.rewriting import Rewritten
+from mstpass.normalize.assertions_of_sizes import assertions_of_sizes
 from mstpass.normalize.bias_after_product import bias_after_product
 from mstpass.normalize.convolutions_as_products import convolutions_as_products
 from mstpass.normalize.expand_to_tokens import expand_to_tokens
@@ -55,6 +59,7 @@ from mstpass.normalize.products_by_section import products_by_section
 from mstpass.normalize.row_sums_of_gradients import row_sums_of_gradients
 from mstpass.normalize.scattered_constants import scattered_constants
 from mstpass.normalize.scattered_gradients_as_choices import scattered_gradients_as_choices
+from mstpass.normalize.selections_as_rows import selections_as_rows
 from mstpass.normalize.sink_token_slices import sink_slices
 from mstpass.normalize.sizes_from_inputs import sizes_from_inputs
 from mstpass.normalize.unstack import unstack
@@ -76,7 +81,11 @@ def _masks_as_flags(joint: JointGraph) -> tuple[JointGraph, WithoutMasks]:
 
 MASKS = Pass("masks_as_flags", _masks_as_flags, (NO_LOOPS,), (*ALWAYS, NO_LOOPS))
 READ = (_pass(inputs_before_writes),)  # of every graph
-SIZES = (_pass(sizes_from_inputs), _pass(scattered_constants))  # of every graph with regions
+SIZES = (  # of every graph with regions
+    _pass(sizes_from_inputs),
+    _pass(assertions_of_sizes),
+    _pass(scattered_constants),
+)
 JOIN_PRODUCTS = _pass(join_products)
 CONVOLUTIONS = _pass(convolutions_as_products)
 TOKENS = (  # where a region needs one
@@ -87,6 +96,7 @@ TOKENS = (  # where a region needs one
     _pass(local_sums),
     _pass(variances_as_sums),
     _pass(means_as_sums),
+    _pass(selections_as_rows),
     _pass(move_slices),
     _pass(items_as_slices),
     JOIN_PRODUCTS,

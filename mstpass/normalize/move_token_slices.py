@@ -4,13 +4,16 @@
     backward:   scatter(g) @ w'   =  scatter(g @ w')       scatter: writes g into zeros
                 scatter(g)' @ x   =  g' @ slice(x)          a sum over tokens
 
+A selection of tokens by their numbers, ``logits[rows]``, moves in the same way; its scatter adds g
+to the rows of zeros.
+
 The same holds for every op between the matmul and the slice that is token-parallel, and in the
 backward for every op that is linear in the scattered gradient. Tokens that the slice drops are then
 never computed, and the region has a single set of tokens, as a loop needs. The results are the
 same, except for the order of the sums over tokens.
 
 Terms:
-    *window*: the tokens that the slice selects (token_window.py).
+    *window*: the tokens that the slice, or the vector of numbers, selects (token_window.py).
     *small value*: a value for the tokens of the window alone, in chunk form (tokens.py): all of its
         tokens are in one dim.
 """
@@ -34,10 +37,13 @@ from mstpass.graph.sizes import Size, generic, generic_shape, is_size, same_shap
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec, chunk_shape
 from mstpass.normalize.scattered_gradients import scattered_gradients
 from mstpass.normalize.token_window import (
+    Choice,
     SlicedMatmul,
-    Window,
+    are_distinct,
     first_sliced_matmul,
     grid_spec,
+    row_index,
+    scattered_source,
     slice_bounds,
 )
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
@@ -69,14 +75,15 @@ def move_slices(joint: JointGraph) -> Rewritten:
 class _SliceMover:
     """Moves the slices of one matmul, all with the same window, in a copy of the graph."""
 
-    def __init__(self, joint: JointGraph, window: Window):
+    def __init__(self, joint: JointGraph, window: Choice):
         self.rewriting, self.window = Rewriting(joint), window
         self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
         self.sizes = self.rewriting.sizes
         # The window as it is written in the graph: sizes before and after the slice, and bounds.
         self.grid: list[Size] = []
         self.window_grid: list[Size] = []
-        self.bounds: list[Any] = []
+        self.bounds: list[Any] = []  # of a slice
+        self.rows: fx.Node | None = None  # the numbers of the rows, where the window has such
         self.small: dict[tuple[fx.Node, Spec], fx.Node] = {}
         self.scattered: dict[fx.Node, Spec] = {}  # gradients that are zero outside of the window
         self.scatters: set[fx.Node] = set()  # those of them that write the window into zeros
@@ -123,7 +130,14 @@ class _SliceMover:
         spec = self._source_spec(node)
         self.grid = [node.all_input_nodes[0].meta["val"].shape[d] for d in spec]
         self.window_grid = [node.meta["val"].shape[d] for d in spec]
-        self.bounds = slice_bounds(node)[:2]
+        self.rows = row_index(node)
+        if self.rows is None:
+            self.bounds = slice_bounds(node)[:2]
+            return
+        for reader in self.rows.users:
+            self.sizes.learn(reader)
+        with self.joint.module.graph.inserting_before(node):
+            self.sizes.learn_dim(self.rows, 0)
 
     def _source_spec(self, node: fx.Node) -> Spec:
         """The token dims of the value that a slice reads, which have the sizes of the grid."""
@@ -143,9 +157,7 @@ class _SliceMover:
         key = (node, spec)
         if key not in self.small:
             if node in self.scatters:
-                source = node.args[1]
-                assert isinstance(source, fx.Node)
-                self.small[key] = self._flattened(source, node, spec)
+                self.small[key] = self._flattened(scattered_source(node), node, spec)
             elif node in self.scattered or self._must_recompute(node):
                 tokens = math.prod(self.window_grid)
                 self.small[key] = add_chunk(
@@ -164,6 +176,8 @@ class _SliceMover:
 
         No node may need wide values, or values that depend on the matmul, for all tokens.
         """
+        if self.rows is not None and ops.is_cheap_view(node):  # to select copies, to slice does not
+            return True
         if node.target is operator.getitem:  # the small results of an op, such as attention, exist
             return node in self.derived
         wide = numel(node) >= self.wide_numel and not isinstance(ops.lookup(node), Refusal)
@@ -172,7 +186,10 @@ class _SliceMover:
     def _sliced(self, node: fx.Node, spec: Spec) -> fx.Node:
         grid = self._on_grid(node, spec)
         dim = min(spec) + self.window.axis
-        small = self.builder.call(aten.slice.Tensor, grid, dim, *self.bounds)
+        if self.rows is None:
+            small = self.builder.call(aten.slice.Tensor, grid, dim, *self.bounds)
+        else:
+            small = self.builder.call(aten.index.Tensor, grid, [*[None] * dim, self.rows])
         return self._flattened(small, node, spec)
 
     def _on_grid(self, node: fx.Node, spec: Spec) -> fx.Node:
@@ -181,7 +198,8 @@ class _SliceMover:
         sizes = [generic(size) for size in shape]
         held = [sizes[d] for d in spec]
         between = [d for d in range(spec[0], spec[-1] + 1) if d not in spec]
-        merged = len(spec) == 1 and held[0] == math.prod(self.window.grid)
+        apart = 1 not in (len(spec), len(self.window.grid))
+        merged = not apart and math.prod(held) == math.prod(self.window.grid)
         if not merged and held != list(self.window.grid):
             raise CannotTake(node, "its token dims differ from those of the slice")
         if any(sizes[d] != 1 for d in between) or list(spec) != sorted(spec):
@@ -243,9 +261,13 @@ class _SliceMover:
             dtype=value.dtype,
             device=value.device,
         )
-        dim = spec[0] + self.window.axis
-        scattered = self.builder.call(aten.slice_scatter.default, zeros, source, dim, *self.bounds)
-        return self._reshaped(scattered, shape)
+        return self._reshaped(self._put(zeros, source, spec[0] + self.window.axis), shape)
+
+    def _put(self, zeros: fx.Node, source: fx.Node, dim: int) -> fx.Node:
+        if self.rows is None:
+            return self.builder.call(aten.slice_scatter.default, zeros, source, dim, *self.bounds)
+        indices, adds = [*[None] * dim, self.rows], not are_distinct(self.rows)
+        return self.builder.call(aten.index_put.default, zeros, indices, source, adds)
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
         if not same_shape(new.meta["val"].shape, node.meta["val"].shape):

@@ -1,42 +1,40 @@
 """Gradients that are zero outside of a window of tokens.
 
-The backward of ``y = x[:, :-1]`` *scatters* the gradient of y into zeros of the shape of x. Every
-value that is computed from the result by ops that are linear and token-parallel is also zero
-outside of the window, so it need not be computed there.
+The backward of ``y = x[:, :-1]`` *scatters* the gradient of y into zeros of the shape of x; that of
+``y = x[rows]`` adds it to the rows of such zeros. Every value that is computed from the result by
+ops that are linear and token-parallel is also zero outside of the window, so it need not be
+computed there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import fx
 
 from mstpass.graph import linearity, ops
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.tokens import Refusal, Spec
-from mstpass.normalize.token_window import Window, grid_spec, window_of
-
-aten = torch.ops.aten
+from mstpass.normalize.token_window import Choice, choice_of, grid_spec, is_scatter
 
 
-def window_scatter_spec(node: fx.Node, window: Window, wide_numel: float) -> Spec | None:
+def window_scatter_spec(node: fx.Node, window: Choice, wide_numel: float) -> Spec | None:
     """The token dims of a wide value that a node makes by scattering the window into zeros.
 
     None if the node is no such scatter.
     """
-    if node.target is not aten.slice_scatter.default or not linearity.is_zero(node.args[0]):
+    if not is_scatter(node) or not linearity.is_zero(node.args[0]):
         return None
     value = value_of(node)
     if value is None or numel(node) < wide_numel:
         return None
     spec = grid_spec(node, generic_shape(value), window.grid, window.axis)
-    return spec if spec is not None and window_of(node, spec) == window else None
+    return spec if spec is not None and choice_of(node, spec) == window else None
 
 
 def scattered_gradients(
-    joint: JointGraph, window: Window, wide_numel: float
+    joint: JointGraph, window: Choice, wide_numel: float
 ) -> tuple[dict[fx.Node, Spec], set[fx.Node]]:
     """The backward values that are zero outside of the window.
 

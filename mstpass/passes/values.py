@@ -21,7 +21,7 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.renew_values import defined_strides
 from mstpass.graph.sizes import depends_on_data, generic, generic_shape, hint_shape
 from mstpass.graph.view_storages import may_be_view
-from mstpass.torch_internals.fake_tensors import storage_key, without_guards
+from mstpass.torch_internals.fake_tensors import binds_size, storage_key, without_guards
 from mstpass.torch_internals.graphs import HigherOrderOperator, OpOverload, schema_of
 
 
@@ -94,7 +94,7 @@ def _is_computed(node: fx.Node) -> bool:
         return False
     if any("val" not in n.meta for n in node.all_input_nodes):
         return False
-    return not any(map(_has_unknown_size, (node, *node.all_input_nodes)))
+    return not binds_size(node) and not any(map(_has_unknown_size, (node, *node.all_input_nodes)))
 
 
 def _is_item_of_subgraph(node: fx.Node) -> bool:
@@ -112,7 +112,7 @@ def _is_arithmetic(node: fx.Node) -> bool:
 def _has_unknown_size(node: fx.Node) -> bool:
     value = node.meta["val"]
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return not value.node.has_hint()
+        return not value.node.has_hint()  # of two expressions, which is which is not known
     return any(map(depends_on_data, tensors_of(value)))
 
 

@@ -12,10 +12,12 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 import re
 import types
 from collections.abc import (
     Callable,
+    Iterable,
     Iterator,
     Mapping,
     MutableMapping,
@@ -39,6 +41,7 @@ _LOCAL = re.compile(r"\bL\['(\w+)'\]")  # what guards call a local variable
 Values = Mapping[sympy.Symbol, int]
 _COUNTERS = ("_version_counter", "_replacements_version_counter")  # of what is cached
 _UNBOUNDED = 2**60  # torch's own bound of sizes is one less than 2^63
+_NONZERO, _INDEX = torch.ops.aten.nonzero.default, torch.ops.aten.index.Tensor
 
 
 @contextlib.contextmanager
@@ -109,13 +112,17 @@ def _caching() -> tuple[Any, ...]:
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """The value of a size in the batch at hand; 1 if it depends on data and has none."""
+    """The value of a size in the batch at hand; of one that depends on data, the most it may be.
+
+    It is 1 where nothing is known of it.
+    """
     if isinstance(size, int):
         return size
     node = size.node
-    if not node.has_hint():
-        return 1
     environment = node.shape_env
+    if not node.has_hint():
+        found = _most_by_data(environment, node.expr)
+        return 1 if found is None else found
     return _hints(environment, environment._version_counter)(node.expr)
 
 
@@ -128,6 +135,43 @@ def _hints(environment: ShapeEnv, version: int) -> Callable[[sympy.Expr], int]:
         return int(expr.xreplace(environment.backed_var_to_val))
 
     return value
+
+
+def has_hint(size: int | torch.SymInt) -> bool:
+    """Whether a size has a value in the batch at hand, or is known to be at most one."""
+    if isinstance(size, int) or size.node.has_hint():
+        return True
+    return _most_by_data(size.node.shape_env, size.node.expr) is not None
+
+
+def _most_by_data(environment: ShapeEnv, expr: sympy.Expr) -> int | None:
+    """The value of an expression with sizes that depend on data at the most that they may be.
+
+    Such a size has the hint that ``note_sizes_by_data`` gives it, or is at most its bound.
+    """
+    known = dict(environment.backed_var_to_val)
+    for symbol in expr.free_symbols - known.keys():
+        most = environment.var_to_hint_override.get(symbol, bound_of(environment, symbol))
+        if most is None:
+            return None
+        known[symbol] = sympy.Integer(most)
+    return int(expr.xreplace(known))
+
+
+def note_sizes_by_data(nodes: Iterable[fx.Node]) -> None:
+    """Let estimates take the rows that masks select at their most: all of them.
+
+    Neither a range nor a guard is added.
+    """
+    for node in nodes:
+        if not node.meta.get("unbacked_bindings") or not node.all_input_nodes:
+            continue
+        chosen = node.all_input_nodes[0 if node.target is _NONZERO else -1].meta.get("val")
+        if node.target in (_NONZERO, _INDEX) and isinstance(chosen, torch.Tensor):
+            size = node.meta["val"].shape[0]
+            symbol, most = size.node.expr, math.prod(map(hint, chosen.shape))
+            if symbol.is_Symbol:
+                size.node.shape_env.var_to_hint_override[symbol] = most
 
 
 def bound_of(environment: ShapeEnv, symbol: sympy.Symbol) -> int | None:

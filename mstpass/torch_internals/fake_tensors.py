@@ -69,6 +69,26 @@ def set_hint(size: SymInt, hint: int) -> None:
     size.node.shape_env.var_to_hint_override[size.node.expr] = hint
 
 
+def binds_size(node: fx.Node) -> bool:
+    """Whether the node makes a size that depends on data, and is the first to do so."""
+    return bool(node.meta.get("unbacked_bindings"))
+
+
+def bind_as(places: fx.Node, node: fx.Node, mode: FakeTensorMode) -> None:
+    """Let a ``nonzero`` of a vector make the size that another node made, in its first dim.
+
+    The result is laid out as torch's fake kernel lays it out. A new fake value would have a new
+    size (torch/_subclasses/fake_impls.py).
+    """
+    size = node.meta["val"].shape[0]
+    with mode:
+        value = torch.empty_strided(
+            (size, 1), (1, size), dtype=torch.int64, device=node.meta["val"].device
+        )
+    places.meta["val"] = value
+    places.meta["unbacked_bindings"] = node.meta["unbacked_bindings"]
+
+
 def first_expression(size: SymInt) -> sympy.Expr:
     """The size before its symbol turned out equal to another one. Inductor names inputs by it."""
     found: sympy.Expr = size.node._expr

@@ -1,0 +1,202 @@
+"""Selections of rows become indexing with the numbers of the rows.
+
+    x[mask]       =  x.reshape(N, ...)[rows]      rows = nonzero(mask.reshape(N))
+    x[i, j]       =  x.reshape(N, ...)[rows]      rows = i * S + j, of a grid of [B, S] tokens
+    zeros.index_put([mask], g)                    in the same way
+
+A mask, or one tensor of indices for each token dim, says which tokens are chosen. One number for
+each chosen token says the same, and move_token_slices.py can follow it. All selections by one mask
+share its ``nonzero``, so that they have one size.
+
+The selections of wide values are rewritten, and all others by the same masks and indices.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from mstpass.graph import ops
+from mstpass.graph.builder import UnknownSize
+from mstpass.graph.joint import JointGraph, numel, value_of
+from mstpass.graph.node_meta import replacement_meta
+from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.sizes import Size, expression, generic_shape, is_size, same_shape
+from mstpass.graph.token_rules.arguments import argument
+from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
+from mstpass.torch_internals.fake_tensors import bind_as, binds_size
+
+aten = torch.ops.aten
+
+_READS = (aten.index.Tensor, aten._unsafe_index.Tensor)
+_WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
+_MASKS = (torch.bool, torch.uint8)
+_Key = tuple[str, ...]  # the names of the indices, or that of the mask seen through views
+
+
+def selections_as_rows(joint: JointGraph) -> Rewritten:
+    """Rewrite such selections, in a copy of the graph.
+
+    Returns:
+        The copy and the names of the nodes that index in it; the graph itself if none does.
+    """
+    wide = min((WIDE_OF_ANCHOR * numel(n) for n, _ in joint.cached(anchors)), default=None)
+    if wide is None:
+        return joint, frozenset()
+    found = [node for node in joint.nodes if _selects(node)]
+    chosen = {_key(n) for n in found if n.target in _READS and numel(n.all_input_nodes[0]) >= wide}
+    first = {_key(node): node for node in reversed(found)}
+    chosen = {key for key in chosen if not _is_mask(first[key]) or binds_size(first[key])}
+    names = [node.name for node in found if _key(node) in chosen]
+    if not names:
+        return joint, frozenset()
+    writer = _Writer(joint)
+    try:
+        for name in names:
+            writer.rewrite(writer.joint.by_name[name])
+    except UnknownSize:
+        return joint, frozenset()
+    return writer.rewriting.finished(), frozenset(writer.made)
+
+
+# ---- reading ------------------------------------------------------------------------------------
+def _selects(node: fx.Node) -> bool:
+    """Whether a node reads or writes chosen rows of the leading dims, in another form than ours."""
+    if node.target not in (*_READS, *_WRITES):
+        return False
+    source, given = value_of(node.all_input_nodes[0]), argument(node, "indices")
+    found = (value_of(index) for index in given if isinstance(index, fx.Node))
+    tensors = [tensor for tensor in found if tensor is not None]
+    if source is None or not tensors or len(tensors) != len(given):
+        return False
+    is_mask = any(tensor.dtype in _MASKS for tensor in tensors)
+    has_form = not is_mask and tensors[0].dim() == 1  # of our own, with one tensor
+    if (len(tensors) > 1 and is_mask) or (len(tensors) == 1 and has_form):
+        return False
+    if _num_dims(node) > source.dim():
+        return False
+    return node.target in _READS or _writes_rows(node)
+
+
+def _writes_rows(node: fx.Node) -> bool:
+    """Whether each index has a row of values of its own."""
+    base, values = node.all_input_nodes[0].meta["val"], value_of(node.args[2])  # type: ignore[arg-type]
+    rest = base.shape[_num_dims(node) :]
+    if values is None or values.dim() != len(rest) + len(_block(node)):
+        return False
+    if not same_shape(values.shape[len(_block(node)) :], rest):
+        return False
+    return _is_mask(node) or same_shape(values.shape, [*_block(node), *rest])
+
+
+def _indices(node: fx.Node) -> list[fx.Node]:
+    return list(argument(node, "indices"))
+
+
+def _is_mask(node: fx.Node) -> bool:
+    return _indices(node)[0].meta["val"].dtype in _MASKS
+
+
+def _block(node: fx.Node) -> tuple[int, ...]:
+    """The dims that stand for the indexed ones; of a mask they are one, of any size."""
+    if _is_mask(node):
+        return (1,)
+    return tuple(torch.broadcast_shapes(*(generic_shape(i.meta["val"]) for i in _indices(node))))
+
+
+def _num_dims(node: fx.Node) -> int:
+    """How many leading dims of the source the indices choose from."""
+    indices = _indices(node)
+    return indices[0].meta["val"].dim() if _is_mask(node) else len(indices)
+
+
+def _key(node: fx.Node) -> _Key:
+    return tuple(_seen_through_views(i).name if _is_mask(node) else i.name for i in _indices(node))
+
+
+def _seen_through_views(node: fx.Node) -> fx.Node:
+    while ops.is_view_by_shape(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+# ---- writing ------------------------------------------------------------------------------------
+class _Writer:
+    """Rewrites the selections of one graph, in their order, in a copy of it."""
+
+    def __init__(self, joint: JointGraph):
+        self.rewriting = Rewriting(joint)
+        self.joint, self.builder = self.rewriting.joint, self.rewriting.builder
+        self.sizes = self.rewriting.sizes
+        self.rows: dict[tuple[_Key, tuple[int, ...]], fx.Node] = {}
+        self.made: set[str] = set()  # names of the new nodes that index
+
+    def rewrite(self, node: fx.Node) -> None:
+        source, rank = node.all_input_nodes[0], _num_dims(node)
+        shape = list(source.meta["val"].shape)
+        tokens, rest = math.prod(shape[:rank]), shape[rank:]
+        with self.rewriting.graph.inserting_before(node):
+            rows = self._rows_of(node, shape[:rank])
+            flat = self._reshaped(source, [tokens, *rest])
+            if node.target in _READS:
+                made = self.builder.call(aten.index.Tensor, flat, [rows])
+            else:
+                count = rows.meta["val"].shape[0]
+                values = self._reshaped(node.args[2], [count, *rest])  # type: ignore[arg-type]
+                accumulate = bool(argument(node, "accumulate")) and not _is_mask(node)
+                made = self.builder.call(aten.index_put.default, flat, [rows], values, accumulate)
+            has_shape = node.target in _READS and _is_mask(
+                node
+            )  # perhaps by another name of its size
+            result = made if has_shape else self._reshaped(made, list(node.meta["val"].shape))
+        for new in (made, result):
+            new.meta.update(replacement_meta(node))
+        self.rewriting.replace(node, result)
+        self.made.add(made.name)
+
+    def _rows_of(self, node: fx.Node, grid: list[Size]) -> fx.Node:
+        """The numbers of the rows that a node selects, ``[K]``."""
+        key = _key(node), tuple(generic_shape(node.all_input_nodes[0].meta["val"])[: len(grid)])
+        if key not in self.rows:
+            self.rows[key] = self._of_mask(node) if _is_mask(node) else self._of_grid(node, grid)
+        return self.rows[key]
+
+    def _of_mask(self, node: fx.Node) -> fx.Node:
+        (mask,) = _indices(node)
+        size: Any = node.meta["val"].shape[0]
+        flat = self._reshaped(mask, [math.prod(mask.meta["val"].shape)])
+        places = self.rewriting.graph.call_function(aten.nonzero.default, (flat,))
+        bind_as(places, node, self.builder.mode)
+        rows = self.builder.call(aten.squeeze.dim, places, 1)
+        held = self.builder.call(aten.sym_size.int, rows, 0)
+        self.sizes.learn(held)
+        for other in list(self.rewriting.graph.nodes):  # they would read a wide value
+            if other.target is aten.sym_size.int and other is not held and is_size(other):
+                if expression(other.meta["val"]) == expression(size):
+                    self.rewriting.replace(other, held)
+        return rows
+
+    def _of_grid(self, node: fx.Node, grid: list[Size]) -> fx.Node:
+        rows: fx.Node | None = None
+        for index, size in zip(_indices(node), grid, strict=True):
+            number = index
+            if len(grid) > 1:
+                (length,) = self.sizes.arguments([size])
+                from_end = self.builder.call(aten.lt.Scalar, index, 0)
+                shifted = self.builder.call(aten.add.Tensor, index, length)
+                number = self.builder.call(aten.where.self, from_end, shifted, index)
+            if rows is None:
+                rows = number
+            else:
+                rows = self.builder.call(aten.mul.Tensor, rows, length)
+                rows = self.builder.call(aten.add.Tensor, rows, number)
+        assert rows is not None
+        return self._reshaped(rows, [math.prod(rows.meta["val"].shape)])
+
+    def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:
+        if same_shape(node.meta["val"].shape, shape):
+            return node
+        return self.builder.call(aten.reshape.default, node, self.sizes.arguments(shape))
