@@ -25,7 +25,7 @@ _STACKS = (
 _CHUNKS_BY_HAND = "; if the step splits its tokens or logits by hand, do not: mst makes the chunks"
 _SELECT_FIRST = (
     "select tokens before the widening matmul: `head(h[:, -1])` instead of `head(h)[:, -1]`; to "
-    "leave tokens out of a loss, use `ignore_index` or torch.where, not a mask as an index"
+    "leave tokens out of a loss, use `ignore_index`, or one mask for hidden states and labels"
 )
 _SEPARATE_DIMS = (
     "keep tokens and features in separate dims: flatten batch and sequence together, and nothing "
