@@ -130,6 +130,11 @@ class LeanerPlans:
                     error.args = (self._explained(failure, self.plan, why),)
                     raise
 
+    def waits_for_backward(self) -> bool:
+        """Whether a forward of one of the plans has not had its backward yet, nor was dropped."""
+        gc.collect()  # nodes of steps that are over may be in cycles
+        return any(map(_waits, (self.plan, *self.earlier)))
+
     def _take(self, plan: CompiledPlan) -> None:
         self.plan, self._due = plan, None
         self._is_least = plan.limit.is_least  # or no leaner plan was found
@@ -163,7 +168,7 @@ class LeanerPlans:
         for plan in plans:
             if plan.functions.made(node):
                 return plan
-        waiting = [plan for plan in plans if any(map(plan.functions.made, gc.get_objects()))]
+        waiting = [plan for plan in plans if _waits(plan)]
         if len(waiting) > 1:
             raise RuntimeError(
                 "mstpass: a checkpoint runs a forward again, and a step that ran out of memory has "
@@ -266,6 +271,11 @@ class LeanerPlans:
         said = f"Set memory_budget={budget}, or 0.0 for the least memory, to plan for that at once"
         more = ", and lengths to compile the plans for all lengths before the first step"
         return said + (more if self.by_length else "")
+
+
+def _waits(plan: CompiledPlan) -> bool:
+    """Whether autograd's graph has a node of the plan."""
+    return any(map(plan.functions.made, gc.get_objects()))
 
 
 def _is_leaner(plan: CompiledPlan, other: CompiledPlan) -> bool:

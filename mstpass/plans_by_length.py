@@ -207,7 +207,8 @@ class PlansByLength:
         self._calls[key] += 1
         if serving:
             is_final = len(self.plans) >= _MOST_PLANS
-            if is_final or self._calls[key] < _OFTEN or compiles_nothing():
+            is_due = self._calls[key] % _OFTEN == 0 and not compiles_nothing()
+            if is_final or not is_due or any(map(_waits_for_backward, serving)):
                 return min(serving, key=lambda plan: plan.room), is_final
         if stance() == EAGER:
             return _Plan(self.graph.module, {}), False
@@ -343,6 +344,12 @@ class PlansByLength:
 
     def _is_allowed(self, sizes: Values) -> bool:
         return hold(guards_of(self.environment), sizes)
+
+
+def _waits_for_backward(plan: _Plan) -> bool:
+    """Whether a checkpoint may yet run a forward of the plan again."""
+    waits: Callable[[], bool] | None = getattr(plan.run, "waits_for_backward", None)
+    return waits is None or waits()
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:

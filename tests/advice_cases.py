@@ -61,10 +61,6 @@ def _by_batch_statistics(h: Tensor = hidden) -> Tensor:
     return _loss((logits - logits.mean(0)) / (logits.std(0) + 1e-5), labels)
 
 
-def _some_tokens(h: Tensor = hidden) -> Tensor:
-    return _loss(model(h)[labels >= 0], labels[labels >= 0])
-
-
 def _median_of_a_stack(h: Tensor = hidden) -> Tensor:
     return _loss(torch.stack([model(h), other(h), model(2 * h)]).median(0).values, labels)
 
@@ -185,7 +181,6 @@ CASES = {
         refused.unknown_op,
         lambda h=hidden: _loss(model(refused.scale(h, 0.5)), labels),
     ),
-    "a mask as an index": Case("selects by a mask", "use `ignore_index`", _some_tokens, fine),
     "the last token": Case(
         "picks single tokens",
         "head(h[:, -1])",
