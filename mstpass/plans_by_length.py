@@ -51,6 +51,7 @@ from mstpass.torch_internals.batch_sizes import (
     tracing,
     with_sizes,
 )
+from mstpass.torch_internals.collectives import has_ranks
 from mstpass.torch_internals.dynamo import EAGER, FAIL, compiles_nothing, current_backward, stance
 from mstpass.torch_internals.plain_inductor import by_inductor_alone
 
@@ -126,7 +127,8 @@ def _is_planned(inputs: Sequence[Any]) -> bool:
     """Whether the graph has a backward that is compiled with it."""
     tensors = (x for x in inputs if isinstance(x, torch.Tensor))
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return trains and not has_backward_hooks(inputs) and not traces_backward_again()
+    # FSDP2 gathers weights while blocks run; gradients of its steps were wrong with several plans.
+    return trains and not (has_backward_hooks(inputs) or traces_backward_again() or has_ranks())
 
 
 class PlansByLength:

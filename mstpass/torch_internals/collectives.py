@@ -230,7 +230,7 @@ def least_of_ranks(number: int) -> Agreed:
             dist.all_gather_object(numbers, number, group=group)
         return Agreed(min(numbers))
     frame = CompileContext.current_compile_id()
-    if frame is None or not _has_ranks():
+    if frame is None or not has_ranks():
         return Agreed(number)
     questions = _questions_to(dist.group.WORLD)
     if questions.alone:
@@ -242,7 +242,8 @@ def least_of_ranks(number: int) -> Agreed:
     return agreed
 
 
-def _has_ranks() -> bool:
+def has_ranks() -> bool:
+    """Whether this process is one of several that train together."""
     if not dist.is_available() or not dist.is_initialized():
         return False
     # ranks of a fake group do not exist, and MPI has no store
