@@ -230,7 +230,8 @@ def symbols_of_sizes(inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
 
 
 def symbols_of_inputs(graph: fx.Graph) -> tuple[ShapeEnv, dict[str, sympy.Symbol]]:
-    """The environment of a graph with symbolic sizes, and the symbols among its inputs by name.
+    """The environment of a graph with symbolic sizes, and its symbols by name, those included that
+    are known to equal others.
 
     Raises:
         LookupError: no input is a symbolic size.
@@ -239,8 +240,8 @@ def symbols_of_inputs(graph: fx.Graph) -> tuple[ShapeEnv, dict[str, sympy.Symbol
     sizes = [value for value in values if isinstance(value, torch.SymInt)]
     if not sizes:
         raise LookupError("no input is a symbolic size")
-    symbols = {s.name: s for size in sizes for s in size.node.expr.free_symbols}
-    return sizes[0].node.shape_env, symbols
+    environment = sizes[0].node.shape_env
+    return environment, {symbol.name: symbol for symbol in environment.backed_var_to_val}
 
 
 # ---- the inputs of a graph -----------------------------------------------------------------------
