@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,7 +175,7 @@ def test_a_plan_that_needs_as_much_is_followed_by_another(monkeypatch: pytest.Mo
     base = mstpass.explain(lambda x: (x @ weight).sum(), torch.randn(8, 4))
     planned = {75: (60, 120), 50: (50, 95)}  # by limit: simulated, scheduled
 
-    def again(gm: Any, inputs: Any, users: Any, partitioner: backend.Partitioner) -> str:
+    def again(graph: Any, partitioner: backend.Partitioner) -> str:
         limit_bytes = partitioner.limit.simulated_bytes
         peak, scheduled = planned[limit_bytes or 0]
         partitioner.report = base.with_outcome(
@@ -185,8 +186,9 @@ def test_a_plan_that_needs_as_much_is_followed_by_another(monkeypatch: pytest.Mo
     monkeypatch.setattr(backend, "_compiled", again)
     first = backend.Partitioner(Options(memory_budget=100))
     first.report = base.with_outcome(limit_bytes=97, peak_bytes=90, scheduled_peak_bytes=120)
-    graph: Any = None
-    found, best = backend._within_budget(graph, (), {}, "of 120", first)
+    graph: Any = SimpleNamespace(planned_for=None)
+    compiled: Any = "of 120"
+    found, best = backend._within_budget(graph, compiled, first)
     assert found == "of 95" and best.report is not None and best.report.peak_bytes == 95
 
 
