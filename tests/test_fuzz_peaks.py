@@ -65,8 +65,8 @@ def test_the_simulated_and_the_measured_peak_agree(case: Case) -> None:
 
 
 def test_the_schedule_counts_chunks_of_symbolic_length_by_the_batch() -> None:
-    """Their greatest length, 100,000 tokens, was taken for that of a chunk of 131."""
-    case = Case(shift="first", loss="top_margin", batch=1, length=131, vocabulary=600)
+    """The greatest length of a chunk was taken for that of each; the batch ends a range."""
+    case = Case(shift="first", loss="top_margin", batch=1, length=1024, vocabulary=600)
     case = dataclasses.replace(case, dynamic="both", forced=False, solver="recompute_all")
     checked = check_case(case, INDUCTOR)
     assert checked.status == "held", (checked.reason, *map(str, checked.failures))
