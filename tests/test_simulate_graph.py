@@ -85,6 +85,27 @@ def test_a_reduction_does_not_run_in_one_loop_over_all_elements() -> None:
     assert 1 <= _peak(lambda x, z: [(x.exp() * z).sum(-1), x.exp()], X, X) < 1.2
 
 
+def test_a_row_is_local_where_no_kernel_runs_over_the_rows_alone() -> None:
+    """The exponentials of a row, which its sum and its softmax read."""
+
+    def peak(result: Callable[[Tensor, Tensor, Tensor], Any]) -> int:
+        def fn(x: Tensor) -> Any:
+            logits = x @ x
+            exp = (logits - logits.amax(-1, True)).exp()
+            return result(logits, exp, exp.sum(-1, True))
+
+        return round(_peak(fn, X))
+
+    # What reads the exponentials behind the sum reads the logits too, so both are alive at once.
+    assert peak(lambda x, exp, z: (exp / z * x).sum(-1)) == 1
+    assert peak(lambda x, exp, z: [(exp / z * x).sum(-1), z.log().mean()]) == 1
+    assert peak(lambda x, exp, z: (exp / z * (x - z.log())).sum(-1)) == 2
+    assert peak(lambda x, exp, z: [(exp / z * x).sum(-1), z.log()]) == 2
+    assert peak(lambda x, exp, z: (exp / z * x).sum()) == 2  # it has no rows
+    assert peak(lambda x, exp, z: (exp / z * x).view(16, -1).sum(-1)) == 2  # it has others
+    assert peak(lambda x, exp, z: (exp / exp.sum() * x).sum(-1)) == 2
+
+
 def test_a_copy_in_another_order_is_not_written_over_its_operand() -> None:
     assert _peak(lambda x: (x @ x).t().contiguous() @ x, X) == 2
     assert _peak(lambda x: [(x @ x).t().contiguous()], X) == 2

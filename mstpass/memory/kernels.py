@@ -153,6 +153,7 @@ class Kernels:
             for buffer in read:
                 self.readers.setdefault(buffer, []).append(kernel)
         self._writer = {name: kernel for kernel, names in self.results.items() for name in names}
+        self._known_behind: dict[str, Set[str]] = {}
         # Of each kernel: how many calls are before it in the graph's order.
         is_call = [self.op[kernel].kind == CALL for kernel in self.read_by]
         self._calls_before = dict(
@@ -242,6 +243,7 @@ class Kernels:
                 and self._are_one_stage(buffer, kernel)
                 and buffer not in self._read_unfused[kernel]
                 and not self._loops_differ(buffer, kernel)
+                and not self._is_between_nests(buffer, kernel)
                 for kernel in self.readers[buffer]
             )
         }
@@ -274,6 +276,45 @@ class Kernels:
     def _ends_flat_loop(self, kernel: str) -> bool:
         reads = self.read_by[kernel] & self.read_by.keys()
         return self.op[kernel].kind == REDUCTION and any(map(self._is_flat, reads))
+
+    def _is_between_nests(self, buffer: str, kernel: str) -> bool:
+        """Whether a kernel behind a reduction of a value reads the value from memory.
+
+        On a CPU a reduction of rows ends a nest of loops. It shares its loop over the rows with the
+        nests behind it, and one row of the value is kept for these, unless one of them has other
+        rows, or none, or runs over the rows alone, as the kernel of their logarithms does
+        (``local_buffers`` in ``CppScheduling.codegen_outer_loop_node``).
+        """
+        if not self._is_pointwise_on_cpu(buffer) or len(self.readers[buffer]) < 2:
+            return False
+        behind = self._behind(kernel)
+        ends = [k for k in behind if self._is_reduction(k) and buffer in self._behind(k)]
+        rows = {self._numel(k) for k in ends}
+        if not rows:
+            return False
+        if self._is_reduction(kernel):
+            rows.add(self._numel(kernel))
+        return (
+            len(rows) > 1
+            or 1 in rows
+            or any(
+                k in behind or (buffer in self._behind(k) and not self._is_reduced(k))
+                for k in self.read_by
+                if self._is_pointwise_on_cpu(k) and self._numel(k) in rows
+            )
+        )
+
+    def _is_pointwise_on_cpu(self, kernel: str) -> bool:
+        return self.op[kernel].on_cpu and self.op[kernel].kind in (POINTWISE, REALIZED)
+
+    def _is_reduction(self, kernel: str) -> bool:
+        return self.op[kernel].kind == REDUCTION
+
+    def _is_reduced(self, kernel: str) -> bool:
+        return any(map(self._is_reduction, self.readers.get(kernel, ())))
+
+    def _numel(self, kernel: str) -> int:
+        return self.op[self.results[kernel][0]].numel
 
     def functions(self, fuse: bool) -> list[list[tuple[str, ...]]]:
         """The kernels that run as one, in order, and which of them are one function (rule 7)."""
@@ -321,8 +362,10 @@ class Kernels:
         before = self._behind(kernel)
         return writer in before and not any(writer in self._behind(k) for k in before)
 
-    def _behind(self, kernel: str) -> set[str]:
+    def _behind(self, kernel: str) -> Set[str]:
         """The kernels of the same stage whose results a kernel reads, directly or not."""
+        if kernel in self._known_behind:
+            return self._known_behind[kernel]
         stage = self._value[kernel].stage
         found: set[str] = set()
         stack = [kernel]
@@ -331,4 +374,5 @@ class Kernels:
             new = {k for k in writers - found if k and self._value[k].stage >= stage}
             found |= new
             stack += new
+        self._known_behind[kernel] = found
         return found
