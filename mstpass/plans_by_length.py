@@ -24,7 +24,7 @@ import math
 import operator
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -46,7 +46,9 @@ from mstpass.torch_internals.batch_sizes import (
     fake_inputs,
     guards_of,
     hold,
+    may_hold,
     preserve_rng_state,
+    symbols_among,
     symbols_of_sizes,
     tracing,
     with_sizes,
@@ -59,6 +61,7 @@ log = logging.getLogger(__name__)
 
 _OFTEN = 8  # calls of a range before it gets a plan beside that of a longer one
 _MOST_PLANS = 8
+_MOST_CHOICES = 100_000  # batches of which it is known which plan they take
 
 Values = Mapping[sympy.Symbol, int]
 
@@ -119,7 +122,11 @@ def plans_by_length(graph: Captured, compile_one: CompileOne) -> Any:
         return None
     graph = dataclasses.replace(graph, inputs=tuple(inputs))
     plans = PlansByLength(graph, symbols, context, compile_one)
-    plans.add_first()
+    try:
+        plans.add_first()
+    except LookupError as why:
+        log.debug("one plan for all sizes: %s", why)
+        return None
     return plans
 
 
@@ -136,7 +143,7 @@ class PlansByLength:
 
     Args:
         graph: with fake inputs.
-        symbols: the position of each symbol among the inputs.
+        sized: the symbols of sizes. Others, of strides and numbers, count for conditions alone.
         context: in which Dynamo traced the graph.
         compile_one: as of ``plans_by_length``.
     """
@@ -144,18 +151,20 @@ class PlansByLength:
     def __init__(
         self,
         graph: Captured,
-        symbols: Mapping[sympy.Symbol, int],
+        sized: Collection[sympy.Symbol],
         context: TracingContext,
         compile_one: CompileOne,
     ):
-        self.graph, self.symbols, self.context = graph, tuple(symbols), context
+        self.graph, self.sized, self.context = graph, frozenset(sized), context
+        symbols = symbols_among(graph.inputs)
+        self.symbols = tuple(symbols)
         self.compile_one = compile_one
         self.plans: list[_Plan] = []
         self.environment: ShapeEnv = next(
             x.node.shape_env for x in graph.inputs if isinstance(x, torch.SymInt)
         )
         self._sizes_of = operator.itemgetter(*symbols.values())
-        traced = self._values(self._sizes_of(graph.inputs))
+        traced = self._of_sizes(self._values(self._sizes_of(graph.inputs)))
         self.ranges = Ranges(self.environment, traced, graph.options.lengths)
         self._coming = list(graph.options.lengths)
         self._chosen: dict[Any, Compiled] = {}  # by the sizes of a batch: the last word
@@ -173,10 +182,13 @@ class PlansByLength:
 
     def add_first(self) -> None:
         """Compile the plan for the batch that was traced."""
-        self._add(self.ranges.traced, traced=True)
+        self._add(self._values(self._sizes_of(self.graph.inputs)), traced=True)
 
     def _values(self, sizes: Any) -> Values:
         return dict(zip(self.symbols, map(hint, _as_tuple(sizes)), strict=True))
+
+    def _of_sizes(self, values: Values) -> Values:
+        return {symbol: value for symbol, value in values.items() if symbol in self.sized}
 
     # ---- choosing ------------------------------------------------------------------------------
     def _choose(self, sizes: Any) -> Compiled:
@@ -193,14 +205,18 @@ class PlansByLength:
             if current_backward() is not None and key in self._latest:
                 return self._latest[key].run
             plan, is_final = self._plan_for(values)
+            if len(self._latest) >= _MOST_CHOICES:
+                del self._latest[next(iter(self._latest))]
             self._latest[key] = plan
             if is_final and not is_symbolic:
+                if len(self._chosen) >= _MOST_CHOICES:  # a number may count the steps
+                    self._chosen.clear()
                 self._chosen[sizes] = plan.run
             return plan.run
 
     def _plan_for(self, values: Values) -> tuple[_Plan, bool]:
         """The plan for a batch, and whether later batches of these sizes will take it too."""
-        ends = self.ranges.ends(values)
+        ends = self.ranges.ends(self._of_sizes(values))
         serving = [plan for plan in self.plans if plan.serves(values)]
         own = [plan for plan in serving if plan.is_within(ends)]
         if own:
@@ -216,7 +232,8 @@ class PlansByLength:
             return _Plan(self.graph.module, {}), False
         if stance() == FAIL:
             raise RuntimeError(
-                f"mstpass has no plan for a batch with {self.ranges.text(values)}, and the "
+                f"mstpass has no plan for a batch with "
+                f"{self.ranges.text(self._of_sizes(values))}, and the "
                 f"stance {FAIL!r} forbids to compile one: run a batch of that length first"
             )
         return self._add(values), True
@@ -249,7 +266,10 @@ class PlansByLength:
                 break
             if plan.serves(values):
                 return plan
-        return self._compiled(values, bounded=False, must_fit=False)
+        plan = self._compiled(values, bounded=False, must_fit=False)
+        if not plan.serves(values):
+            raise LookupError(f"a guard is about more than inputs: {plan.conditions}")
+        return plan
 
     def _to_plan_for(self, values: Values) -> Iterator[tuple[Values, bool, bool]]:
         """Sizes to plan for, until a plan is within the budget and serves the batch.
@@ -258,9 +278,10 @@ class PlansByLength:
             The sizes, whether they are the largest that the plan serves, and whether it must be
             within the budget. If none is, the least memory is planned for the whole range.
         """
-        ends = self.ranges.ends(values)
+        ends = self.ranges.ends(self._of_sizes(values))
         middle = {s: round(math.sqrt(values[s] * end)) for s, end in ends.items()}
-        tried = [sizes for sizes in (ends, middle, values) if self._is_allowed(sizes)]
+        longer = (self._grown(values, sizes) for sizes in (ends, middle))
+        tried = [sizes for sizes in (*longer, values) if self._is_allowed(sizes)]
         bounded = len(self.plans) < _MOST_PLANS - 1
         if bounded:
             yield from ((sizes, True, True) for sizes in tried)
@@ -278,15 +299,15 @@ class PlansByLength:
             return self._leaner(run, sizes, bounded, limit, args)
 
         run = with_leaner_plans(first, self.graph, leaner, by_length=True)
-        return _Plan(run, sizes if bounded else {}, conditions)
+        return _Plan(run, self._of_sizes(sizes) if bounded else {}, conditions)
 
     def _for_sizes(
         self, sizes: Values, bounded: bool, must_fit: bool, limit: Limit | None = None
     ) -> tuple[CompiledPlan, tuple[Any, ...]]:
         """The graph compiled for these sizes, and the conditions under which it is right."""
-        named = tuple((str(symbol), size) for symbol, size in sizes.items())
-        values = {**self._strides(sizes), **sizes}
-        with at_sizes(self.environment, values, sizes if bounded else {}) as conditions:
+        largest = self._of_sizes(sizes)
+        named = tuple((str(symbol), size) for symbol, size in largest.items())
+        with at_sizes(self.environment, sizes, largest if bounded else {}) as conditions:
             graph = dataclasses.replace(
                 self.graph,
                 module=_copy(self.graph.module),
@@ -312,31 +333,32 @@ class PlansByLength:
         return compiled
 
     def _by_inductor_alone(self, values: Values) -> _Plan:
-        sizes = {**self._strides(values), **values}
-        with at_sizes(self.environment, sizes) as conditions:
+        with at_sizes(self.environment, values) as conditions:
             inputs = with_sizes(self.graph.inputs)
             run = by_inductor_alone(_copy(self.graph.module), inputs, self.graph.users)
-        return _Plan(run, self.ranges.ends(values), tuple(conditions))
+        return _Plan(run, self.ranges.ends(self._of_sizes(values)), tuple(conditions))
 
     def _add_coming(self, values: Values) -> None:
         """Compile the plans for the lengths that the user says will come."""
         coming, self._coming = self._coming, []
         with counted(len(coming), "mstpass compiles for all lengths") as advance:
             for length in coming:
-                batch = {**values, self.ranges.long: length}
-                ends = self.ranges.ends(batch)
+                batch = self._grown(values, {**self._of_sizes(values), self.ranges.long: length})
+                ends = self.ranges.ends(self._of_sizes(batch))
                 if not any(plan.serves(batch) and plan.is_within(ends) for plan in self.plans):
                     self._add(batch)
                 advance()
 
-    def _strides(self, sizes: Values) -> Values:
-        """Values of the symbols in strides: no element of an input lies on another one."""
-        grown = math.prod(sizes.values()) / math.prod(self.ranges.traced.values())
-        growth = max(1.0, grown)
+    def _grown(self, values: Values, sizes: Values) -> Values:
+        """A batch like one with these values, of other sizes.
+
+        Its strides grow as well, so that no element of an input lies on another one.
+        """
+        growth = max(1.0, math.prod(sizes.values()) / math.prod(self._of_sizes(values).values()))
         tensors = (x for x in self.graph.inputs if isinstance(x, torch.Tensor))
-        strides = (stride for x in tensors for stride in x.stride())
-        symbols = {s: stride for stride in strides for s in [expression(stride)] if s.is_Symbol}
-        return {s: math.ceil(hint(size) * growth) for s, size in symbols.items()}
+        strides = {expression(stride) for x in tensors for stride in x.stride()}
+        longer = {s: math.ceil(values[s] * growth) for s in strides.intersection(values)}
+        return {**values, **longer, **sizes}
 
     @contextlib.contextmanager
     def _as_traced(self) -> Iterator[None]:
@@ -345,7 +367,7 @@ class PlansByLength:
             yield
 
     def _is_allowed(self, sizes: Values) -> bool:
-        return hold(guards_of(self.environment), sizes)
+        return may_hold(guards_of(self.environment), sizes)
 
 
 def _waits_for_backward(plan: _Plan) -> bool:

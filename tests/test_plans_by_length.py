@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 import warnings
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -321,3 +323,19 @@ def test_a_condition_of_one_plan_is_none_of_the_others(
     plans = dispatchers[-1]
     assert [len(plan.conditions) for plan in plans.plans] == [0, 1], "up to 960; above 1,000"
     assert counters["stats"]["unique_graphs"] - graphs == 1
+
+
+def test_a_condition_on_a_stride_is_asked_of_each_batch(
+    model: nn.Module, dispatchers: list[PlansByLength]
+) -> None:
+    """A plan whose compilation compared a stride serves no batch of which that is not known."""
+    stream = _ids(2, 301)
+    step = _compiled(_loss_of(model))
+    gradients(model, step, [stream[:, :-1]])
+    plans = dispatchers[-1]
+    (stride,) = set(plans.symbols) - plans.sized
+    plan = dataclasses.replace(plans.plans[0], conditions=(stride < 400,))
+    near, far = ({**dict.fromkeys(plans.symbols, 2), stride: s} for s in (399, 400))
+    assert plan.serves(near) and not plan.serves(far)
+    other = sympy.Symbol("elsewhere", integer=True)
+    assert not dataclasses.replace(plan, conditions=(other < 400,)).serves(near)

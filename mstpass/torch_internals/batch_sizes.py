@@ -208,8 +208,22 @@ def _name(environment: ShapeEnv, symbol: sympy.Symbol) -> str:
 
 
 def hold(conditions: Sequence[Any], values: Values) -> bool:
-    """Whether conditions on symbols hold; those on other symbols do not count."""
+    """Whether all conditions are known to hold for these values of symbols."""
+    return all(condition.xreplace(dict(values)) == True for condition in conditions)  # noqa: E712
+
+
+def may_hold(conditions: Sequence[Any], values: Values) -> bool:
+    """Whether no condition is known to fail; those on other symbols may hold."""
     return all(condition.xreplace(dict(values)) != False for condition in conditions)  # noqa: E712
+
+
+def symbols_among(inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
+    """The symbols that are inputs themselves, of strides and numbers too, with their positions."""
+    found: dict[sympy.Symbol, int] = {}
+    for position, value in enumerate(inputs):
+        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+            found.setdefault(value.node.expr, position)
+    return found
 
 
 def symbols_of_sizes(inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
@@ -217,10 +231,7 @@ def symbols_of_sizes(inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
 
     None, if a size has another symbol. Strides and numbers that are no sizes do not count.
     """
-    found: dict[sympy.Symbol, int] = {}
-    for position, value in enumerate(inputs):
-        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
-            found.setdefault(value.node.expr, position)
+    found = symbols_among(inputs)
     sizes: list[Any] = [size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape]
     symbolic = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
     of_sizes = {symbol for expr in symbolic for symbol in expr.free_symbols}
