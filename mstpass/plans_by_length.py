@@ -53,7 +53,6 @@ from mstpass.torch_internals.batch_sizes import (
     tracing,
     with_sizes,
 )
-from mstpass.torch_internals.collectives import has_ranks
 from mstpass.torch_internals.dynamo import EAGER, FAIL, compiles_nothing, current_backward, stance
 from mstpass.torch_internals.plain_inductor import by_inductor_alone
 
@@ -62,6 +61,7 @@ log = logging.getLogger(__name__)
 _OFTEN = 8  # calls of a range before it gets a plan beside that of a longer one
 _MOST_PLANS = 8
 _MOST_CHOICES = 100_000  # batches of which it is known which plan they take
+_PARAMETERS, _SOURCE = "_param_name_to_source", "_dynamo_source"
 
 Values = Mapping[sympy.Symbol, int]
 
@@ -134,8 +134,7 @@ def _is_planned(inputs: Sequence[Any]) -> bool:
     """Whether the graph has a backward that is compiled with it."""
     tensors = (x for x in inputs if isinstance(x, torch.Tensor))
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    # FSDP2 gathers weights while blocks run; gradients of its steps were wrong with several plans.
-    return trains and not (has_backward_hooks(inputs) or traces_backward_again() or has_ranks())
+    return trains and not (has_backward_hooks(inputs) or traces_backward_again())
 
 
 class PlansByLength:
@@ -377,9 +376,18 @@ def _waits_for_backward(plan: _Plan) -> bool:
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with a graph of its own: a compilation changes the one that it is given."""
+    """The module with a graph of its own: a compilation changes the one that it is given.
+
+    AOTAutograd reads where each input comes from in attributes of Dynamo's.
+    """
     copied = fx.GraphModule(module, copy.deepcopy(module.graph), type(module).__name__)
     copied.meta = dict(module.meta)
+    if hasattr(module, _PARAMETERS):
+        setattr(copied, _PARAMETERS, getattr(module, _PARAMETERS))
+    inputs = (m.graph.find_nodes(op="placeholder") for m in (module, copied))
+    for traced, node in zip(*inputs, strict=True):
+        if hasattr(traced, _SOURCE):
+            setattr(node, _SOURCE, getattr(traced, _SOURCE))
     return copied
 
 

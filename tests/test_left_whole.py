@@ -127,14 +127,22 @@ def test_symbolic_batches_keep_their_loops() -> None:
     assert all(mode.loops for region in result.problem.regions for mode in region.modes)
 
 
-def test_no_peak_is_told_where_a_size_depends_on_data() -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_peak_is_told_where_a_size_that_depends_on_data_has_a_bound(is_known: bool) -> None:
+    """Rows that a mask selects are at most all; a number in the data may be any."""
     weight = torch.randn(64, 16, requires_grad=True)
 
-    def loss(x: torch.Tensor) -> torch.Tensor:
+    def selected(x: torch.Tensor) -> torch.Tensor:
         rows = torch.nonzero(x[:, 0] > 0).squeeze(1)
         return (x[rows] @ weight.t()).sin().sum()
 
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        joint, outputs = joint_graph(loss, torch.randn(300, 16, requires_grad=True))
+    def repeated(x: torch.Tensor) -> torch.Tensor:
+        times = (x.detach() > 0).sum().item()
+        return (x.new_ones(times, 16) * x[:1] @ weight.t()).sin().sum()
+
+    settings = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+    with torch._dynamo.config.patch(settings):
+        x = torch.randn(300, 16, requires_grad=True)
+        joint, outputs = joint_graph(selected if is_known else repeated, x)
     outcome = pipeline.run(joint, Options(), num_fwd_outputs=outputs).outcome
-    assert outcome.peak_bytes is None
+    assert (outcome.peak_bytes is not None) == is_known

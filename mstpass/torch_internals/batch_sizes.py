@@ -15,6 +15,7 @@ import itertools
 import math
 import re
 import types
+from collections import Counter
 from collections.abc import (
     Callable,
     Iterable,
@@ -278,27 +279,50 @@ def fake_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
 def with_sizes(inputs: Sequence[Any]) -> list[Any]:
     """Fake inputs of symbolic sizes made anew, with the values that their symbols have now.
 
+    Inputs that are views of one tensor stay so, such as ids and shifted labels.
+
     Raises:
-        LookupError: an input cannot be made anew: it shares its memory with another one, or is of
-            a class of its own.
+        LookupError: an input cannot be made anew: it shares its memory with one that it is no view
+            of, or is of a class of its own.
     """
-    storages = [x.untyped_storage()._cdata for x in inputs if isinstance(x, torch.Tensor)]
-    return [_renewed(x, storages) for x in inputs]
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    storages = Counter(x.untyped_storage()._cdata for x in tensors)
+    bases: dict[int, tuple[Any, torch.Tensor]] = {}  # by storage: the base, and the new one
+
+    def renewed(value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            return _size(value)
+        if not isinstance(value, torch.Tensor) or not _is_symbolic(value):
+            return value
+        storage = value.untyped_storage()._cdata
+        if storages[storage] == 1:
+            new = _renewed(value)
+        else:
+            base = value if value._base is None else value._base
+            of_all, new = bases.setdefault(storage, (base, _renewed(base)))
+            if of_all is not base or base.dtype != value.dtype:
+                raise LookupError("two inputs share their memory")
+            new = new if value is base else _view(new, value)
+        return new.requires_grad_(value.requires_grad)
+
+    with torch.no_grad():
+        return [renewed(x) for x in inputs]
 
 
-def _renewed(value: Any, storages: list[int]) -> Any:
-    if isinstance(value, torch.SymInt):
-        return _size(value)
-    if not isinstance(value, torch.Tensor) or not _is_symbolic(value):
-        return value
+def _renewed(value: torch.Tensor) -> torch.Tensor:
     if type(value) is not FakeTensor or value.layout is not torch.strided:
         raise LookupError(f"an input is a {type(value).__name__}")
-    if storages.count(value.untyped_storage()._cdata) > 1:
-        raise LookupError("two inputs share their memory")
     shape, strides = ([_size(size) for size in sizes] for sizes in (value.shape, value.stride()))
     with value.fake_mode:
         new = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
-    return new.requires_grad_(value.requires_grad)
+    start = value.storage_offset()
+    return _view(new, value) if isinstance(start, torch.SymInt) or start else new
+
+
+def _view(base: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A view where the value lies in its storage: loops copy what does not start a storage."""
+    shape, strides = ([_size(size) for size in sizes] for sizes in (value.shape, value.stride()))
+    return base.as_strided(shape, strides, _size(value.storage_offset()))
 
 
 def _is_symbolic(value: torch.Tensor) -> bool:
