@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ from mstpass.torch_internals.batch_sizes import (
     tracing,
 )
 from mstpass.torch_internals.caches import cache_counts
-from mstpass.torch_internals.collectives import least_of_ranks
+from mstpass.torch_internals.collectives import Alike, has_ranks, least_of_ranks
 from mstpass.torch_internals.dynamo import RestartAnalysis
 from mstpass.torch_internals.inductor import compile_fx
 from mstpass.torch_internals.plain_inductor import by_inductor_alone, options_of_mode
@@ -177,7 +178,8 @@ def _again(graph: Captured) -> Make | None:
         log.debug("no leaner plan: %s", why)
         return None
     least = PlannedFor((), bounded=False, must_fit=True)
-    fake = dataclasses.replace(graph, inputs=inputs, planned_for=least)
+    options = dataclasses.replace(graph.options, repeat_collectives="off")  # one rank is alone
+    fake = dataclasses.replace(graph, inputs=inputs, planned_for=least, options=options)
 
     def make(limit: Limit, _: Sequence[Any]) -> CompiledPlan:
         with tracing(context), preserve_rng_state():
@@ -216,8 +218,13 @@ def _of_all_ranks(available_bytes: int, example_inputs: Sequence[Any]) -> int:
     return agreed.number
 
 
-def _compiled_and_reported(graph: Captured, limit: Limit) -> CompiledPlan:
+def _compiled_and_reported(
+    graph: Captured, limit: Limit, notes: tuple[str, ...] = ()
+) -> CompiledPlan:
     """The compiled graph, whose report is kept.
+
+    Args:
+        notes: what the report says besides.
 
     Raises:
         DoesNotFitError: the free plan needs more than the device has left.
@@ -239,6 +246,9 @@ def _compiled_and_reported(graph: Captured, limit: Limit) -> CompiledPlan:
         raise
     report = partitioner.report
     if report is None:
+        why = _why_not_alike(graph, stored[-1]) if stored else ""
+        if why:
+            return _without_repeated_collectives(graph, limit, why)
         for earlier in stored:
             store.keep(earlier)
         return dataclasses.replace(compiled, report=stored[-1] if stored else None)
@@ -256,11 +266,36 @@ def _compiled_and_reported(graph: Captured, limit: Limit) -> CompiledPlan:
             raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
         warnings.warn(f"mstpass: {over}", stacklevel=2)
         report = report.with_outcome(notes=(*report.outcome.notes, over))
+    why = _why_not_alike(graph, report)
+    if why:
+        store.remember(report, key)  # with the graph in the cache: another time ranks may agree
+        return _without_repeated_collectives(graph, limit, why)
+    report = report.with_outcome(notes=(*report.outcome.notes, *notes))
     report = _with_graph_ends(report, graph)
     store.add_nested(partitioner.nested, key)
     store.add(report, key, partitioner.seconds, partitioner.pass_seconds)
     _write_reports([*partitioner.nested, report], options)
     return dataclasses.replace(compiled, report=report)
+
+
+def _why_not_alike(graph: Captured, report: Report) -> str:
+    """Why a plan that repeats collectives is not known to be that of all ranks; else empty.
+
+    A rank whose plan repeats none tells the others so, and does not wait.
+    """
+    found = report.outcome.collectives
+    if found is None or not graph.options.repeats_collectives or not has_ranks():
+        return ""
+    code = "\n".join(str(node.target) for node in graph.module.graph.nodes)
+    alike = Alike(found.groups, hashlib.sha256(code.encode()).hexdigest())
+    alike.tell(found.order)
+    return alike.why_not(found.order) if found.repeated else ""
+
+
+def _without_repeated_collectives(graph: Captured, limit: Limit, why: str) -> CompiledPlan:
+    options = dataclasses.replace(graph.options, repeat_collectives="off")
+    note = f"backward repeats no collective, which takes more memory: {why}"
+    return _compiled_and_reported(dataclasses.replace(graph, options=options), limit, (note,))
 
 
 def _stored(key: str) -> tuple[list[Report], bool]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from mstpass.graph.axes import TOKENS
+from mstpass.graph.repeated_collectives import Collectives
 from mstpass.graph.tokens import Spec
 from mstpass.problem.host_memory import pinned_bytes
 
@@ -381,7 +382,8 @@ class Outcome:
         peaks: where sizes are symbolic, the peaks of the plan's largest batch and of shorter ones.
         budget_holds_for: the sizes of the largest batch of the plan whose simulated peak is within
             a budget in bytes; empty without a budget, and where the plan serves one batch.
-        draws_random_numbers, has_collectives: the step reads a random state; it waits for ranks.
+        draws_random_numbers: the step reads a random state.
+        collectives: of the step, in which it waits for other ranks; None if it has none.
     """
 
     regions: tuple[ChunkPlan, ...] = ()
@@ -397,4 +399,4 @@ class Outcome:
     peaks: tuple[PeakAt, ...] = ()
     budget_holds_for: tuple[tuple[str, int], ...] = ()
     draws_random_numbers: bool = False
-    has_collectives: bool = False
+    collectives: Collectives | None = None

@@ -306,9 +306,13 @@ class PlansByLength:
         """The graph compiled for these sizes, and the conditions under which it is right."""
         largest = self._of_sizes(sizes)
         named = tuple((str(symbol), size) for symbol, size in largest.items())
+        options = self.graph.options
+        if limit is not None:  # after a failure of this rank alone
+            options = dataclasses.replace(options, repeat_collectives="off")
         with at_sizes(self.environment, sizes, largest if bounded else {}) as conditions:
             graph = dataclasses.replace(
                 self.graph,
+                options=options,
                 module=_copy(self.graph.module),
                 inputs=tuple(with_sizes(self.graph.inputs)),
                 planned_for=PlannedFor(named, bounded, must_fit),

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -240,6 +242,64 @@ def least_of_ranks(number: int) -> Agreed:
     agreed = questions.least(number)
     questions.agreed[frame.frame_id] = agreed.number
     return agreed
+
+
+# ---- whether ranks compile alike -----------------------------------------------------------------
+_YES = "alike"
+
+
+@functools.lru_cache(maxsize=1)  # a new group starts anew
+def _asked(group: Any) -> Counter[str]:
+    """How often each topic came up in this process, by topic."""
+    return Counter()
+
+
+class Alike:
+    """A question to the ranks of some process groups: do all of you have the same answer?
+
+    Each rank writes down its own answer, in the store of the process group. One that has to know
+    waits for those of the others, which may compile later, or not this graph at all. The first one
+    that knows, or has waited for long enough, writes down a verdict: it counts for all.
+
+    Args:
+        groups: names of process groups. Of several ones, all ranks are asked.
+        topic: what the question is about, the same text on all ranks.
+    """
+
+    def __init__(self, groups: Sequence[str], topic: str):
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        group: Any = dist.group.WORLD
+        if len(set(groups)) == 1:
+            group = dist.distributed_c10d._resolve_process_group(groups[0])
+        self._ranks = dist.get_process_group_ranks(group)
+        among = hashlib.sha256(f"{self._ranks} {topic}".encode()).hexdigest()
+        number = _asked(dist.group.WORLD)[among]
+        _asked(dist.group.WORLD)[among] += 1
+        self._key = f"mstpass/alike/{among}/{number}"
+
+    def tell(self, answer: str) -> None:
+        """Write down the answer of this rank, for those that wait for it."""
+        self._store.set(f"{self._key}/{dist.get_rank()}", answer)
+
+    def why_not(self, answer: str) -> str:
+        """Why not all ranks are known to have this answer; empty if they have."""
+        verdict = self._store.compare_set(f"{self._key}/verdict", "", self._found(answer))
+        return str(verdict.decode()).removeprefix(_YES)
+
+    def _found(self, answer: str) -> str:
+        """The verdict by what this rank sees."""
+        deadline = time.monotonic() + PATIENCE_S
+        for rank in self._ranks:
+            key = f"{self._key}/{rank}"
+            while not self._store.check([key]):
+                if self._store.check([f"{self._key}/verdict"]):
+                    return _YES  # of another rank, which counts
+                if time.monotonic() > deadline:
+                    return f"rank {rank} did not compile together with rank {dist.get_rank()}"
+                time.sleep(_POLL_S)
+            if self._store.get(key).decode() != answer:
+                return f"rank {rank} has another plan than rank {dist.get_rank()}"
+        return _YES
 
 
 def has_ranks() -> bool:
