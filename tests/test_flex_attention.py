@@ -130,6 +130,7 @@ FORMS = (
     pytest.param(Form("", "cap"), id="capped", marks=pytest.mark.full),
     pytest.param(Form("causal", "slopes"), id="slopes", marks=pytest.mark.full),
     pytest.param(Form(kv_heads=2), id="grouped queries", marks=pytest.mark.full),
+    pytest.param(Form(kv_heads=1), id="one head of keys"),
 )
 
 
