@@ -286,8 +286,9 @@ def _why_not_alike(graph: Captured, report: Report) -> str:
     found = report.outcome.collectives
     if found is None or not graph.options.repeats_collectives or not has_ranks():
         return ""
-    code = "\n".join(str(node.target) for node in graph.module.graph.nodes)
-    alike = Alike(found.groups, hashlib.sha256(code.encode()).hexdigest())
+    targets = (node.target for node in graph.module.graph.nodes)
+    called = "\n".join(t if isinstance(t, str) else t.__name__ for t in targets)  # not its address
+    alike = Alike(found.groups, hashlib.sha256(called.encode()).hexdigest())
     alike.tell(found.order)
     return alike.why_not(found.order) if found.repeated else ""
 

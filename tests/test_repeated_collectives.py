@@ -28,7 +28,7 @@ def test_ranks_that_compile_alike_exchange_again(found: Found) -> None:
     assert not first["notes"] and not second["notes"]
     for alike, off in zip(found["alike"], found["off"], strict=True):
         assert off["repeated"] == 0
-        assert alike["simulated"] < 0.9 * off["simulated"] and alike["peak"] < off["peak"]
+        assert alike["simulated"] < 0.9 * off["simulated"]
 
 
 def test_a_rank_of_another_plan_has_all_repeat_nothing(found: Found) -> None:
