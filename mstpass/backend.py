@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -58,6 +57,7 @@ from mstpass.options import OptionError, Options
 from mstpass.out_of_memory import CompiledPlan, Make, with_leaner_plans
 from mstpass.partition.budget import BudgetError, over_budget
 from mstpass.plans_by_length import plans_by_length
+from mstpass.rank_agreements import of_all_ranks, why_not_alike
 from mstpass.report import store
 from mstpass.report.graph_ends import with_graph_ends
 from mstpass.report.report import Report, ReportFileError
@@ -74,7 +74,6 @@ from mstpass.torch_internals.batch_sizes import (
     tracing,
 )
 from mstpass.torch_internals.caches import cache_counts
-from mstpass.torch_internals.collectives import Alike, has_ranks, least_of_ranks
 from mstpass.torch_internals.dynamo import RestartAnalysis
 from mstpass.torch_internals.inductor import compile_fx
 from mstpass.torch_internals.plain_inductor import by_inductor_alone, options_of_mode
@@ -158,7 +157,7 @@ def _planned(graph: Captured) -> Callable[..., Any]:
     watch_optimizers()
     device_bytes = device_budget_bytes(graph.options, graph.inputs)
     if device_bytes is not None:
-        device_bytes = _of_all_ranks(device_bytes, graph.inputs)
+        device_bytes = of_all_ranks(device_bytes, graph.inputs)
     compile_one = functools.partial(_fitting, device_bytes)
     by_length = plans_by_length(graph, compile_one)
     if by_length is not None:
@@ -200,24 +199,6 @@ def _fitting(device_bytes: int | None, graph: Captured, limit: Limit | None = No
     return _compiled_and_reported(graph, Limit.in_bytes(device_bytes))
 
 
-def _of_all_ranks(available_bytes: int, example_inputs: Sequence[Any]) -> int:
-    """The least that any rank has left, for a graph that has a backward.
-
-    Programs often evaluate on one rank alone, which must not wait for the others.
-    """
-    tensors = (x for x in example_inputs if isinstance(x, torch.Tensor))
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
-        return available_bytes
-    agreed = least_of_ranks(available_bytes)
-    if agreed.alone:
-        warnings.warn(
-            f"mstpass: {agreed.alone}, so memory_budget='auto' counts the memory of one rank "
-            "alone. Where ranks run different programs, give each a memory_budget in bytes",
-            stacklevel=2,
-        )
-    return agreed.number
-
-
 def _compiled_and_reported(
     graph: Captured, limit: Limit, notes: tuple[str, ...] = ()
 ) -> CompiledPlan:
@@ -246,7 +227,7 @@ def _compiled_and_reported(
         raise
     report = partitioner.report
     if report is None:
-        why = _why_not_alike(graph, stored[-1]) if stored else ""
+        why = why_not_alike(graph, stored[-1]) if stored else ""
         if why:
             return _without_repeated_collectives(graph, limit, why)
         for earlier in stored:
@@ -266,7 +247,7 @@ def _compiled_and_reported(
             raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
         warnings.warn(f"mstpass: {over}", stacklevel=2)
         report = report.with_outcome(notes=(*report.outcome.notes, over))
-    why = _why_not_alike(graph, report)
+    why = why_not_alike(graph, report)
     if why:
         store.remember(report, key)  # with the graph in the cache: another time ranks may agree
         return _without_repeated_collectives(graph, limit, why)
@@ -276,21 +257,6 @@ def _compiled_and_reported(
     store.add(report, key, partitioner.seconds, partitioner.pass_seconds)
     _write_reports([*partitioner.nested, report], options)
     return dataclasses.replace(compiled, report=report)
-
-
-def _why_not_alike(graph: Captured, report: Report) -> str:
-    """Why a plan that repeats collectives is not known to be that of all ranks; else empty.
-
-    A rank whose plan repeats none tells the others so, and does not wait.
-    """
-    found = report.outcome.collectives
-    if found is None or not graph.options.repeats_collectives or not has_ranks():
-        return ""
-    targets = (node.target for node in graph.module.graph.nodes)
-    called = "\n".join(t if isinstance(t, str) else t.__name__ for t in targets)  # not its address
-    alike = Alike(found.groups, hashlib.sha256(called.encode()).hexdigest())
-    alike.tell(found.order)
-    return alike.why_not(found.order) if found.repeated else ""
 
 
 def _without_repeated_collectives(graph: Captured, limit: Limit, why: str) -> CompiledPlan:

@@ -232,7 +232,7 @@ def least_of_ranks(number: int) -> Agreed:
             dist.all_gather_object(numbers, number, group=group)
         return Agreed(min(numbers))
     frame = CompileContext.current_compile_id()
-    if frame is None or not has_ranks():
+    if frame is None or not has_ranks() or not has_store():
         return Agreed(number)
     questions = _questions_to(dist.group.WORLD)
     if questions.alone:
@@ -306,5 +306,9 @@ def has_ranks() -> bool:
     """Whether this process is one of several that train together."""
     if not dist.is_available() or not dist.is_initialized():
         return False
-    # ranks of a fake group do not exist, and MPI has no store
-    return dist.get_world_size() > 1 and dist.get_backend() not in ("fake", "mpi")
+    return dist.get_world_size() > 1 and dist.get_backend() != "fake"  # its ranks do not exist
+
+
+def has_store() -> bool:
+    """Whether the ranks have a store in which they can leave each other messages."""
+    return dist.get_backend() != "mpi"
