@@ -149,6 +149,7 @@ def test_gradients(form: Form, budget: float) -> None:
     assert report.outcome.save_plan.solver != "torch", report.outcome.notes
 
 
+@pytest.mark.full
 def test_any_number_of_tokens() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Layer(Form(kv_heads=2)), Layer(Form(kv_heads=2)))
