@@ -349,3 +349,21 @@ def test_the_least_memory_may_be_far_below_the_peak_before_cheap_values_run_twic
         budgets=True,
     )
     held(case)
+
+
+def test_statistics_that_two_loops_compute_are_returned_by_one_of_them() -> None:
+    """Heads over the same rows, in sections: the second loop's result took the first one's place."""
+    case = Case(
+        (Layer(norm="layer_plain"),),
+        final_norm="layer_plain",
+        shift="every_other",
+        loss="stack",
+        batch=1,
+        length=13,
+        features=8,
+        vocabulary=601,
+        memory_budget=0.0,
+        chunk_tokens=1000,
+        variants=("recompute all",),
+    )
+    held(case)

@@ -31,7 +31,7 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.renew_values import CannotRenew, Renewal
 from mstpass.graph.tokens import CannotTake
 from mstpass.loops.write_loop import LoopWriter
-from mstpass.plans import ChunkPlan, LoopOutput
+from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.dependency_order import DependencyCycle, dependency_order
 from mstpass.problem.problem import UNFINISHED, loop_name, unfinished
 from mstpass.torch_internals.graphs import graph_module
@@ -103,13 +103,14 @@ class _GraphWriter:
         self.results: dict[fx.Node, fx.Node] = {}  # the same for what loops return, unfinished
         self.written: set[str] = set()  # names of loops
         self.renewal = Renewal(self.graph)
-        self.loop_of = {
-            loop_name(loop.outputs[0].node): (plan, loop) for plan in plans for loop in plan.loops
-        }
+        self.loop_of: dict[str, tuple[ChunkPlan, LoopPlan]] = {}
         self.producers: dict[fx.Node, tuple[str, LoopOutput]] = {}
-        for name, (_, loop) in self.loop_of.items():
-            for item in loop.outputs:
-                self.producers.setdefault(joint.by_name[item.node], (name, item))
+        for chunk_plan, loop in ((each, loop) for each in plans for loop in each.loops):
+            name = loop_name(loop.outputs[0].node)
+            # as in problem/apply_modes.py: of what several loops compute, the first returns it
+            own = [item for item in loop.outputs if joint.by_name[item.node] not in self.producers]
+            self.loop_of[name] = chunk_plan, dataclasses.replace(loop, outputs=tuple(own))
+            self.producers.update((joint.by_name[item.node], (name, item)) for item in own)
         collectives = joint.cached(collectives_of)
         self.earlier = dict(itertools.pairwise(reversed(collectives)))  # the collective before each
 

@@ -146,8 +146,10 @@ class _Writer:
         self.tangents = {v.name for v in problem.backward if not v.inputs}
         self.producer: dict[str, tuple[Loop, LoopResult]] = {}
         for loop in loops:
-            for result in loop.results:
-                self.producer.setdefault(result.node, (loop, result))
+            # of what several loops compute, such as statistics of shared rows, the first returns it
+            own = tuple(r for r in loop.results if r.node not in self.producer)
+            loop = dataclasses.replace(loop, results=own)
+            self.producer.update((result.node, (loop, result)) for result in own)
         self.new: dict[str, Value] = {}
         self.backward: set[str] = set()
 
