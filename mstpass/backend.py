@@ -176,7 +176,7 @@ def _again(graph: Captured) -> Make | None:
     except LookupError as why:
         log.debug("no leaner plan: %s", why)
         return None
-    least = PlannedFor((), bounded=False, must_fit=True)
+    least = PlannedFor((), (), bounded=False, must_fit=True)
     fake = dataclasses.replace(graph, inputs=inputs, planned_for=least)
 
     def make(limit: Limit, _: Sequence[Any]) -> CompiledPlan:
