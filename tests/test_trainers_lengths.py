@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +95,10 @@ class Counted:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     monkeypatch.setenv("MSTPASS_STRICT", "True")
     torch._dynamo.reset()
-    yield Counted()
+    return Counted()
 
 
 def losses(run: Any) -> list[float]:
