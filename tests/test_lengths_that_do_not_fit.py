@@ -41,7 +41,8 @@ def _caught(step: Any, model: TinyLM, length: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gradients(model, step, [_words(length)])
-    return [str(w.message) for w in caught if "mstpass" in str(w.message)]
+    said = (str(w.message) for w in caught)
+    return list(dict.fromkeys(text for text in said if "mstpass" in text))
 
 
 # ---- budgets -------------------------------------------------------------------------------------

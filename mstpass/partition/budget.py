@@ -50,12 +50,12 @@ def over_budget(outcome: Outcome, limit: Limit) -> str:
         return ""  # ``infeasible`` has said so
     return (
         f"memory_budget={bytes_text(budget)} cannot be met: the lowest peak found is "
-        f"{bytes_text(scheduled)}, by Inductor's schedule. {_of_half(outcome, budget)}"
+        f"{bytes_text(scheduled)}, by Inductor's schedule. {_within_by_schedule(outcome, budget)}"
         f"{_cause(outcome)}{_ADVICE}"
     )
 
 
-def _of_half(outcome: Outcome, budget: int) -> str:
+def _within_by_schedule(outcome: Outcome, budget: int) -> str:
     """Which of the batches with a known peak is within the budget, as a sentence.
 
     Their peaks by the schedule are taken to grow as the simulated ones do.
