@@ -18,7 +18,7 @@ from mstpass.plans import Outcome
 from mstpass.plans_by_length import PlansByLength
 from mstpass.report.report import Report
 from tests.checks import errors, gradients, in_float64
-from tests.models import TinyLM
+from tests.models import TinyLM, next_token_loss
 from tests.test_plans_by_length import VOCAB, D, _ids, _loss_of
 
 pytestmark = pytest.mark.op_by_op
@@ -71,6 +71,21 @@ def test_a_static_graph_and_then_ranges_have_right_gradients(model: TinyLM) -> N
     check_lengths(mstpass.compile(_loss_of(model), strict=True), model)
     ends = [r.outcome.peaks[0].sizes[0][1] if r.outcome.peaks else None for r in reports_of(before)]
     assert ends == [None, 1024, 4096]
+
+
+def test_a_float_of_a_module_in_every_plan(model: TinyLM) -> None:
+    """Under ``dynamic=True`` a Python float is a symbol too: each plan reads it anew."""
+    model.scale = 0.5
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        return next_token_loss(model, ids) * model.scale
+
+    step, before = mstpass.compile(loss, dynamic=True, strict=True), len(mstpass.reports())
+    for length in (300, 2000):
+        ids = _ids(1, length)
+        found, right = gradients(model, step, [ids]), gradients(model, loss, [ids])
+        assert max(errors(found, right)) < 1e-5, length
+    assert len(reports_of(before)) == 2 and all(r.outcome.peaks for r in reports_of(before))
 
 
 def reports_of(before: int) -> list[Report]:
