@@ -47,6 +47,7 @@ from mstpass.torch_internals.batch_sizes import (
     hold,
     may_hold,
     preserve_rng_state,
+    sources_of_numbers,
     symbols_among,
     symbols_of_sizes,
     tracing,
@@ -141,6 +142,7 @@ class PlansByLength:
         compile_one: CompileOne,
     ):
         self.graph, self.sized, self.context = graph, frozenset(sized), context
+        self._sources = sources_of_numbers(context, graph.inputs)
         symbols = symbols_among(graph.inputs)
         self.symbols = tuple(symbols)
         self.compile_one = compile_one
@@ -378,6 +380,7 @@ class PlansByLength:
     @contextlib.contextmanager
     def _as_traced(self) -> Iterator[None]:
         """As if Dynamo had just traced the graph."""
+        self.context.tensor_to_context.update(self._sources)
         with tracing(self.context), preserve_rng_state():
             yield
 

@@ -261,9 +261,7 @@ def symbols_of_inputs(graph: fx.Graph) -> tuple[ShapeEnv, dict[str, sympy.Symbol
 def fake_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """The inputs of a graph that Dynamo captured, as fake tensors that hold no memory.
 
-    Single numbers stay as they are, because the graph may hold a value of them; but for Python's
-    floats, which a graph of symbolic sizes reads by ``item``: only the fake tensor knows their
-    symbol (``FakeTensor.item_memo``), and Dynamo forgets it once the graph is compiled.
+    Single numbers stay as they are: the graph may hold a value of them.
 
     Raises:
         LookupError: Dynamo recorded none.
@@ -271,18 +269,23 @@ def fake_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     placeholders = gm.graph.find_nodes(op="placeholder")
     found = []
     for node, value in zip(placeholders, inputs, strict=True):
-        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
-            fake = node.meta.get("example_value")
-            if value.dim() and not isinstance(fake, FakeTensor):
+        if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, FakeTensor):
+            value = node.meta.get("example_value")
+            if not isinstance(value, FakeTensor):
                 raise LookupError(f"{node.name} has no fake tensor")
-            is_number = value.dim() == 0 and not isinstance(_item_of(fake), torch.SymFloat)
-            value = value if is_number else fake
         found.append(value)
     return found
 
 
-def _item_of(fake: Any) -> Any:
-    return fake.item_memo if isinstance(fake, FakeTensor) else None
+def sources_of_numbers(context: TracingContext, inputs: Sequence[Any]) -> dict[torch.Tensor, Any]:
+    """Where single numbers come from, such as the floats of modules, which are symbols as well.
+
+    Dynamo clears its record of that (``tensor_to_context``) once the graph is compiled, and without
+    it the graph cannot read their values when it is compiled again.
+    """
+    known = context.tensor_to_context
+    numbers = (x for x in inputs if isinstance(x, torch.Tensor) and x.dim() == 0)
+    return {x: known[x] for x in numbers if x in known}
 
 
 def with_sizes(inputs: Sequence[Any]) -> list[Any]:
