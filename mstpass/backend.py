@@ -57,6 +57,7 @@ from mstpass.options import OptionError, Options
 from mstpass.out_of_memory import CompiledPlan, Make, with_leaner_plans
 from mstpass.partition.budget import BudgetError, over_budget
 from mstpass.plans_by_length import plans_by_length
+from mstpass.rank_agreements import of_all_ranks, why_not_alike
 from mstpass.report import store
 from mstpass.report.graph_ends import with_graph_ends
 from mstpass.report.report import Report, ReportFileError
@@ -73,7 +74,6 @@ from mstpass.torch_internals.batch_sizes import (
     tracing,
 )
 from mstpass.torch_internals.caches import cache_counts
-from mstpass.torch_internals.collectives import least_of_ranks
 from mstpass.torch_internals.dynamo import RestartAnalysis
 from mstpass.torch_internals.inductor import compile_fx
 from mstpass.torch_internals.plain_inductor import by_inductor_alone, options_of_mode
@@ -157,7 +157,7 @@ def _planned(graph: Captured) -> Callable[..., Any]:
     watch_optimizers()
     device_bytes = device_budget_bytes(graph.options, graph.inputs)
     if device_bytes is not None:
-        device_bytes = _of_all_ranks(device_bytes, graph.inputs)
+        device_bytes = of_all_ranks(device_bytes, graph.inputs)
     compile_one = functools.partial(_fitting, device_bytes)
     by_length = plans_by_length(graph, compile_one)
     if by_length is not None:
@@ -177,7 +177,7 @@ def _again(graph: Captured) -> Make | None:
         log.debug("no leaner plan: %s", why)
         return None
     least = PlannedFor((), (), bounded=False, must_fit=True)
-    fake = dataclasses.replace(graph, inputs=inputs, planned_for=least)
+    fake = dataclasses.replace(graph.of_this_rank(), inputs=inputs, planned_for=least)
 
     def make(limit: Limit, _: Sequence[Any]) -> CompiledPlan:
         with tracing(context), preserve_rng_state():
@@ -198,26 +198,13 @@ def _fitting(device_bytes: int | None, graph: Captured, limit: Limit | None = No
     return _compiled_and_reported(graph, Limit.in_bytes(device_bytes))
 
 
-def _of_all_ranks(available_bytes: int, example_inputs: Sequence[Any]) -> int:
-    """The least that any rank has left, for a graph that has a backward.
-
-    Programs often evaluate on one rank alone, which must not wait for the others.
-    """
-    tensors = (x for x in example_inputs if isinstance(x, torch.Tensor))
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
-        return available_bytes
-    agreed = least_of_ranks(available_bytes)
-    if agreed.alone:
-        warnings.warn(
-            f"mstpass: {agreed.alone}, so memory_budget='auto' counts the memory of one rank "
-            "alone. Where ranks run different programs, give each a memory_budget in bytes",
-            stacklevel=2,
-        )
-    return agreed.number
-
-
-def _compiled_and_reported(graph: Captured, limit: Limit) -> CompiledPlan:
+def _compiled_and_reported(
+    graph: Captured, limit: Limit, notes: tuple[str, ...] = ()
+) -> CompiledPlan:
     """The compiled graph, whose report is kept.
+
+    Args:
+        notes: what the report says besides.
 
     Raises:
         DoesNotFitError: the free plan needs more than the device has left.
@@ -239,6 +226,9 @@ def _compiled_and_reported(graph: Captured, limit: Limit) -> CompiledPlan:
         raise
     report = partitioner.report
     if report is None:
+        why = why_not_alike(graph, stored[-1]) if stored else ""
+        if why:
+            return _without_repeated_collectives(graph, limit, why)
         for earlier in stored:
             store.keep(earlier)
         return dataclasses.replace(compiled, report=stored[-1] if stored else None)
@@ -256,11 +246,21 @@ def _compiled_and_reported(graph: Captured, limit: Limit) -> CompiledPlan:
             raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
         warnings.warn(f"mstpass: {over}", stacklevel=2)
         report = report.with_outcome(notes=(*report.outcome.notes, over))
+    why = why_not_alike(graph, report)
+    if why:
+        store.remember(report, key)  # with the graph in the cache: another time ranks may agree
+        return _without_repeated_collectives(graph, limit, why)
+    report = report.with_outcome(notes=(*report.outcome.notes, *notes))
     report = _with_graph_ends(report, graph)
     store.add_nested(partitioner.nested, key)
     store.add(report, key, partitioner.seconds, partitioner.pass_seconds)
     _write_reports([*partitioner.nested, report], options)
     return dataclasses.replace(compiled, report=report)
+
+
+def _without_repeated_collectives(graph: Captured, limit: Limit, why: str) -> CompiledPlan:
+    note = f"backward repeats no collective, which takes more memory: {why}"
+    return _compiled_and_reported(graph.of_this_rank(), limit, (note,))
 
 
 def _stored(key: str) -> tuple[list[Report], bool]:

@@ -54,6 +54,11 @@ class Captured:
     drop: Drop
     planned_for: PlannedFor | None = None
 
+    def of_this_rank(self) -> Captured:
+        """The same for a plan that other ranks do not have: it repeats no collective."""
+        options = dataclasses.replace(self.options, repeat_collectives="off")
+        return dataclasses.replace(self, options=options)
+
     def copied_module(self) -> fx.GraphModule:
         """The module with a graph of its own: a compilation changes the one that it is given.
 

@@ -23,11 +23,11 @@ from torch import fx
 from mstpass import pipeline
 from mstpass.captured import PlannedFor
 from mstpass.graph import device_costs
-from mstpass.graph.collectives import is_collective
 from mstpass.graph.host_copies import is_host_copy
 from mstpass.graph.joint import Modules
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.recompute_rules import draws_random_numbers
+from mstpass.graph.repeated_collectives import collectives_in
 from mstpass.limit import Limit
 from mstpass.loops.lowering import lower_loops
 from mstpass.memory.peaks_by_length import PeaksByLength
@@ -203,7 +203,7 @@ class Partitioner(CustomPartitionerFn):
             if not result.outcome.regions and not result.outcome.rejections:
                 raise SameForAllError
         outcome = dataclasses.replace(
-            result.outcome, **self._by_length(result, gm.graph), **_what_runs_once(gm)
+            result.outcome, **self._by_length(result, gm.graph), **_what_runs_once(gm, result)
         )
         self.report = Report(outcome, details=self._details(result))
         self.seconds, self.pass_seconds = result.seconds, result.pass_seconds
@@ -269,14 +269,22 @@ class Partitioner(CustomPartitionerFn):
         return uuid(self.options, self.limit, self.loops_in_backward, self.planned_for)
 
 
-def _what_runs_once(gm: fx.GraphModule) -> dict[str, Any]:
+def _what_runs_once(gm: fx.GraphModule, result: pipeline.Result) -> dict[str, Any]:
     """What a second run of the step would have to know: random draws, and waits for ranks."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    nodes = [node for graph in graphs for node in graph.nodes]
+    assert result.modules is not None
+    traced, *emitted = (list(_graphs_of(module)) for module in (gm, *result.modules))
     return {
-        "draws_random_numbers": any(map(draws_random_numbers, nodes)),
-        "has_collectives": any(map(is_collective, nodes)),
+        "draws_random_numbers": any(map(draws_random_numbers, _nodes(traced))),
+        "collectives": collectives_in(_nodes(traced), map(_nodes, emitted)),
     }
+
+
+def _graphs_of(gm: fx.GraphModule) -> Iterator[fx.Graph]:
+    return (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule))
+
+
+def _nodes(graphs: Sequence[fx.Graph]) -> list[fx.Node]:
+    return [node for graph in graphs for node in graph.nodes]
 
 
 def _number_of_loops(graph: fx.Graph) -> int:

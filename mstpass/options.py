@@ -42,6 +42,7 @@ class Options:
     reconstruct: str = "exact"
     accumulate: str = "auto"
     logits: str = "keep"
+    repeat_collectives: str = "auto"
     lengths: tuple[int, ...] = ()
     host_budget: int = 0
     strict: bool = False
@@ -73,6 +74,11 @@ class Options:
                 raise OptionError(f"unknown mst option {name!r}.{hint} Known options: {known}.")
             values[name] = _CHECKS[name](value, f"option {name!r}")
         return Options(**values)
+
+    @property
+    def repeats_collectives(self) -> bool:
+        """Whether backward may run collectives of the forward again."""
+        return self.repeat_collectives == "auto"
 
     @property
     def inductor_patches(self) -> dict[str, Any]:
@@ -233,6 +239,7 @@ _CHECKS: dict[str, Check] = {
     "solver": _solver,
     "reconstruct": _one_of("exact", "tolerant", "off"),
     "accumulate": _one_of("auto", "float32", "input"),
+    "repeat_collectives": _one_of("auto", "off"),
     "logits": _one_of("keep", "drop"),
     "lengths": _lengths,
     "host_budget": _host_budget,

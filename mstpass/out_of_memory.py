@@ -138,12 +138,17 @@ class LeanerPlans:
     def _take(self, plan: CompiledPlan) -> None:
         self.plan, self._due = plan, None
         self._is_least = plan.limit.is_least  # or no leaner plan was found
+        collectives = plan.report.outcome.collectives if plan.report is not None else None
+        if collectives is not None and collectives.repeated:
+            self.make = None  # other ranks run this plan too
         plan.functions.on_error = functools.partial(self._backward_failed, plan)
         self._run: Compiled = self._run_after_failures if self.earlier else plan.run
 
     # ---- after failures ------------------------------------------------------------------------
     def _take_leaner_next(self, failure: Failure) -> None:
-        """Have the next call take a leaner plan."""
+        """Have the next call take a leaner plan, if this graph can be compiled again."""
+        if self.make is None:
+            return
         with self._lock:
             self._due, self._run = failure, self._run_after_failures
 
@@ -194,7 +199,7 @@ class LeanerPlans:
             return "no plan needs less memory"
         if self.plan.functions.writes_inputs:
             return "it writes to its inputs, and may have done so"
-        if self.plan.report.outcome.has_collectives:
+        if self.plan.report.outcome.collectives is not None:
             return "it waits for other ranks"
         if current_backward() is not None:
             return "a checkpoint runs it, and must run the plan of its first run"

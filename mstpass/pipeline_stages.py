@@ -158,7 +158,8 @@ def _problem(
     while True:
         try:
             modes = region_modes(joint, candidates)
-            problem = cut_problem(joint, modes, not limit.is_free, host)
+            repeats = options.repeats_collectives
+            problem = cut_problem(joint, modes, not limit.is_free, host, repeats)
             with_modes(problem, {})
             broken = broken_policies(problem)
             if not broken:
@@ -244,13 +245,13 @@ def split(
         modules, save_plan = split_by_torch(rewritten, **torch_kwargs)
         as_copies(modules)
         return Split(modules, _named(save_plan, names, joint), planned.notes, reason)
-    problem = _problem_of(rewritten, planned, names)
+    problem = _problem_of(rewritten, planned, names, options)
     before = Solved(solved, planned.solver, planned.notes, planned.limit_bytes)
     chosen, name, notes, _ = carried_over(before, applied.names, problem, options, planned.limit)
     done = with_reconstruction(rewritten, problem, chosen, options, planned.limit, runner)
     if done is not None:
         rewritten, chosen = done.joint, done.plan
-        problem = _problem_of(rewritten, planned, names)
+        problem = _problem_of(rewritten, planned, names, options)
     step = StepSimulation.of(problem, chosen)
     limit_bytes = planned.limit_bytes
     above_limit = limit_bytes is not None and step.peak_bytes > limit_bytes
@@ -264,13 +265,16 @@ def split(
     return Split(modules, _named(save_plan, names, joint), notes)
 
 
-def _problem_of(rewritten: JointGraph, planned: Planned, names: Mapping[str, str]) -> CutProblem:
+def _problem_of(
+    rewritten: JointGraph, planned: Planned, names: Mapping[str, str], options: Options
+) -> CutProblem:
     """The problem of the graph with its loops, with the times that the plan was made with.
 
     Args:
         names: the name in the graph before loops of each node.
     """
-    problem = cut_problem(rewritten, (), not planned.limit.is_free, planned.problem.host)
+    host, repeats = planned.problem.host, options.repeats_collectives
+    problem = cut_problem(rewritten, (), not planned.limit.is_free, host, repeats)
     closed = with_modes(planned.problem, planned.plan.modes)
     us = {value.name: value.us for value in (*closed.values, *closed.backward)}
 

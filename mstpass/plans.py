@@ -12,11 +12,11 @@ from __future__ import annotations
 import dataclasses
 
 from mstpass.graph.axes import TOKENS
+from mstpass.graph.repeated_collectives import Collectives
 from mstpass.graph.tokens import Spec
 from mstpass.problem.host_memory import pinned_bytes
 
 FUSED, MIXED, RECOMPUTE, SAVE = "fused", "mixed", "recompute", "save"
-
 FLOAT32, INPUT = "float32", "input"  # ``LoopPlan.accumulate``
 AUTO = "auto"  # the option of this name: one of them for each loop
 # A sum kept in 16 bits is rounded once for each chunk, and eager's once. With the roundings that
@@ -381,7 +381,7 @@ class Outcome:
         peaks: where sizes are symbolic, the peaks of the plan's largest batch and of shorter ones.
         budget_holds_for: the sizes of the largest batch of the plan whose simulated peak is within
             a budget in bytes; empty without a budget, and where the plan serves one batch.
-        draws_random_numbers, has_collectives: the step reads a random state; it waits for ranks.
+        draws_random_numbers, collectives: the step reads a random state; waits for ranks in these.
     """
 
     regions: tuple[ChunkPlan, ...] = ()
@@ -397,4 +397,4 @@ class Outcome:
     peaks: tuple[PeakAt, ...] = ()
     budget_holds_for: tuple[tuple[str, int], ...] = ()
     draws_random_numbers: bool = False
-    has_collectives: bool = False
+    collectives: Collectives | None = None

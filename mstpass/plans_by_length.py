@@ -301,11 +301,12 @@ class PlansByLength:
         self, sizes: Values, planned_for: PlannedFor, limit: Limit | None = None
     ) -> tuple[CompiledPlan, tuple[Any, ...]]:
         """The graph compiled for these sizes, and the conditions under which it is right."""
+        own = self.graph if limit is None else self.graph.of_this_rank()  # after a failure
         most = self._of_sizes(sizes) if planned_for.bounded else {}
         with at_sizes(self.environment, sizes, most) as conditions:
             graph = dataclasses.replace(
-                self.graph,
-                module=self.graph.copied_module(),
+                own,
+                module=own.copied_module(),
                 inputs=tuple(with_sizes(self.graph.inputs)),
                 planned_for=planned_for,
             )

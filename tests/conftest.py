@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 
 import hypothesis
@@ -73,9 +74,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not config.getoption("--all"):
         skip = pytest.mark.skip(reason="runs with --all")
+        left_out = _not_sampled(items)
         for item in items:
-            if item.get_closest_marker("full"):
+            if item.get_closest_marker("full") or item in left_out:
                 item.add_marker(skip)
+
+
+def _not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of tests marked `sampled`, the parameters that run with ``--all`` only.
+
+    Those that run are spread evenly over the list of parameters, its ends included.
+    """
+    families = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("full"):
+            families[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for family in families.values():
+        mark = family[0].get_closest_marker("sampled")
+        assert mark is not None
+        last, steps = len(family) - 1, max(1, mark.args[0] - 1)
+        kept = {round(step * last / steps) for step in range(steps + 1)}
+        left_out |= {item for number, item in enumerate(family) if number not in kept}
+    return left_out
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,7 +15,7 @@ from mstpass.plans import LoopPlan
 from mstpass.regions import detect
 from tests.checks import check_against_float64, joint_graph, kinds
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(6), pytest.mark.op_by_op]
 
 FULL = pytest.mark.full
 D, N = 32, 192

@@ -13,7 +13,7 @@ from mstpass.report.report import Report
 
 from .advice_cases import CASES
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(8), pytest.mark.op_by_op]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,7 +14,7 @@ from mstpass.measure import peak_bytes
 from tests.checks import check_against_float64, compiled, kinds
 from tests.losses import REFUSED, VOCAB, Loss, LossModel
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(3), pytest.mark.op_by_op]
 
 LEAST = {"memory_budget": 0.0, "chunk_tokens": 128}
 TAKEN = (
@@ -74,6 +74,7 @@ def test_self_distillation(kernels: bool) -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.full
 def test_the_peak_of_self_distillation() -> None:
     """64 images in 8 views, 16,384 outputs: at most half of Inductor's peak."""
     model = SelfDistillation(128, 16_384, views=8)

@@ -166,6 +166,7 @@ def test_every_layer_of_a_hugging_face_llama() -> None:
     assert kinds(report).count(("attention", "recompute")) == 2, report.rejections
 
 
+@pytest.mark.full
 def test_every_layer_of_a_hugging_face_t5() -> None:
     """Its layers share a bias of positions."""
     pytest.importorskip("transformers")
@@ -182,6 +183,7 @@ def test_every_layer_of_a_hugging_face_t5() -> None:
     assert sum("SelfAttention" in region.source for region in found) == 4, report.rejections
 
 
+@pytest.mark.full
 def test_loops_over_heads_make_no_plan_slower() -> None:
     """Under every budget a step takes at most the time of that with loops over tokens alone."""
     size = LlamaSize(256, layers=5, heads=8, mlp_width=1024, vocabulary=4096, length=8192)

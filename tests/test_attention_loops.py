@@ -108,9 +108,10 @@ def test_projections_and_attention_are_one_loop(form: Form, num_heads: int) -> N
     assert _kinds(joint, backward)[1] == 1 + shared
 
 
-@pytest.mark.full
-def test_one_head_of_keys_is_shared_by_all_groups() -> None:
-    joint = traced(dataclasses.replace(LLAMA, kv_heads=1))
+@pytest.mark.parametrize("shared_kv", [True, pytest.param(False, marks=FULL)])
+def test_one_head_of_keys_is_shared_by_all_groups(shared_kv: bool) -> None:
+    """Attention itself reads it, or a copy for each head of the queries."""
+    joint = traced(dataclasses.replace(LLAMA, kv_heads=1, shared_kv=shared_kv))
     (region,), _ = detect_attention(joint)
     assert region.num_tokens == HEADS
     plan = check_loops(joint, region)

@@ -16,7 +16,7 @@ import mstpass
 from mstpass.measure import peak_bytes
 from tests.checks import check_against_float64, compiled, errors, gradients, in_float64, kinds
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(5), pytest.mark.op_by_op]
 
 EXPERTS, WIDTH, HIDDEN = 4, 32, 96
 Rows = Callable[["Experts", Tensor, Tensor], Tensor]  # experts, x (N, d), scores (N, E) -> (N, d)

@@ -32,6 +32,7 @@ def rows(path: Path, *names: str) -> dict[str, list[str]]:
     return {cells[0].strip(): [cell.strip() for cell in cells] for cells in lines[2:]}
 
 
+@pytest.mark.full
 def test_a_row_is_renewed_and_the_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

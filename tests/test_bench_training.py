@@ -16,6 +16,8 @@ from mstpass.bench.training import OLMO2, Curves, Job, Run, Setup, run_jobs
 from mstpass.errors import UserError
 from tests.checks import op_by_op
 
+pytestmark = pytest.mark.sampled(1)
+
 CPU = torch.device("cpu")
 QUICK = ["--quick", "--device", "cpu"]
 

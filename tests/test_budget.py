@@ -27,7 +27,7 @@ from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.problem import CutProblem, Plan
 from tests.checks import check_against_float64, compiled, joint_graph
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(2), pytest.mark.op_by_op]
 
 SIZE = LlamaSize(128, 4, 4, 352, 6000, 1024)
 ONE_LAYER = dataclasses.replace(SIZE, layers=1)
@@ -175,6 +175,7 @@ def test_a_plan_within_the_budget_stays(monkeypatch: pytest.MonkeyPatch) -> None
     assert peak_of(exactly) == (free_bytes + 4096, free_time)
 
 
+@pytest.mark.full
 def test_a_budget_that_cannot_be_met_names_the_lowest_peak() -> None:
     model, ids, target = llama(ONE_LAYER, torch.device("cpu"))
     strict = compiled(lambda ids, target: model(ids, target), memory_budget="1MiB")

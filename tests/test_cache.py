@@ -14,6 +14,8 @@ import torch
 from mstpass.inductor_hooks import uuid
 from mstpass.options import Options
 
+pytestmark = pytest.mark.sampled(3)
+
 FULL = pytest.mark.full
 PROGRAM = """
 import json, sys, torch

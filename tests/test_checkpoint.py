@@ -28,7 +28,11 @@ from mstpass.problem.saved_set import recomputed
 from tests.checks import check_against_float64, compiled, joint_graph, kinds
 from tests.models import MLPS
 
-pytestmark = [pytest.mark.op_by_op, pytest.mark.filterwarnings("ignore:.*context_fn.*")]
+pytestmark = [
+    pytest.mark.sampled(4),
+    pytest.mark.op_by_op,
+    pytest.mark.filterwarnings("ignore:.*context_fn.*"),
+]
 
 aten = torch.ops.aten
 Policy = Callable[..., CheckpointPolicy]

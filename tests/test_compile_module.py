@@ -144,6 +144,7 @@ def _llama() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.kernels
+@pytest.mark.full
 def test_a_hugging_face_model_has_the_peak_of_its_loss(tmp_path: Path) -> None:
     """As simulated, and as measured."""
     ids = torch.randint(2, 2048, (2, 256))

@@ -51,7 +51,7 @@ from tests.dense_losses import (
     speech,
 )
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(5), pytest.mark.op_by_op]
 
 MIB = 2**20
 DENSE_CHUNK = {"chunk_tokens": 128}
@@ -189,6 +189,7 @@ def test_a_convolution_has_the_operations_of_its_product() -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.full
 def test_the_peak_of_a_dense_head() -> None:
     """150 classes of 2 x 128 x 128 pixels: 18.8 MiB of logits."""
     model = Segmentation(150)
@@ -222,6 +223,7 @@ def test_transducer(name: str) -> None:
     assert report.regions[0].num_tokens == 3 * 23 * 9
 
 
+@pytest.mark.full
 def test_transducer_with_its_lattice() -> None:
     loss, mode = SPEECH["lattice"]
     report = check_against_float64(Transducer(), _step(loss), speech(2, 12, 5), chunk_tokens=40)

@@ -15,6 +15,8 @@ from mstpass.plans import Outcome
 from tests.checks import joint_graph
 from tests.models import MLPS, Block, TinyLM, next_token_loss
 
+pytestmark = pytest.mark.sampled(4)
+
 N, D, VOCAB = 192, 32, 600
 
 

@@ -119,6 +119,7 @@ def test_a_broken_file_is_ignored_with_a_warning(text: str) -> None:
         assert _table_in_use() == device_costs._CPU
 
 
+@pytest.mark.full
 def test_the_sweep_measures_every_point() -> None:
     measured = measure_chunk_costs.measure(CPU, quick=True)
     assert [rows for rows, _ in measured.slowdown] == list(measure_chunk_costs.QUICK.rows)

@@ -18,6 +18,8 @@ from mstpass.torch_internals.pretended_gpu import is_pretended
 from mstpass.tracing.devices import traced_for
 from mstpass.tracing.joint_graphs import trace_one_graph
 
+pytestmark = pytest.mark.sampled(8)
+
 TOKENS, WIDTH, VOCABULARY = 8192, 256, 32000
 
 

@@ -24,7 +24,7 @@ from tests.checks import (
 )
 from tests.graphs_of_steps import check_same_results
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(4), pytest.mark.op_by_op]
 VOCAB, DIM, TOKENS, HEADS = 600, 16, 96, 3
 CHUNKS = {"chunk_tokens": 64, "strict": True}
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -300,6 +300,7 @@ def test_heads_in_bfloat16_are_as_accurate_as_a_list_of_heads(layout: str) -> No
 
 
 @pytest.mark.kernels
+@pytest.mark.full
 def test_gradients_of_heads_under_inductor() -> None:
     check_against_float64(Stacked(), lambda model: model, _heads_batch(), chunk_tokens=64)
 

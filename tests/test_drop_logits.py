@@ -147,6 +147,7 @@ def test_lengths_that_vary(device: str) -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.full
 def test_the_peak_is_that_of_the_loss_alone() -> None:
     """No logits, and no zeros for their gradient."""
     model = LossModel()

@@ -14,7 +14,7 @@ from mstpass.graph.grouped_products import add_grouped_, grouped_rows, grouped_s
 from tests.checks import check_against_float64, errors, gradients, in_float64, kinds
 from tests.expert_models import WIDTH, Experts, Form, grouped
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(5), pytest.mark.op_by_op]
 
 TOKENS = (2, 300)
 FORMS = {

@@ -19,6 +19,7 @@ import mstpass
 from mstpass import pipeline
 from mstpass.explainer import ExplainError, explain_step
 from mstpass.graph import op_table
+from mstpass.graph.repeated_collectives import Collectives
 from mstpass.options import Options
 from mstpass.plans import ChunkPlan, Outcome, PeakAt, Rejection, SavedValue, SavePlan, Transfer
 from mstpass.regions.advice import fix_of
@@ -275,6 +276,7 @@ def test_the_documented_schema_is_the_real_one() -> None:
         *(f"save_plan.reconstructed[].{name}" for name in reconstructed),
         *(f"peaks[].{field.name}" for field in dataclasses.fields(PeakAt)),
         "budget_holds_for",
+        *(f"collectives.{field.name}" for field in dataclasses.fields(Collectives)),
         *(f"save_plan.transfers[].{field.name}" for field in dataclasses.fields(Transfer)),
     }
     for one in (report, other):

@@ -24,6 +24,8 @@ from mstpass import backend, inductor_hooks, pipeline, pipeline_stages
 from mstpass.report import store
 from tests.checks import KERNELS, op_by_op
 
+pytestmark = pytest.mark.sampled(5)
+
 Patch = pytest.MonkeyPatch
 
 LABELS_N = torch.arange(256)

@@ -130,6 +130,7 @@ FORMS = (
     pytest.param(Form("", "cap"), id="capped", marks=pytest.mark.full),
     pytest.param(Form("causal", "slopes"), id="slopes", marks=pytest.mark.full),
     pytest.param(Form(kv_heads=2), id="grouped queries", marks=pytest.mark.full),
+    pytest.param(Form(kv_heads=1), id="one head of keys"),
 )
 
 
@@ -148,6 +149,7 @@ def test_gradients(form: Form, budget: float) -> None:
     assert report.outcome.save_plan.solver != "torch", report.outcome.notes
 
 
+@pytest.mark.full
 def test_any_number_of_tokens() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Layer(Form(kv_heads=2)), Layer(Form(kv_heads=2)))

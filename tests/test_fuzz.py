@@ -193,6 +193,7 @@ def test_a_case_that_hangs_fails_and_the_next_one_runs(tmp_path: Path) -> None:
     assert [r["failures"][0]["kind"] for r in results] == ["hung", "hung"]
 
 
+@pytest.mark.full
 def test_one_case_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert fuzz.main(["--only", "3", "--seed", "20"]) == fuzz.HELD
     shown = capsys.readouterr().out
@@ -235,6 +236,7 @@ def test_sums_in_sixteen_bits_may_round_at_each_chunk() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_inductor_alone_is_right_where_its_vectorized_code_is_not() -> None:
     """Up to torch 2.13 it adds the embedding's gradient at wrong indices, also out of bounds."""
     convolution = Layer("convolution", variant=11, act="softmax", dropout=0.1, same=True)

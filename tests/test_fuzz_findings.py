@@ -37,6 +37,7 @@ def test_gradients_that_several_ops_read_are_defined_before_all_of_them() -> Non
     held(Case(logit_ops=("bias",), loss="z_loss", length=5, vocabulary=600, chunk_tokens=4))
 
 
+@pytest.mark.full
 def test_a_batch_shorter_than_a_chunk_of_symbolic_length() -> None:
     """The simulated peak counted a chunk of the greatest length, which the batch does not have."""
     held(
@@ -85,6 +86,7 @@ def test_symbolic_sizes_that_cross_are_no_buffers_in_a_plan_either() -> None:
     held(dataclasses.replace(sums, dynamic="length", chunk_tokens=32, forced=False))
 
 
+@pytest.mark.full
 def test_the_least_memory_may_lie_between_landmarks() -> None:
     experts = Layer(kind="experts", variant=4, norm="layer_plain", residual="sandwich")
     layers = tuple(
@@ -125,6 +127,7 @@ def test_batched_products_of_symbolic_length_under_inductor() -> None:
     held(case, "inductor")
 
 
+@pytest.mark.full
 def test_a_value_recomputed_from_a_reconstructed_one_keeps_its_policy() -> None:
     """Only a checkpoint's policy lets backward sort again; the copy of the sort had lost it."""
     layers = (
@@ -166,12 +169,14 @@ def test_a_gradient_of_labels_alone_has_no_buffer() -> None:
     held(case, "inductor")
 
 
+@pytest.mark.full
 def test_an_iteration_s_rows_have_a_symbolic_count() -> None:
     """Experts as batched products: a result had the generic size of a batch in its shape."""
     experts = Layer(kind="experts", variant=13, act="softplus")
     held(Case((experts,), dynamic="batch", variants=("half",)))
 
 
+@pytest.mark.full
 def test_loops_read_values_with_the_strides_that_were_traced() -> None:
     """A norm over groups has others where ops run one by one; Inductor keeps to the traced ones."""
     gated = Layer(residual="gated", act="gelu")
@@ -184,6 +189,7 @@ def test_a_view_of_what_a_loop_over_heads_returns_may_copy() -> None:
     held(Case((attention,), variants=("over heads",)))
 
 
+@pytest.mark.full
 def test_slices_behind_gradients_of_the_same_tokens() -> None:
     """The derivative of an activation slices a value that a gradient before it has read as well.
 
@@ -194,6 +200,7 @@ def test_slices_behind_gradients_of_the_same_tokens() -> None:
     held(dataclasses.replace(case, features=12, vocabulary=128))
 
 
+@pytest.mark.full
 def test_features_of_symbolic_size_behind_a_slice() -> None:
     """Weights of tokens by tokens have as many features as tokens: a size that is symbolic."""
     held(Case((Layer("scan", variant=1),), shift="logits", batch=1, dynamic="length"))
@@ -208,12 +215,14 @@ def test_a_program_may_magnify_rounding() -> None:
     held(Case((scan,), final_norm="unit", batch=1, length=64, variants=("checkpoints",)))
 
 
+@pytest.mark.full
 def test_scatters_that_never_wait_count_alike_under_any_budget() -> None:
     """The same graphs had a higher simulated peak under a budget than under the free plan."""
     case = Case(head="norm_after", logit_ops=("hide_words",), loss="preference", budgets=True)
     held(dataclasses.replace(case, batch=1, length=64, features=8, vocabulary=50))
 
 
+@pytest.mark.full
 def test_each_loop_that_is_asked_for_and_raises_the_peak_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -234,6 +243,7 @@ def test_each_loop_that_is_asked_for_and_raises_the_peak_is_left_out(
     held(case)
 
 
+@pytest.mark.full
 def test_a_value_recomputed_in_a_pass_of_its_own_is_written_once() -> None:
     """The rewritten graph counted it twice, and its plan as a call, which ends a C++ function."""
     held(
@@ -258,12 +268,14 @@ def test_a_difference_of_rounded_numbers_is_no_reconstruction() -> None:
     held(dataclasses.replace(case, solver="knapsack", reconstruct="tolerant", chunk_tokens=64))
 
 
+@pytest.mark.full
 def test_sizes_of_two_inputs_that_turn_out_equal_under_inductor() -> None:
     """Inductor knew the length by one input's name for it, the loop's body by the other's."""
     case = Case(mutations=("input_scaled",), dynamic="both", batch=3, length=64, chunk_tokens=4)
     held(case, "inductor")
 
 
+@pytest.mark.full
 def test_scores_of_symbolic_batch_and_length_fit_into_64_bits() -> None:
     """At the generic point a batch was a multiple of the length, and both were far above 2^16."""
     attention = Layer(kind="attention", variant=5, residual="add")
@@ -271,6 +283,7 @@ def test_scores_of_symbolic_batch_and_length_fit_into_64_bits() -> None:
     held(dataclasses.replace(case, chunk_tokens=1000, variants=("over heads",)))
 
 
+@pytest.mark.full
 def test_a_padded_gradient_is_computed_twice_as_its_plan_says() -> None:
     """Plans counted on copies of slices' gradients, the finished backward made none of them."""
     scan = Layer("scan", 4, norm="group", residual="post", act="relu_in_place", width=48)
@@ -285,6 +298,7 @@ def test_a_sunk_slice_stays_where_it_is() -> None:
     held(dataclasses.replace(case, features=12, vocabulary=600, chunk_tokens=3))
 
 
+@pytest.mark.full
 def test_a_value_whose_recorded_type_is_not_that_of_its_op() -> None:
     """Inductor's joint passes leave one behind a softmax in bfloat16; nothing is reconstructed."""
     convolution = Layer(
@@ -307,12 +321,14 @@ def test_a_value_whose_recorded_type_is_not_that_of_its_op() -> None:
     )
 
 
+@pytest.mark.full
 def test_a_written_operand_keeps_the_gaps_of_its_slice() -> None:
     """Run op by op, a loop read behind the end of the operand, whose copy was dense."""
     case = Case((Layer(),), final_norm="group", shift="hidden", batch=1, length=256)
     held(dataclasses.replace(case, chunk_tokens=64, lowered=True))
 
 
+@pytest.mark.full
 def test_the_least_memory_may_be_far_below_the_peak_before_cheap_values_run_twice() -> None:
     """A plan that such copies lower by a third was left out for the budget 0.0, but not for 0.2."""
     mlp = Layer(

@@ -11,6 +11,8 @@ from mstpass.fuzz.case import Case, Layer
 from mstpass.fuzz.checks import INDUCTOR, check_case
 from mstpass.limit import MEASURED_OVER_SIMULATED
 
+pytestmark = pytest.mark.sampled(2)
+
 SLICED = Case(
     (Layer(act="silu"),),
     head="norm_after",

@@ -21,7 +21,7 @@ from mstpass.normalize.left_out import LeftOut
 from tests.checks import check_against_float64, joint_graph, kinds
 from tests.graphs_of_steps import check_same_results
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(4), pytest.mark.op_by_op]
 VOCAB, DIM, TOKENS = 600, 16, 192
 CHUNKS = {"chunk_tokens": 64, "strict": True}
 
@@ -130,6 +130,7 @@ def test_gradients(loss: Loss, dtype: torch.dtype, bias: bool, device: str) -> N
 
 
 @pytest.mark.kernels
+@pytest.mark.full
 def test_gradients_under_inductor() -> None:
     check_against_float64(Head(), lambda model: _step(model, _sums), _batch(), chunk_tokens=64)
 

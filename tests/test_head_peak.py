@@ -15,6 +15,8 @@ import mstpass
 from mstpass.measure import peak_bytes
 from tests.checks import compiled, errors
 
+pytestmark = pytest.mark.sampled(2)
+
 N, D, V, CHUNK = 512, 16, 4000, 64
 LIMIT = 1.15
 

@@ -23,6 +23,8 @@ from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import Options
 from mstpass.plans import Outcome
 
+pytestmark = pytest.mark.sampled(2)
+
 CPU = torch.device("cpu")
 
 

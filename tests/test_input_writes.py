@@ -21,6 +21,8 @@ from mstpass.problem.op import REALIZED
 from tests import buffer_models as models
 from tests.checks import compiled, joint_graph
 
+pytestmark = pytest.mark.sampled(6)
+
 N = 64
 aten = torch.ops.aten
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -313,6 +315,7 @@ def test_other_writes_are_refused(change: Any, reason: str) -> None:
 
 
 # ---- kernels -----------------------------------------------------------------------------------
+@pytest.mark.full
 def test_a_budget_in_bytes_is_met_beside_a_counter() -> None:
     """Measured by Inductor's schedule; the simulated peak is the same to a few percent."""
     torch.manual_seed(0)

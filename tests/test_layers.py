@@ -34,7 +34,7 @@ LAYERS = (
     ("pipeline",),
     ("report",),
     ("captured", "length_ranges"),
-    ("inductor_hooks",),
+    ("inductor_hooks", "rank_agreements"),
     ("hook_checks",),
     ("out_of_memory",),
     ("plans_by_length",),

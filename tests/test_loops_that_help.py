@@ -32,6 +32,8 @@ from tests.checks import examples, joint_graph
 from tests.problems import steps
 from tests.test_solvers import EXAMPLES
 
+pytestmark = pytest.mark.sampled(8)
+
 FEWER = settings(EXAMPLES, max_examples=examples(100))
 
 MODES = st.randoms(use_true_random=False)

@@ -13,7 +13,7 @@ from tests.checks import check_against_float64, compiled, gradients, joint_graph
 from tests.losses import FUSED, OUTSIDE, RECOMPUTED, REFUSED, VOCAB, Loss, LossModel
 from tests.models import TinyLM
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(7), pytest.mark.op_by_op]
 
 CHUNK = 128
 CHUNKED = {**FUSED, **RECOMPUTED}

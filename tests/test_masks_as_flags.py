@@ -18,6 +18,8 @@ from mstpass.normalize.masks_as_flags import WithoutMasks, masks_as_flags
 from mstpass.torch_internals.attention_kernels import EFFICIENT
 from tests.checks import check_against_float64, compiled, joint_graph
 
+pytestmark = pytest.mark.sampled(8)
+
 Mask = Callable[[int, int, Tensor], Tensor]  # queries, keys, the input; to [queries, keys] or wider
 HEADS, FEATURES = 2, 8
 CAUSAL, ALL = "causal", "all true"
@@ -166,6 +168,7 @@ def test_values(name: str) -> None:
     assert any(f"proven to be {kind}" in note for note in report.outcome.notes)
 
 
+@pytest.mark.full
 def test_peak() -> None:
     """Under Inductor: results as exact as eager's, and no mask in memory."""
     tokens = 512

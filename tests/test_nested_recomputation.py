@@ -27,7 +27,7 @@ from tests.checks import check_against_float64, compiled, joint_graph
 from tests.models import MLPS, Attention, Block
 from tests.problems import residual_stream
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(2), pytest.mark.op_by_op]
 
 
 def test_the_peak_grows_with_the_root_of_the_blocks() -> None:
@@ -155,6 +155,7 @@ class _Dropping(nn.Module):
 @pytest.mark.parametrize(
     ("dynamic", "layers"), [(False, 6), pytest.param(True, 9, marks=pytest.mark.full)]
 )
+@pytest.mark.full
 def test_gradients_under_inductor(dynamic: bool, layers: int) -> None:
     """Blocks with loops run three times; their gradients stay right."""
     torch.compiler.reset()

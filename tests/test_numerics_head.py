@@ -11,7 +11,7 @@ import mstpass
 from tests.checks import check_against_float64, compiled, errors, kinds
 from tests.models import TinyLM, next_token_loss
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(5), pytest.mark.op_by_op]
 
 VOCAB, D = 600, 32
 FUSED = [("lm_head", "fused")]

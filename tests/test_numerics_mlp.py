@@ -9,7 +9,7 @@ from torch import nn
 from tests.checks import check_against_float64, kinds
 from tests.models import MLPS, Block
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(3), pytest.mark.op_by_op]
 
 
 @pytest.mark.parametrize(

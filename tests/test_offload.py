@@ -26,7 +26,7 @@ from mstpass.partition.host import NoDeviceError
 from tests.checks import check_against_float64, compiled
 from tests.host_on_cpu import host_on_cpu
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(2), pytest.mark.op_by_op]
 
 SIZE = LlamaSize(64, 4, 4, 160, 300, 512)
 

@@ -12,7 +12,7 @@ from mstpass.options import Options
 from tests.checks import check_against_float64, compiled, joint_graph, kinds
 from tests.losses import VOCAB, Loss, LossModel
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(5), pytest.mark.op_by_op]
 
 CHUNK = 128
 

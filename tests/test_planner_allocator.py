@@ -197,6 +197,7 @@ def test_an_optimizers_step_can_be_the_peak(tiny):
 
 
 @pytest.mark.usefixtures("one_cublas_workspace")
+@pytest.mark.full
 def test_padding_is_skipped_by_attention(tiny):
     def padded(document):
         return {"document": document, "attention": "flash"}

@@ -32,6 +32,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.full
 def test_host_memory_makes_a_long_sequence_fit(deep: str) -> None:
     def planned(host_bytes: int) -> TrainingPlan:
         training = Training(dtype="bf16", optimizer="adamw")

@@ -29,6 +29,8 @@ from mstpass.planner.room import Room
 from mstpass.planner.traced_step import distinct_length
 from tests.planner_models import TINY, plan_sizes
 
+pytestmark = pytest.mark.sampled(3)
+
 MIB = 2**20
 _BETWEEN_PLANS = 0.05  # of a length: what is planned anew may need less where it is longer
 DEEP = {**TINY, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6}

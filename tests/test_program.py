@@ -26,6 +26,8 @@ from mstpass.problem.problem import CutProblem, Plan, Value
 from tests.checks import joint_graph
 from tests.models import MLPS, Attention, Block
 
+pytestmark = pytest.mark.sampled(3)
+
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepSimulation, Program, Modules]]:

@@ -23,6 +23,8 @@ from mstpass.options import Options
 from mstpass.torch_internals.aot_autograd import merge_equal_nodes
 from tests.checks import examples, joint_graph
 
+pytestmark = pytest.mark.sampled(8)
+
 D, WIDE = 8, 64
 Op = Callable[[Tensor, Tensor], Tensor]  # the wide value, [B, S, WIDE]; token numbers, [B, S]
 

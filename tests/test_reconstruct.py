@@ -22,7 +22,7 @@ from tests.checks import check_against_float64, joint_graph
 from tests.models import Block, GatedMLP, TwoLayerMLP
 from tests.reconstructed import EVERY_PLACE, MODES, save_at_every_place, save_plan, split_step
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(3), pytest.mark.op_by_op]
 
 
 class RMSNorm(nn.Module):
@@ -200,6 +200,7 @@ def test_masks_are_packed_where_they_are_made() -> None:
 
 @pytest.mark.slow
 @pytest.mark.kernels
+@pytest.mark.full
 def test_dropout_masks_as_bits_under_inductor() -> None:
     """With equal seeds, gradients are the same whether masks cross as bits or as bytes."""
     model, x = _one_block("dropout"), torch.randn(2, 96, D)

@@ -25,7 +25,7 @@ from tests.contrastive_losses import (
     of_local_rows,
 )
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(5), pytest.mark.op_by_op]
 
 CHUNK = 64
 AGAIN = "computed more than once"
@@ -174,6 +174,7 @@ def test_no_chunks_give_what_no_tokens_have() -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.full
 def test_the_peak_of_a_contrastive_loss() -> None:
     """Beside the towers' rows, there are a chunk's logits and little else."""
     model, batches = Pairs(), [torch.randn(2048, WIDTH) for _ in range(2)]

@@ -16,6 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.row_sums import rewritten_row_sum
 
+pytestmark = pytest.mark.sampled(6)
+
 aten = torch.ops.aten
 ROWS, WIDTH = 6, 40
 INF, NAN = math.inf, math.nan

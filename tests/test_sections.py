@@ -32,7 +32,7 @@ from tests.checks import check_against_float64, compiled, errors, gradients, joi
 from tests.losses import FUSED, Loss, LossModel
 from tests.test_picked_logits import PICKED
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(6), pytest.mark.op_by_op]
 
 VOCAB = 600
 PRIME = 601
@@ -185,6 +185,7 @@ def test_what_a_section_needs_of_each_token() -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.full
 def test_the_peak_of_a_head_of_few_tokens() -> None:
     """d=512, V=16,032, 1,024 tokens, bfloat16: at most 0.42 of the whole head's."""
     head = nn.Linear(512, 16_032, bias=False, dtype=torch.bfloat16)

@@ -27,7 +27,7 @@ from tests.losses import OUTSIDE, RECOMPUTED, VOCAB, Loss, LossModel
 from tests.test_picked_logits import PICKED
 from tests.test_sections import OPTIONS, mixed_wherever_possible
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(4), pytest.mark.op_by_op]
 
 
 @pytest.fixture(autouse=True)

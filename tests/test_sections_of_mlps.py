@@ -17,7 +17,7 @@ from tests.checks import check_against_float64, kinds
 from tests.expert_models import Experts, Form
 from tests.test_sections import mixed_wherever_possible
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(4), pytest.mark.op_by_op]
 
 WIDTH, HIDDEN, PRIME = 24, 96, 97
 OPTIONS = {"solver": "mixed", "memory_budget": 0.5, "chunk_tokens": 64}

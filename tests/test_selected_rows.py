@@ -17,6 +17,7 @@ from mstpass.normalize import normalized
 from tests.checks import STRICT, check_against_float64, joint_graph, kinds
 
 pytestmark = [
+    pytest.mark.sampled(4),
     pytest.mark.op_by_op,
     pytest.mark.filterwarnings("ignore:var_mean:UserWarning"),  # torch's, of no rows
 ]

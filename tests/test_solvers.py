@@ -23,6 +23,8 @@ from mstpass.problem.verify import verify
 from tests.checks import examples
 from tests.problems import every_plan, steps
 
+pytestmark = pytest.mark.sampled(5)
+
 EXAMPLES = settings(
     max_examples=examples(400),
     deadline=None,

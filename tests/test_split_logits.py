@@ -15,7 +15,7 @@ from mstpass.normalize.join_windows import join_windows
 from tests.checks import check_against_float64, joint_graph, kinds
 from tests.graphs_of_steps import check_same_results
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(6), pytest.mark.op_by_op]
 VOCAB, DIM = 600, 16
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -15,7 +15,7 @@ import mstpass
 from tests.checks import check_against_float64, kinds
 from tests.graphs_of_steps import check_same_results
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(8), pytest.mark.op_by_op]
 VOCAB, DIM, TOKENS = 600, 16, 96
 CHUNKS = {"chunk_tokens": 64, "strict": True}
 

@@ -35,7 +35,7 @@ from tests.checks import (
     joint_graph,
 )
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.sampled(6), pytest.mark.op_by_op]
 
 BF16 = torch.bfloat16
 TOKENS, WIDTH, WORDS = 512, 64, 2000

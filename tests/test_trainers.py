@@ -20,6 +20,7 @@ pytest.importorskip("accelerate")
 VOCABULARY, LENGTH, CHUNK = 1024, 128, 64
 
 pytestmark = [
+    pytest.mark.sampled(2),
     pytest.mark.op_by_op,
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

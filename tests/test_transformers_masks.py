@@ -16,6 +16,8 @@ import mstpass
 from mstpass import compiling
 from mstpass.integrations import transformers_masks
 
+pytestmark = pytest.mark.sampled(6)
+
 transformers = pytest.importorskip("transformers")
 
 N, VOCAB = 48, 100

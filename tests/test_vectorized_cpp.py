@@ -10,6 +10,8 @@ from torch import Tensor
 
 from mstpass.torch_internals.scheduler_mends import MendScheduler
 
+pytestmark = pytest.mark.sampled(1)
+
 HOOK = "_pre_fusion_custom_pass"
 ROWS, COLUMNS = 8192, 8
 

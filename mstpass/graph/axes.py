@@ -154,7 +154,8 @@ class HeadAxis:
         for position, shape in enumerate(shapes):
             if spec and heads.result_has_heads(node, position):
                 dim = heads.result_dim(node, position, spec[0])
-                shape[dim] = shape[dim] // self.num_heads * length
+                if shape[dim] != 1:  # of a single key-value head
+                    shape[dim] = shape[dim] // self.num_heads * length
         return shapes
 
     def shape_argument(self, node: fx.Node, spec: Spec, given: Any, length: Any) -> list[Any]:

@@ -12,6 +12,7 @@ memory of a device. So nothing about collectives depends on a plan:
 
 - A collective runs once, on whole values. It is *pinned* (graph/recompute_rules.py), so backward
   does not run it again, and it is a member of no region, so no loop runs it once for each chunk.
+  Where all ranks agree, backward may repeat it (graph/repeated_collectives.py).
 - Graphs with loops have their collectives in the order of the graphs without them
   (loops/apply_plans.py). torch's extraction of forward and backward keeps that order, and Inductor
   too (``decide_global_ordering_of_comms`` in torch/_inductor/comms.py).

@@ -9,7 +9,9 @@ Terms:
         ``[B * G, N, d]`` has ``HeadDim(0, 1)``. ``WHOLE`` marks a value without heads, such as the
         input of the projections: every group of heads reads it in full.
     *G*: the number of heads that a loop can tell apart. Of grouped queries, G is the number of
-        key-value heads, and a head of the queries counts as a part of its group.
+        key-value heads, and a head of the queries counts as a part of its group. If there is a
+        single key-value head, every group of query heads reads it whole, and its gradients are
+        sums over the groups.
 
 A head is to a group of heads what a token is to a chunk of tokens: along one dim a value is cut
 into parts that are computed apart. So the rules are the token rules (token_rules/), applied to one
@@ -34,7 +36,7 @@ from mstpass.graph import flex_attention, intervals, ops
 from mstpass.graph.joint import value_of
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, shape_of, tensor_inputs
-from mstpass.graph.tokens import WHOLE, Reduced, Refusal, group_of
+from mstpass.graph.tokens import SUM, WHOLE, Reduced, Refusal, group_of
 from mstpass.torch_internals.graphs import OpOverload, schema_of
 
 
@@ -131,6 +133,8 @@ def _attention_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
             continue
         dim = len(shape) - 3 if is_mask else heads_dim(node)
         dim = _HEADS_OF_ROW_SUMS if known.name == _ROW_SUMS else dim
+        if shape[dim] == 1:  # the key-value head of all queries
+            continue
         if shape[dim] % num_heads:
             return Refusal(FEW_KEYS)
         needs[operand] = HeadDim(dim, shape[dim] // num_heads)
@@ -146,6 +150,8 @@ def _flex_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
     masks, dim = flex_attention.masks_by_head(node), heads_dim(node)
     for operand in (*flex_attention.operands_with_heads(node), *masks):
         heads = shape_of(operand)[dim]
+        if heads == 1:
+            continue
         if heads % num_heads:
             return Refusal(FEW_KEYS)
         needs[operand] = HeadDim(dim, heads // num_heads)
@@ -175,7 +181,8 @@ def result_heads(
         if not result_has_heads(operand, node.args[1]):  # type: ignore[arg-type]
             return Refusal(STATE)
         dim = result_dim(operand, node.args[1], heads_dim(operand))  # type: ignore[arg-type]
-        return HeadDim(dim, shape_of(node)[dim] // num_heads)
+        size = shape_of(node)[dim]
+        return SUM if size == 1 else HeadDim(dim, size // num_heads)
     row = ops.lookup(node)
     if isinstance(row, Refusal):
         return _in_terms_of_heads(row)
@@ -223,6 +230,8 @@ def operand_heads(node: fx.Node, held: HeadDim, num_heads: int) -> OperandSpecs 
 
 def summed_heads(node: fx.Node, operand: fx.Node, held: HeadDim) -> OperandSpecs:
     """Where the operands hold their heads of a node that sums over the heads of ``operand``."""
+    if is_attention_item(node):
+        return {operand: held}
     needs = ops.sum_operands(node, operand, (held.dim,))
     return {n: HeadDim(spec[0], held.inner) if spec else WHOLE for n, spec in needs.items()}
 

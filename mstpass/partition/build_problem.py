@@ -18,6 +18,7 @@ from mstpass.graph.input_writes import is_input_write
 from mstpass.graph.joint import JointGraph, nbytes, value_of
 from mstpass.graph.node_cost import time_us
 from mstpass.graph.recompute_rules import is_heavy, is_pinned
+from mstpass.graph.repeated_collectives import may_repeat, sizes_agree
 from mstpass.graph.sizes import is_dense, is_size
 from mstpass.memory.simulate_graph import op_of
 from mstpass.problem.host_memory import Host
@@ -41,6 +42,7 @@ def cut_problem(
     regions: tuple[RegionModes, ...] = (),
     scatters_delayed: bool = False,
     host: Host | None = None,
+    repeats_collectives: bool = False,
 ) -> CutProblem:
     """The partition problem of one joint graph.
 
@@ -48,8 +50,10 @@ def cut_problem(
         regions: the modes in which each region can run.
         scatters_delayed: as in ``memory.simulate_graph.simulate_step``.
         host: the host memory that saved values may use.
+        repeats_collectives: backward may run collectives of the forward again.
     """
-    forward, backward = joint.cached(_Values(scatters_delayed, host is not None))
+    repeats = repeats_collectives and joint.cached(sizes_agree)
+    forward, backward = joint.cached(_Values(scatters_delayed, host is not None, repeats))
     written = (*joint.forward_outputs, *joint.forward_writes)
     gradients = tuple(n.name for n in joint.backward_outputs)
     return CutProblem(
@@ -68,10 +72,12 @@ class _Values:
 
     Attributes:
         to_host: saved values may cross by way of the host.
+        repeats_collectives: backward may run collectives of the forward again.
     """
 
     scatters_delayed: bool
     to_host: bool
+    repeats_collectives: bool
 
     def __call__(self, joint: JointGraph) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
         # The caller holds what forward returns to it; what backward returns is not read by an op.
@@ -79,8 +85,10 @@ class _Values:
         nodes = [n for n in joint.nodes if n.op in ("placeholder", "call_function")]
         names, policies = {n.name for n in nodes}, policies_of(joint)
         stays = held if self.to_host else set(nodes)
+        repeated = set(filter(may_repeat, nodes)) if self.repeats_collectives else set()
         values = {
-            n: _value(joint, n, names, policies, self.scatters_delayed, n in stays) for n in nodes
+            n: _value(joint, n, names, policies, self.scatters_delayed, n in stays, n in repeated)
+            for n in nodes
         }
         forward = tuple(value for n, value in values.items() if n not in joint.backward)
         return forward, tuple(value for n, value in values.items() if n in joint.backward)
@@ -93,8 +101,14 @@ def _value(
     policies: Policies,
     scatters_delayed: bool,
     stays: bool,
+    may_repeat: bool,
 ) -> Value:
-    """One node; ``stays``: its value must not cross by way of the host."""
+    """One node.
+
+    Args:
+        stays: its value must not cross by way of the host.
+        may_repeat: backward may run it again although it is a collective.
+    """
     op = op_of(node, scatters_delayed=scatters_delayed)
     free = (node.op == "placeholder" and node not in joint.backward) or (
         is_size(node) or is_opaque(node)
@@ -128,7 +142,7 @@ def _value(
         us=time_us(joint, node),
         free=free,
         heavy=is_heavy(node) or node in policies.boundary,
-        pinned=tag == MUST_SAVE or (is_pinned(node) and tag not in RECOMPUTED),
+        pinned=tag == MUST_SAVE or (is_pinned(node) and tag not in RECOMPUTED and not may_repeat),
         savable=savable,
         forward=node in joint.forward,
         tag=tag,

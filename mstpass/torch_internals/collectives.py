@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -230,7 +232,7 @@ def least_of_ranks(number: int) -> Agreed:
             dist.all_gather_object(numbers, number, group=group)
         return Agreed(min(numbers))
     frame = CompileContext.current_compile_id()
-    if frame is None or not has_ranks():
+    if frame is None or not has_ranks() or not has_store():
         return Agreed(number)
     questions = _questions_to(dist.group.WORLD)
     if questions.alone:
@@ -242,9 +244,71 @@ def least_of_ranks(number: int) -> Agreed:
     return agreed
 
 
+# ---- whether ranks compile alike -----------------------------------------------------------------
+_YES = "alike"
+
+
+@functools.lru_cache(maxsize=1)  # a new group starts anew
+def _asked(group: Any) -> Counter[str]:
+    """How often each topic came up in this process, by topic."""
+    return Counter()
+
+
+class Alike:
+    """A question to the ranks of some process groups: do all of you have the same answer?
+
+    Each rank writes down its own answer, in the store of the process group. One that has to know
+    waits for those of the others, which may compile later, or not this graph at all. The first one
+    that knows, or has waited for long enough, writes down a verdict: it counts for all.
+
+    Args:
+        groups: names of process groups. Of several ones, all ranks are asked.
+        topic: what the question is about, the same text on all ranks.
+    """
+
+    def __init__(self, groups: Sequence[str], topic: str):
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        group: Any = dist.group.WORLD
+        if len(set(groups)) == 1:
+            group = dist.distributed_c10d._resolve_process_group(groups[0])
+        self._ranks = dist.get_process_group_ranks(group)
+        among = hashlib.sha256(f"{self._ranks} {topic}".encode()).hexdigest()
+        number = _asked(dist.group.WORLD)[among]
+        _asked(dist.group.WORLD)[among] += 1
+        self._key = f"mstpass/alike/{among}/{number}"
+
+    def tell(self, answer: str) -> None:
+        """Write down the answer of this rank, for those that wait for it."""
+        self._store.set(f"{self._key}/{dist.get_rank()}", answer)
+
+    def why_not(self, answer: str) -> str:
+        """Why not all ranks are known to have this answer; empty if they have."""
+        verdict = self._store.compare_set(f"{self._key}/verdict", "", self._found(answer))
+        return str(verdict.decode()).removeprefix(_YES)
+
+    def _found(self, answer: str) -> str:
+        """The verdict by what this rank sees."""
+        deadline = time.monotonic() + PATIENCE_S
+        for rank in self._ranks:
+            key = f"{self._key}/{rank}"
+            while not self._store.check([key]):
+                if self._store.check([f"{self._key}/verdict"]):
+                    return _YES  # of another rank, which counts
+                if time.monotonic() > deadline:
+                    return f"rank {rank} did not compile together with rank {dist.get_rank()}"
+                time.sleep(_POLL_S)
+            if self._store.get(key).decode() != answer:
+                return f"rank {rank} has another plan than rank {dist.get_rank()}"
+        return _YES
+
+
 def has_ranks() -> bool:
     """Whether this process is one of several that train together."""
     if not dist.is_available() or not dist.is_initialized():
         return False
-    # ranks of a fake group do not exist, and MPI has no store
-    return dist.get_world_size() > 1 and dist.get_backend() not in ("fake", "mpi")
+    return dist.get_world_size() > 1 and dist.get_backend() != "fake"  # its ranks do not exist
+
+
+def has_store() -> bool:
+    """Whether the ranks have a store in which they can leave each other messages."""
+    return dist.get_backend() != "mpi"

@@ -302,7 +302,7 @@ def _all_to_all(x: Tensor) -> Tensor:
     return funcol.all_to_all_single_autograd(x.contiguous(), None, None, dist.group.WORLD)
 
 
-def _ulysses(module: nn.Module, x_BSD: Tensor) -> Tensor:
+def ulysses_attention(module: nn.Module, x_BSD: Tensor) -> Tensor:
     """All of the sequence for a part of the heads, by an all-to-all before and after attention."""
     B, S, _ = x_BSD.shape
     qkv = module.qkv(x_BSD).view(B, S, 2, 3, 2, D // 4).permute(2, 0, 3, 4, 1, 5)  # ranks first
@@ -337,7 +337,7 @@ def _attention(exchange: Callable[[nn.Module, Tensor], Tensor]) -> Finding:
 
 
 def ulysses(mesh: DeviceMesh) -> Finding:
-    return _attention(_ulysses)
+    return _attention(ulysses_attention)
 
 
 def gathered_keys(mesh: DeviceMesh) -> Finding:

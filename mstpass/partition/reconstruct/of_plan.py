@@ -51,7 +51,8 @@ def with_reconstruction(
     if reduced is joint:
         return None
     kept, done = found
-    other = cut_problem(reduced, (), not limit.is_free, problem.host)
+    repeats = options.repeats_collectives
+    other = cut_problem(reduced, (), not limit.is_free, problem.host, repeats)
     verify(other.allowing(True), kept)
     peak_bytes = simulate_plan(problem, plan).peak_bytes
     after = dataclasses.replace(plan, saved=kept, offloaded=plan.offloaded & kept)
