@@ -7,7 +7,7 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -28,8 +28,16 @@ KERNELS = "MSTPASS_TESTS_COMPILE_KERNELS"  # an environment variable, set by ``p
 STRICT = {"strict": True}
 
 
-def compiled(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return torch.compile(fn, backend="mst", fullgraph=True, options={**STRICT, **options})
+def compiled(
+    fn: Callable[..., Any], dynamic: bool | None = None, **options: Any
+) -> Callable[..., Any]:
+    given = {**STRICT, **options}
+    return torch.compile(fn, backend="mst", fullgraph=True, dynamic=dynamic, options=given)
+
+
+def step_of(loss: Loss) -> Callable[[nn.Module], Loss]:
+    """From a model to the loss of its inputs; ``loss`` takes the model first."""
+    return lambda model: lambda *inputs: loss(model, *inputs)
 
 
 def gradients(
@@ -103,16 +111,10 @@ def check_against_float64(
     the root mean square of all may exceed eager's by 10 %, or by the bound of sums in 16 bits where
     the report names such loops, and no single one may be over twice it.
     """
-    wide_model, wide_inputs = in_float64(model, inputs)
-
-    def finished(fn: Loss) -> Loss:
-        return lambda *args: finish(fn(*args))
-
-    with KeepFloat64():
-        exact = gradients(wide_model, finished(loss_of(wide_model)), wide_inputs)
-    eager = errors(gradients(model, finished(loss_of(model)), inputs, autocast), exact)
+    exact = _exact(model, loss_of, inputs, finish)
+    eager = errors(gradients(model, _finished(loss_of(model), finish), inputs, autocast), exact)
     before = len(mstpass.reports())
-    step = finished(compiled(loss_of(model), **options))
+    step = _finished(compiled(loss_of(model), **options), finish)
     ours = errors(gradients(model, step, inputs, autocast), exact)
     again = errors(gradients(model, step, inputs, autocast), exact)
     low = autocast is not None or next(model.parameters()).dtype != torch.float32
@@ -128,6 +130,46 @@ def check_against_float64(
         factor = ERROR_IN_16_BITS if INPUT in sums else 1.1
         assert rms(ours) <= factor * rms(eager) + 1e-5, (ours, eager)
     return report
+
+
+def check_batches(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module], Loss],
+    batches: Iterable[Sequence[torch.Tensor]],
+    *,
+    dynamic: bool | None = None,
+    finish: Callable[[torch.Tensor], torch.Tensor] = lambda value: value,
+    **options: Any,
+) -> list[mstpass.Report]:
+    """Compile once for all batches, and hold each of them to eager's accuracy, in float32.
+
+    Arguments are those of `check_against_float64`. Returns the reports of all plans.
+    """
+    before = len(mstpass.reports())
+    step = _finished(compiled(loss_of(model), dynamic, **options), finish)
+    for inputs in batches:
+        exact = _exact(model, loss_of, inputs, finish)
+        eager = errors(gradients(model, _finished(loss_of(model), finish), inputs), exact)
+        ours = errors(gradients(model, step, inputs), exact)
+        for mine, theirs in zip(ours, eager, strict=True):
+            assert mine <= theirs + 1e-6, ([x.shape for x in inputs], ours, eager)
+    return mstpass.reports()[before:]
+
+
+def _finished(fn: Loss, finish: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
+    return lambda *args: finish(fn(*args))
+
+
+def _exact(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module], Loss],
+    inputs: Sequence[torch.Tensor],
+    finish: Callable[[torch.Tensor], torch.Tensor],
+) -> list[torch.Tensor]:
+    """The loss and the gradients in float64."""
+    wide_model, wide_inputs = in_float64(model, inputs)
+    with KeepFloat64():
+        return gradients(wide_model, _finished(loss_of(wide_model), finish), wide_inputs)
 
 
 def rms(values: Sequence[float]) -> float:

@@ -16,8 +16,10 @@ import torch
 from mstpass import pipeline
 from mstpass.frame_stack import with_deep_stack
 from mstpass.passes import runner
+from mstpass.problem.solver_registry import registered
 from tests import checks
 from tests.html_page import browser, open_page  # noqa: F401
+from tests.mixed_solver import mixed_wherever_possible
 from tests.planner_models import TINY
 
 _CACHE = pytest.StashKey[str]()
@@ -160,6 +162,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("planner") / "config.json"
     path.write_text(json.dumps(TINY), encoding="utf-8")
     return str(path)
+
+
+@pytest.fixture
+def mixed_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solver "mixed" that has regions in mixed mode wherever that is offered."""
+    monkeypatch.setitem(registered, "mixed", mixed_wherever_possible)
 
 
 @pytest.fixture

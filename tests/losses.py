@@ -6,7 +6,7 @@ whose loss is finished outside the compiled function.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,20 @@ class LossModel(TinyLM):
 
 
 Loss = Callable[[LossModel, Tensor], Tensor]
+
+
+def token_ids(device: str = "cpu") -> Tensor:
+    """404 tokens: chunks do not divide them."""
+    return torch.randint(0, VOCAB, (4, 101), device=device)
+
+
+def batches_of_lengths() -> Iterator[list[Tensor]]:
+    """Token ids of three batches, for one graph of any batch and length."""
+    for shape in ((4, 101), (3, 77), (8, 150)):
+        ids = torch.randint(0, VOCAB, shape)
+        torch._dynamo.mark_dynamic(ids, 0)
+        torch._dynamo.mark_dynamic(ids, 1)
+        yield [ids]
 
 
 def _labels(ids: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 import mstpass
 from mstpass.bench.axes_models import SelfDistillation
 from mstpass.measure import peak_bytes
-from tests.checks import check_against_float64, compiled, kinds
-from tests.losses import REFUSED, VOCAB, Loss, LossModel
+from tests.checks import check_against_float64, compiled, kinds, step_of
+from tests.losses import REFUSED, VOCAB, LossModel, token_ids
 
 pytestmark = [pytest.mark.sampled(3), pytest.mark.op_by_op]
 
@@ -26,19 +26,11 @@ TAKEN = (
 KERNELS = ("mean_of_each_sequence", "flipped_tokens")
 
 
-def _ids() -> Tensor:
-    return torch.randint(0, VOCAB, (4, 101))
-
-
-def _step(loss: Loss) -> Callable[[LossModel], Callable[[Tensor], Tensor]]:
-    return lambda model: lambda ids: loss(model, ids)
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.kernels) if n in KERNELS else n for n in TAKEN]
 )
 def test_loss(name: str) -> None:
-    report = check_against_float64(LossModel(), _step(REFUSED[name]), [_ids()], **LEAST)
+    report = check_against_float64(LossModel(), step_of(REFUSED[name]), [token_ids()], **LEAST)
     assert [kind for kind, _ in kinds(report)] == ["lm_head"], str(report)
     (region,) = report.regions
     assert (region.axis, region.num_tokens, region.num_chunks) == ("features", VOCAB, 4)
@@ -47,21 +39,21 @@ def test_loss(name: str) -> None:
 
 def test_in_bfloat16() -> None:
     model = LossModel().to(torch.bfloat16)
-    step = _step(REFUSED["flipped_tokens"])
-    report = check_against_float64(model, step, [_ids()], **LEAST)
+    step = step_of(REFUSED["flipped_tokens"])
+    report = check_against_float64(model, step, [token_ids()], **LEAST)
     assert [region.axis for region in report.regions] == ["features"], str(report)
 
 
 def test_what_neither_axis_can_take_is_refused_by_name() -> None:
-    step = _step(REFUSED["neighbouring_tokens"])
-    report = check_against_float64(LossModel(), step, [_ids()], **LEAST)
+    step = step_of(REFUSED["neighbouring_tokens"])
+    report = check_against_float64(LossModel(), step, [token_ids()], **LEAST)
     assert not report.regions
     assert any("picks tokens" in rejection.reason for rejection in report.rejections)
 
 
 def test_without_a_budget_it_stays_whole() -> None:
-    step = _step(REFUSED["flipped_tokens"])
-    report = check_against_float64(LossModel(), step, [_ids()])
+    step = step_of(REFUSED["flipped_tokens"])
+    report = check_against_float64(LossModel(), step, [token_ids()])
     assert not report.regions
 
 

@@ -26,11 +26,9 @@ from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.torch_fallback import needs_torch
 from mstpass.plans import MIXED
-from mstpass.problem.solver_registry import registered
 from mstpass.torch_internals.graphs import is_opaque
 from tests.checks import check_against_float64, joint_graph
 from tests.models import MLPS
-from tests.test_sections import mixed_wherever_possible
 
 pytestmark = [
     pytest.mark.op_by_op,
@@ -216,10 +214,8 @@ def test_a_sharded_head_is_two_loops(head: JointGraph) -> None:
     assert any(is_wait(head.by_name[name]) for name in read if name in head.by_name)
 
 
-def test_the_weights_of_a_share_have_sections(
-    head: JointGraph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(registered, "mixed", mixed_wherever_possible)
+@pytest.mark.usefixtures("mixed_solver")
+def test_the_weights_of_a_share_have_sections(head: JointGraph) -> None:
     (region,) = _run(head, solver="mixed", memory_budget=0.5).outcome.regions
     *rounds, sections = region.loops
     assert region.mode == MIXED and [loop.cut.axis for loop in rounds] == ["tokens"] * 2

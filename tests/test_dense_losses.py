@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import mstpass
 from mstpass import pipeline
@@ -20,12 +18,12 @@ from mstpass.options import Options
 from tests.checks import (
     STRICT,
     check_against_float64,
+    check_batches,
     compiled,
-    errors,
     gradients,
-    in_float64,
     joint_graph,
     kinds,
+    step_of,
 )
 from tests.dense_losses import (
     CLASSES,
@@ -59,37 +57,8 @@ PATCH_CHUNK = {"chunk_tokens": 64}
 CONVOLUTION = torch.ops.aten.convolution.default
 
 
-def _step(loss: Callable[..., Tensor]) -> Callable[[nn.Module], Callable[..., Tensor]]:
-    return lambda model: lambda x, y: loss(model, x, y)
-
-
 def _half(inputs: Iterable[Tensor]) -> list[Tensor]:
     return [x.bfloat16() if x.is_floating_point() else x for x in inputs]
-
-
-def _check_batches(
-    model: nn.Module,
-    loss: Callable[..., Tensor],
-    batches: Sequence[Sequence[Tensor]],
-    dynamic: bool | None = None,
-    **options: Any,
-) -> mstpass.Report:
-    """One compiled function for all batches, each compared with float64."""
-    step = torch.compile(
-        lambda *args: loss(model, *args),
-        backend="mst",
-        fullgraph=True,
-        dynamic=dynamic,
-        options={**STRICT, **options},
-    )
-    for inputs in batches:
-        wide_model, wide_inputs = in_float64(model, inputs)
-        exact = gradients(wide_model, functools.partial(loss, wide_model), wide_inputs)
-        eager = errors(gradients(model, functools.partial(loss, model), inputs), exact)
-        ours = errors(gradients(model, step, inputs), exact)
-        for mine, theirs in zip(ours, eager, strict=True):
-            assert mine <= theirs + 1e-6, (ours, eager)
-    return mstpass.reports()[-1]
 
 
 # ---- one class for each pixel --------------------------------------------------------------------
@@ -103,7 +72,7 @@ LIKE_OTHERS = ("linear", "of each class", "two heads", "dice and mean")
 def test_dense_head(name: str, device: str) -> None:
     loss, mode = DENSE[name]
     model = Segmentation().to(device)
-    report = check_against_float64(model, _step(loss), images(device=device), **DENSE_CHUNK)
+    report = check_against_float64(model, step_of(loss), images(device=device), **DENSE_CHUNK)
     assert set(kinds(report)) == {("lm_head", mode)}, str(report)
     assert all(region.num_chunks == 6 for region in report.regions)
 
@@ -112,21 +81,21 @@ def test_dense_head(name: str, device: str) -> None:
 def test_dense_head_in_bfloat16(name: str, device: str) -> None:
     loss, mode = DENSE[name]
     model, inputs = Segmentation().to(device, torch.bfloat16), _half(images(device=device))
-    report = check_against_float64(model, _step(loss), inputs, **DENSE_CHUNK)
+    report = check_against_float64(model, step_of(loss), inputs, **DENSE_CHUNK)
     assert set(kinds(report)) == {("lm_head", mode)}, str(report)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_batches_of_images(dynamic: bool | None) -> None:
     batches = [images(3), images(2), images(5, 11)]
-    report = _check_batches(Segmentation(), mean, batches, dynamic, **DENSE_CHUNK)
-    assert kinds(report) == [("lm_head", "fused")], str(report)
+    reports = check_batches(Segmentation(), step_of(mean), batches, dynamic=dynamic, **DENSE_CHUNK)
+    assert kinds(reports[-1]) == [("lm_head", "fused")], str(reports[-1])
 
 
 @pytest.mark.parametrize("name", REFUSED_DENSE)
 def test_logits_of_neighbouring_pixels_are_refused(name: str) -> None:
     loss, reason = REFUSED_DENSE[name]
-    report = check_against_float64(Segmentation(), _step(loss), images(), **DENSE_CHUNK)
+    report = check_against_float64(Segmentation(), step_of(loss), images(), **DENSE_CHUNK)
     assert not report.regions
     assert any(reason in rejection.reason for rejection in report.rejections), str(report)
 
@@ -218,7 +187,7 @@ def test_the_peak_of_a_dense_head() -> None:
 @pytest.mark.parametrize("name", [n for n in SPEECH if n != "lattice"])
 def test_transducer(name: str) -> None:
     loss, mode = SPEECH[name]
-    report = check_against_float64(Transducer(), _step(loss), speech(), **DENSE_CHUNK)
+    report = check_against_float64(Transducer(), step_of(loss), speech(), **DENSE_CHUNK)
     assert kinds(report) == [("lm_head", mode)], str(report)
     assert report.regions[0].num_tokens == 3 * 23 * 9
 
@@ -226,26 +195,26 @@ def test_transducer(name: str) -> None:
 @pytest.mark.full
 def test_transducer_with_its_lattice() -> None:
     loss, mode = SPEECH["lattice"]
-    report = check_against_float64(Transducer(), _step(loss), speech(2, 12, 5), chunk_tokens=40)
+    report = check_against_float64(Transducer(), step_of(loss), speech(2, 12, 5), chunk_tokens=40)
     assert kinds(report) == [("lm_head", mode)], str(report)
 
 
 def test_transducer_in_bfloat16() -> None:
     model, inputs = Transducer().bfloat16(), _half(speech())
-    report = check_against_float64(model, _step(monotonic), inputs, **DENSE_CHUNK)
+    report = check_against_float64(model, step_of(monotonic), inputs, **DENSE_CHUNK)
     assert kinds(report) == [("lm_head", "fused")], str(report)
 
 
 def test_batches_of_speech() -> None:
     batches = [speech(3, 23, 8), speech(2, 31, 7), speech(4, 9, 11)]
-    report = _check_batches(Transducer(), monotonic, batches, True, **DENSE_CHUNK)
-    assert kinds(report) == [("lm_head", "fused")], str(report)
+    reports = check_batches(Transducer(), step_of(monotonic), batches, dynamic=True, **DENSE_CHUNK)
+    assert kinds(reports[-1]) == [("lm_head", "fused")], str(reports[-1])
 
 
 def test_ctc_of_picked_log_probabilities() -> None:
     model, inputs = Transducer(), speech(3, 50, 4)
     torch.testing.assert_close(ctc_of_picked(model, *inputs), ctc(model, *inputs))
-    report = check_against_float64(model, _step(ctc_of_picked), inputs, chunk_tokens=32)
+    report = check_against_float64(model, step_of(ctc_of_picked), inputs, chunk_tokens=32)
     assert kinds(report) == [("lm_head", "recompute")], str(report)
 
 
@@ -272,7 +241,7 @@ MARKS = {"sigmoid": pytest.mark.kernels}  # torch.eye has a dtype that only kern
 )
 def test_contrast_of_patches(name: str) -> None:
     loss, regions = PATCHES[name]
-    report = check_against_float64(Patches(), _step(loss), patches(), **PATCH_CHUNK)
+    report = check_against_float64(Patches(), step_of(loss), patches(), **PATCH_CHUNK)
     assert kinds(report) == [("lm_head", "fused")] * regions, str(report)
 
 
@@ -280,24 +249,24 @@ def test_contrast_of_patches(name: str) -> None:
 def test_contrast_of_patches_in_bfloat16(name: str) -> None:
     loss, regions = PATCHES[name]
     model, inputs = Patches().bfloat16(), _half(patches())
-    report = check_against_float64(model, _step(loss), inputs, **PATCH_CHUNK)
+    report = check_against_float64(model, step_of(loss), inputs, **PATCH_CHUNK)
     assert kinds(report) == [("lm_head", "fused")] * regions, str(report)
 
 
 def test_two_batches_of_patches() -> None:
     batches = [patches(3, 150), patches(2, 131)]
-    report = _check_batches(Patches(), patch_nce, batches, False, **PATCH_CHUNK)
-    assert kinds(report) == [("lm_head", "fused")], str(report)
+    reports = check_batches(Patches(), step_of(patch_nce), batches, dynamic=False, **PATCH_CHUNK)
+    assert kinds(reports[-1]) == [("lm_head", "fused")], str(reports[-1])
 
 
 @pytest.mark.parametrize("name", REFUSED_PATCHES)
 def test_patches_that_are_mixed_are_refused(name: str) -> None:
     loss, reason = REFUSED_PATCHES[name]
-    report = check_against_float64(Patches(), _step(loss), patches(), **PATCH_CHUNK)
+    report = check_against_float64(Patches(), step_of(loss), patches(), **PATCH_CHUNK)
     assert not report.regions
     assert any(reason in rejection.reason for rejection in report.rejections), str(report)
 
 
 def test_attention_is_no_contrast() -> None:
-    report = check_against_float64(Patches(), _step(attended), patches(), **PATCH_CHUNK)
+    report = check_against_float64(Patches(), step_of(attended), patches(), **PATCH_CHUNK)
     assert not report.regions and not report.rejections, str(report)

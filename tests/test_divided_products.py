@@ -21,6 +21,7 @@ from tests.checks import (
     joint_graph,
     kinds,
     rms,
+    step_of,
 )
 from tests.graphs_of_steps import check_same_results
 
@@ -226,6 +227,14 @@ class Batched(Stacked):
         return F.cross_entropy(logits.view(-1, VOCAB).float(), ids.flatten())
 
 
+class Folded(Stacked):
+    """One product of all heads' words with the tokens, ``[H V, N]``: so torch multiplies them."""
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        logits = self.hidden(x) @ self.weight
+        return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+
+
 class Linear(nn.Module):
     """Heads side by side in one linear layer."""
 
@@ -242,6 +251,7 @@ MODELS = {
     "einsum": Stacked,
     "tokens_first": lambda: Stacked("nd,hdv->nhv"),
     "batched": Batched,
+    "folded": Folded,
     "linear": Linear,
 }
 
@@ -284,12 +294,11 @@ def _list_of_heads(model: Stacked) -> Callable[[Tensor, Tensor], Tensor]:
     return step
 
 
-@pytest.mark.parametrize("layout", ["nd,hdv->hnv", "nd,hdv->nhv"])
-def test_heads_in_bfloat16_are_as_accurate_as_a_list_of_heads(layout: str) -> None:
+@pytest.mark.parametrize("name", ["einsum", "tokens_first", "folded"])
+def test_heads_in_bfloat16_are_as_accurate_as_a_list_of_heads(name: str) -> None:
     """Each head's gradient of the tokens is rounded, and their sum once more."""
-    model, (x, ids) = Stacked(layout), _heads_batch(93)
-    ids = ids.t().contiguous() if layout.endswith("nhv") else ids
-    labels = ids.t() if layout.endswith("nhv") else ids
+    model, (x, labels) = MODELS[name](), _heads_batch(93)
+    ids = labels.t().contiguous() if name == "tokens_first" else labels
     wide, (wide_x, _) = in_float64(model, (x, ids))
     exact = gradients(wide, _list_of_heads(wide), (wide_x, labels))
     model.to(torch.bfloat16)
@@ -328,14 +337,20 @@ def test_queries_keys_and_values_stay_one_product() -> None:
     assert unstack(joint)[0] is joint
 
 
-def test_heads_that_no_view_merges_stay() -> None:
+def _tokens_first(model: Stacked, x: Tensor, ids: Tensor) -> Tensor:
+    log_p = torch.einsum("nd,hdv->nhv", model.hidden(x), model.weight).log_softmax(-1)
+    return -log_p.gather(-1, ids.t().unsqueeze(-1)).mean()
+
+
+def _folded(model: Stacked, x: Tensor, ids: Tensor) -> Tensor:
+    log_p = (model.hidden(x) @ model.weight).log_softmax(-1)
+    return -log_p.gather(-1, ids.unsqueeze(-1)).mean()
+
+
+@pytest.mark.parametrize("loss", [_tokens_first, _folded])
+def test_heads_that_no_view_merges_stay(loss: Callable[..., Tensor]) -> None:
     """A loop over tokens holds all heads of a token."""
-    model = Stacked()
-
-    def step(x: Tensor, ids: Tensor) -> Tensor:
-        log_p = torch.einsum("nd,hdv->nhv", model.hidden(x), model.weight).log_softmax(-1)
-        return -log_p.gather(-1, ids.t().unsqueeze(-1)).mean()
-
+    step = step_of(loss)(Stacked())
     joint = JointGraph(*joint_graph(step, *_heads_batch()))
     assert unstack(joint)[0] is joint
     report = mstpass.explain(step, *_heads_batch(512), options=CHUNKS)

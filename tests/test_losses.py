@@ -9,22 +9,14 @@ from torch import Tensor, nn
 
 import mstpass
 from mstpass.torch_internals.caches import counters
-from tests.checks import check_against_float64, compiled, gradients, joint_graph, kinds
-from tests.losses import FUSED, OUTSIDE, RECOMPUTED, REFUSED, VOCAB, Loss, LossModel
+from tests.checks import check_against_float64, compiled, gradients, joint_graph, kinds, step_of
+from tests.losses import FUSED, OUTSIDE, RECOMPUTED, REFUSED, VOCAB, LossModel, token_ids
 from tests.models import TinyLM
 
 pytestmark = [pytest.mark.sampled(7), pytest.mark.op_by_op]
 
 CHUNK = 128
 CHUNKED = {**FUSED, **RECOMPUTED}
-
-
-def _step(loss: Loss):
-    return lambda model: lambda ids: loss(model, ids)
-
-
-def _ids(device: str) -> Tensor:
-    return torch.randint(0, VOCAB, (4, 101), device=device)  # 404 tokens: the last chunk is ragged
 
 
 # losses that differ little from others; they run with --all
@@ -41,7 +33,9 @@ MARKS = {**dict.fromkeys(ALIKE, pytest.mark.full), "preference": pytest.mark.ker
 )
 def test_loss(name: str, device: str) -> None:
     model = LossModel().to(device)
-    report = check_against_float64(model, _step(CHUNKED[name]), [_ids(device)], chunk_tokens=CHUNK)
+    report = check_against_float64(
+        model, step_of(CHUNKED[name]), [token_ids(device)], chunk_tokens=CHUNK
+    )
     mode = "fused" if name in FUSED else "recompute"
     assert kinds(report) and set(kinds(report)) == {("lm_head", mode)}, str(report)
 
@@ -56,7 +50,9 @@ LOW_TOO = ("distillation", "preference", "mse")
 )
 def test_loss_in_bfloat16(name: str, device: str) -> None:
     model = LossModel().to(device, torch.bfloat16)
-    report = check_against_float64(model, _step(CHUNKED[name]), [_ids(device)], chunk_tokens=CHUNK)
+    report = check_against_float64(
+        model, step_of(CHUNKED[name]), [token_ids(device)], chunk_tokens=CHUNK
+    )
     assert kinds(report), str(report)
 
 
@@ -64,8 +60,8 @@ def test_loss_in_bfloat16(name: str, device: str) -> None:
 def test_loss_finished_outside(name: str, device: str) -> None:
     report = check_against_float64(
         LossModel().to(device),
-        _step(OUTSIDE[name]),
-        [_ids(device)],
+        step_of(OUTSIDE[name]),
+        [token_ids(device)],
         finish=lambda value: F.softplus(value * 0.01).mean(),
         chunk_tokens=CHUNK,
     )
@@ -75,7 +71,9 @@ def test_loss_finished_outside(name: str, device: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_tokens_is_refused(name: str, device: str) -> None:
     model = LossModel().to(device)
-    report = check_against_float64(model, _step(REFUSED[name]), [_ids(device)], chunk_tokens=CHUNK)
+    report = check_against_float64(
+        model, step_of(REFUSED[name]), [token_ids(device)], chunk_tokens=CHUNK
+    )
     assert not report.regions
     assert report.rejections and report.rejections[0].reason
 
@@ -162,7 +160,7 @@ def test_a_moved_slice_leaves_the_old_graph_alone() -> None:
     from mstpass.normalize.move_token_slices import move_slices
 
     model = LossModel()
-    graph, outputs = joint_graph(lambda ids: FUSED["sliced"](model, ids), _ids("cpu"))
+    graph, outputs = joint_graph(lambda ids: FUSED["sliced"](model, ids), token_ids("cpu"))
     before = graph_text(graph)
     new, (name,) = move_slices(JointGraph(graph, outputs))
     assert graph_text(graph) == before
@@ -180,7 +178,7 @@ def test_a_slice_stays_where_the_whole_logits_are_needed() -> None:
         whole = torch.logsumexp(logits, -1).square().mean()
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) + whole
 
-    joint = JointGraph(*joint_graph(step, _ids("cpu")))
+    joint = JointGraph(*joint_graph(step, token_ids("cpu")))
     assert move_slices(joint) == (joint, frozenset())
 
 

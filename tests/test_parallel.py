@@ -16,14 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checks import compiles_kernels
+from tests.checks import compiles_kernels, rms
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed"),
 ]
 ROOT = Path(__file__).parent.parent
-SHORT = ("token rules", "sharded head", "sharded head, sections", "plans apart")
+IN_BFLOAT16 = {"sharded head, bfloat16": "fused", "sharded head, sections, bfloat16": "mixed"}
+SHORT = ("token rules", "sharded head", "sharded head, sections", *IN_BFLOAT16, "plans apart")
 LONG = (
     "tensor parallel",
     "own loss",
@@ -86,6 +87,16 @@ def test_the_backward_of_a_sharded_head_runs_in_sections_of_its_share(found: Fin
     for each in _both(found, "sharded head, sections"):
         assert each["error"] < TOLERANCE
         assert each["regions"] == [["lm_head", "mixed", 3]], each["rejections"]
+
+
+@pytest.mark.parametrize("case", IN_BFLOAT16)
+def test_a_sharded_head_in_bfloat16_is_as_exact_as_eager(found: Findings, case: str) -> None:
+    for each in _both(found, case):
+        ours, eager = each["errors"], each["eager_errors"]
+        assert rms(ours) <= 1.1 * rms(eager) + 1e-5, (ours, eager)
+        assert all(a <= 2 * b + 1e-3 for a, b in zip(ours, eager, strict=True)), (ours, eager)
+        ((kind, mode, _),) = each["regions"]
+        assert (kind, mode) == ("lm_head", IN_BFLOAT16[case]), each["rejections"]
 
 
 def test_a_sharded_head_needs_hardly_more_than_its_floor(found: Findings) -> None:

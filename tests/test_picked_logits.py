@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mstpass import pipeline
 from mstpass.options import Options
-from tests.checks import check_against_float64, compiled, joint_graph, kinds
-from tests.losses import VOCAB, Loss, LossModel
+from tests.checks import check_against_float64, compiled, joint_graph, kinds, step_of
+from tests.losses import VOCAB, Loss, LossModel, token_ids
 
 pytestmark = [pytest.mark.sampled(5), pytest.mark.op_by_op]
 
@@ -102,14 +102,6 @@ PICKED: dict[str, Loss] = {
 }
 
 
-def _ids(device: str) -> Tensor:
-    return torch.randint(0, VOCAB, (4, 101), device=device)
-
-
-def _step(loss: Loss):
-    return lambda model: lambda ids: loss(model, ids)
-
-
 ALIKE = ("min", "cummax", "index_select", "reinforce", "median")  # they run with --all
 
 
@@ -118,9 +110,11 @@ ALIKE = ("min", "cummax", "index_select", "reinforce", "median")  # they run wit
 )
 def test_a_loss_on_picked_logits(name: str, device: str) -> None:
     model = LossModel().to(device)
-    report = check_against_float64(model, _step(PICKED[name]), [_ids(device)], chunk_tokens=CHUNK)
+    report = check_against_float64(
+        model, step_of(PICKED[name]), [token_ids(device)], chunk_tokens=CHUNK
+    )
     assert ("lm_head", "fused") in kinds(report), str(report)
-    graph, outputs = joint_graph(_step(PICKED[name])(model), _ids(device))
+    graph, outputs = joint_graph(step_of(PICKED[name])(model), token_ids(device))
     options = Options.parse({"chunk_tokens": CHUNK}, environ={})
     result = pipeline.run(graph, options, num_fwd_outputs=outputs)
     wide = [
@@ -152,16 +146,16 @@ def test_in_bfloat16(name: str, device: str) -> None:
     model = LossModel().to(device, torch.bfloat16)
     words = _words_with_a_clear_maximum(model)
     ids = words[torch.randint(0, len(words), (4, 101), device=device)]
-    report = check_against_float64(model, _step(PICKED[name]), [ids], chunk_tokens=CHUNK)
+    report = check_against_float64(model, step_of(PICKED[name]), [ids], chunk_tokens=CHUNK)
     assert kinds(report) == [("lm_head", "fused")], str(report)
 
 
 @pytest.mark.parametrize("name", ["hinge", "gathered"])
 def test_batches_of_any_length(name: str, device: str) -> None:
     model = LossModel().to(device)
-    ids = _ids(device)
+    ids = token_ids(device)
     torch._dynamo.mark_dynamic(ids, 1)
-    report = check_against_float64(model, _step(PICKED[name]), [ids], chunk_tokens=CHUNK)
+    report = check_against_float64(model, step_of(PICKED[name]), [ids], chunk_tokens=CHUNK)
     assert report.regions[0].symbolic and kinds(report) == [("lm_head", "fused")], str(report)
 
 
@@ -169,7 +163,7 @@ def test_a_gradient_of_each_token_enters_a_loop_of_its_own(device: str) -> None:
     report = check_against_float64(
         LossModel().to(device),
         lambda model: lambda ids: model.logits(ids).max(-1).values,
-        [_ids(device)],
+        [token_ids(device)],
         finish=lambda value: F.softplus(value).sin().mean(),
         chunk_tokens=CHUNK,
     )
@@ -206,7 +200,7 @@ def _of_unknown_rows(model: LossModel, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [_over_the_tokens, _of_unknown_rows])
 def test_what_is_picked_across_tokens_is_refused(loss: Loss, device: str) -> None:
     model = LossModel().to(device)
-    report = check_against_float64(model, _step(loss), [_ids(device)], chunk_tokens=CHUNK)
+    report = check_against_float64(model, step_of(loss), [token_ids(device)], chunk_tokens=CHUNK)
     assert not report.regions and report.rejections
 
 
@@ -217,7 +211,7 @@ def test_an_index_out_of_bounds_is_an_error() -> None:
         labels = (ids + VOCAB * (ids == 5)).unsqueeze(-1)
         return model.logits(ids).scatter(-1, labels, -1e9).max(-1).values.mean()
 
-    ids = _ids("cpu").clamp(6)
+    ids = token_ids("cpu").clamp(6)
     run = compiled(step, chunk_tokens=CHUNK)
     torch.testing.assert_close(run(ids), step(ids))
     ids[0, 0] = 5

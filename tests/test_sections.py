@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 
@@ -20,47 +19,33 @@ from mstpass.loops.sections import Sections, sections_of
 from mstpass.measure import peak_bytes
 from mstpass.normalize import normalized
 from mstpass.options import Options
-from mstpass.partition.solvers.choose_modes import first_modes
-from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import MIXED
-from mstpass.problem.apply_modes import with_modes
-from mstpass.problem.problem import CutProblem, Plan
-from mstpass.problem.solver_registry import registered
 from mstpass.regions.detect import find_regions
-from tests.checks import check_against_float64, compiled, errors, gradients, joint_graph, kinds
-from tests.losses import FUSED, Loss, LossModel
+from tests.checks import (
+    check_against_float64,
+    check_batches,
+    compiled,
+    gradients,
+    joint_graph,
+    kinds,
+    step_of,
+)
+from tests.losses import FUSED, Loss, LossModel, batches_of_lengths, token_ids
 from tests.test_picked_logits import PICKED
 
-pytestmark = [pytest.mark.sampled(6), pytest.mark.op_by_op]
+pytestmark = [
+    pytest.mark.sampled(6),
+    pytest.mark.op_by_op,
+    pytest.mark.usefixtures("mixed_solver"),
+]
 
 VOCAB = 600
 PRIME = 601
 CHUNK = 128
 
 
-@pytest.fixture(autouse=True)
-def mixed_wherever_it_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registered, "mixed", mixed_wherever_possible)
-
-
-def mixed_wherever_possible(problem: CutProblem, budget_bytes: int | None) -> Plan:
-    modes = dict(first_modes(problem))
-    for region in problem.regions:
-        if any(mode.name == MIXED for mode in region.modes):
-            modes[region.region] = MIXED
-    return Plan(min_cut(with_modes(problem, modes)), modes)
-
-
 OPTIONS = {"solver": "mixed", "memory_budget": 0.5, "chunk_tokens": CHUNK}
-
-
-def _ids(device: str = "cpu") -> Tensor:
-    return torch.randint(0, VOCAB, (4, 101), device=device)
-
-
-def _step(loss: Loss):
-    return lambda model: lambda ids: loss(model, ids)
 
 
 KERNELS = ("label_smoothing",)  # compiled by Inductor
@@ -71,7 +56,7 @@ KERNELS = ("label_smoothing",)  # compiled by Inductor
     [pytest.param(n, marks=pytest.mark.kernels) if n in KERNELS else n for n in FUSED],
 )
 def test_loss(name: str) -> None:
-    report = check_against_float64(LossModel(), _step(FUSED[name]), [_ids()], **OPTIONS)
+    report = check_against_float64(LossModel(), step_of(FUSED[name]), [token_ids()], **OPTIONS)
     assert set(kinds(report)) == {("lm_head", MIXED)}, str(report)
     tokens, sections = report.regions[0].loops
     assert (tokens.phase, tokens.cut.axis) == ("forward", "tokens")
@@ -86,33 +71,20 @@ def test_loss(name: str) -> None:
 @pytest.mark.parametrize("name", ["max", "kthvalue", "by_arange"])
 def test_one_pick_of_each_row(name: str) -> None:
     """The gradient of a gather of one element per row is a choice: sections can make it."""
-    report = check_against_float64(LossModel(), _step(PICKED[name]), [_ids()], **OPTIONS)
+    report = check_against_float64(LossModel(), step_of(PICKED[name]), [token_ids()], **OPTIONS)
     assert kinds(report) == [("lm_head", MIXED)], str(report)
 
 
 @pytest.mark.parametrize("name", ["mean", "entropy_bonus", "distillation", "bias"])
 def test_in_bfloat16(name: str) -> None:
     model = LossModel().to(torch.bfloat16)
-    report = check_against_float64(model, _step(FUSED[name]), [_ids()], **OPTIONS)
+    report = check_against_float64(model, step_of(FUSED[name]), [token_ids()], **OPTIONS)
     assert set(kinds(report)) == {("lm_head", MIXED)}, str(report)
 
 
 @pytest.mark.parametrize("name", ["mean", pytest.param("bias", marks=pytest.mark.kernels)])
 def test_any_number_of_tokens_in_one_graph(name: str) -> None:
-    model = LossModel()
-    loss_of = _step(FUSED[name])
-    wide = copy.deepcopy(model).double()
-    step = compiled(loss_of(model), **OPTIONS)
-    before = len(mstpass.reports())
-    for batch, length in ((4, 101), (3, 77), (8, 150)):
-        ids = torch.randint(0, VOCAB, (batch, length))
-        torch._dynamo.mark_dynamic(ids, 0)
-        torch._dynamo.mark_dynamic(ids, 1)
-        exact = gradients(wide, loss_of(wide), [ids])
-        eager = errors(gradients(model, loss_of(model), [ids]), exact)
-        ours = errors(gradients(model, step, [ids]), exact)
-        assert all(a <= b + 1e-6 for a, b in zip(ours, eager, strict=True)), (ours, eager)
-    reports = mstpass.reports()[before:]
+    reports = check_batches(LossModel(), step_of(FUSED[name]), batches_of_lengths(), **OPTIONS)
     assert reports and all(set(kinds(report)) == {("lm_head", MIXED)} for report in reports)
 
 
@@ -148,7 +120,7 @@ def test_a_vocabulary_of_prime_size(tied: bool) -> None:
     ],
 )
 def test_what_is_scattered_along_the_vocabulary_is_refused(loss: Loss, reason: str) -> None:
-    joint = JointGraph(*joint_graph(_step(loss)(LossModel()), _ids()))
+    joint = JointGraph(*joint_graph(step_of(loss)(LossModel()), token_ids()))
     _, joint, _ = normalized(joint, False, PassRunner("off"))
     (region, *_), _ = find_regions(joint)
     found = sections_of(RegionFacts(joint, region), True)
@@ -163,7 +135,7 @@ def test_a_section_reads_no_whole_logits() -> None:
         logits = model.logits(ids).float()
         return (logits.softmax(-1).cumsum(-1) * logits).sum(-1).mean()
 
-    joint = JointGraph(*joint_graph(_step(smoothed)(LossModel()), _ids()))
+    joint = JointGraph(*joint_graph(step_of(smoothed)(LossModel()), token_ids()))
     _, joint, _ = normalized(joint, False, PassRunner("off"))
     (region, *_), _ = find_regions(joint)
     found = sections_of(RegionFacts(joint, region), True)
@@ -173,7 +145,7 @@ def test_a_section_reads_no_whole_logits() -> None:
 
 
 def test_what_a_section_needs_of_each_token() -> None:
-    joint = JointGraph(*joint_graph(_step(FUSED["mean"])(LossModel()), _ids()))
+    joint = JointGraph(*joint_graph(step_of(FUSED["mean"])(LossModel()), token_ids()))
     (region, *_), _ = find_regions(joint)
     found = sections_of(RegionFacts(joint, region), True)
     assert isinstance(found, Sections)
@@ -212,7 +184,7 @@ def test_the_peak_of_a_head_of_few_tokens() -> None:
 
 def test_random_numbers_are_cut_like_logits() -> None:
     """Both loops read the numbers of dropout that the forward drew: they are drawn once."""
-    model, ids = LossModel(), _ids()
+    model, ids = LossModel(), token_ids()
 
     def loss(ids: Tensor) -> Tensor:
         logits = F.dropout(model.logits(ids).float(), 0.3)
@@ -230,7 +202,7 @@ def test_random_numbers_are_cut_like_logits() -> None:
 
 
 def test_a_backward_that_is_traced_again_keeps_the_fused_loop() -> None:
-    joint, outputs = joint_graph(_step(FUSED["mean"])(LossModel()), _ids())
+    joint, outputs = joint_graph(step_of(FUSED["mean"])(LossModel()), token_ids())
     options = Options(memory_budget=0.0, chunk_tokens=CHUNK)
     both, one = (
         pipeline.run(joint, options, num_fwd_outputs=outputs, loops_in_backward=loops)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import mstpass
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import Refusal
 from mstpass.loops.region_facts import RegionFacts
@@ -20,27 +17,23 @@ from mstpass.normalize import normalized
 from mstpass.normalize.row_sums_of_gradients import row_sums_of_gradients
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import FUSED, MIXED
-from mstpass.problem.solver_registry import registered
 from mstpass.regions.detect import find_regions
-from tests.checks import check_against_float64, compiled, errors, gradients, joint_graph, kinds
-from tests.losses import OUTSIDE, RECOMPUTED, VOCAB, Loss, LossModel
+from tests.checks import (
+    check_against_float64,
+    check_batches,
+    joint_graph,
+    kinds,
+    step_of,
+)
+from tests.losses import OUTSIDE, RECOMPUTED, VOCAB, Loss, LossModel, batches_of_lengths, token_ids
 from tests.test_picked_logits import PICKED
-from tests.test_sections import OPTIONS, mixed_wherever_possible
+from tests.test_sections import OPTIONS
 
-pytestmark = [pytest.mark.sampled(4), pytest.mark.op_by_op]
-
-
-@pytest.fixture(autouse=True)
-def mixed_wherever_it_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registered, "mixed", mixed_wherever_possible)
-
-
-def _ids() -> Tensor:
-    return torch.randint(0, VOCAB, (4, 101))
-
-
-def _step(loss: Loss) -> Callable[[LossModel], Callable[[Tensor], Tensor]]:
-    return lambda model: lambda ids: loss(model, ids)
+pytestmark = [
+    pytest.mark.sampled(4),
+    pytest.mark.op_by_op,
+    pytest.mark.usefixtures("mixed_solver"),
+]
 
 
 def _labels(ids: Tensor) -> Tensor:
@@ -107,14 +100,14 @@ def _weighted(value: Tensor) -> Tensor:
     [pytest.param(n, marks=pytest.mark.kernels) if n in KERNELS else n for n in PER_TOKEN],
 )
 def test_a_gradient_of_each_token(name: str) -> None:
-    step = _step(PER_TOKEN[name])
-    report = check_against_float64(LossModel(), step, [_ids()], finish=_weighted, **OPTIONS)
+    step = step_of(PER_TOKEN[name])
+    report = check_against_float64(LossModel(), step, [token_ids()], finish=_weighted, **OPTIONS)
     assert kinds(report) == [("lm_head", MIXED)], str(report)
 
 
 def test_preferences_of_sequences() -> None:
     report = check_against_float64(
-        LossModel(), _step(RECOMPUTED["preference"]), [_ids()], **OPTIONS
+        LossModel(), step_of(RECOMPUTED["preference"]), [token_ids()], **OPTIONS
     )
     assert kinds(report) == [("lm_head", MIXED)], str(report)
 
@@ -122,8 +115,8 @@ def test_preferences_of_sequences() -> None:
 @pytest.mark.parametrize("name", ["per_token", "policy", "divergence"])
 def test_a_gradient_of_each_token_in_bfloat16(name: str) -> None:
     model = LossModel().to(torch.bfloat16)
-    step = _step(PER_TOKEN[name])
-    report = check_against_float64(model, step, [_ids()], finish=_weighted, **OPTIONS)
+    step = step_of(PER_TOKEN[name])
+    report = check_against_float64(model, step, [token_ids()], finish=_weighted, **OPTIONS)
     assert kinds(report) == [("lm_head", MIXED)], str(report)
 
 
@@ -144,7 +137,7 @@ def test_a_sum_that_is_not_linear_in_the_gradient_stays() -> None:
         return Squared.apply(logp).cos().sum(-1)
 
     model = LossModel()
-    joint = JointGraph(*joint_graph(loss, _ids()))
+    joint = JointGraph(*joint_graph(loss, token_ids()))
     assert row_sums_of_gradients(joint) == (joint, frozenset())
     (region, *_), _ = find_regions(joint)
     found = sections_of(RegionFacts(joint, region), region.fused)
@@ -181,22 +174,22 @@ PICKS: dict[str, Loss] = {
     "name", [pytest.param(n, marks=pytest.mark.kernels) if n == "several" else n for n in PICKS]
 )
 def test_several_words_in_sections(name: str) -> None:
-    report = check_against_float64(LossModel(), _step(PICKS[name]), [_ids()], **OPTIONS)
+    report = check_against_float64(LossModel(), step_of(PICKS[name]), [token_ids()], **OPTIONS)
     assert ("lm_head", MIXED) in kinds(report), str(report)
 
 
 @pytest.mark.parametrize("name", ["several", "two_labels"])
 def test_several_words_in_bfloat16(name: str) -> None:
     model = LossModel().to(torch.bfloat16)
-    report = check_against_float64(model, _step(PICKS[name]), [_ids()], **OPTIONS)
+    report = check_against_float64(model, step_of(PICKS[name]), [token_ids()], **OPTIONS)
     assert kinds(report) == [("lm_head", MIXED)], str(report)
 
 
 def test_many_words_are_scattered_in_the_fused_loop() -> None:
-    step = _step(partial(_several, count=40))
-    report = check_against_float64(LossModel(), step, [_ids()], **OPTIONS)
+    step = step_of(partial(_several, count=40))
+    report = check_against_float64(LossModel(), step, [token_ids()], **OPTIONS)
     assert kinds(report) == [("lm_head", FUSED)], str(report)
-    joint = JointGraph(*joint_graph(step(LossModel()), _ids()))
+    joint = JointGraph(*joint_graph(step(LossModel()), token_ids()))
     _, joint, _ = normalized(joint, False, PassRunner("off"))
     (region, *_), _ = find_regions(joint)
     found = sections_of(RegionFacts(joint, region), True)
@@ -214,14 +207,14 @@ ALONG: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", [pytest.param("several", marks=pytest.mark.kernels), "two_labels"])
 def test_several_words_along_features(name: str) -> None:
-    report = check_against_float64(LossModel(), _step(ALONG[name]), [_ids()], **LEAST)
+    report = check_against_float64(LossModel(), step_of(ALONG[name]), [token_ids()], **LEAST)
     assert [region.axis for region in report.regions] == ["features"], str(report)
     assert report.peak_bytes <= 0.4 * report.baseline_peak_bytes
 
 
 def test_many_words_along_features_are_refused_by_name() -> None:
-    step = _step(partial(_several, count=40, flips=True))
-    report = check_against_float64(LossModel(), step, [_ids()], **LEAST)
+    step = step_of(partial(_several, count=40, flips=True))
+    report = check_against_float64(LossModel(), step, [token_ids()], **LEAST)
     assert not report.regions
     assert any(
         "rev.default works along a token dim" in rejection.reason for rejection in report.rejections
@@ -229,37 +222,23 @@ def test_many_words_along_features_are_refused_by_name() -> None:
 
 
 # ---- any number of tokens ------------------------------------------------------------------------
-def _any_length(loss: Loss, axis: str, **options: object) -> None:
-    """Three batches of one graph; in each of its plans the loops for weights have this axis."""
-    model = LossModel()
-    loss_of = _step(loss)
-    wide = copy.deepcopy(model).double()
-    step = compiled(loss_of(model), **options)
-    before = len(mstpass.reports())
-    for batch, length in ((4, 101), (3, 77), (8, 150)):
-        ids = torch.randint(0, VOCAB, (batch, length))
-        torch._dynamo.mark_dynamic(ids, 0)
-        torch._dynamo.mark_dynamic(ids, 1)
-        exact, eager, ours = (
-            gradients(m, lambda ids, f=f: _weighted(f(ids)), [ids])
-            for m, f in ((wide, loss_of(wide)), (model, loss_of(model)), (model, step))
-        )
-        pairs = zip(errors(ours, exact), errors(eager, exact), strict=True)
-        assert all(a <= b + 1e-6 for a, b in pairs)
-    reports = mstpass.reports()[before:]
+def _any_length(loss: Loss, **options: object) -> None:
+    """Three batches of one graph; in each of its plans the loops for weights are over features."""
+    batches = batches_of_lengths()
+    reports = check_batches(LossModel(), step_of(loss), batches, finish=_weighted, **options)
     axes = [[region.loops[-1].cut.axis for region in report.regions] for report in reports]
-    assert axes == [[axis]] * len(reports), str(reports[-1])
+    assert axes == [["features"]] * len(reports), str(reports[-1])
 
 
 @pytest.mark.parametrize("name", ["policy", "capped"])
 def test_any_number_of_tokens_with_a_gradient_each(name: str) -> None:
-    _any_length(PER_TOKEN[name], "features", **OPTIONS)
+    _any_length(PER_TOKEN[name], **OPTIONS)
 
 
 def test_any_number_of_tokens_with_several_words() -> None:
-    _any_length(_several, "features", **OPTIONS)
+    _any_length(_several, **OPTIONS)
 
 
 @pytest.mark.parametrize("name", [pytest.param("several", marks=pytest.mark.kernels), "two_labels"])
 def test_any_number_of_tokens_along_features(name: str) -> None:
-    _any_length(ALONG[name], "features", **LEAST)
+    _any_length(ALONG[name], **LEAST)

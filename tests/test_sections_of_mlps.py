@@ -11,21 +11,18 @@ from torch import Tensor, nn
 
 import mstpass
 from mstpass.plans import MIXED
-from mstpass.problem.solver_registry import registered
 from tests import expert_models
 from tests.checks import check_against_float64, kinds
 from tests.expert_models import Experts, Form
-from tests.test_sections import mixed_wherever_possible
 
-pytestmark = [pytest.mark.sampled(4), pytest.mark.op_by_op]
+pytestmark = [
+    pytest.mark.sampled(4),
+    pytest.mark.op_by_op,
+    pytest.mark.usefixtures("mixed_solver"),
+]
 
 WIDTH, HIDDEN, PRIME = 24, 96, 97
 OPTIONS = {"solver": "mixed", "memory_budget": 0.5, "chunk_tokens": 64}
-
-
-@pytest.fixture(autouse=True)
-def mixed_wherever_it_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registered, "mixed", mixed_wherever_possible)
 
 
 class SwiGLU(nn.Module):

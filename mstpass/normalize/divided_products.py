@@ -16,7 +16,8 @@ row. Windows that overlap, or that are worked on by themselves, have other rewri
 
     logits = einsum("nd,hdv->hnv", x, weight);   loss(logits.view(h n, v), labels.view(h n))
 
-The product is written as one for each head.
+The product is written as one for each head. ``x @ weight`` is one product as well, whose rows are
+the words of all heads and whose columns are the tokens.
 
 How the parts are computed is in unstack.py.
 """
@@ -200,9 +201,9 @@ def _heads(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Parts | None:
     """The heads of a product, if a view merges them with its tokens."""
     shape = shape_of(anchor)
     parts = Parts(0, (1,) * shape[0]) if len(shape) == 3 and shape[0] > 1 else None
-    feature = len(shape) - 1
+    feature = 0 if spec == (1,) and len(shape) == 2 else len(shape) - 1
     merged = False
-    shown = {anchor}  # with all features in the last dim
+    shown = {anchor: feature}  # the dim of all features
     for reading in _readings(joint, anchor, spec):
         node, source = reading.node, reading.source
         if not ops.is_reshape(node):
@@ -210,11 +211,11 @@ def _heads(joint: JointGraph, anchor: fx.Node, spec: Spec) -> Parts | None:
         merged |= isinstance(reading.result, Refusal)
         if source not in shown or spec == (feature,):
             continue
-        new, last = shape_of(node), len(shape_of(source)) - 1
-        ins, outs = group_of(shape_of(source), new, last)
-        if ins == [last] and len(outs) == 1:
-            shown.add(node)
-        elif outs and ins[-1] == last and parts is None:
+        new, dim = shape_of(node), shown[source]
+        ins, outs = group_of(shape_of(source), new, dim)
+        if ins == [dim] and len(outs) == 1:
+            shown[node] = outs[0]
+        elif outs and ins[-1] == dim and parts is None:
             width = math.prod(new[d] for d in outs[1:])
             if shape[feature] % width == 0 and _widens(anchor, width):
                 parts = Parts(feature, (width,) * (shape[feature] // width))

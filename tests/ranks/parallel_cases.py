@@ -8,7 +8,7 @@ test as plain numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,15 +30,17 @@ from torch.utils.checkpoint import checkpoint
 import mstpass
 from mstpass.measure import peak_bytes
 from mstpass.problem.solver_registry import registered
+from tests.mixed_solver import mixed_wherever_possible
 from tests.models import Block, GatedMLP
 from tests.ranks.pipeline_case import pipeline
 from tests.ranks.token_rules import token_rules
-from tests.test_sections import mixed_wherever_possible
 
 N, D, VOCABULARY = 256, 32, 1024
 LARGE = (512, 64, 4096)  # the same for a head whose peak is measured
+BF16 = torch.bfloat16
 
 Finding = dict[str, Any]
+_Made = TypeVar("_Made", Tensor, nn.Linear)
 Step = Callable[[], Iterable[Tensor | None]]  # runs a step, returns what to compare
 
 
@@ -51,10 +53,16 @@ def compared(
     build: Callable[[], nn.Module],
     step: Callable[[nn.Module, Callable[..., Any]], Iterable[Tensor | None]],
     backend: str = "mst",
+    exact: Callable[[], nn.Module] | None = None,
     **options: Any,
 ) -> Finding:
-    """The error against eager of what ``step(model, compile)`` returns, and mst's reports."""
-    right = [local(value) for value in step(build(), lambda fn: fn)]
+    """The error against eager of what ``step(model, compile)`` returns, and mst's reports.
+
+    With ``exact``, which builds the same model in float64, the errors of mst and of eager are those
+    against that model.
+    """
+    eager = [local(value) for value in step(build(), lambda fn: fn)]
+    right = eager if exact is None else [local(v) for v in step(exact(), lambda fn: fn)]
     torch.compiler.reset()
     before = len(mstpass.reports())
     given = {"strict": True, **options}
@@ -64,12 +72,12 @@ def compared(
 
     found = [local(value) for value in step(build(), compiled)]
     reports = mstpass.reports()[before:]
-    errors = [
-        float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in zip(found, right, strict=True)
-    ]
+    ours, eagers = _errors(found, right), _errors(eager, right)
     outcomes = [report.outcome for report in reports]
     return {
-        "error": max(errors),
+        "error": max(ours),
+        "errors": ours,
+        "eager_errors": eagers,
         "regions": [(r.kind, r.mode, len(r.loops)) for o in outcomes for r in o.regions],
         "solvers": [o.save_plan.solver for o in outcomes if o.save_plan is not None],
         "notes": [note for o in outcomes for note in o.notes],
@@ -77,6 +85,11 @@ def compared(
         "simulated": [o.peak_bytes for o in outcomes],
         "scheduled": [o.scheduled_peak_bytes for o in outcomes],
     }
+
+
+def _errors(values: list[Tensor], right: list[Tensor]) -> list[float]:
+    pairs = zip(values, right, strict=True)
+    return [float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs]
 
 
 def hidden(*shape: int) -> Tensor:
@@ -178,12 +191,23 @@ def checkpointed(mesh: DeviceMesh) -> Finding:
 class Head(nn.Module):
     """A linear layer whose rows, the vocabulary, are sharded."""
 
-    def __init__(self, mesh: DeviceMesh, vocabulary: int = VOCABULARY, width: int = D):
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        vocabulary: int = VOCABULARY,
+        width: int = D,
+        dtype: torch.dtype = torch.float32,
+    ):
         super().__init__()
         torch.manual_seed(0)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head = _in_dtype(nn.Linear(width, vocabulary, bias=False), dtype)
         plan = {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
         parallelize_module(self, mesh, plan)
+
+
+def _in_dtype(made: _Made, dtype: torch.dtype) -> _Made:
+    """With the same numbers in bfloat16 and in float64."""
+    return made if dtype is torch.float32 else made.to(BF16).to(dtype)
 
 
 def _labels(tokens: int = N, vocabulary: int = VOCABULARY) -> Tensor:
@@ -199,16 +223,27 @@ def sharded_head(
     width: int = D,
     vocabulary: int = VOCABULARY,
     reduction: str = "mean",
+    dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Finding:
-    """A head under ``loss_parallel``; also the peak of a step, which is that of the last one."""
+    """A head under ``loss_parallel``; also the peak of a step, which is that of the last one.
+
+    In bfloat16 it is compared with float64.
+    """
     peaks = []
 
+    def build(dtype: torch.dtype = dtype) -> nn.Module:
+        return Head(mesh, vocabulary, width, dtype)
+
     def step(model: nn.Module, compiled: Callable[..., Any]) -> list[Tensor | None]:
-        x, labels = hidden(tokens, width), _labels(tokens, vocabulary)
+        own = model.head.weight.dtype  # type: ignore[union-attr]
+        x = _in_dtype(hidden(tokens, width).detach(), own).requires_grad_()  # type: ignore[arg-type]
+        labels = _labels(tokens, vocabulary)
 
         def loss(x: Tensor) -> Tensor:
-            value = F.cross_entropy(model.head(x), labels, reduction=reduction)
+            logits = model.head(x)  # type: ignore[operator]
+            logits = logits.float() if own is BF16 else logits
+            value = F.cross_entropy(logits, labels, reduction=reduction)
             return (value.to_local() if isinstance(value, DTensor) else value).sum() * 1.5
 
         fn = compiled(loss)
@@ -225,14 +260,15 @@ def sharded_head(
         peaks.append(peak_bytes(run))
         return [value, *gradients(model, x)]
 
-    found = compared(lambda: Head(mesh, vocabulary, width), step, **options)
+    exact = (lambda: build(torch.float64)) if dtype is BF16 else None
+    found = compared(build, step, exact=exact, **options)
     return {**found, "peak": peaks[-1]}
 
 
-def sections_of_a_share(mesh: DeviceMesh) -> Finding:
+def sections_of_a_share(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> Finding:
     """The gradient of a rank's words in sections, wherever that is possible."""
     registered["mixed"] = mixed_wherever_possible
-    return sharded_head(mesh, chunk_tokens=64, memory_budget=0.5, solver="mixed")
+    return sharded_head(mesh, dtype=dtype, chunk_tokens=64, memory_budget=0.5, solver="mixed")
 
 
 def plans_apart(mesh: DeviceMesh) -> Finding:
@@ -352,6 +388,8 @@ CASES: dict[str, Callable[[DeviceMesh], Finding]] = {
     "checkpointed": checkpointed,
     "sharded head": lambda mesh: sharded_head(mesh, *LARGE, chunk_tokens=64, memory_budget=0.0),
     "sharded head, sections": sections_of_a_share,
+    "sharded head, bfloat16": lambda mesh: sharded_head(mesh, dtype=BF16, chunk_tokens=64),
+    "sharded head, sections, bfloat16": lambda mesh: sections_of_a_share(mesh, BF16),
     "sharded head, sum": lambda mesh: sharded_head(mesh, reduction="sum", chunk_tokens=100),
     "sharded head, none": lambda mesh: sharded_head(mesh, reduction="none", chunk_tokens=64),
     "plans apart": plans_apart,
