@@ -81,6 +81,14 @@ class Ranges:
         yield from given
         yield from (end for k in itertools.count(1) if (end := round(self.room**k)) > last)
 
+    def forbidden(self, length: int, guard: sympy.Expr) -> str:
+        """What users are told of a length of the option that no batch of the graph can have."""
+        return (
+            f"mstpass: option 'lengths' has {length}, but no batch of "
+            f"{self.text({self.long: length})} takes this graph, because of the guard "
+            f"{guard}. Leave out lengths that do not come, or change what asks for it"
+        )
+
     def text(self, values: Values) -> str:
         """Sizes in words, such as ``ids.size()[1] = 300``."""
         return sizes_text(named(self.environment, values))
@@ -104,6 +112,11 @@ class RangePlan:
         if any(values[symbol] > most for symbol, most in self.most.items()):
             return False
         return hold(self.conditions, values)
+
+    def waits_for_backward(self) -> bool:
+        """Whether a checkpoint may yet run a forward of the plan again."""
+        waits: Callable[[], bool] | None = getattr(self.run, "waits_for_backward", None)
+        return waits is None or waits()
 
     def is_within(self, ends: Values) -> bool:
         """Whether the plan is made for a range up to these sizes, or for any."""

@@ -213,7 +213,7 @@ class PlansByLength:
         if serving:
             is_final = len(self.plans) >= _MOST_PLANS
             is_due = self._calls[key] % _OFTEN == 0 and not compiles_nothing()
-            if is_final or not is_due or any(map(_waits_for_backward, serving)):
+            if is_final or not is_due or any(plan.waits_for_backward() for plan in serving):
                 return min(serving, key=lambda plan: plan.room), is_final
         if stance() == EAGER:
             return RangePlan(self.graph.module, {}), False
@@ -266,8 +266,8 @@ class PlansByLength:
         """
         ends = self.ranges.ends(self._of_sizes(values))
         middle = {s: round(math.sqrt(values[s] * end)) for s, end in ends.items()}
-        longer = (self._grown(values, sizes) for sizes in (ends, middle))
-        tried = [sizes for sizes in (*longer, values) if self._is_allowed(sizes)]
+        longer = (self._allowed(values, sizes) for sizes in (ends, middle))
+        tried = [sizes for sizes in (*longer, values) if sizes is not None]
         bounded = len(self.plans) < _MOST_PLANS - 1
         at_last = reversed(tried) if self.graph.options.strict else tried
         for must_fit, several in ((True, tried), (False, at_last)):
@@ -354,17 +354,13 @@ class PlansByLength:
 
     def _longest_batch(self, values: Values, most: int) -> Values | None:
         """The batch of at most this length that Dynamo's guards allow; None if none is near it."""
-        for length in range(most, max(1, most - _NEAR), -1):
-            batch = self._grown(values, self.ranges.of_length(self._of_sizes(values), length))
-            if self._is_allowed(batch):
-                return batch
-        guards = [g for g in guards_of(self.environment) if not may_hold([g], batch)]
-        warnings.warn(
-            f"mstpass: option 'lengths' has {most}, but no batch of "
-            f"{self.ranges.text({self.ranges.long: most})} takes this graph, because of the guard "
-            f"{guards[0]}. Leave out lengths that do not come, or change what asks for it",
-            stacklevel=2,
-        )
+        sizes = self.ranges.of_length(self._of_sizes(values), most)
+        batch = self._allowed(values, sizes)
+        if batch is not None:
+            return batch
+        longest = self._grown(values, sizes)
+        guards = [g for g in guards_of(self.environment) if not may_hold([g], longest)]
+        warnings.warn(self.ranges.forbidden(most, guards[0]), stacklevel=2)
         return None
 
     def _grown(self, values: Values, sizes: Values) -> Values:
@@ -385,14 +381,15 @@ class PlansByLength:
         with tracing(self.context), preserve_rng_state():
             yield
 
-    def _is_allowed(self, sizes: Values) -> bool:
-        return may_hold(guards_of(self.environment), sizes)
-
-
-def _waits_for_backward(plan: RangePlan) -> bool:
-    """Whether a checkpoint may yet run a forward of the plan again."""
-    waits: Callable[[], bool] | None = getattr(plan.run, "waits_for_backward", None)
-    return waits is None or waits()
+    def _allowed(self, values: Values, sizes: Values) -> Values | None:
+        """The largest batch of these sizes, or somewhat smaller, that Dynamo's guards allow."""
+        guards = guards_of(self.environment)
+        for less in range(_NEAR):
+            near = {s: n if n == values[s] else max(1, n - less) for s, n in sizes.items()}
+            batch = self._grown(values, near)
+            if may_hold(guards, batch):
+                return batch
+        return None
 
 
 def _as_tuple(sizes: Any) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ def test_all_plans_are_compiled_in_the_mode(
     reports = mstpass.reports()[before:]
     assert [report.outcome.peaks[0].sizes[0][1] for report in reports] == [1024, 4096]
     of_mode = torch._inductor.list_mode_options(mode, dynamic=True)
-    assert len(given) == 2 and all(of_mode.items() <= patches.items() for patches in given)
+    assert len(given) >= 2 and all(of_mode.items() <= patches.items() for patches in given)
 
 
 def test_a_static_graph_and_then_ranges_have_right_gradients(model: TinyLM) -> None:

@@ -45,6 +45,12 @@ def _caught(step: Any, model: TinyLM, length: int) -> list[str]:
     return list(dict.fromkeys(text for text in said if "mstpass" in text))
 
 
+def _ends(before: int) -> list[int]:
+    """The largest lengths of the plans that were made since."""
+    reports = mstpass.reports()[before:]
+    return sorted(size for r in reports for _, size in r.outcome.peaks[0].sizes)
+
+
 # ---- budgets -------------------------------------------------------------------------------------
 def test_a_length_that_no_plan_serves_is_an_error_that_says_what_fits(model: TinyLM) -> None:
     _, at_4096, at_2048 = _peaks(model, 4000)
@@ -113,8 +119,19 @@ def test_lengths_that_a_guard_forbids(model: TinyLM) -> None:
     def loss(ids: torch.Tensor) -> torch.Tensor:
         return _loss_of(model)(ids) if ids.shape[1] < 2000 else model.head.weight.sum()
 
-    step = _compiled(loss, lengths=[512, 8192])
-    with pytest.warns(UserWarning, match=r"no batch of ids.size\(\)\[1\] = 8192 takes this graph"):
+    before = len(mstpass.reports())
+    gradients(model, _compiled(loss, lengths=[512, 8192]), [_words(300)])
+    assert _ends(before) == [512, 1999]
+
+
+def test_lengths_that_no_batch_has(model: TinyLM) -> None:
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] % 300 == 0:
+            return _loss_of(model)(ids)
+        return model.head.weight.sum()
+
+    step = _compiled(loss, lengths=[300, 8699])
+    with pytest.warns(UserWarning, match=r"no batch of ids.size\(\)\[1\] = 8699 takes this graph"):
         gradients(model, step, [_words(300)])
 
 
@@ -127,7 +144,6 @@ def test_lengths_that_are_not_multiples_of_what_a_guard_asks_for(model: TinyLM) 
     before = len(mstpass.reports())
     step = _compiled(loss, lengths=[300, 1001])
     gradients(model, step, [_words(200)])
-    reports = mstpass.reports()[before:]
-    assert sorted(size for r in reports for _, size in r.outcome.peaks[0].sizes) == [296, 1000]
+    assert _ends(before) == [296, 1000]
     gradients(model, step, [_words(992)])
     assert len(mstpass.reports()) == before + 2
