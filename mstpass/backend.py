@@ -176,9 +176,8 @@ def _again(graph: Captured) -> Make | None:
     except LookupError as why:
         log.debug("no leaner plan: %s", why)
         return None
-    least = PlannedFor((), bounded=False, must_fit=True)
-    options = dataclasses.replace(graph.options, repeat_collectives="off")  # one rank is alone
-    fake = dataclasses.replace(graph, inputs=inputs, planned_for=least, options=options)
+    least = PlannedFor((), (), bounded=False, must_fit=True)
+    fake = dataclasses.replace(graph.of_this_rank(), inputs=inputs, planned_for=least)
 
     def make(limit: Limit, _: Sequence[Any]) -> CompiledPlan:
         with tracing(context), preserve_rng_state():
@@ -260,9 +259,8 @@ def _compiled_and_reported(
 
 
 def _without_repeated_collectives(graph: Captured, limit: Limit, why: str) -> CompiledPlan:
-    options = dataclasses.replace(graph.options, repeat_collectives="off")
     note = f"backward repeats no collective, which takes more memory: {why}"
-    return _compiled_and_reported(dataclasses.replace(graph, options=options), limit, (note,))
+    return _compiled_and_reported(graph.of_this_rank(), limit, (note,))
 
 
 def _stored(key: str) -> tuple[list[Report], bool]:

@@ -14,8 +14,8 @@ import hashlib
 import logging
 import pathlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -24,6 +24,7 @@ from mstpass import pipeline
 from mstpass.captured import PlannedFor
 from mstpass.graph import device_costs
 from mstpass.graph.host_copies import is_host_copy
+from mstpass.graph.joint import Modules
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.recompute_rules import draws_random_numbers
 from mstpass.graph.repeated_collectives import collectives_in
@@ -31,7 +32,7 @@ from mstpass.limit import Limit
 from mstpass.loops.lowering import lower_loops
 from mstpass.memory.peaks_by_length import PeaksByLength
 from mstpass.options import OptionError, Options
-from mstpass.partition.budget import BudgetError
+from mstpass.partition.budget import BudgetError, of_sizes
 from mstpass.passes.facts import FINISHED, NO_LOOPS
 from mstpass.passes.runner import InPlacePass, PassRunner
 from mstpass.plans import Outcome, Rejection
@@ -60,6 +61,7 @@ from mstpass.torch_internals.inductor import (
 from mstpass.torch_internals.versions import TorchChangedError, installed
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _NESTED = (
     "this is a nested compile region: it is planned by itself, once for all calls of it, and what "
     "it saves counts once for each call in the graph that calls it"
@@ -182,6 +184,7 @@ class Partitioner(CustomPartitionerFn):
                 limit=self.limit,
                 loops_in_backward=self.loops_in_backward,
                 must_fit=self.planned_for is not None and self.planned_for.must_fit,
+                about_sizes=functools.partial(self._about_sizes, gm.graph),
                 **pipeline_kwargs(kwargs),
             )
         except BudgetError as error:
@@ -219,22 +222,39 @@ class Partitioner(CustomPartitionerFn):
 
     def _by_length(self, result: pipeline.Result, graph: fx.Graph) -> dict[str, Any]:
         """The plan's peaks for batches of other sizes; nothing if it serves one, or on an error."""
-        if not self.planned_for or not self.planned_for.sizes:
-            return {}
         if result.memory is None or result.modules is None:
             return {}
         budget_bytes = self.limit.budget_bytes
-        try:
-            environment, symbols = symbols_of_inputs(graph)
-            most = {symbols[name]: size for name, size in self.planned_for.sizes}
-            peaks = PeaksByLength(result.modules, environment, most, not self.limit.is_free)
+
+        def found(peaks: PeaksByLength) -> dict[str, Any]:
             holds_for = peaks.largest_within(budget_bytes) if budget_bytes is not None else ()
             return {"peaks": peaks.table(), "budget_holds_for": holds_for}
+
+        return self._of_peaks(graph, result.modules, found, {})
+
+    def _about_sizes(self, graph: fx.Graph, modules: Modules, budget_bytes: int) -> str:
+        """Which batches are within a budget that the plan exceeds; "" if it serves one."""
+        return self._of_peaks(graph, modules, lambda peaks: of_sizes(peaks, budget_bytes), "")
+
+    def _of_peaks(
+        self, graph: fx.Graph, modules: Modules, read: Callable[[PeaksByLength], T], otherwise: T
+    ) -> T:
+        """What is read from the peaks of a joint graph's plan for batches of several sizes."""
+        if not self.planned_for or not self.planned_for.sizes:
+            return otherwise
+        try:
+            environment, symbols = symbols_of_inputs(graph)
+            most, batch = (
+                {symbols[name]: size for name, size in sizes}
+                for sizes in (self.planned_for.sizes, self.planned_for.batch)
+            )
+            takes_time = not self.limit.is_free
+            return read(PeaksByLength(modules, environment, most, batch, takes_time))
         except Exception:
             if self.options.strict:
                 raise
             log.debug("mstpass cannot tell the peaks of other lengths", exc_info=True)
-            return {}
+            return otherwise
 
     def refused(self, runner: PassRunner) -> None:
         """Add passes over the finished graphs that were refused to the report."""

@@ -12,14 +12,18 @@ option ``lengths`` gives the ends itself, and the last range ends at the bound t
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import sympy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mstpass.options import ROOM, OptionError
-from mstpass.torch_internals.batch_sizes import bound_of, named
+from mstpass.partition.budget import sizes_text
+from mstpass.torch_internals.batch_sizes import bounds_of, hold, named
 
 _LEAST_ROOM = 2.0  # of one of several sizes
 
@@ -56,9 +60,20 @@ class Ranges:
         found = {}
         for symbol, value in values.items():
             end = next(end for end in self._all_ends(symbol) if end >= value)
-            bound = bound_of(self.environment, symbol)
+            _, bound = bounds_of(self.environment, symbol)
             found[symbol] = end if bound is None else max(value, min(end, bound))
         return found
+
+    def coming(self) -> list[int]:
+        """The lengths of the option, as far as the bounds of the longest size allow them."""
+        least, most = bounds_of(self.environment, self.long)
+        within = (n if most is None else min(n, most) for n in self.lengths)
+        return [n for n in dict.fromkeys(within) if n >= least]
+
+    def of_length(self, values: Values, length: int) -> Values:
+        """A batch like this one with another length; sizes that equal it are lengths as well."""
+        long = values[self.long]
+        return {s: length if size == long else size for s, size in values.items()}
 
     def _all_ends(self, symbol: sympy.Symbol) -> Iterator[int]:
         given = self.lengths if symbol == self.long else ()
@@ -66,6 +81,48 @@ class Ranges:
         yield from given
         yield from (end for k in itertools.count(1) if (end := round(self.room**k)) > last)
 
+    def forbidden(self, length: int, guard: sympy.Expr) -> str:
+        """What users are told of a length of the option that no batch of the graph can have."""
+        return (
+            f"mstpass: option 'lengths' has {length}, but no batch of "
+            f"{self.text({self.long: length})} takes this graph, because of the guard "
+            f"{guard}. Leave out lengths that do not come, or change what asks for it"
+        )
+
     def text(self, values: Values) -> str:
         """Sizes in words, such as ``ids.size()[1] = 300``."""
-        return ", ".join(f"{name} = {size}" for name, size in named(self.environment, values))
+        return sizes_text(named(self.environment, values))
+
+
+@dataclasses.dataclass(frozen=True)
+class RangePlan:
+    """A compiled graph, and for which batches it is right.
+
+    Attributes:
+        most: the greatest value of each symbol; none, if any batch may take it.
+        conditions: what holds for the symbols besides.
+    """
+
+    run: Callable[..., Any]
+    most: Values
+    conditions: tuple[Any, ...] = ()
+
+    def serves(self, values: Values) -> bool:
+        """Whether a batch of these sizes may take the plan."""
+        if any(values[symbol] > most for symbol, most in self.most.items()):
+            return False
+        return hold(self.conditions, values)
+
+    def waits_for_backward(self) -> bool:
+        """Whether a checkpoint may yet run a forward of the plan again."""
+        waits: Callable[[], bool] | None = getattr(self.run, "waits_for_backward", None)
+        return waits is None or waits()
+
+    def is_within(self, ends: Values) -> bool:
+        """Whether the plan is made for a range up to these sizes, or for any."""
+        return all(most <= ends[symbol] for symbol, most in self.most.items())
+
+    @property
+    def room(self) -> float:
+        """Grows with the batches that it serves."""
+        return math.prod(self.most.values()) if self.most else math.inf

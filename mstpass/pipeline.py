@@ -100,6 +100,7 @@ def run(
     limit: Limit | None = None,
     loops_in_backward: bool = True,
     must_fit: bool = False,
+    about_sizes: Callable[[Modules, int], str] = lambda modules, budget_bytes: "",
     **torch_kwargs: Any,
 ) -> Result:
     """Plan and rewrite one joint graph. ``module`` itself is not changed.
@@ -110,6 +111,7 @@ def run(
         limit: what the plan may take; None: what the options say.
         loops_in_backward: whether the backward may have loops. If not, only fused regions have any.
         must_fit: a plan above the budget is an error.
+        about_sizes: which batches finished graphs could run within a budget, for messages.
         torch_kwargs: further arguments that AOTAutograd passes to a partitioner.
 
     Raises:
@@ -135,7 +137,8 @@ def run(
     if limit.allows(result.outcome):
         return result
     assert result.memory is not None and limit.budget_bytes is not None
-    note = infeasible(limit.budget_bytes, result.memory, result.outcome)
+    sizes = about_sizes(result.modules, limit.budget_bytes) if result.modules else ""
+    note = infeasible(limit.budget_bytes, result.memory, result.outcome, sizes)
     if result.problem is not None:
         note += more_host_memory(
             result.problem, limit.peak_bytes or simulated_limit(limit.budget_bytes)

@@ -17,25 +17,24 @@ call for which they do not hold takes another one. Dynamo's own guards are untou
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import logging
 import math
 import operator
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mstpass.captured import Captured, PlannedFor
 from mstpass.graph.sizes import expression, hint
 from mstpass.inductor_hooks import DoesNotFitError, SameForAllError, warn_of
-from mstpass.length_ranges import Ranges
+from mstpass.length_ranges import RangePlan, Ranges
 from mstpass.limit import Limit
 from mstpass.out_of_memory import Compiled, CompiledPlan, with_leaner_plans
 from mstpass.progress import counted
@@ -48,6 +47,7 @@ from mstpass.torch_internals.batch_sizes import (
     hold,
     may_hold,
     preserve_rng_state,
+    sources_of_numbers,
     symbols_among,
     symbols_of_sizes,
     tracing,
@@ -61,38 +61,13 @@ log = logging.getLogger(__name__)
 _OFTEN = 8  # calls of a range before it gets a plan beside that of a longer one
 _MOST_PLANS = 8
 _MOST_CHOICES = 100_000  # batches of which it is known which plan they take
-_PARAMETERS, _SOURCE = "_param_name_to_source", "_dynamo_source"
+_NEAR = 256  # how much shorter than an end the longest batch of a range may have to be
+_STATIC = (
+    "its sizes are static. Compile with dynamic=True, or mark what varies: "
+    "torch._dynamo.mark_dynamic(ids, 1)"
+)
 
 Values = Mapping[sympy.Symbol, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """A compiled graph, and for which batches it is right.
-
-    Attributes:
-        most: the greatest value of each symbol; none, if any batch may take it.
-        conditions: what holds for the symbols besides.
-    """
-
-    run: Compiled
-    most: Values
-    conditions: tuple[Any, ...] = ()
-
-    def serves(self, values: Values) -> bool:
-        """Whether a batch of these sizes may take the plan."""
-        if any(values[symbol] > most for symbol, most in self.most.items()):
-            return False
-        return hold(self.conditions, values)
-
-    def is_within(self, ends: Values) -> bool:
-        """Whether the plan is made for a range up to these sizes, or for any."""
-        return all(most <= ends[symbol] for symbol, most in self.most.items())
-
-    @property
-    def room(self) -> float:
-        """Grows with the batches that it serves."""
-        return math.prod(self.most.values()) if self.most else math.inf
 
 
 CompileOne = Callable[[Captured, Limit | None], CompiledPlan]
@@ -112,21 +87,33 @@ def plans_by_length(graph: Captured, compile_one: CompileOne) -> Any:
     if context is None or not _is_planned(graph.inputs):
         return None
     try:
-        inputs = fake_inputs(graph.module, graph.inputs)
-        with_sizes(inputs)
+        return _with_first_plan(graph, context, compile_one)
     except LookupError as why:
         log.debug("one plan for all sizes: %s", why)
+        if graph.options.lengths:
+            said = f"option 'lengths' has no effect on a graph, which has one plan: {why}"
+            warnings.warn(f"mstpass: {said}", stacklevel=2)
         return None
+
+
+def _with_first_plan(
+    graph: Captured, context: TracingContext, compile_one: CompileOne
+) -> PlansByLength:
+    """The plans of a graph, of which there is one.
+
+    Raises:
+        LookupError: the graph is to have one plan.
+    """
+    if not any(isinstance(x, torch.SymInt) for x in graph.inputs):
+        raise LookupError(_STATIC)
+    inputs = fake_inputs(graph.module, graph.inputs)
+    with_sizes(inputs)
     symbols = symbols_of_sizes(inputs)
     if not symbols:
-        return None
+        raise LookupError("its inputs have no symbolic size, or one that is no input itself")
     graph = dataclasses.replace(graph, inputs=tuple(inputs))
     plans = PlansByLength(graph, symbols, context, compile_one)
-    try:
-        plans.add_first()
-    except LookupError as why:
-        log.debug("one plan for all sizes: %s", why)
-        return None
+    plans.add_first()
     return plans
 
 
@@ -155,19 +142,20 @@ class PlansByLength:
         compile_one: CompileOne,
     ):
         self.graph, self.sized, self.context = graph, frozenset(sized), context
+        self._sources = sources_of_numbers(context, graph.inputs)
         symbols = symbols_among(graph.inputs)
         self.symbols = tuple(symbols)
         self.compile_one = compile_one
-        self.plans: list[_Plan] = []
+        self.plans: list[RangePlan] = []
         self.environment: ShapeEnv = next(
             x.node.shape_env for x in graph.inputs if isinstance(x, torch.SymInt)
         )
         self._sizes_of = operator.itemgetter(*symbols.values())
         traced = self._of_sizes(self._values(self._sizes_of(graph.inputs)))
         self.ranges = Ranges(self.environment, traced, graph.options.lengths)
-        self._coming = list(graph.options.lengths)
+        self._coming = self.ranges.coming()
         self._chosen: dict[Any, Compiled] = {}  # by the sizes of a batch: the last word
-        self._latest: dict[Any, _Plan] = {}
+        self._latest: dict[Any, RangePlan] = {}
         self._calls: Counter[tuple[int, ...]] = Counter()  # by range
         self._lock = threading.RLock()
 
@@ -213,7 +201,7 @@ class PlansByLength:
                 self._chosen[sizes] = plan.run
             return plan.run
 
-    def _plan_for(self, values: Values) -> tuple[_Plan, bool]:
+    def _plan_for(self, values: Values) -> tuple[RangePlan, bool]:
         """The plan for a batch, and whether later batches of these sizes will take it too."""
         ends = self.ranges.ends(self._of_sizes(values))
         serving = [plan for plan in self.plans if plan.serves(values)]
@@ -225,10 +213,10 @@ class PlansByLength:
         if serving:
             is_final = len(self.plans) >= _MOST_PLANS
             is_due = self._calls[key] % _OFTEN == 0 and not compiles_nothing()
-            if is_final or not is_due or any(map(_waits_for_backward, serving)):
+            if is_final or not is_due or any(plan.waits_for_backward() for plan in serving):
                 return min(serving, key=lambda plan: plan.room), is_final
         if stance() == EAGER:
-            return _Plan(self.graph.module, {}), False
+            return RangePlan(self.graph.module, {}), False
         if stance() == FAIL:
             raise RuntimeError(
                 f"mstpass has no plan for a batch with "
@@ -238,7 +226,7 @@ class PlansByLength:
         return self._add(values), True
 
     # ---- compiling -----------------------------------------------------------------------------
-    def _add(self, values: Values, traced: bool = False) -> _Plan:
+    def _add(self, values: Values, traced: bool = False) -> RangePlan:
         """Compile a plan that serves a batch.
 
         Args:
@@ -255,78 +243,89 @@ class PlansByLength:
         self.plans.append(plan)
         return plan
 
-    def _first_that_serves(self, values: Values) -> _Plan:
-        for sizes, bounded, must_fit in self._to_plan_for(values):
+    def _first_that_serves(self, values: Values) -> RangePlan:
+        for sizes, planned_for in self._to_plan_for(values):
             try:
-                plan = self._compiled(sizes, bounded, must_fit)
+                plan = self._compiled(sizes, planned_for)
             except DoesNotFitError:
                 continue
             except SameForAllError:
                 break
             if plan.serves(values):
                 return plan
-        plan = self._compiled(values, bounded=False, must_fit=False)
+        plan = self._compiled(values, self._planned_for(values, values, bounded=False))
         if not plan.serves(values):
             raise LookupError(f"a guard is about more than inputs: {plan.conditions}")
         return plan
 
-    def _to_plan_for(self, values: Values) -> Iterator[tuple[Values, bool, bool]]:
+    def _to_plan_for(self, values: Values) -> Iterator[tuple[Values, PlannedFor]]:
         """Sizes to plan for, until a plan is within the budget and serves the batch.
 
-        Yields:
-            The sizes, whether they are the largest that the plan serves, and whether it must be
-            within the budget. If none is, the least memory is planned for the whole range.
+        If none is, the least memory is planned for the whole range; where that is an error, for the
+        batch, which the error is about then.
         """
         ends = self.ranges.ends(self._of_sizes(values))
         middle = {s: round(math.sqrt(values[s] * end)) for s, end in ends.items()}
-        longer = (self._grown(values, sizes) for sizes in (ends, middle))
-        tried = [sizes for sizes in (*longer, values) if self._is_allowed(sizes)]
+        longer = (self._allowed(values, sizes) for sizes in (ends, middle))
+        tried = [sizes for sizes in (*longer, values) if sizes is not None]
         bounded = len(self.plans) < _MOST_PLANS - 1
-        if bounded:
-            yield from ((sizes, True, True) for sizes in tried)
-        yield from ((sizes, bounded, False) for sizes in tried)
+        at_last = reversed(tried) if self.graph.options.strict else tried
+        for must_fit, several in ((True, tried), (False, at_last)):
+            for sizes in several:
+                yield sizes, self._planned_for(sizes, values, bounded, must_fit)
 
-    def _compiled(self, sizes: Values, bounded: bool, must_fit: bool) -> _Plan:
+    def _planned_for(
+        self, sizes: Values, batch: Values, bounded: bool, must_fit: bool = False
+    ) -> PlannedFor:
+        largest, at_hand = (
+            tuple((str(symbol), size) for symbol, size in self._of_sizes(values).items())
+            for values in (sizes, batch)
+        )
+        return PlannedFor(largest, at_hand, bounded, must_fit)
+
+    def _compiled(self, sizes: Values, planned_for: PlannedFor) -> RangePlan:
         """The plan for these sizes.
 
         Raises:
             DoesNotFitError: it must be within the budget and is not.
         """
-        first, conditions = self._for_sizes(sizes, bounded, must_fit)
+        first, conditions = self._for_sizes(sizes, planned_for)
 
         def leaner(limit: Limit, args: Sequence[Any]) -> CompiledPlan:
-            return self._leaner(run, sizes, bounded, limit, args)
+            return self._leaner(run, sizes, planned_for, limit, args)
 
         run = with_leaner_plans(first, self.graph, leaner, by_length=True)
-        return _Plan(run, self._of_sizes(sizes) if bounded else {}, conditions)
+        return RangePlan(run, self._of_sizes(sizes) if planned_for.bounded else {}, conditions)
 
     def _for_sizes(
-        self, sizes: Values, bounded: bool, must_fit: bool, limit: Limit | None = None
+        self, sizes: Values, planned_for: PlannedFor, limit: Limit | None = None
     ) -> tuple[CompiledPlan, tuple[Any, ...]]:
         """The graph compiled for these sizes, and the conditions under which it is right."""
-        largest = self._of_sizes(sizes)
-        named = tuple((str(symbol), size) for symbol, size in largest.items())
-        options = self.graph.options
-        if limit is not None:  # after a failure of this rank alone
-            options = dataclasses.replace(options, repeat_collectives="off")
-        with at_sizes(self.environment, sizes, largest if bounded else {}) as conditions:
+        own = self.graph if limit is None else self.graph.of_this_rank()  # after a failure
+        most = self._of_sizes(sizes) if planned_for.bounded else {}
+        with at_sizes(self.environment, sizes, most) as conditions:
             graph = dataclasses.replace(
-                self.graph,
-                options=options,
-                module=_copy(self.graph.module),
+                own,
+                module=own.copied_module(),
                 inputs=tuple(with_sizes(self.graph.inputs)),
-                planned_for=PlannedFor(named, bounded, must_fit),
+                planned_for=planned_for,
             )
             compiled = self.compile_one(graph, limit)
         return compiled, tuple(conditions)
 
     def _leaner(
-        self, run: Compiled, sizes: Values, bounded: bool, limit: Limit, args: Sequence[Any]
+        self,
+        run: Compiled,
+        sizes: Values,
+        planned_for: PlannedFor,
+        limit: Limit,
+        args: Sequence[Any],
     ) -> CompiledPlan:
         """What takes the place of a plan that ran out of memory with these arguments."""
         values = self._values(self._sizes_of(args))
+        planned_for = dataclasses.replace(planned_for, must_fit=True)
         with self._lock, self._as_traced():
-            compiled, conditions = self._for_sizes(sizes, bounded, True, limit)
+            compiled, conditions = self._for_sizes(sizes, planned_for, limit)
             if not hold(conditions, values):
                 raise DoesNotFitError
             for number, plan in enumerate(self.plans):
@@ -335,22 +334,34 @@ class PlansByLength:
             self._chosen.clear()
         return compiled
 
-    def _by_inductor_alone(self, values: Values) -> _Plan:
+    def _by_inductor_alone(self, values: Values) -> RangePlan:
         with at_sizes(self.environment, values) as conditions:
             inputs = with_sizes(self.graph.inputs)
-            run = by_inductor_alone(_copy(self.graph.module), inputs, self.graph.users)
-        return _Plan(run, self.ranges.ends(self._of_sizes(values)), tuple(conditions))
+            run = by_inductor_alone(self.graph.copied_module(), inputs, self.graph.users)
+        return RangePlan(run, self.ranges.ends(self._of_sizes(values)), tuple(conditions))
 
     def _add_coming(self, values: Values) -> None:
         """Compile the plans for the lengths that the user says will come."""
         coming, self._coming = self._coming, []
         with counted(len(coming), "mstpass compiles for all lengths") as advance:
             for length in coming:
-                batch = self._grown(values, {**self._of_sizes(values), self.ranges.long: length})
-                ends = self.ranges.ends(self._of_sizes(batch))
-                if not any(plan.serves(batch) and plan.is_within(ends) for plan in self.plans):
-                    self._add(batch)
+                batch = self._longest_batch(values, length)
+                if batch is not None:
+                    ends = self.ranges.ends(self._of_sizes(batch))
+                    if not any(plan.serves(batch) and plan.is_within(ends) for plan in self.plans):
+                        self._add(batch)
                 advance()
+
+    def _longest_batch(self, values: Values, most: int) -> Values | None:
+        """The batch of at most this length that Dynamo's guards allow; None if none is near it."""
+        sizes = self.ranges.of_length(self._of_sizes(values), most)
+        batch = self._allowed(values, sizes)
+        if batch is not None:
+            return batch
+        longest = self._grown(values, sizes)
+        guards = [g for g in guards_of(self.environment) if not may_hold([g], longest)]
+        warnings.warn(self.ranges.forbidden(most, guards[0]), stacklevel=2)
+        return None
 
     def _grown(self, values: Values, sizes: Values) -> Values:
         """A batch like one with these values, of other sizes.
@@ -366,33 +377,19 @@ class PlansByLength:
     @contextlib.contextmanager
     def _as_traced(self) -> Iterator[None]:
         """As if Dynamo had just traced the graph."""
+        self.context.tensor_to_context.update(self._sources)
         with tracing(self.context), preserve_rng_state():
             yield
 
-    def _is_allowed(self, sizes: Values) -> bool:
-        return may_hold(guards_of(self.environment), sizes)
-
-
-def _waits_for_backward(plan: _Plan) -> bool:
-    """Whether a checkpoint may yet run a forward of the plan again."""
-    waits: Callable[[], bool] | None = getattr(plan.run, "waits_for_backward", None)
-    return waits is None or waits()
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with a graph of its own: a compilation changes the one that it is given.
-
-    AOTAutograd reads where each input comes from in attributes of Dynamo's.
-    """
-    copied = fx.GraphModule(module, copy.deepcopy(module.graph), type(module).__name__)
-    copied.meta = dict(module.meta)
-    if hasattr(module, _PARAMETERS):
-        setattr(copied, _PARAMETERS, getattr(module, _PARAMETERS))
-    inputs = (m.graph.find_nodes(op="placeholder") for m in (module, copied))
-    for traced, node in zip(*inputs, strict=True):
-        if hasattr(traced, _SOURCE):
-            setattr(node, _SOURCE, getattr(traced, _SOURCE))
-    return copied
+    def _allowed(self, values: Values, sizes: Values) -> Values | None:
+        """The largest batch of these sizes, or somewhat smaller, that Dynamo's guards allow."""
+        guards = guards_of(self.environment)
+        for less in range(_NEAR):
+            near = {s: n if n == values[s] else max(1, n - less) for s, n in sizes.items()}
+            batch = self._grown(values, near)
+            if may_hold(guards, batch):
+                return batch
+        return None
 
 
 def _as_tuple(sizes: Any) -> tuple[Any, ...]:

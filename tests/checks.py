@@ -236,6 +236,8 @@ def op_by_op() -> Iterator[None]:
         mock.patch.object(backend, "compile_fx", compile_op_by_op),
         mock.patch.object(inductor, "compile_fx", compile_op_by_op),
         mock.patch.object(backend, "check_calls"),  # the hooks of the schedule are not called
+        # It may hold the same graph with kernels, which another test has compiled.
+        torch._functorch.config.patch(enable_autograd_cache=False),
     ):
         yield
 

@@ -12,7 +12,7 @@ import pytest
 
 from mstpass.report.report import Report
 
-Open = Callable[[Report], Any]
+Open = Callable[..., Any]
 FLAGS = (
     "headless=new",
     "no-sandbox",
@@ -44,12 +44,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Opens a report's page; after the test the console must be empty."""
+    """Opens a report's page, written with more arguments; after the test the console is empty."""
     resize(browser, 1440, 900)
 
-    def open_(report: Report) -> Any:
+    def open_(report: Report, **written: Any) -> Any:
         path = tmp_path / "report.html"
-        report.to_html(path)
+        report.to_html(path, **written)
         browser.get(path.as_uri())
         drawn = "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
         browser.execute_async_script(drawn)  # once more, by the observers of sizes

@@ -17,6 +17,7 @@ import mstpass
 from mstpass import backend
 from mstpass.report.measured_memory import SnapshotError
 from mstpass.report.memory_viz import memory_snapshot
+from tests.html_page import ends, resize, texts
 from tests.synthetic_reports import llama_report
 
 LABELS_N = torch.arange(512)
@@ -103,6 +104,26 @@ def test_the_page_shows_it(report: mstpass.Report, tmp_path: Path) -> None:
     measured = json.loads(data[1])["measured"]
     assert measured == json.loads(json.dumps(found.to_dict()))
     assert "peak memory:" in text and "measured, " in text
+
+
+@pytest.mark.parametrize("width", [1440, 400])
+def test_the_page_draws_it_with_a_legend(
+    report: mstpass.Report, open_page: Any, browser: Any, width: int
+) -> None:
+    """Both curves over the whole width, in letters of one size on wide and on narrow screens."""
+    found = report.compare(snapshot_of(report))
+    resize(browser, width, 900)
+    page = open_page(report, measured=found)
+    measured, planned = texts(page, "#measured .legend .item")
+    assert measured.startswith("measured, peak") and planned.startswith("as planned, peak")
+    assert [key.is_displayed() for key in page.find_elements("css selector", "#measured .key")]
+    plot = page.find_element("css selector", "#measured .plot")
+    (left, right), (other_left, other_right) = ends(page, plot, ".series path")
+    assert (left, right) == (other_left, other_right)
+    assert right - left > 0.75 * plot.size["width"]
+    heights = {label.size["height"] for label in plot.find_elements("css selector", "text")}
+    assert min(heights) >= 10, "labels can be read"
+    assert any(title.startswith("Not in the plan at its peak") for title in texts(page, "h2"))
 
 
 class Evil:

@@ -75,6 +75,16 @@ def test_losses_that_join_are_in_loops(loss: str) -> None:
     assert any(name.startswith("lm_head") for name in checked.facts), checked.facts
 
 
+def test_batches_of_several_ranges_take_several_plans() -> None:
+    """Each batch is held to float64; labels are a view of the memory of the ids."""
+    sizes = {"batch": 1, "length": 16, "again": ((3, 11), (4, 70), (2, 5))}
+    case = dataclasses.replace(LOOP, dynamic="length", shift="views", **sizes)
+    checked = check_case(case)
+    assert checked.status == "held", checked.failures
+    assert checked.facts["ranges of lengths"] == 2, "up to 16 and 256"
+    assert "words.narrow(1, 1, length)" in source(case)
+
+
 def test_every_case_has_a_source() -> None:
     for number in range(100):
         ast.parse(source(draw(1, number)))

@@ -26,7 +26,7 @@ from mstpass.fuzz.templates import (
 
 CHECKPOINTS = ("none", "plain", *POLICIES)
 HEADS = ("plain", "bias", "tied", "frozen", "low_rank", "two", "by_hand", "norm_after", "transform")
-SHIFTS = ("none", "labels", "logits", "hidden", "first", "every_other", "last", "flat")
+SHIFTS = ("none", "labels", "logits", "hidden", "first", "every_other", "last", "flat", "views")
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "least memory": {"memory_budget": 0.0},
@@ -87,7 +87,10 @@ class Case:
     """A program, how it is called, and the options that it is compiled with.
 
     Attributes:
-        again: the batch and the length of a second call with other sizes; used if symbolic.
+        shift: where labels come from; ``"views"``: from an input that is a view of the same memory
+            as the ids.
+        again: the batch and the length of later calls with other sizes, in several ranges of
+            lengths (``mstpass/length_ranges.py``); used if symbolic.
         forced: loops that ``chunk_tokens`` asks for stay, even where they raise the peak.
         budgets: plan at other budgets too, and compare the plans.
         lowered: (fast kind) run the loops as Inductor's ``while_loop``.
@@ -114,7 +117,15 @@ class Case:
     dtype: str = choice("float32", "bfloat16", "float64")
     autocast: bool = choice(False, True)
     dynamic: str = choice("no", "length", "batch", "both", "all")
-    again: tuple[int, int] = choice((3, 11), (1, 7), (5, 64), (2, 2), (2, 300))
+    again: tuple[tuple[int, int], ...] = choice(
+        ((3, 11),),
+        ((1, 7),),
+        ((5, 64),),
+        ((2, 2),),
+        ((2, 300),),
+        ((3, 11), (4, 70), (2, 5)),
+        ((2, 300), (6, 20), (7, 9)),
+    )
     memory_budget: str | float = choice("auto", 0.0, 0.5, 0.2, 0.8, 1.0, "free")
     chunk_tokens: int | None = choice(None, 4, 1, 3, 7, 16, 64, 1000)
     forced: bool = choice(True, False)
@@ -164,6 +175,10 @@ def from_json(data: Mapping[str, Any], kind: type[Any] = Case) -> Any:
         if field.name in data:
             value = data[field.name]
             if "records" in field.metadata:
-                value = tuple(from_json(item, field.metadata["records"]) for item in value)
-            values[field.name] = tuple(value) if isinstance(value, list) else value
+                value = [from_json(item, field.metadata["records"]) for item in value]
+            values[field.name] = _with_tuples(value)
     return kind(**values)
+
+
+def _with_tuples(value: Any) -> Any:
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

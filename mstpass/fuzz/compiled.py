@@ -18,12 +18,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from mstpass import pipeline
+from mstpass.captured import Captured
 from mstpass.fuzz.program import Call, Compile, Setup, drawn, new_seed
 from mstpass.graph.sizes import Size, expression
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.limit import Limit
 from mstpass.options import Options
+from mstpass.out_of_memory import CompiledPlan
+from mstpass.plans_by_length import plans_by_length
 from mstpass.returned_logits import drop_logits
+from mstpass.torch_internals.aot_autograd import backwards_may_keep_graphs
 from mstpass.torch_internals.graphs import graph_module
 from mstpass.torch_internals.inductor import boxed, compile_fx
 from mstpass.torch_internals.settings import backward_compiled_at_once, without_padding
@@ -37,12 +41,14 @@ class Recording(Partitioner):
         modules: the forward and the backward graph, as they were made.
         step: the inputs and the tangents of the first step, by the names that they have in the
             joint graph; None until that has run.
+        of_first_batch: it is made for the batch with which the graph was traced, or its range.
     """
 
     joint: fx.GraphModule | None = None
     given: dict[str, Any]
     modules: tuple[fx.GraphModule, ...] | None = None
     step: dict[str, Any] | None = None
+    of_first_batch = True
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -79,26 +85,50 @@ def fast(setup: Setup, record: list[Recording], ours: bool = True) -> Compile:
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Call:
         drop = drop_logits(gm, options)
-        patches = {"fx_graph_cache": False, "fallback_random": False, **without_padding()}
-        recording = Recording(options) if ours else None
-        if recording is not None:
-            record.append(recording)
-            patches["custom_partitioner_fn"] = recording
-        lower = None
-        if recording is not None and setup.lowered:
-            takes_time = not Limit.of(options).is_free
-            lower = LowerLoops(None, takes_time, recording, cached=False)
+        first = True
 
-        def compile_graph(graph: fx.GraphModule, *_: Any, **__: Any) -> Any:
-            return _op_by_op(graph, lower, recording)
+        def compile_one(graph: Captured, limit: Limit | None = None) -> CompiledPlan:
+            if not ours:
+                return _run_op_by_op(graph, None)
+            record.append(Recording(options, limit, planned_for=graph.planned_for))
+            record[-1].of_first_batch = first
+            return _run_op_by_op(graph, record[-1], setup.lowered)
 
-        with backward_compiled_at_once():
-            compiled: Any = compile_fx(
-                gm, list(inputs), inner_compile=compile_graph, config_patches=patches
-            )
+        graph = Captured(gm, tuple(inputs), {}, options, drop)
+        of_ranges = plans_by_length(graph, compile_one) if ours else None
+        compiled = of_ranges or compile_one(graph).run
+        first = False
         return drop.finish(compiled)
 
     return lambda model: _compiled(model, backend, setup)
+
+
+def _run_op_by_op(
+    graph: Captured, recording: Recording | None, lowered: bool = False
+) -> CompiledPlan:
+    """The plan of one graph; without a recording, torch's own split of it.
+
+    Args:
+        lowered: run the loops as Inductor's ``while_loop``.
+    """
+    patches: dict[str, Any] = {"fx_graph_cache": False, "fallback_random": False}
+    patches |= without_padding()
+    lower = None
+    if recording is not None:
+        patches["custom_partitioner_fn"] = recording
+        if lowered:
+            lower = LowerLoops(None, not recording.limit.is_free, recording, cached=False)
+
+    def compile_graph(module: fx.GraphModule, *_: Any, **__: Any) -> Any:
+        return _op_by_op(module, lower, recording)
+
+    with backward_compiled_at_once(), backwards_may_keep_graphs() as functions:
+        run: Any = compile_fx(
+            graph.module, list(graph.inputs), inner_compile=compile_graph, config_patches=patches
+        )
+    if recording is None:
+        return CompiledPlan(run, Limit(), None, functions)
+    return CompiledPlan(run, recording.limit, recording.report, functions)
 
 
 def by_inductor(

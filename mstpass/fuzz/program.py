@@ -34,7 +34,7 @@ class Setup:
     dtype: str = "float32"
     autocast: bool = False
     dynamic: str = "no"
-    again: tuple[int, int] = (3, 11)
+    again: tuple[tuple[int, int], ...] = ((3, 11),)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     forced: bool = True
     budgets: bool = False
@@ -48,7 +48,16 @@ class Setup:
 
     @property
     def is_symbolic(self) -> bool:
-        return self.dynamic != "no" and min(self.batch, self.length) > 1
+        first = (self.batch, self.length)
+        return any(self._varies) and all(
+            size > 1 for size, varies in zip(first, self._varies, strict=True) if varies
+        )
+
+    @property
+    def _varies(self) -> tuple[bool, bool]:
+        """Whether the batch and the length are to be symbolic."""
+        both = self.dynamic in ("both", "all")
+        return both or self.dynamic == "batch", both or self.dynamic == "length"
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
@@ -56,9 +65,15 @@ class Setup:
         first = (self.batch, self.length)
         if not self.is_symbolic:
             return (first, first)
-        batch = self.again[0] if self.dynamic in ("batch", "both", "all") else self.batch
-        length = self.again[1] if self.dynamic in ("length", "both", "all") else self.length
-        return (first, (max(2, batch), max(2, length)))
+
+        def with_varying(again: tuple[int, int]) -> tuple[int, int]:
+            batch, length = (
+                max(2, later) if varies else size
+                for later, size, varies in zip(again, first, self._varies, strict=True)
+            )
+            return batch, length
+
+        return (first, *map(with_varying, self.again))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -253,6 +253,8 @@ def _labels(shift: str, cut: str) -> str:
         return "labels = F.pad(ids, (0, 1), value=-100)[:, 1:]"
     if shift == "hidden":
         return "labels = ids[:, 1:]"
+    if shift == "views":
+        return "labels = #targets[words.narrow(1, 1, length)]"
     return f"labels = ids{cut.format('1:')}"
 
 
@@ -277,7 +279,11 @@ def _text(lines: Lines) -> str:
     body = "\n".join([*lines.forward, f"return {', '.join(results)}"])
     init = "\n".join(["super().__init__()", *map(_made, lines.init.items()), *_freeze(lines)])
     parameters = ", ".join(["self", "ids", *lines.inputs])
-    values = [f"torch.randint({case.vocabulary}, (batch, length))", *lines.inputs.values()]
+    words = f"torch.randint({case.vocabulary}, (batch, length{{more}}))"
+    of_both = "targets" in lines.inputs  # the ids and the words that follow them
+    stream = [f"    words = {words.format(more=' + 1')}"] if of_both else []
+    ids = "words.narrow(1, 0, length)" if of_both else words.format(more="")
+    values = [ids, *lines.inputs.values()]
     helpers = [text for name, text in HELPERS.items() if re.search(rf"\b{name}\b", body)]
     indented = (
         "class Model(nn.Module):",
@@ -289,6 +295,7 @@ def _text(lines: Lines) -> str:
         "",
         "",
         "def inputs(batch, length):",
+        *stream,
         f"    return [{', '.join(values)}]",
     )
     imports = _IMPORTS + (_CHECKPOINT if "checkpoint(" in body else "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -27,11 +27,14 @@ from mstpass.torch_internals.batch_sizes import at_sizes, named
 
 _STEPS = 32  # to which a length is found
 
+Sizes = Mapping[sympy.Symbol, int]
+Named = tuple[tuple[str, int], ...]  # the values of symbols, by where they come from
+
 
 def peak_bytes_at(
     modules: Modules,
     environment: ShapeEnv,
-    values: Mapping[sympy.Symbol, int],
+    values: Sizes,
     scatters_delayed: bool = False,
 ) -> int:
     """The simulated peak of a step in bytes for a batch of these sizes.
@@ -54,33 +57,53 @@ class PeaksByLength:
 
     Args:
         most: the value of each symbol in the largest batch that the plan is made for.
+        batch: their values in the batch that it is made for now.
         scatters_delayed: as of ``simulate_step``.
     """
 
     modules: Modules
     environment: ShapeEnv
-    most: Mapping[sympy.Symbol, int]
+    most: Sizes
+    batch: Sizes
     scatters_delayed: bool
 
     def table(self) -> tuple[PeakAt, ...]:
         """The peaks of the largest batch, of half of it and of a quarter."""
-        return tuple(self._peak_at(self._scaled(1 / parts)) for parts in (1, 2, 4))
+        return tuple(self.peak_at(self._scaled(1 / parts)) for parts in (1, 2, 4))
 
-    def largest_within(self, budget_bytes: int) -> tuple[tuple[str, int], ...]:
+    def largest_within(self, budget_bytes: int) -> Named:
         """The sizes of the largest batch with a peak of at most this; empty if none is."""
+        return self._last_within(budget_bytes, self._scaled)
+
+    def longest_within(self, budget_bytes: int, batch: Sizes) -> Named:
+        """The sizes of the longest batch with a peak of at most this; empty if none is.
+
+        Args:
+            batch: only its largest size varies, together with those that equal it.
+        """
+        longest = max(batch.values())
+
+        def shorter(factor: float) -> Sizes:
+            length = max(2, int(longest * factor))
+            return {s: length if size == longest else size for s, size in batch.items()}
+
+        return self._last_within(budget_bytes, shorter)
+
+    def _last_within(self, budget_bytes: int, sizes_at: Callable[[float], Sizes]) -> Named:
         low, high = 0, _STEPS
         while low < high:  # a longer batch needs no less memory
             step = (low + high + 1) // 2
-            if self._peak_at(self._scaled(step / _STEPS)).peak_bytes <= budget_bytes:
+            if self.peak_at(sizes_at(step / _STEPS)).peak_bytes <= budget_bytes:
                 low = step
             else:
                 high = step - 1
-        return named(self.environment, self._scaled(low / _STEPS)) if low else ()
+        return named(self.environment, sizes_at(low / _STEPS)) if low else ()
 
-    def _scaled(self, factor: float) -> dict[sympy.Symbol, int]:
+    def _scaled(self, factor: float) -> Sizes:
         return {symbol: max(2, int(size * factor)) for symbol, size in self.most.items()}
 
-    def _peak_at(self, sizes: Mapping[sympy.Symbol, int]) -> PeakAt:
+    def peak_at(self, sizes: Sizes) -> PeakAt:
+        """The peak for a batch of these sizes."""
         peak = peak_bytes_at(self.modules, self.environment, sizes, self.scatters_delayed)
         return PeakAt(named(self.environment, sizes), peak)
 

@@ -5,13 +5,17 @@ If no plan meets a budget in bytes, the user is told the lowest peak found.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mstpass.byte_sizes import bytes_text
 from mstpass.limit import Limit
+from mstpass.memory.peaks_by_length import PeaksByLength
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.plans import Outcome
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.solver_registry import Solver
+from mstpass.torch_internals.batch_sizes import named
 
 _SHOWN = 4  # values that a message names
 _ADVICE = "Raise memory_budget to at least that much, or use a smaller batch or shorter sequences"
@@ -35,7 +39,10 @@ def peak_limit_bytes(problem: CutProblem, limit: Limit, solve: Solver) -> int | 
 
 
 def over_budget(outcome: Outcome, limit: Limit) -> str:
-    """The message that Inductor's schedule of a plan exceeds the budget; "" if it does not."""
+    """The message that Inductor's schedule of a plan exceeds the budget; "" if it does not.
+
+    Where sizes are symbolic, it is about the largest batch of the plan.
+    """
     scheduled, budget = outcome.scheduled_peak_bytes, limit.budget_bytes
     if limit.is_free or budget is None or scheduled is None or limit.allows(outcome):
         return ""
@@ -43,8 +50,42 @@ def over_budget(outcome: Outcome, limit: Limit) -> str:
         return ""  # ``infeasible`` has said so
     return (
         f"memory_budget={bytes_text(budget)} cannot be met: the lowest peak found is "
-        f"{bytes_text(scheduled)}, by Inductor's schedule. {_cause(outcome)}{_ADVICE}"
+        f"{bytes_text(scheduled)}, by Inductor's schedule. {_within_by_schedule(outcome, budget)}"
+        f"{_cause(outcome)}{_ADVICE}"
     )
+
+
+def _within_by_schedule(outcome: Outcome, budget: int) -> str:
+    """Which of the batches with a known peak is within the budget, as a sentence.
+
+    Their peaks by the schedule are taken to grow as the simulated ones do.
+    """
+    if not outcome.peaks:
+        return ""
+    assert outcome.scheduled_peak_bytes is not None
+    largest, *others = outcome.peaks
+    over = outcome.scheduled_peak_bytes / max(1, largest.peak_bytes)
+    within = next((p for p in others if over * p.peak_bytes <= budget), None)
+    known = f"it holds at {sizes_text(within.sizes)}" if within else "it does not hold at a quarter"
+    return f"This is at {sizes_text(largest.sizes)}; {known}. "
+
+
+def of_sizes(peaks: PeaksByLength, budget: int) -> str:
+    """What a batch needs that exceeds a budget, and which length would not, as a sentence."""
+    largest = sizes_text(named(peaks.environment, peaks.most))
+    at_hand = peaks.peak_at(peaks.batch)
+    said = f"This is at {largest}"
+    if peaks.batch != peaks.most:
+        need = bytes_text(at_hand.peak_bytes)
+        said += f", the end of its range; the batch of {sizes_text(at_hand.sizes)} needs {need}"
+    longest = peaks.longest_within(budget, peaks.batch)
+    holds = f"holds up to {sizes_text(longest)}" if longest else "holds for no length"
+    return f"{said}. The budget {holds}. "
+
+
+def sizes_text(sizes: Sequence[tuple[str, int]]) -> str:
+    """Sizes in words, such as ``ids.size()[1] = 300``."""
+    return ", ".join(f"{name} = {size}" for name, size in sizes)
 
 
 def _cause(outcome: Outcome) -> str:
@@ -60,13 +101,17 @@ def memory_of(problem: CutProblem, plan: Plan) -> StepMemory:
     return simulate_plan(problem, plan).memory
 
 
-def infeasible(budget: int, memory: StepMemory, outcome: Outcome) -> str:
-    """The message that no plan meets a budget: the lowest peak found, and what is alive at it."""
+def infeasible(budget: int, memory: StepMemory, outcome: Outcome, sizes: str = "") -> str:
+    """The message that no plan meets a budget: the lowest peak found, and what is alive at it.
+
+    Args:
+        sizes: as of ``of_sizes``.
+    """
     phase = "forward" if memory.peak is memory.forward else "backward"
     return (
         f"memory_budget={bytes_text(budget)} cannot be met: the lowest peak found is "
         f"{bytes_text(memory.peak_bytes)}, in {phase} at {memory.peak.peak.node}. In memory there: "
-        f"{_largest_alive(memory.peak)}. {_cause(outcome)}{_ADVICE}"
+        f"{_largest_alive(memory.peak)}. {sizes}{_cause(outcome)}{_ADVICE}"
     )
 
 

@@ -152,7 +152,7 @@ def _most_by_data(environment: ShapeEnv, expr: sympy.Expr) -> int | None:
     """
     known = dict(environment.backed_var_to_val)
     for symbol in expr.free_symbols - known.keys():
-        most = environment.var_to_hint_override.get(symbol, bound_of(environment, symbol))
+        most = environment.var_to_hint_override.get(symbol, bounds_of(environment, symbol)[1])
         if most is None:
             return None
         known[symbol] = sympy.Integer(most)
@@ -175,11 +175,12 @@ def note_sizes_by_data(nodes: Iterable[fx.Node]) -> None:
                 size.node.shape_env.var_to_hint_override[symbol] = most
 
 
-def bound_of(environment: ShapeEnv, symbol: sympy.Symbol) -> int | None:
-    """The greatest value that a symbol may have; None: any."""
+def bounds_of(environment: ShapeEnv, symbol: sympy.Symbol) -> tuple[int, int | None]:
+    """The least and the greatest value that a symbol may have; None: any."""
     known = environment.var_to_range[symbol]
+    lower = int(known.lower) if known.lower.is_Integer else 0
     upper = known.upper
-    return int(upper) if upper.is_Integer and upper < _UNBOUNDED else None
+    return lower, int(upper) if upper.is_Integer and upper < _UNBOUNDED else None
 
 
 def most(size: int | torch.SymInt) -> int | None:
@@ -274,6 +275,17 @@ def fake_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
                 raise LookupError(f"{node.name} has no fake tensor")
         found.append(value)
     return found
+
+
+def sources_of_numbers(context: TracingContext, inputs: Sequence[Any]) -> dict[torch.Tensor, Any]:
+    """Where single numbers come from, such as the floats of modules, which are symbols as well.
+
+    Dynamo clears its record of that (``tensor_to_context``) once the graph is compiled, and without
+    it the graph cannot read their values when it is compiled again.
+    """
+    known = context.tensor_to_context
+    numbers = (x for x in inputs if isinstance(x, torch.Tensor) and x.dim() == 0)
+    return {x: known[x] for x in numbers if x in known}
 
 
 def with_sizes(inputs: Sequence[Any]) -> list[Any]:

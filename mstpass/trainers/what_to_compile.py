@@ -16,11 +16,12 @@ from mstpass.trainers.trl_head import KNOWN_VERSIONS, compile_fused_head, has_fu
 _LANGUAGE_MODELS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 
 
-def compile_trainer(trainer: Any, **options: Any) -> str:
+def compile_trainer(trainer: Any, *, dynamic: bool | None = None, **options: Any) -> str:
     """Compile what a trainer runs in each step, with its LM head and loss in chunks; in place.
 
     Args:
         trainer: a ``transformers.Trainer``, or one of TRL's trainers, before ``train()``.
+        dynamic: as for ``torch.compile``: True, if the lengths of batches vary.
         options: the options of the backend, as in ``torch.compile(..., options=...)``.
 
     Returns:
@@ -33,7 +34,7 @@ def compile_trainer(trainer: Any, **options: Any) -> str:
     """
     Options.parse(options)
     _refuse_two_compilers(trainer)
-    compiled = functools.partial(torch.compile, backend="mst", options=options)
+    compiled = functools.partial(torch.compile, backend="mst", dynamic=dynamic, options=options)
     if has_fused_head(trainer.model):
         compile_fused_head(trainer.model, compiled, _entropy_has_gradient(trainer))
         return (
@@ -47,7 +48,7 @@ def compile_trainer(trainer: Any, **options: Any) -> str:
             f"Install trl=={KNOWN_VERSIONS}.*."
         )
     if _reads_the_models_loss(trainer) or _is_of_trl(trainer, ("RewardTrainer",)):
-        compiling.compile(trainer.model, **options)
+        compiling.compile(trainer.model, dynamic=dynamic, **options)
         return "the model; where it returns a loss, training does not keep its logits"
     return _compile_loss(trainer, compiled)
 

@@ -22,28 +22,46 @@ function measuredSections({ measured }) {
   ];
 }
 
-function measuredCurves({ curve, measured_peak_bytes: measured, simulated_peak_bytes: simulated }) {
-  const axes = { width: 1000, height: 220, left: 64, right: 12, top: 22, base: 200 };
-  const highest = Math.max(measured, simulated, 1);
-  const y = (bytes) => axes.base - (bytes / highest) * (axes.base - axes.top);
-  const x = (share) => axes.left + share * (axes.width - axes.left - axes.right);
-  const path = (key) =>
-    "M" + curve.map((point, i) => {
-      const from = i ? curve[i - 1].share : 0;
-      return `${x(from).toFixed(1)} ${y(point[key]).toFixed(1)}H${x(point.share).toFixed(1)}`;
-    }).join("L");
-  const line = (kind, key) => s(`g.series.${kind}`, null, s("path.line", { d: path(key) }));
-  const key = (kind, label, peak) =>
-    h("label", null, h(`span.key.${kind}`, { "aria-hidden": "true" }), `${label}, peak ${bytesText(peak)} `);
+const MEASURED_SERIES = [
+  { kind: "before", name: "measured", key: "measured_bytes", peak: "measured_peak_bytes" },
+  { kind: "after", name: "as planned", key: "simulated_bytes", peak: "simulated_peak_bytes" },
+];
+
+function measuredCurves(measured) {
+  const plot = s("svg.plot", { role: "img", "aria-label": "Measured and simulated memory" });
+  new ResizeObserver(() => drawMeasured(plot, measured)).observe(plot);
+  const legend = ({ kind, name, peak }) =>
+    h("span.item", null, h(`span.key.${kind}`, { "aria-hidden": "true" }), `${name}, peak ${bytesText(measured[peak])}`);
   return h(
-    "section.memory",
+    "section.measured",
     { id: "measured", "aria-labelledby": "measured-title" },
     h("h2", { id: "measured-title" }, "Measured"),
-    h("div.legend", null, key("before", "measured", measured), key("after", "as planned", simulated)),
-    s("svg.plot", { viewBox: `0 0 ${axes.width} ${axes.height}`, role: "img", "aria-label": "Measured and simulated memory" },
-      ...byteTicks(highest, y, axes.left, axes.width - axes.right),
-      line("before", "measured_bytes"),
-      line("after", "simulated_bytes")),
+    h("div.legend", null, MEASURED_SERIES.map(legend)),
+    plot,
     h("p.caption", null, MEASURED_CAPTION),
+  );
+}
+
+function drawMeasured(plot, measured) {
+  const { curve } = measured;
+  const [height, top, base, left, right] = [260, 22, 222, 64, 12];
+  const width = Math.max(320, plot.clientWidth || 1000);
+  const highest = Math.max(...MEASURED_SERIES.map(({ peak }) => measured[peak]), 1);
+  const y = (bytes) => base - (bytes / highest) * (base - top);
+  const x = (share) => left + share * (width - left - right);
+  const line = ({ kind, key }) => {
+    const path = curve.map((point, i) => {
+      const from = i ? curve[i - 1].share : 0;
+      return `${x(from).toFixed(1)} ${y(point[key]).toFixed(1)}H${x(point.share).toFixed(1)}`;
+    });
+    return s(`g.series.${kind}`, null, s("path.line", { d: `M${path.join("L")}` }));
+  };
+  const label = (text, at, below) => s("text", { x: at, y: base + below, "text-anchor": "middle" }, text);
+  plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  plot.replaceChildren(
+    ...byteTicks(highest, y, left, width - right),
+    ...[0.25, 0.5, 0.75].map((share) => label(tickText(percentText(share)), x(share), 16)),
+    label("of the bytes that the step allocates", x(0.5), 33),
+    ...MEASURED_SERIES.map(line),
   );
 }

@@ -1,0 +1,114 @@
+"""Plans for ranges of lengths under the modes of torch.compile, and what a call of one costs."""
+
+from __future__ import annotations
+
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mstpass
+from mstpass import backend
+from mstpass.limit import Limit
+from mstpass.out_of_memory import CompiledPlan, LeanerPlans
+from mstpass.plans import Outcome
+from mstpass.plans_by_length import PlansByLength
+from mstpass.report.report import Report
+from tests.checks import errors, gradients, in_float64
+from tests.models import TinyLM, next_token_loss
+from tests.test_plans_by_length import VOCAB, D, _ids, _loss_of
+
+pytestmark = pytest.mark.op_by_op
+
+LENGTHS = (300, 1000, 2000, 64)
+
+
+@pytest.fixture
+def model() -> TinyLM:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return TinyLM(VOCAB, D)
+
+
+def check_lengths(step: Callable[..., Any], model: TinyLM) -> None:
+    """The gradients of batches of several ranges are as near to float64 as eager mode's."""
+    for length in LENGTHS:
+        inputs = [_ids(1, length)]
+        wide_model, wide_inputs = in_float64(model, inputs)
+        exact = gradients(wide_model, _loss_of(wide_model), wide_inputs)
+        eager = errors(gradients(model, _loss_of(model), inputs), exact)
+        ours = errors(gradients(model, step, inputs), exact)
+        assert all(mine <= theirs + 1e-6 for mine, theirs in zip(ours, eager, strict=True)), length
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_all_plans_are_compiled_in_the_mode(
+    mode: str, model: TinyLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+    compile_fx = backend.compile_fx
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        given.append(kwargs["config_patches"])
+        return compile_fx(*args, **kwargs)
+
+    monkeypatch.setattr(backend, "compile_fx", noted)
+    before = len(mstpass.reports())
+    step = mstpass.compile(_loss_of(model), mode=mode, dynamic=True, strict=True)
+    check_lengths(step, model)
+    reports = mstpass.reports()[before:]
+    assert [report.outcome.peaks[0].sizes[0][1] for report in reports] == [1024, 4096]
+    of_mode = torch._inductor.list_mode_options(mode, dynamic=True)
+    assert len(given) >= 2 and all(of_mode.items() <= patches.items() for patches in given)
+
+
+def test_a_static_graph_and_then_ranges_have_right_gradients(model: TinyLM) -> None:
+    """``dynamic=None``: the first length is static, the second one makes the graph symbolic."""
+    before = len(mstpass.reports())
+    check_lengths(mstpass.compile(_loss_of(model), strict=True), model)
+    ends = [r.outcome.peaks[0].sizes[0][1] if r.outcome.peaks else None for r in reports_of(before)]
+    assert ends == [None, 1024, 4096]
+
+
+def test_a_float_of_a_module_in_every_plan(model: TinyLM) -> None:
+    """Under ``dynamic=True`` a Python float is a symbol too: each plan reads it anew."""
+    model.scale = 0.5
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        return next_token_loss(model, ids) * model.scale
+
+    step, before = mstpass.compile(loss, dynamic=True, strict=True), len(mstpass.reports())
+    for length in (300, 2000):
+        ids = _ids(1, length)
+        found, right = gradients(model, step, [ids]), gradients(model, loss, [ids])
+        assert max(errors(found, right)) < 1e-5, length
+    assert len(reports_of(before)) == 2 and all(r.outcome.peaks for r in reports_of(before))
+
+
+def reports_of(before: int) -> list[Report]:
+    return list(mstpass.reports()[before:])
+
+
+def test_the_choice_and_the_wrapper_take_little_time() -> None:
+    """Both together, without random numbers: what each call of a plan costs beyond the plan."""
+
+    def run(*args: Any) -> None:
+        return None
+
+    functions: Any = types.SimpleNamespace(on_error=None, writes_inputs=False)
+    plan = CompiledPlan(run, Limit(), Report(Outcome()), functions)
+    wrapped = LeanerPlans(plan, torch.device("cpu"), None, strict=True, by_length=True)
+    plans: Any = PlansByLength.__new__(PlansByLength)
+    plans._sizes_of, plans._chosen = lambda args: args[0], {300: wrapped}
+    args = (300, *[None] * 200)
+    best = min(_seconds(plans, args) for _ in range(500))
+    assert best < 20e-6
+
+
+def _seconds(call: Callable[..., Any], args: tuple[Any, ...]) -> float:
+    start = time.perf_counter()
+    call(*args)
+    return time.perf_counter() - start
