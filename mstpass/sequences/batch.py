@@ -45,7 +45,7 @@ def shard_sequence(
 
     - ``position_ids``: those of this rank's tokens, as given, or 0, 1, ..., S - 1;
     - ``labels``, and for a causal model ``shift_labels``, which are the labels that count, each at
-      the token that predicts it; padding has none;
+      the token that predicts it. Padding has none, and predicts none;
     - ``num_items_in_batch``: what the sum of this rank's losses is to be divided by. transformers'
       losses do so. The loss of the whole batch is the sum of all ranks' losses, or their mean
       under ``gradients="mean"``;
@@ -132,17 +132,15 @@ def _check_alike(tokens: Tensor, ranks: Ranks) -> None:
 
 
 def _labels(batch: Mapping[str, Any], causal: bool) -> Tensor | None:
-    """Each token's label, at the token whose logits it is compared with."""
-    shifted = batch.get(_SHIFTED)
+    """Each token's label, at the token whose logits it is compared with. Padding has none."""
+    shifted, mask = batch.get(_SHIFTED), batch.get("attention_mask")
     labels = batch.get(_LABELS) if shifted is None else shifted
     if labels is None:
         return None
-    mask = batch.get("attention_mask")
-    if shifted is None and mask is not None:
-        labels = labels.masked_fill(mask == 0, IGNORED)
     if shifted is None and causal:
+        labels = labels if mask is None else labels.masked_fill(mask == 0, IGNORED)
         labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-    return labels
+    return labels if mask is None else labels.masked_fill(mask == 0, IGNORED)
 
 
 def _positions(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def _registered(ranks: Ranks, method: Method) -> str:
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    name = f"{_NAME}_{method}_{ranks.group.group_name}"
+    name = f"{_NAME}_{method}_{ranks.name}"
     AttentionInterface.register(name, _attention(ranks, method))
     AttentionMaskInterface.register(name, _no_mask)
     return name

@@ -25,6 +25,11 @@ class Ranks:
     rank: int
 
     @property
+    def name(self) -> str:
+        """The name by which torch finds the group."""
+        return str(self.group.group_name)
+
+    @property
     def members(self) -> list[int]:
         """The global ranks, in the order of the group."""
         return dist.get_process_group_ranks(self.group)

@@ -1,18 +1,141 @@
-"""Ring attention: to be written."""
+"""Ring attention: queries stay, keys and values go round.
+
+Each of R ranks has s = S / R tokens of all heads. In step t, rank r has the keys and values of rank
+r - t, and its queries attend to that block. What a query gets of two blocks, values o and o' with
+log-sums l and l' of their scores, is merged exactly::
+
+    L = log(exp(l) + exp(l'))        O = o exp(l - L) + o' exp(l' - L)
+
+Under causal attention the own block has the causal flag, blocks of later ranks are left out, and
+the exchanges are the same for all ranks. So the last rank computes R blocks and the first one 1:
+Ulysses, where the heads divide, gives all ranks the same work.
+
+Backward sends keys, values and their gradients round together and needs of the forward the queries,
+keys and values of this rank, O and L alone. What goes round in backward depends on the gradient, so
+that no rewrite of a graph takes it for what went round in the forward and keeps S tokens of it.
+
+Windows, documents, sinks, soft caps and dropout are not known here: kernels that return log-sums
+take no mask.
+
+Source: Liu et al., Ring Attention, arXiv 2310.01889.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from mstpass.sequences.ranks import Ranks
 from mstpass.sequences.rules import Rules
+from mstpass.sequences.whole_attention import for_each_head
+from mstpass.torch_internals.attention_blocks import attend_block, gradients_of_block
+from mstpass.torch_internals.exchanges import pass_on
 
 
 def ring_takes(
     rules: Rules, documents_BS: Tensor | None, sinks_H: Tensor | None, heads: int, ranks: int
 ) -> None:
-    raise ValueError(f"{heads} attention heads do not divide among {ranks} ranks")
+    """Refuse rules that ring attention does not know.
+
+    Raises:
+        ValueError: with the rule, and what to change.
+    """
+    given = {
+        "a window": rules.window is not None,
+        "documents or padding that need a mask": documents_BS is not None,
+        "sinks": sinks_H is not None,
+        "a soft cap": rules.softcap is not None,
+        "dropout": rules.dropout > 0,
+    }
+    found = [name for name, is_given in given.items() if is_given]
+    if found:
+        raise ValueError(
+            f"attention has {', '.join(found)}, which ring attention does not know, and Ulysses "
+            f"needs a number of ranks that divides the heads: {heads} heads on {ranks} ranks. Take "
+            "another number of ranks, or leave these out"
+        )
 
 
-def ring(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, rules: Rules) -> Tensor:
-    raise NotImplementedError
+def ring(
+    query_BHsD: Tensor, key_BKsD: Tensor, value_BKsD: Tensor, ranks: Ranks, rules: Rules
+) -> Tensor:
+    """This rank's tokens after attention to the whole sequence, ``[B, s, H, D]``."""
+    scale, how = rules.scale_of(query_BHsD), (ranks.rank, ranks.size, ranks.name)
+    mixed: Tensor = _Ring.apply(query_BHsD, key_BKsD, value_BKsD, rules.causal, scale, *how)
+    return mixed.transpose(1, 2)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        causal: bool,
+        scale: float,
+        rank: int,
+        size: int,
+        group_name: str,
+    ) -> Tensor:
+        heads, features = query.shape[1], key.shape[-1]
+        out, log_sum = attend_block(query, *_of_heads(key, value, heads), causal, scale)
+        out = out.to(log_sum.dtype)
+        block = torch.cat((key, value), -1)
+        for step in range(1, size):
+            block = pass_on(block, rank, size, group_name)
+            if causal and step > rank:  # of a later rank
+                continue
+            k, v = _of_heads(block[..., :features], block[..., features:], heads)
+            more, its_log_sum = attend_block(query, k, v, False, scale)
+            both = torch.logaddexp(log_sum, its_log_sum)
+            out = out * _share(log_sum, both) + more.to(out.dtype) * _share(its_log_sum, both)
+            log_sum = both
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, log_sum)
+        ctx.how = (causal, scale, rank, size, group_name)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        query, key, value, out, log_sum = ctx.saved_tensors
+        causal, scale, rank, size, group_name = ctx.how
+        heads, features, dtype = query.shape[1], key.shape[-1], log_sum.dtype
+        grad = grad.contiguous()
+
+        def of_block(k: Tensor, v: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+            """Gradients of a block's queries, and of its keys and values, joined."""
+            wide_k, wide_v = _of_heads(k, v, heads)
+            of_q, of_k, of_v = gradients_of_block(
+                grad, query, wide_k, wide_v, out, log_sum, causal and own, scale
+            )
+            both = torch.cat((of_k, of_v), -1).to(dtype)
+            return of_q.to(dtype), both.unflatten(1, (key.shape[1], -1)).sum(2)
+
+        of_query, of_keys = of_block(key, value, True)
+        block = torch.cat((key, value), -1).to(dtype)
+        for step in range(1, size):
+            block, of_keys = pass_on(
+                torch.stack((block, of_keys)), rank, size, group_name
+            ).unbind()
+            if causal and step > rank:
+                continue
+            k, v = block[..., :features].to(key.dtype), block[..., features:].to(value.dtype)
+            of_q, more = of_block(k, v, False)
+            of_query, of_keys = of_query + of_q, of_keys + more
+        if size > 1:
+            of_keys = pass_on(of_keys, rank, size, group_name)  # home
+        of_k, of_v = of_keys[..., :features], of_keys[..., features:]
+        given = (of_query.to(query.dtype), of_k.to(key.dtype), of_v.to(value.dtype))
+        return (*given, None, None, None, None, None)
+
+
+def _of_heads(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of each head; kernels that return log-sums take no grouped queries."""
+    return for_each_head(key, heads).contiguous(), for_each_head(value, heads).contiguous()
+
+
+def _share(log_sum: Tensor, of_both: Tensor) -> Tensor:
+    return (log_sum - of_both).exp().unsqueeze(-1)

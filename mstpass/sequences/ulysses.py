@@ -71,12 +71,12 @@ def _to_heads(parts_BHsD: tuple[Tensor, ...], ranks: Ranks) -> tuple[Tensor, ...
     """
     by_rank = [part.unflatten(1, (ranks.size, -1)) for part in parts_BHsD]
     sent = torch.cat(by_rank, dim=2).permute(1, 3, 0, 2, 4)
-    received = all_to_all(sent, ranks.group).flatten(0, 1).permute(1, 2, 0, 3)
+    received = all_to_all(sent, ranks.name).flatten(0, 1).permute(1, 2, 0, 3)
     return received.split([part.shape[2] for part in by_rank], dim=1)
 
 
 def _to_tokens(x_BhSD: Tensor, ranks: Ranks) -> Tensor:
     """This rank's tokens of all heads, ``[B, s, H, D]``."""
     sent = x_BhSD.permute(2, 0, 1, 3).unflatten(0, (ranks.size, -1))
-    received = all_to_all(sent, ranks.group)  # [R, s, B, h, D]
+    received = all_to_all(sent, ranks.name)  # [R, s, B, h, D]
     return received.permute(2, 1, 0, 3, 4).flatten(2, 3)

@@ -1,37 +1,38 @@
-"""Exchanges between ranks that ``torch.compile`` traces and autograd can go back through.
+"""Exchanges between ranks that ``torch.compile`` traces.
 
 Source: torch/distributed/_functional_collectives.py. Its collectives are pure functions, so that a
-graph holds them as ops; those of ``torch.distributed`` write into a buffer of the caller.
+graph holds them as ops; those of ``torch.distributed`` write into a buffer of the caller. A group
+is given by its name, which a graph holds as a constant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 if torch.distributed.is_available():
-    from torch.distributed._functional_collectives import all_to_all_single_autograd
+    from torch.distributed._functional_collectives import (
+        all_to_all_single,
+        all_to_all_single_autograd,
+        wait_tensor,
+    )
 
 
-def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_to_all(x: Tensor, group_name: str) -> Tensor:
     """Send each equal part of the first dim to one rank of the group, in order, and get as many.
 
-    The gradient goes the same way back.
+    Autograd sends the gradient the same way back.
     """
-    return all_to_all_single_autograd(x.contiguous(), None, None, group)
+    return all_to_all_single_autograd(x.contiguous(), None, None, group_name)
 
 
-def pass_on(
-    x: Tensor, to: int, source: int, size: int, group: dist.ProcessGroup | Sequence[int]
-) -> Tensor:
-    """Send all of ``x`` to one rank of a group of ``size`` ranks, and get as much from another one.
+def pass_on(x: Tensor, rank: int, size: int, group_name: str) -> Tensor:
+    """Send ``x`` to the next of a group's ranks, and get as much from the one before. No autograd.
 
-    All ranks call this together, each the source of the one that it sends to.
+    Args:
+        rank: which of the ``size`` ranks of the group this is.
     """
     rows = x.shape[0]
-    sent = [rows if rank == to else 0 for rank in range(size)]
-    received = [rows if rank == source else 0 for rank in range(size)]
-    return all_to_all_single_autograd(x.contiguous(), received, sent, group)  # type: ignore[arg-type]
+    sent = [rows if other == (rank + 1) % size else 0 for other in range(size)]
+    received = [rows if other == (rank - 1) % size else 0 for other in range(size)]
+    return wait_tensor(all_to_all_single(x.contiguous(), received, sent, group_name))

@@ -52,13 +52,16 @@ def batch_of(rows: int = 2, length: int = LENGTH) -> Batch:
     return {"input_ids": ids, "labels": labels}
 
 
-def right_of(model: nn.Module, *batches: Batch) -> tuple[float, list[Tensor]]:
+def right_of(
+    model: nn.Module, *batches: Batch, causal: bool = True
+) -> tuple[float, list[Tensor]]:
     """Loss and gradients of one process, over several batches as if they were one."""
-    counts = [(batch["labels"][:, 1:] != -100).sum() for batch in batches]
+    counts = [(batch["labels"][:, int(causal) :] != -100).sum() for batch in batches]
     count = torch.stack(counts).sum().clamp(min=1)
     loss = torch.zeros(())
     for batch in batches:
-        own = model(**batch, num_items_in_batch=count, use_cache=False).loss
+        without = {"use_cache": False} if causal else {}
+        own = model(**batch, num_items_in_batch=count, **without).loss
         own.backward()
         loss += own.detach()
     return float(loss), gradients(model)
@@ -90,7 +93,7 @@ def compared(
     **how: Any,
 ) -> Finding:
     """The error against one process, and how many graphs there are."""
-    loss, right = right_of(model(), *batches)
+    loss, right = right_of(model(), *batches, causal=how.get("causal", True))
     shared = mstpass.sequence_parallel(model(), group, method)
     compiled = torch.compile(shared, backend="mst", fullgraph=True)
     before = len(mstpass.reports())
@@ -99,7 +102,7 @@ def compared(
         part = mstpass.shard_sequence(batch, group, gradients="sum", **how)
         value = compiled(**part).loss
         value.backward()
-        found += float(value)
+        found += float(value.detach())
     total = added([torch.tensor(found, dtype=torch.float64)])[0]
     return {
         "error": errors(added(gradients(shared)), right),
@@ -119,7 +122,7 @@ def one_key_value_head() -> Finding:
 
 def odd_key_value_heads() -> Finding:
     """Three key-value heads of six: two ranks have one and a half each."""
-    sizes = {"num_attention_heads": 12, "num_key_value_heads": 3}
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
     return compared(lambda: model_of("Llama", **sizes), batch_of())
 
 
@@ -180,7 +183,7 @@ def padded_left() -> Finding:
     batch = batch_of()
     mask = torch.ones_like(batch["input_ids"])
     mask[0, :21], mask[1, :3] = 0, 0
-    batch["labels"][mask == 0] = -100
+    batch["labels"][:, :22] = -100  # padding predicts nothing
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     return compared(
         lambda: model_of("Llama"), {**batch, "attention_mask": mask, "position_ids": positions}
@@ -226,3 +229,200 @@ def accumulated() -> Finding:
     second["labels"][:, :30] = -100
     count = sum(int((b["labels"][:, 1:] != -100).sum()) for b in (first, second))
     return compared(lambda: model_of("Llama"), first, second, num_items_in_batch=count)
+
+
+# ---- encoders ------------------------------------------------------------------------------------
+def _masked_words() -> Batch:
+    """A batch with padding, whose labels are those of a seventh of the tokens, not shifted."""
+    batch = batch_of()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, 30:], mask[1, 9:] = 0, 0
+    labels = torch.full_like(batch["input_ids"], -100)
+    labels[:, 1:30:7] = batch["input_ids"][:, 1:30:7]
+    labels[mask == 0] = -100
+    return {**batch, "labels": labels, "attention_mask": mask}
+
+
+def encoder() -> Finding:
+    """Full attention, and windows in both directions."""
+    sizes = {"local_attention": 8, "layer_types": ["full_attention", "sliding_attention"]}
+    dropless = {"attention_dropout": 0.0, "embedding_dropout": 0.0, "mlp_dropout": 0.0}
+    build = lambda: model_of("ModernBert MaskedLM", **sizes, **dropless)  # noqa: E731
+    found = compared(build, _masked_words(), causal=False)
+    whole = _masked_words()
+    del whole["attention_mask"]
+    unpadded = compared(build, whole, causal=False)
+    return {**found, "error": max(found["error"], unpadded["error"])}
+
+
+def encoder_with_own_loss() -> Finding:
+    """BERT's loss is a mean that knows no number of labels: it is computed outside."""
+    dropless = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    batch = _masked_words()
+
+    def step(model: nn.Module, batch: Batch) -> list[Tensor]:
+        labels, count = batch["labels"], batch["num_items_in_batch"]
+        inputs = {k: x for k, x in batch.items() if k not in ("labels", "num_items_in_batch")}
+        logits = model(**inputs).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+        loss.backward()
+        return gradients(model)
+
+    count = (batch["labels"] != -100).sum()
+    right = step(model_of("Bert MaskedLM", **dropless), {**batch, "num_items_in_batch": count})
+    shared = mstpass.sequence_parallel(model_of("Bert MaskedLM", **dropless))
+    part = mstpass.shard_sequence(batch, gradients="sum", causal=False)
+    refused = refusal(lambda: shared(**part))
+    return {"error": errors(added(step(shared, part)), right), "refused": refused}
+
+
+# ---- plain PyTorch, wrappers ---------------------------------------------------------------------
+class Plain(nn.Module):
+    """A model of one's own: attention to all heads, head and loss."""
+
+    def __init__(self, attend: Callable[..., Tensor]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.place = nn.Embedding(VOCABULARY, 32), nn.Embedding(64, 32)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.head = nn.Linear(32, VOCABULARY)
+        self.attend = attend
+
+    def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids) + self.place(positions)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(self.attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def _plain(method: str) -> Finding:
+    batch = batch_of()
+    labels = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    whole = Plain(F.scaled_dot_product_attention)
+    places = torch.arange(LENGTH).expand_as(batch["input_ids"])
+    count = (labels != -100).sum()
+    (whole(batch["input_ids"], places, labels) / count).backward()
+
+    def attend(*args: Tensor, **kwargs: Any) -> Tensor:
+        return mstpass.sequence_parallel_attention(*args, **kwargs, method=method)  # type: ignore[arg-type]
+
+    model = Plain(attend)
+    part = mstpass.shard_sequence(batch, gradients="sum")
+    fn = torch.compile(model, backend="mst", fullgraph=True)
+    loss = fn(part["input_ids"], part["position_ids"], part["shift_labels"])
+    (loss / part["num_items_in_batch"]).backward()
+    return {"error": errors(added(gradients(model)), gradients(whole))}
+
+
+def plain() -> Finding:
+    return _plain("ulysses")
+
+
+def plain_ring() -> Finding:
+    return _plain("ring")
+
+
+def ring() -> Finding:
+    return compared(lambda: model_of("Llama"), batch_of(), method="ring")
+
+
+def one_head() -> nn.Module:
+    return model_of("Llama", num_attention_heads=1, num_key_value_heads=1)
+
+
+def more_ranks_than_heads() -> Finding:
+    return compared(one_head, batch_of())
+
+
+def ring_of_encoder() -> Finding:
+    """Full attention of all tokens, whose number the ranks divide."""
+    dropless = {"attention_dropout": 0.0, "embedding_dropout": 0.0, "mlp_dropout": 0.0}
+    batch = batch_of(length=36)
+    return compared(
+        lambda: model_of("ModernBert MaskedLM", layer_types=["full_attention"] * 2, **dropless),
+        batch,
+        causal=False,
+        method="ring",
+    )
+
+
+def fully_sharded() -> Finding:
+    """FSDP2 around each block, whose gradients are means over the ranks; blocks are compiled."""
+    from torch.distributed.fsdp import fully_shard
+
+    _, right = right_of(model_of("Llama"), batch_of())
+    shared: Any = mstpass.sequence_parallel(model_of("Llama"))
+    for layer in shared.model.layers:
+        fully_shard(layer)
+    fully_shard(shared)
+    mstpass.compile(shared)
+    shared(**mstpass.shard_sequence(batch_of())).loss.backward()
+    found = [p.grad.full_tensor() for p in shared.parameters()]
+    return {"error": errors(found, right)}
+
+
+def of_a_mesh() -> Finding:
+    """Two sequences, each of a half of the ranks: labels are counted over all of them."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "sequence"))
+    rows = batch_of()
+    _, right = right_of(model_of("Llama"), rows)
+    shared = mstpass.sequence_parallel(model_of("Llama"), mesh["sequence"])
+    own = mesh.get_local_rank("data")
+    row = {name: value[own : own + 1] for name, value in rows.items()}
+    worst = 0.0
+    for data in (mesh["data"], dist.group.WORLD):
+        shared.zero_grad()
+        part = mstpass.shard_sequence(row, mesh["sequence"], data, gradients="mean")
+        shared(**part).loss.backward()
+        mean = [gradient / ranks for gradient in added(gradients(shared))]
+        worst = max(worst, errors(mean, right))
+    return {"error": worst}
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refusals() -> dict[str, str]:
+    """What is refused, by what it is about."""
+    share, shard = mstpass.sequence_parallel, mstpass.shard_sequence
+    llama = share(model_of("Llama"))
+    part = shard(batch_of())
+    mine = {**batch_of(), "labels": batch_of()["labels"][:, dist.get_rank() :]}
+    mine["input_ids"] = mine["input_ids"][:, dist.get_rank() :]
+    q = torch.randn(1, 3, 4, 8)
+    ring_of_window = share(model_of("Mistral", sliding_window=7), method="ring")
+    classifier = model_of("Llama SequenceClassification")
+    calls: dict[str, Callable[[], object]] = {
+        "no transformers": lambda: share(nn.Linear(2, 2)),
+        "heads": lambda: share(one_head(), method="ulysses"),
+        "method": lambda: share(model_of("Llama"), method="rings"),  # type: ignore[arg-type]
+        "window in a ring": lambda: ring_of_window(**part),
+        "loss of a sequence": lambda: share(classifier),
+        "attention": lambda: share(model_of("Bloom")),
+        "layer types": lambda: share(model_of("Lfm2", layer_types=["conv", "full_attention"])),
+        "cache": lambda: llama(**part, use_cache=True),
+        "mask of a part": lambda: llama(**part, attention_mask=part["input_ids"] > 0),
+        "batch of a part": lambda: llama(input_ids=part["input_ids"], labels=part["labels"]),
+        "other batches": lambda: shard(mine),
+        "mask of four dims": lambda: shard(
+            {**batch_of(), "attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}
+        ),
+        "positions of three dims": lambda: shard(
+            {**batch_of(), "position_ids": torch.zeros(3, 2, LENGTH)}
+        ),
+        "nothing": lambda: shard({"labels": batch_of()["labels"]}),
+        "gradients": lambda: shard(batch_of(), gradients="max"),  # type: ignore[arg-type]
+        "documents": lambda: mstpass.sequence_parallel_attention(
+            q, q, q, method="ring", documents=torch.ones(1, 3)
+        ),
+    }
+    return {about: refusal(call) for about, call in calls.items()}
