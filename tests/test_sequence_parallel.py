@@ -40,6 +40,7 @@ OTHERS = (
     "window",
     "sinks",
     "experts",
+    "checkpointed",
     "padded_right",
     "no_labels",
     "embedded",
@@ -54,6 +55,7 @@ REFUSED = {
     "heads": "1 attention heads do not divide among 2 ranks",
     "method": "one of auto, ulysses, ring, not 'rings'",
     "window in a ring": "a window, which ring attention does not know",
+    "documents in a ring": "documents or padding that need a mask",
     "loss of a sequence": "ForSequenceClassification, is not one of separate tokens",
     "attention": "AttentionInterface",
     "layer types": "layers of type conv",
@@ -128,9 +130,7 @@ def test_documents_of_padding() -> None:
     left = _documents(attention_mask=[0, 0, 1, 1, 1, 1])
     assert left == [PADDING, PADDING, 0, 0, 0, 0]
     for padded in ([0, 0], [1, 1], [7, 8]):  # as collators number it
-        numbered = _documents(
-            attention_mask=[0, 0, 1, 1, 1, 1], position_ids=[*padded, 0, 1, 2, 3]
-        )
+        numbered = _documents(attention_mask=[0, 0, 1, 1, 1, 1], position_ids=[*padded, 0, 1, 2, 3])
         assert numbered == left
     both = _documents(attention_mask=[1, 1, 1, 1, 1, 0], position_ids=[0, 1, 0, 1, 2, 0])
     assert both == [0, 0, 1, 1, 1, PADDING]

@@ -72,32 +72,37 @@ def shard_sequence(
     ranks, data = ranks_of(group), None if data_group is None else ranks_of(data_group)
     if gradients not in ("mean", "sum"):
         raise ValueError(f"gradients are 'mean' or 'sum', not {gradients!r}")
-    tokens = _tokens_of(batch)
-    shape = (tokens.shape[0], tokens.shape[1])
     if check:
-        _check_alike(tokens, ranks)
-    documents = documents_of(batch, shape, causal)
-    rest = -shape[1] % ranks.size
-    if documents is None and rest and not causal:
-        documents = torch.zeros(shape, dtype=torch.int32, device=tokens.device)
+        _check_alike(_tokens_of(batch), ranks)
+    mine = _parts_by_token(batch, ranks, causal)
     labels = _labels(batch, causal)
-    whole = {
-        name: value
-        for name, value in batch.items()
-        if name not in _OWN and _is_by_token(value, shape)
-    }
-    mine = {name: _part(value, rest, ranks) for name, value in whole.items()}
-    mine["position_ids"] = _part(_positions(batch, tokens), rest, ranks)
     if labels is not None:
-        mine[_LABELS] = _part(labels, rest, ranks, IGNORED)
+        mine[_LABELS] = _part(labels, ranks, IGNORED)
         if causal:
             mine[_SHIFTED] = mine[_LABELS]
         given = batch.get(_COUNT) if num_items_in_batch is None else num_items_in_batch
         mine[_COUNT] = _divisor(labels, given, ranks, data, gradients)
+    return {**{name: x for name, x in batch.items() if name not in _OWN}, **mine}
+
+
+def _parts_by_token(batch: Mapping[str, Any], ranks: Ranks, causal: bool) -> dict[str, Any]:
+    """This rank's parts of all but the labels, and the documents of the whole sequence."""
+    tokens = _tokens_of(batch)
+    shape = (tokens.shape[0], tokens.shape[1])
+    positions = _positions(batch, tokens)
+    documents = documents_of(batch, shape, causal)
+    rest = -shape[1] % ranks.size
+    if documents is None and rest and not causal:
+        documents = torch.zeros(shape, dtype=torch.int32, device=tokens.device)
+    mine = {
+        name: _part(value, ranks)
+        for name, value in batch.items()
+        if name not in _OWN and isinstance(value, Tensor) and tuple(value.shape[:2]) == shape
+    }
+    mine["position_ids"] = _part(positions, ranks)
     if documents is not None:
         mine["attention_mask"] = F.pad(documents, (0, rest), value=PADDING)[:, None, None]
-    others = {name: x for name, x in batch.items() if name not in _OWN and name not in whole}
-    return {**others, **mine}
+    return mine
 
 
 def _tokens_of(batch: Mapping[str, Any]) -> Tensor:
@@ -116,7 +121,9 @@ def _check_alike(tokens: Tensor, ranks: Ranks) -> None:
     weights = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     of_token = tokens.detach().flatten(2).sum(-1) if tokens.dim() > 2 else tokens
     found = (of_token * weights).sum().to(torch.float64)
-    mine = torch.stack((found.new_tensor(tokens.shape[0]), found.new_tensor(tokens.shape[1]), found))
+    mine = torch.stack(
+        (found.new_tensor(tokens.shape[0]), found.new_tensor(tokens.shape[1]), found)
+    )
     each = [torch.empty_like(mine) for _ in range(ranks.size)]
     dist.all_gather(each, mine, group=ranks.group)
     other = next((rank for rank, theirs in enumerate(each) if not torch.equal(theirs, each[0])), 0)
@@ -156,14 +163,10 @@ def _positions(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
     return positions.expand(rows, length)
 
 
-def _is_by_token(value: object, shape: tuple[int, int]) -> bool:
-    return isinstance(value, Tensor) and tuple(value.shape[:2]) == shape
-
-
-def _part(value: Tensor, rest: int, ranks: Ranks, filling: int = 0) -> Tensor:
-    """This rank's part along dim 1, after ``rest`` tokens more."""
-    at_dim_1 = (*(0, 0) * (value.dim() - 2), 0, rest)
-    return F.pad(value, at_dim_1, value=filling).chunk(ranks.size, 1)[ranks.rank].contiguous()
+def _part(value: Tensor, ranks: Ranks, filling: int = 0) -> Tensor:
+    """This rank's part along dim 1, filled up to a multiple of the ranks."""
+    behind = (*(0, 0) * (value.dim() - 2), 0, -value.shape[1] % ranks.size)
+    return F.pad(value, behind, value=filling).chunk(ranks.size, 1)[ranks.rank].contiguous()
 
 
 def _divisor(

@@ -21,7 +21,9 @@ NUMBERS = "seq_idx"
 OF_COLLATORS = (*LENGTHS, NUMBERS, "max_length_q", "max_length_k")
 
 
-def documents_of(batch: Mapping[str, object], shape: tuple[int, int], causal: bool) -> Tensor | None:
+def documents_of(
+    batch: Mapping[str, object], shape: tuple[int, int], causal: bool
+) -> Tensor | None:
     """The document of each token, ``int32 [B, S]``; None where attention needs no numbers.
 
     Args:

@@ -36,9 +36,7 @@ _NOT_KNOWN = {
 }
 
 
-def sequence_parallel(
-    model: M, mesh_or_group: Group = None, method: Method = "auto"
-) -> M:
+def sequence_parallel(model: M, mesh_or_group: Group = None, method: Method = "auto") -> M:
     """Let a model of transformers take its rank's part of each sequence.
 
     The model is changed in place and returned: its attention exchanges keys, values and queries

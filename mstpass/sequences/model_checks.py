@@ -13,6 +13,9 @@ from typing import Any
 from torch import nn
 
 from mstpass.sequences.attention import check_method
+from mstpass.sequences.ring import ring_takes
+from mstpass.sequences.rules import Rules
+from mstpass.sequences.ulysses import heads_divide
 
 CAUSAL_LOSS = "ForCausalLM"
 _LOSSES = (CAUSAL_LOSS, "ForMaskedLM", "ForTokenClassification")
@@ -29,6 +32,8 @@ def check_model(model: Any, ranks: int, method: str) -> None:
     heads = getattr(model.config, "num_attention_heads", None)
     if isinstance(heads, int):
         check_method(method, heads, ranks)
+        if method == "ring" or not heads_divide(heads, ranks):
+            ring_takes(_rules_of(model.config), None, None, heads, ranks)
     reasons = list(_reasons(model))
     if reasons:
         raise ValueError(
@@ -62,7 +67,8 @@ def _reasons(model: Any) -> Iterator[str]:
         yield "it numbers positions itself, and each rank would begin with the first one"
     by_length = _rotary_types(config) & _BY_LENGTH
     if by_length:
-        yield f"its rotary embedding ({', '.join(by_length)}) changes with the length of a rank's part"
+        kinds = ", ".join(sorted(by_length))
+        yield f"its rotary embedding ({kinds}) changes with the length of a rank's part"
     if getattr(config, "output_router_logits", False):
         yield (
             "its load-balancing loss is of all tokens, and each rank would compute it of its own: "
@@ -70,6 +76,15 @@ def _reasons(model: Any) -> Iterator[str]:
         )
     if "labels" in parameters and loss_of(model) not in _LOSSES:
         yield f"its loss, {loss_of(model)}, is not one of separate tokens ({', '.join(_LOSSES)})"
+
+
+def _rules_of(config: Any) -> Rules:
+    """What a config says of attention: windows of some layers, and soft caps."""
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if types is not None and "sliding_attention" not in types:
+        window = None
+    return Rules(window=window, softcap=getattr(config, "attn_logit_softcapping", None))
 
 
 def _rotary_types(config: Any) -> set[str]:

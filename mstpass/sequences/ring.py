@@ -99,7 +99,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, out, log_sum = ctx.saved_tensors
         causal, scale, rank, size, group_name = ctx.how
         heads, features, dtype = query.shape[1], key.shape[-1], log_sum.dtype
@@ -117,9 +117,7 @@ class _Ring(torch.autograd.Function):
         of_query, of_keys = of_block(key, value, True)
         block = torch.cat((key, value), -1).to(dtype)
         for step in range(1, size):
-            block, of_keys = pass_on(
-                torch.stack((block, of_keys)), rank, size, group_name
-            ).unbind()
+            block, of_keys = pass_on(torch.stack((block, of_keys)), rank, size, group_name).unbind()
             if causal and step > rank:
                 continue
             k, v = block[..., :features].to(key.dtype), block[..., features:].to(value.dtype)

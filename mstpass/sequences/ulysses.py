@@ -42,9 +42,7 @@ def ulysses(
         sinks_H: of all heads.
     """
     copies = copies_of_kv_heads(query_BHsD.shape[1], key_BKsD.shape[1], ranks.size)
-    key_BKsD, value_BKsD = (
-        for_each_head(x, x.shape[1] * copies) for x in (key_BKsD, value_BKsD)
-    )
+    key_BKsD, value_BKsD = (for_each_head(x, x.shape[1] * copies) for x in (key_BKsD, value_BKsD))
     if key_BKsD.shape[-1] == value_BKsD.shape[-1]:
         q, k, v = _to_heads((query_BHsD, key_BKsD, value_BKsD), ranks)
     else:

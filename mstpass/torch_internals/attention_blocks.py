@@ -63,7 +63,7 @@ def gradients_of_block(
         log_sum: the log-sums of all blocks together.
     """
     if query.device.type == "cpu" and _alike(query, key, value):
-        return tuple(  # type: ignore[return-value]
+        return tuple(
             aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, query, key, value, out, log_sum, 0.0, causal, scale=scale
             )
@@ -72,7 +72,7 @@ def gradients_of_block(
         # the state of dropout's random numbers, which are not drawn; dense operands have no lengths
         state = torch.empty((2,), dtype=torch.uint64, device=query.device)
         lengths = (None, None, query.shape[2], key.shape[2])
-        return tuple(  # type: ignore[return-value]
+        return tuple(
             aten._scaled_dot_product_flash_attention_backward(
                 *(grad, query, key, value, out, log_sum, *lengths),
                 *(0.0, causal, state, torch.empty_like(state)),

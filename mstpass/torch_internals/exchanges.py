@@ -23,7 +23,7 @@ def all_to_all(x: Tensor, group_name: str) -> Tensor:
 
     Autograd sends the gradient the same way back.
     """
-    return all_to_all_single_autograd(x.contiguous(), None, None, group_name)
+    return all_to_all_single_autograd(x.contiguous(), None, None, group_name)  # type: ignore[arg-type]
 
 
 def pass_on(x: Tensor, rank: int, size: int, group_name: str) -> Tensor:
@@ -35,4 +35,5 @@ def pass_on(x: Tensor, rank: int, size: int, group_name: str) -> Tensor:
     rows = x.shape[0]
     sent = [rows if other == (rank + 1) % size else 0 for other in range(size)]
     received = [rows if other == (rank - 1) % size else 0 for other in range(size)]
-    return wait_tensor(all_to_all_single(x.contiguous(), received, sent, group_name))
+    pending = all_to_all_single(x.contiguous(), received, sent, group_name)  # type: ignore[arg-type]
+    return wait_tensor(pending)

@@ -38,7 +38,7 @@ def model_of(name: str, **changes: Any) -> nn.Module:
     kind, _, task = name.partition(" ")
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}For{task or 'CausalLM'}")(config)
+    model = getattr(transformers, f"AutoModelFor{task or 'CausalLM'}").from_config(config)
     model.set_attn_implementation("eager")
     return model.train()
 
@@ -52,9 +52,7 @@ def batch_of(rows: int = 2, length: int = LENGTH) -> Batch:
     return {"input_ids": ids, "labels": labels}
 
 
-def right_of(
-    model: nn.Module, *batches: Batch, causal: bool = True
-) -> tuple[float, list[Tensor]]:
+def right_of(model: nn.Module, *batches: Batch, causal: bool = True) -> tuple[float, list[Tensor]]:
     """Loss and gradients of one process, over several batches as if they were one."""
     counts = [(batch["labels"][:, int(causal) :] != -100).sum() for batch in batches]
     count = torch.stack(counts).sum().clamp(min=1)
@@ -132,7 +130,7 @@ def all_heads() -> Finding:
 
 def learned_positions() -> Finding:
     sizes = {"n_positions": LENGTH + 3, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    return compared(lambda: model_of("GPT2 LMHeadModel", **sizes), batch_of())
+    return compared(lambda: model_of("GPT2", **sizes), batch_of())
 
 
 def window() -> Finding:
@@ -166,6 +164,17 @@ def sinks() -> Finding:
 def experts() -> Finding:
     sizes = {"num_local_experts": 4, "sliding_window": None}
     return compared(lambda: model_of("Mixtral", **sizes), batch_of())
+
+
+def checkpointed() -> Finding:
+    """Hugging Face's checkpoints of each block, whose exchanges run again in backward."""
+
+    def build() -> nn.Module:
+        model: Any = model_of("Llama")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    return compared(build, batch_of())
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -225,7 +234,7 @@ def embedded() -> Finding:
 
 def accumulated() -> Finding:
     """Two batches of different numbers of labels before the gradients are read."""
-    first, second = batch_of(), batch_of(rows=1)
+    first, second = batch_of(), batch_of()
     second["labels"][:, :30] = -100
     count = sum(int((b["labels"][:, 1:] != -100).sum()) for b in (first, second))
     return compared(lambda: model_of("Llama"), first, second, num_items_in_batch=count)
@@ -247,7 +256,7 @@ def encoder() -> Finding:
     """Full attention, and windows in both directions."""
     sizes = {"local_attention": 8, "layer_types": ["full_attention", "sliding_attention"]}
     dropless = {"attention_dropout": 0.0, "embedding_dropout": 0.0, "mlp_dropout": 0.0}
-    build = lambda: model_of("ModernBert MaskedLM", **sizes, **dropless)  # noqa: E731
+    build = lambda: model_of("ModernBert MaskedLM", **sizes, **dropless)
     found = compared(build, _masked_words(), causal=False)
     whole = _masked_words()
     del whole["attention_mask"]
@@ -399,13 +408,16 @@ def refusals() -> dict[str, str]:
     mine = {**batch_of(), "labels": batch_of()["labels"][:, dist.get_rank() :]}
     mine["input_ids"] = mine["input_ids"][:, dist.get_rank() :]
     q = torch.randn(1, 3, 4, 8)
-    ring_of_window = share(model_of("Mistral", sliding_window=7), method="ring")
+    window = model_of("Mistral", sliding_window=7)
+    ring_model = share(model_of("Llama"), method="ring")
+    packed = {**batch_of(), "position_ids": torch.arange(LENGTH)[None] % 9}
     classifier = model_of("Llama SequenceClassification")
     calls: dict[str, Callable[[], object]] = {
         "no transformers": lambda: share(nn.Linear(2, 2)),
         "heads": lambda: share(one_head(), method="ulysses"),
         "method": lambda: share(model_of("Llama"), method="rings"),  # type: ignore[arg-type]
-        "window in a ring": lambda: ring_of_window(**part),
+        "window in a ring": lambda: share(window, method="ring"),
+        "documents in a ring": lambda: ring_model(**shard(packed)),
         "loss of a sequence": lambda: share(classifier),
         "attention": lambda: share(model_of("Bloom")),
         "layer types": lambda: share(model_of("Lfm2", layer_types=["conv", "full_attention"])),
