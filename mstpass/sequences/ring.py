@@ -112,7 +112,8 @@ class _Ring(torch.autograd.Function):
                 grad, query, wide_k, wide_v, out, log_sum, causal and own, scale
             )
             both = torch.cat((of_k, of_v), -1).to(dtype)
-            return of_q.to(dtype), both.unflatten(1, (key.shape[1], -1)).sum(2)
+            B, _, s, DD = both.shape
+            return of_q.to(dtype), both.reshape(B, key.shape[1], -1, s, DD).sum(2)
 
         of_query, of_keys = of_block(key, value, True)
         block = torch.cat((key, value), -1).to(dtype)

@@ -67,7 +67,8 @@ def _to_heads(parts_BHsD: tuple[Tensor, ...], ranks: Ranks) -> tuple[Tensor, ...
 
     What is received is ``[R, s, B, h, D]``: all tokens in order, so that nothing is copied again.
     """
-    by_rank = [part.unflatten(1, (ranks.size, -1)) for part in parts_BHsD]
+    B, _, s, D = parts_BHsD[0].shape
+    by_rank = [part.reshape(B, ranks.size, -1, s, D) for part in parts_BHsD]
     sent = torch.cat(by_rank, dim=2).permute(1, 3, 0, 2, 4)
     received = all_to_all(sent, ranks.name).flatten(0, 1).permute(1, 2, 0, 3)
     return received.split([part.shape[2] for part in by_rank], dim=1)
@@ -75,6 +76,7 @@ def _to_heads(parts_BHsD: tuple[Tensor, ...], ranks: Ranks) -> tuple[Tensor, ...
 
 def _to_tokens(x_BhSD: Tensor, ranks: Ranks) -> Tensor:
     """This rank's tokens of all heads, ``[B, s, H, D]``."""
-    sent = x_BhSD.permute(2, 0, 1, 3).unflatten(0, (ranks.size, -1))
+    B, h, _, D = x_BhSD.shape
+    sent = x_BhSD.permute(2, 0, 1, 3).reshape(ranks.size, -1, B, h, D)
     received = all_to_all(sent, ranks.name)  # [R, s, B, h, D]
     return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
