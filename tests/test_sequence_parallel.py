@@ -41,6 +41,7 @@ OTHERS = (
     "sinks",
     "experts",
     "checkpointed",
+    "latent",
     "padded_right",
     "no_labels",
     "embedded",
@@ -48,7 +49,17 @@ OTHERS = (
     "more_ranks_than_heads",
     "ring_of_encoder",
 )
-FOUR = ("llama", "one_key_value_head", "packed", "padded_left", "encoder", "ring", "of_a_mesh")
+FOUR = (
+    "llama",
+    "one_key_value_head",
+    "packed",
+    "padded_left",
+    "encoder",
+    "ring",
+    "more_ranks_than_heads",
+    "latent",
+    "of_a_mesh",
+)
 # what is refused, and a part of the reason: both sides, and what to change
 REFUSED = {
     "no transformers": "sequence_parallel_attention",

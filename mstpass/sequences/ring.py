@@ -7,7 +7,7 @@ log-sums l and l' of their scores, is merged exactly::
     L = log(exp(l) + exp(l'))        O = o exp(l - L) + o' exp(l' - L)
 
 Under causal attention the own block has the causal flag, blocks of later ranks are left out, and
-the exchanges are the same for all ranks. So the last rank computes R blocks and the first one 1:
+the exchanges are the same for all ranks, in the same order. So the last rank computes R blocks and the first one 1:
 Ulysses, where the heads divide, gives all ranks the same work.
 
 Backward sends keys, values and their gradients round together and needs of the forward the queries,
@@ -22,6 +22,7 @@ Source: Liu et al., Ring Attention, arXiv 2310.01889.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ class _Ring(torch.autograd.Function):
             both = torch.logaddexp(log_sum, its_log_sum)
             out = out * _share(log_sum, both) + more.to(out.dtype) * _share(its_log_sum, both)
             log_sum = both
+        if causal and rank < size - 1:
+            out = _after(block, out, log_sum)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, log_sum)
         ctx.how = (causal, scale, rank, size, group_name)
@@ -134,6 +137,16 @@ class _Ring(torch.autograd.Function):
 def _of_heads(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Keys and values of each head; kernels that return log-sums take no grouped queries."""
     return for_each_head(key, heads).contiguous(), for_each_head(value, heads).contiguous()
+
+
+def _after(block: Tensor, out: Tensor, log_sum: Tensor) -> Tensor:
+    """``out``, computed after the exchange that brought a block which this rank does not read.
+
+    Without a reader the exchange would have no place in the order of a graph, and ranks that read
+    what they get might exchange in another order. The condition never holds.
+    """
+    never = log_sum.unsqueeze(-1) > math.inf
+    return torch.where(never, block[:1, :1, :1, :1].to(out.dtype), out)
 
 
 def _share(log_sum: Tensor, of_both: Tensor) -> Tensor:

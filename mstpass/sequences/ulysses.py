@@ -13,6 +13,7 @@ Source: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mstpass.sequences.ranks import Ranks
@@ -43,11 +44,13 @@ def ulysses(
     """
     copies = copies_of_kv_heads(query_BHsD.shape[1], key_BKsD.shape[1], ranks.size)
     key_BKsD, value_BKsD = (for_each_head(x, x.shape[1] * copies) for x in (key_BKsD, value_BKsD))
-    if key_BKsD.shape[-1] == value_BKsD.shape[-1]:
-        q, k, v = _to_heads((query_BHsD, key_BKsD, value_BKsD), ranks)
-    else:
-        q, k = _to_heads((query_BHsD, key_BKsD), ranks)
-        (v,) = _to_heads((value_BKsD,), ranks)
+    features = [x.shape[-1] for x in (query_BHsD, key_BKsD, value_BKsD)]
+    q, k, v = (
+        x[..., :own]
+        for x, own in zip(
+            _to_heads((query_BHsD, key_BKsD, value_BKsD), ranks), features, strict=True
+        )
+    )
     sinks = None if sinks_H is None else sinks_H.chunk(ranks.size)[ranks.rank]
     return _to_tokens(attend(q, k, v, rules, documents_BS, sinks), ranks)
 
@@ -65,10 +68,14 @@ def copies_of_kv_heads(heads: int, kv_heads: int, ranks: int) -> int:
 def _to_heads(parts_BHsD: tuple[Tensor, ...], ranks: Ranks) -> tuple[Tensor, ...]:
     """All tokens of this rank's share of each part's heads, ``[B, h, S, D]``, in one exchange.
 
+    D is that of the widest part.
+
     What is received is ``[R, s, B, h, D]``: all tokens in order, so that nothing is copied again.
     """
-    B, _, s, D = parts_BHsD[0].shape
-    by_rank = [part.reshape(B, ranks.size, -1, s, D) for part in parts_BHsD]
+    B, _, s, _ = parts_BHsD[0].shape
+    D = max(part.shape[-1] for part in parts_BHsD)  # of latent attention, values have fewer
+    same_width = [F.pad(part, (0, D - part.shape[-1])) for part in parts_BHsD]
+    by_rank = [part.reshape(B, ranks.size, -1, s, D) for part in same_width]
     sent = torch.cat(by_rank, dim=2).permute(1, 3, 0, 2, 4)
     received = all_to_all(sent, ranks.name).flatten(0, 1).permute(1, 2, 0, 3)
     return received.split([part.shape[2] for part in by_rank], dim=1)

@@ -166,6 +166,25 @@ def experts() -> Finding:
     return compared(lambda: model_of("Mixtral", **sizes), batch_of())
 
 
+def latent() -> Finding:
+    """Multi-head latent attention, whose values have fewer features than its keys."""
+    q, k, v = (torch.randn(2, 4, 12, D, requires_grad=True) for D in (12, 12, 8))
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    right.sin().sum().backward()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    error = 0.0
+    for method in ("ulysses", "ring"):
+        parts = [x.detach().chunk(ranks, 2)[rank].clone().requires_grad_() for x in (q, k, v)]
+        fn = torch.compile(mstpass.sequence_parallel_attention, backend="mst", fullgraph=True)
+        found = fn(*parts, is_causal=True, method=method)
+        found.sin().sum().backward()
+        pairs = [(found, right), *((a.grad, b.grad) for a, b in zip(parts, (q, k, v), strict=True))]
+        for a, b in pairs:
+            assert a is not None and b is not None
+            error = max(error, errors([a.detach()], [b.detach().chunk(ranks, 2)[rank]]))
+    return {"error": error}
+
+
 def checkpointed() -> Finding:
     """Hugging Face's checkpoints of each block, whose exchanges run again in backward."""
 
