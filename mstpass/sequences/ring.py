@@ -6,9 +6,9 @@ log-sums l and l' of their scores, is merged exactly::
 
     L = log(exp(l) + exp(l'))        O = o exp(l - L) + o' exp(l' - L)
 
-Under causal attention the own block has the causal flag, blocks of later ranks are left out, and
-the exchanges are the same for all ranks, in the same order. So the last rank computes R blocks and the first one 1:
-Ulysses, where the heads divide, gives all ranks the same work.
+Under causal attention the own block has the causal flag, and blocks of later ranks are left out.
+The exchanges are the same for all ranks, in the same order. So the last rank computes R blocks and
+the first one 1: Ulysses, where the heads divide, gives all ranks the same work.
 
 Backward sends keys, values and their gradients round together and needs of the forward the queries,
 keys and values of this rank, O and L alone. What goes round in backward depends on the gradient, so
