@@ -83,7 +83,7 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         heads, features = query.shape[1], key.shape[-1]
         out, log_sum = attend_block(query, *_of_heads(key, value, heads), causal, scale)
-        out = out.to(log_sum.dtype)
+        out = _cast(out, log_sum.dtype)
         block = torch.cat((key, value), -1)
         for step in range(1, size):
             block = pass_on(block, rank, size, group_name)
@@ -96,7 +96,7 @@ class _Ring(torch.autograd.Function):
             log_sum = both
         if causal and rank < size - 1:
             out = _after(block, out, log_sum)
-        out = out.to(query.dtype)
+        out = _cast(out, query.dtype)
         ctx.save_for_backward(query, key, value, out, log_sum)
         ctx.how = (causal, scale, rank, size, group_name)
         return out
@@ -105,27 +105,17 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, out, log_sum = ctx.saved_tensors
         causal, scale, rank, size, group_name = ctx.how
-        heads, features, dtype = query.shape[1], key.shape[-1], log_sum.dtype
-        grad = grad.contiguous()
-
-        def of_block(k: Tensor, v: Tensor, own: bool) -> tuple[Tensor, Tensor]:
-            """Gradients of a block's queries, and of its keys and values, joined."""
-            wide_k, wide_v = _of_heads(k, v, heads)
-            of_q, of_k, of_v = gradients_of_block(
-                grad, query, wide_k, wide_v, out, log_sum, causal and own, scale
-            )
-            both = torch.cat((of_k, of_v), -1).to(dtype)
-            B, _, s, DD = both.shape
-            return of_q.to(dtype), both.reshape(B, key.shape[1], -1, s, DD).sum(2)
-
-        of_query, of_keys = of_block(key, value, True)
+        features, dtype = key.shape[-1], log_sum.dtype
+        of_result = (grad.contiguous(), query, out, log_sum, scale)
+        of_query, of_keys = _gradients(key, value, causal, *of_result)
         block = torch.cat((key, value), -1).to(dtype)
         for step in range(1, size):
-            block, of_keys = pass_on(torch.stack((block, of_keys)), rank, size, group_name).unbind()
+            both = pass_on(torch.stack((block, of_keys)), rank, size, group_name)
+            block, of_keys = both.unbind()
             if causal and step > rank:
                 continue
             k, v = block[..., :features].to(key.dtype), block[..., features:].to(value.dtype)
-            of_q, more = of_block(k, v, False)
+            of_q, more = _gradients(k, v, False, *of_result)
             of_query, of_keys = of_query + of_q, of_keys + more
         if size > 1:
             of_keys = pass_on(of_keys, rank, size, group_name)  # home
@@ -134,9 +124,35 @@ class _Ring(torch.autograd.Function):
         return (*given, None, None, None, None, None)
 
 
+def _gradients(
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    grad: Tensor,
+    query: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """What a block adds to the queries' gradients, and those of its keys and values, joined."""
+    k, v = _of_heads(key, value, query.shape[1])
+    of_q, of_k, of_v = gradients_of_block(grad, query, k, v, out, log_sum, causal, scale)
+    both = torch.cat((of_k, of_v), -1).to(log_sum.dtype)
+    B, _, s, width = both.shape
+    return of_q.to(log_sum.dtype), both.reshape(B, key.shape[1], -1, s, width).sum(2)
+
+
 def _of_heads(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Keys and values of each head; kernels that return log-sums take no grouped queries."""
     return for_each_head(key, heads).contiguous(), for_each_head(value, heads).contiguous()
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``. One that changes nothing loses the gradient in Dynamo of torch 2.11.
+
+    There a custom function whose result is such an alias has a gradient of 0.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _after(block: Tensor, out: Tensor, log_sum: Tensor) -> Tensor:
