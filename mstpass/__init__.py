@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from mstpass.report.report import Report
     from mstpass.report.store import reports
     from mstpass.returned_logits import DroppedLogits, DroppedLogitsError
+    from mstpass.sequences import (
+        sequence_parallel,
+        sequence_parallel_attention,
+        shard_sequence,
+    )
     from mstpass.trainers import TrainerError, compile_trainer
 
 __version__ = "0.2.0"
@@ -45,6 +50,9 @@ __all__ = [
     "measure",
     "register_solver",
     "reports",
+    "sequence_parallel",
+    "sequence_parallel_attention",
+    "shard_sequence",
     "uncompile",
 ]
 _MODULES = {
@@ -68,6 +76,9 @@ _MODULES = {
     "lint_graphs": "mstpass.linter",
     "register_solver": "mstpass.problem.solver_registry",
     "reports": "mstpass.report.store",
+    "sequence_parallel": "mstpass.sequences",
+    "sequence_parallel_attention": "mstpass.sequences",
+    "shard_sequence": "mstpass.sequences",
     "uncompile": "mstpass.compiling",
 }
 

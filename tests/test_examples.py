@@ -129,18 +129,61 @@ def test_accelerate_loop():
     assert re.search(r"lm_head +fused", done.stdout)
 
 
-def run_on_two_ranks(name):
-    """The error of a gradient, the peaks of another backend and of mst, and all that it printed."""
+def printed_by_two_ranks(name):
     if not torch.distributed.is_available():
         pytest.skip("torch without distributed")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launch, str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    peaks = re.search(r"peak: \w+ ([\d.]+) MiB, mst ([\d.]+) MiB", done.stdout)
-    error = re.search(r"difference of a gradient to eager's: (\S+)", done.stdout)
+    return done.stdout
+
+
+def run_on_two_ranks(name):
+    """The error of a gradient, the peaks of another backend and of mst, and all that it printed."""
+    printed = printed_by_two_ranks(name)
+    peaks = re.search(r"peak: \w+ ([\d.]+) MiB, mst ([\d.]+) MiB", printed)
+    error = re.search(r"difference of a gradient to eager's: (\S+)", printed)
     assert peaks and error
-    return float(error[1]), float(peaks[1]), float(peaks[2]), done.stdout
+    return float(error[1]), float(peaks[1]), float(peaks[2]), printed
+
+
+def losses_of_one_process():
+    """What the examples of long sequences do, in one process and without mst."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 8}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, num_hidden_layers=2, **sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    ids = torch.randint(4096, (1, 1021))
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def shares_a_sequence(name):
+    printed = printed_by_two_ranks(name)
+    found = re.search(r"tokens of a rank: 511, losses: \[(.*)\]", printed)
+    assert found and "lm_head" in printed
+    assert [float(x) for x in found[1].split(",")] == pytest.approx(
+        losses_of_one_process(), rel=1e-5
+    )
+
+
+@pytest.mark.full
+def test_ulysses():
+    shares_a_sequence("ulysses")
+
+
+@pytest.mark.full
+def test_ulysses_fsdp2():
+    shares_a_sequence("ulysses_fsdp2")
 
 
 @pytest.mark.full

@@ -41,7 +41,7 @@ LAYERS = (
     ("backend",),
     ("entry_point",),
     ("compiling", "tracing"),
-    ("trainers",),
+    ("trainers", "sequences"),
     ("explainer", "planner", "linter"),
     ("measure", "stdlib_text"),
     ("bench", "demo", "fuzz"),

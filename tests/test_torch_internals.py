@@ -247,7 +247,12 @@ _FILES = [path for path in ROOT.rglob("*.py") if _HOME not in path.parents]
 # names of an enum's own protocol, and what transformers and TRL have
 _OTHERS = {
     *("_replace", "_getframe", "_initializing", "_name_", "_value_", "_missing_"),
-    *("_attn_implementation", "_prepare_inputs", "_entropy_bonus_enabled"),
+    *(
+        "_attn_implementation",
+        "_can_set_attn_implementation",
+        "_prepare_inputs",
+        "_entropy_bonus_enabled",
+    ),
 }
 _OPS = ("aten", "prims", "torch.ops.aten")  # ops, some of whose names begin with an underscore
 

@@ -267,10 +267,11 @@ class Alike:
     """
 
     def __init__(self, groups: Sequence[str], topic: str):
-        self._store: Any = dist.distributed_c10d._get_default_store()
+        c10d: Any = dist.distributed_c10d
+        self._store = c10d._get_default_store()
         group: Any = dist.group.WORLD
         if len(set(groups)) == 1:
-            group = dist.distributed_c10d._resolve_process_group(groups[0])
+            group = c10d._resolve_process_group(groups[0])
         self._ranks = dist.get_process_group_ranks(group)
         among = hashlib.sha256(f"{self._ranks} {topic}".encode()).hexdigest()
         number = _asked(dist.group.WORLD)[among]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from typing import Any
 
@@ -160,6 +161,23 @@ def collective_ops(own: Any) -> None:
     (all_reduce,) = own.overloads((own.ALL_REDUCE,))
     arguments = [argument.name for argument in all_reduce._schema.arguments]
     expect(arguments[:2] == ["input", "reduce_op"], "all_reduce has other arguments")
+
+
+def exchanges(own: Any) -> None:
+    """Exchanges that a graph holds as ops. That they are right is tested on ranks.
+
+    tests/test_sequence_parallel.py
+    """
+
+
+def attention_blocks(own: Any) -> None:
+    """Attention to a block of keys, with the logarithm of its sum of exponentials."""
+    query, key = torch.eye(8)[None, None, :2], torch.eye(8)[None, None]
+    out, log_sum = own.attend_block(query, key, key, False, 1.0)
+    expect(tuple(log_sum.shape) == (1, 1, 2), "the log-sums are not [B, H, s]")
+    right = torch.log(torch.tensor(math.e + 7))
+    expect(torch.allclose(log_sum, right), "the kernel returns no log-sums")
+    expect(torch.allclose(out, (query @ key.mT).softmax(-1)), "the kernel mixes other values")
 
 
 def compiler_collectives(own: Any) -> None:

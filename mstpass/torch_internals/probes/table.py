@@ -25,6 +25,7 @@ LOST = {
     "linter": "no step is linted",
     "traces": "the explainer, the planner and the linter trace no step of FSDP2",
     "speed": "a step that is explained for another device than its own is traced in more time",
+    "sequences": "no sequence is shared by ranks",
     "gpu": "no step is planned or compiled for a GPU that is not there",
 }
 # Of each probe its name, the file of this package that it is for, what is lost where it fails, and
@@ -123,6 +124,14 @@ fsdp_states             modules                 traces
     torch.distributed.fsdp: FSDPModule._get_fsdp_state
 collective_ops          collectives             loops
     torch.ops: _c10d_functional, _dtensor
+exchanges               exchanges               sequences
+    torch.distributed._functional_collectives: all_to_all_single(self, output_split_sizes,
+        input_split_sizes, group), all_to_all_single_autograd(self, output_split_sizes,
+        input_split_sizes, group), wait_tensor
+attention_blocks        attention_blocks        sequences
+    torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu,
+        _scaled_dot_product_flash_attention_for_cpu_backward, _scaled_dot_product_flash_attention,
+        _scaled_dot_product_flash_attention_backward
 compiler_collectives    collectives             loops
     torch._dynamo.config: enable_compiler_collectives
     torch._dynamo.distributed: get_compile_pg

@@ -1,0 +1,108 @@
+"""Attention of a sequence that ranks share, by the method that fits its heads."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from mstpass.sequences.ranks import Group, Ranks, ranks_of
+from mstpass.sequences.ring import ring, ring_takes
+from mstpass.sequences.rules import Rules
+from mstpass.sequences.ulysses import heads_divide, ulysses
+
+Method = Literal["auto", "ulysses", "ring"]
+METHODS = ("auto", "ulysses", "ring")
+
+
+def sequence_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Group = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    documents: Tensor | None = None,
+    method: Method = "auto",
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` of a sequence whose tokens several ranks share.
+
+    Each of R ranks gives its S / R tokens, in the order of the ranks, and gets the result for them.
+
+    Args:
+        query: ``[B, H, S / R, D]``.
+        key: ``[B, K, S / R, D]``; K divides H, and K < H are grouped queries.
+        value: as the keys.
+        group: the ranks: a process group, a one-dimensional device mesh, or None for all ranks.
+        is_causal: whether a token sees those before it alone.
+        window: a token sees those less than so many places away.
+        softcap: scores s become ``softcap * tanh(s / softcap)``.
+        sinks: ``[H]``, of each head the score of a key that is not there and whose value is 0.
+        documents: ``int [B, S]``, of the *whole* sequence: tokens of different numbers do not see
+            each other. ``shard_sequence`` computes them.
+        method: ``"ulysses"`` exchanges heads for tokens, ``"ring"`` sends keys and values round;
+            ``"auto"`` takes the first if the ranks divide the heads.
+
+    Raises:
+        ValueError: the method cannot take these heads or these rules.
+    """
+    ranks = ranks_of(group)
+    rules = Rules(is_causal, scale, dropout_p, window, softcap)
+    if documents is not None:
+        documents = whole_documents(documents, query, ranks)
+    mixed_BsHD = attention_of_ranks(query, key, value, ranks, rules, documents, sinks, method)
+    return mixed_BsHD.transpose(1, 2)
+
+
+def attention_of_ranks(
+    query_BHsD: Tensor,
+    key_BKsD: Tensor,
+    value_BKsD: Tensor,
+    ranks: Ranks,
+    rules: Rules,
+    documents_BS: Tensor | None,
+    sinks_H: Tensor | None,
+    method: Method,
+) -> Tensor:
+    """This rank's tokens after attention to the whole sequence, ``[B, s, H, D]``."""
+    heads = query_BHsD.shape[1]
+    check_method(method, heads, ranks.size)
+    if method == "ulysses" or (method == "auto" and heads_divide(heads, ranks.size)):
+        return ulysses(query_BHsD, key_BKsD, value_BKsD, ranks, rules, documents_BS, sinks_H)
+    ring_takes(rules, documents_BS, sinks_H, heads, ranks.size)
+    return ring(query_BHsD, key_BKsD, value_BKsD, ranks, rules)
+
+
+def check_method(method: str, heads: int, ranks: int) -> None:
+    """Refuse an unknown method, and Ulysses of heads that do not divide."""
+    if method not in METHODS:
+        raise ValueError(f"method is one of {', '.join(METHODS)}, not {method!r}")
+    if method == "ulysses" and not heads_divide(heads, ranks):
+        raise ValueError(
+            f"{heads} attention heads do not divide among {ranks} ranks: take a number of ranks "
+            "that divides them, or method='ring'"
+        )
+
+
+def whole_documents(documents: Tensor, query_BHsD: Tensor, ranks: Ranks) -> Tensor:
+    """The documents of the whole sequence, ``[B, S]``, as ``shard_sequence`` gives them.
+
+    Raises:
+        ValueError: they are of another length, or a mask in the place of numbers.
+    """
+    tokens = query_BHsD.shape[2] * ranks.size
+    if documents.dim() == 4:
+        documents = documents.flatten(1)
+    if documents.is_floating_point() or documents.shape[-1] != tokens or documents.dim() != 2:
+        raise ValueError(
+            f"attention of {tokens} tokens on {ranks.size} ranks got a mask of "
+            f"{list(documents.shape)} in {documents.dtype}, and takes the number of each token's "
+            "document, integers [B, S], of the whole sequence: let mstpass.shard_sequence make the "
+            "batch"
+        )
+    return documents

@@ -1,0 +1,198 @@
+"""Sequence parallel training of a model of transformers whose code stays as it is.
+
+Attention of most models goes through transformers' ``AttentionInterface``: a function that is
+registered under a name, which a model's config chooses. Here one is registered for each group of
+ranks. Everything else of such a model works token by token, but for a few things that
+`sequence_parallel` looks for (model_checks.py) and the loss, of which `shard_sequence` says what
+it is to be divided by.
+
+A mask function is registered under the same name. transformers calls it to make masks of this
+rank's tokens, which would be wrong; the documents that `shard_sequence` gives have four dims, and
+transformers hands masks of four dims to attention as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from mstpass.sequences.attention import Method, attention_of_ranks, whole_documents
+from mstpass.sequences.model_checks import CAUSAL_LOSS, check_model, has_own_loss, loss_of
+from mstpass.sequences.ranks import Group, Ranks, ranks_of
+from mstpass.sequences.rules import Rules
+
+M = TypeVar("M", bound=nn.Module)
+_NAME = "mstpass_sequence_parallel"
+# arguments of attention functions that say what this one does not do, with what does it
+_NOT_KNOWN = {
+    "position_bias": "biases of positions are of whole rows of scores",
+    "head_mask": "masks of heads are not known to it",
+    "block_table": "paged attention is for generation",
+}
+
+
+def sequence_parallel(model: M, mesh_or_group: Group = None, method: Method = "auto") -> M:
+    """Let a model of transformers take its rank's part of each sequence.
+
+    The model is changed in place and returned: its attention exchanges keys, values and queries
+    between the ranks, and everything else works on the rank's tokens. Call it before FSDP2's
+    ``fully_shard`` and before ``mstpass.compile``; give it batches of `mstpass.shard_sequence`.
+
+    Args:
+        model: a model of text, causal or an encoder, or a module around one (PEFT).
+        mesh_or_group: the ranks that share a sequence: a process group, a one-dimensional device
+            mesh (``mesh["sequence"]``), or None for all ranks.
+        method: ``"ulysses"`` gives each rank all tokens of some heads; ``"ring"`` sends keys and
+            values round, for more ranks than heads; ``"auto"`` takes the first that fits.
+
+    Raises:
+        ValueError: the model has something that the ranks cannot share, or there are no ranks.
+    """
+    ranks = ranks_of(mesh_or_group)
+    models = list(_outermost(model))
+    if not models:
+        raise ValueError(
+            f"{type(model).__name__} holds no model of transformers: in a model of your own, call "
+            "mstpass.sequence_parallel_attention in the place of scaled_dot_product_attention"
+        )
+    for each in models:
+        check_model(each, ranks.size, method)
+    name = _registered(ranks, method)
+    for each in models:
+        each.set_attn_implementation(name)
+        _check_calls(each, name)
+    return model
+
+
+def _outermost(module: nn.Module) -> Iterator[Any]:
+    """The models of transformers in a module that are in no other one."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return
+    if isinstance(module, library.PreTrainedModel):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+def _registered(ranks: Ranks, method: Method) -> str:
+    """The name under which transformers knows attention of these ranks."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    name = f"{_NAME}_{method}_{ranks.name}"
+    AttentionInterface.register(name, _attention(ranks, method))
+    AttentionMaskInterface.register(name, _no_mask)
+    return name
+
+
+def _attention(ranks: Ranks, method: Method) -> Callable[..., tuple[Tensor, None]]:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **other: Any,
+    ) -> tuple[Tensor, None]:
+        for name, why in _NOT_KNOWN.items():
+            if other.get(name) is not None:
+                raise ValueError(f"sequence parallel attention got {name}: {why}")
+        if key.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"attention has {query.shape[2]} queries and {key.shape[2]} keys on this rank: a "
+                "sequence that ranks share has no cache and no second sequence (use_cache=False)"
+            )
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        documents = None
+        if attention_mask is not None:
+            documents = whole_documents(attention_mask, query, ranks)
+        rules = Rules(causal, scaling, dropout, sliding_window, softcap)
+        mixed = attention_of_ranks(query, key, value, ranks, rules, documents, s_aux, method)
+        return mixed, None
+
+    return attention
+
+
+def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
+    """In the place of a mask of this rank's tokens: attention makes its own.
+
+    Raises:
+        ValueError: there is padding that attention would not see, or a mask of the model's own.
+    """
+    if attention_mask is not None:
+        raise ValueError(
+            f"the model got an attention_mask of {list(attention_mask.shape)}, of this rank's "
+            "tokens, and attention reads those of all ranks: give the mask of the whole batch to "
+            "mstpass.shard_sequence, and its result to the model"
+        )
+    if kwargs.get("use_vmap"):
+        raise ValueError(
+            "the model has a mask function of its own, which knows this rank's tokens alone"
+        )
+
+
+def _check_calls(model: Any, name: str) -> None:
+    """Refuse calls that would be wrong: with a cache, or with a loss that is a rank's own mean."""
+    parameters = list(inspect.signature(model.forward).parameters)
+    own_loss = has_own_loss(model)
+
+    def check(
+        module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if module.config._attn_implementation != name:
+            return None  # it has another attention again, for generation
+        given: Mapping[str, Any] = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        cached = [key for key in ("use_cache", "past_key_values", "cache") if given.get(key)]
+        if cached:
+            raise ValueError(
+                f"{cached[0]} was given, and a sequence that ranks share has no cache: leave it "
+                "out; for generation, model.set_attn_implementation('sdpa') brings back attention "
+                "of one process"
+            )
+        if own_loss and given.get("labels") is not None:
+            raise ValueError(
+                f"{type(module).__name__} computes its loss as a mean over this rank's labels, "
+                "which is wrong for ranks with different numbers of them: leave labels out of the "
+                "call, and divide the sum of the losses of its logits by num_items_in_batch"
+            )
+        without = {"use_cache": False} if "use_cache" in parameters else {}
+        return args, {**kwargs, **without}
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
+    if "labels" in parameters and not own_loss:
+        model.loss_function = _checked_loss(model.loss_function, loss_of(model))
+
+
+def _checked_loss(loss: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
+    """A model's loss function that refuses labels of this rank alone."""
+
+    @functools.wraps(loss)
+    def checked(*args: Any, **kwargs: Any) -> Tensor:
+        shifted = kwargs.get("shift_labels") is not None
+        if kwargs.get("num_items_in_batch") is None or (kind == CAUSAL_LOSS and not shifted):
+            raise ValueError(
+                "the loss got labels of this rank without those of the other ones: give the model "
+                "all that mstpass.shard_sequence returns. If it did, this model does not hand it "
+                "on to its loss: compute the loss of its logits yourself"
+            )
+        if kind != CAUSAL_LOSS and shifted:
+            raise ValueError(
+                "labels are shifted by one token, and this model's loss is not that of a causal "
+                "model: mstpass.shard_sequence(..., causal=False)"
+            )
+        return loss(*args, **kwargs)
+
+    return checked

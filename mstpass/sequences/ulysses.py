@@ -1,0 +1,89 @@
+"""Ulysses: attention by heads, everything else by tokens.
+
+Each of R ranks has s = S / R tokens of all H heads. An all-to-all gives it all S tokens of H / R
+heads, for which it computes attention as one process would; a second one gives it back its tokens
+of all heads. Both are traced, and their gradients are the same exchanges the other way round.
+
+If the K key-value heads do not divide among the ranks, they are repeated as often as is needed, at
+most once for each head.
+
+Source: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mstpass.sequences.ranks import Ranks
+from mstpass.sequences.rules import Rules
+from mstpass.sequences.whole_attention import attend, for_each_head
+from mstpass.torch_internals.exchanges import all_to_all
+
+
+def heads_divide(heads: int, ranks: int) -> bool:
+    """Whether each rank gets the same number of heads."""
+    return heads % ranks == 0
+
+
+def ulysses(
+    query_BHsD: Tensor,
+    key_BKsD: Tensor,
+    value_BKsD: Tensor,
+    ranks: Ranks,
+    rules: Rules,
+    documents_BS: Tensor | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """This rank's tokens after attention to the whole sequence, ``[B, s, H, D]``.
+
+    Args:
+        documents_BS: of the whole sequence.
+        sinks_H: of all heads.
+    """
+    copies = copies_of_kv_heads(query_BHsD.shape[1], key_BKsD.shape[1], ranks.size)
+    key_BKsD, value_BKsD = (for_each_head(x, x.shape[1] * copies) for x in (key_BKsD, value_BKsD))
+    features = [x.shape[-1] for x in (query_BHsD, key_BKsD, value_BKsD)]
+    q, k, v = (
+        x[..., :own]
+        for x, own in zip(
+            _to_heads((query_BHsD, key_BKsD, value_BKsD), ranks), features, strict=True
+        )
+    )
+    sinks = None if sinks_H is None else sinks_H.chunk(ranks.size)[ranks.rank]
+    return _to_tokens(attend(q, k, v, rules, documents_BS, sinks), ranks)
+
+
+def copies_of_kv_heads(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often each key-value head is repeated, so that each rank has those of its heads."""
+    groups = heads // kv_heads
+    return next(
+        copies
+        for copies in range(1, groups + 1)
+        if groups % copies == 0 and kv_heads * copies % ranks == 0
+    )
+
+
+def _to_heads(parts_BHsD: tuple[Tensor, ...], ranks: Ranks) -> tuple[Tensor, ...]:
+    """All tokens of this rank's share of each part's heads, ``[B, h, S, D]``, in one exchange.
+
+    D is that of the widest part.
+
+    What is received is ``[R, s, B, h, D]``: all tokens in order, so that nothing is copied again.
+    """
+    B, _, s, _ = parts_BHsD[0].shape
+    D = max(part.shape[-1] for part in parts_BHsD)  # of latent attention, values have fewer
+    same_width = [F.pad(part, (0, D - part.shape[-1])) for part in parts_BHsD]
+    by_rank = [part.reshape(B, ranks.size, -1, s, D) for part in same_width]
+    sent = torch.cat(by_rank, dim=2).permute(1, 3, 0, 2, 4)
+    received = all_to_all(sent, ranks.name).flatten(0, 1).permute(1, 2, 0, 3)
+    return received.split([part.shape[2] for part in by_rank], dim=1)
+
+
+def _to_tokens(x_BhSD: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's tokens of all heads, ``[B, s, H, D]``."""
+    B, h, _, D = x_BhSD.shape
+    sent = x_BhSD.permute(2, 0, 1, 3).reshape(ranks.size, -1, B, h, D)
+    received = all_to_all(sent, ranks.name)  # [R, s, B, h, D]
+    return received.permute(2, 1, 0, 3, 4).flatten(2, 3)

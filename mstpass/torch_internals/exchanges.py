@@ -1,0 +1,39 @@
+"""Exchanges between ranks that ``torch.compile`` traces.
+
+Source: torch/distributed/_functional_collectives.py. Its collectives are pure functions, so that a
+graph holds them as ops; those of ``torch.distributed`` write into a buffer of the caller. A group
+is given by its name, which a graph holds as a constant.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+if torch.distributed.is_available():
+    from torch.distributed._functional_collectives import (
+        all_to_all_single,
+        all_to_all_single_autograd,
+        wait_tensor,
+    )
+
+
+def all_to_all(x: Tensor, group_name: str) -> Tensor:
+    """Send each equal part of the first dim to one rank of the group, in order, and get as many.
+
+    Autograd sends the gradient the same way back.
+    """
+    return all_to_all_single_autograd(x.contiguous(), None, None, group_name)  # type: ignore[arg-type]
+
+
+def pass_on(x: Tensor, rank: int, size: int, group_name: str) -> Tensor:
+    """Send ``x`` to the next of a group's ranks, and get as much from the one before. No autograd.
+
+    Args:
+        rank: which of the ``size`` ranks of the group this is.
+    """
+    rows = x.shape[0]
+    sent = [rows if other == (rank + 1) % size else 0 for other in range(size)]
+    received = [rows if other == (rank - 1) % size else 0 for other in range(size)]
+    pending = all_to_all_single(x.contiguous(), received, sent, group_name)  # type: ignore[arg-type]
+    return wait_tensor(pending)
