@@ -132,6 +132,27 @@ def test_every_collective_runs_once_in_the_traced_order(
         assert backward == in_backward
 
 
+@pytest.mark.parametrize("budget", ["free", 0.0])
+def test_a_collective_that_nothing_reads_keeps_its_place(mesh: Any, budget: Any) -> None:
+    """Else ranks that read its result would exchange in another order."""
+    import torch.distributed._functional_collectives as funcol
+
+    group = torch.distributed.group.WORLD
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        first = funcol.all_reduce(x.sin(), "sum", group)
+        funcol.all_gather_tensor(x.cos(), 0, group)
+        second = funcol.all_reduce(first.exp(), "sum", group)
+        return (x * second).sin().sum()
+
+    joint = JointGraph(*joint_graph(loss, torch.randn(N, D, requires_grad=True)))
+    traced = [n.name for n in joint.nodes if is_collective(n) and n not in joint.backward]
+    assert len(traced) == 3
+    result = _run(joint, memory_budget=budget)
+    assert result.modules is not None
+    assert _collectives(result.modules[0].graph) == traced
+
+
 class Ulysses(nn.Module):
     """Checkpointed blocks on a part of the sequence; an all-to-all before and after attention."""
 

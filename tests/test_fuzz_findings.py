@@ -352,7 +352,7 @@ def test_the_least_memory_may_be_far_below_the_peak_before_cheap_values_run_twic
 
 
 def test_statistics_that_two_loops_compute_are_returned_by_one_of_them() -> None:
-    """Heads over the same rows, in sections: the second loop's result took the first one's place."""
+    """Heads of the same rows, in sections: a result of one loop took the place of another's."""
     case = Case(
         (Layer(norm="layer_plain"),),
         final_norm="layer_plain",

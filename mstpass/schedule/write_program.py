@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import Modules, is_tangent
 from mstpass.graph.materialization import materialize
 from mstpass.graph.node_copies import copy_name
@@ -98,13 +99,20 @@ class _Writer:
         """Write all nodes; what the program does not name comes before its first reader."""
         for node in self.old.graph.find_nodes(op="placeholder"):
             self._input(node)
+        effects = self._with_effects()
+        unread = [node for node in effects if is_collective(node) or is_wait(node)]
+        place = {node: number for number, node in enumerate(self.old.graph.nodes)}
         for op in program:
             self.node_of[op.name] = op.node_name
+            node = self.nodes.get(op.node_name)
+            if node is not None and is_collective(node):  # all ranks exchange in the traced order
+                while unread and place[unread[0]] < place[node]:
+                    self._copy_with_inputs(unread.pop(0))
             if op.action != RUN:
                 self.env[op.name] = self.host_copies[op.action](op)
             elif op.name not in self.env and op.node_name in self.nodes:
                 self.env[op.name] = self._run(op)
-        for node in self._with_effects():
+        for node in effects:
             self._copy_with_inputs(node)
         self._copy_with_inputs(self.old.graph.output_node())
 
