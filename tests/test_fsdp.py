@@ -28,7 +28,7 @@ GATHERS = {
 }
 # what FSDP2 does with the weights differs, the graphs that it leaves do not
 SAME_GRAPHS = ("resharded", "kept", "offloaded", "accumulated")
-COMPILED = ("whole", "head_and_loss_of_their_own")
+COMPILED = ("whole", "by_block", "head_and_loss_of_their_own")
 HEAD_IN_CHUNKS = (*(case for case in GATHERS if case not in SAME_GRAPHS), "mixed")
 
 

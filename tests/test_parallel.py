@@ -80,7 +80,8 @@ def test_token_rules_of_collectives(found: Findings) -> None:
 def test_a_sharded_head_runs_in_chunks(found: Findings) -> None:
     for each in _both(found, "sharded head"):
         assert each["error"] < TOLERANCE
-        assert each["regions"] == [["lm_head", "mixed", 3]], each["rejections"]
+        (region,) = each["regions"]  # either holds one chunk beside the gradients
+        assert region in (["lm_head", "mixed", 3], ["lm_head", "fused", 2]), each["rejections"]
 
 
 def test_the_backward_of_a_sharded_head_runs_in_sections_of_its_share(found: Findings) -> None:
