@@ -27,7 +27,7 @@ from mstpass.partition.solvers.peak_search import peak_search
 from mstpass.problem.problem import CutProblem, Plan
 from tests.checks import check_against_float64, compiled, joint_graph
 
-pytestmark = [pytest.mark.sampled(2), pytest.mark.op_by_op]
+pytestmark = [pytest.mark.sampled(1), pytest.mark.op_by_op]
 
 SIZE = LlamaSize(128, 4, 4, 352, 6000, 1024)
 ONE_LAYER = dataclasses.replace(SIZE, layers=1)

@@ -25,7 +25,7 @@ from tests.attention_models import Layer as AttentionLayer
 from tests.checks import STRICT, errors, gradients, in_float64, joint_graph, kinds
 from tests.models import MLPS, Block, TinyLM, next_token_loss
 
-pytestmark = [pytest.mark.sampled(3), pytest.mark.op_by_op]
+pytestmark = [pytest.mark.sampled(2), pytest.mark.op_by_op]
 
 FULL = pytest.mark.full
 

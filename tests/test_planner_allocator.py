@@ -175,6 +175,7 @@ def test_the_peak_that_was_published_for_mini_sequences():
 
 
 @pytest.mark.usefixtures("one_cublas_workspace")
+@pytest.mark.full
 def test_gaps_make_sequences_shorter(tiny):
     ask = functools.partial(asked, tiny, 32)
     without, caching = plan(ask()), plan(ask(allocator=CACHING))

@@ -29,7 +29,7 @@ from mstpass.planner.room import Room
 from mstpass.planner.traced_step import distinct_length
 from tests.planner_models import TINY, plan_sizes
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(1)
 
 MIB = 2**20
 _BETWEEN_PLANS = 0.05  # of a length: what is planned anew may need less where it is longer
