@@ -95,9 +95,9 @@ def _not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:
     for family in families.values():
         mark = family[0].get_closest_marker("sampled")
         assert mark is not None
-        last, steps = len(family) - 1, max(1, mark.args[0] - 1)
-        kept = {round(step * last / steps) for step in range(steps + 1)}
-        left_out |= {item for number, item in enumerate(family) if number not in kept}
+        last, number = len(family) - 1, mark.args[0]
+        kept = {round(each * last / max(1, number - 1)) for each in range(number)}
+        left_out |= {item for place, item in enumerate(family) if place not in kept}
     return left_out
 
 
