@@ -226,7 +226,7 @@ def _compiled_and_reported(
         raise
     report = partitioner.report
     if report is None:
-        why = why_not_alike(graph, stored[-1]) if stored else ""
+        why = why_not_alike(graph, stored[-1] if stored else None)
         if why:
             return _without_repeated_collectives(graph, limit, why)
         for earlier in stored:

@@ -20,8 +20,7 @@ def of_all_ranks(available_bytes: int, example_inputs: Sequence[Any]) -> int:
 
     Programs often evaluate on one rank alone, which must not wait for the others.
     """
-    tensors = (x for x in example_inputs if isinstance(x, torch.Tensor))
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+    if not _has_backward(example_inputs):
         return available_bytes
     agreed = least_of_ranks(available_bytes)
     if agreed.alone:
@@ -33,13 +32,26 @@ def of_all_ranks(available_bytes: int, example_inputs: Sequence[Any]) -> int:
     return agreed.number
 
 
-def why_not_alike(graph: Captured, report: Report) -> str:
+def _has_backward(inputs: Sequence[Any]) -> bool:
+    tensors = (x for x in inputs if isinstance(x, torch.Tensor))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def why_not_alike(graph: Captured, report: Report | None) -> str:
     """Why a plan that repeats collectives is not known to be that of all ranks; else empty.
 
     A rank whose plan repeats none tells the others so, and does not wait.
+
+    Args:
+        report: None: the graph came from a compile cache, and its report is lost.
     """
+    if not graph.options.repeats_collectives or not has_ranks():
+        return ""
+    if report is None:
+        lost = "the compile cache has this graph, and its report is lost"
+        return lost if _has_backward(graph.inputs) else ""
     found = report.outcome.collectives
-    if found is None or not graph.options.repeats_collectives or not has_ranks():
+    if found is None:
         return ""
     if not has_store():
         return "ranks cannot tell each other their plans by MPI" if found.repeated else ""

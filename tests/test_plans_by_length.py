@@ -107,61 +107,6 @@ def test_the_peaks_of_other_lengths_are_those_of_their_simulation(model: nn.Modu
     assert "1024 tokens at most, in chunks of up to" in text
 
 
-@pytest.mark.parametrize("kernels", [pytest.param(True, marks=pytest.mark.kernels), False])
-def test_labels_that_start_inside_their_storage(model: nn.Module, kernels: bool) -> None:
-    """``contiguous`` of one shifted sequence is a view: a loop that reads it must copy it."""
-    head = model.head
-
-    def loss(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(head(x).flatten(0, 1), labels.flatten())
-
-    def inputs(length: int) -> list[torch.Tensor]:
-        labels = _ids(1, length + 1)[:, 1:].contiguous()
-        return [torch.randn(1, length, D, requires_grad=True), labels]
-
-    _check_lengths(loss, inputs, model.head)
-
-
-def test_ids_and_labels_are_views_of_one_batch(model: nn.Module) -> None:
-    def loss(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(model.logits(ids).flatten(0, 1), labels.flatten())
-
-    def inputs(length: int) -> list[torch.Tensor]:
-        ids = _ids(1, length + 1)
-        return [ids[:, :-1].contiguous(), ids[:, 1:].contiguous()]
-
-    _check_lengths(loss, inputs, model)
-
-
-def test_a_view_of_an_input_that_is_changed_in_place(model: nn.Module) -> None:
-    def loss(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        ids.remainder_(7)  # changes the labels too
-        return nn.functional.cross_entropy(model.logits(ids).flatten(0, 1), labels.flatten())
-
-    def inputs(length: int) -> list[torch.Tensor]:
-        ids = _ids(1, length + 1)
-        return [ids[:, :-1], ids[:, 1:]]
-
-    _check_lengths(loss, inputs, model, ranges=False)
-
-
-def _check_lengths(
-    loss: Callable[..., torch.Tensor],
-    inputs_of: Callable[[int], list[torch.Tensor]],
-    model: nn.Module,
-    ranges: bool = True,
-) -> None:
-    step, before = _compiled(loss), len(mstpass.reports())
-    for length in (1000, 700, 1024):
-        torch.manual_seed(length)
-        found = gradients(model, step, inputs_of(length))
-        torch.manual_seed(length)
-        right = gradients(model, loss, inputs_of(length))
-        assert max(errors(found, right)) < 1e-5
-    (report,) = mstpass.reports()[before:]
-    assert not ranges or (report.regions and report.outcome.peaks), str(report)
-
-
 @pytest.mark.kernels
 def test_a_short_range_takes_a_longer_plan_until_it_comes_often(
     model: nn.Module, dispatchers: list[PlansByLength]

@@ -299,14 +299,17 @@ def with_sizes(inputs: Sequence[Any]) -> list[Any]:
     """
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     storages = Counter(x.untyped_storage()._cdata for x in tensors)
+    symbolic = {x.untyped_storage()._cdata for x in tensors if _is_symbolic(x)}
     bases: dict[int, tuple[Any, torch.Tensor]] = {}  # by storage: the base, and the new one
 
     def renewed(value: Any) -> Any:
         if isinstance(value, torch.SymInt):
             return _size(value)
-        if not isinstance(value, torch.Tensor) or not _is_symbolic(value):
+        if not isinstance(value, torch.Tensor):
             return value
         storage = value.untyped_storage()._cdata
+        if storage not in symbolic:
+            return value
         if storages[storage] == 1:
             new = _renewed(value)
         else:
