@@ -146,14 +146,25 @@ def check_batches(
     Arguments are those of `check_against_float64`. Returns the reports of all plans.
     """
     before = len(mstpass.reports())
-    step = _finished(compiled(loss_of(model), dynamic, **options), finish)
+    check_step(compiled(loss_of(model), dynamic, **options), model, loss_of, batches, finish)
+    return mstpass.reports()[before:]
+
+
+def check_step(
+    step: Loss,
+    model: nn.Module,
+    loss_of: Callable[[nn.Module], Loss],
+    batches: Iterable[Sequence[torch.Tensor]],
+    finish: Callable[[torch.Tensor], torch.Tensor] = lambda value: value,
+) -> None:
+    """Hold a compiled step to eager's accuracy for each batch, in float32."""
+    step = _finished(step, finish)
     for inputs in batches:
         exact = _exact(model, loss_of, inputs, finish)
         eager = errors(gradients(model, _finished(loss_of(model), finish), inputs), exact)
         ours = errors(gradients(model, step, inputs), exact)
         for mine, theirs in zip(ours, eager, strict=True):
             assert mine <= theirs + 1e-6, ([x.shape for x in inputs], ours, eager)
-    return mstpass.reports()[before:]
 
 
 def _finished(fn: Loss, finish: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
