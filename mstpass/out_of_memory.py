@@ -113,22 +113,26 @@ class LeanerPlans:
 
     def __call__(self, *args: Any) -> Any:
         state = _random_state(self.device) if self._draws else ()
-        failure: Failure | None = None
+        failures: list[tuple[Failure, CompiledPlan]] = []
         while True:
-            if failure is not None:
-                self._take_leaner_now(failure, args)
-                _set_random_state(state)
             try:
-                return self._run(*args)
+                result = self._run(*args)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 failure = failure_of(error, "forward", self.device)
+                failures.append((failure, self.plan))
                 why = self._why_not_again()
                 if why:
                     self._take_leaner_next(failure)
                     error.args = (self._explained(failure, self.plan, why),)
                     raise
+            else:
+                if failures:
+                    self._warn(*failures[0])
+                return result
+            self._take_leaner_now(failure, args)
+            _set_random_state(state)
 
     def waits_for_backward(self) -> bool:
         """Whether a forward of one of the plans has not had its backward yet, nor was dropped."""
@@ -208,7 +212,7 @@ class LeanerPlans:
         return "a CUDA graph is captured" if _captures(self.device) else ""
 
     def _take_leaner_now(self, failure: Failure, args: Sequence[Any]) -> None:
-        """Take a leaner plan, with one warning.
+        """Take a leaner plan.
 
         Raises:
             the error of the allocation, if there is none.
@@ -216,6 +220,9 @@ class LeanerPlans:
         failed = self.plan
         if not self._take_leaner(failure, args):
             raise failure.kind(self._explained(failure, failed, "no plan needs less memory"))
+
+    def _warn(self, failure: Failure, failed: CompiledPlan) -> None:
+        """Say that a forward ran under the latest plan after the one that it began with failed."""
         warnings.warn(
             f"mstpass: a step ran out of memory in its forward, and ran again under a leaner plan, "
             f"of a peak of {_text(self.plan.peak_bytes)} in place of {_text(failed.peak_bytes)}; "

@@ -121,10 +121,12 @@ def test_the_least_memory_comes_last_and_then_the_error(allocator: Allocator) ->
     step, before = compiled(), len(mstpass.reports())
     expected = gradients(step)
     allocator.forwards = 3
-    with pytest.warns(UserWarning, match="leaner") as told, pytest.raises(RuntimeError) as caught:
-        gradients(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the error says it all
+        with pytest.raises(RuntimeError) as caught:
+            gradients(step)
     made = peaks(before)
-    assert len(told) == 1 and made == sorted(made, reverse=True)
+    assert made == sorted(made, reverse=True)
     assert CPU_TEXT in str(caught.value) and "no plan needs less memory" in str(caught.value)
     assert type(caught.value) is RuntimeError
     for _ in range(2):
@@ -371,6 +373,7 @@ def test_a_device_that_is_full(part: float, on_cuda: Callable[[float], None]) ->
             except torch.OutOfMemoryError as error:
                 said = str(error)
                 assert "mstpass: this is the" in said and "fragmentation" in said
-        assert len(told) <= 1
+        ours = [text for text in map(str, (w.message for w in told)) if "mstpass" in text]
+        assert len(ours) <= 1
         assert torch.cuda.memory_allocated() == held
     assert right >= 1 and len(mstpass.reports()) >= 2
