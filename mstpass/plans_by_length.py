@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import operator
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -32,10 +33,11 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mstpass.captured import Captured, PlannedFor
-from mstpass.graph.sizes import expression, hint
+from mstpass.graph.sizes import hint
 from mstpass.inductor_hooks import DoesNotFitError, SameForAllError, warn_of
 from mstpass.length_ranges import RangePlan, Ranges
 from mstpass.limit import Limit
+from mstpass.nearby_batches import Neighbours, Values
 from mstpass.out_of_memory import Compiled, CompiledPlan, with_leaner_plans
 from mstpass.progress import counted
 from mstpass.torch_internals.aot_autograd import has_backward_hooks, traces_backward_again
@@ -45,7 +47,6 @@ from mstpass.torch_internals.batch_sizes import (
     fake_inputs,
     guards_of,
     hold,
-    may_hold,
     preserve_rng_state,
     sources_of_numbers,
     symbols_among,
@@ -61,14 +62,11 @@ log = logging.getLogger(__name__)
 _OFTEN = 8  # calls of a range before it gets a plan beside that of a longer one
 _MOST_PLANS = 8
 _MOST_CHOICES = 100_000  # batches of which it is known which plan they take
-_NEAR = 256  # how much shorter than an end the longest batch of a range may have to be
+_MOST_SIDES = 3  # plans up to the end of a range before a batch beyond guards has its own
 _STATIC = (
     "its sizes are static. Compile with dynamic=True, or mark what varies: "
     "torch._dynamo.mark_dynamic(ids, 1)"
 )
-
-Values = Mapping[sympy.Symbol, int]
-
 
 CompileOne = Callable[[Captured, Limit | None], CompiledPlan]
 
@@ -150,6 +148,8 @@ class PlansByLength:
         self.environment: ShapeEnv = next(
             x.node.shape_env for x in graph.inputs if isinstance(x, torch.SymInt)
         )
+        guards = functools.partial(guards_of, self.environment)
+        self._near = Neighbours(graph.inputs, self.sized, guards)
         self._sizes_of = operator.itemgetter(*symbols.values())
         traced = self._of_sizes(self._values(self._sizes_of(graph.inputs)))
         self.ranges = Ranges(self.environment, traced, graph.options.lengths)
@@ -244,35 +244,61 @@ class PlansByLength:
         return plan
 
     def _first_that_serves(self, values: Values) -> RangePlan:
-        for sizes, planned_for in self._to_plan_for(values):
+        bounded = len(self.plans) < _MOST_PLANS - 1
+        for sizes, must_fit in self._to_plan_for(values):
             try:
-                plan = self._compiled(sizes, planned_for)
+                plan = self._up_to(sizes, values, bounded, must_fit)
             except DoesNotFitError:
                 continue
             except SameForAllError:
                 break
-            if plan.serves(values):
+            if plan is not None:
                 return plan
         plan = self._compiled(values, self._planned_for(values, values, bounded=False))
         if not plan.serves(values):
             raise LookupError(f"a guard is about more than inputs: {plan.conditions}")
         return plan
 
-    def _to_plan_for(self, values: Values) -> Iterator[tuple[Values, PlannedFor]]:
-        """Sizes to plan for, until a plan is within the budget and serves the batch.
+    def _to_plan_for(self, values: Values) -> Iterator[tuple[Values, bool]]:
+        """Sizes to plan for, and whether the plan must be within the budget, until one serves.
 
-        If none is, the least memory is planned for the whole range; where that is an error, for the
-        batch, which the error is about then.
+        If none is within it, the least memory is planned for the whole range; where that is an
+        error, for the batch, which the error is about then.
         """
         ends = self.ranges.ends(self._of_sizes(values))
         middle = {s: round(math.sqrt(values[s] * end)) for s, end in ends.items()}
-        longer = (self._allowed(values, sizes) for sizes in (ends, middle))
+        longer = (self._near.allowed(values, sizes) for sizes in (ends, middle))
         tried = [sizes for sizes in (*longer, values) if sizes is not None]
-        bounded = len(self.plans) < _MOST_PLANS - 1
         at_last = reversed(tried) if self.graph.options.strict else tried
         for must_fit, several in ((True, tried), (False, at_last)):
             for sizes in several:
-                yield sizes, self._planned_for(sizes, values, bounded, must_fit)
+                yield sizes, must_fit
+
+    def _up_to(
+        self, sizes: Values, batch: Values, bounded: bool, must_fit: bool
+    ) -> RangePlan | None:
+        """The plan for these sizes, or for the largest smaller ones on the batch's side of guards.
+
+        A guard that a compilation adds, such as on more than 4,096 tokens, divides a range. Plans
+        for the other side serve other batches.
+
+        Raises:
+            DoesNotFitError: it must be within the budget and is not.
+        """
+        for _ in range(_MOST_SIDES):
+            largest = self._of_sizes(sizes)
+            plan = next((plan for plan in self.plans if plan.most == largest), None)
+            if plan is None:
+                planned_for = self._planned_for(sizes, batch, bounded, must_fit)
+                plan = self._compiled(sizes, planned_for)
+                if plan.serves(batch):
+                    return plan
+                self.plans.append(plan)
+            nearer = self._near.on_its_side(batch, sizes, plan.conditions)
+            if nearer is None:
+                return None
+            sizes = nearer
+        return None
 
     def _planned_for(
         self, sizes: Values, batch: Values, bounded: bool, must_fit: bool = False
@@ -355,24 +381,11 @@ class PlansByLength:
     def _longest_batch(self, values: Values, most: int) -> Values | None:
         """The batch of at most this length that Dynamo's guards allow; None if none is near it."""
         sizes = self.ranges.of_length(self._of_sizes(values), most)
-        batch = self._allowed(values, sizes)
-        if batch is not None:
-            return batch
-        longest = self._grown(values, sizes)
-        guards = [g for g in guards_of(self.environment) if not may_hold([g], longest)]
-        warnings.warn(self.ranges.forbidden(most, guards[0]), stacklevel=2)
-        return None
-
-    def _grown(self, values: Values, sizes: Values) -> Values:
-        """A batch like one with these values, of other sizes.
-
-        Its strides grow as well, so that no element of an input lies on another one.
-        """
-        growth = max(1.0, math.prod(sizes.values()) / math.prod(self._of_sizes(values).values()))
-        tensors = (x for x in self.graph.inputs if isinstance(x, torch.Tensor))
-        strides = {expression(stride) for x in tensors for stride in x.stride()}
-        longer = {s: math.ceil(values[s] * growth) for s in strides.intersection(values)}
-        return {**values, **longer, **sizes}
+        batch = self._near.allowed(values, sizes)
+        if batch is None:
+            said = self.ranges.forbidden(most, self._near.forbidding(values, sizes))
+            warnings.warn(said, stacklevel=2)
+        return batch
 
     @contextlib.contextmanager
     def _as_traced(self) -> Iterator[None]:
@@ -380,16 +393,6 @@ class PlansByLength:
         self.context.tensor_to_context.update(self._sources)
         with tracing(self.context), preserve_rng_state():
             yield
-
-    def _allowed(self, values: Values, sizes: Values) -> Values | None:
-        """The largest batch of these sizes, or somewhat smaller, that Dynamo's guards allow."""
-        guards = guards_of(self.environment)
-        for less in range(_NEAR):
-            near = {s: n if n == values[s] else max(1, n - less) for s, n in sizes.items()}
-            batch = self._grown(values, near)
-            if may_hold(guards, batch):
-                return batch
-        return None
 
 
 def _as_tuple(sizes: Any) -> tuple[Any, ...]:

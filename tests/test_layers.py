@@ -33,7 +33,7 @@ LAYERS = (
     ("fewer_loops",),
     ("pipeline",),
     ("report",),
-    ("captured", "length_ranges"),
+    ("captured", "length_ranges", "nearby_batches"),
     ("inductor_hooks", "rank_agreements"),
     ("hook_checks",),
     ("out_of_memory",),

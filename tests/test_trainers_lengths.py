@@ -107,10 +107,6 @@ def losses(run: Any) -> list[float]:
     return [line[name] for line in run.state.log_history for name in names if name in line]
 
 
-GUARD = (
-    "Inductor guards on more than 4,096 tokens: the plan for 8 x 1,024 does not serve 5 x 700, "
-    "and each such length is compiled by itself"
-)
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
 
 
@@ -124,7 +120,7 @@ EVALUATION = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_
             padded,
             {"per_device_train_batch_size": 5},
             1,
-            marks=[pytest.mark.full, pytest.mark.xfail(reason=GUARD, raises=AssertionError)],
+            marks=pytest.mark.full,
         ),
     ],
     ids=["flattened", "by length", "evaluation", "a last batch that is shorter"],
