@@ -231,7 +231,8 @@ class _Walk:
         behind = self.done | set(part.ancestors)
         for read in part.read_writes.reads:
             operand = self.scheduler.name_to_buf.get(read.name) or self.donated.get(read.name)
-            place = self.place_of.get(read.name, read.name)
+            name = self.scheduler.mutation_real_name.get(read.name, read.name)
+            place = self.place_of.get(name, name)
             if operand is None or place not in self.alive:
                 continue
             users = [user for user in operand.users if user.node.get_name() not in behind]

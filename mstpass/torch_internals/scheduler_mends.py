@@ -9,6 +9,10 @@ Inductor made them. What is mended:
   body once more, and finds the old names there: 2.11 forgets the new names; 2.13 does so unless the
   kernel has been ordered by hand as well; 2.15 keeps them. The reader may then be fused into a
   kernel before the loop, and reads what is not written yet.
+- Results in place. The last kernel that reads a result of a loop may write over it. Inductor looks
+  for the memory under the result's new name, finds none and allocates it: the result stays where it
+  is, and where the kernel's value needs no memory, that of a whole value is wasted. Here the kernel
+  writes over the buffer that the loop wrote into.
 - Hints. Inductor takes unknown sizes as 0 where it counts the bytes that two kernels share, and
   then fuses none of them. torch 2.11 does so for sizes with a hint as well, so that it fuses none
   of the kernels of a loop of symbolic length; later ones count the hint.
@@ -33,7 +37,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._inductor import config
+from torch._inductor import config, ir
 from torch._inductor.codegen.cpp import (
     CppKernel,
     CppKernelProxy,
@@ -41,6 +45,7 @@ from torch._inductor.codegen.cpp import (
     CppTile2DKernel,
     CppVecKernel,
 )
+from torch._inductor.codegen.wrapper import can_match_buffer_size
 from torch._inductor.dependencies import Dep, StarDep, WeakDep
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import BaseSchedulerNode, SchedulerNode
@@ -74,6 +79,9 @@ class MendScheduler(CustomSchedulerPass):
             for kernel in node.get_nodes():
                 if isinstance(kernel, SchedulerNode):
                     keep_names(kernel)
+                    write_over_results_of_loops(kernel)
+                for result in kernel.get_outputs():
+                    keep_if_unlike(result)
         count_hints(V.graph)
         if nodes:
             mend_vectorized_cpp(nodes[0].scheduler)
@@ -96,6 +104,40 @@ def keep_names(kernel: Any) -> None:
         kernel.set_read_writes(found.rename(kernel.mutation_renames))
 
     kernel.recompute_size_and_body = recompute_and_rename
+
+
+def write_over_results_of_loops(kernel: Any) -> None:
+    """Let this kernel, if it writes over a result of a loop, write over the loop's buffer."""
+    decide = kernel.decide_inplace_update
+
+    def decide_by_buffers() -> None:
+        decide()
+        buffer_of, own = kernel.scheduler.mutation_real_name, V.kernel
+        for value, result in list(getattr(own, "inplace_update_buffers", {}).items()):
+            if result not in buffer_of:
+                continue
+            buffer = own.inplace_update_buffers[value] = buffer_of[result]
+            places = own.args.inplace_buffers
+            place = places[buffer] = places.pop(result)
+            place.other_names[place.other_names.index(result)] = buffer
+            if result in getattr(own, "mutations", ()):  # of Triton's kernels
+                own.mutations.discard(result)
+                own.mutations.add(buffer)
+
+    kernel.decide_inplace_update = decide_by_buffers
+
+
+def keep_if_unlike(result: Any) -> None:
+    """Let no kernel write over a loop's result that is only a part of its buffer, or an input's."""
+    if not isinstance(result.node, ir.MutationOutput):
+        return
+    scheduler = result.scheduler
+    buffer = scheduler.name_to_buf.get(scheduler.mutation_real_name.get(result.get_name()))
+    if isinstance(result.node.layout, ir.NoneLayout):  # what Inductor itself never overwrites
+        return
+    if buffer is None or not can_match_buffer_size(buffer.node, result.node):
+        for user in result.users:
+            user.can_inplace = False
 
 
 def count_hints(graph: GraphLowering) -> None:

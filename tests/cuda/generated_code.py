@@ -39,6 +39,17 @@ def loops_of(code: str) -> list[LoopCode]:
     return [_loop(f, code) for f in functions if re.fullmatch(r"mst_step_\d+", f.name)]
 
 
+def unused_buffers(text: str) -> list[str]:
+    """What Triton kernels are given and neither read nor write: memory that nothing needs."""
+    kernels = re.findall(r"^def (triton_\w+)\((.*?)\):\n(.*?)^'''", text, re.DOTALL | re.MULTILINE)
+    return [
+        f"{name}: {pointer}"
+        for name, arguments, body in kernels
+        for pointer in re.findall(r"\w+_ptr\d+", arguments)
+        if not re.search(rf"\b{pointer}\b", body)
+    ]
+
+
 def _loop(function: ast.FunctionDef, code: str) -> LoopCode:
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     names = [ast.unparse(call.func) for call in calls]

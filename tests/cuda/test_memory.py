@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.decomposition import decompositions
 
+from mstpass.bench.gpu import llama
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.memory.workspaces import workspace_bytes
 from tests import test_head_peak as heads
 from tests.cuda.dry_run import dry_run, tensor
+from tests.cuda.generated_code import unused_buffers
 from tests.cuda.steps import BF16, FP32, Step, head, mlps
 
 pytestmark = pytest.mark.dry_run
@@ -126,3 +129,27 @@ def test_a_mask_has_one_buffer_for_all_heads() -> None:
     calls = re.findall(r"efficient_attention_backward\.default\(.*", code)
     assert len(calls) == 2
     assert f"empty_strided_cuda((1, {HEADS}, {TOKENS}, {TOKENS})" not in code
+
+
+def _embedding_gradient(
+    gradient: Tensor, ids: Tensor, words: int, padding: int, by_frequency: bool
+) -> Tensor:
+    """As torch 2.11 computes it; later ones mask the rows within the scatter."""
+    assert not by_frequency
+    rows = gradient.float().masked_fill((ids == padding).unsqueeze(-1), 0)
+    zeros = rows.new_zeros((words, rows.shape[-1]))
+    total: Tensor = torch.ops.aten._unsafe_index_put(zeros, [ids], rows, accumulate=True)
+    return total.to(gradient.dtype)
+
+
+def test_a_value_over_the_result_of_a_loop_has_no_memory_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rows of an embedding's gradient, more than there are words, are computed in no buffer."""
+    op = torch.ops.aten.embedding_dense_backward.default
+    monkeypatch.setitem(decompositions, op, _embedding_gradient)
+    size = llama.Shape(WIDTH, 1, HEADS, 4 * WIDTH, TOKENS, 4 * TOKENS, key_heads=2)
+    model, loss_of = llama.model_and_loss(size, torch.device("meta"))
+    ids = torch.empty(1, 2 * TOKENS, dtype=torch.long, device="meta")
+    code = dry_run(llama.LossAlone(model, loss_of), (ids,), memory_budget=0.0).text
+    assert "in_out_ptr0" in code and not unused_buffers(code)

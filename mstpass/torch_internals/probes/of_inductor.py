@@ -152,6 +152,15 @@ def scheduler_dependencies(own: Any) -> None:
     expect(names == {"new", "other"}, "ReadWrites renames otherwise")
 
 
+def results_in_place(own: Any) -> None:
+    """Kernels that write over what a loop wrote, in place of memory that nothing needs."""
+    from torch._inductor.codegen.common import Kernel, KernelArgs
+
+    for owner, name in ((Kernel, "inplace_update_buffers"), (KernelArgs, "inplace_buffers")):
+        known = name in owner.__init__.__code__.co_names
+        expect(known, f"torch._inductor.codegen.common.{owner.__name__} has no {name}")
+
+
 def vectorized_cpp(own: Any) -> None:
     """Two faults of Inductor's vectorized C++, mended for the graphs of one scheduler."""
     expect(hasattr(type(own.V), "local_buffer_context"), "V has no local_buffer_context")

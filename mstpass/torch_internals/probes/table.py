@@ -200,6 +200,11 @@ scheduler_dependencies  scheduler_mends         loops
         SchedulerNode.set_read_writes
     torch._inductor.dependencies: ReadWrites.with_read, ReadWrites.rename, StarDep, WeakDep
     torch.utils._ordered_set: OrderedSet
+results_in_place        scheduler_mends         loops
+    torch._inductor.scheduler: SchedulerNode.decide_inplace_update, NodeUser(can_inplace)
+    torch._inductor.codegen.common: Kernel, KernelArgs, InplacedBuffer.other_names
+    torch._inductor.codegen.wrapper: can_match_buffer_size(input_buf, output_buf)
+    torch._inductor.ir: MutationOutput, NoneLayout
 vectorized_cpp          scheduler_mends         loops
     torch._inductor.config.cpp: dynamic_threads
     torch._inductor.codegen.cpp: CppKernel, CppKernelProxy.tile2d_kernel_cls,
