@@ -158,7 +158,10 @@ def _firsts(family: Family, budget_bytes: int) -> list[Candidate]:
 
 
 def _least(problem: CutProblem) -> MeasuredPlan:
-    """The plan of least memory of all families, without values on the host."""
+    """The plan of least memory of all families, without values on the host.
+
+    Of families whose peaks count as equal, the fastest.
+    """
     first, *others = problem.cached(families)
     lowest = first.lowest  # of equal peaks that of the fewest loops, which take time
     for family in others:
@@ -168,7 +171,12 @@ def _least(problem: CutProblem) -> MeasuredPlan:
         if family.least_compared_bytes < _lowered(lowest):
             deeper = family.third_level(_lowered(lowest))
             lowest = deeper.candidate if deeper else lowest
-    return slack_spent(problem, lowest.plan, 0)
+    equal_bytes = int(TIE * _lowered(lowest))
+    plans = [slack_spent(problem, lowest.plan, 0)]
+    for family in (first, *others):
+        if family.least_compared_bytes <= equal_bytes and _lowered(family.lowest) <= equal_bytes:
+            plans.append(family.least)
+    return min(plans, key=_us)
 
 
 def _lowered(candidate: Candidate) -> int:
