@@ -187,6 +187,36 @@ def every_plan(problem: CutProblem) -> Iterator[tuple[Plan, int, float]]:
                 yield Plan(saved, dict(chosen)), peak_bytes, step_us(closed, saved)
 
 
+def repeated_regions(count: int, inner_bytes: int = 0) -> CutProblem:
+    """Equal regions in a row, each of which makes 10 bytes that backward reads.
+
+    In its loops a region keeps its input in their place, a byte, and computes them again; a chunk
+    needs ``inner_bytes``.
+    """
+    values, gradients = [Value("x0", 1, kind=INPUT)], [Value("g0", 1, kind=INPUT)]
+    regions = []
+    for i in range(count):
+        wide, x, y = f"wide{i}", f"x{i}", f"x{i + 1}"
+        values.append(Value(wide, 10, (x,), CALL, us=40.0, heavy=True))
+        values.append(Value(y, 1, (wide,), CALL, us=1.0, heavy=True))
+        before, g = f"g{count - 1 - i}", f"g{count - i}"
+        forward = Loop(f"loop:{y}", (wide, y), (x,), (LoopResult(y, 1),), inner_bytes, 41.0)
+        again, result = (wide, g), (LoopResult(g, 1),)
+        backward = Loop(f"loop:{g}", again, (x, before), result, inner_bytes, 15.0)
+        modes = (Mode("whole"), Mode("recompute", (forward, backward)))
+        regions.append(RegionModes(f"r{i}", modes))
+    for i in range(count):
+        inputs = (f"g{i}", f"wide{count - 1 - i}")
+        gradients.append(Value(f"g{i + 1}", 1, inputs, CALL, us=5.0))
+    return CutProblem(
+        with_needs(values, gradients, (f"g{count}",)),
+        backward=tuple(gradients),
+        outputs=(f"x{count}",),
+        gradients=(f"g{count}",),
+        regions=tuple(regions),
+    )
+
+
 def residual_stream(blocks: int, inner: int) -> CutProblem:
     """A residual stream x0, x1, ... through blocks of ``inner`` heavy values each, all of 10 bytes.
 

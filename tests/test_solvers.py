@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan, step_memory
-from mstpass.partition.solvers import SOLVERS
+from mstpass.partition.solvers import SOLVERS, landmark_sequence
 from mstpass.partition.solvers.memory_lower_bounds import highest_call_bytes, lower_bounds
 from mstpass.partition.solvers.milp import prove
 from mstpass.partition.solvers.peak_floor import PeakFloor
@@ -21,7 +22,7 @@ from mstpass.problem.problem import CutProblem, Loop, LoopResult, Mode, Plan, Re
 from mstpass.problem.saved_set import recomputed
 from mstpass.problem.verify import verify
 from tests.checks import examples
-from tests.problems import every_plan, steps
+from tests.problems import every_plan, repeated_regions, steps
 
 pytestmark = pytest.mark.sampled(5)
 
@@ -123,6 +124,26 @@ def test_less_budget_never_means_a_higher_peak(
     highest, _ = evaluated(problem, solve(problem, None))
     budgets = [None, *(int(share * 1.2 * highest) + 1 for share in sorted(shares)[::-1])]
     peaks = [evaluated(problem, solve(problem, budget))[0] for budget in budgets]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_a_budget_changes_no_more_of_many_regions_than_it_has_to() -> None:
+    """Steps of the search change several: five of thirty, where four were enough."""
+    count, freed_bytes = 30, 9
+    problem = repeated_regions(count)
+    highest, _ = evaluated(problem, peak_search(problem, None))
+    for changed in range(1, count):
+        plan = peak_search(problem, highest - freed_bytes * changed)
+        modes = list(plan.modes.values())
+        assert modes.count("recompute") == changed, modes
+
+
+def test_less_budget_never_means_a_higher_peak_within_a_large_step() -> None:
+    """Loops that need much themselves: two regions in loops have a lower peak than three."""
+    problem = repeated_regions(3, inner_bytes=25)
+    highest, _ = evaluated(problem, peak_search(problem, None))
+    with mock.patch.object(landmark_sequence, "_BETWEEN", 1):
+        peaks = [evaluated(problem, peak_search(problem, b))[0] for b in range(highest, 0, -1)]
     assert peaks == sorted(peaks, reverse=True)
 
 

@@ -43,6 +43,10 @@ class Candidate:
         on_device = self.plan.saved - self.plan.offloaded - must_offload(self.problem)
         return sum(v.bytes for v in self.problem.values if v.name in on_device)
 
+    def lowered_within(self, limit_bytes: int) -> bool:
+        """Whether the peak is at most that once cheap values are copied; simulated if it may be."""
+        return self.saved_bytes <= limit_bytes and self.simulation.lowered_within(limit_bytes)
+
 
 def fewest_saved_bytes(problem: CutProblem, modes: Mapping[str, str]) -> Candidate:
     """The plan with these modes that saves the fewest bytes and repeats no heavy op."""

@@ -14,7 +14,9 @@ low_memory_plans.py):
 
 Between two landmarks lie plans that take the later one up to a position in the forward, and keep
 the earlier one after it. The change begins with the first part of the forward because backward
-needs its values last: it recomputes them when all others are gone. ::
+needs its values last: it recomputes them when all others are gone. There are at most 24 steps
+between two landmarks. One that changes several regions and reaches the budget is taken region by
+region. ::
 
     sequence = free                            -> region by region, the mode of fewest bytes
                -> least-memory loops           -> checkpoint by checkpoint
@@ -27,7 +29,8 @@ needs its values last: it recomputes them when all others are gone. ::
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
 from mstpass.partition.solvers.checkpoints import Places, save_at
@@ -94,11 +97,12 @@ class Family:
         """The plans in order.
 
         Args:
-            budget_bytes: a third level of checkpoints is left out where its peak is above this.
+            budget_bytes: before the first plan within it come those with fewer regions changed. A
+                third level of checkpoints is left out where its peak is above this.
         """
         problem = self.problem
         yield from self.first
-        yield from _towards_fewest_bytes(problem, self.before)
+        yield from _towards_fewest_bytes(problem, self.before, budget_bytes)
         upper = problem.cached(least_memory_loops)
         yield upper
         lower = problem.cached(checkpointed)
@@ -161,19 +165,48 @@ class Family:
         return last if last and last.candidate.simulation.lowered_within(limit_bytes) else None
 
 
-def _towards_fewest_bytes(problem: CutProblem, before: Mapping[str, str]) -> Iterator[Candidate]:
+def _towards_fewest_bytes(
+    problem: CutProblem, before: Mapping[str, str], budget_bytes: int | None
+) -> Iterator[Candidate]:
     """Put region after region in the mode of the fewest bytes, the forward's first region first.
 
     Regions that are whole until a budget asks for loops have their first mode with loops before.
+    The step of several regions that reaches the budget is taken region by region.
     """
     fewest = fewest_bytes_modes(problem)
     before = {**first_modes(problem), **before}
     for modes in ({**fewest, **first_loops(problem)}, fewest):
         regions = [name for name in modes if modes[name] != before[name]]
-        for count in _counts(len(regions)):
-            changed = {name: modes[name] for name in regions[:count]}
-            yield fewest_saved_bytes(problem, {**before, **changed})
+        plan_at = functools.partial(_with_first_changed, problem, before, modes, regions)
+        for done, count in itertools.pairwise((0, *_counts(len(regions)))):
+            step = plan_at(count)
+            if budget_bytes is not None and step.lowered_within(budget_bytes):
+                yield from _not_beyond(step, map(plan_at, range(done + 1, count)))
+            yield step
         before = {**before, **modes}
+
+
+def _with_first_changed(
+    problem: CutProblem,
+    before: Mapping[str, str],
+    modes: Mapping[str, str],
+    regions: Sequence[str],
+    count: int,
+) -> Candidate:
+    """The plan in which the first ``count`` of these regions have their new modes."""
+    changed = {name: modes[name] for name in regions[:count]}
+    return fewest_saved_bytes(problem, {**before, **changed})
+
+
+def _not_beyond(step: Candidate, plans: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Those of the plans that are no slower than a step and have no lower peak.
+
+    A smaller budget, for which the step is above it, would not see a lower one.
+    """
+    least = step.simulation.lowered_peak_bytes
+    for plan in plans:
+        if plan.us <= step.us and plan.simulation.lowered_peak_bytes >= least:
+            yield plan
 
 
 def _towards_checkpoints(upper: Candidate, lower: Candidate, places: Places) -> Iterator[Candidate]:

@@ -7,7 +7,8 @@ A *sequence* of plans leads from the fastest one to the one of least memory
     plan = plan with the slack of the budget spent                              (spend_slack.py)
 
 The sequence does not depend on the budget, but for its last stretch, which is left out where the
-last landmark is not within the budget. So a smaller budget never gives a higher peak. For the
+last landmark is not within the budget, and for smaller steps where it reaches the budget. None of
+these has a lower peak than the next plan. So a smaller budget never gives a higher peak. For the
 budget 0 only the landmarks of large graphs are compared, which takes less time.
 
 Attention is whole until a budget asks for its loops, which take time. *Families* of plans, without
@@ -145,10 +146,9 @@ def _firsts(family: Family, budget_bytes: int) -> list[Candidate]:
     found: list[Candidate] = []
     tried: list[Candidate] = []
     for candidate in family.sequence(budget_bytes):
-        if candidate.saved_bytes <= budget_bytes:
-            if candidate.simulation.lowered_within(budget_bytes):
-                found.append(candidate)
-                break
+        if candidate.lowered_within(budget_bytes):
+            found.append(candidate)
+            break
         tried.append(candidate)
     if _uses_host(family.problem):
         by_host = (offloaded_within(c, budget_bytes) for c in _checkpoints_by_host(family.problem))
@@ -158,7 +158,10 @@ def _firsts(family: Family, budget_bytes: int) -> list[Candidate]:
 
 
 def _least(problem: CutProblem) -> MeasuredPlan:
-    """The plan of least memory of all families, without values on the host."""
+    """The plan of least memory of all families, without values on the host.
+
+    Of families whose peaks count as equal, the fastest.
+    """
     first, *others = problem.cached(families)
     lowest = first.lowest  # of equal peaks that of the fewest loops, which take time
     for family in others:
@@ -168,7 +171,12 @@ def _least(problem: CutProblem) -> MeasuredPlan:
         if family.least_compared_bytes < _lowered(lowest):
             deeper = family.third_level(_lowered(lowest))
             lowest = deeper.candidate if deeper else lowest
-    return slack_spent(problem, lowest.plan, 0)
+    equal_bytes = int(TIE * _lowered(lowest))
+    plans = [slack_spent(problem, lowest.plan, 0)]
+    for family in (first, *others):
+        if family.least_compared_bytes <= equal_bytes and _lowered(family.lowest) <= equal_bytes:
+            plans.append(family.least)
+    return min(plans, key=_us)
 
 
 def _lowered(candidate: Candidate) -> int:
