@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import mstpass
 from mstpass.backend import mst
+from mstpass.sequences.rules import Rules
+from mstpass.sequences.whole_attention import attend
 from tests.ranks.sequences import (
     LENGTH,
     SIZES,
@@ -50,6 +52,44 @@ def odd_key_value_heads() -> Finding:
 
 def all_heads() -> Finding:
     return compared(lambda: model_of("Llama", num_key_value_heads=4), batch_of(), compiled=False)
+
+
+def groups_of_heads() -> Finding:
+    """Two groups of four heads: each has one of the two key-value heads, and both ranks need it."""
+    return compared(lambda: model_of("Llama"), batch_of(), head_groups=2)
+
+
+def groups_of_odd_heads() -> Finding:
+    """Twelve heads in two groups, of which each needs one and a half key-value heads of three."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}
+    build = lambda: model_of("Llama", **sizes)
+    return compared(build, batch_of(), head_groups=2, compiled=False)
+
+
+def groups_that_share_a_head() -> Finding:
+    """One key-value head for all groups."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1}
+    build = lambda: model_of("Llama", **sizes)
+    return compared(build, batch_of(), head_groups=4, compiled=False)
+
+
+def groups_with_sinks() -> Finding:
+    """Each head keeps its own sink."""
+    q, k, v = (torch.randn(2, heads, 12, 8, requires_grad=True) for heads in (8, 4, 4))
+    sinks = torch.randn(8, requires_grad=True)
+    right = attend(q, k, v, Rules(), sinks_H=sinks)
+    right.sin().sum().backward()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    parts = [x.detach().chunk(ranks, 2)[rank].clone().requires_grad_() for x in (q, k, v)]
+    own = sinks.detach().clone().requires_grad_()
+    found = mstpass.sequence_parallel_attention(*parts, is_causal=True, sinks=own, head_groups=2)
+    found.sin().sum().backward()
+    pairs = [(found, right), *((a.grad, b.grad) for a, b in zip(parts, (q, k, v), strict=True))]
+    error = errors(added([own.grad]), [sinks.grad])  # type: ignore[list-item]
+    for a, b in pairs:
+        assert a is not None and b is not None
+        error = max(error, errors([a.detach()], [b.detach().chunk(ranks, 2)[rank]]))
+    return {"error": error}
 
 
 def learned_positions() -> Finding:
@@ -355,6 +395,9 @@ def refusals() -> dict[str, str]:
         "no transformers": lambda: share(nn.Linear(2, 2)),
         "heads": lambda: share(one_head(), method="ulysses"),
         "method": lambda: share(model_of("Llama"), method="rings"),  # type: ignore[arg-type]
+        "groups": lambda: share(model_of("Llama"), head_groups=4),
+        "number of groups": lambda: share(model_of("Llama"), head_groups=0),
+        "groups in a ring": lambda: share(model_of("Llama"), method="ring", head_groups=2),
         "window in a ring": lambda: share(window, method="ring"),
         "documents in a ring": lambda: ring_model(**shard(packed)),
         "loss of a sequence": lambda: share(classifier),

@@ -84,6 +84,7 @@ def compared(
     *batches: Batch,
     group: Any = None,
     method: Any = "auto",
+    head_groups: int = 1,
     compiled: bool = True,
     **how: Any,
 ) -> Finding:
@@ -93,7 +94,7 @@ def compared(
         compiled: whether mst compiles the model; not in cases that are about the batch alone.
     """
     loss, right = right_of(model(), *batches, causal=how.get("causal", True))
-    shared = mstpass.sequence_parallel(model(), group, method)
+    shared = mstpass.sequence_parallel(model(), group, method, head_groups)
     fn = torch.compile(shared, backend=mst, fullgraph=True) if compiled else shared
     before = len(mstpass.reports())
     found = 0.0
