@@ -40,7 +40,8 @@ def sequence_parallel_attention(
         query: ``[B, H, S / R, D]``.
         key: ``[B, K, S / R, D]``; K divides H, and K < H are grouped queries.
         value: as the keys.
-        group: the ranks: a process group, a one-dimensional device mesh, or None for all ranks.
+        group: the ranks: a process group, a device mesh of one dim, or of two (a ring of rows that
+            exchange heads), or None for all ranks.
         is_causal: whether a token sees those before it alone.
         window: a token sees those less than so many places away.
         softcap: scores s become ``softcap * tanh(s / softcap)``.
@@ -75,8 +76,8 @@ class Split:
     method: Method = "auto"
     head_groups: int = 1
 
-    def exchanges_heads(self, heads: int, ranks: int) -> bool:
-        """Whether it is Ulysses for so many heads.
+    def exchanges_heads(self, heads: int, ranks: Ranks) -> bool:
+        """Whether ranks exchange so many heads: Ulysses, also of the rows of a mesh of two dims.
 
         Raises:
             ValueError: an argument is unknown, or the heads do not divide.
@@ -86,20 +87,26 @@ class Split:
             raise ValueError(f"method is one of {', '.join(METHODS)}, not {self.method!r}")
         if type(groups) is not int or groups < 1:
             raise ValueError(f"head_groups is a number of groups of heads, not {groups!r}")
+        if ranks.row is not None and self.method != "auto":
+            raise ValueError(
+                f"a mesh of two dims has both methods, a ring of rows that exchange heads: leave "
+                f"method={self.method!r} out, or give one dim of it"
+            )
         if self.method == "ring" and groups > 1:
             raise ValueError(
                 f"head_groups={groups} is for Ulysses, and method='ring' exchanges no heads: leave "
                 "one of them out"
             )
-        divide = heads_divide(heads, ranks)
-        if not divide and (self.method == "ulysses" or groups > 1):
+        size = ranks.size if ranks.row is None else ranks.row.size
+        divide = heads_divide(heads, size)
+        if not divide and (self.method == "ulysses" or groups > 1 or ranks.row is not None):
             raise ValueError(
-                f"{heads} attention heads do not divide among {ranks} ranks: take a number of "
+                f"{heads} attention heads do not divide among {size} ranks: take a number of "
                 "ranks that divides them, or method='ring'"
             )
-        if not heads_divide(heads, ranks, groups):
+        if not heads_divide(heads, size, groups):
             raise ValueError(
-                f"{heads} attention heads on {ranks} ranks are {heads // ranks} a rank, which do "
+                f"{heads} attention heads on {size} ranks are {heads // size} a rank, which do "
                 f"not divide into head_groups={groups}"
             )
         return divide and self.method != "ring"
@@ -118,9 +125,11 @@ def attention_of_ranks(
     """This rank's tokens after attention to the whole sequence, ``[B, s, H, D]``."""
     heads = query_BHsD.shape[1]
     inputs = query_BHsD, key_BKsD, value_BKsD
-    if split.exchanges_heads(heads, ranks.size):
+    exchanges_heads = split.exchanges_heads(heads, ranks)
+    if not exchanges_heads or ranks.ring is not None:
+        ring_takes(rules, documents_BS, sinks_H, heads, ranks.size)
+    if exchanges_heads:
         return ulysses(*inputs, ranks, rules, documents_BS, sinks_H, split.head_groups)
-    ring_takes(rules, documents_BS, sinks_H, heads, ranks.size)
     return ring(*inputs, ranks, rules)
 
 

@@ -47,8 +47,9 @@ def sequence_parallel(
 
     Args:
         model: a model of text, causal or an encoder, or a module around one (PEFT).
-        mesh_or_group: the ranks that share a sequence: a process group, a one-dimensional device
-            mesh (``mesh["sequence"]``), or None for all ranks.
+        mesh_or_group: the ranks that share a sequence: a process group, a device mesh of one dim
+            (``mesh["sequence"]``), or of two (``mesh["ring", "heads"]``: a ring of rows of ranks
+            that exchange heads), or None for all ranks.
         method: ``"ulysses"`` gives each rank all tokens of some heads; ``"ring"`` sends keys and
             values round, for more ranks than heads; ``"auto"`` takes the first that fits.
         head_groups: Ulysses runs for so many groups of heads, one after the other: less memory, in
@@ -65,7 +66,7 @@ def sequence_parallel(
             "mstpass.sequence_parallel_attention in the place of scaled_dot_product_attention"
         )
     for each in models:
-        check_model(each, ranks.size, split)
+        check_model(each, ranks, split)
     name = _registered(ranks, split)
     for each in models:
         each.set_attn_implementation(name)

@@ -11,6 +11,9 @@ In *groups of heads*, the exchange, attention and the exchange back run for one 
 other, so that the keys, queries and values of all S tokens exist for one group at a time. All ranks
 have the same groups, and so the same collectives in the same order.
 
+On a mesh of two dims, a row of ranks has a block of the sequence, and exchanges its heads. For
+those a rank then attends to all blocks, which go round among the ranks of its column.
+
 Sources: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509; Untied Ulysses, arXiv 2602.21196.
 """
 
@@ -23,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mstpass.sequences.ranks import Ranks
+from mstpass.sequences.ring import ring
 from mstpass.sequences.rules import Rules
 from mstpass.sequences.whole_attention import attend, for_each_head
 from mstpass.torch_internals.exchanges import all_to_all
@@ -79,17 +83,18 @@ def _one_group(
     documents_BS: Tensor | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    copies = copies_of_kv_heads(query_BHsD.shape[1], key_BKsD.shape[1], ranks.size)
+    row = ranks if ranks.row is None else ranks.row
+    copies = copies_of_kv_heads(query_BHsD.shape[1], key_BKsD.shape[1], row.size)
     key_BKsD, value_BKsD = (for_each_head(x, x.shape[1] * copies) for x in (key_BKsD, value_BKsD))
     features = [x.shape[-1] for x in (query_BHsD, key_BKsD, value_BKsD)]
     q, k, v = (
         x[..., :own]
-        for x, own in zip(
-            _to_heads((query_BHsD, key_BKsD, value_BKsD), ranks), features, strict=True
-        )
+        for x, own in zip(_to_heads((query_BHsD, key_BKsD, value_BKsD), row), features, strict=True)
     )
-    sinks = None if sinks_H is None else sinks_H.chunk(ranks.size)[ranks.rank]
-    return _to_tokens(attend(q, k, v, rules, documents_BS, sinks), ranks)
+    if ranks.ring is not None:
+        return _to_tokens(ring(q, k, v, ranks.ring, rules).transpose(1, 2), row)
+    sinks = None if sinks_H is None else sinks_H.chunk(row.size)[row.rank]
+    return _to_tokens(attend(q, k, v, rules, documents_BS, sinks), row)
 
 
 def copies_of_kv_heads(heads: int, kv_heads: int, ranks: int) -> int:

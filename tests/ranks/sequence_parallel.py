@@ -322,6 +322,24 @@ def ring() -> Finding:
     return compared(lambda: model_of("Llama"), batch_of(), method="ring")
 
 
+def _mesh(rows: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = ("ring", "heads")
+    return init_device_mesh("cpu", (rows, dist.get_world_size() // rows), mesh_dim_names=names)
+
+
+def ring_of_rows() -> Finding:
+    """Two rows of two ranks: each row exchanges its heads, and the rows are a ring."""
+    return compared(lambda: model_of("Llama"), batch_of(), group=_mesh(2))
+
+
+def ring_of_rows_in_groups() -> Finding:
+    """The same with groups of heads, and a number of tokens that four ranks do not divide."""
+    build = lambda: model_of("Llama", num_key_value_heads=4)
+    return compared(build, batch_of(), group=_mesh(2), head_groups=2, compiled=False)
+
+
 def one_head() -> nn.Module:
     return model_of("Llama", num_attention_heads=1, num_key_value_heads=1)
 
@@ -398,6 +416,9 @@ def refusals() -> dict[str, str]:
         "groups": lambda: share(model_of("Llama"), head_groups=4),
         "number of groups": lambda: share(model_of("Llama"), head_groups=0),
         "groups in a ring": lambda: share(model_of("Llama"), method="ring", head_groups=2),
+        "method of a mesh": lambda: share(model_of("Llama"), _mesh(2), method="ring"),
+        "heads of a mesh": lambda: share(one_head(), _mesh(1)),
+        "window in a mesh": lambda: share(window, _mesh(2)),
         "window in a ring": lambda: share(window, method="ring"),
         "documents in a ring": lambda: ring_model(**shard(packed)),
         "loss of a sequence": lambda: share(classifier),
