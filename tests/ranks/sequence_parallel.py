@@ -18,6 +18,7 @@ import mstpass
 from mstpass.backend import mst
 from mstpass.sequences.rules import Rules
 from mstpass.sequences.whole_attention import attend
+from tests.ranks.sequence_refusals import refusals as refusals
 from tests.ranks.sequences import (
     LENGTH,
     SIZES,
@@ -29,7 +30,9 @@ from tests.ranks.sequences import (
     compared,
     errors,
     gradients,
+    mesh_of,
     model_of,
+    one_head,
     refusal,
     right_of,
 )
@@ -322,26 +325,15 @@ def ring() -> Finding:
     return compared(lambda: model_of("Llama"), batch_of(), method="ring")
 
 
-def _mesh(rows: int) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    names = ("ring", "heads")
-    return init_device_mesh("cpu", (rows, dist.get_world_size() // rows), mesh_dim_names=names)
-
-
 def ring_of_rows() -> Finding:
     """Two rows of two ranks: each row exchanges its heads, and the rows are a ring."""
-    return compared(lambda: model_of("Llama"), batch_of(), group=_mesh(2))
+    return compared(lambda: model_of("Llama"), batch_of(), group=mesh_of(2))
 
 
 def ring_of_rows_in_groups() -> Finding:
     """The same with groups of heads, and a number of tokens that four ranks do not divide."""
     build = lambda: model_of("Llama", num_key_value_heads=4)
-    return compared(build, batch_of(), group=_mesh(2), head_groups=2, compiled=False)
-
-
-def one_head() -> nn.Module:
-    return model_of("Llama", num_attention_heads=1, num_key_value_heads=1)
+    return compared(build, batch_of(), group=mesh_of(2), head_groups=2, compiled=False)
 
 
 def more_ranks_than_heads() -> Finding:
@@ -394,50 +386,3 @@ def of_a_mesh() -> Finding:
         mean = [gradient / ranks for gradient in added(gradients(shared))]
         worst = max(worst, errors(mean, right))
     return {"error": worst}
-
-
-# ---- refusals ------------------------------------------------------------------------------------
-def refusals() -> dict[str, str]:
-    """What is refused, by what it is about."""
-    share, shard = mstpass.sequence_parallel, mstpass.shard_sequence
-    llama = share(model_of("Llama"))
-    part = shard(batch_of())
-    mine = {**batch_of(), "labels": batch_of()["labels"][:, dist.get_rank() :]}
-    mine["input_ids"] = mine["input_ids"][:, dist.get_rank() :]
-    q = torch.randn(1, 3, 4, 8)
-    window = model_of("Mistral", sliding_window=7)
-    ring_model = share(model_of("Llama"), method="ring")
-    packed = {**batch_of(), "position_ids": torch.arange(LENGTH)[None] % 9}
-    classifier = model_of("Llama SequenceClassification")
-    calls: dict[str, Callable[[], object]] = {
-        "no transformers": lambda: share(nn.Linear(2, 2)),
-        "heads": lambda: share(one_head(), method="ulysses"),
-        "method": lambda: share(model_of("Llama"), method="rings"),  # type: ignore[arg-type]
-        "groups": lambda: share(model_of("Llama"), head_groups=4),
-        "number of groups": lambda: share(model_of("Llama"), head_groups=0),
-        "groups in a ring": lambda: share(model_of("Llama"), method="ring", head_groups=2),
-        "method of a mesh": lambda: share(model_of("Llama"), _mesh(2), method="ring"),
-        "heads of a mesh": lambda: share(one_head(), _mesh(1)),
-        "window in a mesh": lambda: share(window, _mesh(2)),
-        "window in a ring": lambda: share(window, method="ring"),
-        "documents in a ring": lambda: ring_model(**shard(packed)),
-        "loss of a sequence": lambda: share(classifier),
-        "attention": lambda: share(model_of("Bloom")),
-        "layer types": lambda: share(model_of("Lfm2", layer_types=["conv", "full_attention"])),
-        "cache": lambda: llama(**part, use_cache=True),
-        "mask of a part": lambda: llama(**part, attention_mask=part["input_ids"] > 0),
-        "batch of a part": lambda: llama(input_ids=part["input_ids"], labels=part["labels"]),
-        "other batches": lambda: shard(mine),
-        "mask of four dims": lambda: shard(
-            {**batch_of(), "attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}
-        ),
-        "positions of three dims": lambda: shard(
-            {**batch_of(), "position_ids": torch.zeros(3, 2, LENGTH)}
-        ),
-        "nothing": lambda: shard({"labels": batch_of()["labels"]}),
-        "gradients": lambda: shard(batch_of(), gradients="max"),  # type: ignore[arg-type]
-        "documents": lambda: mstpass.sequence_parallel_attention(
-            q, q, q, method="ring", documents=torch.ones(1, 3)
-        ),
-    }
-    return {about: refusal(call) for about, call in calls.items()}

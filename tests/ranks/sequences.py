@@ -117,3 +117,15 @@ def refusal(call: Callable[[], object]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def one_head() -> nn.Module:
+    return model_of("Llama", num_attention_heads=1, num_key_value_heads=1)
+
+
+def mesh_of(rows: int) -> Any:
+    """All ranks in so many rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = ("ring", "heads")
+    return init_device_mesh("cpu", (rows, dist.get_world_size() // rows), mesh_dim_names=names)
