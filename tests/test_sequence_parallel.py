@@ -24,7 +24,8 @@ ALWAYS = (
     *("llama", "softcap", "packed", "encoder", "plain", "ring", "fully_sharded"),
     *("one_key_value_head", "odd_key_value_heads", "all_heads", "learned_positions", "experts"),
     *("padded_left", "padded_right", "few_labels", "no_labels", "embedded", "accumulated"),
-    "encoder_with_own_loss",
+    *("groups_of_heads", "groups_of_odd_heads", "groups_that_share_a_head"),
+    *("groups_with_sinks", "encoder_with_own_loss"),
 )
 OTHERS = (
     *("window", "sinks", "checkpointed", "latent", "plain_ring"),
@@ -40,12 +41,20 @@ FOUR = (
     "more_ranks_than_heads",
     "latent",
     "of_a_mesh",
+    "ring_of_rows",
+    "ring_of_rows_in_groups",
 )
 # what is refused, and a part of the reason: both sides, and what to change
 REFUSED = {
     "no transformers": "sequence_parallel_attention",
     "heads": "1 attention heads do not divide among 2 ranks",
     "method": "one of auto, ulysses, ring, not 'rings'",
+    "groups": "4 attention heads on 2 ranks are 2 a rank, which do not divide into head_groups=4",
+    "number of groups": "head_groups is a number of groups of heads, not 0",
+    "groups in a ring": "head_groups=2 is for Ulysses, and method='ring' exchanges no heads",
+    "method of a mesh": "a mesh of two dims has both methods",
+    "heads of a mesh": "1 attention heads do not divide among 2 ranks",
+    "window in a mesh": "a window, which ring attention does not know",
     "window in a ring": "a window, which ring attention does not know",
     "documents in a ring": "documents or padding that need a mask",
     "loss of a sequence": "ForSequenceClassification, is not one of separate tokens",

@@ -31,6 +31,7 @@ BENCHES = {
     "optimizer": "what an optimizer's step allocates, in eager and compiled",
     "budgets": "memory budgets in bytes: simulated and measured peaks of many models",
     "fsdp": "a Llama-like step under FSDP2 on two ranks: peak of a rank, and time",
+    "sequences": "one sequence on 1, 2 and 4 ranks: peak of a rank, and time",
     "trainers": "steps of transformers' Trainer and TRL's GRPO, in eager, Inductor and mst",
     "training": "models trained from real text: loss curves of eager and mst, the same bits again",
     "gpu": "everything on a CUDA device, resumable: loops, heads, blocks, longest sequences",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 from torch import Tensor
@@ -29,6 +30,7 @@ def sequence_parallel_attention(
     sinks: Tensor | None = None,
     documents: Tensor | None = None,
     method: Method = "auto",
+    head_groups: int = 1,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` of a sequence whose tokens several ranks share.
 
@@ -38,7 +40,8 @@ def sequence_parallel_attention(
         query: ``[B, H, S / R, D]``.
         key: ``[B, K, S / R, D]``; K divides H, and K < H are grouped queries.
         value: as the keys.
-        group: the ranks: a process group, a one-dimensional device mesh, or None for all ranks.
+        group: the ranks: a process group, a device mesh of one dim, or of two (a ring of rows that
+            exchange heads), or None for all ranks.
         is_causal: whether a token sees those before it alone.
         window: a token sees those less than so many places away.
         softcap: scores s become ``softcap * tanh(s / softcap)``.
@@ -47,6 +50,8 @@ def sequence_parallel_attention(
             each other. ``shard_sequence`` computes them.
         method: ``"ulysses"`` exchanges heads for tokens, ``"ring"`` sends keys and values round;
             ``"auto"`` takes the first if the ranks divide the heads.
+        head_groups: Ulysses runs for so many groups of heads, one after the other: less memory, in
+            more and smaller exchanges.
 
     Raises:
         ValueError: the method cannot take these heads or these rules.
@@ -55,8 +60,56 @@ def sequence_parallel_attention(
     rules = Rules(is_causal, scale, dropout_p, window, softcap)
     if documents is not None:
         documents = whole_documents(documents, query, ranks)
-    mixed_BsHD = attention_of_ranks(query, key, value, ranks, rules, documents, sinks, method)
+    split = Split(method, head_groups)
+    mixed_BsHD = attention_of_ranks(query, key, value, ranks, rules, documents, sinks, split)
     return mixed_BsHD.transpose(1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How ranks share the attention of a sequence.
+
+    Attributes:
+        head_groups: groups of heads, for which Ulysses runs one after the other.
+    """
+
+    method: Method = "auto"
+    head_groups: int = 1
+
+    def exchanges_heads(self, heads: int, ranks: Ranks) -> bool:
+        """Whether ranks exchange so many heads: Ulysses, also of the rows of a mesh of two dims.
+
+        Raises:
+            ValueError: an argument is unknown, or the heads do not divide.
+        """
+        groups = self.head_groups
+        if self.method not in METHODS:
+            raise ValueError(f"method is one of {', '.join(METHODS)}, not {self.method!r}")
+        if type(groups) is not int or groups < 1:
+            raise ValueError(f"head_groups is a number of groups of heads, not {groups!r}")
+        if ranks.row is not None and self.method != "auto":
+            raise ValueError(
+                f"a mesh of two dims has both methods, a ring of rows that exchange heads: leave "
+                f"method={self.method!r} out, or give one dim of it"
+            )
+        if self.method == "ring" and groups > 1:
+            raise ValueError(
+                f"head_groups={groups} is for Ulysses, and method='ring' exchanges no heads: leave "
+                "one of them out"
+            )
+        size = ranks.size if ranks.row is None else ranks.row.size
+        divide = heads_divide(heads, size)
+        if not divide and (self.method == "ulysses" or groups > 1 or ranks.row is not None):
+            raise ValueError(
+                f"{heads} attention heads do not divide among {size} ranks: take a number of "
+                "ranks that divides them, or method='ring'"
+            )
+        if not heads_divide(heads, size, groups):
+            raise ValueError(
+                f"{heads} attention heads on {size} ranks are {heads // size} a rank, which do "
+                f"not divide into head_groups={groups}"
+            )
+        return divide and self.method != "ring"
 
 
 def attention_of_ranks(
@@ -67,26 +120,17 @@ def attention_of_ranks(
     rules: Rules,
     documents_BS: Tensor | None,
     sinks_H: Tensor | None,
-    method: Method,
+    split: Split,
 ) -> Tensor:
     """This rank's tokens after attention to the whole sequence, ``[B, s, H, D]``."""
     heads = query_BHsD.shape[1]
-    check_method(method, heads, ranks.size)
-    if method == "ulysses" or (method == "auto" and heads_divide(heads, ranks.size)):
-        return ulysses(query_BHsD, key_BKsD, value_BKsD, ranks, rules, documents_BS, sinks_H)
-    ring_takes(rules, documents_BS, sinks_H, heads, ranks.size)
-    return ring(query_BHsD, key_BKsD, value_BKsD, ranks, rules)
-
-
-def check_method(method: str, heads: int, ranks: int) -> None:
-    """Refuse an unknown method, and Ulysses of heads that do not divide."""
-    if method not in METHODS:
-        raise ValueError(f"method is one of {', '.join(METHODS)}, not {method!r}")
-    if method == "ulysses" and not heads_divide(heads, ranks):
-        raise ValueError(
-            f"{heads} attention heads do not divide among {ranks} ranks: take a number of ranks "
-            "that divides them, or method='ring'"
-        )
+    inputs = query_BHsD, key_BKsD, value_BKsD
+    exchanges_heads = split.exchanges_heads(heads, ranks)
+    if not exchanges_heads or ranks.ring is not None:
+        ring_takes(rules, documents_BS, sinks_H, heads, ranks.size)
+    if exchanges_heads:
+        return ulysses(*inputs, ranks, rules, documents_BS, sinks_H, split.head_groups)
+    return ring(*inputs, ranks, rules)
 
 
 def whole_documents(documents: Tensor, query_BHsD: Tensor, ranks: Ranks) -> Tensor:

@@ -56,8 +56,7 @@ def shard_sequence(
         batch: ``input_ids`` or ``inputs_embeds``, and what a data collator puts beside them:
             ``labels``, ``attention_mask`` (1 for tokens, 0 for padding), ``position_ids`` (a
             document starts where they start again), ``seq_idx``, ``cu_seq_lens_q``.
-        group: the ranks that share the sequence: a process group, a one-dimensional device mesh, or
-            None for all ranks.
+        group: the ranks that share the sequence, as of ``sequence_parallel``.
         data_group: if other ranks have other sequences: the ranks with the same place in theirs
             (``mesh["data"]``), or all ranks together.
         gradients: how the ranks' gradients become one: ``"mean"`` as DDP and FSDP2 do, ``"sum"``.

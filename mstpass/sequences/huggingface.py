@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from mstpass.sequences.attention import Method, attention_of_ranks, whole_documents
+from mstpass.sequences.attention import Method, Split, attention_of_ranks, whole_documents
 from mstpass.sequences.model_checks import CAUSAL_LOSS, check_model, has_own_loss, loss_of
 from mstpass.sequences.ranks import Group, Ranks, ranks_of
 from mstpass.sequences.rules import Rules
@@ -36,7 +36,9 @@ _NOT_KNOWN = {
 }
 
 
-def sequence_parallel(model: M, mesh_or_group: Group = None, method: Method = "auto") -> M:
+def sequence_parallel(
+    model: M, mesh_or_group: Group = None, method: Method = "auto", head_groups: int = 1
+) -> M:
     """Let a model of transformers take its rank's part of each sequence.
 
     The model is changed in place and returned: its attention exchanges keys, values and queries
@@ -45,15 +47,18 @@ def sequence_parallel(model: M, mesh_or_group: Group = None, method: Method = "a
 
     Args:
         model: a model of text, causal or an encoder, or a module around one (PEFT).
-        mesh_or_group: the ranks that share a sequence: a process group, a one-dimensional device
-            mesh (``mesh["sequence"]``), or None for all ranks.
+        mesh_or_group: the ranks that share a sequence: a process group, a device mesh of one dim
+            (``mesh["sequence"]``), or of two (``mesh["ring", "heads"]``: a ring of rows of ranks
+            that exchange heads), or None for all ranks.
         method: ``"ulysses"`` gives each rank all tokens of some heads; ``"ring"`` sends keys and
             values round, for more ranks than heads; ``"auto"`` takes the first that fits.
+        head_groups: Ulysses runs for so many groups of heads, one after the other: less memory, in
+            more and smaller exchanges.
 
     Raises:
         ValueError: the model has something that the ranks cannot share, or there are no ranks.
     """
-    ranks = ranks_of(mesh_or_group)
+    ranks, split = ranks_of(mesh_or_group), Split(method, head_groups)
     models = list(_outermost(model))
     if not models:
         raise ValueError(
@@ -61,8 +66,8 @@ def sequence_parallel(model: M, mesh_or_group: Group = None, method: Method = "a
             "mstpass.sequence_parallel_attention in the place of scaled_dot_product_attention"
         )
     for each in models:
-        check_model(each, ranks.size, method)
-    name = _registered(ranks, method)
+        check_model(each, ranks, split)
+    name = _registered(ranks, split)
     for each in models:
         each.set_attn_implementation(name)
         _check_calls(each, name)
@@ -81,18 +86,18 @@ def _outermost(module: nn.Module) -> Iterator[Any]:
         yield from _outermost(child)
 
 
-def _registered(ranks: Ranks, method: Method) -> str:
+def _registered(ranks: Ranks, split: Split) -> str:
     """The name under which transformers knows attention of these ranks."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    name = f"{_NAME}_{method}_{ranks.name}"
-    AttentionInterface.register(name, _attention(ranks, method))
+    name = f"{_NAME}_{split.method}_{split.head_groups}_{ranks.name}"
+    AttentionInterface.register(name, _attention(ranks, split))
     AttentionMaskInterface.register(name, _no_mask)
     return name
 
 
-def _attention(ranks: Ranks, method: Method) -> Callable[..., tuple[Tensor, None]]:
+def _attention(ranks: Ranks, split: Split) -> Callable[..., tuple[Tensor, None]]:
     def attention(
         module: nn.Module,
         query: Tensor,
@@ -120,7 +125,7 @@ def _attention(ranks: Ranks, method: Method) -> Callable[..., tuple[Tensor, None
         if attention_mask is not None:
             documents = whole_documents(attention_mask, query, ranks)
         rules = Rules(causal, scaling, dropout, sliding_window, softcap)
-        mixed = attention_of_ranks(query, key, value, ranks, rules, documents, s_aux, method)
+        mixed = attention_of_ranks(query, key, value, ranks, rules, documents, s_aux, split)
         return mixed, None
 
     return attention

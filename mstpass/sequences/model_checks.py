@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from mstpass.sequences.attention import check_method
+from mstpass.sequences.attention import Split
+from mstpass.sequences.ranks import Ranks
 from mstpass.sequences.ring import ring_takes
 from mstpass.sequences.rules import Rules
-from mstpass.sequences.ulysses import heads_divide
 
 CAUSAL_LOSS = "ForCausalLM"
 _LOSSES = (CAUSAL_LOSS, "ForMaskedLM", "ForTokenClassification")
@@ -23,17 +23,15 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BY_LENGTH = {"dynamic", "longrope"}  # transformers reads the length from the largest position
 
 
-def check_model(model: Any, ranks: int, method: str) -> None:
+def check_model(model: Any, ranks: Ranks, split: Split) -> None:
     """Refuse a model whose sequences the ranks cannot share.
 
     Raises:
         ValueError: with all reasons.
     """
     heads = getattr(model.config, "num_attention_heads", None)
-    if isinstance(heads, int):
-        check_method(method, heads, ranks)
-        if method == "ring" or not heads_divide(heads, ranks):
-            ring_takes(_rules_of(model.config), None, None, heads, ranks)
+    if isinstance(heads, int) and (not split.exchanges_heads(heads, ranks) or ranks.ring):
+        ring_takes(_rules_of(model.config), None, None, heads, ranks.size)
     reasons = list(_reasons(model))
     if reasons:
         raise ValueError(

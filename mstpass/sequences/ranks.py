@@ -1,4 +1,7 @@
-"""The ranks that share a sequence: rank i of R holds the i-th of R equal parts."""
+"""The ranks that share a sequence: rank i of R holds the i-th of R equal parts.
+
+On a mesh of two dims ``(P, U)``, each row of U ranks exchanges heads, and the P rows are a ring.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import dataclasses
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from mstpass.torch_internals.exchanges import group_of_all
 
 Group = DeviceMesh | dist.ProcessGroup | None
 
@@ -18,11 +23,14 @@ class Ranks:
     Attributes:
         size: how many ranks there are.
         rank: which one this process is, from 0.
+        ring, row: of a mesh of two dims, this rank's column and its row; else None.
     """
 
     group: dist.ProcessGroup
     size: int
     rank: int
+    ring: Ranks | None = None
+    row: Ranks | None = None
 
     @property
     def name(self) -> str:
@@ -36,11 +44,11 @@ class Ranks:
 
 
 def ranks_of(mesh_or_group: Group) -> Ranks:
-    """The ranks of a one-dimensional device mesh or of a process group; all ranks for None.
+    """The ranks of a device mesh of one or two dims, or of a process group; all ranks for None.
 
     Raises:
         ValueError: there are no process groups yet, or this process is not in this one; or the mesh
-            has several dims.
+            has more than two dims.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
@@ -49,10 +57,13 @@ def ranks_of(mesh_or_group: Group) -> Ranks:
         )
     group = mesh_or_group
     if isinstance(group, DeviceMesh):
+        if group.ndim == 2:
+            return _of_two_dims(group)
         if group.ndim != 1:
             raise ValueError(
-                f"a sequence is shared along one dim of a mesh, and this one has {group.ndim} "
-                f"({group.mesh_dim_names}): give one of them, such as mesh['sequence']"
+                f"a sequence is shared along one dim of a mesh, or along two, a ring of rows that "
+                f"exchange heads; this one has {group.ndim} ({group.mesh_dim_names}): give one or "
+                "two of them, such as mesh['sequence']"
             )
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
@@ -64,6 +75,16 @@ def ranks_of(mesh_or_group: Group) -> Ranks:
             "share the sequence: give each rank the group that it is in"
         )
     return Ranks(group, dist.get_world_size(group), rank)
+
+
+def _of_two_dims(mesh: DeviceMesh) -> Ranks:
+    if not mesh.mesh_dim_names:
+        raise ValueError(
+            "the dims of a mesh whose ranks share a sequence need names: init_device_mesh(..., "
+            "mesh_dim_names=('ring', 'heads'))"
+        )
+    ring, row = (ranks_of(mesh.get_group(dim)) for dim in (0, 1))
+    return dataclasses.replace(ranks_of(group_of_all(mesh)), ring=ring, row=row)
 
 
 def sum_over(value: torch.Tensor, ranks: Ranks) -> torch.Tensor:

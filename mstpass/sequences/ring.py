@@ -54,8 +54,8 @@ def ring_takes(
     if found:
         raise ValueError(
             f"attention has {', '.join(found)}, which ring attention does not know, and Ulysses "
-            f"needs a number of ranks that divides the heads: {heads} heads on {ranks} ranks. Take "
-            "another number of ranks, or leave these out"
+            f"alone needs a number of ranks that divides the heads: {heads} heads on {ranks} "
+            "ranks. Take another number of ranks, or leave these out"
         )
 
 

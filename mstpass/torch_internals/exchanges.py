@@ -7,10 +7,11 @@ is given by its name, which a graph holds as a constant.
 
 from __future__ import annotations
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-if torch.distributed.is_available():
+if dist.is_available():
     from torch.distributed._functional_collectives import (
         all_to_all_single,
         all_to_all_single_autograd,
@@ -24,6 +25,11 @@ def all_to_all(x: Tensor, group_name: str) -> Tensor:
     Autograd sends the gradient the same way back.
     """
     return all_to_all_single_autograd(x.contiguous(), None, None, group_name)  # type: ignore[arg-type]
+
+
+def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks of a mesh of several dims in one group, those of the last dim side by side."""
+    return mesh._flatten().get_group()
 
 
 def pass_on(x: Tensor, rank: int, size: int, group_name: str) -> Tensor:

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 import mstpass
 from mstpass.backend import mst
+from mstpass.sequences.rules import Rules
+from mstpass.sequences.whole_attention import attend
+from tests.ranks.sequence_refusals import refusals as refusals
 from tests.ranks.sequences import (
     LENGTH,
     SIZES,
@@ -27,7 +30,9 @@ from tests.ranks.sequences import (
     compared,
     errors,
     gradients,
+    mesh_of,
     model_of,
+    one_head,
     refusal,
     right_of,
 )
@@ -50,6 +55,44 @@ def odd_key_value_heads() -> Finding:
 
 def all_heads() -> Finding:
     return compared(lambda: model_of("Llama", num_key_value_heads=4), batch_of(), compiled=False)
+
+
+def groups_of_heads() -> Finding:
+    """Two groups of four heads: each has one of the two key-value heads, and both ranks need it."""
+    return compared(lambda: model_of("Llama"), batch_of(), head_groups=2)
+
+
+def groups_of_odd_heads() -> Finding:
+    """Twelve heads in two groups, of which each needs one and a half key-value heads of three."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}
+    build = lambda: model_of("Llama", **sizes)
+    return compared(build, batch_of(), head_groups=2, compiled=False)
+
+
+def groups_that_share_a_head() -> Finding:
+    """One key-value head for all groups."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1}
+    build = lambda: model_of("Llama", **sizes)
+    return compared(build, batch_of(), head_groups=4, compiled=False)
+
+
+def groups_with_sinks() -> Finding:
+    """Each head keeps its own sink."""
+    q, k, v = (torch.randn(2, heads, 12, 8, requires_grad=True) for heads in (8, 4, 4))
+    sinks = torch.randn(8, requires_grad=True)
+    right = attend(q, k, v, Rules(), sinks_H=sinks)
+    right.sin().sum().backward()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    parts = [x.detach().chunk(ranks, 2)[rank].clone().requires_grad_() for x in (q, k, v)]
+    own = sinks.detach().clone().requires_grad_()
+    found = mstpass.sequence_parallel_attention(*parts, is_causal=True, sinks=own, head_groups=2)
+    found.sin().sum().backward()
+    pairs = [(found, right), *((a.grad, b.grad) for a, b in zip(parts, (q, k, v), strict=True))]
+    error = errors(added([own.grad]), [sinks.grad])  # type: ignore[list-item]
+    for a, b in pairs:
+        assert a is not None and b is not None
+        error = max(error, errors([a.detach()], [b.detach().chunk(ranks, 2)[rank]]))
+    return {"error": error}
 
 
 def learned_positions() -> Finding:
@@ -282,8 +325,15 @@ def ring() -> Finding:
     return compared(lambda: model_of("Llama"), batch_of(), method="ring")
 
 
-def one_head() -> nn.Module:
-    return model_of("Llama", num_attention_heads=1, num_key_value_heads=1)
+def ring_of_rows() -> Finding:
+    """Two rows of two ranks: each row exchanges its heads, and the rows are a ring."""
+    return compared(lambda: model_of("Llama"), batch_of(), group=mesh_of(2))
+
+
+def ring_of_rows_in_groups() -> Finding:
+    """The same with groups of heads, and a number of tokens that four ranks do not divide."""
+    build = lambda: model_of("Llama", num_key_value_heads=4)
+    return compared(build, batch_of(), group=mesh_of(2), head_groups=2, compiled=False)
 
 
 def more_ranks_than_heads() -> Finding:
@@ -336,44 +386,3 @@ def of_a_mesh() -> Finding:
         mean = [gradient / ranks for gradient in added(gradients(shared))]
         worst = max(worst, errors(mean, right))
     return {"error": worst}
-
-
-# ---- refusals ------------------------------------------------------------------------------------
-def refusals() -> dict[str, str]:
-    """What is refused, by what it is about."""
-    share, shard = mstpass.sequence_parallel, mstpass.shard_sequence
-    llama = share(model_of("Llama"))
-    part = shard(batch_of())
-    mine = {**batch_of(), "labels": batch_of()["labels"][:, dist.get_rank() :]}
-    mine["input_ids"] = mine["input_ids"][:, dist.get_rank() :]
-    q = torch.randn(1, 3, 4, 8)
-    window = model_of("Mistral", sliding_window=7)
-    ring_model = share(model_of("Llama"), method="ring")
-    packed = {**batch_of(), "position_ids": torch.arange(LENGTH)[None] % 9}
-    classifier = model_of("Llama SequenceClassification")
-    calls: dict[str, Callable[[], object]] = {
-        "no transformers": lambda: share(nn.Linear(2, 2)),
-        "heads": lambda: share(one_head(), method="ulysses"),
-        "method": lambda: share(model_of("Llama"), method="rings"),  # type: ignore[arg-type]
-        "window in a ring": lambda: share(window, method="ring"),
-        "documents in a ring": lambda: ring_model(**shard(packed)),
-        "loss of a sequence": lambda: share(classifier),
-        "attention": lambda: share(model_of("Bloom")),
-        "layer types": lambda: share(model_of("Lfm2", layer_types=["conv", "full_attention"])),
-        "cache": lambda: llama(**part, use_cache=True),
-        "mask of a part": lambda: llama(**part, attention_mask=part["input_ids"] > 0),
-        "batch of a part": lambda: llama(input_ids=part["input_ids"], labels=part["labels"]),
-        "other batches": lambda: shard(mine),
-        "mask of four dims": lambda: shard(
-            {**batch_of(), "attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}
-        ),
-        "positions of three dims": lambda: shard(
-            {**batch_of(), "position_ids": torch.zeros(3, 2, LENGTH)}
-        ),
-        "nothing": lambda: shard({"labels": batch_of()["labels"]}),
-        "gradients": lambda: shard(batch_of(), gradients="max"),  # type: ignore[arg-type]
-        "documents": lambda: mstpass.sequence_parallel_attention(
-            q, q, q, method="ring", documents=torch.ones(1, 3)
-        ),
-    }
-    return {about: refusal(call) for about, call in calls.items()}

@@ -84,6 +84,7 @@ def compared(
     *batches: Batch,
     group: Any = None,
     method: Any = "auto",
+    head_groups: int = 1,
     compiled: bool = True,
     **how: Any,
 ) -> Finding:
@@ -93,7 +94,7 @@ def compared(
         compiled: whether mst compiles the model; not in cases that are about the batch alone.
     """
     loss, right = right_of(model(), *batches, causal=how.get("causal", True))
-    shared = mstpass.sequence_parallel(model(), group, method)
+    shared = mstpass.sequence_parallel(model(), group, method, head_groups)
     fn = torch.compile(shared, backend=mst, fullgraph=True) if compiled else shared
     before = len(mstpass.reports())
     found = 0.0
@@ -116,3 +117,15 @@ def refusal(call: Callable[[], object]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def one_head() -> nn.Module:
+    return model_of("Llama", num_attention_heads=1, num_key_value_heads=1)
+
+
+def mesh_of(rows: int) -> Any:
+    """All ranks in so many rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = ("ring", "heads")
+    return init_device_mesh("cpu", (rows, dist.get_world_size() // rows), mesh_dim_names=names)
