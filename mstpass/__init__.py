@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mstpass import gpus, measure
     from mstpass.compiling import compile, uncompile
     from mstpass.explainer import ExplainError, explain, explain_all
+    from mstpass.fitting import Fits, fits
     from mstpass.linter import Finding, LintReport, lint, lint_compiled, lint_graphs
     from mstpass.options import OptionError, Options
     from mstpass.plans import ChunkPlan, Rejection
@@ -33,6 +34,7 @@ __all__ = [
     "DroppedLogitsError",
     "ExplainError",
     "Finding",
+    "Fits",
     "LintReport",
     "OptionError",
     "Options",
@@ -43,6 +45,7 @@ __all__ = [
     "compile_trainer",
     "explain",
     "explain_all",
+    "fits",
     "gpus",
     "lint",
     "lint_compiled",
@@ -61,6 +64,7 @@ _MODULES = {
     "DroppedLogitsError": "mstpass.returned_logits",
     "ExplainError": "mstpass.explainer",
     "Finding": "mstpass.linter",
+    "Fits": "mstpass.fitting",
     "LintReport": "mstpass.linter",
     "OptionError": "mstpass.options",
     "Options": "mstpass.options",
@@ -71,6 +75,7 @@ _MODULES = {
     "compile_trainer": "mstpass.trainers",
     "explain": "mstpass.explainer",
     "explain_all": "mstpass.explainer",
+    "fits": "mstpass.fitting",
     "lint": "mstpass.linter",
     "lint_compiled": "mstpass.linter",
     "lint_graphs": "mstpass.linter",

@@ -31,6 +31,23 @@ class UnknownGpuError(UserError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Links:
+    """What a GPU sends to other GPUs, in one direction: peak rates.
+
+    Attributes:
+        inside_bytes_per_us: to those of its node.
+        between_bytes_per_us: to those of other nodes.
+        source: the node that has these links.
+        gpus: the GPUs of a node.
+    """
+
+    inside_bytes_per_us: float
+    between_bytes_per_us: float
+    source: str
+    gpus: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
 class Gpu:
     """One kind of GPU.
 
@@ -46,6 +63,7 @@ class Gpu:
         source: where the figures are from.
         host_bytes_per_us: attainable bandwidth of copies from or to pinned host memory, in one
             direction: that of its kind of link (``_HOST_GB_PER_S``).
+        links: to other GPUs (``_LINKS``).
     """
 
     name: str
@@ -59,6 +77,7 @@ class Gpu:
     flops_per_us: Mapping[torch.dtype | str, float] = dataclasses.field(hash=False)
     source: str
     host_bytes_per_us: float
+    links: Links
 
     def with_multiprocessors(self, count: int) -> Gpu:
         """The same kind with another number of multiprocessors, and speeds in proportion.
@@ -94,6 +113,29 @@ _PCIE3, _PCIE4, _PCIE5, _C2C = 12.0, 25.0, 50.0, 380.0
 _HOST_GB_PER_S = {(7, 0): _PCIE3, (7, 5): _PCIE3, (8, 0): _PCIE4, (8, 6): _PCIE4, (8, 9): _PCIE4,
                   (9, 0): _PCIE5, (10, 0): _PCIE5, (12, 0): _PCIE5}  # fmt: skip
 
+# Links to other GPUs: GB/s in one direction inside of a node (the makers name the sum of both) and
+# between nodes, where the ports of a node are shared equally; the node, and where its figures are.
+_GUIDES = "https://docs.nvidia.com/dgx"
+_LINKS = {
+    "v100": (150.0, 6.25, f"DGX-1: NVLink 2, 4 x 100 Gb/s; {_GUIDES}/dgx1-user-guide/"),
+    "a100": (300.0, 25.0, f"DGX A100: NVLink 3, 8 x 200 Gb/s; {_GUIDES}/dgxa100-user-guide/"),
+    "h100": (450.0, 50.0, f"DGX H100: NVLink 4, 8 x 400 Gb/s; {_GUIDES}/dgxh100-user-guide/"),
+    "b200": (900.0, 50.0, f"DGX B200: NVLink 5, 8 x 400 Gb/s; {_GUIDES}/dgxb200-user-guide/"),
+}
+_LIKE = {"a100-40gb": "a100", "h200": "h100", "gh200": "h100"}  # the same links
+_ETHERNET = 1.5625  # 100 Gb/s for eight GPUs, as of AWS' g5.48xlarge
+_PCIE_SHARE = 0.8  # of the peak, in _HOST_GB_PER_S
+
+
+def _links(name: str, host_gb_per_s: float) -> Links:
+    """The links of a kind; without NVLink to all others of its node, those of its host."""
+    known = _LINKS.get(_LIKE.get(name, name))
+    if known is None:
+        over = "PCI Express, 100 Gb/s a node; https://aws.amazon.com/ec2/instance-types/g5/"
+        known = (host_gb_per_s / _PCIE_SHARE, _ETHERNET, over)
+    inside, between, source = known
+    return Links(inside * 1e3, between * 1e3, source)
+
 
 def _gpu(
     name: str,
@@ -127,6 +169,7 @@ def _gpu(
         flops_per_us={d: t * 1e6 for d, t in zip(dtypes, tflops, strict=True) if t is not None},
         source=source,
         host_bytes_per_us=(host_gb_per_s or _HOST_GB_PER_S[capability]) * 1e3,
+        links=_links(name, _HOST_GB_PER_S[capability]),
     )
 
 

@@ -38,7 +38,7 @@ def test_a_gpu_has_its_memory(tiny, capsys):
     [
         (["--device-memory", "lots"], "not a size"),
         (["--device-memory", "1GiB", "--sequence", "0"], "whole number"),
-        (["--device-memory", "1GiB", "--sharding", "fsdp"], "needs --ranks"),
+        (["--device-memory", "1GiB", "--sharding", "fsdp"], "needs --gpus"),
         (["--device-memory", "1GiB", "--dtype", "fp32", "--master-weights"], "--dtype bf16"),
         (["--device-memory", "1GiB", "--optimizer", "sgd", "--optimizer-step", "foreach"], "AdamW"),
         (["--device-memory", "1GiB", "--allocator", "other"], "expandable"),

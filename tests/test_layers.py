@@ -43,7 +43,7 @@ LAYERS = (
     ("compiling", "tracing"),
     ("trainers", "sequences"),
     ("explainer", "planner", "linter"),
-    ("measure", "stdlib_text"),
+    ("measure", "stdlib_text", "fitting"),
     ("bench", "demo", "fuzz"),
     ("cli",),
     ("__main__",),

@@ -179,4 +179,4 @@ def test_too_little_memory_for_the_weights():
         plan(request("llama3-8b", 80 * 1024))
     message = str(error.value)
     assert "optimizer states 59.8 GiB" in message and "9.7 GiB too much" in message
-    assert "--optimizer adamw-8bit" in message and "--sharding zero3 --ranks 2" in message
+    assert "--optimizer adamw-8bit" in message and "--sharding zero3 --gpus 2" in message

@@ -43,7 +43,15 @@ def test_fixed_bytes(training, expected):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"dtype": "fp8"}, {"optimizer": "lion"}, {"sharding": "tensor"}, {"ranks": 0}]
+    "wrong",
+    [
+        {"dtype": "fp8"},
+        {"optimizer": "lion"},
+        {"sharding": "tensor"},
+        {"ranks": 0},
+        {"sequence_ranks": 3, "ranks": 8},
+        {"weights": "nf4"},
+    ],
 )
 def test_wrong_training(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

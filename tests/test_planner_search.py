@@ -24,9 +24,9 @@ pytest.importorskip("rich")
 from mstpass.planner import compiled_rows, eager_rows
 from mstpass.planner.compiled_rows import CompiledRows
 from mstpass.planner.eager_step import eager_step
+from mstpass.planner.model_step import distinct_length
 from mstpass.planner.models import NotStacked, build, config_of, keep_layers
 from mstpass.planner.room import Room
-from mstpass.planner.traced_step import distinct_length
 from tests.planner_models import TINY, plan_sizes
 
 pytestmark = pytest.mark.sampled(1)

@@ -94,11 +94,37 @@ def explain_step(
     Args:
         pareto: plan at other budgets as well, for ``Report.details.pareto``.
     """
+    return _one_report(fn, args, kwargs or {}, _ReportMaker(options, pareto), device, gpu)
+
+
+def explain_with_room(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
+    gpu: str,
+    left_bytes: Callable[[Sequence[Any]], int],
+) -> Report:
+    """`explain` for a GPU, on which ``left_bytes`` of the graph's inputs are left for the step.
+
+    They are the memory budget, where the options give none.
+    """
+    maker = _ReportMaker(options, left_bytes=left_bytes)
+    return _one_report(fn, args, kwargs, maker, "cuda", gpu)
+
+
+def _one_report(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    maker: _ReportMaker,
+    device: torch.device | str | None,
+    gpu: str | None,
+) -> Report:
     with _user_errors(), traced_for(device, gpu) as of_tensors, _collector_off():
-        maker = _ReportMaker(options, pareto)
-        _check_arguments(fn, args, kwargs or {})
+        _check_arguments(fn, args, kwargs)
         return with_deep_stack(
-            trace_one_graph, fn, args, kwargs or {}, maker.report, maker.prepare, of_tensors
+            trace_one_graph, fn, args, kwargs, maker.report, maker.prepare, of_tensors
         )
 
 
@@ -216,16 +242,29 @@ class _ReportMaker:
 
     The memory budget may depend on the device of that graph's inputs, and ``logits="drop"`` takes
     outputs out of it.
+
+    Args:
+        left_bytes: what the device has left for the step under the budget ``"auto"``, by the
+            graph's inputs; None: what it has left now.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None, pareto: bool):
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None,
+        pareto: bool = False,
+        left_bytes: Callable[[Sequence[Any]], int] | None = None,
+    ):
         self._given = Options.parse(options)
         self._pareto = pareto
+        self._left_bytes = left_bytes
         self._device_bytes: int | None = None
         self._drop = Drop()
 
     def prepare(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Finish:
         self._device_bytes = device_budget_bytes(self._given, inputs)
+        if self._left_bytes is not None:
+            left = self._left_bytes(inputs)
+            self._device_bytes = None if self._device_bytes is None else left
         self._drop = drop_logits(gm, self._given)
         return self._drop.finish
 

@@ -34,6 +34,7 @@ from typing import Any
 from torch import fx
 
 from mstpass.graph.joint import JointGraph
+from mstpass.graph.token_rules.arguments import argument, has_argument
 from mstpass.torch_internals.collectives import (
     ALL_TO_ALL_OF_DTENSOR,
     BETWEEN_TWO,
@@ -51,6 +52,12 @@ def is_collective(node: fx.Node) -> bool:
 def collectives_of(joint: JointGraph) -> tuple[fx.Node, ...]:
     """The collectives of a graph, in its order."""
     return tuple(node for node in joint.nodes if is_collective(node))
+
+
+def group_of(node: fx.Node) -> str:
+    """The name of a collective's process group; empty if it has none."""
+    name: Any = argument(node, "group_name") if has_argument(node, "group_name") else ""
+    return name if isinstance(name, str) else ""
 
 
 @functools.cache

@@ -28,6 +28,7 @@ import torch
 from mstpass import gpus
 from mstpass.errors import UserError
 from mstpass.graph.attention_work import AttentionWork
+from mstpass.graph.exchange_work import ExchangeWork
 from mstpass.graph.gpu_costs import GpuCosts
 from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.measured_costs import ChunkCosts, MeasuredCosts, MeasuredGpuCosts
@@ -58,6 +59,8 @@ class Costs(Protocol):
     def product_us(self, product: Product) -> float: ...
 
     def attention_us(self, work: AttentionWork, moved_bytes: float) -> float: ...
+
+    def exchange_us(self, work: ExchangeWork) -> float: ...
 
     def other_us(self, result_bytes: float, moved_bytes: float) -> float:
         """The time of other ops: by their results, or by what they move once they are fused."""
@@ -102,6 +105,12 @@ def host_bytes_per_us(device: torch.device) -> float:
     """The speed of copies between a GPU and pinned memory of its host, in one direction."""
     name, capability, _ = _reported(device)
     return gpus.nearest_gpu(name, capability).host_bytes_per_us
+
+
+def links_of(device: torch.device) -> gpus.Links:
+    """The links of a GPU to others."""
+    name, capability, _ = _reported(device)
+    return gpus.nearest_gpu(name, capability).links
 
 
 @functools.cache

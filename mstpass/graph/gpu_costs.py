@@ -5,6 +5,7 @@
     time of a sum       =  (max(compute, memory) ** p + adding ** p) ** (1 / p) + KERNEL_US
     adding              =  bytes of the sum read and written / (ADDING * peak bandwidth)
     compute             =  waves * operations of a tile / rate of a multiprocessor
+    exchange            =  bytes sent / (LINK * peak rate of the links), of ranks or of nodes
     time of other ops   =  bytes that fused kernels move (traffic.py) / bandwidth
     time of a loop      =  chunks * max(time of a chunk on the GPU, time of the host for a chunk)
 
@@ -40,6 +41,7 @@ import torch
 
 from mstpass.gpus import TF32, Gpu
 from mstpass.graph.attention_work import AttentionWork
+from mstpass.graph.exchange_work import ExchangeWork
 from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.products import Product
 
@@ -48,6 +50,7 @@ BANDWIDTH = 0.81  # of the peak, by large kernels; measured: a copy, 2 * 1953 of
 # Products that add to a sum. Both measured: fitted to the times of three products of a head in
 # chunks of 128 to 4096 rows, and of heads of Llama-3 in 2 to 16 chunks; all are within 12 %.
 ADDING = 0.6  # of the peak bandwidth
+LINK = 0.8  # of the peak rate of links between GPUs, by large exchanges; assumed
 _OVERLAP = 1.5  # p
 KERNEL_US = 2.0  # of the GPU: from the end of one kernel to full speed of the next
 HOST_KERNEL_US = 6.0  # of the host: one launch from Inductor's Python wrapper
@@ -123,6 +126,18 @@ class GpuCosts:
         newer = self.gpu.capability >= (9, 0)
         share = EFFICIENT_ATTENTION[work.backward]
         return share if newer else share / _SHARE_OF_OLD_INSTRUCTIONS
+
+    def exchange_us(self, work: ExchangeWork) -> float:
+        """The slower one of what goes to GPUs of the same node, and to those of others."""
+        links = self.gpu.links
+        crosses = work.ranks > links.gpus
+        if work.in_turn:  # as slow as the slowest link on the way round
+            rate = links.between_bytes_per_us if crosses else links.inside_bytes_per_us
+            return KERNEL_US + work.sent_bytes / (LINK * rate)
+        near = (min(work.ranks, links.gpus) - 1) / max(1, work.ranks - 1)
+        inside_us = near * work.sent_bytes / links.inside_bytes_per_us
+        between_us = (1 - near) * work.sent_bytes / links.between_bytes_per_us
+        return KERNEL_US + max(inside_us, between_us) / LINK
 
     def other_us(self, result_bytes: float, moved_bytes: float) -> float:
         return self.memory_us(moved_bytes)

@@ -29,6 +29,7 @@ import torch
 
 from mstpass.gpus import Gpu
 from mstpass.graph.attention_work import AttentionWork
+from mstpass.graph.exchange_work import ExchangeWork
 from mstpass.graph.gpu_costs import BANDWIDTH, GpuCosts
 from mstpass.graph.loop_work import LoopWork
 from mstpass.graph.products import Product
@@ -109,6 +110,10 @@ class MeasuredCosts:
     def attention_us(self, work: AttentionWork, moved_bytes: float) -> float:
         compute_us = work.computed * work.imbalance(self.threads) / self.rate(work.dtype)
         return compute_us + self._memory_us(moved_bytes)
+
+    def exchange_us(self, work: ExchangeWork) -> float:
+        """Ranks of one host share its memory."""
+        return self._memory_us(work.sent_bytes)
 
     def other_us(self, result_bytes: float, moved_bytes: float) -> float:
         """A CPU is as busy with computing an op's result as others are with moving it."""

@@ -1,7 +1,7 @@
 """The cost of a node: floating point operations, and an estimate of its time on the device.
 
-The costs of the device (device_costs.py) turn three kinds of nodes into a time: products, attention
-and all others. A convolution counts as a product of its size.
+The costs of the device (device_costs.py) turn four kinds of nodes into a time: products, attention,
+collectives and all others. A convolution counts as a product of its size.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from mstpass.graph.attention_work import attention_work
 from mstpass.graph.collectives import is_wait
 from mstpass.graph.convolution_work import convolution_work
 from mstpass.graph.device_costs import costs_of
+from mstpass.graph.exchange_work import exchange_work
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of
 from mstpass.graph.products import product_of
 from mstpass.graph.traffic import moved_bytes
@@ -33,6 +34,9 @@ def time_us(joint: JointGraph, node: fx.Node) -> float:
     if product is not None:
         return costs.product_us(product)
     moved = moved_bytes(joint, node)
+    exchange = exchange_work(node)
+    if exchange is not None:
+        return costs.exchange_us(exchange)
     attention = attention_work(node)
     if attention is not None:
         return costs.attention_us(attention, moved)

@@ -22,7 +22,7 @@ import sympy
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.collectives import is_collective, is_wait
+from mstpass.graph.collectives import group_of, is_collective, is_wait
 from mstpass.graph.joint import JointGraph, tensors_of
 from mstpass.graph.sizes import expression, symbols_of
 from mstpass.graph.token_rules.arguments import argument, has_argument
@@ -48,13 +48,7 @@ def may_repeat(node: fx.Node) -> bool:
     if is_wait(node):
         (waited,) = node.all_input_nodes
         return may_repeat(waited)
-    return is_collective(node) and ops.row(node).kind == "collective" and bool(_group_of(node))
-
-
-def _group_of(node: fx.Node) -> str:
-    """The name of the collective's process group; empty if it has none."""
-    name: Any = argument(node, "group_name") if has_argument(node, "group_name") else ""
-    return name if isinstance(name, str) else ""
+    return is_collective(node) and ops.row(node).kind == "collective" and bool(group_of(node))
 
 
 def sizes_agree(joint: JointGraph) -> bool:
@@ -105,7 +99,7 @@ def collectives_in(
     sequence: list[tuple[int, str, int]] = []
     for phase, nodes in enumerate(emitted):
         for node in filter(is_collective, nodes):
-            group = groups.setdefault(_group_of(node), len(groups))  # each rank has its own names
+            group = groups.setdefault(group_of(node), len(groups))  # each rank has its own names
             sequence.append((phase, str(node.target), group))
     order = hashlib.sha256(repr(sequence).encode()).hexdigest()[:16]
     return Collectives(tuple(groups), order, max(0, len(sequence) - before))

@@ -117,9 +117,14 @@ class StepSimulation:
         return frozenset(op.name for op in ops if isinstance(op, Value) and is_cheap(op))
 
     @property
+    def lowered_memory(self) -> StepMemory:
+        """The memory of ``lowered_program``."""
+        return self._lowered.memory
+
+    @property
     def lowered_peak_bytes(self) -> int:
         """The peak of ``lowered_program``."""
-        return self._lowered.memory.peak_bytes
+        return self.lowered_memory.peak_bytes
 
     @functools.cached_property
     def least_lowered_bytes(self) -> int:

@@ -38,8 +38,9 @@ class Resident:
     """Bytes that a device holds besides the tensors of a step.
 
     Attributes:
-        weights, states: those of each parameter.
-        temporaries: for each parameter, what the optimizer allocates while it updates it.
+        weights: those of each parameter.
+        states: those of each parameter that is trained.
+        temporaries: for each of these, what the optimizer allocates while it updates it.
         gathered: bytes that are held all the time.
     """
 

@@ -23,11 +23,10 @@ from typing import Any
 
 from mstpass.limit import simulated_limit
 from mstpass.memory.allocation import BLOCK
-from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.partition.solvers.min_cut import min_cut
-from mstpass.pipeline import collector_paused
-from mstpass.planner.compiled_step import CompiledStep
+from mstpass.planner.compiled_step import FREE, LEAST, CompiledStep, planned, step_of_plan
 from mstpass.planner.longest_sequence import GRAIN, START, longest, next_length, rounded
+from mstpass.planner.model_step import SequenceError
 from mstpass.planner.models import layer_count
 from mstpass.planner.progress import GUESS, SEARCH, Report, Steps
 from mstpass.planner.request import CACHING
@@ -40,7 +39,6 @@ _KEEPS_INDUCTOR = (
     "keeps the fewest bytes from which backward needs no matmul or attention a second time; "
     "kernels are fused"
 )
-_FREE, _LEAST = "free", 0.0  # values of memory_budget
 _FEW_LAYERS, _LAYERS_LEFT = 2, 1 / 8  # of the shallow copies; at least twice as many in the other
 _SHALLOW_START = 2**16  # tokens
 _NEAR = (0.5, 2.0)  # a trace is scaled to lengths between these multiples of its own
@@ -70,7 +68,7 @@ class CompiledRows:
         steps = Steps(self._report, MST, 4)
         rows: dict[int, Row] = {}
         for _ in range(_TRIES):
-            traced = self._trace(length, (_FREE, *self._between, _LEAST), steps)
+            traced = self._trace(length, (FREE, *self._between, LEAST), steps)
             rows[length] = row = self._fastest(traced, steps)
             self.square_bytes = traced.square_bytes
             another = self._next_length(rows, row) if given is None else None
@@ -101,7 +99,7 @@ class CompiledRows:
         """What other lengths take with the plan of the longest one."""
         assert self._scaled is not None
         plan = self._least(self._scaled, length, steps).plan
-        step_at = functools.partial(_step, self._scaled, option=_LEAST, plan=plan)
+        step_at = functools.partial(step_of_plan, self._scaled, option=LEAST, plan=plan)
         return self.room.curve(lambda n: self.room.parts(step_at(n)).total, length)
 
     @property
@@ -120,11 +118,11 @@ class CompiledRows:
         """
         inductor_us = _inductor_step(traced, traced.length).us
         room = step_bytes = self.room.step_bytes
-        for option in (_FREE, *(self._between * _BUDGET_TRIES), _LEAST):
-            limit = {_FREE: None, _LEAST: 0}.get(option, simulated_limit(room))
+        for option in (FREE, *(self._between * _BUDGET_TRIES), LEAST):
+            limit = {FREE: None, LEAST: 0}.get(option, simulated_limit(room))
             budget = room if limit else option
             steps.begin(f"{traced.length:,} tokens, memory_budget={_text(budget)}")
-            step = _planned(traced, traced.length, option, limit)
+            step = planned(traced, traced.length, option, limit)
             parts = self.room.parts(step)
             allowed = simulated_limit(step_bytes) if limit else step_bytes
             excess = parts.total - allowed
@@ -140,13 +138,20 @@ class CompiledRows:
             memory_budget=_text(budget),
             extra_time=step.us / inductor_us - 1,
             host_bytes=step.host_bytes,
+            us=step.us,
+            exchange_us=step.exchange_us,
         )
 
     # ---- the search for its length -------------------------------------------------------------
+    def about_longest(self) -> int:
+        """About the longest length that fits, in less time than `mst_row` takes; 0: none fits."""
+        guess = self._guess()
+        return self._search() if guess is None else guess
+
     def _search(self) -> int:
         """About the longest length that fits, by traces that are scaled."""
-        guess, steps = self._guess(), Steps(self._report, SEARCH, 3)
-        budgets = (_LEAST,) if self.request.alone else (_FREE, _LEAST)  # Inductor's row is free
+        guess, steps = self._guess() or START, Steps(self._report, SEARCH, 3)
+        budgets = (LEAST,) if self.request.alone else (FREE, LEAST)  # Inductor's row is free
         length, self._scaled = self._longest_traced(guess, budgets, _NEAR, steps, plans=1)
         if length:
             traced = self._scaled
@@ -175,8 +180,8 @@ class CompiledRows:
                 length = traced.length // _LEAP
         return length, traced
 
-    def _guess(self) -> int:
-        """The length that shallow copies of the model lead to.
+    def _guess(self) -> int | None:
+        """The length that shallow copies of the model lead to; None where there are none.
 
         The bytes for each token grow with about the square root of the depth: checkpoints are that
         far apart. (With nested checkpoints they grow more slowly.)
@@ -184,13 +189,15 @@ class CompiledRows:
         depth, few = layer_count(self.config), _FEW_LAYERS
         more = max(2 * few, int(_LAYERS_LEFT * depth))
         if depth < 2 * more:
-            return START
+            return None
         steps = Steps(self._report, GUESS, 4)
         try:
             few_length = self._shallow_length(few, _SHALLOW_START, steps)
             lengths = few_length, self._shallow_length(more, few_length or _SHALLOW_START, steps)
+        except SequenceError:
+            raise
         except Exception:  # a model's own code may need all of its layers
-            return START
+            return None
         finally:
             steps.end()
         if not all(lengths):
@@ -201,7 +208,7 @@ class CompiledRows:
         return int(1 / (more_bytes + max(0, slope) * (math.sqrt(depth) - math.sqrt(more))))
 
     def _shallow_length(self, layers: int, start: int, steps: Steps) -> int:
-        return self._longest_traced(start, (_LEAST,), _FAR, steps, layers)[0]
+        return self._longest_traced(start, (LEAST,), _FAR, steps, layers)[0]
 
     def _longest(
         self, traced: TracedStep, near: tuple[float, float], steps: Steps, plans: int = _TRIES
@@ -215,7 +222,7 @@ class CompiledRows:
         for _ in range(plans):
             step = self._least(traced, length, steps)
             found = longest(
-                lambda n, plan=step.plan: self._bytes(_step(traced, n, _LEAST, plan)),  # type: ignore[misc]
+                lambda n, plan=step.plan: self._bytes(step_of_plan(traced, n, LEAST, plan)),  # type: ignore[misc]
                 self.room.step_bytes,
                 length,
                 tolerance=0,
@@ -227,8 +234,8 @@ class CompiledRows:
         return length
 
     def _least(self, traced: TracedStep, length: int, steps: Steps) -> CompiledStep:
-        steps.begin(f"{length:,} tokens, memory_budget={_text(_LEAST)}")
-        return _planned(traced, length, _LEAST, 0)
+        steps.begin(f"{length:,} tokens, memory_budget={_text(LEAST)}")
+        return planned(traced, length, LEAST, 0)
 
     # ---- Inductor's row ------------------------------------------------------------------------
     def inductor_row(self) -> Row:
@@ -269,23 +276,9 @@ def _is_near(length: int, traced: TracedStep, near: tuple[float, float]) -> bool
     return near[0] <= length / traced.length <= near[1]
 
 
-def _planned(
-    traced: TracedStep, length: int, option: object, limit_bytes: int | None
-) -> CompiledStep:
-    """The step that the default solver plans."""
-    problem = traced.problem_at(length, option)
-    with collector_paused():
-        return CompiledStep(traced, problem, SOLVERS[AUTO](problem, limit_bytes))
-
-
-def _step(traced: TracedStep, length: int, option: object, plan: Plan) -> CompiledStep:
-    """The step of a plan that was made for another length."""
-    return CompiledStep(traced, traced.problem_at(length, option), plan)
-
-
 def _inductor_step(traced: TracedStep, length: int) -> CompiledStep:
     """The step without loops, cut as torch's partitioner would."""
-    whole = dataclasses.replace(traced.problem_at(length, _FREE), regions=())
+    whole = dataclasses.replace(traced.problem_at(length, FREE), regions=())
     return CompiledStep(traced, whole, Plan(min_cut(whole), {}))
 
 

@@ -6,10 +6,13 @@ Its allocations and frees are in the order of its kernels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 
+from mstpass.memory.program import Program
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.memory.timeline import HELD, StepMemory, Timeline
+from mstpass.partition.solvers import AUTO, SOLVERS
+from mstpass.pipeline import collector_paused
 from mstpass.planner.allocator_replay import Event
 from mstpass.planner.result import Parts
 from mstpass.planner.traced_step import TracedStep
@@ -17,18 +20,52 @@ from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.op import INPUT, POINTWISE, VIEW
 from mstpass.problem.problem import CutProblem, Plan, Value, is_loop
 
+FREE, LEAST = "free", 0.0  # values of memory_budget
+
 
 class CompiledStep:
-    """A traced step as ``plan`` has it compiled."""
+    """A traced step as ``plan`` has it compiled.
 
-    def __init__(self, traced: TracedStep, problem: CutProblem, plan: Plan):
+    Args:
+        limit_bytes: of the peak; above it, backward computes cheap values twice, as the backend
+            has it. None: it does not.
+    """
+
+    def __init__(
+        self, traced: TracedStep, problem: CutProblem, plan: Plan, limit_bytes: int | None = None
+    ):
         self.traced, self.problem, self.plan = traced, problem, plan
         self._simulation = simulate_plan(problem, plan)
+        self._limit_bytes = limit_bytes
+
+    @functools.cached_property
+    def _is_lowered(self) -> bool:
+        """Whether backward computes cheap values twice."""
+        step, limit = self._simulation, self._limit_bytes
+        above = limit is not None and step.peak_bytes > limit
+        return above and step.is_lowered_below(step.peak_bytes)
+
+    @property
+    def _program(self) -> Program:
+        return self._simulation.lowered_program if self._is_lowered else self._simulation.program
+
+    @property
+    def _memory(self) -> StepMemory:
+        return self._simulation.lowered_memory if self._is_lowered else self._simulation.memory
 
     @functools.cached_property
     def us(self) -> float:
         """Time of the step in microseconds, by the cost model."""
-        return self._simulation.us
+        step = self._simulation
+        repeated_us = _us(self._program.backward) - _us(step.program.backward)
+        return step.us + (repeated_us if self._is_lowered else 0.0)
+
+    @functools.cached_property
+    def exchange_us(self) -> float:
+        """The part of it in which ranks exchange what attention needs."""
+        program, exchanges = self._program, self.traced.exchanges
+        ops = (*program.forward, *program.backward)
+        return _us(op for op in ops if op.node_name in exchanges)
 
     @property
     def host_bytes(self) -> int:
@@ -36,10 +73,15 @@ class CompiledStep:
         offloaded = self._simulation.offloaded
         return pinned_bytes(v.bytes for v in self._simulation.problem.values if v.name in offloaded)
 
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that the step holds at its peak."""
+        return self._memory.peak_bytes
+
     @functools.cached_property
     def parts(self) -> Parts:
         """Bytes that the step holds at its peak."""
-        timeline, gradients = self._simulation.memory.peak, _gradients(self.problem)
+        timeline, gradients = self._memory.peak, _gradients(self.problem)
         bytes_of = dict.fromkeys(("gradients", "logits", "saved", "loops", "other"), 0)
         for name, size in timeline.alive:
             name = name.partition(":")[0]
@@ -57,7 +99,28 @@ class CompiledStep:
     @functools.cached_property
     def events(self) -> tuple[Event, ...]:
         """The step's allocations and frees, in order."""
-        return _step_events(self._simulation.memory)
+        return _step_events(self._memory)
+
+
+def planned(
+    traced: TracedStep, length: int, option: object, limit_bytes: int | None
+) -> CompiledStep:
+    """The step that the default solver plans."""
+    problem = traced.problem_at(length, option)
+    with collector_paused():
+        return CompiledStep(traced, problem, SOLVERS[AUTO](problem, limit_bytes), limit_bytes)
+
+
+def step_of_plan(
+    traced: TracedStep, length: int, option: object, plan: Plan, batch: int | None = None
+) -> CompiledStep:
+    """The step of a plan that was made for another length or another batch."""
+    limit_bytes = None if option == FREE else 0
+    return CompiledStep(traced, traced.problem_at(length, option, batch), plan, limit_bytes)
+
+
+def _us(ops: Iterable[Value]) -> float:
+    return sum(op.us for op in ops)
 
 
 def _gradients(problem: CutProblem) -> set[str]:

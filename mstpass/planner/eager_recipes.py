@@ -95,9 +95,10 @@ class _HeadTile(Function):
         del logits_TV
         grad_TV[torch.arange(len(target_T), device=target_T.device), target_T] -= 1
         grad_TV = grad_TV.mul_(grad_outputs[0]).to(x_TD.dtype)
-        if weight_VD.grad is None:
-            weight_VD.grad = torch.zeros_like(weight_VD)
-        weight_VD.grad.addmm_(*(x.to(weight_VD.dtype) for x in (grad_TV.T, x_TD)))
+        if weight_VD.requires_grad:
+            if weight_VD.grad is None:
+                weight_VD.grad = torch.zeros_like(weight_VD)
+            weight_VD.grad.addmm_(*(x.to(weight_VD.dtype) for x in (grad_TV.T, x_TD)))
         return grad_TV @ weight_VD.to(x_TD.dtype), None, None
 
 

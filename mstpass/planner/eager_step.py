@@ -63,6 +63,10 @@ def eager_step(
         return EagerStep(counter.parts, tuple(counter.events))
 
 
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 # ---- storages ----------------------------------------------------------------------------------
 _GPU = torch.device("cuda", 0)  # nothing runs there
 _GRADIENTS, _LOGITS, _OTHER = "gradients", "logits", "other"  # as in `Parts`
@@ -90,7 +94,7 @@ class _StorageCounter(TorchDispatchMode):
         self.events: list[Event | OptimizerStep] = []
         self._vocabulary = vocabulary
         parameters = list(model.parameters())
-        for parameter in parameters:
+        for parameter in _trained(model):
             parameter.register_post_accumulate_grad_hook(self._see_gradient)
         self._weight_shapes = {tuple(p.shape) for p in parameters if vocabulary in p.shape}
         before = (storage_key(t.untyped_storage()) for t in (*parameters, *model.buffers()))
@@ -116,7 +120,7 @@ class _StorageCounter(TorchDispatchMode):
                 self.events.append(OptimizerStep(number))
             parameter.grad = None
 
-        for number, parameter in enumerate(model.parameters()):
+        for number, parameter in enumerate(_trained(model)):
             parameter.register_post_accumulate_grad_hook(functools.partial(free, number))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

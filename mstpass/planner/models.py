@@ -17,8 +17,9 @@ from torch import nn
 
 from mstpass.errors import UserError, require
 from mstpass.plain_data import MOST_CONFIG_BYTES, read_json
+from mstpass.planner.adapters import add_adapters, numel_of
 from mstpass.planner.attention import plan_attention
-from mstpass.planner.fixed_memory import Sizes
+from mstpass.planner.fixed_memory import Frozen, Sizes
 from mstpass.planner.training import Training
 
 _FILE = Path(__file__).with_name("models.json")
@@ -121,6 +122,7 @@ def build(config: Any, training: Training, layers: int | None = None) -> nn.Modu
 
     Raises:
         NotStacked: the model's layers are not one list.
+        TargetError: no linear layer has one of the names of ``training.target``.
     """
     from transformers import AutoModelForCausalLM
 
@@ -131,16 +133,39 @@ def build(config: Any, training: Training, layers: int | None = None) -> nn.Modu
             config, dtype=dtype, trust_remote_code=False
         ).train()
     model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # transformers cannot tell from GPT-2's name
-    plan_attention(model, training)
+    if not training.shares:  # else mstpass.sequence_parallel sets it
+        plan_attention(model, training)
     if layers is not None:
         keep_layers(model, layers)
+    if training.lora:
+        add_adapters(model, layers_of(model), training)
     return model
 
 
 def sizes_of(model: nn.Module) -> Sizes:
-    in_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
-    each = tuple(p.numel() for p in model.parameters())
-    return Sizes(sum(each), max(in_layers, default=0), sum(each) - sum(in_layers), each)
+    in_layers = [_trained(layer) for layer in layers_of(model)]
+    each = tuple(p.numel() for p in model.parameters() if p.requires_grad)
+    largest = max(in_layers, default=0)
+    return Sizes(sum(each), largest, sum(each) - sum(in_layers), each, _frozen(model))
+
+
+def _trained(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def _frozen(model: nn.Module) -> Frozen:
+    """What a model holds of weights that are not trained."""
+    each = tuple(p.nbytes for p in model.parameters() if not p.requires_grad)
+    in_layers = [
+        sum(p.nbytes for p in layer.parameters() if not p.requires_grad)
+        for layer in layers_of(model)
+    ]
+    return Frozen(
+        sum(map(numel_of, model.modules())),
+        max(in_layers, default=0),
+        sum(each) - sum(in_layers),
+        each,
+    )
 
 
 def layer_count(config: Any) -> int:

@@ -10,7 +10,7 @@ from mstpass.planner.result import CHECKPOINT, EAGER, INDUCTOR, MST, RECIPE
 Report = Callable[[str, float, str], None]
 """Gets the name of a piece of work, the share of it that is done (0 to 1), and what comes next."""
 
-GUESS, SEARCH = "guess", "search"
+GUESS, SEARCH, SPLIT, COMBINATIONS = "guess", "search", "split", "combinations"
 _SECONDS = {  # of a model of 8 billion parameters; the bar needs their ratios
     EAGER: 5,
     CHECKPOINT: 6,
@@ -19,6 +19,8 @@ _SECONDS = {  # of a model of 8 billion parameters; the bar needs their ratios
     GUESS: 8,
     SEARCH: 22,
     MST: 20,
+    SPLIT: 60,
+    COMBINATIONS: 40,
 }
 
 
@@ -28,8 +30,11 @@ def silent(piece: str, done: float, what: str) -> None:
 
 def pieces(request: Request) -> Mapping[str, float]:
     """The pieces of work of a request, each with its share of all work."""
-    left_out = {EAGER, CHECKPOINT, RECIPE, INDUCTOR} if request.alone else set()
-    left_out |= {GUESS, SEARCH} if request.length is not None else set()
+    left_out = set() if request.compares_eager else {EAGER, CHECKPOINT, RECIPE}
+    left_out |= {INDUCTOR} if request.alone else set()
+    left_out |= set() if request.split else {SPLIT}
+    left_out |= {GUESS, SEARCH} if request.length is not None or request.search else set()
+    left_out |= set() if request.search else {COMBINATIONS}
     seconds = {name: s for name, s in _SECONDS.items() if name not in left_out}
     return {name: s / sum(seconds.values()) for name, s in seconds.items()}
 

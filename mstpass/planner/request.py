@@ -6,8 +6,12 @@ import dataclasses
 
 from mstpass.planner.training import Training
 
+OVERHEAD = "1.25GiB"  # CUDA's context, and what an "80 GiB" card lacks of 80 GiB
 EXPANDABLE, CACHING = "expandable", "caching"
 ALLOCATORS = (EXPANDABLE, CACHING)
+BATCH, LENGTH, RECOMPUTE = "batch", "length", "recompute"
+SEARCHED = (BATCH, LENGTH, RECOMPUTE)
+SHORTEST = 2048  # tokens of a sequence that is searched, where none are given
 LOGITS, OUTPUTS = ("model", "fp32"), ("held", "dropped")  # explained in eager_recipes.plain
 
 
@@ -19,7 +23,8 @@ class Request:
         model: a shipped name, or the path of a ``config.json``.
         device_bytes: memory of the device.
         overhead_bytes: part of the device's memory that tensors cannot use.
-        length: sequence length in tokens; None: find the longest that fits.
+        length: sequence length in tokens, on all ranks that share it; None: find the longest that
+            fits.
         logits: one of ``LOGITS``: how the eager rows compute their loss.
         outputs: one of ``OUTPUTS``: whether the training loop of the eager rows holds the model's
             outputs until the backward is over.
@@ -28,6 +33,9 @@ class Request:
         host_bytes: pinned host memory in which saved values of mst's row may wait.
         gpu: the kind of GPU, by a name of ``mstpass.gpus``, whose speed decides chunk lengths and
             times; None: this machine's, or else an H100.
+        split: find the best number of ranks that share a sequence; ``training`` has all ranks.
+        search: which of ``SEARCHED`` to choose, by the most tokens per second; a length that is
+            given is then the shortest.
         curves: also find what other lengths take, up to twice the device's memory (curve.py).
     """
 
@@ -42,4 +50,18 @@ class Request:
     alone: bool = False
     gpu: str | None = None
     host_bytes: int = 0
+    split: bool = False
+    search: frozenset[str] = frozenset()
     curves: bool = False
+
+    @property
+    def compares_eager(self) -> bool:
+        """Whether eager steps are rows to compare with; ranks exchange in compiled steps alone."""
+        return not (self.alone or self.split or self.training.shares)
+
+    @property
+    def of_rank(self) -> Request:
+        """The request with the length that a rank has of each sequence."""
+        if self.length is None:
+            return self
+        return dataclasses.replace(self, length=-(-self.length // self.training.sequence_ranks))

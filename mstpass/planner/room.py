@@ -132,8 +132,9 @@ class Room:
     def _resident(self) -> Resident:
         sizes, training = self.sizes, self.request.training
         weight_shards, state_shards = training.weight_shards, training.state_shards
+        weights = (*(training.weight_bytes * n for n in sizes.each), *sizes.frozen.each)
         return Resident(
-            weights=tuple(-(-training.weight_bytes * n // weight_shards) for n in sizes.each),
+            weights=tuple(-(-size // weight_shards) for size in weights),
             states=tuple(int(training.state_bytes * n / state_shards) for n in sizes.each),
             temporaries=tuple(int(training.temporary_bytes * n / state_shards) for n in sizes.each),
             gathered=self.fixed.gathered,
@@ -172,7 +173,7 @@ def _what_would_fit(room: Room) -> str:
     while ranks <= _MOST_RANKS and not fits(sharding="zero3", ranks=ranks):
         ranks *= 2
     if ranks <= _MOST_RANKS:
-        found.append(f"--sharding zero3 --ranks {ranks}")
+        found.append(f"--sharding zero3 --gpus {ranks}")
     if not found:
         return "No optimizer and no sharding makes it fit: choose a smaller model or more memory."
     return f"It would fit with {', or with '.join(found)}."

@@ -1,11 +1,13 @@
-"""The partition problem of one sequence length, scaled to another length.
+"""The partition problem of one sequence length, scaled to another length and another batch.
 
 The joint graph is traced with N tokens such that no other size of the model has N's prime factor
 (`traced_step.distinct_length`). The bytes of a value therefore tell whether it has N rows. At
 another length, values with N rows grow in proportion, and those of N rows and N columns, which are
 masks and scores, with the square; the time of ops and loops grows in proportion, and so does the
 workspace of attention, whose time grows with the square. A loop's chunk keeps its length, but a
-loop over groups of heads holds all tokens of one group.
+loop over groups of heads holds all tokens of one group. More sequences of the same length are as
+many tokens, but attention's time is in proportion to them. (What all sequences share, such as
+rotary embeddings, grows with them here: too much by some per cent.)
 
 This holds for lengths of many chunks, and serves to search for a length. The length that is
 reported is traced itself.
@@ -24,50 +26,69 @@ _PADDINGS = (0, 1, -1)  # transformers pads labels by one token and shifts logit
 Scale = Callable[[int], int]  # bytes at the traced length to bytes at the other one
 
 
-def scaled(problem: CutProblem, batch: int, length: int, new_length: int) -> CutProblem:
-    """``problem`` of ``batch`` sequences of ``length`` tokens, at ``new_length`` tokens."""
-    factor = new_length / length
+def scaled(
+    problem: CutProblem, batch: int, length: int, new_length: int, new_batch: int | None = None
+) -> CutProblem:
+    """``problem`` of ``batch`` sequences of ``length`` tokens, at ``new_length`` tokens.
+
+    Args:
+        new_batch: the number of sequences there; None: as many.
+    """
+    factors = _Factors(new_length / length, (new_batch or batch) / batch)
     token_counts = [batch * (length + padding) for padding in _PADDINGS]
 
     def scale(size: int) -> int:
         if size and size % length**2 == 0:
-            return int(size * factor**2)
+            return int(size * factors.tokens * factors.length)
         per_token = size and any(size % count == 0 for count in token_counts)
-        return int(size * factor) if per_token else size
+        return int(size * factors.tokens) if per_token else size
 
     # Attention within documents of a fixed length does not grow.
     growing = {v.name for v in (*problem.values, *problem.backward) if scale(v.bytes) != v.bytes}
 
     def scaled_value(value: Value) -> Value:
         attention = value.kind == CALL and _is_attention(value.name)
-        us, inner_bytes = value.us * factor, value.inner_bytes
+        us, inner_bytes = value.us * factors.tokens, value.inner_bytes
         if attention:
             grows = not growing.isdisjoint(value.inputs)
-            us = us * factor if grows else value.us
-            inner_bytes = int(inner_bytes * factor) if grows else inner_bytes
+            us = us * factors.length if grows else value.us * factors.batch
+            inner_bytes = int(inner_bytes * (factors.tokens if grows else factors.batch))
         return dataclasses.replace(value, bytes=scale(value.bytes), inner_bytes=inner_bytes, us=us)
 
     return dataclasses.replace(
         problem,
         values=tuple(map(scaled_value, problem.values)),
         backward=tuple(map(scaled_value, problem.backward)),
-        regions=tuple(_region(region, scale, factor) for region in problem.regions),
+        regions=tuple(_region(region, scale, factors) for region in problem.regions),
     )
 
 
-def _region(region: RegionModes, scale: Scale, factor: float) -> RegionModes:
+@dataclasses.dataclass(frozen=True)
+class _Factors:
+    """How many times as long each sequence is, and how many times as many sequences there are."""
+
+    length: float
+    batch: float
+
+    @property
+    def tokens(self) -> float:
+        return self.length * self.batch
+
+
+def _region(region: RegionModes, scale: Scale, factors: _Factors) -> RegionModes:
     modes = (
-        dataclasses.replace(mode, loops=tuple(_loop(loop, scale, factor) for loop in mode.loops))
+        dataclasses.replace(mode, loops=tuple(_loop(loop, scale, factors) for loop in mode.loops))
         for mode in region.modes
     )
     return dataclasses.replace(region, modes=tuple(modes))
 
 
-def _loop(loop: Loop, scale: Scale, factor: float) -> Loop:
+def _loop(loop: Loop, scale: Scale, factors: _Factors) -> Loop:
     results = tuple(dataclasses.replace(r, bytes=scale(r.bytes)) for r in loop.results)
+    us = loop.us * factors.tokens
     if not any(map(_is_attention, loop.members)):
-        return dataclasses.replace(loop, results=results, us=loop.us * factor)
-    inner_bytes, us = int(loop.inner_bytes * factor), loop.us * factor**2
+        return dataclasses.replace(loop, results=results, us=us)
+    inner_bytes, us = int(loop.inner_bytes * factors.tokens), us * factors.length
     return dataclasses.replace(loop, results=results, inner_bytes=inner_bytes, us=us)
 
 

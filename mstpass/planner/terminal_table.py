@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.table import Table
 
+from mstpass.graph.gpu_costs import LINK
 from mstpass.planner.notes import gib
 from mstpass.planner.request import CACHING
 from mstpass.planner.result import MST, TrainingPlan
-from mstpass.planner.training import OPTIMIZERS
+from mstpass.planner.training import AS_MODEL, OPTIMIZERS, Training
 
 _PARTS = ("saved", "logits", "loops", "other", "gradients", "temporaries", "gaps")
 _NAMES = {"temporaries": "optimizer step"}
@@ -19,6 +22,10 @@ def show(planned: TrainingPlan, console: Console | None = None) -> None:
     for line in _heading(planned):
         console.print(line, markup=False, highlight=False)
     console.print(_table(planned))
+    if planned.splits:
+        console.print(_splits(planned))
+    if planned.combinations:
+        console.print(_combinations(planned))
     for line in _below(planned):
         console.print(line, markup=False, highlight=False)
 
@@ -28,7 +35,7 @@ def _heading(planned: TrainingPlan) -> list[str]:
     states = OPTIMIZERS[training.optimizer].text
     device = f"{request.gpu}:" if request.gpu else "device memory"
     lines = [
-        f"{request.model}, {planned.sizes.parameters / 1e9:.2f} billion parameters, "
+        f"{request.model}, {planned.sizes.of_model / 1e9:.2f} billion parameters, "
         f"{training.dtype}, {training.optimizer} ({states}), batch {training.batch}",
         f"{device} {gib(request.device_bytes)}, {gib(request.overhead_bytes)} of it overhead",
     ]
@@ -39,6 +46,9 @@ def _heading(planned: TrainingPlan) -> list[str]:
         *(["gaps of the caching allocator"] if request.allocator == CACHING else []),
         *([f"padded documents of {training.document} tokens"] if training.document else []),
         *([f"{training.sharding} over {training.ranks}"] if training.ranks > 1 else []),
+        *([f"{training.replicas} replicas"] if training.replicas > 1 else []),
+        *([_sequences(training)] if training.shares else []),
+        *([_adapters(planned)] if training.lora else []),
     ]
     return [*lines, *([", ".join(extras)] if extras else [])]
 
@@ -53,6 +63,9 @@ def _table(planned: TrainingPlan) -> Table:
         name = row.name.replace(" ", "\n", 1)
         table.add_column(name, justify="right", style="bold" if row.name == MST else "")
     table.add_row("tokens", *(f"{row.length:,}" for row in planned.rows))
+    ranks = planned.request.training.sequence_ranks
+    if ranks > 1:
+        table.add_row("of a rank", *(f"{row.length // ranks:,}" for row in planned.rows))
     for name, sizes in _lines(planned):
         if any(sizes):
             last = name == "overhead"
@@ -79,8 +92,85 @@ def _lines(planned: TrainingPlan) -> list[tuple[str, list[int]]]:
     ]
 
 
+def _adapters(planned: TrainingPlan) -> str:
+    """What is trained, and how the rest is held."""
+    training, millions = planned.request.training, planned.sizes.parameters / 1e6
+    held = "" if training.weights == AS_MODEL else f" beside {training.weights} weights"
+    return f"LoRA of rank {training.lora}{held}: {millions:.1f} million parameters are trained"
+
+
+def _sequences(training: Training) -> str:
+    """Which ranks have which sequences."""
+    apart = f", {training.data_ranks} sequences at a time" if training.data_ranks > 1 else ""
+    return f"{training.sequence_ranks} ranks share a sequence{apart}"
+
+
+def _splits(planned: TrainingPlan) -> Table:
+    """The ways to divide the devices that were compared."""
+    given = planned.request.length is not None
+    table = Table(title="ways to divide the devices")
+    lengths = "tokens per second" if given else "longest sequence, about"
+    for name in ("data", "shards", "sequence", lengths, "communication", "fits"):
+        table.add_column(name, justify="right")
+    for split in planned.splits:
+        training, time = split.training, split.time
+        speed = time.tokens_per_s(training, split.length) if time else split.length
+        table.add_row(
+            *map(str, (training.data_ranks, training.weight_shards, training.sequence_ranks)),
+            f"{speed:,.0f}",
+            f"{100 * time.communication:.1f} %" if time else "",
+            "yes" if split.fits else "no",
+            style="bold" if training == planned.request.training else "",
+        )
+    return table
+
+
+def _combinations(planned: TrainingPlan) -> Table:
+    """The best batch and plan of each length."""
+    table = Table(title="the most tokens per second, of each length")
+    names = ("batch", "length", "memory_budget", "GiB", "tokens per second", "time of a step")
+    for name in names:
+        table.add_column(name, justify="right")
+    for each in planned.combinations:
+        chosen = (each.batch, each.length) == (
+            planned.request.training.batch,
+            planned.request.length,
+        )
+        table.add_row(
+            str(each.batch),
+            f"{each.length:,}",
+            each.memory_budget,
+            _number(each.total_bytes),
+            f"{each.tokens_per_s:,.0f}",
+            f"{each.time.total_us / 1e6:.2f} s",
+            style="bold" if chosen else "",
+        )
+    return table
+
+
+def _communication(planned: TrainingPlan) -> Iterator[str]:
+    """What devices send to each other, and how long that takes."""
+    training, time, links = planned.request.training, planned.time, planned.links
+    if time is None or links is None or not (training.shares or planned.splits):
+        return
+    speed = time.tokens_per_s(training, planned.own.length)
+    shares = (100 * us / time.total_us for us in (time.exchange_us, time.sharding_us))
+    attention, sharding = (f"{share:.1f} %" for share in shares)
+    yield (
+        f"{training.gpus} devices: {speed:,.0f} tokens per second; {100 * time.communication:.1f} "
+        f"% of the time is communication ({attention} attention's, {sharding} of weights and "
+        "gradients), if nothing overlaps (estimated)"
+    )
+    yield (
+        f"links: {links.inside_bytes_per_us / 1e3:.0f} GB/s inside of a node, "
+        f"{links.between_bytes_per_us / 1e3:.3g} between nodes, of which {100 * LINK:.0f} % are "
+        f"reached ({links.source})"
+    )
+
+
 def _below(planned: TrainingPlan) -> list[str]:
     lines = [f"{row.name}: {row.keeps}" for row in planned.rows]
+    lines += _communication(planned)
     own = planned.own
     if own.fits:
         slower = f"{100 * (own.extra_time or 0):.0f} % more time than Inductor's step (estimated)"

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from mstpass import pipeline
+from mstpass.graph.collectives import collectives_of
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.integrations.transformers_masks import no_positions_given
 from mstpass.normalize.masks_as_flags import masks_as_flags
 from mstpass.options import Options
-from mstpass.planner.models import build
+from mstpass.planner.model_step import model_step
 from mstpass.planner.scale_to_length import scaled
 from mstpass.planner.training import Training
 from mstpass.problem.op import VIEW
@@ -24,10 +22,9 @@ from mstpass.problem.problem import CutProblem, Value
 from mstpass.torch_internals.fake_tensors import FakeTensor
 from mstpass.torch_internals.graphs import tree_map
 from mstpass.torch_internals.settings import no_collection_after_tracing
-from mstpass.tracing.joint_graphs import trace_joint
+from mstpass.tracing.joint_graphs import trace_one_graph
 
 _DEVICE = torch.device("cuda", 0)  # its costs decide chunk lengths; nothing runs there
-_SHORTER = 0.99  # a length is rounded down to at least this fraction of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +33,12 @@ class TracedStep:
 
     Attributes:
         batch: sequences of the traced step.
-        length: tokens of each.
+        length: tokens of each, on one of the ranks that share it.
         problems: the problem under each ``memory_budget``.
         logits: names of the values of tokens x vocabulary.
         square_bytes: of the largest mask or scores, which have a row and a column for each token; 0
             where attention needs none.
+        exchanges: names of the collectives.
     """
 
     batch: int
@@ -48,13 +46,16 @@ class TracedStep:
     problems: Mapping[object, CutProblem]
     logits: frozenset[str]
     square_bytes: int = 0
+    exchanges: frozenset[str] = frozenset()
 
-    def problem_at(self, length: int, memory_budget: object) -> CutProblem:
-        """The problem under a budget, for sequences of ``length`` tokens."""
+    def problem_at(
+        self, length: int, memory_budget: object, batch: int | None = None
+    ) -> CutProblem:
+        """The problem under a budget, for sequences of ``length`` tokens, ``batch`` of them."""
         problem = self.problems[memory_budget]
-        if length == self.length:
+        if length == self.length and batch in (None, self.batch):
             return problem
-        return scaled(problem, self.batch, self.length, length)
+        return scaled(problem, self.batch, self.length, length, batch)
 
 
 @pipeline.collector_paused()
@@ -70,27 +71,15 @@ def trace(
     """Trace a training step and make its problem for each ``memory_budget``.
 
     Args:
-        multiple: None: the step has just ``length`` tokens. Otherwise it has about as many, a
-            multiple of this number, so that the result can be scaled (`distinct_length`).
+        multiple: as of `model_step`: with one, the result can be scaled.
         host_bytes: host memory in which saved values may wait.
         layers: trace only so many of the model's layers, the first ones (None: all).
     """
-    with torch.device("meta"):
-        model = build(config, training, layers)
-    tied = config.get_text_config().tie_word_embeddings
-    model = model.to_empty(device="cpu")  # reserved, never written
-    if tied:
-        model.tie_weights()  # type: ignore[operator]
-    if multiple is not None:
-        length = distinct_length({n for p in model.parameters() for n in p.shape}, length, multiple)
-    ids_BS = torch.zeros(training.batch, length, dtype=torch.long)
 
-    def loss_of(ids_BS: Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled=training.dtype == "autocast"):
-            return model(input_ids=ids_BS, labels=ids_BS).loss
-
-    def take(module: fx.GraphModule, num_fwd_outputs: int) -> TracedStep:
-        _move_to_gpu(module)
+    def take(module: fx.GraphModule, torch_kwargs: Mapping[str, Any]) -> TracedStep:
+        num_fwd_outputs = torch_kwargs["num_fwd_outputs"]
+        if step.device is None:
+            _move_to_gpu(module)
         logits = _logits(module, config.vocab_size)
         problems = {}
         for budget in budgets:
@@ -101,30 +90,16 @@ def trace(
             )
             assert result.problem is not None
             problems[budget] = _with_sharded_gradients(result.problem, training)
-        squares = _square_bytes(masks_as_flags(JointGraph(module, num_fwd_outputs)).joint, length)
-        return TracedStep(training.batch, length, problems, logits, squares)
+        joint = masks_as_flags(JointGraph(module, num_fwd_outputs)).joint
+        squares = _square_bytes(joint, step.length * training.sequence_ranks)
+        exchanges = frozenset(node.name for node in collectives_of(joint))
+        return TracedStep(training.batch, step.length, problems, logits, squares, exchanges)
 
-    # without positions, as ``mstpass.compile(model)`` says
-    with no_collection_after_tracing(), no_positions_given(model):
-        return trace_joint(loss_of, (ids_BS,), take)
-
-
-def distinct_length(dims: Collection[int], length: int, multiple: int) -> int:
-    """A multiple near ``length`` that has a prime factor which no dim of a parameter has.
-
-    The number of bytes of a value then tells whether the value has a row for each token.
-    """
-
-    def is_distinct(length: int) -> bool:
-        rest, common = length, math.lcm(*dims)
-        while (shared := math.gcd(rest, common)) > 1:
-            rest //= shared
-        return rest > 1
-
-    start = max(multiple, length // multiple * multiple)
-    shorter = range(start, int(_SHORTER * start), -multiple)
-    longer = itertools.count(start + multiple, multiple)
-    return next(n for n in itertools.chain(shorter, longer) if is_distinct(n))
+    with (
+        model_step(config, training, length, multiple, layers) as step,
+        no_collection_after_tracing(),
+    ):
+        return trace_one_graph(step.loss_of, (), step.inputs, take, device=step.device)
 
 
 def _move_to_gpu(module: fx.GraphModule) -> None:

@@ -8,6 +8,9 @@ SHARDINGS = ("none", "zero1", "zero2", "zero3")
 DTYPES = ("bf16", "fp32", "autocast")
 MODEL, FLASH = "model", "flash"
 ATTENTIONS = (MODEL, FLASH)
+ALL = "all"
+AS_MODEL, NF4 = "model", "nf4"
+WEIGHTS = (AS_MODEL, NF4)
 OPTIMIZER_STEPS = ("fused", "compiled", "foreach")
 _SCALE_BYTES = 4 / 256  # 8-bit states: an fp32 scale for each block of 256 (bitsandbytes)
 _MASTER_BYTES = 4
@@ -61,10 +64,15 @@ class Training:
             nothing; ``"foreach"`` allocates ``Optimizer.temporaries``.
         sharding: one of ``SHARDINGS``, the stages of ZeRO.
         ranks: number of devices that the sharding divides by.
+        replicas: number of such groups of devices, each with everything that the others have.
+        sequence_ranks: number of devices that share each sequence.
         batch: sequences per device.
         document: number of tokens of a sequence that are not padding; None: all of them.
         attention: ``"model"``: what transformers chooses for the model, with the masks that a
             compiled model builds for it. ``"flash"``: FlashAttention-2, which needs no masks.
+        lora: the rank of adapters beside frozen weights; 0: all weights are trained.
+        target: the linear layers that have adapters, by name: ``"q_proj,v_proj"``; or ``ALL``.
+        weights: how the frozen weights of linear layers are held, one of ``WEIGHTS``.
     """
 
     dtype: str = "bf16"
@@ -74,9 +82,14 @@ class Training:
     optimizer_step: str = "fused"
     sharding: str = "none"
     ranks: int = 1
+    replicas: int = 1
+    sequence_ranks: int = 1
     batch: int = 1
     document: int | None = None
     attention: str = MODEL
+    lora: int = 0
+    target: str = ALL
+    weights: str = AS_MODEL
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -85,15 +98,35 @@ class Training:
             ("optimizer_step", self.optimizer_step, OPTIMIZER_STEPS),
             ("sharding", self.sharding, SHARDINGS),
             ("attention", self.attention, ATTENTIONS),
+            ("weights", self.weights, WEIGHTS),
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         if self.ranks < 1 or self.batch < 1:
             raise ValueError(f"ranks={self.ranks}, batch={self.batch}: both must be at least 1")
+        if self.gpus % self.sequence_ranks:
+            raise ValueError(f"sequence_ranks={self.sequence_ranks} do not divide {self.gpus} GPUs")
+        if self.weights != AS_MODEL and not self.lora:
+            raise ValueError(f"weights={self.weights!r} have no gradients: they need lora")
         if self.document is not None and self.attention != FLASH:
             raise ValueError(
                 f"document={self.document} needs attention={FLASH!r}: it skips padding"
             )
+
+    @property
+    def gpus(self) -> int:
+        """Number of devices in all."""
+        return self.ranks * self.replicas
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of groups of devices that have sequences of their own."""
+        return self.gpus // self.sequence_ranks
+
+    @property
+    def shares(self) -> bool:
+        """Whether devices share sequences."""
+        return self.sequence_ranks > 1
 
     @property
     def weight_bytes(self) -> int:

@@ -51,6 +51,17 @@ def overloads(names: tuple[str, ...]) -> list[OpOverload]:
     return found
 
 
+def group_size(name: str) -> int:
+    """The number of ranks of a process group; 0 if this process has no group of this name."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0
+    try:
+        c10d: Any = dist.distributed_c10d
+        return int(c10d._resolve_process_group(name).size())
+    except (RuntimeError, ValueError):  # a graph of another process
+        return 0
+
+
 # ---- data-parallel wrappers ----------------------------------------------------------------------
 DDP, FSDP2 = "DDP", "FSDP2"
 

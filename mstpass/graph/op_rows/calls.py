@@ -14,7 +14,7 @@ import torch
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.linearity import linear_matmul
 from mstpass.graph.op_rows import row
-from mstpass.graph.op_rows.row import HEAVY, PINNED, Attention, Factors, FlexArguments, Row
+from mstpass.graph.op_rows.row import CHEAP, HEAVY, PINNED, Attention, Factors, FlexArguments, Row
 from mstpass.graph.token_rules import collectives, grouped_matmul, matmul, scaled_matmul
 from mstpass.problem.op import POINTWISE, REALIZED, VIEW
 from mstpass.torch_internals.collectives import ALL_TO_ALL_OF_DTENSOR, NAMESPACE, WAITS, overloads
@@ -183,6 +183,11 @@ def other_rows() -> dict[Any, Row]:
         **dict.fromkeys(
             ("prims::inductor_random", "prims::inductor_randint"),
             Row("other", mixes=random, repeat=PINNED),
+        ),
+        # Frozen weights in 4 bits: a layer's weight is made again rather than kept for backward.
+        **dict.fromkeys(
+            ("bitsandbytes::dequantize_4bit", "mstpass::dequantize_nf4"),
+            Row("other", repeat=CHEAP),
         ),
         "mst_loop": Row("other", repeat=HEAVY),  # the mode of its region says whether it may
         "mstpass::realize": Row("other", runs=REALIZED, repeat=PINNED),

@@ -170,6 +170,15 @@ def exchanges(own: Any) -> None:
     """
 
 
+def pretended_ranks(own: Any) -> None:
+    """A process group whose other ranks do not exist, for plans of one rank."""
+    if not torch.distributed.is_available() or torch.distributed.is_initialized():
+        return
+    with own.pretended_ranks(2, 1):
+        expect(torch.distributed.get_rank() == 1, "this is not the rank that was asked for")
+    expect(not torch.distributed.is_initialized(), "the process group is still there")
+
+
 def attention_blocks(own: Any) -> None:
     """Attention to a block of keys, with the logarithm of its sum of exponentials."""
     query, key = torch.eye(8)[None, None, :2], torch.eye(8)[None, None]

@@ -26,6 +26,7 @@ LOST = {
     "traces": "the explainer, the planner and the linter trace no step of FSDP2",
     "speed": "a step that is explained for another device than its own is traced in more time",
     "sequences": "no sequence is shared by ranks",
+    "plans": "no sequence that ranks share is planned",
     "gpu": "no step is planned or compiled for a GPU that is not there",
 }
 # Of each probe its name, the file of this package that it is for, what is lost where it fails, and
@@ -128,6 +129,8 @@ exchanges               exchanges               sequences
     torch.distributed._functional_collectives: all_to_all_single(self, output_split_sizes,
         input_split_sizes, group), all_to_all_single_autograd(self, output_split_sizes,
         input_split_sizes, group), wait_tensor
+pretended_ranks         pretended_ranks         plans
+    torch.testing._internal.distributed.fake_pg: FakeStore
 attention_blocks        attention_blocks        sequences
     torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu,
         _scaled_dot_product_flash_attention_for_cpu_backward, _scaled_dot_product_flash_attention,
@@ -137,7 +140,7 @@ compiler_collectives    collectives             loops
     torch._dynamo.distributed: get_compile_pg
     torch._guards: CompileContext.current_compile_id, CompileId
     torch._subclasses.fake_tensor: unset_fake_temporarily
-    torch.distributed.distributed_c10d: _get_default_store
+    torch.distributed.distributed_c10d: _get_default_store, _resolve_process_group(group_name)
     torch.utils._mode_utils: no_dispatch
 data_parallel           collectives             loops
     torch._dynamo.backends.distributed: propagate_dynamo_source
@@ -288,6 +291,7 @@ pretended_triton        pretended_triton        gpu
 _APPLIES: dict[str, Callable[[], bool]] = {
     "fsdp_states": torch.distributed.is_available,
     "data_parallel": torch.distributed.is_available,
+    "pretended_ranks": torch.distributed.is_available,
     "pretended_triton": lambda: find_spec("triton") is not None,
 }
 _COMMA = re.compile(r", (?![^(]*\))")  # none between parameters

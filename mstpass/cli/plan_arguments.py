@@ -1,0 +1,348 @@
+"""The arguments of ``mstpass plan``: the parser, what contradicts itself, and the request."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from mstpass.argument_parsers import add_gpu, byte_size, command_parser, count
+from mstpass.gpus import gpu
+from mstpass.planner.request import (
+    ALLOCATORS,
+    BATCH,
+    EXPANDABLE,
+    LENGTH,
+    LOGITS,
+    OUTPUTS,
+    OVERHEAD,
+    SEARCHED,
+    SHORTEST,
+    Request,
+)
+from mstpass.planner.training import (
+    ALL,
+    AS_MODEL,
+    ATTENTIONS,
+    DTYPES,
+    FLASH,
+    MODEL,
+    OPTIMIZER_STEPS,
+    OPTIMIZERS,
+    SHARDINGS,
+    WEIGHTS,
+    Training,
+)
+
+_PICTURES = ".png, .svg, .pdf"
+_HOST_MEMORY = "128GiB"
+_BEST = 0  # number of ranks that share a sequence: the best one
+
+_DESCRIPTION = """\
+Find the longest sequence that a training step can have on a device, or with
+--sequence the cheapest plan that fits. The step is traced on fake tensors, so
+neither a GPU nor weights are needed. The table also shows what eager mode,
+checkpointing, Inductor and the MST recipe need. With --gpus it is about one
+of them, which may share weights, gradients, states and each sequence."""
+
+_EXAMPLES = """\
+examples:
+  mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit
+  mstpass plan --model llama3-8b --gpu h200 --sequence 65536
+  mstpass plan --model llama3-70b --device-memory 80GiB \\
+               --sharding zero3 --gpus 16 --alone
+  mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit \\
+               --gpus 8 --sharding fsdp --sequence-parallel
+  mstpass plan --model llama3-8b --gpu 4090 --lora 16 --weights nf4 --alone
+  mstpass plan --model llama3.2-1b --gpu h100 --search batch,length,recompute
+  mstpass plan --model llama3-8b --device-memory 80GiB --optimizer adamw-8bit \\
+               --offload --host-memory 256GiB
+  mstpass plan --model path/to/config.json --device-memory 24GiB --json
+
+exit codes: 0 it fits, 1 it does not fit or its step cannot be traced,
+2 wrong arguments"""
+
+
+def parser_of_plan() -> argparse.ArgumentParser:
+    parser = command_parser("mstpass plan", _DESCRIPTION, _EXAMPLES)
+    _add_step(parser.add_argument_group("model, device and step"))
+    _add_training(parser.add_argument_group("training"))
+    _add_adapters(parser.add_argument_group("adapters"))
+    _add_ranks(parser.add_argument_group("several GPUs"))
+    _add_comparison(parser.add_argument_group("allocator, and the rows to compare with"))
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help=f"draw the longest sequence against the memory of the device ({_PICTURES})",
+    )
+    return parser
+
+
+def _add_step(group: Any) -> None:
+    add = group.add_argument
+    add("--model", required=True, help="a name such as llama3-8b, or the path of a config.json")
+    add_gpu(group)
+    add(
+        "--device-memory",
+        dest="device_bytes",
+        type=byte_size,
+        metavar="SIZE",
+        help="such as 80GiB; required without --gpu (default: that of --gpu)",
+    )
+    add(
+        "--overhead",
+        dest="overhead_bytes",
+        type=byte_size,
+        default=OVERHEAD,
+        metavar="SIZE",
+        help="device memory that tensors cannot use, such as CUDA's context (default: %(default)s)",
+    )
+    add("--sequence", dest="length", type=count, metavar="TOKENS", help="plan this sequence length")
+    add(
+        "--search",
+        type=_searched,
+        default=frozenset(),
+        metavar="NAMES",
+        help=f"choose these, some of {','.join(SEARCHED)}, by the most tokens per second that fit; "
+        f"with {LENGTH} among them, --sequence is the shortest length (default of it: "
+        f"{SHORTEST:,})",
+    )
+    add("--batch", type=count, default=1, help="sequences on one device (default: %(default)s)")
+    add(
+        "--attention",
+        choices=ATTENTIONS,
+        help="model: the model's own, with the masks that it needs when it is compiled; flash: "
+        "FlashAttention-2, which needs none (default: model, with --document flash)",
+    )
+    add(
+        "--document",
+        type=count,
+        metavar="TOKENS",
+        help="tokens of a sequence that are not padding, which attention skips (default: all)",
+    )
+
+
+def _searched(text: str) -> frozenset[str]:
+    """Names such as ``batch,length``."""
+    names = frozenset(text.split(","))
+    if not names <= {*SEARCHED}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(SEARCHED)}")
+    return names
+
+
+def _add_training(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="bf16",
+        help="of weights and activations; autocast has fp32 weights and bf16 matrix products "
+        "(default: %(default)s)",
+    )
+    states = "; ".join(f"{name}: {optimizer.text}" for name, optimizer in OPTIMIZERS.items())
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help=f"{states} (default: %(default)s)")
+    add("--master-weights", action="store_true", help="keep an fp32 copy of bf16 weights")
+    add(
+        "--optimizer-in-backward",
+        action="store_true",
+        help="use each gradient as soon as it is complete, and free it",
+    )
+    add(
+        "--optimizer-step",
+        choices=OPTIMIZER_STEPS,
+        default="fused",
+        help="foreach, the default of torch.optim, needs temporary values for all parameters at "
+        'once; compiled: torch.compile(optimizer.step, backend="mst") (default: %(default)s)',
+    )
+
+
+def _add_adapters(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--lora",
+        type=count,
+        default=0,
+        metavar="RANK",
+        help="train adapters of this rank, beside frozen weights (peft)",
+    )
+    add(
+        "--target",
+        default=ALL,
+        metavar="NAMES",
+        help="linear layers with adapters, such as q_proj,v_proj (default: all but the head)",
+    )
+    add(
+        "--weights",
+        choices=WEIGHTS,
+        default=AS_MODEL,
+        help="of frozen linear layers; nf4: in 4 bits (bitsandbytes), needs --lora (default: "
+        "%(default)s, of --dtype)",
+    )
+
+
+def _add_ranks(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--sharding",
+        choices=(*SHARDINGS, "fsdp"),
+        default="none",
+        help="fsdp is zero3 (default: %(default)s)",
+    )
+    add(
+        "--gpus",
+        "--ranks",
+        dest="ranks",
+        type=count,
+        default=1,
+        metavar="N",
+        help="devices, which share the sharded parts (default: %(default)s)",
+    )
+    add(
+        "--sequence-parallel",
+        dest="sequence_ranks",
+        type=count,
+        nargs="?",
+        const=_BEST,
+        default=1,
+        metavar="RANKS",
+        help="ranks that share each sequence, as mstpass.sequence_parallel does; without a number, "
+        "the best one: of the longest sequence or, with --sequence, of the most tokens per second",
+    )
+
+
+def _add_comparison(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--allocator",
+        choices=ALLOCATORS,
+        default=EXPANDABLE,
+        help="expandable: PyTorch's allocator with expandable_segments:True, which leaves no gaps; "
+        "caching: its default, with simulated gaps (default: %(default)s)",
+    )
+    add(
+        "--logits",
+        choices=LOGITS,
+        default="model",
+        help="of the eager rows; fp32: cast to float32, as transformers did before 4.45 "
+        "(default: %(default)s)",
+    )
+    add(
+        "--outputs",
+        choices=OUTPUTS,
+        default="held",
+        help="of the eager rows; held: the loop keeps the model's outputs until backward is over, "
+        "as `outputs = model(...)` does (default: %(default)s)",
+    )
+    add(
+        "--offload",
+        action="store_true",
+        help="saved values of mst's row may wait in host memory, as with the option host_budget",
+    )
+    add(
+        "--host-memory",
+        type=byte_size,
+        metavar="SIZE",
+        help=f"how much of it, for one device (default: {_HOST_MEMORY}); needs --offload",
+    )
+    add("--alone", action="store_true", help="plan mst's row only, which is faster")
+
+
+def check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """End the program with a message if arguments contradict each other."""
+    if given.device_bytes is None and given.gpu is None:
+        parser.error("--gpu or --device-memory is required: say how much memory the device has")
+    if given.document is not None and given.attention == MODEL:
+        parser.error("--document needs --attention flash, which skips padding")
+    if given.host_memory is not None and not given.offload:
+        parser.error("--host-memory is of use only with --offload")
+    if given.plot is not None and given.length is not None:
+        parser.error("--plot draws the longest sequence; leave out --sequence")
+    if given.sharding != "none" and given.ranks < 2:
+        parser.error(f"--sharding {given.sharding} needs --gpus of at least 2")
+    if not given.lora and (given.weights != AS_MODEL or given.target != ALL):
+        parser.error("--weights nf4 and --target need --lora: without it, all weights are trained")
+    if given.search:
+        _check_search(parser, given)
+    if given.sequence_ranks != 1:
+        _check_sequences(parser, given)
+    if given.optimizer_in_backward and given.sharding != "none":
+        parser.error("--optimizer-in-backward works only with --sharding none")
+    if given.master_weights and given.dtype != "bf16":
+        parser.error("--master-weights needs --dtype bf16: other weights are fp32 already")
+    if given.optimizer_step == "foreach" and not OPTIMIZERS[given.optimizer].temporaries:
+        parser.error(
+            "--optimizer-step foreach works only with AdamW optimizers, not with "
+            f"--optimizer {given.optimizer}"
+        )
+
+
+def _check_search(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """The same for a search."""
+    if LENGTH not in given.search and given.length is None:
+        parser.error(f"--search without {LENGTH} needs --sequence: the length to plan")
+    if BATCH in given.search and given.batch != 1:
+        parser.error(f"--search {BATCH} chooses the batch: leave out --batch")
+    if given.sequence_ranks == _BEST:
+        parser.error(
+            "--search needs the number of ranks that share a sequence: --sequence-parallel RANKS"
+        )
+    if given.plot is not None:
+        parser.error("--plot draws the longest sequence; leave out --search")
+
+
+def _check_sequences(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """The same for ranks that share sequences."""
+    if given.ranks < 2:
+        parser.error("--sequence-parallel needs --gpus of at least 2: ranks share each sequence")
+    if given.sequence_ranks != _BEST and given.ranks % given.sequence_ranks:
+        parser.error(
+            f"--sequence-parallel {given.sequence_ranks} does not divide --gpus {given.ranks}: "
+            "each GPU is in one group of ranks that share a sequence"
+        )
+    if given.attention == FLASH or given.document is not None:
+        parser.error(
+            "--sequence-parallel has an attention of its own, which exchanges between ranks: leave "
+            "out --attention flash and --document"
+        )
+    if given.plot is not None:
+        parser.error("--plot draws one device: leave out --sequence-parallel")
+
+
+def check_picture(parser: argparse.ArgumentParser, path: Path) -> None:
+    """End the program with a message if the picture could not be written."""
+    if path.suffix.lower() not in _PICTURES.split(", "):
+        parser.error(f"--plot {path}: choose a name that ends in one of {_PICTURES}")
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        parser.error(f"--plot {path}: cannot write this file: {error.strerror}")
+    if is_new:
+        path.unlink()
+
+
+def request_of(given: argparse.Namespace) -> Request:
+    if given.sharding == "fsdp":
+        given.sharding = "zero3"
+    if given.attention is None:
+        given.attention = MODEL if given.document is None else FLASH
+    if given.device_bytes is None:
+        given.device_bytes = gpu(given.gpu).memory_bytes
+    split = given.sequence_ranks == _BEST
+    given.sequence_ranks = max(1, given.sequence_ranks)
+    return Request(
+        **_values_of(Request, given),
+        split=split,
+        training=Training(**_values_of(Training, given)),
+        curves=given.plot is not None,
+        host_bytes=(given.host_memory or byte_size(_HOST_MEMORY)) if given.offload else 0,
+    )
+
+
+def _values_of(kind: type[Any], given: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that are attributes of a dataclass."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in vars(given).items() if name in names}
