@@ -172,11 +172,9 @@ def _least(problem: CutProblem) -> MeasuredPlan:
             deeper = family.third_level(_lowered(lowest))
             lowest = deeper.candidate if deeper else lowest
     equal_bytes = int(TIE * _lowered(lowest))
-    plans = [slack_spent(problem, lowest.plan, 0)]
-    for family in (first, *others):
-        if family.least_compared_bytes <= equal_bytes and _lowered(family.lowest) <= equal_bytes:
-            plans.append(family.least)
-    return min(plans, key=_us)
+    candidates = (f for f in (first, *others) if f.least_compared_bytes <= equal_bytes)
+    equal = [family.least for family in candidates if _lowered(family.lowest) <= equal_bytes]
+    return min((slack_spent(problem, lowest.plan, 0), *equal), key=_us)
 
 
 def _lowered(candidate: Candidate) -> int:
