@@ -140,7 +140,7 @@ compiler_collectives    collectives             loops
     torch._dynamo.distributed: get_compile_pg
     torch._guards: CompileContext.current_compile_id, CompileId
     torch._subclasses.fake_tensor: unset_fake_temporarily
-    torch.distributed.distributed_c10d: _get_default_store, _resolve_process_group(group_name)
+    torch.distributed.distributed_c10d: _get_default_store, _resolve_process_group
     torch.utils._mode_utils: no_dispatch
 data_parallel           collectives             loops
     torch._dynamo.backends.distributed: propagate_dynamo_source
