@@ -104,7 +104,7 @@ class Split:
                 f"{heads} attention heads do not divide among {size} ranks: take a number of "
                 "ranks that divides them, or method='ring'"
             )
-        if not heads_divide(heads, size, groups):
+        if divide and not heads_divide(heads, size, groups):
             raise ValueError(
                 f"{heads} attention heads on {size} ranks are {heads // size} a rank, which do "
                 f"not divide into head_groups={groups}"
