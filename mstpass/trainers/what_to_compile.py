@@ -10,18 +10,34 @@ import torch
 from mstpass import compiling
 from mstpass.integrations.transformers_masks import says_whether_packed
 from mstpass.options import Options
+from mstpass.sequences.attention import Method
+from mstpass.sequences.ranks import Group
 from mstpass.trainers.exchange import TrainerError
+from mstpass.trainers.shared_sequences import check_shares, share_sequences
 from mstpass.trainers.trl_head import KNOWN_VERSIONS, compile_fused_head, has_fused_head
 
 _LANGUAGE_MODELS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 
 
-def compile_trainer(trainer: Any, *, dynamic: bool | None = None, **options: Any) -> str:
+def compile_trainer(
+    trainer: Any,
+    *,
+    dynamic: bool | None = None,
+    sequence_parallel: bool | Group = False,
+    method: Method = "auto",
+    head_groups: int = 1,
+    **options: Any,
+) -> str:
     """Compile what a trainer runs in each step, with its LM head and loss in chunks; in place.
 
     Args:
         trainer: a ``transformers.Trainer``, or one of TRL's trainers, before ``train()``.
         dynamic: as for ``torch.compile``: True, if the lengths of batches vary.
+        sequence_parallel: True, if all ranks share each sequence, or the process group or
+            one-dimensional device mesh of this rank's sequence: each rank then computes a part of
+            its tokens. For transformers' Trainer with the model's own loss, and TRL's SFT.
+        method: as for `mstpass.sequence_parallel`, how attention exchanges between these ranks.
+        head_groups: likewise.
         options: the options of the backend, as in ``torch.compile(..., options=...)``.
 
     Returns:
@@ -29,12 +45,29 @@ def compile_trainer(trainer: Any, *, dynamic: bool | None = None, **options: Any
 
     Raises:
         TrainerError: the trainer is set up so that its head cannot run in chunks, or TRL has a
-            version that mstpass does not know. The message says what to change.
+            version that mstpass does not know, or its ranks cannot share sequences. The message
+            says what to change.
+        ValueError: the model's sequences cannot be shared.
         OptionError: an option has an unknown name or a bad value.
     """
     Options.parse(options)
     _refuse_two_compilers(trainer)
     compiled = functools.partial(torch.compile, backend="mst", dynamic=dynamic, options=options)
+    shared = ""
+    if sequence_parallel is not False and sequence_parallel is not None:
+        check_shares(trainer)
+        group = None if sequence_parallel is True else sequence_parallel
+        shared = f"; {share_sequences(trainer, group, method, head_groups)}"
+    elif (method, head_groups) != ("auto", 1):
+        raise TrainerError(
+            f"method={method!r} and head_groups={head_groups} say how ranks share a sequence, and "
+            "sequence_parallel is not given: add sequence_parallel=True, or leave them out"
+        )
+    return _compiled(trainer, compiled, dynamic, options) + shared
+
+
+def _compiled(trainer: Any, compiled: Any, dynamic: bool | None, options: dict[str, Any]) -> str:
+    """Compile what fits the trainer, and say what it was."""
     if has_fused_head(trainer.model):
         compile_fused_head(trainer.model, compiled, _entropy_has_gradient(trainer))
         return (
