@@ -234,6 +234,7 @@ def _share_loss(trainer: Any, ranks: Ranks) -> None:
     trainer.get_batch_samples = get_batch_samples
     trainer.compute_loss = compute_loss
     trainer.prediction_step = prediction_step
+    trainer.gather_function = trainer.accelerator.gather_for_metrics  # it has the former one
     trainer.get_cp_size = lambda: ranks.size
     trainer.floating_point_ops = lambda inputs: own_flops(inputs) / ranks.size
     if hasattr(trainer, "_tp_size"):  # TRL's SFT: how many ranks count the same tokens
