@@ -58,3 +58,82 @@ def test_two_ranks() -> None:
     _is_one_process(found["trainer_shared"], shared_trainers.trainer)
     if sft:
         _is_one_process(found["sft_shared"], shared_trainers.sft)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["each_ranks_mean", "packed", "encoder", "ring", "sft_packed"])
+def test_other_batches_and_models(case: str) -> None:
+    if case.startswith("sft"):
+        pytest.importorskip("trl")
+    found = run_ranks("shared_trainers", [f"{case}_shared"])
+    build = "trainer" if case == "ring" else case
+    _is_one_process(found[f"{case}_shared"], getattr(shared_trainers, build))
+
+
+@pytest.mark.full
+def test_two_sequences_of_two_ranks() -> None:
+    """Two rows on each pair of ranks are four in one process."""
+    found = run_ranks("shared_trainers", ["of_a_mesh"], ranks=4)["of_a_mesh"]
+    assert found[0]["said"].endswith("2 sequences at a time, each on 2 ranks")
+    wide = {f"per_device_{when}_batch_size": 4 for when in ("train", "eval")}
+    _is_one_process(found, lambda: shared_trainers.in_order(**wide))
+
+
+# ---- what is refused, in one process -------------------------------------------------------------
+def _refusal(built: Any, **how: Any) -> str:
+    with pytest.raises(TrainerError) as found:
+        mstpass.compile_trainer(built, **{"sequence_parallel": True, **how})
+    return str(found.value)
+
+
+def test_losses_of_whole_sequences_are_refused() -> None:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return outputs.logits.mean()
+
+    class Own(shared_trainers.Trainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    smoothed = shared_trainers.trainer(label_smoothing_factor=0.1)
+    assert "sequence_parallel and label_smoothing_factor: it reads" in _refusal(smoothed)
+    built = shared_trainers.trainer()
+    built.compute_loss_func = loss
+    assert "sequence_parallel and compute_loss_func: it reads" in _refusal(built)
+    built = shared_trainers.trainer()
+    built.__class__ = Own
+    said = _refusal(built)
+    assert "sequence_parallel and Own.compute_loss: it reads" in said
+    assert "mstpass.shard_sequence" in said
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "GRPOTrainer", "RewardTrainer"])
+def test_losses_of_trl_s_other_trainers_are_refused(kind: str) -> None:
+    trl = pytest.importorskip("trl")
+    built = shared_trainers.trainer()
+    built.__class__ = getattr(trl, kind)
+    assert f"sequence_parallel and {kind}.compute_loss: it reads" in _refusal(built)
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    built = shared_trainers.trainer()
+    built.compute_metrics = dict
+    assert "sequence_parallel and compute_metrics: metrics read logits" in _refusal(built)
+    counts = shared_trainers.trainer(include_num_input_tokens_seen=True)
+    assert "include_num_input_tokens_seen: the trainer would count" in _refusal(counts)
+    built = shared_trainers.trainer()
+    built.model._tp_size = 2
+    assert "ParallelismConfig(tp_size): both divide" in _refusal(built)
+    built = shared_trainers.trainer()
+    built.is_deepspeed_enabled = True
+    assert "sequence_parallel and DeepSpeed: its engine has an Ulysses" in _refusal(built)
+    built = shared_trainers.trainer()
+    built.accelerator.dataloader_config.dispatch_batches = True
+    assert "sequence_parallel and dispatch_batches=True: one process" in _refusal(built)
+    built = shared_trainers.trainer()
+    built.aux_loss_enabled = True
+    assert "router_aux_loss_coef: a load-balancing loss" in _refusal(built)
+    bert = shared_trainers.trainer(model="Bert MaskedLM")
+    assert "BertForMaskedLM: the model averages its loss" in _refusal(bert)
+    assert "runs in one process: start it with torchrun" in _refusal(shared_trainers.trainer())
+    alone = _refusal(shared_trainers.trainer(), sequence_parallel=False, method="ring")
+    assert "sequence_parallel is not given" in alone
