@@ -174,8 +174,14 @@ def of_a_mesh() -> dict[str, Any]:
 
 
 def in_order(**changes: Any) -> Trainer:
-    """Rows in their order, so that two ranks of two rows have those of one with four."""
-    return trainer(train_sampling_strategy="sequential", **changes)
+    """Rows in their order, so that two ranks of two rows have those of one with four.
+
+    Five rows to evaluate would be filled up to eight, as Accelerate has it, of which four ranks
+    compute the mean.
+    """
+    built = trainer(train_sampling_strategy="sequential", **changes)
+    built.eval_dataset = rows()[:4]
+    return built
 
 
 def refusals() -> dict[str, str]:
