@@ -66,8 +66,8 @@ def test_logits_of_16_bits(device: str) -> None:
     assert kinds(report) == [("lm_head", "recompute")], str(report)
 
 
-# What verl returns (an entropy too, responses alone) keeps one value as large as the logits, and its
-# head takes a second product to run in chunks: without a budget the plan leaves it whole.
+# Of what verl returns, one value as large as the logits is kept, and its head would need a second
+# product to run in chunks: without a budget the plan leaves it whole.
 FREE = [*INSIDE, "openrlhf outside", "nemo outside"]
 LEAST = [*INSIDE, *(f"{name} outside" for name in OUTSIDE)]
 
