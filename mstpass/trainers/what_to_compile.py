@@ -68,13 +68,14 @@ def compile_trainer(
 
 def _compiled(trainer: Any, compiled: Any, dynamic: bool | None, options: dict[str, Any]) -> str:
     """Compile what fits the trainer, and say what it was."""
-    if has_fused_head(trainer.model):
+    fused = has_fused_head(trainer.model)
+    if fused and _calls_fused_head(trainer):
         compile_fused_head(trainer.model, compiled, _entropy_has_gradient(trainer))
         return (
             "TRL's fused LM head, with the model: log-probabilities and metrics of all tokens in "
             "chunks; generation, evaluation and reference models run as before"
         )
-    if _is_of_trl(trainer, _LANGUAGE_MODELS):
+    if not fused and _is_of_trl(trainer, _LANGUAGE_MODELS):
         raise TrainerError(
             f"mstpass.compile_trainer knows TRL {KNOWN_VERSIONS}, where the model of a "
             f"{type(trainer).__name__} has a fused LM head; the model of this one has none. "
@@ -105,6 +106,16 @@ def _reads_the_models_loss(trainer: Any) -> bool:
     others = (kind for kind in type(trainer).__mro__ if kind.__module__ != "transformers.trainer")
     own = any("compute_loss" in vars(kind) for kind in others)
     return not own and trainer.label_smoother is None and trainer.compute_loss_func is None
+
+
+def _calls_fused_head(trainer: Any) -> bool:
+    """Whether ``compute_loss`` is one of TRL's that do, or goes on to one.
+
+    A trainer that is built on SFT's has the head and may not call it, as TRL's GKD.
+    """
+    kind = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    calls_super = "super" in kind.compute_loss.__code__.co_names
+    return kind.__name__ in _LANGUAGE_MODELS or calls_super
 
 
 def _entropy_has_gradient(trainer: Any) -> bool:
