@@ -37,7 +37,7 @@ from mstpass.sequences.batch import labels_that_count, shard_sequence
 from mstpass.sequences.huggingface import sequence_parallel
 from mstpass.sequences.model_checks import CAUSAL_LOSS, has_own_loss, loss_of
 from mstpass.sequences.ranks import Group, Ranks, ranks_of, sum_over
-from mstpass.trainers.exchange import TrainerError, with_globals
+from mstpass.trainers.exchange import TrainerError, computes_loss, with_globals
 from mstpass.trainers.trl_head import base_model
 
 
@@ -142,7 +142,7 @@ def _reader_of_whole_sequences(trainer: Any) -> str | None:
         return "label_smoothing_factor"
     if trainer.compute_loss_func is not None:
         return "compute_loss_func"
-    kind = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    kind = computes_loss(trainer)
     of_sft = kind.__name__ == "SFTTrainer" and kind.__module__.startswith("trl.")
     known = of_sft or kind.__module__ == "transformers.trainer"
     return None if known else f"{kind.__name__}.compute_loss"

@@ -12,7 +12,7 @@ from mstpass.integrations.transformers_masks import says_whether_packed
 from mstpass.options import Options
 from mstpass.sequences.attention import Method
 from mstpass.sequences.ranks import Group
-from mstpass.trainers.exchange import TrainerError
+from mstpass.trainers.exchange import TrainerError, computes_loss
 from mstpass.trainers.shared_sequences import check_shares, share_sequences
 from mstpass.trainers.trl_head import KNOWN_VERSIONS, compile_fused_head, has_fused_head
 
@@ -113,7 +113,7 @@ def _calls_fused_head(trainer: Any) -> bool:
 
     A trainer that is built on SFT's has the head and may not call it, as TRL's GKD.
     """
-    kind = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    kind = computes_loss(trainer)
     calls_super = "super" in kind.compute_loss.__code__.co_names
     return kind.__name__ in _LANGUAGE_MODELS or calls_super
 
