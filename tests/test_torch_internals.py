@@ -252,6 +252,7 @@ _OTHERS = {
         "_can_set_attn_implementation",
         "_prepare_inputs",
         "_entropy_bonus_enabled",
+        "_tp_size",
     ),
 }
 _OPS = ("aten", "prims", "torch.ops.aten")  # ops, some of whose names begin with an underscore

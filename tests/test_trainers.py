@@ -365,6 +365,47 @@ def test_trl(build, tmp_path):
     assert heads() and {head.kind for head in heads()} == {"lm_head"}
 
 
+def gkd(folder):
+    pytest.importorskip("trl")
+    from datasets import Dataset
+    from trl.experimental import gkd as library
+
+    rows = [
+        [
+            {"role": "user", "content": text(9, VOCABULARY, i)},
+            {"role": "assistant", "content": text(LENGTH // 2, VOCABULARY, 9 + i)},
+        ]
+        for i in range(8)
+    ]
+    words = tokenizer(VOCABULARY)
+    words.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    return library.GKDTrainer(
+        model=llama(VOCABULARY),
+        teacher_model=saved(folder),
+        args=library.GKDConfig(
+            **common(folder, bf16=False, gradient_checkpointing=False), max_length=LENGTH, lmbda=0.0
+        ),
+        train_dataset=Dataset.from_dict({"messages": rows}),
+        processing_class=words,
+    )
+
+
+@pytest.mark.full
+def test_gkd_has_trls_fused_head_and_does_not_call_it(tmp_path):
+    logs = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        trainer = gkd(tmp_path)
+        if compiles:
+            assert "compute_loss" in mstpass.compile_trainer(trainer)
+        with torch.no_grad():
+            trainer.teacher_model.lm_head.weight.mul_(3)  # else it is the student
+        trainer.train()
+        logs.append(log(trainer))
+    same(*reversed(logs), tolerance=1e-3)
+    assert len(mstpass.reports()) > _before
+
+
 @pytest.mark.full
 def test_reward_trainer(tmp_path):
     trl = pytest.importorskip("trl")

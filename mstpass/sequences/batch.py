@@ -74,7 +74,7 @@ def shard_sequence(
     if check:
         _check_alike(_tokens_of(batch), ranks)
     mine = _parts_by_token(batch, ranks, causal)
-    labels = _labels(batch, causal)
+    labels = labels_that_count(batch, causal)
     if labels is not None:
         mine[_LABELS] = _part(labels, ranks, IGNORED)
         if causal:
@@ -137,7 +137,7 @@ def _check_alike(tokens: Tensor, ranks: Ranks) -> None:
         )
 
 
-def _labels(batch: Mapping[str, Any], causal: bool) -> Tensor | None:
+def labels_that_count(batch: Mapping[str, Any], causal: bool) -> Tensor | None:
     """Each token's label, at the token whose logits it is compared with. Padding has none."""
     shifted, mask = batch.get(_SHIFTED), batch.get("attention_mask")
     labels = batch.get(_LABELS) if shifted is None else shifted

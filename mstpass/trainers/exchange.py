@@ -1,4 +1,4 @@
-"""Exchanges what a function of another library uses, in a copy of it, for one object alone."""
+"""What a trainer runs, and how one function of it uses another one, for this trainer alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from mstpass.errors import UserError
 
 class TrainerError(UserError, ValueError):
     """A trainer cannot be compiled as it is set up; the message says what to change."""
+
+
+def computes_loss(trainer: Any) -> Any:
+    """The class whose ``compute_loss`` the trainer has."""
+    return next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
 
 
 def with_globals(function: types.FunctionType, exchanges: dict[str, Any]) -> types.FunctionType:

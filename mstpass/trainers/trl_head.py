@@ -37,7 +37,7 @@ Statistics = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor |
 
 def has_fused_head(model: Any) -> bool:
     """Whether TRL has given its fused LM head to this model (under PEFT: to the base model)."""
-    function = getattr(_base(model).forward, "__func__", None)
+    function = getattr(base_model(model).forward, "__func__", None)
     return function is not None and function.__code__.co_name == FORWARD
 
 
@@ -53,7 +53,7 @@ def compile_fused_head(
     Raises:
         TrainerError: TRL's head is not as in the versions that mstpass knows.
     """
-    base = _base(model)
+    base = base_model(model)
     own = base.forward
     apply = functools.partial(token_statistics, entropy_has_gradient=entropy_has_gradient)
     exchanges = {FUNCTION: types.SimpleNamespace(apply=apply), "_use_triton": _every_token}
@@ -117,7 +117,8 @@ def _every_token(device: torch.device) -> bool:
     return False
 
 
-def _base(model: Any) -> Any:
+def base_model(model: Any) -> Any:
+    """The model itself, where PEFT has wrapped it."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 

@@ -10,18 +10,34 @@ import torch
 from mstpass import compiling
 from mstpass.integrations.transformers_masks import says_whether_packed
 from mstpass.options import Options
-from mstpass.trainers.exchange import TrainerError
+from mstpass.sequences.attention import Method
+from mstpass.sequences.ranks import Group
+from mstpass.trainers.exchange import TrainerError, computes_loss
+from mstpass.trainers.shared_sequences import check_shares, share_sequences
 from mstpass.trainers.trl_head import KNOWN_VERSIONS, compile_fused_head, has_fused_head
 
 _LANGUAGE_MODELS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 
 
-def compile_trainer(trainer: Any, *, dynamic: bool | None = None, **options: Any) -> str:
+def compile_trainer(
+    trainer: Any,
+    *,
+    dynamic: bool | None = None,
+    sequence_parallel: bool | Group = False,
+    method: Method = "auto",
+    head_groups: int = 1,
+    **options: Any,
+) -> str:
     """Compile what a trainer runs in each step, with its LM head and loss in chunks; in place.
 
     Args:
         trainer: a ``transformers.Trainer``, or one of TRL's trainers, before ``train()``.
         dynamic: as for ``torch.compile``: True, if the lengths of batches vary.
+        sequence_parallel: True, if all ranks share each sequence, or the process group or
+            one-dimensional device mesh of this rank's sequence: each rank then computes a part of
+            its tokens. For transformers' Trainer with the model's own loss, and TRL's SFT.
+        method: as for `mstpass.sequence_parallel`, how attention exchanges between these ranks.
+        head_groups: likewise.
         options: the options of the backend, as in ``torch.compile(..., options=...)``.
 
     Returns:
@@ -29,19 +45,37 @@ def compile_trainer(trainer: Any, *, dynamic: bool | None = None, **options: Any
 
     Raises:
         TrainerError: the trainer is set up so that its head cannot run in chunks, or TRL has a
-            version that mstpass does not know. The message says what to change.
+            version that mstpass does not know, or its ranks cannot share sequences. The message
+            says what to change.
+        ValueError: the model's sequences cannot be shared.
         OptionError: an option has an unknown name or a bad value.
     """
     Options.parse(options)
     _refuse_two_compilers(trainer)
     compiled = functools.partial(torch.compile, backend="mst", dynamic=dynamic, options=options)
-    if has_fused_head(trainer.model):
+    shared = ""
+    if sequence_parallel is not False and sequence_parallel is not None:
+        check_shares(trainer)
+        group = None if sequence_parallel is True else sequence_parallel
+        shared = f"; {share_sequences(trainer, group, method, head_groups)}"
+    elif (method, head_groups) != ("auto", 1):
+        raise TrainerError(
+            f"method={method!r} and head_groups={head_groups} say how ranks share a sequence, and "
+            "sequence_parallel is not given: add sequence_parallel=True, or leave them out"
+        )
+    return _compiled(trainer, compiled, dynamic, options) + shared
+
+
+def _compiled(trainer: Any, compiled: Any, dynamic: bool | None, options: dict[str, Any]) -> str:
+    """Compile what fits the trainer, and say what it was."""
+    fused = has_fused_head(trainer.model)
+    if fused and _calls_fused_head(trainer):
         compile_fused_head(trainer.model, compiled, _entropy_has_gradient(trainer))
         return (
             "TRL's fused LM head, with the model: log-probabilities and metrics of all tokens in "
             "chunks; generation, evaluation and reference models run as before"
         )
-    if _is_of_trl(trainer, _LANGUAGE_MODELS):
+    if not fused and _is_of_trl(trainer, _LANGUAGE_MODELS):
         raise TrainerError(
             f"mstpass.compile_trainer knows TRL {KNOWN_VERSIONS}, where the model of a "
             f"{type(trainer).__name__} has a fused LM head; the model of this one has none. "
@@ -72,6 +106,16 @@ def _reads_the_models_loss(trainer: Any) -> bool:
     others = (kind for kind in type(trainer).__mro__ if kind.__module__ != "transformers.trainer")
     own = any("compute_loss" in vars(kind) for kind in others)
     return not own and trainer.label_smoother is None and trainer.compute_loss_func is None
+
+
+def _calls_fused_head(trainer: Any) -> bool:
+    """Whether ``compute_loss`` is one of TRL's that do, or goes on to one.
+
+    A trainer that is built on SFT's has the head and may not call it, as TRL's GKD.
+    """
+    kind = computes_loss(trainer)
+    calls_super = "super" in kind.compute_loss.__code__.co_names
+    return kind.__name__ in _LANGUAGE_MODELS or calls_super
 
 
 def _entropy_has_gradient(trainer: Any) -> bool:
