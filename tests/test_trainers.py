@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import LlamaForCausalLM
 
 import mstpass
 from mstpass import TrainerError
-from mstpass.bench.trainer_models import Tokens, config, llama, text, tokenizer
+from mstpass.bench.trainer_models import Tokens, llama, text, tokenizer
 from mstpass.trainers import exchange
 from tests.ranks.launch import run_ranks
 from tests.ranks.trainers import common
@@ -363,71 +363,3 @@ def test_trl(build, tmp_path):
     ours.train()
     same(log(ours), log(right), tolerance=1e-3)
     assert heads() and {head.kind for head in heads()} == {"lm_head"}
-
-
-def gkd(folder):
-    pytest.importorskip("trl")
-    from datasets import Dataset
-    from trl.experimental import gkd as library
-
-    rows = [
-        [
-            {"role": "user", "content": text(9, VOCABULARY, i)},
-            {"role": "assistant", "content": text(LENGTH // 2, VOCABULARY, 9 + i)},
-        ]
-        for i in range(8)
-    ]
-    words = tokenizer(VOCABULARY)
-    words.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
-    return library.GKDTrainer(
-        model=llama(VOCABULARY),
-        teacher_model=saved(folder),
-        args=library.GKDConfig(
-            **common(folder, bf16=False, gradient_checkpointing=False), max_length=LENGTH, lmbda=0.0
-        ),
-        train_dataset=Dataset.from_dict({"messages": rows}),
-        processing_class=words,
-    )
-
-
-@pytest.mark.full
-def test_gkd_has_trls_fused_head_and_does_not_call_it(tmp_path):
-    logs = []
-    for compiles in (False, True):
-        torch.manual_seed(0)
-        trainer = gkd(tmp_path)
-        if compiles:
-            assert "compute_loss" in mstpass.compile_trainer(trainer)
-        with torch.no_grad():
-            trainer.teacher_model.lm_head.weight.mul_(3)  # else it is the student
-        trainer.train()
-        logs.append(log(trainer))
-    same(*reversed(logs), tolerance=1e-3)
-    assert len(mstpass.reports()) > _before
-
-
-@pytest.mark.full
-def test_reward_trainer(tmp_path):
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-
-    rows = {
-        name: [text(LENGTH - 1, VOCABULARY, i + first) for i in range(8)]  # and one that ends it
-        for name, first in (("chosen", 0), ("rejected", 10))
-    }
-    logs = []
-    for compiles in (False, True):
-        torch.manual_seed(0)
-        trainer = trl.RewardTrainer(
-            model=LlamaForSequenceClassification(config(VOCABULARY, num_labels=1)),
-            args=trl.RewardConfig(
-                **common(tmp_path, bf16=False, gradient_checkpointing=False), max_length=LENGTH
-            ),
-            train_dataset=Dataset.from_dict(rows),
-            processing_class=tokenizer(VOCABULARY),
-        )
-        if compiles:
-            assert "the model" in mstpass.compile_trainer(trainer)
-        trainer.train()
-        logs.append(log(trainer))
-    same(*reversed(logs), tolerance=1e-3)
