@@ -1,4 +1,4 @@
-"""TRL's trainers that compute a loss of their own from outputs, which is compiled with the model."""
+"""Trainers of TRL that compute a loss of their own from outputs: it is compiled with the model."""
 
 import pytest
 import torch
