@@ -37,6 +37,8 @@ def gkd(folder):
     )
 
 
+# torch's cache reads memory that is not its own when it stores GKD's graphs, under Inductor as well
+@torch._functorch.config.patch(enable_autograd_cache=False)
 @pytest.mark.full
 def test_gkd_has_trls_fused_head_and_does_not_call_it(tmp_path):
     logs, before = [], len(mstpass.reports())
