@@ -47,6 +47,7 @@ def test_each_way_is_compared_with_inductor_in_the_same_way(
     assert f"| {MST}{BY_BLOCK} | 0.5 | 0.50x | 0.500 | 0.50x (0.50-0.50) |" in path.read_text()
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_is_an_error_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp, "RANKS", 1)
     with pytest.raises(UserError, match="a rank failed"):

@@ -137,7 +137,7 @@ def test_the_guess_follows_the_root_of_the_depth(path_of, monkeypatch):
     assert rows._guess() == pytest.approx(length_at(64), rel=1e-3)
 
 
-@pytest.mark.parametrize("share", [0.5, 1.25])
+@pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.full), 1.25])
 def test_the_row_is_near_the_longest_wherever_the_search_ends(path_of, monkeypatch, share):
     room = _room(path_of({**DEEP, "num_hidden_layers": 2}), 64, alone=True)
     row = lambda: CompiledRows(room, config_of(room.request.model), silent).mst_row()
