@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -210,13 +210,20 @@ def figures_of_rank(size: dict[str, int], repeats: int) -> list[dict[str, Any]]:
     overhead()
     found[OVERHEAD] = Row(OVERHEAD, peak_bytes=peak_bytes(overhead))
     del reference, outcome  # free their memory
+    add_rounds(found, steps, repeats)
+    return figures.records(found)
+
+
+def add_rounds(
+    rows: Mapping[str, Row], steps: Mapping[str, Callable[[], Any]], repeats: int
+) -> None:
+    """Time each rank's steps, one after the other in each round; the ranks meet before each."""
     for _ in range(repeats):
         gc.collect()
         for name, step in steps.items():
             dist.barrier()
             with recompilation_fails():
-                found[name].seconds += timed({name: step}, 1, warmup=0)[name].seconds
-    return figures.records(found)
+                rows[name].seconds += timed({name: step}, 1, warmup=0)[name].seconds
 
 
 main = Benchmark("fsdp", (run,), _DESCRIPTION, EXAMPLES)

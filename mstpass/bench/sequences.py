@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ import mstpass
 from mstpass.bench import comparison, figures, processes
 from mstpass.bench.comparison import INDUCTOR, MST, Outcome, own_code
 from mstpass.bench.figures import Row
-from mstpass.bench.fsdp import slowest_and_highest
+from mstpass.bench.fsdp import add_rounds, slowest_and_highest
 from mstpass.bench.harness import Arguments, Benchmark
 from mstpass.bench.models import LlamaSize
 from mstpass.bench.results import (
@@ -34,9 +33,8 @@ from mstpass.bench.results import (
     times_cell,
 )
 from mstpass.errors import UserError
-from mstpass.measure import peak_bytes, timed
+from mstpass.measure import peak_bytes
 from mstpass.torch_internals.caches import fresh_cache
-from mstpass.torch_internals.settings import recompilation_fails
 
 RANKS = (1, 2, 4)
 GROUPS = 2
@@ -184,12 +182,7 @@ def figures_of_rank(size: dict[str, int], repeats: int) -> list[dict[str, Any]]:
         row.peak_bytes = peak_bytes(steps[name])
         found[name] = row
     del whole, reference, outcome  # free their memory
-    for _ in range(repeats):
-        gc.collect()
-        for name, step in steps.items():
-            dist.barrier()
-            with recompilation_fails():
-                found[name].seconds += timed({name: step}, 1, warmup=0)[name].seconds
+    add_rounds(found, steps, repeats)
     return figures.records(found)
 
 
