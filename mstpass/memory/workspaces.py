@@ -19,6 +19,7 @@ from mstpass.graph.op_table import TABLE, row_of
 from mstpass.graph.sizes import hint, hint_shape
 from mstpass.memory import attention_workspace
 from mstpass.memory.allocation import allocated_bytes
+from mstpass.memory.attention_rows_workspace import rows_bytes
 from mstpass.memory.cublas_workspace import product_workspace_bytes
 from mstpass.memory.cuda_device import CudaDevice, cuda_device
 from mstpass.torch_internals.graphs import Argument, OpCall, Operand, name_of, op_call
@@ -33,6 +34,11 @@ ON_CUDA: Mapping[str, Callable[[OpCall, CudaDevice], int]] = {
     row.CUDNN_BACKWARD: attention_workspace.cudnn_backward_bytes,
     row.FLEX_BACKWARD: attention_workspace.flex_backward_bytes,
 }
+ANYWHERE: Mapping[str, Callable[[OpCall], int]] = {
+    row.CPU_FLASH: attention_workspace.cpu_flash_bytes,
+    row.ROWS: rows_bytes,
+    row.ROWS_BACKWARD: rows_bytes,
+}
 KNOWN = frozenset(name_of(op) for op, known in TABLE.items() if known.workspace)
 
 
@@ -43,8 +49,8 @@ def workspace_bytes(call: OpCall, device: torch.device | None = None) -> int:
         device: where the call runs; None: where its operands are.
     """
     workspace = row_of(call.op).workspace
-    if workspace == row.CPU_FLASH:
-        return attention_workspace.cpu_flash_bytes(call)
+    if workspace in ANYWHERE:
+        return ANYWHERE[workspace](call)
     if device is None:
         device = next((a.device for a in call.arguments.values() if isinstance(a, Operand)), None)
     if not workspace or device is None or device.type != "cuda":

@@ -127,6 +127,11 @@ def attention_rows() -> dict[Any, Row]:
             attention=Attention(True, results=3, flex=FlexArguments(7, 9, (7, 8))),
             workspace=row.FLEX_BACKWARD,
         ),
+        "mstpass::attend_rows": Row("other", mixes=reason, attention=forward, workspace=row.ROWS),
+        **dict.fromkeys(
+            ("mstpass::attend_rows_backward", "mstpass::add_attend_rows_backward_"),
+            Row("other", mixes=reason, attention=backward, workspace=row.ROWS_BACKWARD),
+        ),
     }
 
 

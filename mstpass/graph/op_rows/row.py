@@ -29,6 +29,7 @@ CPU_FLASH = "flash on a CPU"
 FLASH, FLASH_BACKWARD = "flash", "flash backward"
 EFFICIENT, EFFICIENT_BACKWARD = "efficient", "efficient backward"
 CUDNN_BACKWARD, FLEX_BACKWARD = "cuDNN backward", "flex backward"
+ROWS, ROWS_BACKWARD = "rows", "rows backward"  # graph/attention_rows.py
 
 # By the kind of an op: how Inductor runs it (calls are left out), and whether it may run again
 # (pinned kinds are left out: among equal elements, a second sort or write may choose another one).

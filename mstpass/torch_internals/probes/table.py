@@ -134,7 +134,8 @@ pretended_ranks         pretended_ranks         plans
 attention_blocks        attention_blocks        sequences
     torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu,
         _scaled_dot_product_flash_attention_for_cpu_backward, _scaled_dot_product_flash_attention,
-        _scaled_dot_product_flash_attention_backward
+        _scaled_dot_product_flash_attention_backward, _flash_attention_forward,
+        _flash_attention_backward
 compiler_collectives    collectives             loops
     torch._dynamo.config: enable_compiler_collectives
     torch._dynamo.distributed: get_compile_pg

@@ -1,0 +1,302 @@
+"""Attention of some rows of queries, told by the number of the first one, to keys that are whole.
+
+    mstpass::attend_rows(query, key, value, mask, start, length, causal, left, right, scale)
+                                                        -> result, logarithms of sums
+    mstpass::attend_rows_backward(grad_out, query, key, value, out, logsumexp, mask, start, ...)
+                                                        -> gradients of query, key, value
+    mstpass::add_attend_rows_backward_(of_key, of_value, grad_out, query, ...)
+                                                        -> gradient of query; adds the others
+
+Of B sequences of ``length`` queries, with T keys each, a row is a query of all heads, and the rows
+of all sequences are numbered one after the other. The c rows from ``start`` on::
+
+    query, out, gradients of both   [1, H, c, D]
+    logarithms of sums              [1, H, c]
+    mask                            [1, H or 1, c, T], added to the scores; or None
+    key, value, gradients of both   [B, K, T, D], where K divides H: grouped queries
+
+``start`` is on the host, so that a loop on a GPU is not waited for, and an argument of the op, so
+that nothing outside of it depends on the number of keys that the rows see. Causal attention reads
+the keys up to its last row, attention with a window those of its rows' windows: no score is
+computed that the whole attention leaves out. The keys are read in blocks of MOST_KEYS, whose
+results are merged by their log-sums; with the log-sum and the result of all blocks, the backward of
+each block gives an exact part of the gradients. What the rows add to the gradients of keys and
+values is zero where they see no key.
+
+A causal kernel is called for as many queries as keys alone, as torch's kernels align the mask of
+others at different corners. Nor is a kernel called without keys: torch 2.13's divides by zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, library
+
+from mstpass.torch_internals.attention_blocks import (
+    Window,
+    attend_block,
+    gradients_of_block,
+    takes_window,
+)
+from mstpass.torch_internals.graphs import OpOverload
+
+# In a block that all rows see. The gradients of a block's keys exist beside their sums.
+MOST_KEYS = 2048
+
+_LIBRARY = library.Library("mstpass", "FRAGMENT")
+_HOW = (
+    "Tensor? attn_mask, SymInt start, SymInt length, bool is_causal, SymInt left, SymInt right, "
+    "float scale"
+)
+_SAVED = "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp"
+_LIBRARY.define(f"attend_rows(Tensor query, Tensor key, Tensor value, {_HOW}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"attend_rows_backward({_SAVED}, {_HOW}) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    f"add_attend_rows_backward_(Tensor(a!) of_key, Tensor(b!) of_value, {_SAVED}, {_HOW}) -> Tensor"
+)
+
+
+class _Block(NamedTuple):
+    """Keys that rows see: all of them, those up to the row, or those of a mask or a window."""
+
+    first: int
+    end: int
+    causal: bool = False
+    mask: Tensor | None = None
+    window: Window | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return not self.causal and self.mask is None and self.window is None
+
+
+class _Rows(NamedTuple):
+    """The rows of a chunk that belong to one sequence, as numbers in the chunk and in it."""
+
+    sequence: int
+    in_chunk: slice
+    first: int
+    end: int
+
+
+def _rows_of_sequences(start: int, rows: int, length: int) -> Iterator[_Rows]:
+    row = start
+    while row < start + rows:
+        sequence, first = divmod(row, length)
+        end = min(length, first + start + rows - row)
+        here = row - start
+        yield _Rows(sequence, slice(here, here + end - first), first, end)
+        row += end - first
+
+
+def _blocks(
+    rows: _Rows,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    window: Window,
+) -> list[_Block]:
+    """The blocks of keys that the rows of one sequence see."""
+    keys = key.shape[2]
+    if mask is not None:
+        return [_Block(0, keys, mask=mask[:, :, rows.in_chunk])]
+    left, right = window
+    if left >= 0:
+        first, end = max(0, rows.first - left), min(keys, rows.end + right)
+        if takes_window(query, key, value) and end == rows.end + right:
+            return [_Block(first, end, window=(left, right))]
+        return [_Block(first, end, mask=_band(query, rows, first, end, window))]
+    full = rows.first if causal else keys
+    found = [_Block(first, min(first + MOST_KEYS, full)) for first in range(0, full, MOST_KEYS)]
+    return [*found, _Block(rows.first, rows.end, causal=True)] if causal else found
+
+
+def _band(query: Tensor, rows: _Rows, first: int, end: int, window: Window) -> Tensor:
+    """The mask of a window."""
+    row = torch.arange(rows.first, rows.end, device=query.device)[:, None]
+    column = torch.arange(first, end, device=query.device)
+    left, right = window
+    seen = (column >= row - left) & (column <= row + right)
+    mask = query.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+    return mask[None, None]
+
+
+def _folded(x: Tensor, heads: int) -> Tensor:
+    """The heads of the queries that read one head of keys as its rows."""
+    return x.reshape(1, heads, -1, *x.shape[3:])
+
+
+def _attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    start: int,
+    length: int,
+    causal: bool,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    result, log_sums = _empty_results(query, value)
+    for rows in _rows_of_sequences(start, query.shape[2], length):
+        own = slice(rows.sequence, rows.sequence + 1)
+        k, v, q = key[own], value[own], query[:, :, rows.in_chunk]
+        out, log_sum = None, None
+        for block in _blocks(rows, q, k, v, mask, causal, (left, right)):
+            part, its_log_sum = _attend(q, k, v, block, scale)
+            if out is None or log_sum is None:
+                out, log_sum = part, its_log_sum
+                continue
+            both = torch.logaddexp(log_sum, its_log_sum)
+            out = out.to(both.dtype).mul_(_share(log_sum, both))
+            out.add_(part.to(both.dtype).mul_(_share(its_log_sum, both)))
+            log_sum = both
+        assert out is not None and log_sum is not None
+        result[:, :, rows.in_chunk] = out
+        log_sums[:, :, rows.in_chunk] = log_sum
+    return result, log_sums
+
+
+def _attend(
+    q: Tensor, key: Tensor, value: Tensor, block: _Block, scale: float
+) -> tuple[Tensor, Tensor]:
+    k, v = key[:, :, block.first : block.end], value[:, :, block.first : block.end]
+    how = block.causal, scale, block.mask, block.window
+    if not block.is_full:
+        return attend_block(q, k, v, *how)
+    out, log_sum = attend_block(_folded(q, k.shape[1]), k, v, *how)
+    return out.reshape(*q.shape[:3], -1), log_sum.reshape(q.shape[:3])
+
+
+def _share(log_sum: Tensor, of_both: Tensor) -> Tensor:
+    return (log_sum - of_both).exp_().unsqueeze(-1)
+
+
+def _attend_rows_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    start: int,
+    length: int,
+    causal: bool,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_keys = torch.zeros(key.shape, dtype=key.dtype, device=key.device)
+    of_values = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    saved = grad_out, query, key, value, out, logsumexp, mask
+    how = start, length, causal, left, right, scale
+    return _add_backward(of_keys, of_values, *saved, *how), of_keys, of_values
+
+
+def _add_backward(
+    of_key: Tensor,
+    of_value: Tensor,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    start: int,
+    length: int,
+    causal: bool,
+    left: int,
+    right: int,
+    scale: float,
+) -> Tensor:
+    result = _like_rows(query, query.shape[-1])
+    for rows in _rows_of_sequences(start, query.shape[2], length):
+        own, here = slice(rows.sequence, rows.sequence + 1), rows.in_chunk
+        k, v = key[own], value[own]
+        grad, q, result_here = (x[:, :, here] for x in (grad_out, query, out))
+        log_sum, of_query = logsumexp[:, :, here], None
+        for block in _blocks(rows, q, k, v, mask, causal, (left, right)):
+            of_q, of_k, of_v = _gradients(grad, q, result_here, log_sum, k, v, block, scale)
+            of_key[own, :, block.first : block.end] += of_k
+            of_value[own, :, block.first : block.end] += of_v
+            wide = of_q.to(logsumexp.dtype)
+            of_query = wide if of_query is None else of_query.add_(wide)
+        assert of_query is not None
+        result[:, :, here] = of_query
+    return result
+
+
+def _gradients(
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block: _Block,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    k, v = key[:, :, block.first : block.end], value[:, :, block.first : block.end]
+    how = block.causal, scale, block.mask, block.window
+    if not block.is_full:
+        # the kernels read the log-sums of all rows in one run
+        return gradients_of_block(grad, q, k, v, out, log_sum.contiguous(), *how)
+    grad, folded, out, log_sum = (_folded(x, k.shape[1]) for x in (grad, q, out, log_sum))
+    of_q, of_k, of_v = gradients_of_block(grad, folded, k, v, out, log_sum, *how)
+    return of_q.reshape(q.shape), of_k, of_v
+
+
+def _like_rows(query: Tensor, features: int) -> Tensor:
+    """A value by row, in memory row by row as what reads it next is."""
+    _, heads, rows, _ = query.shape
+    return query.new_empty(1, rows, heads, features).transpose(1, 2)
+
+
+def _empty_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return _like_rows(query, value.shape[-1]), query.new_empty(query.shape[:3], dtype=wide)
+
+
+_LIBRARY.impl("attend_rows", _attend_rows, "CompositeExplicitAutograd")
+_LIBRARY.impl("attend_rows_backward", _attend_rows_backward, "CompositeExplicitAutograd")
+_LIBRARY.impl("add_attend_rows_backward_", _add_backward, "CompositeExplicitAutograd")
+
+
+@library.register_fake("mstpass::attend_rows", lib=_LIBRARY)
+def _(
+    query: Tensor, key: Tensor, value: Tensor, *how: Tensor | float | None
+) -> tuple[Tensor, Tensor]:
+    return _empty_results(query, value)
+
+
+@library.register_fake("mstpass::attend_rows_backward", lib=_LIBRARY)
+def _(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Tensor | float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_keys = key.new_empty(key.shape)
+    return _like_rows(query, query.shape[-1]), of_keys, value.new_empty(value.shape)
+
+
+@library.register_fake("mstpass::add_attend_rows_backward_", lib=_LIBRARY)
+def _(
+    of_key: Tensor,
+    of_value: Tensor,
+    grad_out: Tensor,
+    query: Tensor,
+    *saved: Tensor | float | None,
+) -> Tensor:
+    return _like_rows(query, query.shape[-1])
+
+
+attend_rows: OpOverload = torch.ops.mstpass.attend_rows.default
+attend_rows_backward: OpOverload = torch.ops.mstpass.attend_rows_backward.default
+add_attend_rows_backward_: OpOverload = torch.ops.mstpass.add_attend_rows_backward_.default
+ROW_OPS = (attend_rows, attend_rows_backward, add_attend_rows_backward_)
