@@ -69,20 +69,24 @@ class Case:
             torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
             for x in (self.key, self.value)
         )
-        for start in range(0, len(rows_first[0]), length):
+        total = len(rows_first[0])
+        for first in range(0, total, length):
+            start = max(0, min(first, total - length))
             chunks = [x[start : start + length].transpose(0, 1)[None] for x in rows_first]
             q, grad, mask = (*chunks, None)[:3]
             how = (mask, start, self.queries, self.causal, *self.window, WIDTH**-0.5)
             out, log_sum = attend_rows(q, self.key, self.value, *how)
             saved = grad, q, self.key, self.value, out, log_sum
+            how = (*how, True)
             if in_place:
                 of_query = add_attend_rows_backward_(of_key, of_value, *saved, *how)
             else:
                 of_query, more_keys, more_values = attend_rows_backward(*saved, *how)
                 of_key += more_keys
                 of_value += more_values
-            outs.append(out[0].transpose(0, 1))
-            of_queries.append(of_query[0].transpose(0, 1))
+            new = first - start
+            outs.append(out[0].transpose(0, 1)[new:])
+            of_queries.append(of_query[0].transpose(0, 1)[new:])
         by_row = [torch.cat(x).unflatten(0, (-1, self.queries)) for x in (outs, of_queries)]
         out, of_query = (x.transpose(1, 2) for x in by_row)
         return [out, of_query, of_key, of_value]
@@ -138,5 +142,5 @@ def test_fake_results_are_like_real_ones(op: torch._ops.OpOverload) -> None:
     forward = (q, case.key, case.value, *how)
     if op is attend_rows_backward:
         saved = (case.grad[:, :, :32], *forward[:3], *attend_rows(*forward))
-        forward = (*saved, *how)
+        forward = (*saved, *how, False)
     torch.library.opcheck(op, forward, test_utils=("test_schema", "test_faketensor"))

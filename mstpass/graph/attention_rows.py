@@ -18,7 +18,9 @@ of all sequences are numbered one after the other. The c rows from ``start`` on:
 ``start`` is on the host, so that a loop on a GPU is not waited for, and an argument of the op, so
 that nothing outside of it depends on the number of keys that the rows see. Causal attention reads
 the keys up to its last row, attention with a window those of its rows' windows: no score is
-computed that the whole attention leaves out. The keys are read in blocks of MOST_KEYS, whose
+computed that the whole attention leaves out. Chunks of c rows begin at multiples of c; where
+``overlaps``, the last one may begin before, and its rows that another chunk has as well add nothing
+to the gradients of keys and values. The keys are read in blocks of MOST_KEYS, whose
 results are merged by their log-sums; with the log-sum and the result of all blocks, the backward of
 each block gives an exact part of the gradients. What the rows add to the gradients of keys and
 values is zero where they see no key.
@@ -53,9 +55,10 @@ _HOW = (
 )
 _SAVED = "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp"
 _LIBRARY.define(f"attend_rows(Tensor query, Tensor key, Tensor value, {_HOW}) -> (Tensor, Tensor)")
-_LIBRARY.define(f"attend_rows_backward({_SAVED}, {_HOW}) -> (Tensor, Tensor, Tensor)")
+_BACKWARD = f"{_SAVED}, {_HOW}, bool overlaps"
+_LIBRARY.define(f"attend_rows_backward({_BACKWARD}) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(
-    f"add_attend_rows_backward_(Tensor(a!) of_key, Tensor(b!) of_value, {_SAVED}, {_HOW}) -> Tensor"
+    f"add_attend_rows_backward_(Tensor(a!) of_key, Tensor(b!) of_value, {_BACKWARD}) -> Tensor"
 )
 
 
@@ -82,14 +85,14 @@ class _Rows(NamedTuple):
     end: int
 
 
-def _rows_of_sequences(start: int, rows: int, length: int) -> Iterator[_Rows]:
-    row = start
-    while row < start + rows:
-        sequence, first = divmod(row, length)
-        end = min(length, first + start + rows - row)
-        here = row - start
-        yield _Rows(sequence, slice(here, here + end - first), first, end)
-        row += end - first
+def _rows_of_sequences(start: int, rows: int, length: int, split: int = 0) -> Iterator[_Rows]:
+    """The parts of a chunk that are of one sequence, and on one side of row ``split`` in it."""
+    here = 0
+    while here < rows:
+        sequence, first = divmod(start + here, length)
+        count = min(length - first, (split if here < split else rows) - here)
+        yield _Rows(sequence, slice(here, here + count), first, first + count)
+        here += count
 
 
 def _blocks(
@@ -192,11 +195,12 @@ def _attend_rows_backward(
     left: int,
     right: int,
     scale: float,
+    overlaps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_keys = torch.zeros(key.shape, dtype=key.dtype, device=key.device)
     of_values = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
     saved = grad_out, query, key, value, out, logsumexp, mask
-    how = start, length, causal, left, right, scale
+    how = start, length, causal, left, right, scale, overlaps
     return _add_backward(of_keys, of_values, *saved, *how), of_keys, of_values
 
 
@@ -216,17 +220,20 @@ def _add_backward(
     left: int,
     right: int,
     scale: float,
+    overlaps: bool,
 ) -> Tensor:
     result = _like_rows(query, query.shape[-1])
-    for rows in _rows_of_sequences(start, query.shape[2], length):
+    counted = -start % query.shape[2] if overlaps else 0  # rows that an earlier chunk has
+    for rows in _rows_of_sequences(start, query.shape[2], length, counted):
         own, here = slice(rows.sequence, rows.sequence + 1), rows.in_chunk
         k, v = key[own], value[own]
         grad, q, result_here = (x[:, :, here] for x in (grad_out, query, out))
         log_sum, of_query = logsumexp[:, :, here], None
         for block in _blocks(rows, q, k, v, mask, causal, (left, right)):
             of_q, of_k, of_v = _gradients(grad, q, result_here, log_sum, k, v, block, scale)
-            of_key[own, :, block.first : block.end] += of_k
-            of_value[own, :, block.first : block.end] += of_v
+            if here.start >= counted:
+                of_key[own, :, block.first : block.end] += of_k
+                of_value[own, :, block.first : block.end] += of_v
             wide = of_q.to(logsumexp.dtype)
             of_query = wide if of_query is None else of_query.add_(wide)
         assert of_query is not None

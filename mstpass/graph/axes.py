@@ -25,9 +25,10 @@ from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.sizes import Size, generic, hint, is_size
 from mstpass.graph.token_rules import OperandSpecs
-from mstpass.graph.tokens import Reduced, Refusal, Spec, chunk_shape
+from mstpass.graph.tokens import SUM, Reduced, Refusal, Spec, chunk_shape
 
 TOKENS, HEADS, QUERIES, FEATURES = "tokens", "heads", "queries", "features"
+OVER_TOKENS = (TOKENS, QUERIES)  # of the batch, or of each sequence
 ALONG_A_DIM = (HEADS, FEATURES)  # each value holds them in one dim (heads.HeadDim)
 
 
@@ -212,6 +213,16 @@ def _rounds_and_inner(size: Size, inner: int, num_heads: int) -> tuple[Size, Siz
 @dataclasses.dataclass(frozen=True)
 class QueryAxis(TokenAxis):
     """Tokens of attention's queries; keys and values are whole (query_rows.py)."""
+
+    def result_spec(self, node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced | Refusal:
+        if heads.is_attention(node):
+            needs = query_rows.operand_rows(node, spec)
+            if isinstance(needs, Refusal):
+                return needs
+            return spec if needs.get(operand) == spec else Refusal(query_rows.OTHER_ROWS)
+        if heads.is_attention_item(node):
+            return SUM if query_rows.is_summed(node) else spec
+        return super().result_spec(node, operand, spec)
 
     def operand_specs(self, node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
         if heads.is_attention(node) or heads.is_attention_item(node):

@@ -24,6 +24,9 @@ most c rows as hold N tokens, all of equal length except for the last, which end
 precision stay aligned to 32 bytes. No chunks overlap, so there is no ``valid``. The first argument
 of the body is the length of the chunk: ``body(rows, *chunks, *whole)``.
 
+A body that has an input of the name ``start`` gets the number of the chunk's first row for it,
+before the chunks.
+
 Unlike ``while_loop`` the op is cacheable: FxGraphCache and AOTAutogradCache accept graphs that hold
 it. loops/lowering.py turns it into an in-place ``while_loop`` later.
 """
@@ -39,6 +42,7 @@ from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from mstpass.torch_internals.graphs import HigherOrderOperator, implement
 
 STACK, SUM, MAX, MIN, ANY = "stack", "sum", "max", "min", "any"
+START = "start"  # the name of an input of a body
 CONDITION = "mst_cond_"  # what the names of the conditions of lowered loops begin with
 _ALIGNED = 16  # tokens
 Kind = str | tuple[str, int]  # the pairs: a dim of rows, or the position of a maximum
@@ -100,7 +104,8 @@ def run_eagerly(
     ]
     for start, rows, sizes, valid in _chunks(num_chunks, chunk_tokens, num_tokens, device):
         chunks = [tensor.narrow(0, start, rows) for tensor in sliced]
-        parts = body(*sizes, *chunks, *whole, *valid)
+        first = (start,) if takes_start(body) else ()
+        parts = body(*sizes, *first, *chunks, *whole, *valid)
         new = {  # before the maxima that they read are written
             n: combined(kind, n, results, parts)
             for n, (kind, _, _) in enumerate(specs)
@@ -113,6 +118,14 @@ def run_eagerly(
             else:
                 results[position].narrow(dim, start, rows).copy_(parts[position])
     return tuple(results)
+
+
+def takes_start(body: Any) -> bool:
+    """Whether the body of a loop is given the number of the chunk's first row."""
+    graph = getattr(body, "graph", None)
+    return graph is not None and any(
+        node.target == START for node in graph.find_nodes(op="placeholder")
+    )
 
 
 def stacked_dim(kind: Kind) -> int | None:

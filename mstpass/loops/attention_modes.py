@@ -13,11 +13,15 @@ which hold the mask's rows of one chunk (regions/masked_attention.py): *save* ke
 *recompute* nothing. These are offered in long and in short chunks, in place of the others where the
 mask is larger than what loops over heads hold in parts: those read the whole mask.
 
+Under ``chunk="blocks"`` attention and the MLP behind it are one region, where they can be, in place
+of one each (regions/blocks.py), in the same two modes, over the tokens.
+
 Without a budget attention stays whole: the loops compute its projections, or its mask, twice.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence, Set
 
 from torch import fx
@@ -26,13 +30,18 @@ from mstpass.graph import ops
 from mstpass.graph.axes import HEADS, QUERIES
 from mstpass.graph.heads import is_attention, is_product
 from mstpass.graph.joint import JointGraph, nbytes
+from mstpass.graph.tokens import WHOLE
 from mstpass.limit import Limit
-from mstpass.loops.candidate_modes import RegionCandidates, find_candidates
+from mstpass.loops.candidate_modes import RegionCandidates, find_candidates, name_of
+from mstpass.loops.chunk_length import SHORT, USUAL
+from mstpass.loops.plan_region import RegionPlanner
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.options import Options
 from mstpass.plans import FLOAT32, INPUT, RECOMPUTE, SAVE, ChunkPlan, Chunks, Region, Rejection
 from mstpass.regions.attention import detect_attention
+from mstpass.regions.blocks import detect_blocks
+from mstpass.regions.detect import find_regions
 from mstpass.regions.masked_attention import detect_masked_attention
 
 _GROUPS = (2, 4, 8)
@@ -41,7 +50,7 @@ _LEAST_ROWS, _BLOCK = (2048, 512), 32  # of queries in a chunk, long or short; o
 
 def loops_over_heads(options: Options, limit: Limit) -> bool:
     """Whether attention may run in loops: where a budget may ask for less memory."""
-    return not limit.is_free and options.chunk == "auto"
+    return not limit.is_free and options.chunk in ("auto", "blocks")
 
 
 def all_candidates(
@@ -51,12 +60,44 @@ def all_candidates(
     candidates, rejections = find_candidates(joint, options, limit)
     if not loops_over_heads(options, limit):
         return candidates, rejections
+    if options.chunk == "blocks":
+        blocks, refused_blocks = block_candidates(joint, options)
+        inside = {name for block in blocks for name in _computed_in(block)}
+        apart = [c for c in candidates if inside.isdisjoint(_computed_in(c))]
+        candidates, rejections = [*apart, *blocks], [*rejections, *refused_blocks]
     plans = (candidate.plans[0][1] for candidate in candidates)
     members = {joint.by_name[name] for plan in plans for name, _ in plan.members}
     taken = {node for node in members if not ops.is_cheap_view(node)}
     accumulate = INPUT if options.accumulate == INPUT else FLOAT32
     attention, refused = attention_candidates(joint, taken, accumulate)
     return [*candidates, *attention], [*rejections, *refused]
+
+
+def block_candidates(
+    joint: JointGraph, options: Options
+) -> tuple[list[RegionCandidates], list[Rejection]]:
+    """The candidates of every block, and what was refused. Changes nothing."""
+    blocks, rejections = detect_blocks(joint, find_regions(joint)[0])
+    candidates = []
+    for block in blocks:
+        planner = RegionPlanner(joint, block, options)
+        products = frozenset(node.name for node in planner.facts.specs if ops.is_matmul(node))
+        plans: dict[str, ChunkPlan] = {}
+        for mode, length in itertools.product((SAVE, RECOMPUTE), (USUAL, SHORT)):
+            plan = planner.plan(mode, products, length)
+            if isinstance(plan, Rejection):
+                rejections.append(plan)
+            elif plan not in plans.values():
+                plans[name_of(plan.mode, length)] = plan
+        if plans:
+            of_block = RegionCandidates(block.members[-1][0], tuple(plans.items()), True, True)
+            candidates.append(of_block)
+    return candidates, [*dict.fromkeys(rejections)]
+
+
+def _computed_in(candidate: RegionCandidates) -> set[str]:
+    """The names of the members that belong to a region alone."""
+    return {name for name, spec in candidate.plans[0][1].members if spec != WHOLE}
 
 
 def attention_candidates(

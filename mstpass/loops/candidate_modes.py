@@ -37,6 +37,11 @@ _LENGTHS = {  # names of modes
 }
 
 
+def name_of(mode: str, length: str) -> str:
+    """The name of a mode in chunks of a length (loops/chunk_length.py)."""
+    return _LENGTHS[length].format(mode)
+
+
 @dataclasses.dataclass(frozen=True)
 class RegionCandidates:
     """The ways in which one region may run.
@@ -177,7 +182,7 @@ def _candidates(
     """
     region = planner.region
     first = USUAL if planner.accumulates_as_asked(preferred) else FEW
-    plans = {_LENGTHS[first].format(preferred.mode): preferred}
+    plans = {name_of(preferred.mode, first): preferred}
     optional = planner.options.chunk_tokens is None and not region.unbounded
     leaner = preferred.mode if region.fused or region.returned else RECOMPUTE
     others = [(leaner, USUAL), (leaner, SHORT)]
@@ -188,13 +193,13 @@ def _candidates(
     for mode, length in others:
         plan = planner.plan(mode, length=length)
         if isinstance(plan, ChunkPlan) and plan not in plans.values():
-            name = _LENGTHS[length].format(mode)
+            name = name_of(mode, length)
             plans.setdefault(name, plan)
     again = {preferred.mode: may_recompute, **({} if limit.is_free else {leaner: frozenset()})}
     for mode, matmuls in again.items():
-        other = plans.get(_LENGTHS[LONG].format(mode), plans.get(mode))
+        other = plans.get(name_of(mode, LONG), plans.get(mode))
         few = planner.with_16_bit_sums(mode, matmuls, other)
         if few is not None and few not in plans.values():
-            plans[_LENGTHS[FEW].format(mode)] = few
+            plans[name_of(mode, FEW)] = few
     # The last member names the region: two heads may begin with the same view.
     return RegionCandidates(region.members[-1][0], tuple(plans.items()), optional)

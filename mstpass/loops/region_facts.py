@@ -18,15 +18,15 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import ALONG_A_DIM, axis_of
+from mstpass.graph.axes import ALONG_A_DIM, QUERIES, axis_of
 from mstpass.graph.exponential_sums import ExponentialSum, exponential_sum
-from mstpass.graph.heads import is_product
+from mstpass.graph.heads import is_attention, is_product
 from mstpass.graph.joint import JointGraph, nbytes, numel, tensors_of
 from mstpass.graph.loop_work import LoopWork, head_loop_work, loop_work
 from mstpass.graph.sizes import generic_shape
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import Refusal, Spec, token_count
-from mstpass.loops.rounds import early_outputs, rounds
+from mstpass.loops.rounds import early_outputs, handed_on, rounds
 from mstpass.plans import LoopPlan, Region
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -42,7 +42,9 @@ class RegionFacts:
         backward: members that belong to the backward.
         exponentials: the sums of exponentials over tokens whose maximum the loop finds as well.
         rounds: which of several loops of its phase computes each member (loops/rounds.py).
-        early: the outputs that a later round, or a collective, waits for.
+        early: the outputs that a later round, or a collective, waits for. Where attention ends
+            rounds, no loop computes what another one has: all outputs are.
+        handed_on: of such a region, what a loop of the backward returns for later ones.
         buffered: the buffered values, each storage once.
         bytes_before: size of the buffered values at full length. Only products' results count, as
             Inductor writes a result's gradient into the result's own buffer; if the step returns
@@ -64,6 +66,10 @@ class RegionFacts:
         self.exponentials = self._find_exponentials()
         self.rounds = rounds(joint, self.specs, self.operand_specs, region.fused)
         self.early = early_outputs(joint, self.specs, self.operand_specs)
+        self.handed_on: set[fx.Node] = set()
+        if region.axis == QUERIES:
+            self.early |= set(self.outputs)
+            self.handed_on = handed_on(self.rounds, self.specs, self.operand_specs, self.backward)
         for total, known in self.exponentials.items():  # one loop finds both
             if not self.early.isdisjoint((total, known.maximum)):
                 self.early |= {total, known.maximum}
@@ -92,6 +98,8 @@ class RegionFacts:
 
     def _work_of(self, members: Mapping[fx.Node, Spec | None]) -> LoopWork:
         of_axis = head_loop_work if self.region.axis in ALONG_A_DIM else loop_work
+        if self.region.axis == QUERIES:  # attention of all chunks takes as long as of all tokens
+            members = {node: spec for node, spec in members.items() if not is_attention(node)}
         return of_axis(self.joint, members, self.region.num_tokens)
 
     @cached_property

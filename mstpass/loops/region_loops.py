@@ -129,17 +129,24 @@ def _forward_and_backward_loop(facts: RegionFacts, saved: list[fx.Node]) -> list
     more = [node for node in saved if node not in forward]
     of_forward = {n: k for n, k in facts.rounds.items() if n not in facts.backward}
     of_backward = {n: k for n, k in facts.rounds.items() if n in facts.backward}
-    early = _with_free_outputs(facts, facts.early)
+    early = _with_free_outputs(facts, facts.early) | facts.handed_on
+    returned = _unique(backward, facts.joint.sorted(facts.handed_on))
     return [
         *(
             _loop(facts, "forward", outputs, set())
             for outputs in outputs_by_round(of_forward, [*forward, *more], early)
         ),
         *(
-            _loop(facts, "backward", outputs, set(saved))
-            for outputs in outputs_by_round(of_backward, backward, early)
+            _loop(facts, "backward", outputs, {*saved, *_handed_on_to(facts, outputs)})
+            for outputs in outputs_by_round(of_backward, returned, early)
         ),
     ]
+
+
+def _handed_on_to(facts: RegionFacts, outputs: list[fx.Node]) -> set[fx.Node]:
+    """What earlier loops of the backward return for the loop of these outputs."""
+    number = max(facts.rounds[node] for node in outputs)
+    return {node for node in facts.handed_on if facts.rounds[node] < number}
 
 
 def _with_free_outputs(facts: RegionFacts, early: Set[fx.Node]) -> Set[fx.Node]:

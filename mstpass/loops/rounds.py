@@ -10,8 +10,10 @@ So the loss is several *rounds*, each a loop over all tokens::
     round 1:       logits of the chunk again -> losses and gradients
 
 A member's round is the largest number of times that a path to it from the region's products leaves
-the loops: to a node outside, or because a member reads a value that is *reduced* over all tokens. A
-sum of exponentials and its maximum are found in one round (graph/exponential_sums.py).
+the loops: to a node outside, or because a member needs a value *complete*: one that is reduced over
+all tokens, or that it reads in another way than chunk by chunk, as attention reads keys and values,
+and as what is computed token by token from their gradients reads these. A sum of exponentials and
+its maximum are found in one round (graph/exponential_sums.py).
 
 An output that a later round or a collective waits for is returned by the loop of its own round, so
 that a collective runs no later than in the graph without loops. All others are left to the last
@@ -29,6 +31,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.collectives import collectives_of, is_collective
+from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import Spec
 
@@ -58,7 +61,7 @@ def rounds(joint: JointGraph, members: Members, reads: Reads, fused: bool) -> di
             if (n in joint.backward) != in_backward and not fused:
                 continue
             if n in inside:
-                is_complete = node not in found or (members[n] is None and spec is not None)
+                is_complete = node not in found or _is_complete(members[n], spec)
                 before.append(inside[n] + is_complete)
             elif n in outside:
                 before.append(outside[n])
@@ -69,6 +72,11 @@ def rounds(joint: JointGraph, members: Members, reads: Reads, fused: bool) -> di
     return found
 
 
+def _is_complete(held: Spec | None, read: Spec | None) -> bool:
+    """Whether a member is read by all chunks' results; of a reduction, a chunk's part is not."""
+    return read is not None and read != held
+
+
 def _operands(node: fx.Node, members: Members, reads: Reads) -> list[tuple[fx.Node, Spec | None]]:
     if node in members:
         return list(reads(node).items())
@@ -76,8 +84,8 @@ def _operands(node: fx.Node, members: Members, reads: Reads) -> list[tuple[fx.No
 
 
 def _may_have_rounds(joint: JointGraph, members: Members, reads: Reads) -> bool:
-    """Whether a collective, or what is reduced over all tokens, may come between members."""
-    if joint.cached(collectives_of) or _reduced_operands(members, reads):
+    """Whether a collective, or what members need complete, may come between members."""
+    if joint.cached(collectives_of) or complete_operands(members, reads):
         return True
     last = max(map(joint.index.__getitem__, members), default=-1)
     stack = [node for node, spec in members.items() if spec is None]
@@ -95,15 +103,31 @@ def _may_have_rounds(joint: JointGraph, members: Members, reads: Reads) -> bool:
     return False
 
 
-def _reduced_operands(members: Members, reads: Reads) -> set[fx.Node]:
-    """The members that are reduced over all tokens and that other members read complete."""
-    reduced = {node for node, spec in members.items() if spec is None}
-    readers = {user for node in reduced for user in node.users if user in members}
+def complete_operands(members: Members, reads: Reads) -> set[fx.Node]:
+    """The members that other members read complete."""
+    has_attention = any(map(is_attention, members))  # else what is read in two roles is no result
+    candidates = {n for n, spec in members.items() if spec is None or has_attention}
+    readers = {user for node in candidates for user in node.users if user in members}
     return {
         operand
         for reader in readers
         for operand, spec in reads(reader).items()
-        if operand in reduced and spec is not None
+        if operand in candidates and _is_complete(members[operand], spec)
+    }
+
+
+def handed_on(
+    numbers: Mapping[fx.Node, int], members: Members, reads: Reads, backward: Set[fx.Node]
+) -> set[fx.Node]:
+    """The members of the backward that a later round of it reads chunk by chunk.
+
+    To compute them again would be to compute attention's backward again.
+    """
+    return {
+        operand
+        for node in backward
+        for operand, spec in reads(node).items()
+        if operand in backward and numbers[operand] < numbers[node] and spec == members[operand]
     }
 
 
@@ -114,7 +138,7 @@ def early_outputs(joint: JointGraph, members: Members, reads: Reads) -> set[fx.N
     """
     if not _may_have_rounds(joint, members, reads):
         return set()
-    early = _reduced_operands(members, reads)
+    early = complete_operands(members, reads)
     waits: set[fx.Node] = set()  # nodes outside whose values are waited for
     for node in reversed(joint.nodes):
         in_backward = node in joint.backward

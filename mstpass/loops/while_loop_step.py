@@ -44,7 +44,14 @@ from mstpass.graph.buffer_ops import (
     write_product_,
 )
 from mstpass.graph.grouped_products import add_grouped_, grouped_sums
-from mstpass.graph.loop_op import SUM, OutputSpec, combined, fitted_length, stacked_dim
+from mstpass.graph.loop_op import (
+    SUM,
+    OutputSpec,
+    combined,
+    fitted_length,
+    stacked_dim,
+    takes_start,
+)
 from mstpass.graph.sizes import Size, hint, is_static
 from mstpass.torch_internals.fake_tensors import set_hint
 
@@ -90,7 +97,8 @@ class LoopCall:
         num_buffers = len(self.specs)
         buffers, inputs = operands[:num_buffers], operands[num_buffers:]
         sliced, whole = inputs[: self.num_sliced], inputs[self.num_sliced :][: self.num_whole]
-        results = self._run((*before, *map(rows, sliced), *whole, *after))
+        first = (start,) if takes_start(self.body) else ()
+        results = self._run((*before, *first, *map(rows, sliced), *whole, *after))
         new = self._combined(buffers, results)  # before the maxima that they read are written
         for position, (kind, _, _) in enumerate(self.specs):
             buffer, result, dim = buffers[position], results[position], stacked_dim(kind)

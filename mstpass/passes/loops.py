@@ -19,7 +19,7 @@ from torch import fx
 
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.joint import tensors_of, value_of
-from mstpass.graph.loop_op import stacked_dim
+from mstpass.graph.loop_op import START, stacked_dim
 from mstpass.graph.sizes import hint_shape
 from mstpass.passes.values import difference, layout_difference
 from mstpass.torch_internals.fake_tensors import storage_key
@@ -61,6 +61,8 @@ def _operand_differences(loop: fx.Node, body: fx.Graph) -> Iterator[str]:
     inputs = [node.meta.get("val") for node in body.find_nodes(op="placeholder")]
     if num_chunks is None:
         inputs = inputs[1:]  # the length of the chunk
+    if any(node.target == START for node in body.find_nodes(op="placeholder")):
+        inputs = inputs[1:]
     if len(inputs) - len(sliced) - len(whole) not in (0, 1):  # one more says which rows are valid
         yield f"its body has {len(inputs)} inputs for {len(sliced) + len(whole)} operands"
         return

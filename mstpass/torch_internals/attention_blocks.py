@@ -130,6 +130,12 @@ def gradients_of_block(
     return of_scores @ key, of_keys, of_values
 
 
+def is_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a kernel takes these operands, so that no scores exist."""
+    on_cpu = query.device.type == "cpu" and _alike(query, key, value)
+    return on_cpu or _takes_flash(query, key, value)
+
+
 def takes_window(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether there is a kernel with a window for these operands."""
     return _takes_flash(query, key, value)

@@ -1,8 +1,9 @@
 """The body of a loop: a region's nodes on one chunk of tokens or heads, as a pure graph.
 
-    body([rows,] *chunks, *whole[, valid]) -> results
+    body([rows,] [start,] *chunks, *whole[, valid]) -> results
 
     rows      the chunk's length, only if the token count is symbolic
+    start     the number of the chunk's first row, only if attention needs it
     chunks    the rows of each sliced input, [c, ...]
     whole     the inputs that every chunk reads in full, such as weights
     valid     bool [c], only if the last chunk overlaps the one before it: the rows that no earlier
@@ -41,13 +42,13 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import TOKEN_AXIS, axis_of
+from mstpass.graph.axes import QUERIES, TOKEN_AXIS, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.exponential_sums import ExponentialSum, exponential_sum, exponentials
 from mstpass.graph.grouped_products import grouped_rows, grouped_sums
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.loop_op import fitted_length
+from mstpass.graph.loop_op import START, fitted_length
 from mstpass.graph.one_per_row import (
     gather_one,
     is_gather_of_one,
@@ -57,7 +58,8 @@ from mstpass.graph.one_per_row import (
 from mstpass.graph.renew_values import CannotRenew, renew_value
 from mstpass.graph.row_sums import rewritten_row_sum
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
-from mstpass.graph.tokens import CannotTake, Spec
+from mstpass.graph.tokens import CannotTake, Refusal, Spec
+from mstpass.loops.body.attention_in_rows import attend_chunk, attention_in_rows
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
 from mstpass.loops.body.gradient_in_place import write_gradients_in_place
 from mstpass.loops.body.product_by_columns import product_by_columns, products_by_columns
@@ -115,6 +117,8 @@ class _Body:
         members = {n: spec for n, spec in self.specs.items() if n.name in loop.members}
         self.by_columns = products_by_columns(members) if self.axis is TOKEN_AXIS else set()
         self.relative = {item.node for item in loop.outputs if item.relative_to}
+        self.attention = attention_in_rows(members) if chunks.axis == QUERIES else {}
+        self.start: fx.Node | None = None
         self.valid: fx.Node | None = None
         self.env: dict[tuple[fx.Node, Spec | None], fx.Node] = {}
 
@@ -152,6 +156,8 @@ class _Body:
         if self.symbolic:
             self.rows = self.builder.placeholder("rows", self.chunk_tokens)
             self.traced[self.rows] = self.traced_rows
+        if self.attention:
+            self.start = self.builder.placeholder(START, 0)
         chunks = []
         for position, item in enumerate(sliced):
             value = self._value(item.node)
@@ -239,6 +245,12 @@ class _Body:
 
     # ---- nodes ---------------------------------------------------------------------------------
     def _chunk_of(self, node: fx.Node, spec: Spec) -> fx.Node:
+        if node in self.attention:
+            operands = self.axis.operand_specs(node, spec)
+            assert self.start is not None and not isinstance(operands, Refusal)
+            inputs = {n: self.env[n, held] for n, held in operands.items()}
+            call = self.attention[node]
+            return attend_chunk(self.builder, node, call, inputs, self.start, self.overlaps)
         rows = self.rows if isinstance(self.rows, fx.Node) else None
         target, args, kwargs = chunk_call(
             node, spec, self.chunk_tokens, self._operand, rows, self.axis
