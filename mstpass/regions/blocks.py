@@ -27,7 +27,7 @@ from mstpass.graph import ops
 from mstpass.graph.axes import QUERIES, QUERY_AXIS
 from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.heads import is_attention, is_attention_item
-from mstpass.graph.joint import JointGraph, numel, tensors_of, value_of
+from mstpass.graph.joint import JointGraph, ancestors, numel, tensors_of, value_of
 from mstpass.graph.query_rows import ROWS, is_backward, mask_of
 from mstpass.graph.sizes import is_size, is_static
 from mstpass.graph.token_rules.arguments import argument
@@ -99,6 +99,8 @@ class _Block:
         self.specs: Specs = {}  # of members
         self.read: dict[fx.Node, set[Spec]] = {}  # what members read from outside, and how
         self.bases: set[fx.Node] = set()  # of these
+        mask = mask_of(attention)
+        self.of_mask = set() if mask is None else ancestors([mask])
 
     def region(self) -> Region:
         """The block.
@@ -210,15 +212,16 @@ class _Block:
                     self.specs[node] = None  # it adds sums up
             elif node.name not in self.taken and self._reads_only_known(node):
                 self._try_add(node)
-        self._drop_views()
+        self._drop_unused()
 
     def _reads_only_known(self, node: fx.Node) -> bool:
-        """Whether the node reads a member, and nothing besides but what the block has."""
+        """Whether the node reads what the block has or reads, and nothing besides."""
         if node.op != "call_function" or is_attention(node):
             return False
         operands = [n for n in node.all_input_nodes if not is_size(n)]
-        if not any(n in self.specs for n in operands):
-            return False
+        if not any(n in self.specs for n in operands):  # as x ** 2
+            if not ops.is_pointwise(node) or not any(map(self._held, operands)):
+                return False
         return all(n in self.specs or n in self.read or self._is_own_constant(n) for n in operands)
 
     def _is_own_constant(self, node: fx.Node) -> bool:
@@ -228,13 +231,13 @@ class _Block:
         base = ops.base_of(node)
         return base.op == "placeholder" and base not in self.joint.backward and base in self.bases
 
-    def _drop_views(self) -> None:
-        """Leave out views of the results, which others make for themselves."""
+    def _drop_unused(self) -> None:
+        """Leave out what others make for themselves: views of results, and what no gradient is."""
         for node in reversed(self.joint.sorted(self.specs)):
-            is_last = not any(user in self.specs for user in node.users)
-            if is_last and ops.is_cheap_view(node) and node not in self.joint.forward:
-                if self.specs[node] is not None:
-                    del self.specs[node]
+            if node in self.joint.forward or any(user in self.specs for user in node.users):
+                continue
+            if node not in self.joint.backward or (self.specs[node] and ops.is_cheap_view(node)):
+                del self.specs[node]
 
     # ---- specs ---------------------------------------------------------------------------------
     def _needs(self, node: fx.Node, spec: Spec) -> Mapping[fx.Node, Spec]:
@@ -314,12 +317,7 @@ class _Block:
         """Whether a loop makes the value itself: a constant, or what masks are computed from."""
         if ops.is_constant(node):
             return True
-        value = value_of(node)
-        if node.op != "call_function" or not spec or value is None:
-            return False
-        is_mask = not value.is_floating_point() or numel(node) >= numel(self.attention)
-        by_row = ops.is_pointwise(node) or ops.is_cheap_view(node)
-        if not by_row or not is_mask or node in self.joint.backward:
+        if node.op != "call_function" or not spec or node not in self.of_mask:
             return False
         return not isinstance(QUERY_AXIS.operand_specs(node, spec), Refusal)
 

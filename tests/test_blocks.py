@@ -1,0 +1,100 @@
+"""Blocks: attention and the MLP behind it in loops over chunks of tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mstpass
+from mstpass.graph.joint import JointGraph
+from mstpass.regions.blocks import LEAVES, NO_MLP, NO_RESIDUAL, detect_blocks
+from mstpass.regions.detect import find_regions
+from tests.attention_models import WIDTH, Form, Layer
+from tests.checks import check_against_float64, joint_graph, kinds
+
+pytestmark = pytest.mark.op_by_op
+
+WORDS, LAYERS = 600, 2
+LLAMA = Form(kv_heads=2, rope="halves", mask="causal", shared_kv=True)
+LEAST: dict[str, Any] = {"memory_budget": 0.0, "chunk": "blocks"}
+
+
+class MLP(nn.Module):
+    """A gated MLP behind a norm, and a residual around both."""
+
+    def __init__(self, width: int = 4 * WIDTH):
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.gate, self.up = (nn.Linear(WIDTH, width, bias=False) for _ in range(2))
+        self.down = nn.Linear(width, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        return x + self.down(F.silu(self.gate(n)) * self.up(n))
+
+
+class Model(nn.Module):
+    def __init__(self, form: Form, layers: int = LAYERS):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(Layer(form), MLP()) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        return F.cross_entropy(logits, torch.arange(len(logits)) * 7 % WORDS)
+
+
+def _loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(x)
+
+
+def _inputs(batch: int, tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(batch, tokens, WIDTH, dtype=dtype).requires_grad_()]
+
+
+def _check(form: Form, batch: int, tokens: int, **options: Any) -> mstpass.Report:
+    torch.manual_seed(0)
+    dtype = options.pop("dtype", torch.float32)
+    model = Model(form).to(dtype)
+    given = {**LEAST, "inductor": {"fx_graph_cache": False}, **options}
+    report = check_against_float64(model, _loss_of, _inputs(batch, tokens, dtype), **given)
+    assert [kind for kind, _ in kinds(report)].count("block") == LAYERS, str(report)
+    return report
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("form", "batch", "tokens", "chunk"),
+    [
+        pytest.param(LLAMA, 1, 256, 64, id="grouped queries"),
+        pytest.param(LLAMA, 2, 128, 64, id="sequences"),
+        pytest.param(LLAMA, 2, 100, 64, id="chunks that cross sequences"),
+        pytest.param(LLAMA, 1, 250, 64, id="a last chunk that overlaps"),
+        pytest.param(Form(rope="pairs", mask="causal"), 1, 256, 64, id="a key for each query"),
+        pytest.param(dataclasses.replace(LLAMA, mask=""), 2, 128, 64, id="full"),
+        pytest.param(
+            dataclasses.replace(LLAMA, norm="head", bias=True), 1, 256, 64, id="norms and biases"
+        ),
+        pytest.param(
+            dataclasses.replace(LLAMA, shared_kv=False), 1, 256, 64, id="keys that are repeated"
+        ),
+        pytest.param(
+            Form(mask="causal", fused="sections", rope="halves"), 1, 256, 64, id="in sections"
+        ),
+        pytest.param(Form(mask="window"), 1, 256, 64, id="a mask"),
+    ],
+)
+def test_gradients_are_right(form: Form, batch: int, tokens: int, chunk: int) -> None:
+    _check(form, batch, tokens, chunk_tokens=chunk)
+
+
+def test_gradients_are_right_in_16_bits() -> None:
+    _check(LLAMA, 1, 256, chunk_tokens=64, dtype=torch.bfloat16)
