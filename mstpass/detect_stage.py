@@ -59,11 +59,12 @@ def detect(
     if options.chunk == "off":
         return Detected(joint)
     for_heads = loops_over_heads(options, limit)
-    joint, prepared, changed = normalized(joint, for_heads, runner, left_out)
+    for_blocks = for_heads and options.chunk == "blocks"
+    joint, prepared, changed = normalized(joint, for_heads, runner, left_out, for_blocks)
     candidates, rejections = all_candidates(prepared, options, limit)
     more = left_out.and_in_vain(joint, prepared, names_of(candidates))
     if more != left_out and (candidates or more.windows):
-        _, other, of_other = normalized(joint, for_heads, runner, more)
+        _, other, of_other = normalized(joint, for_heads, runner, more, for_blocks)
         if of_other != changed:
             prepared, changed = other, of_other
             candidates, others = all_candidates(prepared, options, limit)

@@ -43,7 +43,7 @@ from mstpass.graph.rewriting import Rewritten
 from mstpass.normalize.assertions_of_sizes import assertions_of_sizes
 from mstpass.normalize.bias_after_product import bias_after_product
 from mstpass.normalize.convolutions_as_products import convolutions_as_products
-from mstpass.normalize.expand_to_tokens import expand_to_tokens
+from mstpass.normalize.expand_to_tokens import expand_to_rows, expand_to_tokens
 from mstpass.normalize.gathers_as_sums import gathers_as_sums
 from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
 from mstpass.normalize.index_by_token import index_by_token
@@ -116,17 +116,22 @@ HEADS = (  # where loops may run over heads
 )
 
 
+ROWS = (_pass(expand_to_rows),)  # where loops may run over the rows of attention
+
+
 def normalized(
     joint: JointGraph,
     for_heads: bool = False,
     runner: PassRunner | None = None,
     left_out: LeftOut = NOTHING,
+    for_blocks: bool = False,
 ) -> tuple[JointGraph, JointGraph, frozenset[str]]:
     """Apply the rewrites to copies; ``joint`` itself stays as it is.
 
     Args:
         for_heads: attention may run in loops over heads, so apply what these need as well.
         left_out: what is not rewritten.
+        for_blocks: and over tokens through attention.
 
     Returns:
         The graph with its sizes taken from its inputs, and scattered constants in their dtype. The
@@ -135,7 +140,7 @@ def normalized(
     """
     runner = runner or PassRunner()
     joint, _ = runner.run_all(SIZES, joint)
-    steps = (*TOKENS, *(HEADS if for_heads else ()))
+    steps = (*TOKENS, *(HEADS if for_heads else ()), *(ROWS if for_blocks else ()))
     if left_out.windows:
         steps = tuple(step for step in steps if step is not JOIN_PRODUCTS)
     kept = functools.partial(convolutions_as_products, kept=left_out.convolutions)

@@ -225,11 +225,11 @@ class _Block:
         return all(n in self.specs or n in self.read or self._is_own_constant(n) for n in operands)
 
     def _is_own_constant(self, node: fx.Node) -> bool:
-        """Whether the node is a constant, or a view of a weight of which members read views."""
+        """Whether the node is a constant, or shows what members read views of, as a weight."""
         if ops.is_constant(node):
             return True
         base = ops.base_of(node)
-        return base.op == "placeholder" and base not in self.joint.backward and base in self.bases
+        return base not in self.joint.backward and base in self.bases
 
     def _drop_unused(self) -> None:
         """Leave out what others make for themselves: views of results, and what no gradient is."""
