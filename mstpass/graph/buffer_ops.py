@@ -16,10 +16,13 @@ Factors of half precision are added up in a total of float32 by cuBLAS itself, o
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor, fx, library
 
 from mstpass.graph import ops
+from mstpass.graph.attention_rows import ROW_OPS, attend_rows_backward
 from mstpass.graph.grouped_products import GROUPED_OPS, grouped_sums
 from mstpass.graph.sizes import same_shape
 from mstpass.torch_internals.graphs import OpOverload
@@ -95,7 +98,15 @@ done: OpOverload = torch.ops.mstpass.done.default
 
 def call_buffer_ops_as_they_are() -> None:
     """Have Inductor call the ops, and those in place that a loop may need besides."""
-    for op in (add_product_, write_product_, counter, done, aten.abs_.default, *GROUPED_OPS):
+    for op in (
+        add_product_,
+        write_product_,
+        counter,
+        done,
+        aten.abs_.default,
+        *GROUPED_OPS,
+        *ROW_OPS,
+    ):
         call_as_it_is(op)
 
 
@@ -103,8 +114,11 @@ def parts_in_place(result: fx.Node) -> list[fx.Node]:
     """The nodes of a result of a loop's body that need no buffers of their own, the result first.
 
     A product goes straight into the loop's buffer, if nothing else reads it. Of a sum of products
-    they do so one after the other, views between them and the sum or not. Empty for other results.
+    they do so one after the other, views between them and the sum or not. Attention's backward adds
+    the gradients of keys and values (``adding_attention``). Empty for other results.
     """
+    if adding_attention(result) is not None:
+        return [result, _item_of(result)]
     found: list[fx.Node] = []
     stack = [result]
     while stack:
@@ -136,8 +150,43 @@ def is_product(node: fx.Node) -> bool:
 
 
 def is_written_in_place(result: fx.Node) -> bool:
-    """Whether a result of a loop's body goes straight into the loop's buffer."""
-    return bool(parts_in_place(result))
+    """Whether a result of a loop's body goes straight into the loop's buffer, which it fills."""
+    return adding_attention(result) is None and bool(parts_in_place(result))
+
+
+def adding_attention(result: fx.Node) -> fx.Node | None:
+    """The backward of attention that adds a result of a loop's body to the loop's buffer.
+
+    It does so if the gradients of both keys and values are results, perhaps cast.
+    """
+    item = _item_of(result)
+    if item.target is not operator.getitem or item.args[0].target is not attend_rows_backward:  # type: ignore[union-attr]
+        return None
+    (source,) = item.all_input_nodes
+    summed = [user for user in source.users if user.args[1] in (1, 2)]
+    if item not in summed or len(summed) != 2 or not all(map(_is_result, summed)):
+        return None
+    return source
+
+
+def position_of(result: fx.Node) -> int:
+    """Which result of its op an item is, that a result of a loop's body shows."""
+    position = _item_of(result).args[1]
+    assert isinstance(position, int)
+    return position
+
+
+def _item_of(result: fx.Node) -> fx.Node:
+    is_cast = result.target is torch.ops.prims.convert_element_type.default
+    return result.all_input_nodes[0] if is_cast else result
+
+
+def _is_result(item: fx.Node) -> bool:
+    """Whether the value, or its only cast, is a result of the body and nothing else."""
+    if len(item.users) != 1:
+        return False
+    (user,) = item.users
+    return user.op == "output" or (_item_of(user) is item and _is_result(user))
 
 
 def _is_plain_sum(node: fx.Node) -> bool:

@@ -35,12 +35,15 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.attention_rows import add_attend_rows_backward_
 from mstpass.graph.buffer_ops import (
     add_product_,
+    adding_attention,
     counter,
     is_product,
     is_written_in_place,
     parts_in_place,
+    position_of,
     write_product_,
 )
 from mstpass.graph.grouped_products import add_grouped_, grouped_sums
@@ -98,24 +101,31 @@ class LoopCall:
         buffers, inputs = operands[:num_buffers], operands[num_buffers:]
         sliced, whole = inputs[: self.num_sliced], inputs[self.num_sliced :][: self.num_whole]
         first = (start,) if takes_start(self.body) else ()
-        results = self._run((*before, *first, *map(rows, sliced), *whole, *after))
+        results = self._run((*before, *first, *map(rows, sliced), *whole, *after), buffers)
         new = self._combined(buffers, results)  # before the maxima that they read are written
         for position, (kind, _, _) in enumerate(self.specs):
             buffer, result, dim = buffers[position], results[position], stacked_dim(kind)
             if dim is not None:
                 result.write_to(rows(buffer, dim))
-            elif kind == SUM:
+            elif kind == SUM and adding_attention(result.node) is None:
                 result.add_to(buffer, start)
+            elif kind == SUM:
+                continue
             else:
                 buffer.copy_(new[position])
         return buffers
 
-    def _run(self, inputs: tuple[torch.Tensor | Size, ...]) -> list[_Result]:
+    def _run(
+        self, inputs: tuple[torch.Tensor | Size, ...], buffers: tuple[torch.Tensor, ...]
+    ) -> list[_Result]:
         """Run the body, but for what goes straight into the loop's buffers.
 
         The last op of an output, unless another op reads it, runs when the output is written.
+        Attention's backward adds the gradients of keys and values to their buffers.
         """
         outputs: Any = self.body.graph.output_node().args[0]
+        totals_of = dict(zip(outputs, buffers, strict=True))
+        attention = self._adding_attention()
         parts = [
             _parts_in_place(node, stacked_dim(kind))
             for node, (kind, _, _) in zip(outputs, self.specs, strict=True)
@@ -129,11 +139,25 @@ class LoopCall:
                 env[node] = next(remaining)
             elif node.op == "get_attr":
                 env[node] = getattr(self.body, str(node.target))
+            elif node in attention:
+                totals = (totals_of[result] for result in attention[node])
+                operands = fx.map_arg(node.args, env.__getitem__)
+                env[node] = (add_attend_rows_backward_(*totals, *operands),)
             elif node.op == "call_function" and node not in left:
                 env[node] = _call(node, env)
         return [
             _Result(node, of_output, env) for node, of_output in zip(outputs, parts, strict=True)
         ]
+
+    def _adding_attention(self) -> dict[fx.Node, list[fx.Node]]:
+        """The results, of keys and of values, that a backward of attention adds to their buffers."""
+        outputs: Any = self.body.graph.output_node().args[0]
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in outputs:
+            source = adding_attention(node)
+            if source is not None:
+                found.setdefault(source, []).append(node)
+        return {n: sorted(results, key=position_of) for n, results in found.items()}
 
     def _combined(
         self, buffers: tuple[torch.Tensor, ...], results: list[_Result]

@@ -45,6 +45,7 @@ from mstpass.normalize.bias_after_product import bias_after_product
 from mstpass.normalize.convolutions_as_products import convolutions_as_products
 from mstpass.normalize.expand_to_tokens import expand_to_rows, expand_to_tokens
 from mstpass.normalize.gathers_as_sums import gathers_as_sums
+from mstpass.normalize.gradients_in_parts import gradients_in_parts
 from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
 from mstpass.normalize.index_by_token import index_by_token
 from mstpass.normalize.inputs_before_writes import inputs_before_writes
@@ -116,7 +117,10 @@ HEADS = (  # where loops may run over heads
 )
 
 
-ROWS = (_pass(expand_to_rows),)  # where loops may run over the rows of attention
+ROWS = (  # where loops may run over the rows of attention
+    _pass(expand_to_rows),
+    _pass(gradients_in_parts),
+)
 
 
 def normalized(
