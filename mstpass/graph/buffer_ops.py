@@ -169,7 +169,7 @@ def adding_attention(result: fx.Node) -> fx.Node | None:
     return source
 
 
-def position_of(result: fx.Node) -> int:
+def item_position(result: fx.Node) -> int:
     """Which result of its op an item is, that a result of a loop's body shows."""
     position = _item_of(result).args[1]
     assert isinstance(position, int)

@@ -22,7 +22,6 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.axes import ALONG_A_DIM
-from mstpass.graph.heads import is_attention_item
 from mstpass.graph.joint import nbytes
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.region_facts import RegionFacts
@@ -181,15 +180,12 @@ def _loop(
     members, inputs = _members_and_inputs(facts, outputs, saved, unit)
     ordered = sorted(inputs, key=lambda pair: (joint.index[pair[0]], pair[1]))
     in_order = joint.sorted(members)
-    # Gradients of keys and values come first: attention's backward writes them before the others.
-    first = [n for n in joint.sorted(outputs) if is_attention_item(n) and specs[n] is None]
-    outputs = _unique(first, joint.sorted(outputs))
     return LoopPlan(
         phase=phase,
         members=tuple(node.name for node in in_order),
         specs=tuple(specs[node] for node in in_order),
         inputs=tuple(LoopInput(node.name, spec) for node, spec in ordered),
-        outputs=tuple(_output(facts, node, unit, outputs) for node in outputs),
+        outputs=tuple(_output(facts, node, unit, outputs) for node in joint.sorted(outputs)),
         unit=unit,
         prelude=prelude,
     )

@@ -28,7 +28,7 @@ Inductor knows only the bounds, so that nothing is specialized to one batch or o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ from mstpass.graph.buffer_ops import (
     counter,
     is_product,
     is_written_in_place,
+    item_position,
     parts_in_place,
-    position_of,
     write_product_,
 )
 from mstpass.graph.grouped_products import add_grouped_, grouped_sums
@@ -101,63 +101,80 @@ class LoopCall:
         buffers, inputs = operands[:num_buffers], operands[num_buffers:]
         sliced, whole = inputs[: self.num_sliced], inputs[self.num_sliced :][: self.num_whole]
         first = (start,) if takes_start(self.body) else ()
-        results = self._run((*before, *first, *map(rows, sliced), *whole, *after), buffers)
-        new = self._combined(buffers, results)  # before the maxima that they read are written
-        for position, (kind, _, _) in enumerate(self.specs):
-            buffer, result, dim = buffers[position], results[position], stacked_dim(kind)
-            if dim is not None:
-                result.write_to(rows(buffer, dim))
-            elif kind == SUM and adding_attention(result.node) is None:
-                result.add_to(buffer, start)
-            elif kind == SUM:
-                continue
+        env: dict[fx.Node, Any] = {}
+        results = self._results(env)
+        written = 0  # of the outputs, in their order
+
+        def write_until(end: int) -> None:
+            nonlocal written
+            for position in range(written, end):
+                (kind, _, _), buffer = self.specs[position], buffers[position]
+                result, dim = results[position], stacked_dim(kind)
+                if dim is not None:
+                    result.write_to(rows(buffer, dim))
+                elif kind == SUM:
+                    result.add_to(buffer, start)
+                else:
+                    buffer.copy_(new[position])
+            written = max(written, end)
+
+        attention = self._adding_attention()
+        for node in self._run((*before, *first, *map(rows, sliced), *whole, *after), env, results):
+            positions = attention.get(node, [])
+            if positions and all(result.is_ready for result in results[: min(positions)]):
+                write_until(min(positions))  # what they read is freed before attention runs
+                arguments = fx.map_arg(node.args, env.__getitem__)
+                totals = (buffers[position] for position in positions)
+                env[node] = (add_attend_rows_backward_(*totals, *arguments),)
+                for position in positions:
+                    results[position].is_added = True
             else:
-                buffer.copy_(new[position])
+                env[node] = _call(node, env)
+        new = self._combined(buffers, results)  # before the maxima that they read are written
+        write_until(num_buffers)
         return buffers
 
-    def _run(
-        self, inputs: tuple[torch.Tensor | Size, ...], buffers: tuple[torch.Tensor, ...]
-    ) -> list[_Result]:
-        """Run the body, but for what goes straight into the loop's buffers.
-
-        The last op of an output, unless another op reads it, runs when the output is written.
-        Attention's backward adds the gradients of keys and values to their buffers.
-        """
+    def _results(self, env: dict[fx.Node, Any]) -> list[_Result]:
+        """The outputs of the body, whose values are in ``env`` once it has run."""
         outputs: Any = self.body.graph.output_node().args[0]
-        totals_of = dict(zip(outputs, buffers, strict=True))
-        attention = self._adding_attention()
-        parts = [
-            _parts_in_place(node, stacked_dim(kind))
+        return [
+            _Result(node, _parts_in_place(node, stacked_dim(kind)), env)
             for node, (kind, _, _) in zip(outputs, self.specs, strict=True)
         ]
-        left = {part for of_output in parts for part in of_output}
-        left |= {node for node in outputs if len(node.users) == 1}
-        env: dict[fx.Node, Any] = {}
+
+    def _run(
+        self,
+        inputs: tuple[torch.Tensor | Size, ...],
+        env: dict[fx.Node, Any],
+        results: list[_Result],
+    ) -> Iterator[fx.Node]:
+        """The ops of the body that are to run, but for what goes straight into the loop's buffers.
+
+        The last op of an output, unless another op reads it, runs when the output is written.
+        """
+        left = {part for result in results for part in result.parts}
+        left |= {result.node for result in results if len(result.node.users) == 1}
         remaining = iter(inputs)
         for node in self.body.graph.nodes:
             if node.op == "placeholder":
                 env[node] = next(remaining)
             elif node.op == "get_attr":
                 env[node] = getattr(self.body, str(node.target))
-            elif node in attention:
-                totals = (totals_of[result] for result in attention[node])
-                operands = fx.map_arg(node.args, env.__getitem__)
-                env[node] = (add_attend_rows_backward_(*totals, *operands),)
             elif node.op == "call_function" and node not in left:
-                env[node] = _call(node, env)
-        return [
-            _Result(node, of_output, env) for node, of_output in zip(outputs, parts, strict=True)
-        ]
+                yield node
 
-    def _adding_attention(self) -> dict[fx.Node, list[fx.Node]]:
-        """The results, of keys and of values, that a backward of attention adds to their buffers."""
+    def _adding_attention(self) -> dict[fx.Node, list[int]]:
+        """Of each backward of attention that adds results to their buffers, their positions.
+
+        These are those of the gradients of the keys and of the values.
+        """
+        if any(kind != SUM and stacked_dim(kind) is None for kind, _, _ in self.specs):
+            return {}
         outputs: Any = self.body.graph.output_node().args[0]
-        found: dict[fx.Node, list[fx.Node]] = {}
-        for node in outputs:
-            source = adding_attention(node)
-            if source is not None:
-                found.setdefault(source, []).append(node)
-        return {n: sorted(results, key=position_of) for n, results in found.items()}
+        found: dict[fx.Node, list[int]] = {}
+        for node in sorted(filter(adding_attention, outputs), key=item_position):
+            found.setdefault(adding_attention(node), []).append(outputs.index(node))  # type: ignore[arg-type]
+        return found
 
     def _combined(
         self, buffers: tuple[torch.Tensor, ...], results: list[_Result]
@@ -242,6 +259,17 @@ class _Result:
 
     def __init__(self, node: fx.Node, parts: list[fx.Node], env: dict[fx.Node, Any]):
         self.node, self.parts, self.env = node, parts, env
+        self.is_added = False  # what computed it has added it to its buffer
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all that it is computed from has run."""
+        inside = {self.node, *self.parts}
+        return self.node in self.env or all(
+            operand in self.env or operand in inside
+            for node in inside
+            for operand in node.all_input_nodes
+        )
 
     def value(self) -> torch.Tensor:
         if self.node not in self.env:
@@ -266,6 +294,8 @@ class _Result:
 
     def add_to(self, buffer: torch.Tensor, start: Size) -> None:
         """Add a summed output to its buffer, into which the chunk at 0 writes it."""
+        if self.is_added:
+            return
         products = self._products()
         for target, *operands in products:
             if target is grouped_sums:

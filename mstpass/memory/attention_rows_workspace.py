@@ -35,10 +35,10 @@ def rows_bytes(call: OpCall) -> int:
     size = query.dtype.itemsize
     wide = max(size, _FLOAT)
     block = min(key.shape[2], MOST_KEYS)
-    shortened = dataclasses.replace(
-        call, arguments={**call.arguments, "key": _first(key, block), "value": _first(value, block)}
-    )
-    kernels = cpu_flash_bytes(shortened) if query.device.type == "cpu" else 0
+    of_block = {"query": _folded(query, key.shape[1]), "key": _first(key, block)}
+    of_block["value"] = _first(value, block)
+    on_block = dataclasses.replace(call, arguments={**call.arguments, **of_block})
+    kernels = cpu_flash_bytes(on_block) if query.device.type == "cpu" else 0
     if not attention.backward:
         merged = rows * wide if size < wide else 0
         return rows * (2 * size + wide) + merged + kernels
@@ -54,3 +54,9 @@ def rows_bytes(call: OpCall) -> int:
 def _first(operand: Operand, keys: int) -> Operand:
     shape = (*operand.shape[:2], keys, *operand.shape[3:])
     return dataclasses.replace(operand, shape=shape)
+
+
+def _folded(query: Operand, heads: int) -> Operand:
+    """The queries of all heads that read one head of keys, as its rows."""
+    _, all_heads, rows, features = query.shape
+    return dataclasses.replace(query, shape=(1, heads, all_heads // heads * rows, features))

@@ -172,6 +172,11 @@ _ADVICE = (
         "give score_mod what is not trained, or detach it",
     ),
     (
+        r"\bblocks?\b|residual sum|before the next attention|chunk of queries"
+        r"|other tokens than those of the keys",
+        f"{_NOTHING}: its attention and its MLP may run in loops of their own",
+    ),
+    (
         r"dropout in attention",
         "apply dropout to the result of attention, or set attention's probability of it to 0",
     ),

@@ -195,7 +195,7 @@ class _Block:
         own |= {u for item in out for u in item.users if is_attention(u) and is_backward(u)}
         own |= {item for node in own if is_attention(node) for item in node.users}
         if not any(map(is_attention, own)):
-            raise CannotTake(self.attention, "its backward is not an op of its own")
+            raise CannotTake(self.attention, "the backward of a block's attention is not one op")
         own |= _between_each_other(joint, own)
         for node, spec in of_mlp.items():
             if node in own and spec:

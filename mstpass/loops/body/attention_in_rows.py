@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import fx
 
 from mstpass.graph.attention_rows import attend_rows, attend_rows_backward
 from mstpass.graph.builder import Builder
+from mstpass.graph.chunk_form import OperandChunk
 from mstpass.graph.heads import is_attention
-from mstpass.graph.query_rows import RowsCall, is_backward, rows_call
-from mstpass.graph.tokens import Refusal
+from mstpass.graph.query_rows import RowsCall, is_backward, operand_rows, rows_call
+from mstpass.graph.tokens import Refusal, Spec
 
 
 def attention_in_rows(members: Iterable[fx.Node]) -> dict[fx.Node, RowsCall]:
@@ -22,18 +23,22 @@ def attention_in_rows(members: Iterable[fx.Node]) -> dict[fx.Node, RowsCall]:
 def attend_chunk(
     builder: Builder,
     node: fx.Node,
+    spec: Spec,
     call: RowsCall,
-    operands: Mapping[fx.Node, fx.Node],
-    start: fx.Node,
+    operand_chunk: OperandChunk,
+    start: fx.Node | None,
     overlaps: bool,
 ) -> fx.Node:
     """The attention of one chunk; its results are the first of the node's.
 
     Args:
-        operands: what the node's operands are in the body.
+        spec: the dims of the node's rows.
+        operand_chunk: gives the chunk of an operand.
         overlaps: the last chunk has rows of the one before it.
     """
-    inputs = [operands[n] for n in call.tensors]
+    needs = operand_rows(node, spec)
+    assert not isinstance(needs, Refusal)
+    inputs = [operand_chunk(n, needs[n]) for n in call.tensors]
     how = (None, start, call.length, call.causal, -1, -1, call.scale)
     if is_backward(node):
         return builder.call(attend_rows_backward, *inputs, *how, overlaps)

@@ -8,8 +8,7 @@
     whole     the inputs that every chunk reads in full, such as weights
     valid     bool [c], only if the last chunk overlaps the one before it: the rows that no earlier
               chunk has summed
-    results   one for each output: [c, ...] if it is stacked (heads and features where the output
-              has them), a partial sum if it is summed
+    results   one for each output: its rows if it is stacked, a partial sum if it is summed
 
 Pseudo-code::
 
@@ -58,7 +57,7 @@ from mstpass.graph.one_per_row import (
 from mstpass.graph.renew_values import CannotRenew, renew_value
 from mstpass.graph.row_sums import rewritten_row_sum
 from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, symbols_of
-from mstpass.graph.tokens import CannotTake, Refusal, Spec
+from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.attention_in_rows import attend_chunk, attention_in_rows
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
 from mstpass.loops.body.gradient_in_place import write_gradients_in_place
@@ -118,7 +117,6 @@ class _Body:
         self.by_columns = products_by_columns(members) if self.axis is TOKEN_AXIS else set()
         self.relative = {item.node for item in loop.outputs if item.relative_to}
         self.attention = attention_in_rows(members) if chunks.axis == QUERIES else {}
-        self.start: fx.Node | None = None
         self.valid: fx.Node | None = None
         self.env: dict[tuple[fx.Node, Spec | None], fx.Node] = {}
 
@@ -156,8 +154,7 @@ class _Body:
         if self.symbolic:
             self.rows = self.builder.placeholder("rows", self.chunk_tokens)
             self.traced[self.rows] = self.traced_rows
-        if self.attention:
-            self.start = self.builder.placeholder(START, 0)
+        self.start = self.builder.placeholder(START, 0) if self.attention else None
         chunks = []
         for position, item in enumerate(sliced):
             value = self._value(item.node)
@@ -210,9 +207,8 @@ class _Body:
     def _value(self, name: str) -> torch.Tensor:
         value = value_of(self.joint.by_name[name])
         if value is None:
-            raise CannotTake(
-                self.joint.by_name[name], "a loop would read it, but it is not one tensor"
-            )
+            reason = "a loop would read it, but it is not one tensor"
+            raise CannotTake(self.joint.by_name[name], reason)
         return value
 
     def _from_rows(self, rows: fx.Node, node: fx.Node, spec: Spec) -> fx.Node:
@@ -246,11 +242,8 @@ class _Body:
     # ---- nodes ---------------------------------------------------------------------------------
     def _chunk_of(self, node: fx.Node, spec: Spec) -> fx.Node:
         if node in self.attention:
-            operands = self.axis.operand_specs(node, spec)
-            assert self.start is not None and not isinstance(operands, Refusal)
-            inputs = {n: self.env[n, held] for n, held in operands.items()}
-            call = self.attention[node]
-            return attend_chunk(self.builder, node, call, inputs, self.start, self.overlaps)
+            how = self.attention[node], self._operand, self.start, self.overlaps
+            return attend_chunk(self.builder, node, spec, *how)
         rows = self.rows if isinstance(self.rows, fx.Node) else None
         target, args, kwargs = chunk_call(
             node, spec, self.chunk_tokens, self._operand, rows, self.axis
@@ -317,8 +310,7 @@ class _Body:
         return self.builder.call(node.target, summed, *node.args[1:])
 
     def _partial_sum(self, node: fx.Node) -> fx.Node:
-        """The sum over the chunk's tokens, in the accumulator's dtype or, so that it is rounded
-        only once it is added, in float32."""
+        """The sum over the chunk's tokens, in the accumulator's dtype, or float32 to be rounded."""
         source = next((n for n in node.all_input_nodes if self.specs.get(n)), None)
         value = value_of(node)
         assert value is not None
