@@ -17,6 +17,7 @@ from mstpass.options import Options
 from mstpass.partition.torch_fallback import TORCH_BUDGET
 from mstpass.passes.runner import PassRunner
 from mstpass.plans import MIXED, ChunkPlan, Rejection
+from mstpass.regions.blocks import KIND as BLOCK
 from mstpass.torch_internals.aot_autograd import has_torch_budget
 
 TRACED_AGAIN = "compiled autograd traces the backward again, and cannot trace a loop in it"
@@ -54,6 +55,26 @@ def detect(
     The copy is used only if a region has a node that normalization changed. Otherwise the graph
     stays as it is, and the rejections are those of the copy, which name the remaining reasons.
     """
+    if options.chunk == "blocks" and not limit.is_free:
+        found = _detect(joint, options, limit, runner, loops_in_backward, left_out)
+        if any(c.plans[0][1].kind == BLOCK for c in found.candidates):
+            return found
+        others = dataclasses.replace(options, chunk="auto")
+        other = _detect(joint, others, limit, runner, loops_in_backward, left_out)
+        refused = (*other.rejections, *found.rejections)
+        return dataclasses.replace(other, rejections=tuple(dict.fromkeys(refused)))
+    return _detect(joint, options, limit, runner, loops_in_backward, left_out)
+
+
+def _detect(
+    joint: JointGraph,
+    options: Options,
+    limit: Limit,
+    runner: PassRunner,
+    loops_in_backward: bool,
+    left_out: LeftOut,
+) -> Detected:
+    """What the options allow, in one form of the graph."""
     if has_torch_budget(joint.nodes):  # torch wants it on every node, so on loops as well
         return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
     if options.chunk == "off":

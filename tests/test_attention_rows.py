@@ -75,7 +75,7 @@ class Case:
             chunks = [x[start : start + length].transpose(0, 1)[None] for x in rows_first]
             q, grad, mask = (*chunks, None)[:3]
             how = (mask, start, self.queries, self.causal, *self.window, WIDTH**-0.5)
-            out, log_sum = attend_rows(q, self.key, self.value, *how)
+            out, log_sum = attend_rows(q, self.key, self.value, *how, in_place)
             saved = grad, q, self.key, self.value, out, log_sum
             how = (*how, True)
             if in_place:
@@ -129,7 +129,8 @@ def test_keys_that_no_row_sees_are_not_read() -> None:
     case = Case(queries=64)
     case.key[:, :, 32:], case.value[:, :, 32:] = float("nan"), float("nan")
     out, _ = attend_rows(
-        case.query[:, :, 16:32], case.key, case.value, None, 16, 64, True, -1, -1, WIDTH**-0.5
+        *(case.query[:, :, 16:32], case.key, case.value, None, 16, 64),
+        *(True, -1, -1, WIDTH**-0.5, False),
     )
     assert out.isfinite().all()
 
@@ -139,7 +140,7 @@ def test_fake_results_are_like_real_ones(op: torch._ops.OpOverload) -> None:
     case = Case(torch.bfloat16, key_heads=2)
     q = case.query[:, :, :32]
     how = (None, 0, case.queries, True, -1, -1, WIDTH**-0.5)
-    forward = (q, case.key, case.value, *how)
+    forward = (q, case.key, case.value, *how, True)
     if op is attend_rows_backward:
         saved = (case.grad[:, :, :32], *forward[:3], *attend_rows(*forward))
         forward = (*saved, *how, False)

@@ -11,7 +11,7 @@ Of B sequences of ``length`` queries, with T keys each, a row is a query of all 
 of all sequences are numbered one after the other. The c rows from ``start`` on::
 
     query, out, gradients of both   [1, H, c, D]
-    logarithms of sums              [1, H, c]
+    logarithms of sums              [1, H, c], or [1, H, c, 1] as a ``column``, which cuDNN's are
     mask                            [1, H or 1, c, T], added to the scores; or None
     key, value, gradients of both   [B, K, T, D], where K divides H: grouped queries
 
@@ -54,7 +54,9 @@ _HOW = (
     "float scale"
 )
 _SAVED = "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp"
-_LIBRARY.define(f"attend_rows(Tensor query, Tensor key, Tensor value, {_HOW}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"attend_rows(Tensor query, Tensor key, Tensor value, {_HOW}, bool column) -> (Tensor, Tensor)"
+)
 _BACKWARD = f"{_SAVED}, {_HOW}, bool overlaps"
 _LIBRARY.define(f"attend_rows_backward({_BACKWARD}) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(
@@ -145,6 +147,7 @@ def _attend_rows(
     left: int,
     right: int,
     scale: float,
+    column: bool,
 ) -> tuple[Tensor, Tensor]:
     result, log_sums = _empty_results(query, value)
     for rows in _rows_of_sequences(start, query.shape[2], length):
@@ -163,7 +166,7 @@ def _attend_rows(
         assert out is not None and log_sum is not None
         result[:, :, rows.in_chunk] = out
         log_sums[:, :, rows.in_chunk] = log_sum
-    return result, log_sums
+    return result, log_sums.unsqueeze(-1) if column else log_sums
 
 
 def _attend(
@@ -222,7 +225,7 @@ def _add_backward(
     scale: float,
     overlaps: bool,
 ) -> Tensor:
-    result = _like_rows(query, query.shape[-1])
+    result, logsumexp = _like_rows(query, query.shape[-1]), logsumexp.reshape(query.shape[:3])
     counted = -start % query.shape[2] if overlaps else 0  # rows that an earlier chunk has
     for rows in _rows_of_sequences(start, query.shape[2], length, counted):
         own, here = slice(rows.sequence, rows.sequence + 1), rows.in_chunk
@@ -281,7 +284,8 @@ _LIBRARY.impl("add_attend_rows_backward_", _add_backward, "CompositeExplicitAuto
 def _(
     query: Tensor, key: Tensor, value: Tensor, *how: Tensor | float | None
 ) -> tuple[Tensor, Tensor]:
-    return _empty_results(query, value)
+    result, log_sums = _empty_results(query, value)
+    return result, log_sums.unsqueeze(-1) if how[-1] else log_sums
 
 
 @library.register_fake("mstpass::attend_rows_backward", lib=_LIBRARY)

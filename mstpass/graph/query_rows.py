@@ -111,12 +111,14 @@ class RowsCall(NamedTuple):
     Attributes:
         tensors: queries and what else is by row, keys and values, in the order of the op.
         length: queries of a sequence.
+        column: the logarithms of sums have a last dim of one.
     """
 
     tensors: tuple[fx.Node, ...]
     length: Any
     causal: bool
     scale: float
+    column: bool
 
 
 def rows_call(node: fx.Node) -> RowsCall | Refusal:
@@ -133,14 +135,15 @@ def rows_call(node: fx.Node) -> RowsCall | Refusal:
     of_queries = tensors[int(attention.backward) :][:3]
     query, key, value = (operand.meta["val"] for operand in of_queries)
     log_sums = tensors[-1].meta["val"] if attention.backward else _results(node)[1]
-    if not is_fused(query, key, value) or log_sums.shape != query.shape[:3]:
+    column = log_sums.shape == (*query.shape[:3], 1)
+    if not is_fused(query, key, value) or not (column or log_sums.shape == query.shape[:3]):
         return Refusal(OTHER_KERNEL)
     causal = bool(argument(node, "is_causal"))
     if causal and query.shape[ROWS] != key.shape[ROWS]:
         return Refusal("causal attention of other tokens than those of the keys")
     scale = argument(node, "scale")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    return RowsCall(tuple(tensors), query.shape[ROWS], causal, scale)
+    return RowsCall(tuple(tensors), query.shape[ROWS], causal, scale, column)
 
 
 def _results(node: fx.Node) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.attention_models import Form, Layer
 from tests.cuda.dry_run import tensor
 from tests.models import GatedMLP, TwoLayerMLP
 
@@ -47,6 +48,33 @@ class Layers(nn.Module):
         for norm, mlp in zip(self.norms, self.mlps, strict=False):
             x = x + mlp(norm(x))
         return self.norms[-1](x)
+
+
+class Blocks(Layers):
+    """Attention of grouped queries before each of the MLPs, and a head."""
+
+    def __init__(self, width: int):
+        super().__init__(width, "swiglu")
+        form = Form(kv_heads=2, mask="causal", shared_kv=True)
+        self.attention = nn.ModuleList(Layer(form, width, heads=8) for _ in self.mlps)
+        self.head = nn.Linear(width, 8 * width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for attention, norm, mlp in zip(self.attention, self.norms, self.mlps, strict=False):
+            x = attention(x)
+            x = x + mlp(norm(x))
+        return self.head(self.norms[-1](x)).flatten(0, 1)
+
+
+def blocks(tokens: int = 16384, width: int = 512) -> Step:
+    with torch.device("meta"):
+        model = Blocks(width).to(BF16)
+
+    def loss(x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).float(), labels)
+
+    labels = torch.empty(tokens, dtype=torch.long, device="meta")
+    return loss, (tensor(1, tokens, width, dtype=BF16, grad=True), labels)
 
 
 def mlps(

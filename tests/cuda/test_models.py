@@ -78,6 +78,15 @@ def test_flex_attention_in_loops_over_heads() -> None:
     assert sorted(map(len, templates)) == [1, 2]  # forward, and forward and backward
 
 
+@pytest.mark.parametrize("gpu", ["a100", "h100", "b200"])
+def test_blocks(gpu: str) -> None:
+    """Attention of a chunk is told its first row from the host: no loop waits for the GPU."""
+    run = dry_run(*blocks(), gpu=gpu, memory_budget=0.0, chunk="blocks", chunk_tokens=1024)
+    assert [region.kind for region in run.report.regions].count("block") == 2
+    check_lean(run)
+    assert "mstpass.attend_rows." in run.text and "add_attend_rows_backward_" in run.text
+
+
 def test_a_kernel_of_the_users() -> None:
     from tests.cuda import triton_step
 

@@ -42,4 +42,4 @@ def attend_chunk(
     how = (None, start, call.length, call.causal, -1, -1, call.scale)
     if is_backward(node):
         return builder.call(attend_rows_backward, *inputs, *how, overlaps)
-    return builder.call(attend_rows, *inputs, *how)
+    return builder.call(attend_rows, *inputs, *how, call.column)
