@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mstpass
+from mstpass.graph.joint import JointGraph
+from mstpass.regions.blocks import LEAVES, NO_MLP, NO_RESIDUAL, detect_blocks
+from mstpass.regions.detect import find_regions
 from tests.attention_models import WIDTH, Form, Layer
-from tests.checks import check_against_float64, kinds
+from tests.checks import check_against_float64, joint_graph, kinds
 
 pytestmark = pytest.mark.op_by_op
 
@@ -68,6 +71,13 @@ def _check(form: Form, batch: int, tokens: int, **options: Any) -> mstpass.Repor
 
 
 # ---- gradients -----------------------------------------------------------------------------------
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are taken even where loops of their own would need less memory."""
+    monkeypatch.setattr("mstpass.pipeline._better", lambda blocks, apart, limit: blocks)
+
+
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
     ("form", "batch", "tokens", "chunk"),
     [
@@ -92,6 +102,72 @@ def test_gradients_are_right(form: Form, batch: int, tokens: int, chunk: int) ->
     _check(form, batch, tokens, chunk_tokens=chunk)
 
 
+@pytest.mark.usefixtures("always")
 def test_gradients_are_right_in_16_bits() -> None:
     plain = dataclasses.replace(LLAMA, rope="")
     _check(plain, 1, 1024, chunk_tokens=128, dtype=torch.bfloat16)
+
+
+# ---- what is taken -------------------------------------------------------------------------------
+def _detected(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The kinds of the regions that are blocks, and why others are none."""
+    joint = JointGraph(*joint_graph(_loss_of(model), *_inputs(1, 64)))
+    blocks, rejections = detect_blocks(joint, find_regions(joint)[0])
+    return [block.kind for block in blocks], [rejection.reason for rejection in rejections]
+
+
+class Changed(Model):
+    """One layer that is no block."""
+
+    def __init__(self, change: str):
+        super().__init__(LLAMA, layers=1)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        ((layer, mlp),) = self.layers
+        if self.change == "no residual":
+            h = layer.attention(layer.norm(x))
+        else:
+            h = layer(x)
+        y = h if self.change == "no MLP" else mlp(h)
+        if self.change == "read elsewhere":
+            y = y + h.sin()
+        logits = self.head(self.norm(y)).flatten(0, 1)
+        return F.cross_entropy(logits, torch.arange(len(logits)) * 7 % WORDS)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("", None),
+        ("no residual", NO_RESIDUAL),
+        ("no MLP", NO_MLP),
+        ("read elsewhere", LEAVES),
+    ],
+)
+def test_what_is_a_block(change: str, reason: str | None) -> None:
+    torch.manual_seed(0)
+    kinds_of_blocks, reasons = _detected(Changed(change))
+    assert (kinds_of_blocks, reasons) == ((["block"], []) if reason is None else ([], [reason]))
+
+
+def _planned(form: Form, **options: Any) -> mstpass.Report:
+    torch.manual_seed(0)
+    return mstpass.explain(
+        Model(form), *_inputs(1, 4096), options={"memory_budget": 0.0, **options}
+    )
+
+
+def test_the_least_memory_has_blocks_where_queries_share_keys() -> None:
+    apart, blocks = (_planned(LLAMA, chunk=chunk, chunk_tokens=128) for chunk in ("auto", "blocks"))
+    assert [kind for kind, _ in kinds(blocks)].count("block") == LAYERS
+    assert blocks.peak_bytes is not None and apart.peak_bytes is not None
+    assert blocks.peak_bytes < 0.9 * apart.peak_bytes
+
+
+def test_blocks_are_left_where_loops_of_their_own_need_less() -> None:
+    """With a key for each query, keys, values and their gradients are as large as the input."""
+    form = Form(mask="causal")
+    apart, blocks = (_planned(form, chunk=chunk) for chunk in ("auto", "blocks"))
+    assert blocks.peak_bytes is not None and apart.peak_bytes is not None
+    assert blocks.peak_bytes <= apart.peak_bytes
