@@ -126,12 +126,9 @@ def run(
     def planned(limit: Limit) -> Result:
         with collector_paused():
             joint = functools.partial(JointGraph, module, num_fwd_outputs)
-            rest = loops_in_backward, stop_after, limit, torch_kwargs
-            found = _run_stages(joint, options, *rest)
-            if not any(region.kind == BLOCK for region in found.outcome.regions):
-                return found
-            apart = dataclasses.replace(options, chunk="auto")  # loops of MLPs and of heads
-            return _better(found, _run_stages(joint, apart, *rest), limit)
+            return _with_blocks_or_not(
+                joint, options, loops_in_backward, stop_after, limit, torch_kwargs
+            )
 
     result = planned(limit)
     if limit.is_free or result.memory is None or limit.allows(result.outcome):
@@ -202,6 +199,23 @@ def _run_stages(
     if attempt is planned and options.chunk_tokens is not None and not limit.is_free:
         return _without_raising_loops(results[-1], planned, rewritten)
     return results[-1]
+
+
+def _with_blocks_or_not(
+    read: Callable[[], JointGraph],
+    options: Options,
+    loops_in_backward: bool,
+    stop_after: str,
+    limit: Limit,
+    torch_kwargs: dict[str, Any],
+) -> Result:
+    """The plan with blocks, or with loops of attention's heads and of MLPs in their place."""
+    how = loops_in_backward, stop_after, limit, torch_kwargs
+    found = _run_stages(read, options, *how)
+    if not any(region.kind == BLOCK for region in found.outcome.regions):
+        return found
+    apart = dataclasses.replace(options, chunk="auto")
+    return _better(found, _run_stages(read, apart, *how), limit)
 
 
 def _better(result: Result, other: Result, limit: Limit) -> Result:
