@@ -190,7 +190,7 @@ class _Block:
     def _add_backward(self) -> None:
         joint = self.joint
         of_mlp = {joint.by_name[n]: spec for n, spec in self.mlp.members if spec != WHOLE}
-        own = of_mlp.keys() - joint.forward
+        own = {node for node in of_mlp if not ops.is_constant(node)} - joint.forward
         out = {user for user in self.attention.users if is_attention_item(user)}
         own |= {u for item in out for u in item.users if is_attention(u) and is_backward(u)}
         own |= {item for node in own if is_attention(node) for item in node.users}
