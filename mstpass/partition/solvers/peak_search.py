@@ -6,10 +6,12 @@ A *sequence* of plans leads from the fastest one to the one of least memory
     plan = the first of the sequence within the budget; the one of the lowest peak if none is
     plan = plan with the slack of the budget spent                              (spend_slack.py)
 
-The sequence does not depend on the budget, but for its last stretch, which is left out where the
-last landmark is not within the budget, and for smaller steps where it reaches the budget. None of
-these has a lower peak than the next plan. So a smaller budget never gives a higher peak. For the
+The sequence does not depend on the budget, but for smaller steps where it reaches the budget. None
+of these has a lower peak than the next plan. So a smaller budget never gives a higher peak. For the
 budget 0 only the landmarks of large graphs are compared, which takes less time.
+
+Below the last landmark lie nested checkpoints (checkpoint_plans.py): the fastest plan of their
+own sequence within the budget competes as well.
 
 Attention is whole until a budget asks for its loops, which take time. *Families* of plans, without
 such loops and with more and more of them, have each a sequence of their own (families.py). The
@@ -39,6 +41,7 @@ from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.landmark_sequence import Family
 from mstpass.partition.solvers.least_host_memory import least_host_memory
 from mstpass.partition.solvers.low_memory_plans import checkpointed_by_host, with_slow_results
+from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
 from mstpass.partition.solvers.offload import (
     fits_with_host,
     offloaded_for_least_memory,
@@ -56,8 +59,11 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     free = problem.cached(free_plan)
     if budget_bytes is None or free.peak_bytes <= budget_bytes:
         return free.plan
-    every_family = problem.cached(families)
-    found = [p for f in every_family for p in _within(f, budget_bytes)] if budget_bytes else []
+    found: list[MeasuredPlan] = []
+    if budget_bytes:
+        found += (p for f in problem.cached(families) for p in _within(f, budget_bytes))
+        if nested := problem.cached(CheckpointPlans).within(budget_bytes):
+            found.append(slack_spent(problem, nested.plan, budget_bytes))
     least = problem.cached(_least)
     if found:
         if least.peak_bytes <= budget_bytes:
@@ -120,6 +126,10 @@ def _least_offloaded(problem: CutProblem, least: MeasuredPlan) -> MeasuredPlan:
     Peaks of which the simulation cannot tell which is lower count as equal.
     """
     plans = [least]
+    if (nested := problem.cached(CheckpointPlans).least) and (
+        offloaded := offloaded_for_least_memory(nested)
+    ):
+        plans.append(slack_spent(problem, offloaded.plan, 0))
     for family in problem.cached(families):
         every = (*family.compared(), *_checkpoints_by_host(family.problem))
         found = [c for candidate in every if (c := offloaded_for_least_memory(candidate))]
@@ -167,10 +177,9 @@ def _least(problem: CutProblem) -> MeasuredPlan:
     for family in others:
         if family.least_compared_bytes < _lowered(lowest):
             lowest = min(lowest, family.lowest, key=_lowered)
-    for family in (*reversed(others), first):
-        if family.least_compared_bytes < _lowered(lowest):
-            deeper = family.third_level(_lowered(lowest))
-            lowest = deeper.candidate if deeper else lowest
+    nested = problem.cached(CheckpointPlans).least
+    if nested is not None and nested.lowered_within(int(_lowered(lowest) / TIE)):
+        lowest = nested
     equal_bytes = int(TIE * _lowered(lowest))
     candidates = (f for f in (first, *others) if f.least_compared_bytes <= equal_bytes)
     equal = [family.least for family in candidates if _lowered(family.lowest) <= equal_bytes]
