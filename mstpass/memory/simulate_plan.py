@@ -22,7 +22,6 @@ from mstpass.problem.op import INPUT
 from mstpass.problem.problem import CutProblem, Plan, Value
 from mstpass.problem.saved_set import must_offload
 
-
 _NONE: Mapping[str, int] = MappingProxyType({})
 
 

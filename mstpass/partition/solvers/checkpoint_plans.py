@@ -24,15 +24,12 @@ import bisect
 import functools
 from collections.abc import Iterator, Sequence
 
-from mstpass.partition.solvers.candidate import TIE, Candidate
+from mstpass.partition.solvers.candidate import TIE, Candidate, fewest_saved_bytes
 from mstpass.partition.solvers.checkpoint_table import CheckpointTable, Placement
 from mstpass.partition.solvers.checkpoints import Chain
+from mstpass.partition.solvers.choose_modes import fastest_loops, op_times
 from mstpass.partition.solvers.families import families
-from mstpass.partition.solvers.low_memory_plans import (
-    checkpointed,
-    least_memory_loops,
-    with_slow_results,
-)
+from mstpass.partition.solvers.low_memory_plans import checkpointed, with_slow_results
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan
@@ -48,19 +45,22 @@ class CheckpointPlans:
 
     def __init__(self, problem: CutProblem):
         self.problem = problem
-        problems = [family.problem for family in problem.cached(families)]
-        found = [(one.cached(least_memory_loops), one.cached(checkpointed)) for one in problems]
-        self._loops = [loops for loops, plan in found if plan is not None]
-        self._forms = [plan.candidate for _, plan in found if plan is not None]
+        found = (form for f in problem.cached(families) for form in _forms(f.problem))
+        self._forms = list({str(form.plan.modes): form for form in found}.values())
 
     # ---- the placements --------------------------------------------------------------------------
     @functools.cached_property
     def _chain(self) -> Chain:
         more = [
-            (with_slow_results(form).plan.saved, loops.plan.saved)
-            for form, loops in zip(self._forms, self._loops, strict=True)
+            (with_slow_results(form).plan.saved, kept.plan.saved)
+            for form, kept in zip(self._forms, self._keeping, strict=True)
         ]
         return Chain([form.problem for form in self._forms], more)
+
+    @functools.cached_property
+    def _keeping(self) -> list[Candidate]:
+        """The plan of each form that repeats no heavy op."""
+        return [fewest_saved_bytes(self.problem, form.plan.modes) for form in self._forms]
 
     @functools.cached_property
     def placements(self) -> Sequence[Placement]:
@@ -84,7 +84,7 @@ class CheckpointPlans:
     @property
     def _most_bytes(self) -> float:
         """The largest room in which checkpoints are looked for."""
-        return max((loops.peak_bytes for loops in self._loops), default=0)
+        return max((plan.peak_bytes for plan in self._keeping), default=0)
 
     @functools.cached_property
     def _segments(self) -> dict[str, int]:
@@ -102,10 +102,10 @@ class CheckpointPlans:
     def some(self) -> Iterator[Candidate]:
         """The plans of some placements, from the leanest to the fastest."""
         for placement in self.placements[:: -max(1, len(self.placements) // _SOME)]:
-            if found := self._candidate(placement):
+            if found := self.candidate(placement):
                 yield found
 
-    def _candidate(self, placement: Placement) -> Candidate | None:
+    def candidate(self, placement: Placement) -> Candidate | None:
         """The plan of a placement; None if its loops need each other's results."""
         forms = [form.plan.modes for form in self._forms]
         modes = dict(forms[-1])
@@ -133,7 +133,7 @@ class CheckpointPlans:
         low, high, fastest = bisect.bisect_left(rooms, -_LOWERED * budget_bytes), len(rooms), None
         while low < high:
             middle = (low + high) // 2
-            found = self._candidate(placements[middle])
+            found = self.candidate(placements[middle])
             if found is not None and found.lowered_within(budget_bytes):
                 high, fastest = middle, found
             else:
@@ -145,11 +145,42 @@ class CheckpointPlans:
         """The plan of the least memory; None if there is none."""
         if not self.placements:
             return None
-        two_levels = self._table.placements(levels=1)
-        least_bytes = TIE * two_levels[-1].room_bytes
-        found = next(one for one in two_levels if one.room_bytes <= least_bytes)
+        found = self._lowest(levels=1)
         deeper = (one for one in self.placements if one.room_bytes < found.room_bytes)
-        return self._candidate(min((found, *deeper), key=_bytes_times_us))
+        return self.candidate(min((found, *deeper), key=_bytes_times_us))
+
+    def lowest(self, levels: int) -> Candidate | None:
+        """The plan of the lowest peak with that many levels of nested checkpoints."""
+        return self.candidate(self._lowest(levels))
+
+    def _lowest(self, levels: int) -> Placement:
+        """Of peaks that count as equal, the fastest."""
+        placements = self._table.placements(levels)
+        least_bytes = TIE * placements[-1].room_bytes
+        return next(one for one in placements if one.room_bytes <= least_bytes)
+
+
+def _forms(problem: CutProblem) -> Iterator[Candidate]:
+    """Plans with checkpoints of one family, with the modes of least memory and with the fastest.
+
+    There are none if checkpoints do not lower the peak.
+    """
+    plan = problem.cached(checkpointed)
+    if plan is None:
+        return
+    yield plan.candidate
+    modes = dict(plan.candidate.plan.modes)
+    us = problem.cached(op_times)
+    for region in problem.regions:
+        if fastest := fastest_loops(us, region):
+            modes[region.region] = fastest.name
+    try:
+        closed = with_modes(problem, modes).allowing(recompute_heavy=True)
+    except Cycle:
+        return
+    kept = plan.candidate.plan.saved & {value.name for value in closed.values if value.savable}
+    saved = read_by_backward(closed, complete(closed, kept))
+    yield Candidate(closed, Plan(saved, modes))
 
 
 def _bytes_times_us(placement: Placement) -> float:

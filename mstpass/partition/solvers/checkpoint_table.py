@@ -152,9 +152,7 @@ class CheckpointTable:
         stored_on_host: what is alive at stops takes no room.
     """
 
-    def __init__(
-        self, costs: Costs, most_bytes: float, cells: int, stored_on_host: bool = False
-    ):
+    def __init__(self, costs: Costs, most_bytes: float, cells: int, stored_on_host: bool = False):
         self.costs = costs
         cell = max(1.0, (most_bytes - costs.least_bytes) / cells)
         self.rooms = costs.least_bytes + cell * np.arange(cells + 1)

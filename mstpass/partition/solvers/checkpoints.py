@@ -7,7 +7,7 @@ is checkpointing at block boundaries (Chen et al., "Training Deep Nets with Subl
 arXiv 1604.06174), with boundaries found in the graph.
 
 Which places are saved, which are recomputed ahead of time from those before them (*nested*
-checkpoints, of any number of levels), and which are not kept at all is found for each room at once::
+checkpoints, of any number of levels), and which are not kept is found for each room at once::
 
     places = the narrow places                                           (forward_places.py)
     costs = what the segments between them need and take                 (segment_costs.py)

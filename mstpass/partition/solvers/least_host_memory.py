@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mstpass.partition.solvers.candidate import Candidate
+from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
 from mstpass.partition.solvers.families import families
 from mstpass.partition.solvers.low_memory_plans import every_checkpointed
-from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
 from mstpass.partition.solvers.offload import offloaded_within
 from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.problem import CutProblem

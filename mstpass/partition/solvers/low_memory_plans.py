@@ -23,7 +23,6 @@ from mstpass.partition.solvers.checkpoints import (
 )
 from mstpass.partition.solvers.choose_modes import least_memory_modes
 from mstpass.partition.solvers.offload import all_offloaded
-from mstpass.partition.solvers.peak_floor import PeakFloor
 from mstpass.partition.solvers.recomputed_heavy_ops import recomputed_heavy_ops
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.saved_set import read_by_backward

@@ -36,12 +36,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mstpass.partition.solvers.candidate import TIE, Candidate
+from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
 from mstpass.partition.solvers.families import families
 from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.landmark_sequence import Family
 from mstpass.partition.solvers.least_host_memory import least_host_memory
 from mstpass.partition.solvers.low_memory_plans import checkpointed_by_host, with_slow_results
-from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
 from mstpass.partition.solvers.offload import (
     fits_with_host,
     offloaded_for_least_memory,

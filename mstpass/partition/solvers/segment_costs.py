@@ -56,7 +56,8 @@ def segment_costs(
         more: sets of values, each of which the forward may save besides.
     """
     reader = _Reader(problem, places)
-    sets = [names - reader.stored - reader.whole.saved for names in more]
+    every = (names - reader.stored - reader.whole.saved for names in more)
+    sets = [names for names in every if reader.bytes_of(names)]
     saved = [[reader.in_segment(names, s) for s in range(reader.count)] for names in (set(), *sets)]
     forms = (reader.form(), *(reader.form_with(names) for names in sets))
     return SegmentCosts(
@@ -117,15 +118,17 @@ class _Reader:
             segments[op.name] = now
         none = np.zeros(self.count)
         kept_bytes = np.zeros((self.count, self.count))
-        size = {value.name: value.bytes for value in self.problem.values}
         saved = [self.in_segment(names, segment) for segment in range(self.count)]
         return Form(
             self.highest(step.backward, segments, self.stored | names),
             kept_bytes,
             self._step_us(step),
             none,
-            np.array([float(sum(size[name] for name in own)) for own in saved]),
+            np.array([float(self.bytes_of(own)) for own in saved]),
         )
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        return sum(self.problem.values[self.index[name]].bytes for name in names)
 
     def in_segment(self, names: Set[str], segment: int) -> frozenset[str]:
         """Those of the values that a segment of the forward computes."""
@@ -174,9 +177,7 @@ class _Reader:
         return us
 
     # ---- bytes -----------------------------------------------------------------------------------
-    def highest(
-        self, timeline: Timeline, segments: Mapping[str, int], stored: Set[str]
-    ) -> Array:
+    def highest(self, timeline: Timeline, segments: Mapping[str, int], stored: Set[str]) -> Array:
         """The highest bytes of each segment, besides these values."""
         changes = np.zeros(len(timeline.moments) + 1)
         for name in stored & timeline.lives.keys():
@@ -225,8 +226,7 @@ class _Reader:
 
     def new_bytes(self) -> Array:
         """For each stop m, the bytes that are alive there and not at stop a: ``[a, m]``."""
-        size = {name: self.problem.values[self.index[name]].bytes for name in self.stored}
         found = np.zeros((self.count + 1, self.count + 1))
         for a, m in itertools.combinations(range(self.count), 2):
-            found[a, m] = sum(size[name] for name in self.stops[m] - self.stops[a])
+            found[a, m] = self.bytes_of(self.stops[m] - self.stops[a])
         return found
