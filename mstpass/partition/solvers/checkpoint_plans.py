@@ -99,11 +99,14 @@ class CheckpointPlans:
                 found[region.region] = bisect.bisect_left(ends, first)
         return found
 
-    def some(self) -> Iterator[Candidate]:
-        """The plans of some placements, from the leanest to the fastest."""
-        for placement in self.placements[:: -max(1, len(self.placements) // _SOME)]:
-            if found := self.candidate(placement):
-                yield found
+    def some(self) -> list[Candidate]:
+        """The plans of some placements, the fastest first."""
+        if not self.placements:
+            return []
+        every = [one for one in self.flat if one.room_bytes > self._nested_bytes]
+        every += self.placements
+        chosen = every[:: max(1, len(every) // _SOME)]
+        return [found for one in chosen if (found := self.candidate(one)) is not None]
 
     def candidate(self, placement: Placement) -> Candidate | None:
         """The plan of a placement; None if its loops need each other's results."""

@@ -44,7 +44,7 @@ def own_pinned_bytes(candidate: Candidate) -> int:
 
 
 def _every_plan(problem: CutProblem, limit_bytes: int) -> Iterator[Candidate]:
-    yield from problem.cached(CheckpointPlans).some()
+    yield from reversed(problem.cached(CheckpointPlans).some())
     last_first = tuple(reversed(problem.cached(families)))  # the last ones have the lowest peaks
     for family in last_first:
         yield from family.landmarks()

@@ -62,8 +62,9 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     found: list[MeasuredPlan] = []
     if budget_bytes:
         found += (p for f in problem.cached(families) for p in _within(f, budget_bytes))
-        if nested := problem.cached(CheckpointPlans).within(budget_bytes):
-            found.append(slack_spent(problem, nested.plan, budget_bytes))
+        found += (
+            slack_spent(problem, c.plan, budget_bytes) for c in _checkpoints(problem, budget_bytes)
+        )
     least = problem.cached(_least)
     if found:
         if least.peak_bytes <= budget_bytes:
@@ -139,6 +140,16 @@ def _least_offloaded(problem: CutProblem, least: MeasuredPlan) -> MeasuredPlan:
     return min((p for p in plans if p.peak_bytes <= TIE * lowest), key=lambda plan: plan.us)
 
 
+def _checkpoints(problem: CutProblem, budget_bytes: int) -> Iterator[Candidate]:
+    """The fastest plans with checkpoints within a budget: without values on the host, and with."""
+    plans = problem.cached(CheckpointPlans)
+    if fastest := plans.within(budget_bytes):
+        yield fastest
+    if _uses_host(problem):
+        by_host = sorted(_with_offloading(plans.some(), budget_bytes), key=lambda plan: plan.us)
+        yield from by_host[:1]
+
+
 # ---- without -----------------------------------------------------------------------------------
 def _within(family: Family, budget_bytes: int) -> list[MeasuredPlan]:
     """The plans of a family that are within the budget, with its slack spent."""
@@ -180,6 +191,8 @@ def _least(problem: CutProblem) -> MeasuredPlan:
     nested = problem.cached(CheckpointPlans).least
     if nested is not None and nested.lowered_within(int(_lowered(lowest) / TIE)):
         lowest = nested
+    elif faster := problem.cached(CheckpointPlans).within(_lowered(lowest)):
+        lowest = min(lowest, faster, key=lambda candidate: candidate.us)
     equal_bytes = int(TIE * _lowered(lowest))
     candidates = (f for f in (first, *others) if f.least_compared_bytes <= equal_bytes)
     equal = [family.least for family in candidates if _lowered(family.lowest) <= equal_bytes]

@@ -185,9 +185,9 @@ class _Reader:
             changes[start] += timeline.ops[name].bytes
             changes[end] -= timeline.ops[name].bytes
         found = np.zeros(self.count)
-        for moment, stored in zip(timeline.moments, changes.cumsum(), strict=False):
+        for moment, there in zip(timeline.moments, changes.cumsum(), strict=False):
             segment = segments[moment.node]
-            found[segment] = max(found[segment], moment.bytes - stored)
+            found[segment] = max(found[segment], moment.bytes - there)
         return found
 
     def between_bytes(self) -> Array:
