@@ -317,8 +317,7 @@ class SavePlan:
         saved: the values that cross, one for each storage.
         solver: the name of the solver that chose them; ``"torch"`` for torch's partitioner.
         nested: values that backward recomputes in a pass of their own (memory/program.py).
-        inner: those of them of level 2 or higher, which the passes of others compute as well.
-        levels: the level of each nested value, in the same order.
+        inner, levels: those of them of level 2 or higher; the level of each, in the same order.
         transfers: the copies of what waits in host memory, in the order in which they run.
         forward_us: the time of the forward's ops by the cost model, beside which copies run; 0
             without transfers.
