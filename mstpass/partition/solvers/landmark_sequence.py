@@ -10,7 +10,7 @@ Four plans are landmarks, from the fastest to the one of least memory without ne
    that are slow for their bytes, attention above all; backward repeats everything else;
 4. *checkpoints*: backward repeats those ops as well.
 
-Nested checkpoints are no part of the sequence (nested_checkpoints.py).
+Nested checkpoints are no part of the sequence (checkpoint_plans.py).
 
 Between two landmarks lie plans that take the later one up to a position in the forward, and keep
 the earlier one after it. The change begins with the first part of the forward because backward
@@ -31,16 +31,20 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
+from mstpass.partition.solvers.checkpoints import Places
 from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_loops, first_modes
 from mstpass.partition.solvers.low_memory_plans import (
     checkpointed,
     least_memory_loops,
+    with_slow_results,
 )
 from mstpass.partition.solvers.memory_lower_bounds import highest_call_bytes
+from mstpass.partition.solvers.min_cut import complete
 from mstpass.partition.solvers.peak_floor import PeakFloor
 from mstpass.partition.solvers.plan_sequence import MeasuredPlan
 from mstpass.partition.solvers.spend_slack import slack_spent
-from mstpass.problem.problem import CutProblem
+from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.verify import InvalidPlan, verify
 
 _FEW_OPS = 500  # a hundred simulations of so many take half a second
 _BETWEEN = 24  # plans between two landmarks, at most
@@ -90,9 +94,19 @@ class Family:
         problem = self.problem
         yield from self.first
         yield from _towards_fewest_bytes(problem, self.before, budget_bytes)
-        yield problem.cached(least_memory_loops)
-        if plan := problem.cached(checkpointed):
-            yield plan.candidate
+        upper = problem.cached(least_memory_loops)
+        yield upper
+        lower = problem.cached(checkpointed)
+        if lower is None:
+            return
+        # A plan whose peak is no higher than that of the checkpoints alone is not before them.
+        slow_results = with_slow_results(lower.candidate)
+        if not slow_results.simulation.within(lower.candidate.peak_bytes):
+            yield from _towards_checkpoints(upper, slow_results, lower.found.places)
+            yield slow_results
+            upper = slow_results
+        yield from _towards_checkpoints(upper, lower.candidate, lower.found.places)
+        yield lower.candidate
 
     def compared(self) -> Iterator[Candidate]:
         """The plans that are compared for the least memory."""
@@ -159,6 +173,28 @@ def _not_beyond(step: Candidate, plans: Iterable[Candidate]) -> Iterator[Candida
     for plan in plans:
         if plan.us <= step.us and plan.simulation.lowered_peak_bytes >= least:
             yield plan
+
+
+def _towards_checkpoints(upper: Candidate, lower: Candidate, places: Places) -> Iterator[Candidate]:
+    """Plans that save as ``lower`` does up to a position in the forward, as ``upper`` after it.
+
+    The positions are the checkpoints, and the values that ``lower`` saves besides, such as
+    gradients that loops computed: there may be no others.
+    """
+    problem, plan = lower.problem, lower.plan
+    index = {value.name: i for i, value in enumerate(problem.values)}
+    positions = sorted({*places, *(index[name] for name in plan.saved)})
+    for count in _counts(len(positions))[:-1]:
+        position = positions[count - 1]
+        alive = {name for place in places if place <= position for name in places[place]}
+        before = {name for name in plan.saved if index[name] <= position}
+        after = {name for name in upper.plan.saved if index[name] > position}
+        saved = frozenset(alive | before | after)
+        try:
+            verify(problem, saved)
+        except InvalidPlan:
+            saved = complete(problem, saved)
+        yield Candidate(problem, Plan(saved, plan.modes))
 
 
 def _counts(total: int) -> list[int]:
