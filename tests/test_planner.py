@@ -153,6 +153,7 @@ def test_the_longest_plan_fits_and_a_longer_one_does_not(tiny):
     assert not longer.fits and longer.total_bytes > 160 * MIB
 
 
+@pytest.mark.full
 def test_rows_of_one_length(tiny):
     reports = []
     asked = request(tiny, 200, length=4096, training={"optimizer": "sgd"})
