@@ -97,7 +97,7 @@ def _shared(model: nn.Module, training: Training, length: int) -> Iterator[Model
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(pretended_ranks(ranks, ranks - 1))
-            sequence_parallel(model)
+            sequence_parallel(model, head_groups=training.head_groups)
         except (ValueError, NoPretendedRanks) as error:
             raise SequenceError(f"--sequence-parallel {ranks}: {error}") from error
         ids_BS = torch.zeros(training.batch, ranks * length, dtype=torch.long, device="meta")
