@@ -9,8 +9,9 @@ most once for each head.
 
 In *groups of heads*, a rank computes attention for one group of its heads after the other, so that
 the queries of all S tokens, and what is mixed for them, exist for one group at a time. Keys and
-values are exchanged together with the first group that needs them. All ranks have the same groups,
-and so the same collectives in the same order.
+values are exchanged together with the first group that needs them. Backward computes a group's
+attention once more when it gets there (attention_again.py). All ranks have the same groups, and so
+the same collectives in the same order.
 
 On a mesh of two dims, a row of ranks has a block of the sequence, and exchanges its heads. For
 those a rank then attends to all blocks, which go round among the ranks of its column.
@@ -23,14 +24,14 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from mstpass.sequences.attention_again import attention_again
+from mstpass.sequences.exchange_heads import to_heads, to_tokens
 from mstpass.sequences.ranks import Ranks
 from mstpass.sequences.ring import ring
 from mstpass.sequences.rules import Rules
 from mstpass.sequences.whole_attention import attend, for_each_head
-from mstpass.torch_internals.exchanges import all_to_all
 
 
 def heads_divide(heads: int, ranks: int, groups: int = 1) -> bool:
@@ -58,30 +59,50 @@ def ulysses(
     row = ranks if ranks.row is None else ranks.row
     copies = copies_of_kv_heads(query_BHsD.shape[1], key_BKsD.shape[1], row.size)
     key_BKsD, value_BKsD = (for_each_head(x, x.shape[1] * copies) for x in (key_BKsD, value_BKsD))
+    sinks = None if sinks_H is None else sinks_H.chunk(row.size)[row.rank]
+    if groups == 1:
+        parts = tuple(_by_rank(x, row) for x in (query_BHsD, key_BKsD, value_BKsD))
+        q, k, v = to_heads(parts, row.size, row.name)
+        mixed_BhSD = _attend(q, k, v, ranks, rules, documents_BS, sinks)
+        return to_tokens(mixed_BhSD, row.size, row.name).flatten(2, 3)
     kv_groups = math.gcd(groups, key_BKsD.shape[1] // row.size)
-    queries = _by_group(query_BHsD, row, groups)
-    keys, values = (_by_group(x, row, kv_groups) for x in (key_BKsD, value_BKsD))
-    sinks = None if sinks_H is None else sinks_H.chunk(row.size)[row.rank].chunk(groups)
     sharing = groups // kv_groups  # groups of queries that have the same keys and values
+    queries = _by_rank(query_BHsD, row).chunk(groups, 2)
+    keys, values = (_by_rank(x, row).chunk(kv_groups, 2) for x in (key_BKsD, value_BKsD))
     mixed = []
-    for i, q in enumerate(queries):
+    for i, query in enumerate(queries):
         if i % sharing == 0:
-            q, *kv = _to_heads((q, keys[i // sharing], values[i // sharing]), row)
-        else:
-            (q,) = _to_heads((q,), row)
+            kv = to_heads((keys[i // sharing], values[i // sharing]), row.size, row.name)
         k, v = (_of_group(x, i % sharing, sharing) for x in kv)
-        if ranks.ring is not None:
-            mixed_BhSD = ring(q, k, v, ranks.ring, rules).transpose(1, 2)
-        else:
-            mixed_BhSD = attend(q, k, v, rules, documents_BS, None if sinks is None else sinks[i])
-        mixed.append(_to_tokens(mixed_BhSD, row))
+        of_group = None if sinks is None else sinks.chunk(groups)[i]
+        if ranks.ring is None and not rules.dropout:
+            mixed.append(attention_again(query, k, v, row, rules, documents_BS, of_group))
+            continue
+        (q,) = to_heads((query,), row.size, row.name)
+        mixed.append(
+            to_tokens(_attend(q, k, v, ranks, rules, documents_BS, of_group), row.size, row.name)
+        )
     return torch.cat(mixed, 3).flatten(2, 3)
 
 
-def _by_group(x_BHsD: Tensor, ranks: Ranks, groups: int) -> tuple[Tensor, ...]:
-    """Of each group, the heads of each rank, ``[B, R, h, s, D]``."""
+def _attend(
+    q_BhSD: Tensor,
+    k_BkSD: Tensor,
+    v_BkSD: Tensor,
+    ranks: Ranks,
+    rules: Rules,
+    documents_BS: Tensor | None,
+    sinks_h: Tensor | None,
+) -> Tensor:
+    if ranks.ring is not None:
+        return ring(q_BhSD, k_BkSD, v_BkSD, ranks.ring, rules).transpose(1, 2)
+    return attend(q_BhSD, k_BkSD, v_BkSD, rules, documents_BS, sinks_h)
+
+
+def _by_rank(x_BHsD: Tensor, ranks: Ranks) -> Tensor:
+    """The heads of each rank, ``[B, R, h, s, D]``."""
     B, H, s, D = x_BHsD.shape
-    return x_BHsD.reshape(B, ranks.size, H // ranks.size, s, D).chunk(groups, 2)
+    return x_BHsD.reshape(B, ranks.size, H // ranks.size, s, D)
 
 
 def _of_group(x_BKSD: Tensor, i: int, sharing: int) -> Tensor:
@@ -99,24 +120,3 @@ def copies_of_kv_heads(heads: int, kv_heads: int, ranks: int) -> int:
         for copies in range(1, groups + 1)
         if groups % copies == 0 and kv_heads * copies % ranks == 0
     )
-
-
-def _to_heads(parts_BRhsD: tuple[Tensor, ...], ranks: Ranks) -> list[Tensor]:
-    """All tokens of this rank's heads of each part, ``[B, h, S, D]``, in one exchange.
-
-    What is received is ``[R, s, B, h, D]``: all tokens in order, so that nothing is copied again.
-    """
-    features = [part.shape[-1] for part in parts_BRhsD]  # of latent attention, values have fewer
-    same_width = [F.pad(part, (0, max(features) - part.shape[-1])) for part in parts_BRhsD]
-    sent = torch.cat(same_width, dim=2).permute(1, 3, 0, 2, 4)
-    received = all_to_all(sent, ranks.name).flatten(0, 1).permute(1, 2, 0, 3)
-    parts = received.split([part.shape[2] for part in parts_BRhsD], dim=1)
-    return [part[..., :own] for part, own in zip(parts, features, strict=True)]
-
-
-def _to_tokens(x_BhSD: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's tokens of the heads of each rank, ``[B, s, R, h, D]``."""
-    B, h, _, D = x_BhSD.shape
-    sent = x_BhSD.permute(2, 0, 1, 3).reshape(ranks.size, -1, B, h, D)
-    received = all_to_all(sent, ranks.name)  # [R, s, B, h, D]
-    return received.permute(2, 1, 0, 3, 4)
