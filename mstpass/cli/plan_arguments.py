@@ -13,6 +13,7 @@ from mstpass.planner.request import (
     ALLOCATORS,
     BATCH,
     EXPANDABLE,
+    GROUPS,
     LENGTH,
     LOGITS,
     OUTPUTS,
@@ -201,6 +202,14 @@ def _add_ranks(group: Any) -> None:
         help="devices, which share the sharded parts (default: %(default)s)",
     )
     add(
+        "--head-groups",
+        type=count,
+        metavar="N",
+        help="of ranks that exchange heads: in so many groups, one after the other (default: of "
+        f"{', '.join(map(str, GROUPS))} the fewest with which --sequence fits, or without it those "
+        "that lead to the longest sequence)",
+    )
+    add(
         "--sequence-parallel",
         dest="sequence_ranks",
         type=count,
@@ -266,8 +275,7 @@ def check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespac
         parser.error("--weights nf4 and --target need --lora: without it, all weights are trained")
     if given.search:
         _check_search(parser, given)
-    if given.sequence_ranks != 1:
-        _check_sequences(parser, given)
+    _check_sequences(parser, given)
     if given.optimizer_in_backward and given.sharding != "none":
         parser.error("--optimizer-in-backward works only with --sharding none")
     if given.master_weights and given.dtype != "bf16":
@@ -295,6 +303,10 @@ def _check_search(parser: argparse.ArgumentParser, given: argparse.Namespace) ->
 
 def _check_sequences(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """The same for ranks that share sequences."""
+    if given.sequence_ranks == 1:
+        if given.head_groups is not None:
+            parser.error("--head-groups needs --sequence-parallel: ranks exchange these heads")
+        return
     if given.ranks < 2:
         parser.error("--sequence-parallel needs --gpus of at least 2: ranks share each sequence")
     if given.sequence_ranks != _BEST and given.ranks % given.sequence_ranks:
@@ -332,10 +344,13 @@ def request_of(given: argparse.Namespace) -> Request:
     if given.device_bytes is None:
         given.device_bytes = gpu(given.gpu).memory_bytes
     split = given.sequence_ranks == _BEST
+    groups = given.sequence_ranks != 1 and given.head_groups is None and not given.search
     given.sequence_ranks = max(1, given.sequence_ranks)
+    given.head_groups = given.head_groups or 1
     return Request(
         **_values_of(Request, given),
         split=split,
+        groups=groups,
         training=Training(**_values_of(Training, given)),
         curves=given.plot is not None,
         host_bytes=(given.host_memory or byte_size(_HOST_MEMORY)) if given.offload else 0,

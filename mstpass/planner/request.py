@@ -11,6 +11,7 @@ EXPANDABLE, CACHING = "expandable", "caching"
 ALLOCATORS = (EXPANDABLE, CACHING)
 BATCH, LENGTH, RECOMPUTE = "batch", "length", "recompute"
 SEARCHED = (BATCH, LENGTH, RECOMPUTE)
+GROUPS = (1, 2, 4)  # of heads, which are compared
 SHORTEST = 2048  # tokens of a sequence that is searched, where none are given
 LOGITS, OUTPUTS = ("model", "fp32"), ("held", "dropped")  # explained in eager_recipes.plain
 
@@ -34,6 +35,7 @@ class Request:
         gpu: the kind of GPU, by a name of ``mstpass.gpus``, whose speed decides chunk lengths and
             times; None: this machine's, or else an H100.
         split: find the best number of ranks that share a sequence; ``training`` has all ranks.
+        groups: find the best number of groups of heads of ranks that share a sequence.
         search: which of ``SEARCHED`` to choose, by the most tokens per second; a length that is
             given is then the shortest.
         curves: also find what other lengths take, up to twice the device's memory (curve.py).
@@ -51,6 +53,7 @@ class Request:
     gpu: str | None = None
     host_bytes: int = 0
     split: bool = False
+    groups: bool = False
     search: frozenset[str] = frozenset()
     curves: bool = False
 
@@ -58,6 +61,11 @@ class Request:
     def compares_eager(self) -> bool:
         """Whether eager steps are rows to compare with; ranks exchange in compiled steps alone."""
         return not (self.alone or self.split or self.training.shares)
+
+    @property
+    def compares_splits(self) -> bool:
+        """Whether several ways to divide devices or heads are compared."""
+        return self.split or self.groups
 
     @property
     def of_rank(self) -> Request:
