@@ -235,8 +235,8 @@ def _add_comparison(group: Any) -> None:
         "--logits",
         choices=LOGITS,
         default="model",
-        help="of the eager rows; fp32: cast to float32, as transformers did before 4.45 "
-        "(default: %(default)s)",
+        help="of the eager rows; fp32: cast to float32, as transformers did before 4.45; chunked: "
+        "in tiles, once more in the backward, as in TRL's chunked_nll (default: %(default)s)",
     )
     add(
         "--outputs",
@@ -248,7 +248,8 @@ def _add_comparison(group: Any) -> None:
     add(
         "--offload",
         action="store_true",
-        help="saved values of mst's row may wait in host memory, as with the option host_budget",
+        help="saved values of mst's row may wait in host memory, as with the option host_budget, "
+        "and so do inputs of layers that eager rows checkpoint",
     )
     add(
         "--host-memory",

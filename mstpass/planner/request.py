@@ -13,7 +13,10 @@ BATCH, LENGTH, RECOMPUTE = "batch", "length", "recompute"
 SEARCHED = (BATCH, LENGTH, RECOMPUTE)
 GROUPS = (1, 2, 4)  # of heads, which are compared
 SHORTEST = 2048  # tokens of a sequence that is searched, where none are given
-LOGITS, OUTPUTS = ("model", "fp32"), ("held", "dropped")  # explained in eager_recipes.plain
+LOGITS, OUTPUTS = (
+    ("model", "fp32", "chunked"),
+    ("held", "dropped"),
+)  # explained in eager_recipes.plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Request:
             outputs until the backward is over.
         allocator: one of ``ALLOCATORS``.
         alone: plan mst's row only, without rows to compare with.
-        host_bytes: pinned host memory in which saved values of mst's row may wait.
+        host_bytes: pinned host memory in which saved values of mst's row may wait, and inputs of
+            layers that eager rows checkpoint.
         gpu: the kind of GPU, by a name of ``mstpass.gpus``, whose speed decides chunk lengths and
             times; None: this machine's, or else an H100.
         split: find the best number of ranks that share a sequence; ``training`` has all ranks.
@@ -59,8 +63,8 @@ class Request:
 
     @property
     def compares_eager(self) -> bool:
-        """Whether eager steps are rows to compare with; ranks exchange in compiled steps alone."""
-        return not (self.alone or self.split or self.training.shares)
+        """Whether eager steps are rows to compare with."""
+        return not self.alone
 
     @property
     def compares_splits(self) -> bool:

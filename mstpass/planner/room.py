@@ -30,6 +30,9 @@ class Step(Protocol):
     @property
     def events(self) -> Sequence[Event | OptimizerStep]: ...
 
+    @property
+    def host_bytes(self) -> int: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Room:
@@ -124,9 +127,11 @@ class Room:
 
     def row(self, name: str, keeps: str, length: int, step: Step | None, **more: Any) -> Row:
         """The row of a step; None where no length fits."""
-        parts = self.parts(step) if step else Parts()
-        fits = step is not None and parts.total <= self.step_bytes
-        return Row(name, keeps, length, fits, parts, self.fixed_bytes + parts.total, **more)
+        parts, host_bytes = (self.parts(step), step.host_bytes) if step else (Parts(), 0)
+        on_device = step is not None and parts.total <= self.step_bytes
+        fits = on_device and host_bytes <= self.request.host_bytes
+        total_bytes = self.fixed_bytes + parts.total
+        return Row(name, keeps, length, fits, parts, total_bytes, host_bytes=host_bytes, **more)
 
     @functools.cached_property
     def _resident(self) -> Resident:

@@ -77,8 +77,11 @@ class _Again(torch.autograd.Function):
         rules, *ranks = ctx.how
         q, grad = to_heads((query, grad_BsRhD.permute(0, 2, 3, 1, 4)), *ranks)
         with torch.enable_grad():
-            read = [x.detach().requires_grad_() for x in (q, key, value, sinks) if x is not None]
-            mixed = attend(*read[:3], rules, documents, *read[3:])
+            q, k, v = (x.detach().requires_grad_() for x in (q, key, value))
+            own_sinks = None if sinks is None else sinks.detach().requires_grad_()
+            mixed = attend(q, k, v, rules, documents, own_sinks)
+            read = (q, k, v) if own_sinks is None else (q, k, v, own_sinks)
             of_q, of_key, of_value, *of_sinks = torch.autograd.grad(mixed, read, grad)
         of_query = to_tokens(of_q, *ranks).permute(0, 2, 3, 1, 4)
-        return (of_query, of_key, of_value, None, *(of_sinks or [None]), *[None] * 6)
+        of_sink = of_sinks[0] if of_sinks else None
+        return (of_query, of_key, of_value, None, of_sink, *[None] * 6)
