@@ -7,27 +7,22 @@ of all heads. Both are traced, and their gradients are the same exchanges the ot
 If the K key-value heads do not divide among the ranks, they are repeated as often as is needed, at
 most once for each head.
 
-In *groups of heads*, a rank computes attention for one group of its heads after the other, so that
-the queries of all S tokens, and what is mixed for them, exist for one group at a time. Keys and
-values are exchanged together with the first group that needs them. Backward computes a group's
-attention once more when it gets there (attention_again.py). All ranks have the same groups, and so
-the same collectives in the same order.
+In *groups of heads*, a rank computes attention for one group of its heads after the other
+(groups_of_heads.py).
 
 On a mesh of two dims, a row of ranks has a block of the sequence, and exchanges its heads. For
 those a rank then attends to all blocks, which go round among the ranks of its column.
 
-Sources: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509; Untied Ulysses, arXiv 2602.21196.
+Source: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from mstpass.sequences.attention_again import attention_again
 from mstpass.sequences.exchange_heads import to_heads, to_tokens
+from mstpass.sequences.groups_of_heads import Groups, attention_in_groups
 from mstpass.sequences.ranks import Ranks
 from mstpass.sequences.ring import ring
 from mstpass.sequences.rules import Rules
@@ -60,29 +55,21 @@ def ulysses(
     copies = copies_of_kv_heads(query_BHsD.shape[1], key_BKsD.shape[1], row.size)
     key_BKsD, value_BKsD = (for_each_head(x, x.shape[1] * copies) for x in (key_BKsD, value_BKsD))
     sinks = None if sinks_H is None else sinks_H.chunk(row.size)[row.rank]
-    if groups == 1:
-        parts = tuple(_by_rank(x, row) for x in (query_BHsD, key_BKsD, value_BKsD))
-        q, k, v = to_heads(parts, row.size, row.name)
-        mixed_BhSD = _attend(q, k, v, ranks, rules, documents_BS, sinks)
-        return to_tokens(mixed_BhSD, row.size, row.name).flatten(2, 3)
-    kv_groups = math.gcd(groups, key_BKsD.shape[1] // row.size)
-    sharing = groups // kv_groups  # groups of queries that have the same keys and values
-    queries = _by_rank(query_BHsD, row).chunk(groups, 2)
-    keys, values = (_by_rank(x, row).chunk(kv_groups, 2) for x in (key_BKsD, value_BKsD))
-    mixed = []
-    for i, query in enumerate(queries):
-        if i % sharing == 0:
-            kv = to_heads((keys[i // sharing], values[i // sharing]), row.size, row.name)
-        k, v = (_of_group(x, i % sharing, sharing) for x in kv)
-        of_group = None if sinks is None else sinks.chunk(groups)[i]
-        if ranks.ring is None and not rules.dropout:
-            mixed.append(attention_again(query, k, v, row, rules, documents_BS, of_group))
-            continue
-        (q,) = to_heads((query,), row.size, row.name)
-        mixed.append(
-            to_tokens(_attend(q, k, v, ranks, rules, documents_BS, of_group), row.size, row.name)
-        )
-    return torch.cat(mixed, 3).flatten(2, 3)
+    q_BRHsD, k_BRKsD, v_BRKsD = (_by_rank(x, row) for x in (query_BHsD, key_BKsD, value_BKsD))
+    if groups > 1 and ranks.ring is None and not rules.dropout:
+        how = groups, row, rules, documents_BS, sinks
+        return attention_in_groups(q_BRHsD, k_BRKsD, v_BRKsD, *how).flatten(2, 3)
+    heads = Groups.of(groups, k_BRKsD.shape[2])
+    mixed: list[Tensor] = []
+    kv: list[Tensor] = []
+    for i, parts in enumerate(heads.parts([q_BRHsD], [k_BRKsD, v_BRKsD])):
+        q, *new = to_heads(parts, row.name)
+        kv = new or kv
+        k, v = (heads.heads_of(x, i) for x in kv)
+        sinks_h = None if sinks is None else sinks.chunk(groups)[i]
+        out = _attend(q, k, v, ranks, rules, documents_BS, sinks_h)
+        mixed.append(to_tokens(out, row.size, row.name))
+    return (mixed[0] if groups == 1 else torch.cat(mixed, 3)).flatten(2, 3)
 
 
 def _attend(
@@ -103,13 +90,6 @@ def _by_rank(x_BHsD: Tensor, ranks: Ranks) -> Tensor:
     """The heads of each rank, ``[B, R, h, s, D]``."""
     B, H, s, D = x_BHsD.shape
     return x_BHsD.reshape(B, ranks.size, H // ranks.size, s, D)
-
-
-def _of_group(x_BKSD: Tensor, i: int, sharing: int) -> Tensor:
-    """The keys or values of the i-th of several groups of query heads that share these heads."""
-    if sharing == 1 or x_BKSD.shape[1] == 1:
-        return x_BKSD
-    return for_each_head(x_BKSD, math.lcm(x_BKSD.shape[1], sharing)).chunk(sharing, 1)[i]
 
 
 def copies_of_kv_heads(heads: int, kv_heads: int, ranks: int) -> int:
