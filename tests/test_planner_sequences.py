@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 
@@ -24,6 +25,8 @@ from rich.console import Console
 
 from mstpass.cli.main import main
 from mstpass.planner.compiled_step import planned
+from mstpass.planner.eager_recipes import checkpointed, minisequence, plain
+from mstpass.planner.eager_step import eager_step
 from mstpass.planner.model_step import SequenceError, model_step
 from mstpass.planner.models import config_of
 from mstpass.planner.plan import plan
@@ -100,6 +103,20 @@ def test_ranks_take_the_place_of_a_group_that_does_not_exist(tiny, monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     with pytest.raises(SequenceError, match="is a rank of a process group already"):
         traced(tiny, 2, 1024, budgets=("free",))
+
+
+def test_eager_steps_exchange_too(tiny):
+    """The last of two ranks has about half of the step of one process, chunked losses included."""
+    for recipe in (plain, functools.partial(checkpointed, logits="chunked"), minisequence):
+        two, one = (
+            eager_step(config_of(tiny), training, recipe, length).parts.total
+            for training, length in (
+                (Training(ranks=2, sequence_ranks=2), 8192),
+                (Training(), 16384),
+            )
+        )
+        assert 0.45 * one < two < 0.7 * one, recipe
+    assert not torch.distributed.is_initialized()
 
 
 # ---- plans -------------------------------------------------------------------------------------
@@ -185,7 +202,6 @@ def test_more_groups_of_heads_only_where_fewer_do_not_fit(tiny, monkeypatch):
         (["--gpus", "8", "--head-groups", "2"], "--head-groups needs --sequence-parallel"),
         (["--gpus", "8", "--sequence-parallel", "--attention", "flash"], "leave out --attention"),
         (["--gpus", "8", "--sequence-parallel", "--document", "8"], "leave out --attention"),
-        (["--gpus", "8", "--sequence-parallel", "--plot", "x.png"], "--plot draws one device"),
     ],
 )
 def test_wrong_ranks_are_refused(capsys, rest, message):

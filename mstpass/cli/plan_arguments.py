@@ -16,6 +16,7 @@ from mstpass.planner.request import (
     GROUPS,
     LENGTH,
     LOGITS,
+    MLP_TILES,
     OUTPUTS,
     OVERHEAD,
     SEARCHED,
@@ -246,6 +247,13 @@ def _add_comparison(group: Any) -> None:
         "as `outputs = model(...)` does (default: %(default)s)",
     )
     add(
+        "--mlp-tiles",
+        choices=MLP_TILES,
+        default="kept",
+        help="of the MST recipe; kept: backward holds what all tiles of an MLP need; again: it "
+        "computes each tile once more, as ALST does (default: %(default)s)",
+    )
+    add(
         "--offload",
         action="store_true",
         help="saved values of mst's row may wait in host memory, as with the option host_budget, "
@@ -320,8 +328,6 @@ def _check_sequences(parser: argparse.ArgumentParser, given: argparse.Namespace)
             "--sequence-parallel has an attention of its own, which exchanges between ranks: leave "
             "out --attention flash and --document"
         )
-    if given.plot is not None:
-        parser.error("--plot draws one device: leave out --sequence-parallel")
 
 
 def check_picture(parser: argparse.ArgumentParser, path: Path) -> None:

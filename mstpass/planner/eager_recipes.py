@@ -50,16 +50,21 @@ def checkpointed(model: nn.Module, logits: str = "model", outputs: str = "held")
     return plain(model, logits, outputs)
 
 
-def minisequence(model: nn.Module) -> Loss:
+def minisequence(model: nn.Module, mlp_tiles: str = "kept") -> Loss:
     """Train with MST (arXiv 2407.15892): checkpointed layers, MLPs and loss in mini-sequences.
 
-    This follows the authors' package. The layer that the backward recomputes keeps what the
-    gradients of all tiles of its MLP need.
+    Args:
+        mlp_tiles: ``"kept"``: the layer that the backward recomputes keeps what the gradients of
+            all tiles of its MLP need, as in the authors' package. ``"again"``: each tile is
+            computed once more, as in ALST's ``TiledMLP`` (arXiv 2506.13996).
     """
     for layer in layers_of(model):
         mlp = getattr(layer, "mlp", None)
         if isinstance(mlp, nn.Module):
-            mlp.forward = functools.partial(_tiled, mlp.forward)
+            forward = mlp.forward
+            if mlp_tiles == "again":
+                forward = functools.partial(checkpoint, forward, use_reentrant=False)
+            mlp.forward = functools.partial(_tiled, forward)
     _checkpoint_layers(model)
     return _tiled_loss(model)
 

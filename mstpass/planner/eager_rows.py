@@ -55,7 +55,7 @@ def ways(request: Request) -> Mapping[str, Recipe]:
     return {
         EAGER: functools.partial(plain, **loss),
         CHECKPOINT: functools.partial(checkpointed, **loss),
-        RECIPE: minisequence,
+        RECIPE: functools.partial(minisequence, mlp_tiles=request.mlp_tiles),
     }
 
 

@@ -13,10 +13,9 @@ BATCH, LENGTH, RECOMPUTE = "batch", "length", "recompute"
 SEARCHED = (BATCH, LENGTH, RECOMPUTE)
 GROUPS = (1, 2, 4)  # of heads, which are compared
 SHORTEST = 2048  # tokens of a sequence that is searched, where none are given
-LOGITS, OUTPUTS = (
-    ("model", "fp32", "chunked"),
-    ("held", "dropped"),
-)  # explained in eager_recipes.plain
+# of the eager rows, explained in eager_recipes
+LOGITS, OUTPUTS = ("model", "fp32", "chunked"), ("held", "dropped")
+MLP_TILES = ("kept", "again")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Request:
         logits: one of ``LOGITS``: how the eager rows compute their loss.
         outputs: one of ``OUTPUTS``: whether the training loop of the eager rows holds the model's
             outputs until the backward is over.
+        mlp_tiles: one of ``MLP_TILES``: what the MST recipe's backward holds of an MLP.
         allocator: one of ``ALLOCATORS``.
         alone: plan mst's row only, without rows to compare with.
         host_bytes: pinned host memory in which saved values of mst's row may wait, and inputs of
@@ -52,6 +52,7 @@ class Request:
     length: int | None = None
     logits: str = "model"
     outputs: str = "held"
+    mlp_tiles: str = "kept"
     allocator: str = EXPANDABLE
     alone: bool = False
     gpu: str | None = None
