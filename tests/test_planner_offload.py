@@ -72,13 +72,13 @@ def test_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixtur
 
 
 def test_inputs_of_checkpointed_layers_wait_on_the_host(deep: str) -> None:
-    """Eight layers of [1, 1024, 128] in bf16; one of them is back at a time."""
+    """Eight layers of [1, 16384, 128] in bf16; one of them is back at a time."""
     config, layers = config_of(deep), 8
     kept, away = (
-        eager_step(config, Training(), checkpointed, 1024, offload=offload)
+        eager_step(config, Training(), checkpointed, 16384, offload=offload)
         for offload in (False, True)
     )
-    one = 1024 * 128 * 2
+    one = 16384 * 128 * 2
     assert kept.host_bytes == 0 and away.host_bytes == pytest.approx(layers * one, rel=0.01)
     freed = kept.parts.total - away.parts.total
     assert (layers - 3) * one < freed <= layers * one
