@@ -25,7 +25,7 @@ ALWAYS = (
     *("one_key_value_head", "odd_key_value_heads", "all_heads", "learned_positions", "experts"),
     *("padded_left", "padded_right", "few_labels", "no_labels", "embedded", "accumulated"),
     *("groups_of_heads", "groups_of_odd_heads", "groups_that_share_a_head"),
-    *("groups_with_sinks", "encoder_with_own_loss"),
+    *("groups_with_sinks", "groups_of_documents", "groups_with_dropout", "encoder_with_own_loss"),
 )
 OTHERS = (
     *("window", "sinks", "checkpointed", "latent", "plain_ring"),

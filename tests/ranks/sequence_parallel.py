@@ -166,12 +166,31 @@ def checkpointed() -> Finding:
 # ---- batches -------------------------------------------------------------------------------------
 def packed() -> Finding:
     """Documents of all lengths, whose positions start again, in a model with a window."""
+    return compared(lambda: model_of("Mistral", sliding_window=7), _of_documents())
+
+
+def groups_of_documents() -> Finding:
+    """The same in groups of heads, each of which makes its mask once more in backward."""
+    build = lambda: model_of("Mistral", sliding_window=7)
+    return compared(build, _of_documents(), head_groups=2)
+
+
+def groups_with_dropout() -> Finding:
+    """Backward computes nothing again, and the gradients of what is dropped are 0."""
+    parts = [torch.randn(2, 4, 12, 8, requires_grad=True) for _ in range(3)]
+    how = {"is_causal": True, "dropout_p": 1.0, "head_groups": 2}
+    found = mstpass.sequence_parallel_attention(*parts, **how)  # type: ignore[arg-type]
+    found.sum().backward()
+    return {"error": float(sum(x.abs().sum() for x in (found, *(p.grad for p in parts))))}
+
+
+def _of_documents() -> Batch:
     batch = batch_of()
     lengths = torch.tensor([[5, 20, 12], [1, 17, 19]])
     batch["position_ids"] = torch.stack(
         [torch.cat([torch.arange(n) for n in row]) for row in lengths.tolist()]
     )
-    return compared(lambda: model_of("Mistral", sliding_window=7), batch)
+    return batch
 
 
 def padded_left() -> Finding:
