@@ -55,7 +55,7 @@ def _texts(planned: TrainingPlan) -> tuple[str, str]:
         details += f", {training.sequence_ranks} a sequence"
     return (
         f"How long a sequence can {model} train on?",
-        f"Longest sequence by the memory of the device ({details}); simulated, not measured",
+        f"Simulated, not measured: {details}",
     )
 
 

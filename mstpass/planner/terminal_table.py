@@ -111,8 +111,8 @@ def _splits(planned: TrainingPlan) -> Table:
     given = planned.request.length is not None
     table = Table(title="ways to divide the devices")
     lengths = "tokens per second" if given else "longest sequence, about"
-    names = ("data", "shards", "sequence", "groups of heads", lengths, "communication", "fits")
-    for name in names:
+    names = ["data", "shards", "sequence", "groups of heads", lengths, "fits"]
+    for name in [*names, "communication"] if given else names:
         table.add_column(name, justify="right")
     for split in planned.splits:
         training, time = split.training, split.time
@@ -121,8 +121,8 @@ def _splits(planned: TrainingPlan) -> Table:
         table.add_row(
             *map(str, (*divided, training.head_groups)),
             f"{speed:,.0f}",
-            f"{100 * time.communication:.1f} %" if time else "",
             "yes" if split.fits else "no",
+            *([f"{100 * time.communication:.1f} %"] if time else []),
             style="bold" if training == planned.request.training else "",
         )
     return table
