@@ -211,6 +211,12 @@ def test_wrong_ranks_are_refused(capsys, rest, message):
     assert message in capsys.readouterr().err
 
 
+def test_what_does_not_fit_names_a_sharding_of_as_many_ranks(capsys):
+    given = ["plan", "--model", "llama3-8b", "--device-memory", "80GiB", "--alone"]
+    assert main([*given, "--gpus", "6", "--sequence-parallel", "3"]) == 1
+    assert "--sharding zero3 --gpus 3." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ranks", ["3", None])
 def test_ranks_that_neither_heads_nor_a_ring_allow(tmp_path, capsys, ranks):
     window = {"model_type": "mistral", "architectures": None, "sliding_window": 64}

@@ -174,7 +174,7 @@ def _what_would_fit(room: Room) -> str:
     found += ["--dtype bf16"] if training.dtype != "bf16" and fits(**bf16) else []
     if not found and fits(**eightbit, **bf16, master_weights=False):
         found = ["--dtype bf16 --optimizer adamw-8bit without --master-weights"]
-    ranks = 2
+    ranks = max(2, training.sequence_ranks)  # a multiple of those that share a sequence
     while ranks <= _MOST_RANKS and not fits(sharding="zero3", ranks=ranks):
         ranks *= 2
     if ranks <= _MOST_RANKS:
