@@ -51,7 +51,9 @@ def test_gradients_are_those_of_eager(budget: float) -> None:
         assert copies.reloaded >= copies.offloaded > 0  # some are copied back twice
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)], ids=str
+)
 def test_symbolic_lengths(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Layers().to(dtype)
@@ -176,7 +178,9 @@ def test_bad_host_budgets(value: object) -> None:
         mstpass.Options.parse({"host_budget": value})
 
 
-@pytest.mark.parametrize("few_ops", [500, 0], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "few_ops", [pytest.param(500, marks=pytest.mark.full, id="small"), pytest.param(0, id="large")]
+)
 def test_a_host_budget_that_is_too_small_names_the_least_that_would_do(
     few_ops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import TOKEN_AXIS, axis_of
+from mstpass.graph.axes import ALONG_A_DIM, TOKEN_AXIS, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, UnknownSize, fake_values
 from mstpass.graph.chunk_form import check_chunk, chunk_call
 from mstpass.graph.exponential_sums import ExponentialSum, exponential_sum, exponentials
@@ -60,6 +60,7 @@ from mstpass.graph.sizes import expression, generic, hint, is_size, same_shape, 
 from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
 from mstpass.loops.body.gradient_in_place import write_gradients_in_place
+from mstpass.loops.body.join_products import join_products
 from mstpass.loops.body.product_by_columns import product_by_columns, products_by_columns
 from mstpass.loops.body.rematerialize_pointwise import (
     materialize_row_values,
@@ -127,6 +128,9 @@ class _Body:
             self.env[node, spec] = built
         results = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         output = self.builder.graph.output(tuple(results))
+        if self.loop.cut.axis in ALONG_A_DIM:
+            sums = [n for n, o in zip(results, self.loop.outputs, strict=True) if o.spec is None]
+            join_products(self.builder, sums)
         eliminate_common_subexpressions(self.builder)
         if not self.has_sizes:
             scatter_last(self.builder)
