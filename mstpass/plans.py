@@ -316,9 +316,8 @@ class SavePlan:
     Attributes:
         saved: the values that cross, one for each storage.
         solver: the name of the solver that chose them; ``"torch"`` for torch's partitioner.
-        nested: values that backward recomputes in a pass of their own, between two saved values
-            (memory/program.py). They do not cross.
-        inner: those of them that the passes of others compute as well.
+        nested: values that backward recomputes in a pass of their own (memory/program.py).
+        inner, levels: those of them of level 2 or higher; the level of each, in the same order.
         transfers: the copies of what waits in host memory, in the order in which they run.
         forward_us: the time of the forward's ops by the cost model, beside which copies run; 0
             without transfers.
@@ -330,6 +329,7 @@ class SavePlan:
     reconstructed: tuple[Reconstructed, ...] = ()
     nested: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
+    levels: tuple[int, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     forward_us: float = 0.0
     backward_us: float = 0.0

@@ -24,8 +24,7 @@ def save_at_every_place(problem: CutProblem, _: int | None) -> Plan:
     """
     closed = with_modes(problem, {}).allowing(recompute_heavy=True)
     line = ForwardPlaces(closed)
-    places = max(line.choices(), key=len)
-    kept = frozenset[str]().union(*(line.names_at(place) for place in places))
+    kept = frozenset[str]().union(*map(line.names_at, line.places))
     return Plan(complete(_with_loops_pinned(closed), kept), {})
 
 

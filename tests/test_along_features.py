@@ -57,7 +57,9 @@ def test_without_a_budget_it_stays_whole() -> None:
     assert not report.regions
 
 
-@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.kernels)])
+@pytest.mark.parametrize(
+    "kernels", [False, pytest.param(True, marks=[pytest.mark.kernels, pytest.mark.full])]
+)
 def test_self_distillation(kernels: bool) -> None:
     model = SelfDistillation(24, 600, views=4)
     inputs = [torch.randn(4 * 13, 24), torch.randn(2 * 13, 24)]

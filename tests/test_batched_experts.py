@@ -129,7 +129,9 @@ def test_needs_less_memory(rows: Rows) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str
+)
 def test_whole_experts_need_what_is_simulated(dtype: torch.dtype) -> None:
     """The backward computes the parts of a concatenation in their places."""
     model = Experts(experts_choose).to(dtype)

@@ -58,7 +58,8 @@ def test_an_unknown_model_is_named() -> None:
         training.main([*QUICK, "--model", "gpt5"])
 
 
-@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("autocast", [False, True])
 def test_training_stopped_and_resumed(autocast: bool, tmp_path: Path) -> None:
     """A few steps of a post-norm model: eager's losses, and the same bits in two parts."""
     size = Size(32, 1, 96, 4096, 4, 128)

@@ -86,7 +86,7 @@ def test_operands_that_no_view_shows_token_by_token_are_planned() -> None:
     assert planned.forward.peak.bytes == pytest.approx(real.forward.peak.bytes, rel=0.001)
 
 
-@pytest.mark.parametrize("size", [SIZE, SMALL_HEAD])
+@pytest.mark.parametrize("size", [pytest.param(SIZE, marks=pytest.mark.full), SMALL_HEAD])
 def test_less_budget_never_means_more_peak_nor_less_time(size: LlamaSize) -> None:
     problem = _problem(size)
     solve = SOLVERS["peak_search"]
@@ -137,8 +137,8 @@ def test_the_measured_peak_stays_within_a_budget_in_bytes(size: LlamaSize, share
     assert report.extra_time is not None and 0 < report.extra_time < 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("budget", [pytest.param(0.5, marks=pytest.mark.full), 0.2])
+@pytest.mark.full
+@pytest.mark.parametrize("budget", [0.5, 0.2])
 def test_gradients_are_right_between_the_ends(budget: float) -> None:
     model, ids, target = llama(SIZE, torch.device("cpu"))
     report = check_against_float64(

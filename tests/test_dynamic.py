@@ -121,7 +121,7 @@ def test_head_of_any_length() -> None:
     "form",
     [
         Form(kv_heads=2, rope="halves", mask="causal"),
-        Form(kernel="matmul", bias=True, norm="head", mask="sink"),
+        pytest.param(Form(kernel="matmul", bias=True, norm="head", mask="sink"), marks=FULL),
         pytest.param(Form(fused="sections", bias=True, rope="pairs"), marks=FULL),
         pytest.param(Form(rope="complex", mask="causal"), marks=FULL),
         pytest.param(Form(fused="heads", mask="window"), marks=FULL),

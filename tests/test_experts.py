@@ -126,6 +126,16 @@ def test_layers_share_no_region() -> None:
     assert kinds(report) == [("mlp", "save")] * 2 and not report.rejections
 
 
+def test_no_gradient_of_a_weight_exists_twice() -> None:
+    """The products read the weights transposed, and the gradients have the weights' layout."""
+    layer = Experts(Form(), width=64, hidden=512, experts=8)
+    options = {"memory_budget": 0.0}
+    report = mstpass.explain(_loss(layer), torch.randn(64, 64, requires_grad=True), options=options)
+    gradients_bytes = sum(4 * weight.numel() for weight in (layer.up, layer.down))
+    assert report.peak_bytes is not None
+    assert gradients_bytes < report.peak_bytes < 1.5 * gradients_bytes
+
+
 def test_rows_outside_of_all_experts_are_zero() -> None:
     """``ends`` may stop before the last row, as with experts of other ranks."""
     rows, weights = torch.randn(10, 4), torch.randn(3, 4, 5)

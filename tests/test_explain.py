@@ -273,6 +273,7 @@ def test_the_documented_schema_is_the_real_one() -> None:
         "regions[].saved",
         "save_plan.nested",
         "save_plan.inner",
+        "save_plan.levels",
         *(f"save_plan.reconstructed[].{name}" for name in reconstructed),
         *(f"peaks[].{field.name}" for field in dataclasses.fields(PeakAt)),
         "budget_holds_for",

@@ -162,6 +162,7 @@ def test_the_smallest_case_has_nothing_but_the_reason() -> None:
     assert reduce(draw(0, number), fails, budget=1000) == Case(layers)
 
 
+@pytest.mark.full
 def test_the_command_keeps_results_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -16,13 +17,15 @@ from mstpass.measure import peak_bytes
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.options import Options
-from mstpass.partition.solvers.checkpoints import (
-    checkpoints,
-    nested_checkpoints,
-    twice_nested_checkpoints,
-)
+from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
+from mstpass.partition.solvers.checkpoints import checkpoints
+from mstpass.partition.solvers.forward_places import ForwardPlaces
+from mstpass.partition.solvers.min_cut import complete
 from mstpass.partition.solvers.peak_search import peak_search
-from mstpass.problem.problem import Plan
+from mstpass.problem import solver_registry
+from mstpass.problem.apply_modes import with_modes
+from mstpass.problem.problem import CutProblem, Plan, is_loop
+from mstpass.problem.saved_set import read_by_backward, recomputed
 from tests.checks import check_against_float64, compiled, joint_graph
 from tests.models import MLPS, Attention, Block
 from tests.problems import residual_stream
@@ -32,23 +35,24 @@ pytestmark = [pytest.mark.sampled(2), pytest.mark.op_by_op]
 
 def test_the_peak_grows_with_the_root_of_the_blocks() -> None:
     problem = residual_stream(blocks=64, inner=8)
-    flat, nested = checkpoints(problem), nested_checkpoints(problem)
+    flat, nested = checkpoints(problem), CheckpointPlans(problem).least
     assert nested is not None
-    assert nested.simulation.peak_bytes < 0.6 * flat.simulation.peak_bytes
-    assert len(nested.places) < 16 < len(nested.nested_places)
+    assert nested.peak_bytes < 0.6 * flat.simulation.peak_bytes
+    assert len(nested.plan.saved) < 16 < len(nested.plan.nested)
 
 
-def test_a_third_level_lowers_the_peak_of_many_blocks() -> None:
-    problem = residual_stream(blocks=64, inner=4)
-    two, three = nested_checkpoints(problem), twice_nested_checkpoints(problem)
+def test_more_levels_lower_the_peak_of_many_blocks() -> None:
+    plans = CheckpointPlans(residual_stream(blocks=64, inner=4))
+    two = plans.lowest(levels=1)
+    three = plans.lowest(levels=2)
     assert two is not None and three is not None
-    assert three.simulation.peak_bytes < 0.9 * two.simulation.peak_bytes
-    assert 0 < len(three.places) < len(three.nested_places) < len(three.inner_places)
+    assert three.peak_bytes < 0.9 * two.peak_bytes
+    assert set(two.plan.nested.values()) == {1} and set(three.plan.nested.values()) == {1, 2}
 
 
-def test_few_blocks_have_no_third_level() -> None:
+def test_few_blocks_have_two_levels() -> None:
     plan = peak_search(residual_stream(blocks=6, inner=8), 0)
-    assert plan.nested and not plan.inner
+    assert set(plan.nested.values()) == {1}
 
 
 def test_one_block_is_not_nested() -> None:
@@ -57,7 +61,7 @@ def test_one_block_is_not_nested() -> None:
 
 def test_a_pass_keeps_only_the_nested_value() -> None:
     problem = residual_stream(blocks=4, inner=3)
-    ops = StepSimulation(problem, frozenset({"x0"}), frozenset({"x2"})).program.backward
+    ops = StepSimulation(problem, frozenset({"x0"}), {"x2": 1}).program.backward
     names = [op.name for op in ops]
     assert len(set(names)) == len(names)
     known: set[str] = set()
@@ -70,10 +74,10 @@ def test_a_pass_keeps_only_the_nested_value() -> None:
     assert not any("x1" in op.inputs for op in ops if op.name.startswith("x2"))
 
 
-def test_an_inner_value_is_computed_on_the_way_and_once_more() -> None:
+def test_a_value_of_the_second_level_is_computed_on_the_way_and_once_more() -> None:
     problem = residual_stream(blocks=6, inner=3)
-    saved, nested, inner = map(frozenset, (["x0"], ["x2", "x4"], ["x2"]))
-    ops = StepSimulation(problem, saved, nested, inner=inner).program.backward
+    nested = {"x2": 2, "x4": 1}
+    ops = StepSimulation(problem, frozenset({"x0"}), nested).program.backward
     names = [op.name for op in ops]
     assert len(set(names)) == len(names)
     known: set[str] = set()
@@ -96,10 +100,11 @@ def test_the_graphs_have_the_simulated_peak(blocks: int) -> None:
     result = pipeline.run(joint, options, num_fwd_outputs=outputs)
     assert result.problem is not None and result.modules is not None
     plan = peak_search(result.problem, 0)
-    assert plan.nested and bool(plan.inner) == (blocks == 20)
-    assert result.outcome.save_plan is not None
-    assert result.outcome.save_plan.nested == tuple(sorted(plan.nested))
-    assert result.outcome.save_plan.inner == tuple(sorted(plan.inner))
+    assert plan.nested
+    made = result.outcome.save_plan
+    assert made is not None
+    assert dict(zip(made.nested, made.levels, strict=True)) == plan.nested
+    assert set(made.inner) == {name for name, level in plan.nested.items() if level > 1}
     forward, backward = result.modules
     peak = simulate_step(forward.graph, backward.graph, scatters_delayed=True).peak_bytes
     assert peak <= 1.01 * simulate_plan(result.problem, plan).peak_bytes
@@ -108,8 +113,9 @@ def test_the_graphs_have_the_simulated_peak(blocks: int) -> None:
 
 
 def test_a_lower_budget_never_has_a_higher_peak() -> None:
-    problem = residual_stream(blocks=36, inner=4)
-    problem = problem.allowing(False)
+    stream = residual_stream(blocks=36, inner=4)
+    timed = tuple(dataclasses.replace(value, us=1.0) for value in stream.values)
+    problem = dataclasses.replace(stream, values=timed, recompute_heavy=False)
     free, least = (simulate_plan(problem, peak_search(problem, b)).peak_bytes for b in (None, 0))
     peaks = []
     for budget in range(least, free, max(1, (free - least) // 12)):
@@ -173,14 +179,62 @@ def test_gradients_under_inductor(dynamic: bool, layers: int) -> None:
     assert any(region.kind == "mlp" for region in report.regions)
 
 
-def test_gradients_with_three_levels() -> None:
+def _three_levels(problem: CutProblem, _: int | None) -> Plan:
+    """A solver: the lowest peak with three levels of nested checkpoints."""
+    found = CheckpointPlans(problem).lowest(levels=3)
+    assert found is not None
+    return found.plan
+
+
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_gradients_with_more_levels(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+    monkeypatch.setitem(solver_registry.registered, "three_levels", _three_levels)
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(16, MLPS["gelu"](16)) for _ in range(32)))
+    model = nn.Sequential(*(Block(16, MLPS["gelu"](16)) for _ in range(24)))
     x = torch.randn(1, 4096, 16, requires_grad=True)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 1)
     step = lambda model: lambda x: model(x).square().mean()
-    report = check_against_float64(model, step, (x,), memory_budget=0.0, chunk="off")
-    assert report.outcome.save_plan is not None and report.outcome.save_plan.inner
+    options = {"memory_budget": 0.0, "chunk": "off", "solver": "three_levels"}
+    report = check_against_float64(model, step, (x,), **options)
+    made = report.outcome.save_plan
+    assert made is not None and set(made.levels) == {1, 2, 3}
+
+
+def _attention_kept(problem: CutProblem, _: int | None) -> Plan:
+    """A solver: checkpoints, and loops over heads whose results the backward computes and keeps."""
+    modes = {
+        region.region: mode.name
+        for region in problem.regions
+        for mode in region.modes
+        if mode.name.startswith("save")
+    }
+    closed = with_modes(problem, modes).allowing(recompute_heavy=True)
+    line = ForwardPlaces(closed)
+    kept = frozenset[str]().union(*map(line.names_at, line.spaced()[::3]))
+    saved = read_by_backward(closed, complete(closed, kept))
+    assert sum(map(is_loop, recomputed(closed, saved))) >= 2
+    return Plan(saved, modes)
+
+
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.kernels), True])
+def test_gradients_where_a_loop_s_results_are_recomputed_and_kept(
+    monkeypatch: pytest.MonkeyPatch, dynamic: bool
+) -> None:
+    monkeypatch.setitem(solver_registry.registered, "attention_kept", _attention_kept)
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    size = LlamaSize(layers=3, width=32, heads=4, mlp_width=96, vocabulary=64, length=1536)
+    model = Llama(size)
+    ids, target = torch.randint(size.vocabulary, (2, 1, size.length))
+    for given in (ids, target) if dynamic else ():
+        torch._dynamo.mark_dynamic(given, 1)
+    step = lambda model: lambda ids, target: model(ids, target)
+    options = {"memory_budget": 0.0, "solver": "attention_kept", "chunk_tokens": 512}
+    report = check_against_float64(model, step, (ids, target), strict=True, **options)
+    attention = [region for region in report.regions if region.kind == "attention"]
+    assert len(attention) == 3 and all(region.mode == "save" for region in attention)
 
 
 class _Mlps(nn.Module):

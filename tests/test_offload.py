@@ -51,7 +51,9 @@ def test_gradients_are_those_of_eager(budget: float) -> None:
         assert copies.reloaded >= copies.offloaded > 0  # some are copied back twice
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)], ids=str
+)
 def test_symbolic_lengths(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Layers().to(dtype)
@@ -176,7 +178,9 @@ def test_bad_host_budgets(value: object) -> None:
         mstpass.Options.parse({"host_budget": value})
 
 
-@pytest.mark.parametrize("few_ops", [500, 0], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "few_ops", [pytest.param(500, marks=pytest.mark.full, id="small"), pytest.param(0, id="large")]
+)
 def test_a_host_budget_that_is_too_small_names_the_least_that_would_do(
     few_ops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +218,7 @@ def test_the_least_memory_is_no_more_than_under_a_budget() -> None:
                 x,
                 options={"chunk": "off", "memory_budget": budget, "host_budget": "3MiB"},
             ).outcome.peak_bytes
-            for budget in (0.0, "5.8MiB")
+            for budget in (0.0, "6.2MiB")
         ]
     assert peaks[0] is not None and peaks[1] is not None
-    assert peaks[0] <= peaks[1] < 5.8 * 2**20
+    assert peaks[0] <= peaks[1] < 6.2 * 2**20

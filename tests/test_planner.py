@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 
@@ -79,6 +80,10 @@ def test_recipes_hold_less_one_after_the_other(tiny):
     assert found[0].total > found[1].total > found[2].total
     assert found[1].saved < 0.5 * found[0].saved
     assert found[2].logits < 0.2 * found[1].logits
+    again = functools.partial(minisequence, mlp_tiles="again")
+    assert eager_step(config_of(tiny), Training(), again, 8192).parts.total < 0.8 * (
+        eager_step(config_of(tiny), Training(), minisequence, 8192).parts.total
+    )
 
 
 def test_dropped_gradients_do_not_add_up(tiny):
@@ -153,6 +158,7 @@ def test_the_longest_plan_fits_and_a_longer_one_does_not(tiny):
     assert not longer.fits and longer.total_bytes > 160 * MIB
 
 
+@pytest.mark.full
 def test_rows_of_one_length(tiny):
     reports = []
     asked = request(tiny, 200, length=4096, training={"optimizer": "sgd"})

@@ -13,12 +13,18 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from mstpass.cli.plan import main
+from mstpass.planner import eager_rows
+from mstpass.planner.eager_recipes import checkpointed
+from mstpass.planner.eager_step import eager_step
+from mstpass.planner.models import config_of
 from mstpass.planner.plan import plan
+from mstpass.planner.progress import Steps, silent
 from mstpass.planner.request import Request
-from mstpass.planner.result import TrainingPlan
+from mstpass.planner.result import CHECKPOINT, Row, TrainingPlan
+from mstpass.planner.room import Room
 from mstpass.planner.terminal_table import show
 from mstpass.planner.training import Training
-from tests.planner_models import TINY
+from tests.planner_models import TINY, plan_sizes
 
 MIB = 2**20
 
@@ -63,3 +69,32 @@ def test_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixtur
         main(["--model", "llama3-8b", "--device-memory", "80GiB", *arguments])
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_inputs_of_checkpointed_layers_wait_on_the_host(deep: str) -> None:
+    """Eight layers of [1, 16384, 128] in bf16; one of them is back at a time."""
+    config, layers = config_of(deep), 8
+    kept, away = (
+        eager_step(config, Training(), checkpointed, 16384, offload=offload)
+        for offload in (False, True)
+    )
+    one = 16384 * 128 * 2
+    assert kept.host_bytes == 0 and away.host_bytes == pytest.approx(layers * one, rel=0.01)
+    freed = kept.parts.total - away.parts.total
+    assert (layers - 3) * one < freed <= layers * one
+
+
+def test_the_host_limits_eager_rows(deep: str) -> None:
+    """As much host memory as half of the longest sequence needs leaves half of it."""
+
+    def longest(host_bytes: int) -> Row:
+        room = Room(Request(deep, Training(), 60 * MIB, 0, host_bytes=host_bytes), plan_sizes(deep))
+        recipe = eager_rows.ways(room.request)[CHECKPOINT]
+        search = eager_rows._Search(room, config_of(deep), recipe, Steps(silent, CHECKPOINT, 6))
+        return search.row(CHECKPOINT)
+
+    roomy = longest(1024 * MIB)
+    assert roomy.fits and "wait on the host" in roomy.keeps
+    short = longest(roomy.host_bytes // 2)
+    assert short.fits and short.host_bytes <= roomy.host_bytes // 2
+    assert short.length == pytest.approx(roomy.length / 2, rel=0.02)

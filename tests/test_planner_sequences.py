@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 
@@ -24,11 +25,14 @@ from rich.console import Console
 
 from mstpass.cli.main import main
 from mstpass.planner.compiled_step import planned
-from mstpass.planner.model_step import SequenceError
+from mstpass.planner.eager_recipes import checkpointed, minisequence, plain
+from mstpass.planner.eager_step import eager_step
+from mstpass.planner.model_step import SequenceError, model_step
 from mstpass.planner.models import config_of
 from mstpass.planner.plan import plan
 from mstpass.planner.progress import silent
 from mstpass.planner.request import Request
+from mstpass.planner.result import Parts, Row
 from mstpass.planner.splits import BestSplit
 from mstpass.planner.terminal_table import show
 from mstpass.planner.traced_step import trace
@@ -41,9 +45,10 @@ MIB = 2**20
 H100 = GpuCosts(gpus.gpu("h100"))
 
 
-def traced(model, ranks, length, **rest):
+def traced(model, ranks, length, head_groups=1, **rest):
+    training = Training(ranks=ranks, sequence_ranks=ranks, head_groups=head_groups)
     with traced_for("cuda", "h100"):
-        return trace(config_of(model), Training(ranks=ranks, sequence_ranks=ranks), length, **rest)
+        return trace(config_of(model), training, length, **rest)
 
 
 def config_file(path, **values):
@@ -63,6 +68,17 @@ def test_a_rank_exchanges_heads_in_forward_and_backward(tiny):
     largest = max(by_name[name].bytes for name in step.exchanges)
     assert largest == 2048 * 3 * 128 * 2
     assert not torch.distributed.is_initialized()
+
+
+def test_groups_of_heads_trade_time_for_memory(tmp_path):
+    """A group is sent and sent back; in backward keys and values are sent back by themselves."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 512}
+    model = config_file(tmp_path / "config.json", **heads, vocab_size=512)
+    one, two = (traced(model, 2, 8192, budgets=(0.0,), head_groups=n) for n in (1, 2))
+    assert len(one.exchanges) == 2 * 2 and len(two.exchanges) == 2 * 2 + 2 * 4
+    of_one, of_two = (planned(step, 8192, 0.0, 0) for step in (one, two))
+    assert of_two.peak_bytes < 0.8 * of_one.peak_bytes
+    assert of_two.us > of_one.us, "backward computes attention once more"
 
 
 def test_the_last_rank_of_a_ring_sees_all_keys(tiny):
@@ -87,6 +103,20 @@ def test_ranks_take_the_place_of_a_group_that_does_not_exist(tiny, monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     with pytest.raises(SequenceError, match="is a rank of a process group already"):
         traced(tiny, 2, 1024, budgets=("free",))
+
+
+def test_eager_steps_exchange_too(tiny):
+    """The last of two ranks has about half of the step of one process, chunked losses included."""
+    for recipe in (plain, functools.partial(checkpointed, logits="chunked"), minisequence):
+        two, one = (
+            eager_step(config_of(tiny), training, recipe, length).parts.total
+            for training, length in (
+                (Training(ranks=2, sequence_ranks=2), 8192),
+                (Training(), 16384),
+            )
+        )
+        assert 0.45 * one < two < 0.7 * one, recipe
+    assert not torch.distributed.is_initialized()
 
 
 # ---- plans -------------------------------------------------------------------------------------
@@ -129,15 +159,49 @@ def test_the_best_split_without_a_length_is_the_longest(tiny, monkeypatch):
     assert best.request.training.sequence_ranks == 2 and best.planned is None
 
 
+def test_groups_of_heads_are_those_of_the_longest_sequence(tiny, monkeypatch):
+    """Of four heads on two ranks: four groups are refused."""
+    of_groups = {1: 900, 2: 1000}
+
+    def longest(rows):
+        training = rows.request.training
+        with model_step(rows.config, training, 64):
+            return of_groups[training.head_groups]
+
+    monkeypatch.setattr("mstpass.planner.compiled_rows.CompiledRows.about_longest", longest)
+    training = Training(optimizer="sgd", sharding="zero3", ranks=2, sequence_ranks=2)
+    request = Request(tiny, training, 60 * MIB, 0, groups=True)
+    best = BestSplit(request, plan_sizes(tiny), config_of(tiny), silent)
+    assert [split.length for split in best.splits] == [1800, 2000]
+    assert best.request.training.head_groups == 2
+
+
+def test_more_groups_of_heads_only_where_fewer_do_not_fit(tiny, monkeypatch):
+    training = Training(optimizer="sgd", sharding="zero3", ranks=4, sequence_ranks=4)
+
+    def splits(fitting):
+        fits = lambda rows: Row(
+            "mst", "", 512, rows.request.training.head_groups >= fitting, Parts(), 0
+        )
+        monkeypatch.setattr("mstpass.planner.compiled_rows.CompiledRows.mst_row", fits)
+        request = Request(tiny, training, 60 * MIB, 0, length=2048, groups=True)
+        best = BestSplit(request, plan_sizes(tiny), config_of(tiny), silent)
+        assert best.request.training == best.splits[-1].training and best.planned is not None
+        return [split.training.head_groups for split in best.splits]
+
+    assert splits(1) == [1]
+    assert splits(2) == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("rest", "message"),
     [
         (["--sequence-parallel"], "needs --gpus of at least 2"),
         (["--gpus", "1", "--sequence-parallel", "2"], "needs --gpus of at least 2"),
         (["--gpus", "8", "--sequence-parallel", "3"], "does not divide --gpus 8"),
+        (["--gpus", "8", "--head-groups", "2"], "--head-groups needs --sequence-parallel"),
         (["--gpus", "8", "--sequence-parallel", "--attention", "flash"], "leave out --attention"),
         (["--gpus", "8", "--sequence-parallel", "--document", "8"], "leave out --attention"),
-        (["--gpus", "8", "--sequence-parallel", "--plot", "x.png"], "--plot draws one device"),
     ],
 )
 def test_wrong_ranks_are_refused(capsys, rest, message):
@@ -145,6 +209,12 @@ def test_wrong_ranks_are_refused(capsys, rest, message):
         main(["plan", "--model", "gpt2", "--device-memory", "1GiB", *rest])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_does_not_fit_names_a_sharding_of_as_many_ranks(capsys):
+    given = ["plan", "--model", "llama3-8b", "--device-memory", "80GiB", "--alone"]
+    assert main([*given, "--gpus", "6", "--sequence-parallel", "3"]) == 1
+    assert "--sharding zero3 --gpus 3." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", ["3", None])

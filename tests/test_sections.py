@@ -82,7 +82,9 @@ def test_in_bfloat16(name: str) -> None:
     assert set(kinds(report)) == {("lm_head", MIXED)}, str(report)
 
 
-@pytest.mark.parametrize("name", ["mean", pytest.param("bias", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize(
+    "name", ["mean", pytest.param("bias", marks=[pytest.mark.kernels, pytest.mark.full])]
+)
 def test_any_number_of_tokens_in_one_graph(name: str) -> None:
     reports = check_batches(LossModel(), step_of(FUSED[name]), batches_of_lengths(), **OPTIONS)
     assert reports and all(set(kinds(report)) == {("lm_head", MIXED)} for report in reports)

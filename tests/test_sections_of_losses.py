@@ -205,7 +205,9 @@ ALONG: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("several", marks=pytest.mark.kernels), "two_labels"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("several", marks=[pytest.mark.kernels, pytest.mark.full]), "two_labels"]
+)
 def test_several_words_along_features(name: str) -> None:
     report = check_against_float64(LossModel(), step_of(ALONG[name]), [token_ids()], **LEAST)
     assert [region.axis for region in report.regions] == ["features"], str(report)

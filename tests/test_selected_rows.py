@@ -245,11 +245,9 @@ def test_what_mixes_the_rows_of_a_mask_is_refused_by_name() -> None:
 
 
 # ---- memory --------------------------------------------------------------------------------------
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.kernels
-@pytest.mark.parametrize(
-    ("name", "most"), [pytest.param("before", 0.75, marks=pytest.mark.full), ("after", 0.35)]
-)
+@pytest.mark.parametrize(("name", "most"), [("before", 0.75), ("after", 0.35)])
 def test_the_peak_is_a_fraction_of_inductors(name: str, most: float) -> None:
     """Gradients of weights are more than half of the peak where tokens are chosen before."""
     vocab, width = 8000, 64

@@ -79,6 +79,13 @@ def test_two_sequences_of_two_ranks() -> None:
     _is_one_process(found, lambda: shared_trainers.in_order(**wide))
 
 
+@pytest.mark.full
+def test_a_mesh_of_two_dims_shares_each_sequence() -> None:
+    found = run_ranks("shared_trainers", ["ring_of_rows"], ranks=4)["ring_of_rows"]
+    assert found[0]["said"].endswith("each sequence on 4 ranks")
+    _is_one_process(found, shared_trainers.trainer)
+
+
 # ---- what is refused, in one process -------------------------------------------------------------
 def _refusal(built: Any, **how: Any) -> str:
     with pytest.raises(TrainerError) as found:

@@ -60,13 +60,14 @@ ANSWERS: dict[str, tuple[Answer, str]] = {
     "a list": (_changed(saved=["x"]), r"Plan.saved is \['x'\], which is no set of names"),
     "letters": (_changed(saved="abc"), "Plan.saved is 'abc', which is no set"),
     "numbers": (_changed(saved={1, 2}), r"Plan.saved is \{1, 2\}, which is no set of names"),
-    "inner, not nested": (
-        _changed(inner={"no_value"}),
-        r"Plan.inner has values that Plan.nested has not: \['no_value'\]",
+    "no levels": (
+        _changed(nested={"x"}),
+        r"Plan.nested is \{'x'\}, which is no mapping from names",
     ),
-    "NaN": (_changed(nested={math.nan}), r"Plan.nested is \{nan\}, which is no set of names"),
+    "level 0": (_changed(nested={"x": 0}), r"which is no mapping from names to levels from 1 on"),
+    "NaN": (_changed(nested={math.nan: 1}), r"Plan.nested is \{nan: 1\}, which is no mapping"),
     "unknown names": (_changed(saved=RIGHT.saved | {"nowhere"}), "does not have: .'nowhere'"),
-    "unknown nested": (_changed(nested=frozenset({"nowhere"})), "nested values .* does not have"),
+    "unknown nested": (_changed(nested={"nowhere": 1}), "nested values .* does not have"),
     "modes": (_changed(modes=("fused",)), "Plan.modes is .* which is no mapping"),
     "a region": (_changed(modes={"nowhere": "fused"}), "no region 'nowhere'"),
     "a mode": (
@@ -167,13 +168,12 @@ _CHAIN = CutProblem(
 
 
 def test_a_plan_is_carried_over_by_name() -> None:
-    """What is recomputed ahead of time too, and the inner values of that."""
-    nested, inner = frozenset({"old_a", "gone"}), frozenset({"old_a"})
-    plan = Plan(frozenset({"old_b"}), {"region": "recompute"}, nested, frozenset(), inner)
+    """What is recomputed ahead of time too, with its level."""
+    nested = {"old_a": 2, "gone": 1}
+    plan = Plan(frozenset({"old_b"}), {"region": "recompute"}, nested)
     names = {"old_a": "a", "old_b": "b"}
     made = carried_over(Solved(plan, "users", ("note",), 5), names, _CHAIN, Options(), Limit())
-    a = frozenset({"a"})
-    assert made == Solved(Plan(frozenset({"b"}), {}, a, frozenset(), a), "users", ("note",), 5)
+    assert made == Solved(Plan(frozenset({"b"}), {}, {"a": 2}), "users", ("note",), 5)
 
 
 @pytest.mark.parametrize("budget", ["1GiB", 0.5])
@@ -231,7 +231,9 @@ def test_gradients_are_right_under_any_valid_plan(seed: int) -> None:
         closed = with_modes(problem, modes).allowing(True)
         for likely in (0.3, 0.7, 1.0):
             saved = {v.name for v in closed.values if v.savable and not v.free and draw(likely)}
-            nested = frozenset(v.name for v in closed.values if draw(0.3)) - saved
+            nested = {
+                v.name: 1 + draw(0.5) for v in closed.values if draw(0.3) and v.name not in saved
+            }
             try:
                 verify(closed, saved, nested)
             except InvalidPlan:

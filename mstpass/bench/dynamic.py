@@ -32,6 +32,7 @@ compilations, and compare times with those of a static graph for each
 length."""
 EXAMPLES = """  mstpass bench dynamic
   mstpass bench dynamic --repeats 9 --markdown docs/results/dynamic.md
+  mstpass bench dynamic --steps 1000      a longer walk: about 5 s a step
 """
 _SIZE = LlamaSize(layers=2)
 _LENGTHS = (1500, 2048, 1111, 1999, 1024, 1733, 1280, 2011, 1361, 1920)
@@ -155,4 +156,4 @@ def _ratios(runner: _Runner, static: _Runner) -> Ratio:
     return Timing(tuple(rounds)).median_s, min(rounds), max(rounds)
 
 
-main = Benchmark("dynamic", (run, lengths.run), _DESCRIPTION, EXAMPLES)
+main = Benchmark("dynamic", (run, lengths.run), _DESCRIPTION, EXAMPLES, options=("steps",))

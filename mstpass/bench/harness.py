@@ -25,6 +25,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "store": {"action": "store_true", "help": "store the measured chunk costs for later runs"},
     "problem": {"action": "append", "default": [], "help": "only this problem; may be repeated"},
     "model": {"action": "append", "default": [], "help": "only this model; may be repeated"},
+    "steps": {"type": count, "metavar": "N", "help": "steps of random lengths (default 60)"},
     "csv": {"type": Path, "metavar": "PATH", "help": "write the figures of every point to PATH"},
     "plots": {
         "type": Path,
@@ -52,6 +53,7 @@ class Arguments:
     markdown: Path | None = None
     problem: Sequence[str] = ()
     model: Sequence[str] = ()
+    steps: int | None = None
     csv: Path | None = None
     plots: Path | None = None
 

@@ -13,8 +13,10 @@ from mstpass.planner.request import (
     ALLOCATORS,
     BATCH,
     EXPANDABLE,
+    GROUPS,
     LENGTH,
     LOGITS,
+    MLP_TILES,
     OUTPUTS,
     OVERHEAD,
     SEARCHED,
@@ -201,6 +203,14 @@ def _add_ranks(group: Any) -> None:
         help="devices, which share the sharded parts (default: %(default)s)",
     )
     add(
+        "--head-groups",
+        type=count,
+        metavar="N",
+        help="of ranks that exchange heads: in so many groups, one after the other (default: of "
+        f"{', '.join(map(str, GROUPS))} the fewest with which --sequence fits, or without it those "
+        "that lead to the longest sequence)",
+    )
+    add(
         "--sequence-parallel",
         dest="sequence_ranks",
         type=count,
@@ -226,8 +236,8 @@ def _add_comparison(group: Any) -> None:
         "--logits",
         choices=LOGITS,
         default="model",
-        help="of the eager rows; fp32: cast to float32, as transformers did before 4.45 "
-        "(default: %(default)s)",
+        help="of the eager rows; fp32: cast to float32, as transformers did before 4.45; chunked: "
+        "in tiles, once more in the backward, as in TRL's chunked_nll (default: %(default)s)",
     )
     add(
         "--outputs",
@@ -237,9 +247,17 @@ def _add_comparison(group: Any) -> None:
         "as `outputs = model(...)` does (default: %(default)s)",
     )
     add(
+        "--mlp-tiles",
+        choices=MLP_TILES,
+        default="kept",
+        help="of the MST recipe; kept: backward holds what all tiles of an MLP need; again: it "
+        "computes each tile once more, as ALST does (default: %(default)s)",
+    )
+    add(
         "--offload",
         action="store_true",
-        help="saved values of mst's row may wait in host memory, as with the option host_budget",
+        help="saved values of mst's row may wait in host memory, as with the option host_budget, "
+        "and so do inputs of layers that eager rows checkpoint",
     )
     add(
         "--host-memory",
@@ -266,8 +284,7 @@ def check_combinations(parser: argparse.ArgumentParser, given: argparse.Namespac
         parser.error("--weights nf4 and --target need --lora: without it, all weights are trained")
     if given.search:
         _check_search(parser, given)
-    if given.sequence_ranks != 1:
-        _check_sequences(parser, given)
+    _check_sequences(parser, given)
     if given.optimizer_in_backward and given.sharding != "none":
         parser.error("--optimizer-in-backward works only with --sharding none")
     if given.master_weights and given.dtype != "bf16":
@@ -295,6 +312,10 @@ def _check_search(parser: argparse.ArgumentParser, given: argparse.Namespace) ->
 
 def _check_sequences(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """The same for ranks that share sequences."""
+    if given.sequence_ranks == 1:
+        if given.head_groups is not None:
+            parser.error("--head-groups needs --sequence-parallel: ranks exchange these heads")
+        return
     if given.ranks < 2:
         parser.error("--sequence-parallel needs --gpus of at least 2: ranks share each sequence")
     if given.sequence_ranks != _BEST and given.ranks % given.sequence_ranks:
@@ -307,8 +328,6 @@ def _check_sequences(parser: argparse.ArgumentParser, given: argparse.Namespace)
             "--sequence-parallel has an attention of its own, which exchanges between ranks: leave "
             "out --attention flash and --document"
         )
-    if given.plot is not None:
-        parser.error("--plot draws one device: leave out --sequence-parallel")
 
 
 def check_picture(parser: argparse.ArgumentParser, path: Path) -> None:
@@ -332,10 +351,13 @@ def request_of(given: argparse.Namespace) -> Request:
     if given.device_bytes is None:
         given.device_bytes = gpu(given.gpu).memory_bytes
     split = given.sequence_ranks == _BEST
+    groups = given.sequence_ranks != 1 and given.head_groups is None and not given.search
     given.sequence_ranks = max(1, given.sequence_ranks)
+    given.head_groups = given.head_groups or 1
     return Request(
         **_values_of(Request, given),
         split=split,
+        groups=groups,
         training=Training(**_values_of(Training, given)),
         curves=given.plot is not None,
         host_bytes=(given.host_memory or byte_size(_HOST_MEMORY)) if given.offload else 0,

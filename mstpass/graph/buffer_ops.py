@@ -119,11 +119,16 @@ def parts_in_place(result: fx.Node) -> list[fx.Node]:
     """
     if adding_attention(result) is not None:
         return [result, _item_of(result)]
+    return summands(result) if len(result.users) == 1 else []
+
+
+def summands(result: fx.Node) -> list[fx.Node]:
+    """A result, and the products, views and sums that it is the sum of; empty for other results."""
     found: list[fx.Node] = []
     stack = [result]
     while stack:
         node = stack.pop()
-        if node.op != "call_function" or len(node.users) != 1:
+        if node.op != "call_function" or (node is not result and len(node.users) != 1):
             return []
         found.append(node)
         if ops.is_view_by_shape(node):

@@ -160,7 +160,7 @@ class GpuCosts:
     # ---- loops ---------------------------------------------------------------------------------
     def chunk_us(self, work: LoopWork, rows: int) -> float:
         """The time of one chunk of ``rows`` tokens."""
-        products_us = sum(self.product_us(p.of_chunk(rows)) for p in work.products)
+        products_us = sum(map(self.product_us, work.products_of_chunk(rows)))
         share = rows / work.tokens
         others_us = self.other_us(work.result_bytes * share, work.moved_bytes * share)
         others_us += KERNEL_US * (work.kernels - len(work.products))
@@ -182,7 +182,7 @@ class GpuCosts:
 
     def slowdown(self, work: LoopWork, rows: int) -> float:
         """The same for the products alone, without the time of the loop itself."""
-        chunks_us = sum(_busy_us(self, p.of_chunk(rows)) for p in work.products)
+        chunks_us = sum(_busy_us(self, p) for p in work.products_of_chunk(rows))
         whole_us = sum(_busy_us(self, p.whole) for p in work.products)
         return chunks_us * work.tokens / rows / max(whole_us, _LEAST_US)
 

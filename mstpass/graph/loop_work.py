@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
+from mstpass.graph.buffer_ops import summands
 from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph, nbytes, value_of
-from mstpass.graph.products import TokenProduct, head_product, token_product
+from mstpass.graph.products import Product, TokenProduct, head_product, joined, token_product
 from mstpass.graph.sizes import hint
 from mstpass.graph.tokens import Spec
 from mstpass.graph.traffic import moved_bytes
@@ -51,6 +52,13 @@ class LoopWork:
         products = (p.whole for p in self.products)
         largest = max(products, key=lambda product: product.operations, default=None)
         return torch.float32 if largest is None else largest.dtype
+
+    def products_of_chunk(self, rows: int) -> list[Product]:
+        """The products of a chunk; those that add up to one total are one where that pays off."""
+        by_total: dict[object, list[Product]] = {}
+        for number, product in enumerate(self.products):
+            by_total.setdefault(product.total or number, []).append(product.of_chunk(rows))
+        return [product for of_total in by_total.values() for product in joined(of_total)]
 
     def summed_in(self, least_sum_bytes: int) -> LoopWork:
         """The same loop with sums over chunks of another dtype (``LoopPlan.least_sum_bytes``)."""
@@ -97,8 +105,25 @@ def head_loop_work(
     """
     features = num_heads * features_of_head(members, num_heads)
     rest = {node: spec for node, spec in members.items() if not is_attention(node)}
-    work = _work(joint, rest, features, lambda n, spec: head_product(n, spec, features))
-    return work.summed_in(least_sum_bytes)
+    totals = _totals(members)
+
+    def product(node: fx.Node, spec: Spec | None) -> TokenProduct | None:
+        found = head_product(node, spec, features)
+        return found and dataclasses.replace(found, total=totals.get(node))
+
+    return _work(joint, rest, features, product).summed_in(least_sum_bytes)
+
+
+def _totals(members: Mapping[fx.Node, Spec | None]) -> dict[fx.Node, str]:
+    """The sum of several products that each product is a part of, by the sum's name."""
+    sums = [
+        node for node, spec in members.items() if spec is None and len(node.all_input_nodes) > 1
+    ]
+    totals: dict[fx.Node, str] = {}
+    for result in reversed(sums):  # the last sum first
+        for node in summands(result):
+            totals.setdefault(node, result.name)
+    return totals
 
 
 def features_of_head(members: Mapping[fx.Node, Spec | None], num_heads: int) -> int:

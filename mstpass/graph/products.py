@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -71,12 +72,14 @@ class TokenProduct:
             which keys and values may have fewer than queries.
         least_sum_bytes: bytes of an element of the sum over chunks, where the tokens are
             contracted, if the result has no more (``LoopPlan.least_sum_bytes``).
+        total: name of the sum of several products that it is a part of, if it is.
     """
 
     whole: Product
     tokens_in: str
     block: float = 1.0
     least_sum_bytes: int = 4
+    total: str | None = None
 
     def over(self, tokens: int) -> TokenProduct:
         """The same product over another number of tokens."""
@@ -92,6 +95,21 @@ class TokenProduct:
         wide = max(self.least_sum_bytes, self.whole.result_bytes)
         later = 1 - rows * self.block / self.whole.contracted  # the first chunk adds to nothing
         return dataclasses.replace(chunk, accumulates=max(0.0, later), result_bytes=wide)
+
+
+def joined(products: Sequence[Product]) -> Sequence[Product]:
+    """Products that are added to one total: one product of their factors side by side, if it pays.
+
+    They stay apart where the copies of the factors are as large as the additions to the total that
+    this saves, and where they are not alike.
+    """
+    first, contracted = products[0], sum(product.contracted for product in products)
+    alike = {dataclasses.replace(product, contracted=contracted) for product in products}
+    if len(alike) > 1 or first.batch > 1:
+        return products
+    factors_bytes = contracted * (first.rows + first.columns) * first.dtype.itemsize
+    saved_bytes = (len(products) - 1) * first.rows * first.columns * first.result_bytes
+    return tuple(alike) if factors_bytes < saved_bytes else products
 
 
 def product_of(node: fx.Node) -> Product | None:

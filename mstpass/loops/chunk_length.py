@@ -54,6 +54,7 @@ _OVERLAP_TIME = 0.05
 _MULTIPLE = 16
 _BLOCK = 128  # features: lengths of sections are multiples of it
 _COUNTS = 0.04  # of a section's memory and its gradients: what is worth the time of shorter ones
+_LONGER = 7 / 6  # sections may be so much longer where they take less time
 _SECTIONS = {USUAL: 1.1, SHORT: 1.3}  # limits of a loop's time over sections, relative to one piece
 _MANY_TOKENS = 2**16  # of a batch to choose by, where the token count varies
 
@@ -164,10 +165,17 @@ def _section_length(
     costs, per_feature = costs_of(device), work.tokens // total
     one_piece_us = costs.whole_us(work)
 
+    def loop_us(features: int) -> float:
+        return costs.loop_us(work, features * per_feature)
+
     def shortest(limit: float) -> int:
-        lengths = range(_BLOCK, total, _BLOCK)
-        times = ((n, costs.loop_us(work, n * per_feature)) for n in lengths)
-        return next((n for n, us in times if us <= limit * one_piece_us), total)
+        times_us = {n: loop_us(n) for n in range(_BLOCK, total, _BLOCK)}
+        fewest = next((n for n, us in times_us.items() if us <= limit * one_piece_us), total)
+        return min(
+            (n for n in times_us if fewest <= n <= _LONGER * fewest),
+            key=times_us.__getitem__,
+            default=total,
+        )
 
     features = shortest(_SECTIONS[USUAL])
     if length == SHORT:

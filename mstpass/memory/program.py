@@ -18,17 +18,17 @@ its own, of which nothing else is kept::
                 block 2 from b, its values kept; gradients of block 2
                 block 1 from a once more, its values kept; gradients of block 1
 
-These are two levels of recursive checkpointing (Chen et al., arXiv 1604.06174, section 4.3). With
-*inner* nested values there are three: on the way to a nested value they are computed like all
-others, and they have passes of their own later. Saved values that wait on the host are copied there
-and back beside these ops (host_copies.py), and cheap values may be computed once more for their
-later readers (repeated_values.py).
+These are two levels of recursive checkpointing (Chen et al., arXiv 1604.06174, section 4.3).
+Nested values have *levels*: on the way to one of level l, those of higher levels are computed like
+all others, and they have passes of their own later. Saved values that wait on the host are copied
+there and back beside these ops (host_copies.py), and cheap values may be computed once more for
+their later readers (repeated_values.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 
 from mstpass.memory.host_copies import HostCopy
 from mstpass.memory.repeated_values import CHEAP_KINDS
@@ -57,21 +57,15 @@ def forward_ops(problem: CutProblem, saved: Set[str]) -> tuple[Value, ...]:
     return tuple(value for value in problem.values if value.name in used)
 
 
-@dataclasses.dataclass(frozen=True)
-class Nested:
-    """Names of all nested values, and of the inner ones among them."""
-
-    every: frozenset[str]
-    inner: frozenset[str]
-
-    def ends_of(self, name: str) -> frozenset[str]:
-        """The nested values that the pass of this one may begin with."""
-        return self.every if name in self.inner else self.every - self.inner
-
-
-def backward_ops(problem: CutProblem, saved: Set[str], nested: Nested) -> tuple[Value, ...]:
+def backward_ops(
+    problem: CutProblem, saved: Set[str], nested: Mapping[str, int]
+) -> tuple[Value, ...]:
     """The inputs of the backward, and the ops that the gradients depend on, as traced, each
-    recomputed value just before its first use."""
+    recomputed value just before its first use.
+
+    Args:
+        nested: the values that have passes of their own, with their levels.
+    """
     index, gradients = problem.cached(_index), set(problem.gradients)
     used = set(gradients)
     for op in reversed(problem.backward):
@@ -134,10 +128,16 @@ class _Recomputation:
     """
 
     def __init__(
-        self, problem: CutProblem, index: dict[str, int], available: set[str], nested: Nested
+        self,
+        problem: CutProblem,
+        index: dict[str, int],
+        available: set[str],
+        nested: Mapping[str, int],
     ):
         self.problem, self.index = problem, index
         self.available, self.nested = available, nested
+        levels = set(nested.values())
+        self.up_to = {level: {n for n in nested if nested[n] <= level} for level in levels}
 
     def is_missing(self, name: str) -> bool:
         return name not in self.available and name in self.index
@@ -147,7 +147,7 @@ class _Recomputation:
 
         All of them are available from then on.
         """
-        nested, missing = self._missing(names, self.nested.every)
+        nested, missing = self._missing(names, self.nested.keys())
         passes = [value for name in nested for value in self._pass(name)]
         self.available.update(value.name for value in missing)
         return [*passes, *missing]
@@ -157,7 +157,7 @@ class _Recomputation:
         if name in self.available:  # another nested value was computed from it
             return []
         value = self.problem.values[self.index[name]]
-        nested, missing = self._missing(value.inputs, self.nested.ends_of(name))
+        nested, missing = self._missing(value.inputs, self.up_to[self.nested[name]])
         passes = [value for other in nested for value in self._pass(other)]
         alias = {other.name: f"{other.name}:for:{name}" for other in missing}
         self.available.add(name)

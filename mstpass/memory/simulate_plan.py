@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from types import MappingProxyType
 
 from mstpass.memory.host_copies import (
     OpsWithCopies,
@@ -12,7 +13,7 @@ from mstpass.memory.host_copies import (
     with_offloads,
     with_reloads,
 )
-from mstpass.memory.program import Nested, Program, backward_ops, forward_ops, is_cheap
+from mstpass.memory.program import Program, backward_ops, forward_ops, is_cheap
 from mstpass.memory.repeated_values import MOST_LOWERED, Repeated, repeated_values
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
@@ -20,6 +21,8 @@ from mstpass.problem.apply_modes import with_modes
 from mstpass.problem.op import INPUT
 from mstpass.problem.problem import CutProblem, Plan, Value
 from mstpass.problem.saved_set import must_offload
+
+_NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class StepSimulation:
@@ -29,28 +32,25 @@ class StepSimulation:
 
     Args:
         saved: names of the values that cross from forward to backward.
-        nested: names of the values that backward computes in passes of their own.
+        nested: the values that backward computes in passes of their own, with their levels.
         offloaded: names of the saved values that cross by way of the host, besides those that
             must.
-        inner: names of the nested values that passes of others compute anew.
     """
 
     def __init__(
         self,
         problem: CutProblem,
         saved: Set[str],
-        nested: Set[str] = frozenset(),
+        nested: Mapping[str, int] = _NONE,
         offloaded: Set[str] = frozenset(),
-        inner: Set[str] = frozenset(),
     ):
-        self.problem, self.saved = problem, saved
-        self.nested, self.inner = frozenset(nested), frozenset(inner & nested)
+        self.problem, self.saved, self.nested = problem, saved, nested
         self.offloaded = frozenset(offloaded) | (saved & must_offload(problem))
 
     @classmethod
     def of(cls, problem: CutProblem, plan: Plan) -> StepSimulation:
         """The step of a plan, for a problem in which its modes are chosen."""
-        return cls(problem, plan.saved, plan.nested, plan.offloaded, plan.inner)
+        return cls(problem, plan.saved, plan.nested, plan.offloaded)
 
     @functools.cached_property
     def forward_copies(self) -> OpsWithCopies:
@@ -64,7 +64,7 @@ class StepSimulation:
     def backward_copies(self) -> OpsWithCopies:
         """The ops of the backward, its inputs first."""
         host = self.problem.host
-        ops = backward_ops(self.problem, self.saved, Nested(self.nested, self.inner))
+        ops = backward_ops(self.problem, self.saved, self.nested)
         if not self.offloaded or host is None:
             return OpsWithCopies(ops)
         cheap = {op.name for op in ops if is_cheap(op)}
@@ -173,11 +173,13 @@ def simulate_plan(problem: CutProblem, plan: Plan) -> StepSimulation:
     return StepSimulation.of(with_modes(problem, plan.modes), plan)
 
 
-def step_memory(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()) -> StepMemory:
+def step_memory(
+    problem: CutProblem, saved: Set[str], nested: Mapping[str, int] = _NONE
+) -> StepMemory:
     """The memory of a step; arguments as of ``StepSimulation``."""
     return StepSimulation(problem, saved, nested).memory
 
 
-def step_us(problem: CutProblem, saved: Set[str], nested: Set[str] = frozenset()) -> float:
+def step_us(problem: CutProblem, saved: Set[str], nested: Mapping[str, int] = _NONE) -> float:
     """The time of a step in microseconds; arguments as of ``StepSimulation``."""
     return StepSimulation(problem, saved, nested).us

@@ -6,7 +6,9 @@
     transformers::grouped_mm_fallback_backward(x, w, ends, dy)     both gradients
 
 become ``grouped_rows`` and ``grouped_sums`` of graph/grouped_products.py, which take the numbers of
-the rows besides.
+the rows besides. A gradient of weights that are read transposed, as those of transformers are, is
+the transpose of ``grouped_sums(dy^T, x)``: so it has the layout of the weights, and no copy of it
+has to be made.
 """
 
 from __future__ import annotations
@@ -59,6 +61,12 @@ def _is_grouped(node: fx.Node) -> bool:
     return plain and has_ends and left.dim() == 2 and left.dtype == right.dtype == out.dtype
 
 
+def _is_transposed(gradient: fx.Node) -> bool:
+    """Whether the last dim but one of a batch of matrices is the one without gaps."""
+    *_, outer, inner = gradient.meta["val"].stride()
+    return bool(outer == 1 and inner != 1)
+
+
 def _name(node: fx.Node) -> str:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return ""
@@ -90,8 +98,12 @@ class _Products:
                 assert isinstance(upstream, fx.Node)
                 swapped = self._call(aten.permute.default, right, [0, 2, 1], like=node)
                 rows = self._rows(upstream, swapped, ends, node)
-                columns = self._call(aten.permute.default, left, [1, 0], like=node)
-                sums = self._sums(columns, upstream, ends, node)
+                gradient = next((item for item in node.users if item.args[1] == 1), None)
+                if gradient is not None and _is_transposed(gradient):
+                    sums = self._transposed_sums(left, upstream, ends, node)
+                else:
+                    columns = self._call(aten.permute.default, left, [1, 0], like=node)
+                    sums = self._sums(columns, upstream, ends, node)
                 self._replace_items(node, (rows, sums))
                 return
             weights = value_of(right)
@@ -107,6 +119,13 @@ class _Products:
         dtype = right.meta["val"].dtype
         positions = self._positions_of(right)
         return self._made(self._call(grouped_sums, left, right, positions, ends, dtype, like=like))
+
+    def _transposed_sums(
+        self, rows: fx.Node, upstream: fx.Node, ends: fx.Node, like: fx.Node
+    ) -> fx.Node:
+        columns = self._call(aten.permute.default, upstream, [1, 0], like=like)
+        sums = self._sums(columns, rows, ends, like)
+        return self._call(aten.permute.default, sums, [0, 2, 1], like=like)
 
     def _replace_items(self, node: fx.Node, values: tuple[fx.Node, ...]) -> None:
         for item in list(node.users):

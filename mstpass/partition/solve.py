@@ -97,9 +97,7 @@ def carried_over(
     saved, offloaded = (
         frozenset(names.get(v, "") for v in s) for s in (plan.saved, plan.offloaded)
     )
-    nested, inner = (
-        frozenset(names[v] for v in s if v in names) for s in (plan.nested, plan.inner)
-    )
+    nested = {names[v]: level for v, level in plan.nested.items() if v in names}
     try:
         verify(problem.allowing(True), saved, offloaded=offloaded)
     except InvalidPlan as error:
@@ -113,7 +111,7 @@ def carried_over(
             warnings.warn(f"mstpass: {said}", stacklevel=2)
         plan, notes = again.plan, (*solved.notes, *again.notes, said)
         return again._replace(plan=_as_read(problem, plan), notes=notes)
-    plan = Plan(saved, {}, nested, offloaded, inner)
+    plan = Plan(saved, {}, nested, offloaded)
     return solved._replace(plan=_as_read(problem, plan))
 
 

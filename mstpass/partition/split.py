@@ -44,7 +44,7 @@ def split_joint(
     extracted = _extract(joint, [joint.by_name[n] for n in plan.saved], torch_kwargs)
     written, on_host = write_program(extracted, program)
     modules = finish_forward_and_backward(*written)
-    nested = plan.nested - plan.saved
+    nested = sorted(plan.nested.keys() - plan.saved)
     saved = [
         dataclasses.replace(value, node=on_host[value.node], value=value.node, on_host=True)
         if value.node in on_host
@@ -54,8 +54,9 @@ def split_joint(
     save_plan = SavePlan(
         tuple(saved),
         solver,
-        nested=tuple(sorted(nested)),
-        inner=tuple(sorted(nested & plan.inner)),
+        nested=tuple(nested),
+        inner=tuple(name for name in nested if plan.nested[name] > 1),
+        levels=tuple(plan.nested[name] for name in nested),
     )
     return modules, _with_transfers(save_plan, program) if program.offloads else save_plan
 

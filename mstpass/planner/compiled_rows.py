@@ -137,7 +137,6 @@ class CompiledRows:
             step,
             memory_budget=_text(budget),
             extra_time=step.us / inductor_us - 1,
-            host_bytes=step.host_bytes,
             us=step.us,
             exchange_us=step.exchange_us,
         )

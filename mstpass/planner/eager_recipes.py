@@ -25,15 +25,23 @@ _LEAST_ROWS = 1024  # tokens of each sequence that a tile has at least
 def plain(model: nn.Module, logits: str = "model", outputs: str = "held") -> Loss:
     """Train the model as it is.
 
+    The loss of all recipes takes token ids, and as keywords what `shard_sequence` puts beside them
+    where ranks share a sequence.
+
     Args:
         logits: ``"model"``: the loss as the installed transformers computes it. ``"fp32"``: as
             transformers computed it before 4.45, from a shifted copy of the logits in fp32; the
-            fp32 logits are an output of the model.
+            fp32 logits are an output of the model. ``"chunked"``: the head and its loss run in
+            tiles, once more in the backward, as in TRL's ``chunked_nll``.
         outputs: ``"held"``: the training loop holds the model's outputs until the backward is over.
             ``"dropped"``: it holds the loss alone.
     """
+    if logits == "chunked":
+        return _tiled_loss(model)
     outputs_of = functools.partial(_upcast_outputs if logits == "fp32" else _outputs, model)
-    return outputs_of if outputs == "held" else lambda ids_BS: outputs_of(ids_BS).loss
+    if outputs == "held":
+        return outputs_of
+    return lambda ids_BS, **part: outputs_of(ids_BS, **part).loss
 
 
 def checkpointed(model: nn.Module, logits: str = "model", outputs: str = "held") -> Loss:
@@ -42,25 +50,36 @@ def checkpointed(model: nn.Module, logits: str = "model", outputs: str = "held")
     return plain(model, logits, outputs)
 
 
-def minisequence(model: nn.Module) -> Loss:
+def minisequence(model: nn.Module, mlp_tiles: str = "kept") -> Loss:
     """Train with MST (arXiv 2407.15892): checkpointed layers, MLPs and loss in mini-sequences.
 
-    This follows the authors' package. The layer that the backward recomputes keeps what the
-    gradients of all tiles of its MLP need. The head computes its logits once more in the backward,
-    and adds the gradient of its weight to ``weight.grad``.
+    Args:
+        mlp_tiles: ``"kept"``: the layer that the backward recomputes keeps what the gradients of
+            all tiles of its MLP need, as in the authors' package. ``"again"``: each tile is
+            computed once more, as in ALST's ``TiledMLP`` (arXiv 2506.13996).
     """
     for layer in layers_of(model):
         mlp = getattr(layer, "mlp", None)
         if isinstance(mlp, nn.Module):
-            mlp.forward = functools.partial(_tiled, mlp.forward)
+            forward = mlp.forward
+            if mlp_tiles == "again":
+                forward = functools.partial(checkpoint, forward, use_reentrant=False)
+            mlp.forward = functools.partial(_tiled, forward)
     _checkpoint_layers(model)
+    return _tiled_loss(model)
+
+
+def _tiled_loss(model: nn.Module) -> Loss:
+    """The head computes its logits once more in the backward, and adds to ``weight.grad``."""
     body: Any = model.base_model
     weight: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
 
-    def loss_of(ids_BS: Tensor) -> Tensor:
-        x_ND = body(input_ids=ids_BS, use_cache=False)[0].flatten(0, 1)
+    def loss_of(ids_BS: Tensor, **part: Any) -> Tensor:
+        places = {name: part[name] for name in ("position_ids", "attention_mask") if name in part}
+        x_ND = body(input_ids=ids_BS, use_cache=False, **places)[0].flatten(0, 1)
         rows = -(-len(x_ND) // HEAD_TILES)
-        tiles = zip(x_ND.split(rows), ids_BS.flatten().split(rows), strict=True)
+        labels_N = part.get("shift_labels", ids_BS).flatten()
+        tiles = zip(x_ND.split(rows), labels_N.split(rows), strict=True)
         losses = [_HeadTile.apply(x_TD, y_T, weight) for x_TD, y_T in tiles]
         return torch.stack(losses).sum() / len(x_ND)
 
@@ -108,12 +127,12 @@ class _Upcast(dict[str, Tensor]):
     loss: Tensor
 
 
-def _outputs(model: nn.Module, ids_BS: Tensor) -> Any:
-    return model(input_ids=ids_BS, labels=ids_BS)
+def _outputs(model: nn.Module, ids_BS: Tensor, **part: Any) -> Any:
+    return model(input_ids=ids_BS, **(part or {"labels": ids_BS}))
 
 
-def _upcast_outputs(model: nn.Module, ids_BS: Tensor) -> Any:
-    logits_BSV = model(input_ids=ids_BS).logits.float()
+def _upcast_outputs(model: nn.Module, ids_BS: Tensor, **part: Any) -> Any:
+    logits_BSV = model(input_ids=ids_BS, position_ids=part.get("position_ids")).logits.float()
     shifted_NV = logits_BSV[:, :-1].contiguous().flatten(0, 1)
     held = _Upcast(logits=logits_BSV)
     held.loss = F.cross_entropy(shifted_NV, ids_BS[:, 1:].flatten())

@@ -55,7 +55,7 @@ def ways(request: Request) -> Mapping[str, Recipe]:
     return {
         EAGER: functools.partial(plain, **loss),
         CHECKPOINT: functools.partial(checkpointed, **loss),
-        RECIPE: minisequence,
+        RECIPE: functools.partial(minisequence, mlp_tiles=request.mlp_tiles),
     }
 
 
@@ -65,12 +65,13 @@ class _Search:
     def __init__(self, room: Room, config: Any, recipe: Recipe, steps: Steps):
         self.room, self.config, self.recipe, self.steps = room, config, recipe, steps
         self.step_at = functools.cache(self._step_at)
+        checkpoints = getattr(recipe, "func", recipe) is not plain
+        self.offload = checkpoints and room.request.host_bytes > 0
         self.is_known = False  # whether shallow copies have led to the peak of the whole step
 
     def row(self, name: str) -> Row:
-        row = self.room.searched_row(
-            name, _KEEPS[name], self.step_at, self._longest, self._curve_bytes
-        )
+        keeps = f"{_KEEPS[name]}; these inputs wait on the host" if self.offload else _KEEPS[name]
+        row = self.room.searched_row(name, keeps, self.step_at, self._longest, self._curve_bytes)
         self.steps.end()
         return row
 
@@ -85,7 +86,14 @@ class _Search:
         return longest(self._bytes, limit, guess or START)
 
     def _bytes(self, length: int) -> int:
-        return self.room.without_gaps(self.step_at(length).parts).total
+        step = self.step_at(length)
+        return self._with_host(self.room.without_gaps(step.parts).total, step.host_bytes)
+
+    def _with_host(self, total: int, host_bytes: float) -> int:
+        """Bytes that are within those of the device if a step also fits on the host."""
+        if not host_bytes:
+            return total
+        return max(total, int(self.room.step_bytes * host_bytes / self.room.request.host_bytes))
 
     def _curve_bytes(self, length: int) -> int:
         if self.is_known and self.room.request.allocator != CACHING:
@@ -94,13 +102,17 @@ class _Search:
 
     def _guessed_bytes(self, length: int) -> int:
         """Each layer after the second adds what the second one adds."""
-        one, two = (self._step_at(length, layers).parts.total for layers in (1, 2))
-        total = two + (layer_count(self.config) - 2) * (two - one)
-        return max(total, self.room.at_end.total)
+        one, two = (self._step_at(length, layers) for layers in (1, 2))
+        more = layer_count(self.config) - 2
+        total = two.parts.total + more * (two.parts.total - one.parts.total)
+        host_bytes = two.host_bytes + more * (two.host_bytes - one.host_bytes)
+        return self._with_host(max(total, self.room.at_end.total), host_bytes)
 
     def _step_at(self, length: int, layers: int | None = None) -> EagerStep:
         if layers != 1:
             self.steps.begin(f"{length:,} tokens")
         request = self.room.request
         with traceable(request):
-            return eager_step(self.config, request.training, self.recipe, length, layers)
+            return eager_step(
+                self.config, request.training, self.recipe, length, layers, self.offload
+            )

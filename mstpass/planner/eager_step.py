@@ -6,11 +6,13 @@ backward, checkpoints and hooks run as they are, on tensors without data.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,47 +22,68 @@ from mstpass.integrations.transformers_masks import no_positions_given
 from mstpass.memory.allocation import allocated_bytes
 from mstpass.memory.workspaces import eager_workspace_bytes
 from mstpass.planner.allocator_replay import Event, OptimizerStep
-from mstpass.planner.models import build
+from mstpass.planner.model_step import part_of_rank
+from mstpass.planner.models import build, layers_of
 from mstpass.planner.result import Parts
 from mstpass.planner.training import Training
 from mstpass.torch_internals.fake_tensors import FakeTensorMode, TorchDispatchMode, storage_key
 from mstpass.torch_internals.graphs import tree_leaves
 
-Loss = Callable[[Tensor], Any]  # token ids (B, S) to a loss, or to an object with a ``loss``
+Loss = Callable[..., Any]  # token ids (B, S) to a loss, or to an object with a ``loss``
 Recipe = Callable[[nn.Module], Loss]  # a way to train: may change the model, returns its loss
 
 
 @dataclasses.dataclass(frozen=True)
 class EagerStep:
-    """The bytes that a step holds at its peak, and its allocations and frees in order."""
+    """The bytes that a step holds at its peak, and its allocations and frees in order.
+
+    Attributes:
+        host_bytes: of inputs of layers that wait on the host.
+    """
 
     parts: Parts
     events: tuple[Event | OptimizerStep, ...]
+    host_bytes: int = 0
 
 
 def eager_step(
-    config: Any, training: Training, recipe: Recipe, length: int, layers: int | None = None
+    config: Any,
+    training: Training,
+    recipe: Recipe,
+    length: int,
+    layers: int | None = None,
+    offload: bool = False,
 ) -> EagerStep:
-    """Run one step of ``training.batch`` sequences of ``length`` tokens on fake tensors.
+    """Run one step of ``training.batch`` sequences on fake tensors.
 
-    With ``layers``, the model has only so many of its layers.
+    Args:
+        length: tokens of a sequence, on one of the ranks that share it.
+        layers: the model has only so many of its layers.
+        offload: what a checkpointed layer keeps, its input, waits on the host.
     """
-    with FakeTensorMode():
-        model = build(config, training, layers)
-        ids_BS = torch.zeros(training.batch, length, dtype=torch.long)
+    with FakeTensorMode(), contextlib.ExitStack() as stack:
+        model = build(copy.deepcopy(config), training, layers)
+        part: dict[str, Any] = {}
+        if training.shares:
+            part = stack.enter_context(part_of_rank(model, training, length, "cpu"))
+            ids_BS = part.pop("input_ids")
+        else:
+            ids_BS = torch.zeros(training.batch, length, dtype=torch.long)
         counter = _StorageCounter(model, config.vocab_size)
         if training.optimizer_in_backward or training.gradient_shards > 1:
             share = 0.0 if training.optimizer_in_backward else 1 / training.gradient_shards
             counter.free_gradients(model, share)
         loss_of = recipe(model)
+        if offload:
+            counter.keep_on_host(layers_of(model))
         with counter, no_positions_given(model):
             autocast = training.dtype == "autocast"
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                result = loss_of(ids_BS)
+                result = loss_of(ids_BS, **part)
             counter.start_backward()
             loss: Tensor = result if isinstance(result, Tensor) else result.loss
             loss.backward()
-        return EagerStep(counter.parts, tuple(counter.events))
+        return EagerStep(counter.parts, tuple(counter.events), counter.host_bytes)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -92,6 +115,7 @@ class _StorageCounter(TorchDispatchMode):
     def __init__(self, model: nn.Module, vocabulary: int):
         super().__init__()
         self.events: list[Event | OptimizerStep] = []
+        self.host_bytes = 0
         self._vocabulary = vocabulary
         parameters = list(model.parameters())
         for parameter in _trained(model):
@@ -122,6 +146,23 @@ class _StorageCounter(TorchDispatchMode):
 
         for number, parameter in enumerate(_trained(model)):
             parameter.register_post_accumulate_grad_hook(functools.partial(free, number))
+
+    def keep_on_host(self, layers: Iterable[nn.Module]) -> None:
+        """Let what autograd saves for these layers as a whole wait on the host."""
+
+        def away(saved: Tensor) -> tuple[Any, ...]:
+            self.host_bytes += saved.nbytes
+            return saved.shape, saved.stride(), saved.dtype
+
+        def back(kept: tuple[Any, ...]) -> Tensor:
+            return torch.empty_strided(kept[0], kept[1], dtype=kept[2])
+
+        def with_hooks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(away, back):
+                return forward(*args, **kwargs)
+
+        for layer in layers:
+            layer.forward = functools.partial(with_hooks, layer.forward)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

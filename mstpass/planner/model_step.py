@@ -65,8 +65,7 @@ def model_step(
     Raises:
         SequenceError: the ranks cannot share the model's sequences.
     """
-    if training.shares:  # sequence_parallel names its attention in the config
-        config = copy.deepcopy(config)
+    config = copy.deepcopy(config)  # sequence_parallel names its attention in it
     with torch.device("meta"):
         model = build(config, training, layers)
     if multiple is not None:
@@ -93,16 +92,29 @@ def _own(model: nn.Module, training: Training, length: int) -> Iterator[ModelSte
 
 @contextlib.contextmanager
 def _shared(model: nn.Module, training: Training, length: int) -> Iterator[ModelStep]:
-    ranks, device = training.sequence_ranks, torch.device("cuda")
+    device = torch.device("cuda")
+    with part_of_rank(model, training, length, "meta") as part:
+        yield ModelStep(length, _loss(model, training, device.type), part, device)
+
+
+@contextlib.contextmanager
+def part_of_rank(
+    model: nn.Module, training: Training, length: int, device: str
+) -> Iterator[dict[str, Any]]:
+    """The last rank's part of a batch, as keywords of a model that shares its sequences in here.
+
+    Raises:
+        SequenceError: the ranks cannot share the model's sequences.
+    """
+    ranks = training.sequence_ranks
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(pretended_ranks(ranks, ranks - 1))
-            sequence_parallel(model)
+            sequence_parallel(model, head_groups=training.head_groups)
         except (ValueError, NoPretendedRanks) as error:
             raise SequenceError(f"--sequence-parallel {ranks}: {error}") from error
-        ids_BS = torch.zeros(training.batch, ranks * length, dtype=torch.long, device="meta")
-        part = shard_sequence({"input_ids": ids_BS, "labels": ids_BS}, check=False)
-        yield ModelStep(length, _loss(model, training, device.type), part, device)
+        ids_BS = torch.zeros(training.batch, ranks * length, dtype=torch.long, device=device)
+        yield shard_sequence({"input_ids": ids_BS, "labels": ids_BS}, check=False)
 
 
 def _loss(model: nn.Module, training: Training, device: str) -> Callable[..., Any]:

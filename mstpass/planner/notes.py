@@ -64,6 +64,11 @@ def _attention(training: Training, square_bytes: int) -> str:
             "windows and causal masks take no memory. That is attn_implementation="
             "'flash_attention_2', which may not be the model's own."
         )
+    if training.shares:
+        return (
+            "Attention is that of mstpass.sequence_parallel, as CUDA runs it; the time of its "
+            "exchanges and of sharding is estimated."
+        )
     own = (
         "Attention is the model's own, as CUDA runs it, in a model that mstpass.compile has "
         "compiled and that is called without an attention mask and without position ids: "

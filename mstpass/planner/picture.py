@@ -51,9 +51,11 @@ def _texts(planned: TrainingPlan) -> tuple[str, str]:
     details = f"{training.dtype}, {training.optimizer}, batch {training.batch}"
     if training.ranks > 1:
         details += f", {training.sharding} over {training.ranks} devices"
+    if training.shares:
+        details += f", {training.sequence_ranks} a sequence"
     return (
         f"How long a sequence can {model} train on?",
-        f"Longest sequence by the memory of the device ({details}); simulated, not measured",
+        f"Simulated, not measured: {details}",
     )
 
 

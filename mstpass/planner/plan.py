@@ -54,7 +54,7 @@ def _plan(request: Request, report: Report, processes: int) -> TrainingPlan:
             sizes = sizes_of(build(config, request.training))
         splits: tuple[Split, ...] = ()
         known: Planned | None = None
-        if request.split:
+        if request.compares_splits:
             best = BestSplit(request, sizes, config, report)
             request, splits, known = best.request, best.splits, best.planned
         combinations: tuple[Combination, ...] = ()

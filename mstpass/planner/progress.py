@@ -32,7 +32,7 @@ def pieces(request: Request) -> Mapping[str, float]:
     """The pieces of work of a request, each with its share of all work."""
     left_out = set() if request.compares_eager else {EAGER, CHECKPOINT, RECIPE}
     left_out |= {INDUCTOR} if request.alone else set()
-    left_out |= set() if request.split else {SPLIT}
+    left_out |= set() if request.compares_splits else {SPLIT}
     left_out |= {GUESS, SEARCH} if request.length is not None or request.search else set()
     left_out |= set() if request.search else {COMBINATIONS}
     seconds = {name: s for name, s in _SECONDS.items() if name not in left_out}

@@ -11,8 +11,11 @@ EXPANDABLE, CACHING = "expandable", "caching"
 ALLOCATORS = (EXPANDABLE, CACHING)
 BATCH, LENGTH, RECOMPUTE = "batch", "length", "recompute"
 SEARCHED = (BATCH, LENGTH, RECOMPUTE)
+GROUPS = (1, 2, 4)  # of heads, which are compared
 SHORTEST = 2048  # tokens of a sequence that is searched, where none are given
-LOGITS, OUTPUTS = ("model", "fp32"), ("held", "dropped")  # explained in eager_recipes.plain
+# of the eager rows, explained in eager_recipes
+LOGITS, OUTPUTS = ("model", "fp32", "chunked"), ("held", "dropped")
+MLP_TILES = ("kept", "again")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +31,15 @@ class Request:
         logits: one of ``LOGITS``: how the eager rows compute their loss.
         outputs: one of ``OUTPUTS``: whether the training loop of the eager rows holds the model's
             outputs until the backward is over.
+        mlp_tiles: one of ``MLP_TILES``: what the MST recipe's backward holds of an MLP.
         allocator: one of ``ALLOCATORS``.
         alone: plan mst's row only, without rows to compare with.
-        host_bytes: pinned host memory in which saved values of mst's row may wait.
+        host_bytes: pinned host memory in which saved values of mst's row may wait, and inputs of
+            layers that eager rows checkpoint.
         gpu: the kind of GPU, by a name of ``mstpass.gpus``, whose speed decides chunk lengths and
             times; None: this machine's, or else an H100.
         split: find the best number of ranks that share a sequence; ``training`` has all ranks.
+        groups: find the best number of groups of heads of ranks that share a sequence.
         search: which of ``SEARCHED`` to choose, by the most tokens per second; a length that is
             given is then the shortest.
         curves: also find what other lengths take, up to twice the device's memory (curve.py).
@@ -46,18 +52,25 @@ class Request:
     length: int | None = None
     logits: str = "model"
     outputs: str = "held"
+    mlp_tiles: str = "kept"
     allocator: str = EXPANDABLE
     alone: bool = False
     gpu: str | None = None
     host_bytes: int = 0
     split: bool = False
+    groups: bool = False
     search: frozenset[str] = frozenset()
     curves: bool = False
 
     @property
     def compares_eager(self) -> bool:
-        """Whether eager steps are rows to compare with; ranks exchange in compiled steps alone."""
-        return not (self.alone or self.split or self.training.shares)
+        """Whether eager steps are rows to compare with."""
+        return not self.alone
+
+    @property
+    def compares_splits(self) -> bool:
+        """Whether several ways to divide devices or heads are compared."""
+        return self.split or self.groups
 
     @property
     def of_rank(self) -> Request:

@@ -65,7 +65,7 @@ class Row:
         memory_budget: mst's row only: the value of the option to compile with.
         extra_time: mst's row only: time beyond Inductor's step, as a fraction of that step, by the
             cost model for GPUs.
-        host_bytes: mst's row only: pinned host memory in which saved values wait.
+        host_bytes: pinned host memory in which saved values wait.
         us: mst's row only: the microseconds of forward and backward, by the cost model.
         exchange_us: the part of it in which ranks that share a sequence exchange.
         curve: what other lengths take, the shortest first; empty unless the request asks for it.

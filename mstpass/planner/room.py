@@ -30,6 +30,9 @@ class Step(Protocol):
     @property
     def events(self) -> Sequence[Event | OptimizerStep]: ...
 
+    @property
+    def host_bytes(self) -> int: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Room:
@@ -124,9 +127,11 @@ class Room:
 
     def row(self, name: str, keeps: str, length: int, step: Step | None, **more: Any) -> Row:
         """The row of a step; None where no length fits."""
-        parts = self.parts(step) if step else Parts()
-        fits = step is not None and parts.total <= self.step_bytes
-        return Row(name, keeps, length, fits, parts, self.fixed_bytes + parts.total, **more)
+        parts, host_bytes = (self.parts(step), step.host_bytes) if step else (Parts(), 0)
+        on_device = step is not None and parts.total <= self.step_bytes
+        fits = on_device and host_bytes <= self.request.host_bytes
+        total_bytes = self.fixed_bytes + parts.total
+        return Row(name, keeps, length, fits, parts, total_bytes, host_bytes=host_bytes, **more)
 
     @functools.cached_property
     def _resident(self) -> Resident:
@@ -169,7 +174,7 @@ def _what_would_fit(room: Room) -> str:
     found += ["--dtype bf16"] if training.dtype != "bf16" and fits(**bf16) else []
     if not found and fits(**eightbit, **bf16, master_weights=False):
         found = ["--dtype bf16 --optimizer adamw-8bit without --master-weights"]
-    ranks = 2
+    ranks = max(2, training.sequence_ranks)  # a multiple of those that share a sequence
     while ranks <= _MOST_RANKS and not fits(sharding="zero3", ranks=ranks):
         ranks *= 2
     if ranks <= _MOST_RANKS:

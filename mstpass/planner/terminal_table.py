@@ -102,7 +102,8 @@ def _adapters(planned: TrainingPlan) -> str:
 def _sequences(training: Training) -> str:
     """Which ranks have which sequences."""
     apart = f", {training.data_ranks} sequences at a time" if training.data_ranks > 1 else ""
-    return f"{training.sequence_ranks} ranks share a sequence{apart}"
+    groups = f" in {training.head_groups} groups of heads" if training.head_groups > 1 else ""
+    return f"{training.sequence_ranks} ranks share a sequence{groups}{apart}"
 
 
 def _splits(planned: TrainingPlan) -> Table:
@@ -110,16 +111,18 @@ def _splits(planned: TrainingPlan) -> Table:
     given = planned.request.length is not None
     table = Table(title="ways to divide the devices")
     lengths = "tokens per second" if given else "longest sequence, about"
-    for name in ("data", "shards", "sequence", lengths, "communication", "fits"):
+    names = ["data", "shards", "sequence", "groups of heads", lengths, "fits"]
+    for name in [*names, "communication"] if given else names:
         table.add_column(name, justify="right")
     for split in planned.splits:
         training, time = split.training, split.time
         speed = time.tokens_per_s(training, split.length) if time else split.length
+        divided = training.data_ranks, training.weight_shards, training.sequence_ranks
         table.add_row(
-            *map(str, (training.data_ranks, training.weight_shards, training.sequence_ranks)),
+            *map(str, (*divided, training.head_groups)),
             f"{speed:,.0f}",
-            f"{100 * time.communication:.1f} %" if time else "",
             "yes" if split.fits else "no",
+            *([f"{100 * time.communication:.1f} %"] if time else []),
             style="bold" if training == planned.request.training else "",
         )
     return table
@@ -177,10 +180,20 @@ def _below(planned: TrainingPlan) -> list[str]:
         host = planned.request.host_bytes
         by_host = f", 'host_budget': '{host / 2**30:g}GiB'" if own.host_bytes else ""
         budget = _literal(own.memory_budget)
+        lines += _shared(planned.request.training)
         lines.append(f"compile with options={{'memory_budget': {budget}{by_host}}}: {slower}")
     else:
         lines.append(f"no plan of mst fits at {own.length:,} tokens: use a shorter sequence")
     return lines + [f"note: {note}" for note in planned.notes]
+
+
+def _shared(training: Training) -> list[str]:
+    """How a script lets ranks share sequences as planned."""
+    if not training.shares:
+        return []
+    mesh = ", mesh['sequence']" if training.data_ranks > 1 else ""
+    groups = f", head_groups={training.head_groups}" if training.head_groups > 1 else ""
+    return [f"share sequences with mstpass.sequence_parallel(model{mesh}{groups})"]
 
 
 def _literal(memory_budget: str) -> str:

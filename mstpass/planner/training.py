@@ -66,6 +66,7 @@ class Training:
         ranks: number of devices that the sharding divides by.
         replicas: number of such groups of devices, each with everything that the others have.
         sequence_ranks: number of devices that share each sequence.
+        head_groups: number of groups of heads, for which their attention runs one after the other.
         batch: sequences per device.
         document: number of tokens of a sequence that are not padding; None: all of them.
         attention: ``"model"``: what transformers chooses for the model, with the masks that a
@@ -84,6 +85,7 @@ class Training:
     ranks: int = 1
     replicas: int = 1
     sequence_ranks: int = 1
+    head_groups: int = 1
     batch: int = 1
     document: int | None = None
     attention: str = MODEL

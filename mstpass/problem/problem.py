@@ -240,19 +240,17 @@ class Plan:
     Attributes:
         saved: names of the values that cross from forward to backward.
         modes: the name of a mode by region; a region that is not named runs in its first mode.
-        nested: names of values that backward recomputes ahead of time, for nested checkpoints. The
-            values on the way to a nested value are dropped after it is computed; backward
-            recomputes them a second time where it uses them.
+        nested: values that backward recomputes ahead of time, for nested checkpoints, each with its
+            level, 1 or higher. The values on the way to a nested value are dropped after it is
+            computed, those of higher levels among them; backward recomputes them once more where
+            it uses them.
         offloaded: names of the saved values that cross by way of the host.
-        inner: names of those nested values that lie on the way to the others as well, for a third
-            level: they are dropped there like all values, and recomputed ahead of time later.
     """
 
     saved: frozenset[str]
     modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    nested: frozenset[str] = frozenset()
+    nested: Mapping[str, int] = dataclasses.field(default_factory=dict)
     offloaded: frozenset[str] = frozenset()
-    inner: frozenset[str] = frozenset()
 
 
 def loop_name(first: str) -> str:

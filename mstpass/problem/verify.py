@@ -8,7 +8,7 @@ that cannot be, and if what it offloads fits into the host's budget.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.problem import MUST_SAVE, RECOMPUTED, CutProblem, Plan, Value
@@ -28,10 +28,15 @@ def checked_plan(problem: CutProblem, plan: object) -> Plan:
     """
     if not isinstance(plan, Plan):
         raise InvalidPlan(f"it returned {reprlib.repr(plan)}, which is no Plan")
-    for what in ("saved", "nested", "offloaded", "inner"):
+    for what in ("saved", "offloaded"):
         names = getattr(plan, what)
         if not isinstance(names, Set) or not all(isinstance(name, str) for name in names):
             raise InvalidPlan(f"Plan.{what} is {reprlib.repr(names)}, which is no set of names")
+    if not _are_levels(plan.nested):
+        raise InvalidPlan(
+            f"Plan.nested is {reprlib.repr(plan.nested)}, which is no mapping from names to levels "
+            "from 1 on"
+        )
     if not isinstance(plan.modes, Mapping):
         raise InvalidPlan(f"Plan.modes is {reprlib.repr(plan.modes)}, which is no mapping")
     modes = dict(plan.modes)
@@ -39,17 +44,20 @@ def checked_plan(problem: CutProblem, plan: object) -> Plan:
     for region, mode in modes.items():
         if mode not in known.get(region, ()):
             raise InvalidPlan(f"the problem has no region {region!r} with a mode {mode!r}")
-    if not plan.inner <= plan.nested:
-        lacking = sorted(plan.inner - plan.nested)
-        raise InvalidPlan(f"Plan.inner has values that Plan.nested has not: {lacking}")
-    sets = map(frozenset, (plan.nested, plan.offloaded, plan.inner))
-    return Plan(frozenset(plan.saved), modes, *sets)
+    return Plan(frozenset(plan.saved), modes, dict(plan.nested), frozenset(plan.offloaded))
+
+
+def _are_levels(nested: object) -> bool:
+    return isinstance(nested, Mapping) and all(
+        isinstance(name, str) and isinstance(level, int) and level >= 1
+        for name, level in nested.items()
+    )
 
 
 def verify(
     problem: CutProblem,
     saved: Set[str],
-    nested: Set[str] = frozenset(),
+    nested: Iterable[str] = (),
     offloaded: Set[str] = frozenset(),
 ) -> None:
     """Check a plan for a problem whose modes are chosen.
@@ -78,7 +86,7 @@ def verify(
                 f"{_policy(value)}; save it, or the values it is computed from"
             )
     for what, names in (("saved", saved), ("nested", nested)):
-        unknown = names - available.keys()
+        unknown = set(names) - available.keys()
         if unknown:
             raise InvalidPlan(
                 f"the plan has {what} values that the problem does not have: {sorted(unknown)}"

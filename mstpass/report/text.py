@@ -220,12 +220,11 @@ def _saved_lines(report: ReportData, nodes: Nodes, most: int) -> list[str]:
     lines = [f"  saved for backward: {_values(on_device)}, {size} (chosen by {plan.solver})"]
     lines += _host_lines(plan)
     if plan.nested:
-        inner = len(plan.inner)
-        more = f", and those of the passes of {inner} inner values four times" if inner else ""
         lines += _wrap(
             "  nested recomputation: ",
-            f"backward recomputes {len(plan.nested)} values first, each in a pass of its own; the "
-            f"ops of these passes run three times in a step{more}",
+            f"backward recomputes {len(plan.nested)} values first, each in a pass of its own, on "
+            f"{max(plan.levels, default=1)} levels; the ops of these passes run up to that many "
+            "times more in a step",
         )
     rows = _bytes_by_module(report, nodes)
     if rows:

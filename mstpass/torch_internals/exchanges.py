@@ -7,6 +7,7 @@ is given by its name, which a graph holds as a constant.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +26,21 @@ def all_to_all(x: Tensor, group_name: str) -> Tensor:
     Autograd sends the gradient the same way back.
     """
     return all_to_all_single_autograd(x.contiguous(), None, None, group_name)  # type: ignore[arg-type]
+
+
+def begin_all_to_all(x: Tensor, size: int, group_name: str) -> Tensor:
+    """The same without autograd; the result is complete once `wait` has returned it."""
+    parts = [x.shape[0] // size] * size
+    pending: Tensor = torch.ops._c10d_functional.all_to_all_single(
+        x.contiguous(), parts, parts, group_name
+    )
+    return pending
+
+
+def wait(pending: Tensor) -> Tensor:
+    """What `begin_all_to_all` began, complete."""
+    complete: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
+    return complete
 
 
 def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:

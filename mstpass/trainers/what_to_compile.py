@@ -33,9 +33,10 @@ def compile_trainer(
     Args:
         trainer: a ``transformers.Trainer``, or one of TRL's trainers, before ``train()``.
         dynamic: as for ``torch.compile``: True, if the lengths of batches vary.
-        sequence_parallel: True, if all ranks share each sequence, or the process group or
-            one-dimensional device mesh of this rank's sequence: each rank then computes a part of
-            its tokens. For transformers' Trainer with the model's own loss, and TRL's SFT.
+        sequence_parallel: True, if all ranks share each sequence, or the process group or device
+            mesh of this rank's sequence, as of `mstpass.sequence_parallel`: each rank then computes
+            a part of its tokens. For transformers' Trainer with the model's own loss, and TRL's
+            SFT.
         method: as for `mstpass.sequence_parallel`, how attention exchanges between these ranks.
         head_groups: likewise.
         options: the options of the backend, as in ``torch.compile(..., options=...)``.

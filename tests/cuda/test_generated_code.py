@@ -38,6 +38,9 @@ def test_sections_of_an_mlp_write_gradients_in_place(hidden: int) -> None:
     assert [region.mode for region in run.report.regions] == ["mixed"]
     peak = run.report.outcome.scheduled_peak_bytes
     assert run.report.outcome.peak_bytes == pytest.approx(peak, rel=0.05)
+    _, sections = run.loops
+    added = [call for call in sections.calls if "add_product_" in call]
+    assert len(added) == 1  # gate's and up's at once
     for shape in ((hidden, 2048), (2048, hidden)):
         count = run.text.count(f"empty_strided_cuda({shape}, ")
         assert count == (2 if shape[0] == hidden else 1)  # gate and up; down

@@ -65,15 +65,13 @@ def groups_of_heads() -> Finding:
 def groups_of_odd_heads() -> Finding:
     """Twelve heads in two groups, of which each needs one and a half key-value heads of three."""
     sizes = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}
-    build = lambda: model_of("Llama", **sizes)
-    return compared(build, batch_of(), head_groups=2, compiled=False)
+    return compared(lambda: model_of("Llama", **sizes), batch_of(), head_groups=2, compiled=False)
 
 
 def groups_that_share_a_head() -> Finding:
     """One key-value head for all groups."""
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1}
-    build = lambda: model_of("Llama", **sizes)
-    return compared(build, batch_of(), head_groups=4, compiled=False)
+    return compared(lambda: model_of("Llama", **sizes), batch_of(), head_groups=4, compiled=False)
 
 
 def groups_with_sinks() -> Finding:
@@ -138,8 +136,7 @@ def latent() -> Finding:
     q, k, v = (torch.randn(2, 4, 12, D, requires_grad=True) for D in (12, 12, 8))
     right = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     right.sin().sum().backward()
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    error = 0.0
+    ranks, rank, error = dist.get_world_size(), dist.get_rank(), 0.0
     for method in ("ulysses", "ring"):
         parts = [x.detach().chunk(ranks, 2)[rank].clone().requires_grad_() for x in (q, k, v)]
         fn = torch.compile(mstpass.sequence_parallel_attention, backend=mst, fullgraph=True)
@@ -166,12 +163,27 @@ def checkpointed() -> Finding:
 # ---- batches -------------------------------------------------------------------------------------
 def packed() -> Finding:
     """Documents of all lengths, whose positions start again, in a model with a window."""
-    batch = batch_of()
-    lengths = torch.tensor([[5, 20, 12], [1, 17, 19]])
-    batch["position_ids"] = torch.stack(
-        [torch.cat([torch.arange(n) for n in row]) for row in lengths.tolist()]
-    )
-    return compared(lambda: model_of("Mistral", sliding_window=7), batch)
+    return compared(lambda: model_of("Mistral", sliding_window=7), _of_documents())
+
+
+def groups_of_documents() -> Finding:
+    """The same in groups of heads."""
+    return compared(lambda: model_of("Mistral", sliding_window=7), _of_documents(), head_groups=2)
+
+
+def groups_with_dropout() -> Finding:
+    """All is dropped, and all gradients are 0."""
+    parts = [torch.randn(2, 4, 12, 8, requires_grad=True) for _ in range(3)]
+    how = {"is_causal": True, "dropout_p": 1.0, "head_groups": 2}
+    found = mstpass.sequence_parallel_attention(*parts, **how)  # type: ignore[arg-type]
+    gradients = torch.autograd.grad(found.sum(), parts)
+    return {"error": float(sum(x.abs().sum() for x in (found, *gradients)))}
+
+
+def _of_documents() -> Batch:
+    rows = [[5, 20, 12], [1, 17, 19]]
+    places = [torch.cat([torch.arange(n) for n in row]) for row in rows]
+    return {**batch_of(), "position_ids": torch.stack(places)}
 
 
 def padded_left() -> Finding:

@@ -173,6 +173,12 @@ def of_a_mesh() -> dict[str, Any]:
     return _shared(in_order, mesh["seq"])
 
 
+def ring_of_rows() -> dict[str, Any]:
+    """All ranks share each sequence: rows of two exchange heads, and the rows are a ring."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+    return _shared(trainer, mesh)
+
+
 def in_order(**changes: Any) -> Trainer:
     """Rows in their order, so that two ranks of two rows have those of one with four.
 

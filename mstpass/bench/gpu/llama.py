@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mstpass.bench import models
 from mstpass.bench.models import LlamaSize
 from mstpass.planner.eager_recipes import checkpointed, minisequence, plain
+from mstpass.planner.eager_step import Recipe
 from mstpass.planner.models import build, config_of
 from mstpass.planner.training import Training
 
@@ -103,8 +104,12 @@ def model_and_loss(size: Shape, device: torch.device, way: str = PLAIN) -> tuple
         config = config_of(path)
     with device:
         model = build(config, TRAINING)
-    recipe = {PLAIN: plain, CHECKPOINTED: checkpointed, TILED: minisequence}[way]
-    return model, recipe(model)
+    recipes: dict[str, Recipe] = {
+        PLAIN: plain,
+        CHECKPOINTED: checkpointed,
+        TILED: minisequence,
+    }
+    return model, recipes[way](model)
 
 
 def _plain_model(size: Shape, device: torch.device, way: str) -> tuple[nn.Module, LossOf]:

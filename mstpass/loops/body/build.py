@@ -61,6 +61,7 @@ from mstpass.graph.tokens import CannotTake, Spec
 from mstpass.loops.body.attention_in_rows import attend_chunk, attention_in_rows
 from mstpass.loops.body.common_subexpressions import eliminate_common_subexpressions
 from mstpass.loops.body.gradient_in_place import write_gradients_in_place
+from mstpass.loops.body.join_products import join_products
 from mstpass.loops.body.product_by_columns import product_by_columns, products_by_columns
 from mstpass.loops.body.rematerialize_pointwise import (
     materialize_row_values,
@@ -129,6 +130,7 @@ class _Body:
             self.env[node, spec] = built
         results = [self._result(self.joint.by_name[o.node], o.spec) for o in self.loop.outputs]
         output = self.builder.graph.output(tuple(results))
+        join_products(self.builder, self.loop)
         eliminate_common_subexpressions(self.builder)
         if not self.has_sizes:
             scatter_last(self.builder)

@@ -12,10 +12,14 @@ names values of the problem that results.
         families.py                         with fewer and more loops that take time
         landmark_sequence.py                its sequence of plans
         free_plan.py, low_memory_plans.py   the landmarks of the sequence
+        checkpoint_plans.py                 checkpoints on several levels, forms of segments mixed
         offload.py, least_host_memory.py    with saved values on the host
         spend_slack.py                      time for the part of a budget that a plan leaves
     min_cut       the fewest saved bytes                        (reduce_network.py: its network)
-    checkpoints   what is alive at narrow places of the forward  (forward_places.py: the places)
+    checkpoints   what is alive at narrow places of the forward
+        forward_places.py                   the places
+        segment_costs.py                    what the segments between them need and take
+        checkpoint_table.py                 the placements, by dynamic programming
     milp          the proven optimum       (milp_model.py: the program, memory_lower_bounds.py)
     knapsack, greedy, save_or_recompute_all.py     simple ones, for comparison
 """

@@ -2,24 +2,16 @@
 
 In a transformer the narrow places lie between blocks, where little more than the residual stream is
 alive. Saving the alive values there cuts the forward into segments. Backward recomputes a segment
-just before it needs it, so that the other values of only one segment are in memory at a time::
+just before it needs it, so that the other values of only one segment are in memory at a time. This
+is checkpointing at block boundaries (Chen et al., "Training Deep Nets with Sublinear Memory Cost",
+arXiv 1604.06174), with boundaries found in the graph.
 
-    for each bound T on a segment's bytes:                              (forward_places.py)
-        places = the cheapest set whose segments need at most T bytes
-    take the set of places whose simulated peak is lowest
+Which places are saved, which are recomputed ahead of time from those before them (*nested*
+checkpoints, of any number of levels), and which are not kept is found for each room at once::
 
-This is checkpointing at block boundaries (Chen et al., "Training Deep Nets with Sublinear Memory
-Cost", arXiv 1604.06174), with boundaries found in the graph. *Nested* checkpoints are two levels of
-it (section 4.3 there)::
-
-    fine, coarse = the places of two bounds T
-    save at the coarse places
-    at the others of the fine places: recompute the alive values from the coarse place before them,
-        ahead of time, and keep nothing else of that pass
-    recompute each segment between two fine places when its gradients need it
-
-With places of a third bound T between these two there are three levels: on the way to a middle
-place the fine ones are dropped; from there they are recomputed once more, ahead of time.
+    places = the narrow places                                           (forward_places.py)
+    costs = what the segments between them need and take                 (segment_costs.py)
+    placements = the fastest for each room, by dynamic programming       (checkpoint_table.py)
 
 Such plans may repeat matmuls and attention: they pay time for memory.
 """
@@ -28,18 +20,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from mstpass.memory.simulate_plan import StepSimulation
+from mstpass.partition.solvers.checkpoint_table import CheckpointTable, Costs, Placement
 from mstpass.partition.solvers.forward_places import ForwardPlaces
 from mstpass.partition.solvers.min_cut import complete
 from mstpass.partition.solvers.peak_floor import PeakFloor
-from mstpass.problem.problem import CutProblem, Plan, is_loop
+from mstpass.partition.solvers.segment_costs import segment_costs
+from mstpass.problem.problem import CutProblem, is_loop
 from mstpass.problem.saved_set import read_by_backward
 
-_HIGHER = 3  # sets of places looked at on either side of the best one, whose peaks are no lower
-_FINE = 3  # sets of places that fine places are taken from
-_SPREAD = 2.0  # numbers of places are those of ``nested_checkpoints``, up to this factor
+_TRIED = 4  # placements of the least room that are simulated: their order is that of estimates
+_FIRST = 3  # first stops without which the best of them is simulated as well
+_BY_HOST = 16  # placements that are tried with values on the host
+_COARSE, _FINE = 256, 512  # cells of a table
+_ROUNDED = 1.2  # what is alive at stops takes whole cells
 
 Places = Mapping[int, frozenset[str]]  # positions in the forward, each with the values alive there
 
@@ -50,21 +48,13 @@ class Checkpoints:
 
     Attributes:
         places: where the alive values are saved, in order.
-        nested_places: places between them, whose alive values are recomputed ahead of time.
-        inner_places: places between all of these, for a third level.
         saved: names of the values alive at ``places``, and of those that must not be recomputed.
-        simulation: the step under this plan.
+        simulation: the step in which these are saved.
     """
 
     places: Places
-    nested_places: Places
-    inner_places: Places
     saved: frozenset[str]
     simulation: StepSimulation
-
-    def plan(self, modes: Mapping[str, str]) -> Plan:
-        """The plan, for a problem in which ``modes`` are chosen."""
-        return Plan(self.saved, modes, self.simulation.nested, inner=self.simulation.inner)
 
     def is_better_than(self, other: Checkpoints) -> bool:
         """Whether the peak is lower, or the time of an equal peak; simulated only if need be."""
@@ -75,13 +65,96 @@ class Checkpoints:
         return (step.peak_bytes, step.us) < (best.peak_bytes, best.us)
 
 
+class Chain:
+    """The forward as a chain of segments, with the modes of one or several problems.
+
+    Args:
+        problems: of one step, each with other modes chosen.
+        more: of each problem, sets of values that the forward may save besides.
+
+    Attributes:
+        places: where values may be saved: the values alive there.
+        forms: of each form of a segment (checkpoint_table.py) the number of its problem, and what
+            more the forward saves of each segment.
+    """
+
+    def __init__(
+        self, problems: Sequence[CutProblem], more: Sequence[Sequence[frozenset[str]]] = ((),)
+    ):
+        self.problems = problems
+        first, *others = (ForwardPlaces(problem) for problem in problems)
+        known = [set(map(line.names_at, line.places)) for line in others]
+        self.positions = [
+            place
+            for place in first.spaced()
+            if all(first.names_at(place) in names for names in known)
+        ]
+        self.places = [first.names_at(place) for place in self.positions]
+        read = [
+            segment_costs(problem, self.places, sets)
+            for problem, sets in zip(problems, more, strict=True)
+        ]
+        self.forms = [(number, saved) for number, one in enumerate(read) for saved in one.saved]
+        self.costs = Costs(
+            [form for one in read for form in one.forms],
+            read[0].forward_us,
+            np.max([one.forward_bytes for one in read], axis=0),
+            np.max([one.between_bytes for one in read], axis=0),
+            read[0].new_bytes,
+        )
+        self._most_bytes = _ROUNDED * self.costs.most_bytes
+
+    @functools.cached_property
+    def one_level(self) -> list[Placement]:
+        """Placements without nested stops, from the fewest places to the least room."""
+        table = CheckpointTable(self.costs, self._most_bytes, _COARSE)
+        near = 1.1 * table.placements(levels=0)[-1].room_bytes
+        return CheckpointTable(self.costs, near, _FINE).placements(levels=0)
+
+    @functools.cached_property
+    def on_host(self) -> list[Placement]:
+        """The same if what is alive at stops takes no room."""
+        table = CheckpointTable(self.costs, self._most_bytes, _COARSE, stored_on_host=True)
+        return table.placements(levels=0)
+
+    def table(self, most_bytes: float) -> CheckpointTable:
+        """The placements of all rooms up to the given one."""
+        return CheckpointTable(self.costs, most_bytes, _FINE)
+
+    def levels(self, placement: Placement) -> dict[str, int]:
+        """The values that are stored in a placement, each with its lowest level."""
+        found: dict[str, int] = {}
+        for segment, form in enumerate(placement.forms):
+            found.update(dict.fromkeys(self.forms[form][1][segment], 0))
+        for stop, level in placement.levels.items():
+            for name in self.places[stop - 1]:
+                found[name] = min(level, found.get(name, level))
+        return found
+
+    def checkpoints(self, placement: Placement) -> Checkpoints:
+        """Those of a placement without nested stops."""
+        stops = sorted(stop - 1 for stop in placement.levels)
+        places = {self.positions[stop]: self.places[stop] for stop in stops}
+        return save_at(self.problems[0], places)
+
+
 def checkpoints(problem: CutProblem) -> Checkpoints:
     """The checkpoints of one level with the lowest simulated peak.
 
     Of equal peaks, those that recompute least.
     """
-    line = problem.cached(_OneLevel)
-    return functools.reduce(_better, line.with_loops_saved(), line.best)
+    has_loops = any(is_loop(value.name) for value in problem.values)
+    problems = (problem, _with_loops_pinned(problem)) if has_loops else (problem,)
+    chains = [one.cached(one_chain) for one in problems]
+    found = _lowest(c.checkpoints(p) for c in chains for p in reversed(c.one_level[-_TRIED:]))
+    # The last ops of the backward run in another order where the first block is recomputed whole.
+    stops = list(found.places.items())
+    fewer = (dict(stops[count:]) for count in range(1, min(_FIRST, len(stops)) + 1))
+    return _lowest((found, *(save_at(found.simulation.problem, places) for places in fewer)))
+
+
+def _lowest(every: Iterable[Checkpoints]) -> Checkpoints:
+    return functools.reduce(lambda best, one: one if one.is_better_than(best) else best, every)
 
 
 def checkpoints_by_host(
@@ -96,148 +169,23 @@ def checkpoints_by_host(
 
 
 def every_checkpoints(problem: CutProblem) -> Iterator[Checkpoints]:
-    """Checkpoints of one level, from none to as many as there are."""
-    line = ForwardPlaces(problem)
-    for choice in line.choices():
-        yield save_at(problem, {place: line.names_at(place) for place in choice})
+    """Checkpoints of one level, from few to as many as there are."""
+    chain = problem.cached(one_chain)
+    placements = chain.on_host
+    for number in sorted({i * (len(placements) - 1) // (_BY_HOST - 1) for i in range(_BY_HOST)}):
+        yield chain.checkpoints(placements[number])
 
 
-def nested_checkpoints(problem: CutProblem) -> Checkpoints | None:
-    """The checkpoints of two levels with the lowest simulated peak; None if there are none to try.
-
-    For n fine places about n^(1/2) coarse ones are tried.
-    """
-    line = problem.cached(_OneLevel)
-    flat, finest = line.flat, line.finest
-    return _best(
-        problem,
-        (
-            save_at(problem, coarse.places, _without(fine.places, coarse.places))
-            for fine in finest
-            for coarse in flat
-            if _is_about(len(coarse.places), len(fine.places) ** (1 / 2))
-        ),
-    )
+def one_chain(problem: CutProblem) -> Chain:
+    """The chain of a problem whose modes are chosen."""
+    return Chain([problem])
 
 
-def twice_nested_checkpoints(problem: CutProblem) -> Checkpoints | None:
-    """The same with three levels; None if there are none to try.
-
-    For n fine places about n^(1/3) coarse and n^(2/3) middle ones are tried.
-    """
-    line = problem.cached(_OneLevel)
-    flat, finest = line.flat, line.finest
-    return _best(
-        problem,
-        (
-            save_at(
-                problem,
-                coarse.places,
-                middle := _without(medium.places, coarse.places),
-                _without(fine.places, {**coarse.places, **middle}),
-            )
-            for fine in finest
-            for coarse in flat
-            if _is_about(len(coarse.places), len(fine.places) ** (1 / 3))
-            for medium in flat
-            if len(coarse.places) < len(medium.places) < len(fine.places)
-            if _is_about(len(medium.places), len(fine.places) ** (2 / 3))
-        ),
-    )
-
-
-def save_at(
-    problem: CutProblem,
-    places: Places,
-    nested_places: Places | None = None,
-    inner_places: Places | None = None,
-) -> Checkpoints:
-    """Checkpoints with given places; alive values at nested ones are recomputed ahead of time."""
-    nested_places, inner_places = nested_places or {}, inner_places or {}
-    saved = read_by_backward(problem, complete(problem, _alive_at(places)))
-    nested = _alive_at(nested_places) - saved
-    inner = _alive_at(inner_places) - saved - nested
-    simulation = StepSimulation(problem, saved, nested | inner, inner=inner)
-    return Checkpoints(places, nested_places, inner_places, saved, simulation)
-
-
-def _alive_at(places: Places) -> frozenset[str]:
-    return frozenset[str]().union(*places.values())
-
-
-def _is_about(count: int, wanted: float) -> bool:
-    return wanted / _SPREAD <= count <= wanted * _SPREAD
-
-
-def _best(problem: CutProblem, tried: Iterable[Checkpoints]) -> Checkpoints | None:
-    """The lowest peak of these, and of the best one with its last segment saved."""
-    found = next(iter(tried := iter(tried)), None)
-    if found is None:
-        return None
-    found = functools.reduce(_better, tried, found)
-    return _better(found, _with_last_segment_saved(problem, found))
-
-
-def _better(found: Checkpoints, other: Checkpoints) -> Checkpoints:
-    return other if other.is_better_than(found) else found
-
-
-class _OneLevel:
-    """Checkpoints of one level, from none to many.
-
-    The peak falls with the number of places, and rises again. So the search begins where the bytes
-    saved and those of the widest segment are fewest together, and goes on in both directions until
-    some peaks in a row are no lower.
-
-    Attributes:
-        best: those of the lowest peak.
-    """
-
-    def __init__(self, problem: CutProblem):
-        self.problem = problem
-        self._line = ForwardPlaces(problem)
-        self._loops_pinned = _with_loops_pinned(problem)
-        self._choices = self._line.choices()
-        self._made: dict[int, Checkpoints] = {}
-        begin = min(range(len(self._choices)), key=self._about_bytes)
-        self._best, self.best = begin, self._of(begin)
-        self._search(range(begin + 1, len(self._choices)))
-        self._search(range(begin - 1, -1, -1))
-
-    @property
-    def flat(self) -> list[Checkpoints]:
-        """All of them."""
-        return [self._of(choice) for choice in range(len(self._choices))]
-
-    @property
-    def finest(self) -> list[Checkpoints]:
-        """The best ones, and those with more places."""
-        return self.flat[self._best :][:_FINE]
-
-    def with_loops_saved(self) -> Iterator[Checkpoints]:
-        """The same places, where backward repeats no loop."""
-        for choice in range(len(self._choices)):
-            yield save_at(self._loops_pinned, self._places(choice))
-
-    def _search(self, choices: Iterable[int]) -> None:
-        since_best = 0
-        for choice in choices:
-            since_best += 1
-            if self._of(choice).is_better_than(self.best):
-                self._best, self.best, since_best = choice, self._of(choice), 0
-            if since_best == _HIGHER:
-                break
-
-    def _of(self, choice: int) -> Checkpoints:
-        if choice not in self._made:
-            self._made[choice] = save_at(self.problem, self._places(choice))
-        return self._made[choice]
-
-    def _places(self, choice: int) -> Places:
-        return {place: self._line.names_at(place) for place in self._choices[choice]}
-
-    def _about_bytes(self, choice: int) -> int:
-        return self._line.about_peak_bytes(self._choices[choice])
+def save_at(problem: CutProblem, places: Places) -> Checkpoints:
+    """Checkpoints with given places."""
+    alive = frozenset[str]().union(*places.values())
+    saved = read_by_backward(problem, complete(problem, alive))
+    return Checkpoints(places, saved, StepSimulation(problem, saved))
 
 
 def _with_loops_pinned(problem: CutProblem) -> CutProblem:
@@ -246,23 +194,3 @@ def _with_loops_pinned(problem: CutProblem) -> CutProblem:
         for value in problem.values
     )
     return dataclasses.replace(problem, values=tuple(values))
-
-
-def _with_last_segment_saved(problem: CutProblem, found: Checkpoints) -> Checkpoints:
-    """Nested places after the last other place become places that are saved.
-
-    Backward reads their values first, when few gradients are in memory: unless that is where the
-    peak lies, nothing is won by recomputing them.
-    """
-    last = max(found.places, default=-1)
-    nested, inner = (
-        {place: names for place, names in places.items() if place < last}
-        for places in (found.nested_places, found.inner_places)
-    )
-    repeated = {**found.nested_places, **found.inner_places}
-    saved = {**found.places, **_without(repeated, {**nested, **inner})}
-    return save_at(problem, saved, nested, inner)
-
-
-def _without(places: Places, others: Places) -> Places:
-    return {place: names for place, names in places.items() if place not in others}

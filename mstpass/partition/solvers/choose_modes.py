@@ -10,6 +10,7 @@ the budget asks for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from mstpass.problem.problem import CutProblem, Mode, RegionModes
@@ -91,6 +92,14 @@ def fastest_loops(us: Mapping[str, float], region: RegionModes) -> Mode | None:
     limit_us = _HARDLY_SLOWER * times[fastest.name]
     near = [m for m in region.modes if m.loops and times[m.name] <= limit_us]
     return min((fastest, *(m for m in near if _outdoes(m, fastest))), key=held_bytes)
+
+
+def fast_loops(us: Mapping[str, float], region: RegionModes) -> Mode | None:
+    """Of the modes with loops that are hardly slower than the fastest, the one that holds least."""
+    times = {mode.name: mode_us(us, region, mode) for mode in region.modes if mode.loops}
+    limit_us = _HARDLY_SLOWER * min(times.values(), default=0.0)
+    near = (mode for mode in region.modes if times.get(mode.name, math.inf) <= limit_us)
+    return min(near, key=held_bytes, default=None)
 
 
 def returned_bytes(mode: Mode) -> int:

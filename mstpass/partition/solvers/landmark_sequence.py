@@ -1,16 +1,16 @@
 """The plans that ``peak_search`` walks over: the landmarks of a family, and the plans between them.
 
-Six plans are landmarks, from the fastest to the one of least memory (free_plan.py,
-low_memory_plans.py):
+Four plans are landmarks, from the fastest to the one of least memory without nested checkpoints
+(free_plan.py, low_memory_plans.py):
 
 1. *free*: savings that cost next to no time; where that leaves some out for the time that they
    take together, the plan that has all comes next;
 2. *least-memory loops*: every region in the mode that keeps the fewest bytes, in short chunks;
 3. *checkpoints with slow results*: what is alive at checkpoints is saved, and the results of ops
    that are slow for their bytes, attention above all; backward repeats everything else;
-4. *checkpoints*: backward repeats those ops as well;
-5. *nested checkpoints*: backward repeats most blocks twice; only where that lowers the peak;
-6. *twice nested checkpoints*: three times; where that lowers the peak more than it costs time.
+4. *checkpoints*: backward repeats those ops as well.
+
+Nested checkpoints are no part of the sequence (checkpoint_plans.py).
 
 Between two landmarks lie plans that take the later one up to a position in the forward, and keep
 the earlier one after it. The change begins with the first part of the forward because backward
@@ -21,9 +21,7 @@ region. ::
     sequence = free                            -> region by region, the mode of fewest bytes
                -> least-memory loops           -> checkpoint by checkpoint
                -> checkpoints with slow results    -> checkpoint by checkpoint
-               -> checkpoints                  -> nested place by nested place
-               -> nested checkpoints          -> inner place by inner place
-               -> twice nested checkpoints
+               -> checkpoints
 """
 
 from __future__ import annotations
@@ -33,15 +31,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mstpass.partition.solvers.candidate import Candidate, fewest_saved_bytes
-from mstpass.partition.solvers.checkpoints import Places, save_at
+from mstpass.partition.solvers.checkpoints import Places
 from mstpass.partition.solvers.choose_modes import fewest_bytes_modes, first_loops, first_modes
 from mstpass.partition.solvers.low_memory_plans import (
-    Checkpointed,
     checkpointed,
-    from_checkpoints,
     least_memory_loops,
-    nested_checkpointed,
-    twice_nested_checkpointed,
     with_slow_results,
 )
 from mstpass.partition.solvers.memory_lower_bounds import highest_call_bytes
@@ -54,7 +48,6 @@ from mstpass.problem.verify import InvalidPlan, verify
 
 _FEW_OPS = 500  # a hundred simulations of so many take half a second
 _BETWEEN = 24  # plans between two landmarks, at most
-_THIRD_LEVEL = 1.25  # a third level of checkpoints does not lower the peak by a larger factor
 
 
 class Family:
@@ -86,19 +79,17 @@ class Family:
         return min((closed.cached(PeakFloor).least_bytes, *firsts))
 
     def landmarks(self) -> Iterator[Candidate]:
-        """Landmarks 1, 2, 4 and 5: all that are compared for the least memory of a large graph."""
+        """Landmarks 1, 2 and 4: all that are compared for the least memory of a large graph."""
         yield from self.first
         yield self.problem.cached(least_memory_loops)
-        for plan in (self.problem.cached(checkpointed), self.problem.cached(nested_checkpointed)):
-            if plan is not None:
-                yield plan.candidate
+        if plan := self.problem.cached(checkpointed):
+            yield plan.candidate
 
     def sequence(self, budget_bytes: int | None = None) -> Iterator[Candidate]:
         """The plans in order.
 
         Args:
-            budget_bytes: before the first plan within it come those with fewer regions changed. A
-                third level of checkpoints is left out where its peak is above this.
+            budget_bytes: before the first plan within it come those with fewer regions changed.
         """
         problem = self.problem
         yield from self.first
@@ -108,27 +99,14 @@ class Family:
         lower = problem.cached(checkpointed)
         if lower is None:
             return
-        places = lower.found.places
-        slow_results = with_slow_results(lower.candidate)
         # A plan whose peak is no higher than that of the checkpoints alone is not before them.
-        if is_before := not slow_results.simulation.within(lower.candidate.peak_bytes):
-            yield from _towards_checkpoints(upper, slow_results, places)
+        slow_results = with_slow_results(lower.candidate)
+        if not slow_results.simulation.within(lower.candidate.peak_bytes):
+            yield from _towards_checkpoints(upper, slow_results, lower.found.places)
             yield slow_results
             upper = slow_results
-        yield from _towards_checkpoints(upper, lower.candidate, places)
+        yield from _towards_checkpoints(upper, lower.candidate, lower.found.places)
         yield lower.candidate
-        if not is_before and slow_results.peak_bytes < lower.candidate.peak_bytes:
-            yield slow_results
-        nested = problem.cached(nested_checkpointed)
-        if nested is None:
-            return
-        yield from _towards_nested(nested)
-        if budget_bytes is None:
-            last = problem.cached(twice_nested_checkpointed)
-        else:
-            last = self.third_level(budget_bytes)
-        if last is not None:
-            yield from _towards_nested(last)
 
     def compared(self) -> Iterator[Candidate]:
         """The plans that are compared for the least memory."""
@@ -140,7 +118,7 @@ class Family:
 
     @functools.cached_property
     def lowest(self) -> Candidate:
-        """The plan of the lowest peak, without a third level of checkpoints in large graphs."""
+        """The plan of the lowest peak."""
         lowest, *others = sorted(self.compared(), key=lambda candidate: candidate.peak_bytes)
         for other in others:
             if other.simulation.is_lowered_below(lowest.simulation.lowered_peak_bytes):
@@ -151,18 +129,6 @@ class Family:
     def least(self) -> MeasuredPlan:
         """The same plan with time spent where that does not raise its peak."""
         return slack_spent(self.problem, self.lowest.plan, 0)
-
-    def third_level(self, limit_bytes: int) -> Checkpointed | None:
-        """The plan with three levels of checkpoints, where it is within the limit.
-
-        The search for it takes as long as that for two levels, so it is left out where it is in
-        vain.
-        """
-        nested = self.problem.cached(nested_checkpointed)
-        if nested is None or nested.candidate.peak_bytes > _THIRD_LEVEL * limit_bytes:
-            return None
-        last = self.problem.cached(twice_nested_checkpointed)
-        return last if last and last.candidate.simulation.lowered_within(limit_bytes) else None
 
 
 def _towards_fewest_bytes(
@@ -229,24 +195,6 @@ def _towards_checkpoints(upper: Candidate, lower: Candidate, places: Places) -> 
         except InvalidPlan:
             saved = complete(problem, saved)
         yield Candidate(problem, Plan(saved, plan.modes))
-
-
-def _towards_nested(nested: Checkpointed) -> Iterator[Candidate]:
-    """Plans with the places up to a position in the forward, each a level higher after it.
-
-    There nested places are saved, and inner ones are nested.
-    """
-    found, candidate = nested.found, nested.candidate
-    levels = (found.places, found.nested_places, found.inner_places)
-    positions = sorted(found.inner_places or found.nested_places)
-    for count in _counts(len(positions)):
-        end = positions[count - 1]
-        changed: list[dict[int, frozenset[str]]] = [dict(found.places), {}, {}]
-        for level, places in enumerate(levels[1:], 1):
-            for place, names in places.items():
-                changed[level if place <= end else level - 1][place] = names
-        checkpoints = save_at(candidate.problem, *(dict(sorted(c.items())) for c in changed))
-        yield from_checkpoints(candidate.problem, candidate.plan.modes, checkpoints).candidate
 
 
 def _counts(total: int) -> list[int]:

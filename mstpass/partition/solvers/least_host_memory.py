@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mstpass.partition.solvers.candidate import Candidate
+from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
 from mstpass.partition.solvers.families import families
 from mstpass.partition.solvers.low_memory_plans import every_checkpointed
 from mstpass.partition.solvers.offload import offloaded_within
@@ -43,6 +44,7 @@ def own_pinned_bytes(candidate: Candidate) -> int:
 
 
 def _every_plan(problem: CutProblem, limit_bytes: int) -> Iterator[Candidate]:
+    yield from reversed(problem.cached(CheckpointPlans).some())
     last_first = tuple(reversed(problem.cached(families)))  # the last ones have the lowest peaks
     for family in last_first:
         yield from family.landmarks()

@@ -5,8 +5,6 @@
 | ``least_memory_loops`` | loops that return fewest bytes, in the shortest chunks | fewest bytes |
 | ``checkpointed`` | the same | what is alive at the checkpoints |
 | ``with_slow_results`` | the same | that, and the results of ops that are slow for their bytes |
-| ``nested_checkpointed`` | the same | what is alive at the coarse checkpoints |
-| ``twice_nested_checkpointed`` | the same | the same, with fewer coarse checkpoints |
 | ``checkpointed_by_host`` | the same | what is alive at checkpoints that are chosen for the host |
 | ``every_checkpointed`` | the same | what is alive at each set of checkpoints that is looked at |
 """
@@ -22,12 +20,9 @@ from mstpass.partition.solvers.checkpoints import (
     checkpoints,
     checkpoints_by_host,
     every_checkpoints,
-    nested_checkpoints,
-    twice_nested_checkpoints,
 )
 from mstpass.partition.solvers.choose_modes import least_memory_modes
 from mstpass.partition.solvers.offload import all_offloaded
-from mstpass.partition.solvers.peak_floor import PeakFloor
 from mstpass.partition.solvers.recomputed_heavy_ops import recomputed_heavy_ops
 from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.saved_set import read_by_backward
@@ -56,36 +51,8 @@ def checkpointed(problem: CutProblem) -> Checkpointed | None:
     if loops.peak_bytes <= TIE * _own_bytes_at_peak(loops):
         return None
     closed = loops.problem.allowing(recompute_heavy=True)
-    return from_checkpoints(closed, loops.plan.modes, checkpoints(closed))
-
-
-def nested_checkpointed(problem: CutProblem) -> Checkpointed | None:
-    """The same modes with two levels of checkpoints; None if that does not lower the peak."""
-    one_level = problem.cached(checkpointed)
-    if one_level is None:
-        return None
-    closed, peak_bytes = one_level.candidate.problem, one_level.candidate.peak_bytes
-    if closed.cached(PeakFloor).least_bytes * TIE > peak_bytes:
-        return None
-    found = nested_checkpoints(closed)
-    if found is None or found.simulation.peak_bytes * TIE > peak_bytes:
-        return None
-    return from_checkpoints(closed, one_level.candidate.plan.modes, found)
-
-
-def twice_nested_checkpointed(problem: CutProblem) -> Checkpointed | None:
-    """The same modes with three levels of checkpoints, for which most blocks run once more.
-
-    None if that does not lower the peak by a larger part than it lengthens the step by.
-    """
-    two_levels = problem.cached(nested_checkpointed)
-    if two_levels is None:
-        return None
-    closed = two_levels.candidate.problem
-    found = twice_nested_checkpoints(closed)
-    if found is None or _peak_times_us(found) >= _peak_times_us(two_levels.found):
-        return None
-    return from_checkpoints(closed, two_levels.candidate.plan.modes, found)
+    found = checkpoints(closed)
+    return Checkpointed(from_checkpoints(closed, loops.plan.modes, found), found)
 
 
 def checkpointed_by_host(problem: CutProblem) -> Candidate | None:
@@ -100,7 +67,7 @@ def checkpointed_by_host(problem: CutProblem) -> Candidate | None:
         step = all_offloaded(Candidate(closed, Plan(found.saved, modes))).simulation
         return step.peak_bytes, step.us
 
-    return from_checkpoints(closed, modes, checkpoints_by_host(closed, peak_and_time)).candidate
+    return from_checkpoints(closed, modes, checkpoints_by_host(closed, peak_and_time))
 
 
 def every_checkpointed(problem: CutProblem) -> Iterator[Candidate]:
@@ -112,7 +79,7 @@ def every_checkpointed(problem: CutProblem) -> Iterator[Candidate]:
     if one_level is not None:
         closed, modes = one_level.candidate.problem, one_level.candidate.plan.modes
         for found in every_checkpoints(closed):
-            candidate = from_checkpoints(closed, modes, found).candidate
+            candidate = from_checkpoints(closed, modes, found)
             yield candidate
             yield with_slow_results(candidate)
 
@@ -130,15 +97,9 @@ def with_slow_results(checkpoint_plan: Candidate) -> Candidate:
     return Candidate(problem, Plan(read_by_backward(problem, plan.saved.union(*slow)), plan.modes))
 
 
-def from_checkpoints(
-    closed: CutProblem, modes: Mapping[str, str], found: Checkpoints
-) -> Checkpointed:
+def from_checkpoints(closed: CutProblem, modes: Mapping[str, str], found: Checkpoints) -> Candidate:
     """The plan of a set of checkpoints, for a problem in which ``modes`` are chosen."""
-    return Checkpointed(Candidate(closed, found.plan(modes)), found)
-
-
-def _peak_times_us(found: Checkpoints) -> float:
-    return found.simulation.peak_bytes * found.simulation.us
+    return Candidate(closed, Plan(found.saved, modes))
 
 
 def _own_bytes_at_peak(candidate: Candidate) -> int:

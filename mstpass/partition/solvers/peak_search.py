@@ -6,10 +6,12 @@ A *sequence* of plans leads from the fastest one to the one of least memory
     plan = the first of the sequence within the budget; the one of the lowest peak if none is
     plan = plan with the slack of the budget spent                              (spend_slack.py)
 
-The sequence does not depend on the budget, but for its last stretch, which is left out where the
-last landmark is not within the budget, and for smaller steps where it reaches the budget. None of
-these has a lower peak than the next plan. So a smaller budget never gives a higher peak. For the
+The sequence does not depend on the budget, but for smaller steps where it reaches the budget. None
+of these has a lower peak than the next plan. So a smaller budget never gives a higher peak. For the
 budget 0 only the landmarks of large graphs are compared, which takes less time.
+
+Below the last landmark lie nested checkpoints (checkpoint_plans.py): the fastest plan of their
+own sequence within the budget competes as well.
 
 Attention is whole until a budget asks for its loops, which take time. *Families* of plans, without
 such loops and with more and more of them, have each a sequence of their own (families.py). The
@@ -34,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mstpass.partition.solvers.candidate import TIE, Candidate
+from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
 from mstpass.partition.solvers.families import families
 from mstpass.partition.solvers.free_plan import free_plan
 from mstpass.partition.solvers.landmark_sequence import Family
@@ -56,8 +59,12 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
     free = problem.cached(free_plan)
     if budget_bytes is None or free.peak_bytes <= budget_bytes:
         return free.plan
-    every_family = problem.cached(families)
-    found = [p for f in every_family for p in _within(f, budget_bytes)] if budget_bytes else []
+    found: list[MeasuredPlan] = []
+    if budget_bytes:
+        found += (p for f in problem.cached(families) for p in _within(f, budget_bytes))
+        found += (
+            slack_spent(problem, c.plan, budget_bytes) for c in _checkpoints(problem, budget_bytes)
+        )
     least = problem.cached(_least)
     if found:
         if least.peak_bytes <= budget_bytes:
@@ -120,6 +127,10 @@ def _least_offloaded(problem: CutProblem, least: MeasuredPlan) -> MeasuredPlan:
     Peaks of which the simulation cannot tell which is lower count as equal.
     """
     plans = [least]
+    if (nested := problem.cached(CheckpointPlans).least) and (
+        offloaded := offloaded_for_least_memory(nested)
+    ):
+        plans.append(slack_spent(problem, offloaded.plan, 0))
     for family in problem.cached(families):
         every = (*family.compared(), *_checkpoints_by_host(family.problem))
         found = [c for candidate in every if (c := offloaded_for_least_memory(candidate))]
@@ -127,6 +138,16 @@ def _least_offloaded(problem: CutProblem, least: MeasuredPlan) -> MeasuredPlan:
         plans += [slack_spent(problem, candidate.plan, 0) for candidate in found[:1]]
     lowest = min(plan.peak_bytes for plan in plans)
     return min((p for p in plans if p.peak_bytes <= TIE * lowest), key=lambda plan: plan.us)
+
+
+def _checkpoints(problem: CutProblem, budget_bytes: int) -> Iterator[Candidate]:
+    """The fastest plans with checkpoints within a budget: without values on the host, and with."""
+    plans = problem.cached(CheckpointPlans)
+    if fastest := plans.within(budget_bytes):
+        yield fastest
+    if _uses_host(problem):
+        by_host = sorted(_with_offloading(plans.some(), budget_bytes), key=lambda plan: plan.us)
+        yield from by_host[:1]
 
 
 # ---- without -----------------------------------------------------------------------------------
@@ -167,10 +188,11 @@ def _least(problem: CutProblem) -> MeasuredPlan:
     for family in others:
         if family.least_compared_bytes < _lowered(lowest):
             lowest = min(lowest, family.lowest, key=_lowered)
-    for family in (*reversed(others), first):
-        if family.least_compared_bytes < _lowered(lowest):
-            deeper = family.third_level(_lowered(lowest))
-            lowest = deeper.candidate if deeper else lowest
+    nested = problem.cached(CheckpointPlans).least
+    if nested is not None and nested.lowered_within(int(_lowered(lowest) / TIE)):
+        lowest = nested
+    elif faster := problem.cached(CheckpointPlans).within(_lowered(lowest)):
+        lowest = min(lowest, faster, key=lambda candidate: candidate.us)
     equal_bytes = int(TIE * _lowered(lowest))
     candidates = (f for f in (first, *others) if f.least_compared_bytes <= equal_bytes)
     equal = [family.least for family in candidates if _lowered(family.lowest) <= equal_bytes]

@@ -141,8 +141,8 @@ class _Search:
             return False
         kept = saved_where(closed, lambda value: value.name in saved)
         before, names = self.best.plan, {value.name for value in closed.values}
-        nested, inner = before.nested & names, before.inner & names
-        plan = Plan(kept, modes, nested, before.offloaded & kept, inner)
+        nested = {name: level for name, level in before.nested.items() if name in names}
+        plan = Plan(kept, modes, nested, before.offloaded & kept)
         step = simulate_plan(self.problem, plan)
         if step.us >= self.best.us or not step.lowered_within(self.limit_bytes):
             return False
