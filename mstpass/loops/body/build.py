@@ -328,9 +328,8 @@ class _Body:
         needs = self.axis.sum_operands(node, source, self.specs[source] or ())
         is_low, in_float32 = value.dtype in LOW_PRECISION, self.loop.accumulate == FLOAT32
         if node.target is operator.getitem:  # of an op that sums by itself, and has several results
-            part = self.builder.call(
-                operator.getitem, self.env[source, needs[source]], node.args[1]
-            )
+            whole = self.env[source, needs[source]]
+            part = self.builder.call(operator.getitem, whole, node.args[1])
             return self._cast(part, torch.float32) if is_low and in_float32 else part
         is_grouped = node.target is grouped_sums
         is_product = ops.is_matmul(node)
@@ -341,9 +340,8 @@ class _Body:
             # Casting the chunk's operands is cheaper than casting a product of the weight's size.
             parts |= {n: self._cast(parts[n], torch.float32) for n in _floating(parts)}
         if _sums_features(node, parts[source], needs[source]):
-            parts[source] = self.builder.call(
-                aten.sum.dim_IntList, parts[source], [-1], True, **node.kwargs
-            )
+            over_features = parts[source], [-1], True
+            parts[source] = self.builder.call(aten.sum.dim_IntList, *over_features, **node.kwargs)
         if self.valid is not None:
             per_token = {n: part for n, part in parts.items() if needs[n]}
             summed = _floating(per_token) or per_token  # not indices, if there are values
