@@ -55,10 +55,10 @@ def _join(builder: Builder, result: fx.Node, products: Sequence[fx.Node]) -> Non
     lefts, rights = zip(*(node.args[:2] for node in products), strict=True)
     left = _side_by_side(builder, lefts)
     for part in parts_in_place(result):
-        if part not in products:  # a sum, or a view, of what leads to the last product
-            kept = [n for n in part.all_input_nodes if last in ancestors([n])]
-            if len(part.all_input_nodes) > 1 and kept:
-                part.replace_all_uses_with(kept[0])
+        if part.target is aten.add.Tensor:  # of what leads to the last product, that is left
+            for operand in part.all_input_nodes:
+                if last in ancestors([operand]):
+                    part.replace_all_uses_with(operand)
     with builder.graph.inserting_before(last):
         right = builder.call(aten.cat.default, list(rights), 0)
         product = builder.call(last.target, left, right, *last.args[2:])
