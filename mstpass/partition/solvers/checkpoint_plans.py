@@ -101,13 +101,14 @@ class CheckpointPlans:
         return found
 
     def some(self) -> list[Candidate]:
-        """The plans of some placements, the fastest first."""
+        """The plans of some placements, the fastest first, and the one of least memory."""
         if not self.placements:
             return []
         every = [one for one in self.flat if one.room_bytes > self._nested_bytes]
         every += self.placements
         chosen = every[:: max(1, len(every) // _SOME)]
-        return [found for one in chosen if (found := self.candidate(one)) is not None]
+        found = (*map(self.candidate, chosen), self.least)
+        return [candidate for candidate in found if candidate is not None]
 
     def candidate(self, placement: Placement) -> Candidate | None:
         """The plan of a placement; None if its loops need each other's results."""

@@ -36,6 +36,7 @@ from mstpass.problem.saved_set import read_by_backward
 _TRIED = 4  # placements of the least room that are simulated: their order is that of estimates
 _FIRST = 3  # first stops without which the best of them is simulated as well
 _BY_HOST = 16  # placements that are tried with values on the host
+_PLACES_OF_LAYER = 4  # at most
 _COARSE, _FINE = 256, 512  # cells of a table
 _ROUNDED = 1.2  # what is alive at stops takes whole cells
 
@@ -169,11 +170,18 @@ def checkpoints_by_host(
 
 
 def every_checkpoints(problem: CutProblem) -> Iterator[Checkpoints]:
-    """Checkpoints of one level, from few to as many as there are."""
+    """Checkpoints of one level, from few to as many as there are; then those at every k-th place.
+
+    In equal layers the latter lie at the same place of each.
+    """
     chain = problem.cached(one_chain)
     placements = chain.on_host
     for number in sorted({i * (len(placements) - 1) // (_BY_HOST - 1) for i in range(_BY_HOST)}):
         yield chain.checkpoints(placements[number])
+    stops = list(zip(chain.positions, chain.places, strict=True))
+    for step in range(2, _PLACES_OF_LAYER + 1):
+        for first in range(step):
+            yield save_at(problem, dict(stops[first::step]))
 
 
 def one_chain(problem: CutProblem) -> Chain:

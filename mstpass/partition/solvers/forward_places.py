@@ -12,8 +12,9 @@ import math
 
 from mstpass.problem.problem import CutProblem
 
-_MOST_PLACES = 64  # the table of checkpoint_table.py grows with their third power
-_APART, _FURTHER = 1 / 1024, 1.3  # weight between two places, at least; its steps
+_MOST_PLACES = 80  # the table of checkpoint_table.py grows with their third power
+_APART, _FURTHER = 1 / 8192, 1.3  # weight between two places, at least; its steps
+_BESIDE, _AS_NARROW = 2, 1.25  # places on either side; a place may be so much wider than these
 _POSITIONS_COMPARED = 4  # on either side of a place: at none of them fewer bytes are alive
 
 
@@ -42,15 +43,25 @@ class ForwardPlaces:
         Of places that are close to each other the one with the fewest bytes alive is taken.
         """
         weights, apart = self._weights(), _APART
-        found = self._clusters(weights, apart)
+        places = self.places if len(self.places) <= _MOST_PLACES else self._narrower_than_beside()
+        found = self._clusters(places, weights, apart)
         while len(found) > _MOST_PLACES:
             apart *= _FURTHER
-            found = self._clusters(weights, apart)
-        return [min(places, key=self._alive_bytes) for places in found]
+            found = self._clusters(places, weights, apart)
+        return [min(close, key=self._alive_bytes) for close in found]
 
-    def _clusters(self, weights: list[float], apart: float) -> list[list[int]]:
+    def _narrower_than_beside(self) -> list[int]:
+        """Without the places that have one beside them at which far fewer bytes are alive."""
+        sizes = [self._alive_bytes(place) for place in self.places]
+        return [
+            place
+            for i, (place, size) in enumerate(zip(self.places, sizes, strict=True))
+            if size <= _AS_NARROW * min(sizes[max(0, i - _BESIDE) : i + _BESIDE + 1])
+        ]
+
+    def _clusters(self, places: list[int], weights: list[float], apart: float) -> list[list[int]]:
         found: list[list[int]] = []
-        for place in self.places:
+        for place in places:
             if found and weights[place] - weights[found[-1][0]] < apart:
                 found[-1].append(place)
             else:
@@ -66,8 +77,9 @@ class ForwardPlaces:
         needed = self._needed()
         sizes = [v.bytes if i in needed and not v.free else 0 for i, v in enumerate(self.values)]
         times = [value.us if value.forward else 0.0 for value in self.values]
-        shares = ((x / (sum(of) or 1) for x in of) for of in (sizes, times))
-        return list(itertools.accumulate((a + b) / 2 for a, b in zip(*shares, strict=True)))
+        all_bytes, all_us = sum(sizes) or 1, sum(times) or 1
+        shares = (b / all_bytes + us / all_us for b, us in zip(sizes, times, strict=True))
+        return list(itertools.accumulate(share / 2 for share in shares))
 
     # ---- what is alive ---------------------------------------------------------------------------
     def _bases(self) -> list[int]:
