@@ -227,7 +227,6 @@ def _chain_of(layers: list[tuple[int, bool]]) -> CutProblem:
     return dataclasses.replace(problem, values=tuple(values))
 
 
-@pytest.mark.xfail(reason="a plan with checkpoints may need less than what is named", strict=False)
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=3, max_size=9),

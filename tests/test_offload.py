@@ -105,11 +105,12 @@ def test_a_second_backward_over_the_same_graph() -> None:
     with host_on_cpu() as copies, functorch_config.patch(donated_buffer=False):
         step = compiled(_square_of(model), memory_budget=0.0, host_budget="1GiB", chunk="off")
         loss = step(x)
-        first, second = (
-            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2)
-        )
-        assert copies.reloaded == 2 * copies.offloaded > 0
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
+        grads, reloaded = [], []
+        for _ in range(2):
+            grads.append(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
+            reloaded.append(copies.reloaded)
+        assert reloaded[1] == 2 * reloaded[0] >= 2 * copies.offloaded > 0
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 # ---- policies ----------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ def test_the_least_memory_is_no_more_than_under_a_budget() -> None:
                 x,
                 options={"chunk": "off", "memory_budget": budget, "host_budget": "3MiB"},
             ).outcome.peak_bytes
-            for budget in (0.0, "6.2MiB")
+            for budget in (0.0, "5.8MiB")
         ]
     assert peaks[0] is not None and peaks[1] is not None
-    assert peaks[0] <= peaks[1] < 6.2 * 2**20
+    assert peaks[0] <= peaks[1] < 5.8 * 2**20

@@ -138,11 +138,13 @@ def test_a_bfloat16_stream_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("solver", ["min_cut", "checkpoints"])
-def test_a_pre_norm_model_loses_nothing(solver: str) -> None:
+def test_a_pre_norm_model_has_nothing_to_win(solver: str) -> None:
     model = nn.Sequential(*(Block(D, GatedMLP(D, 96, "silu")) for _ in range(2)))
     graph, outputs = joint_graph(_loss(model), torch.randn(2, 96, D, requires_grad=True))
     off, tolerant = (split_step(graph, outputs, m, solver=solver, chunk="off") for m in MODES[::2])
     assert save_plan(tolerant).saved_bytes <= save_plan(off).saved_bytes
+    if solver == "min_cut":  # checkpoints may lie within a layer, where sums are
+        assert save_plan(tolerant).saved_bytes == save_plan(off).saved_bytes
 
 
 def test_symbolic_sizes() -> None:

@@ -38,7 +38,7 @@ def test_a_norm_is_computed_again_after_attention(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(StepSimulation, "lowered_program", StepSimulation.program)
     once, higher = _step(SIZE, memory_budget=0.0)
     value = SIZE.length * SIZE.width * 4
-    assert peak <= higher - value // 2
+    assert peak <= higher - value // 2  # without copies, other values are saved
     assert result.modules is not None and once.modules is not None
     graph = result.modules[1].graph
     assert len(graph.nodes) > len(once.modules[1].graph.nodes)

@@ -12,7 +12,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.buffer_ops import parts_in_place
-from mstpass.graph.host_copies import is_on_host
+from mstpass.graph.host_copies import is_on_host, is_wait_for_reload
 from mstpass.graph.input_writes import is_input_write
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.loop_op import mst_loop
@@ -132,7 +132,7 @@ def op_of(
     return Op(
         name=node.name,
         bytes=0 if in_no_buffer or is_on_host(node) else buffer_bytes(node),
-        inputs=tuple(n.name for n in node.all_input_nodes),
+        inputs=tuple(n.name for n in _read(node)),
         kind=kind,
         inner_bytes=_inner_bytes(node),
         slow=_is_on_cpu(node) and ops.row(node).slow_on_cpu,
@@ -146,6 +146,12 @@ def op_of(
         writes_anywhere=writes_anywhere(node),
         numel=sum(map(hint_numel, tensors_of(node.meta.get("val")))),
     )
+
+
+def _read(node: fx.Node) -> Sequence[fx.Node]:
+    """What a node reads: a wait for a copy reads the copy alone, not what it was copied from."""
+    inputs = node.all_input_nodes
+    return inputs[:1] if is_wait_for_reload(node) else inputs
 
 
 def _is_on_cpu(node: fx.Node) -> bool:

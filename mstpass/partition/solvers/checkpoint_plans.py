@@ -24,6 +24,8 @@ import bisect
 import functools
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from mstpass.partition.solvers.candidate import TIE, Candidate, fewest_saved_bytes
 from mstpass.partition.solvers.checkpoint_table import CheckpointTable, Placement
 from mstpass.partition.solvers.checkpoints import Chain
@@ -87,6 +89,11 @@ class CheckpointPlans:
         """The largest room in which checkpoints are looked for."""
         return max((plan.peak_bytes for plan in self._keeping), default=0)
 
+    @property
+    def stops_bytes(self) -> int:
+        """What is alive at all places together."""
+        return int(np.diagonal(self._chain.costs.new_bytes, 1).sum()) if self.placements else 0
+
     @functools.cached_property
     def _segments(self) -> dict[str, int]:
         """The segment of each region: that of its first value in the forward."""
@@ -106,9 +113,23 @@ class CheckpointPlans:
             return []
         every = [one for one in self.flat if one.room_bytes > self._nested_bytes]
         every += self.placements
-        chosen = every[:: max(1, len(every) // _SOME)]
-        found = (*map(self.candidate, chosen), self.least)
+        found = [*self._some_of(every), self.least]
         return [candidate for candidate in found if candidate is not None]
+
+    def by_host(self, host_bytes: int) -> list[Candidate]:
+        """Plans whose saved stops are to wait on the host, as many as it holds; others are nested.
+
+        The fastest come first. The last one is that of least memory.
+        """
+        if not self.placements or not host_bytes:
+            return []
+        every = self._table.placements(host_bytes=float(host_bytes))
+        return self._some_of(every[: every.index(_least_of(every)) + 1] if every else [])
+
+    def _some_of(self, every: Sequence[Placement]) -> list[Candidate]:
+        """The plans of some placements, the last one among them."""
+        chosen = every[::-1][:: max(1, len(every) // _SOME)][::-1]
+        return [candidate for candidate in map(self.candidate, chosen) if candidate is not None]
 
     def candidate(self, placement: Placement) -> Candidate | None:
         """The plan of a placement; None if its loops need each other's results."""
@@ -156,19 +177,13 @@ class CheckpointPlans:
         """The plan of the least memory; None if there is none."""
         if not self.placements:
             return None
-        found = self._lowest(levels=1)
+        found = _least_of(self._table.placements(levels=1))
         deeper = (one for one in self.placements if one.room_bytes < found.room_bytes)
         return self.candidate(min((found, *deeper), key=_bytes_times_us))
 
     def lowest(self, levels: int) -> Candidate | None:
         """The plan of the lowest peak with that many levels of nested checkpoints."""
-        return self.candidate(self._lowest(levels))
-
-    def _lowest(self, levels: int) -> Placement:
-        """Of peaks that count as equal, the fastest."""
-        placements = self._table.placements(levels)
-        least_bytes = TIE * placements[-1].room_bytes
-        return next(one for one in placements if one.room_bytes <= least_bytes)
+        return self.candidate(_least_of(self._table.placements(levels)))
 
 
 def _forms(problem: CutProblem) -> Iterator[Candidate]:
@@ -192,6 +207,12 @@ def _forms(problem: CutProblem) -> Iterator[Candidate]:
     kept = plan.candidate.plan.saved & {value.name for value in closed.values if value.savable}
     saved = read_by_backward(closed, complete(closed, kept))
     yield Candidate(closed, Plan(saved, modes))
+
+
+def _least_of(placements: Sequence[Placement]) -> Placement:
+    """That of the least room; of rooms that count as equal, the fastest."""
+    least_bytes = TIE * placements[-1].room_bytes
+    return next(one for one in placements if one.room_bytes <= least_bytes)
 
 
 def _bytes_times_us(placement: Placement) -> float:

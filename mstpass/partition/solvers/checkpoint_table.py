@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -36,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+_HOST_CELLS = 64
 _PRICE = 1e-6  # of all stored bytes, in units of the step's time: of equal times fewer bytes win
 
 
@@ -149,43 +151,46 @@ class CheckpointTable:
     Args:
         most_bytes: the largest room.
         cells: into how many cells the room between the least and the largest is divided.
-        stored_on_host: what is alive at stops takes no room.
     """
 
-    def __init__(self, costs: Costs, most_bytes: float, cells: int, stored_on_host: bool = False):
+    def __init__(self, costs: Costs, most_bytes: float, cells: int):
         self.costs = costs
         cell = max(1.0, (most_bytes - costs.least_bytes) / cells)
         self.rooms = costs.least_bytes + cell * np.arange(cells + 1)
-        self._cell_bytes = math.inf if stored_on_host else cell
+        self._cell_bytes = cell
         stored = max(1.0, float(costs.new_bytes[0].sum()))
         self._price = _PRICE * float(costs.least_us.sum()) / stored
         self._nested_by_levels: dict[int | None, _Ways] = {}
-        self._saved_by_levels: dict[int | None, _Ways] = {}
+        self._saved_by_levels: dict[tuple[int | None, float | None], _Ways] = {}
 
     # ---- answers ---------------------------------------------------------------------------------
-    def placements(self, levels: int | None = None) -> list[Placement]:
+    def placements(
+        self, levels: int | None = None, host_bytes: float | None = None
+    ) -> list[Placement]:
         """All of them, the fastest first, each in the least room that it is possible in.
 
         Args:
             levels: of nested stops, at most; None: any number.
+            host_bytes: of saved stops that the host holds, where they take no room; None: there is
+                no host.
         """
-        us = self._saved(levels).us[0]
+        us = self._saved(levels, host_bytes).us[-1, 0]
         before = np.concatenate([[math.inf], us[:-1]])
         rooms = np.flatnonzero(us < before)
-        return [self._placement(int(room), levels) for room in reversed(rooms)]
+        return [self._placement(int(room), levels, host_bytes) for room in reversed(rooms)]
 
-    def _placement(self, room: int, levels: int | None) -> Placement:
+    def _placement(self, room: int, levels: int | None, host_bytes: float | None) -> Placement:
+        saved = self._saved(levels, host_bytes)
         stops: dict[int, int] = {}
         forms = [0] * self.costs.segments
 
-        def place(a: int, b: int, room: int, level: int) -> None:
+        def place(a: int, b: int, room: int, host: int, level: int) -> None:
             if level:
                 depth = None if levels is None else levels - level + 1
                 choice = int(self._nested(depth).choice[a, b, room])
                 form = -1
             else:
-                choice = int(self._saved(levels).choice[a, room])
-                form = int(self._saved(levels).form[a, room])
+                choice, form = int(saved.choice[host, a, room]), int(saved.form[host, a, room])
             if choice < 0:
                 forms[a:b] = [-1 - choice] * (b - a)
                 return
@@ -195,11 +200,15 @@ class CheckpointTable:
                 forms[a] = form
                 stored_bytes = stored_bytes + self.costs.forms[form].saved_bytes[a]
             else:
-                place(a, choice, room, level + 1)
-            place(choice, b, room - int(self._cells(stored_bytes)), level)
+                place(a, choice, room, host, level + 1)
+            if level or host_bytes is None:
+                room -= int(self._cells(stored_bytes))
+            else:
+                host -= int(_host_cells(stored_bytes, host_bytes))
+            place(choice, b, room, host, level)
 
-        place(0, self.costs.segments, room, 0)
-        us = self.costs.least_us.sum() + self._saved(levels).us[0, room]
+        place(0, self.costs.segments, room, len(saved.us) - 1, 0)
+        us = self.costs.least_us.sum() + saved.us[-1, 0, room]
         return Placement(stops, tuple(forms), float(self.rooms[room]), float(us))
 
     # ---- the table -------------------------------------------------------------------------------
@@ -249,25 +258,33 @@ class CheckpointTable:
                 _take(ways, (a, b), us, ms)
         return ways
 
-    def _saved(self, levels: int | None) -> _Ways:
-        """The segments from a to the end, which the forward has computed."""
-        if levels not in self._saved_by_levels:
-            self._saved_by_levels[levels] = self._solve_saved(levels)
-        return self._saved_by_levels[levels]
+    def _saved(self, levels: int | None, host_bytes: float | None) -> _Ways:
+        """The segments from a to the end, which the forward has computed, for each number of cells
+        of the host; without a host there is one of them."""
+        if (levels, host_bytes) not in self._saved_by_levels:
+            self._saved_by_levels[levels, host_bytes] = self._solve_saved(levels, host_bytes)
+        return self._saved_by_levels[levels, host_bytes]
 
-    def _solve_saved(self, levels: int | None) -> _Ways:
+    def _solve_saved(self, levels: int | None, host_bytes: float | None) -> _Ways:
         count, left = self.costs.segments, self._nested(levels)
-        ways = _Ways((count + 1, len(self.rooms)))
-        for a in reversed(range(count)):
-            ways.us[a], ways.choice[a] = self._units.us[a, count], self._units.choice[a, count]
+        of_host = 0 if host_bytes is None else _HOST_CELLS
+        ways = _Ways((of_host + 1, count + 1, len(self.rooms)))
+        for a, host in itertools.product(reversed(range(count)), range(of_host + 1)):
+            at = (host, a)
+            ways.us[at], ways.choice[at] = self._units.us[a, count], self._units.choice[a, count]
             forward_bytes = np.maximum.accumulate(self.costs.forward_bytes[a:])
-            ways.us[a][self.rooms < forward_bytes[-1]] = math.inf
+            ways.us[at][self.rooms < forward_bytes[-1]] = math.inf
             if len(ms := np.arange(a + 1, count)):
-                us = left.us[a, ms] + self._behind(ways.us[ms], self.costs.new_bytes[a, ms])
+                stored_bytes = self.costs.new_bytes[a, ms]
+                if host_bytes is None:
+                    us = self._behind(ways.us[0, ms], stored_bytes)
+                else:
+                    us = self._behind_on_host(ways.us[:, ms], stored_bytes, host, host_bytes)
+                us += left.us[a, ms]
                 us[self.rooms < forward_bytes[:-1, None]] = math.inf
-                _take(ways, (a,), us, ms)
+                _take(ways, at, us, ms)
             for number, form in enumerate(self.costs.forms):
-                if form.saves:
+                if form.saves and host_bytes is None:
                     self._save_more(ways, a, number)
         return ways
 
@@ -281,11 +298,11 @@ class CheckpointTable:
         )
         if a + 1 < end:
             saved_bytes = saved_bytes + self.costs.new_bytes[a, a + 1]
-            us += self._behind(ways.us[[a + 1]], np.array([saved_bytes]))[0]
-        better = us < ways.us[a]
-        ways.us[a][better] = us[better]
-        ways.choice[a][better] = a + 1 if a + 1 < end else -1 - number
-        ways.form[a][better] = number if a + 1 < end else -1
+            us += self._behind(ways.us[0, [a + 1]], np.array([saved_bytes]))[0]
+        better = us < ways.us[0, a]
+        ways.us[0, a][better] = us[better]
+        ways.choice[0, a][better] = a + 1 if a + 1 < end else -1 - number
+        ways.form[0, a][better] = number if a + 1 < end else -1
 
     def _behind(self, us: Array, stored_bytes: Array) -> Array:
         """The times of what lies behind stops, while so much is stored up to them."""
@@ -295,8 +312,22 @@ class CheckpointTable:
         found += self._price * stored_bytes[:, None]
         return found
 
+    def _behind_on_host(
+        self, us: Array, stored_bytes: Array, host: int, host_bytes: float
+    ) -> Array:
+        """The same while what is stored waits on the host, of whose cells so many are left."""
+        left = host - _host_cells(stored_bytes, host_bytes)
+        found = us[np.maximum(left, 0), np.arange(len(left))]
+        found[left < 0] = math.inf
+        found += self._price * stored_bytes[:, None]
+        return found
+
     def _cells(self, stored_bytes: Array) -> NDArray[np.int64]:
         return np.rint(stored_bytes / self._cell_bytes).astype(np.int64)
+
+
+def _host_cells(stored_bytes: Array, host_bytes: float) -> NDArray[np.int64]:
+    return np.rint(stored_bytes * _HOST_CELLS / host_bytes).astype(np.int64)
 
 
 def _before(values: Array) -> Array:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -115,8 +116,8 @@ class Chain:
     @functools.cached_property
     def on_host(self) -> list[Placement]:
         """The same if what is alive at stops takes no room."""
-        table = CheckpointTable(self.costs, self._most_bytes, _COARSE, stored_on_host=True)
-        return table.placements(levels=0)
+        table = CheckpointTable(self.costs, self._most_bytes, _COARSE)
+        return table.placements(levels=0, host_bytes=math.inf)
 
     def table(self, most_bytes: float) -> CheckpointTable:
         """The placements of all rooms up to the given one."""

@@ -108,15 +108,28 @@ class ForwardPlaces:
         return last
 
     def _alive(self, last_use: list[int]) -> list[frozenset[int] | None]:
-        """The values alive at each position; None where one of them cannot be saved."""
+        """The values alive at each position; None where one of them cannot be saved.
+
+        Those that no gradient depends on, such as a counter's next value, are not among them.
+        """
         found: list[frozenset[int] | None] = []
         alive: set[int] = set()
+        of_use = self._before_backward()
         for i, value in enumerate(self.values):
             alive = {j for j in alive if last_use[j] > i}
-            if not value.free and value.forward and last_use[i] > i:
+            if not value.free and value.forward and last_use[i] > i and i in of_use:
                 alive.add(i)
             savable = all(self.values[j].savable for j in alive)
             found.append(frozenset(alive) if savable else None)
+        return found
+
+    def _before_backward(self) -> set[int]:
+        """The values that backward reads, and all that these are computed from."""
+        found: set[int] = set()
+        for i in reversed(range(len(self.values))):
+            value = self.values[i]
+            if value.needed or not value.forward or i in found:
+                found.update((i, self._base[i]), (self._index[name] for name in value.inputs))
         return found
 
     def _narrow_places(self, alive: list[frozenset[int] | None]) -> list[int]:

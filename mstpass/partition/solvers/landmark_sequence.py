@@ -101,12 +101,14 @@ class Family:
             return
         # A plan whose peak is no higher than that of the checkpoints alone is not before them.
         slow_results = with_slow_results(lower.candidate)
-        if not slow_results.simulation.within(lower.candidate.peak_bytes):
+        if is_before := not slow_results.simulation.within(lower.candidate.peak_bytes):
             yield from _towards_checkpoints(upper, slow_results, lower.found.places)
             yield slow_results
             upper = slow_results
         yield from _towards_checkpoints(upper, lower.candidate, lower.found.places)
         yield lower.candidate
+        if not is_before and slow_results.peak_bytes < lower.candidate.peak_bytes:
+            yield slow_results
 
     def compared(self) -> Iterator[Candidate]:
         """The plans that are compared for the least memory."""

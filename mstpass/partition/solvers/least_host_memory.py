@@ -17,6 +17,8 @@ from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.problem import CutProblem
 from mstpass.problem.saved_set import must_offload
 
+_HALVED = 6  # times, for which checkpoints for a host so large are tried
+
 
 def least_host_memory(problem: CutProblem, limit_bytes: int, host_bytes: int) -> Candidate | None:
     """The plan whose simulated peak is within the limit with the least pinned memory.
@@ -44,7 +46,10 @@ def own_pinned_bytes(candidate: Candidate) -> int:
 
 
 def _every_plan(problem: CutProblem, limit_bytes: int) -> Iterator[Candidate]:
-    yield from reversed(problem.cached(CheckpointPlans).some())
+    placed = problem.cached(CheckpointPlans)
+    yield from reversed(placed.some())
+    for halved in range(_HALVED):
+        yield from reversed(placed.by_host(placed.stops_bytes >> halved))
     last_first = tuple(reversed(problem.cached(families)))  # the last ones have the lowest peaks
     for family in last_first:
         yield from family.landmarks()

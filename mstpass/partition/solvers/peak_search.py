@@ -78,7 +78,11 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
 
 # ---- with values on the host -------------------------------------------------------------------
 def _uses_host(problem: CutProblem) -> bool:
-    return problem.host is not None and problem.host.budget_bytes > 0
+    return _host_bytes(problem) > 0
+
+
+def _host_bytes(problem: CutProblem) -> int:
+    return 0 if problem.host is None else problem.host.budget_bytes
 
 
 def _with_offloading(tried: Sequence[Candidate], budget_bytes: int) -> Iterator[Candidate]:
@@ -127,10 +131,10 @@ def _least_offloaded(problem: CutProblem, least: MeasuredPlan) -> MeasuredPlan:
     Peaks of which the simulation cannot tell which is lower count as equal.
     """
     plans = [least]
-    if (nested := problem.cached(CheckpointPlans).least) and (
-        offloaded := offloaded_for_least_memory(nested)
-    ):
-        plans.append(slack_spent(problem, offloaded.plan, 0))
+    placed = problem.cached(CheckpointPlans)
+    nested = filter(None, (placed.least, *placed.by_host(_host_bytes(problem))[-1:]))
+    by_host = filter(None, map(offloaded_for_least_memory, nested))
+    plans += [slack_spent(problem, candidate.plan, 0) for candidate in by_host]
     for family in problem.cached(families):
         every = (*family.compared(), *_checkpoints_by_host(family.problem))
         found = [c for candidate in every if (c := offloaded_for_least_memory(candidate))]
@@ -146,8 +150,9 @@ def _checkpoints(problem: CutProblem, budget_bytes: int) -> Iterator[Candidate]:
     if fastest := plans.within(budget_bytes):
         yield fastest
     if _uses_host(problem):
-        by_host = sorted(_with_offloading(plans.some(), budget_bytes), key=lambda plan: plan.us)
-        yield from by_host[:1]
+        tried = (plans.some(), plans.by_host(_host_bytes(problem)))
+        every = (found for some in tried for found in _with_offloading(some, budget_bytes))
+        yield from sorted(every, key=lambda plan: plan.us)[:1]
 
 
 # ---- without -----------------------------------------------------------------------------------
