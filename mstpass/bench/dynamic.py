@@ -32,7 +32,7 @@ compilations, and compare times with those of a static graph for each
 length."""
 EXAMPLES = """  mstpass bench dynamic
   mstpass bench dynamic --repeats 9 --markdown docs/results/dynamic.md
-  mstpass bench dynamic --steps 1000      a longer walk: about 5 s a step
+  mstpass bench dynamic --steps 1000      a longer walk: hours, at 5 to 15 s a step
 """
 _SIZE = LlamaSize(layers=2)
 _LENGTHS = (1500, 2048, 1111, 1999, 1024, 1733, 1280, 2011, 1361, 1920)

@@ -19,6 +19,10 @@ level (memory/program.py). A unit may run in one of several *forms*, modes of it
 need and take differently. In some forms the forward saves more of a segment than what is alive at
 its ends, so that less is recomputed: these are for single segments between saved stops.
 
+Saved stops may wait on a host. They take nothing of the room then, but of the host's own::
+
+    T[a, end, room, host] = ... min over m: T[m, end, room, host - new(a, m)] + T[a, m, room]
+
 This is the reversal of a chain with checkpoints of any number of levels (Griewank and Walther,
 "Revolve", 2000; Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019), with what
 is stored in bytes and a need of its own for each segment. The room is in cells; the table answers
