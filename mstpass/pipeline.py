@@ -29,6 +29,7 @@ from mstpass import pipeline_stages
 from mstpass.detect_stage import Detected, detect
 from mstpass.fewer_loops import with_fewer_loops, with_loops_that_help
 from mstpass.graph.joint import JointGraph, Modules
+from mstpass.graph.narrow_offsets import narrow_calls
 from mstpass.graph.view_storages import share_storages
 from mstpass.limit import Limit, simulated_limit
 from mstpass.loops.apply_plans import Applied
@@ -121,7 +122,6 @@ def run(
     """
     if stop_after not in STAGES:
         raise ValueError(f"stop_after must be one of {STAGES}, got {stop_after!r}")
-    limit = limit or Limit.of(options)
 
     def planned(limit: Limit) -> Result:
         with collector_paused():
@@ -130,6 +130,24 @@ def run(
                 joint, options, loops_in_backward, stop_after, limit, torch_kwargs
             )
 
+    result = _within(limit or Limit.of(options), planned, options.strict or must_fit, about_sizes)
+    narrow = narrow_calls(module.graph for module in result.modules or ())
+    for call in narrow:
+        warnings.warn(f"mstpass: {call}", stacklevel=2)
+    return _with_notes(result, *map(str, narrow))
+
+
+def _within(
+    limit: Limit,
+    planned: Callable[[Limit], Result],
+    must_fit: bool,
+    about_sizes: Callable[[Modules, int], str],
+) -> Result:
+    """The result within a limit, or that of the lowest peak; arguments as of ``run``.
+
+    Args:
+        planned: the result for a limit, which it may exceed.
+    """
     result = planned(limit)
     if limit.is_free or result.memory is None or limit.allows(result.outcome):
         return result
@@ -146,10 +164,14 @@ def run(
         note += more_host_memory(
             result.problem, limit.peak_bytes or simulated_limit(limit.budget_bytes)
         )
-    if options.strict or must_fit:
+    if must_fit:
         raise BudgetError(note)
-    warnings.warn(f"mstpass: {note}", stacklevel=2)
-    outcome = dataclasses.replace(result.outcome, notes=(*result.outcome.notes, note))
+    warnings.warn(f"mstpass: {note}", stacklevel=3)
+    return _with_notes(result, note)
+
+
+def _with_notes(result: Result, *notes: str) -> Result:
+    outcome = dataclasses.replace(result.outcome, notes=(*result.outcome.notes, *notes))
     return dataclasses.replace(result, outcome=outcome)
 
 

@@ -10,6 +10,8 @@ placeholder of the backward gets the number of the forward value that it holds. 
   keeps that output, because it is an input of the later code; torch's partitioner recomputes it);
 - nodes whose result nothing reads.
 
+It also reports calls on tensors that are too large for their kernels (graph/narrow_offsets.py).
+
 In the backward, saved values and copies of forward nodes have the names of their forward nodes.
 ``meta["ac_graph_id"]`` tells checkpointed blocks apart (torch/_functorch/partitioners.py).
 """
@@ -25,10 +27,11 @@ from torch.fx.node import map_aggregate
 
 from mstpass.graph.joint import ancestors
 from mstpass.graph.loop_op import mst_loop
+from mstpass.graph.narrow_offsets import NarrowCall, narrow_calls
 from mstpass.graph.node_cost import flops, total_flops
 from mstpass.graph.sizes import hint
 from mstpass.graph.source_location import source_of
-from mstpass.linter.report import BOUNDARY, DEAD, DUPLICATE, SAVED, Finding, LintReport
+from mstpass.linter.report import BOUNDARY, DEAD, DUPLICATE, NARROW, SAVED, Finding, LintReport
 from mstpass.torch_internals.graphs import HigherOrderOperator, OpOverload, schema_of
 
 Number = int
@@ -38,7 +41,12 @@ GraphLike = fx.Graph | fx.GraphModule
 def read_graphs(forward: GraphLike, backward: GraphLike | None = None) -> LintReport:
     """The report on a forward and backward graph, or on a joint graph: see `lint_graphs`."""
     pair = [g.graph if isinstance(g, fx.GraphModule) else g for g in (forward, backward) if g]
-    return LintReport.of(_ValueNumbering(pair).findings(), sum(map(graph_flops, pair)))
+    findings = (*_ValueNumbering(pair).findings(), *map(_narrow, narrow_calls(pair)))
+    return LintReport.of(findings, sum(map(graph_flops, pair)))
+
+
+def _narrow(call: NarrowCall) -> Finding:
+    return Finding(NARROW, call.node, 0, 0, 0, 0.0, call.why, call.fix, call.source)
 
 
 def graph_flops(graph: fx.Graph) -> int:

@@ -18,6 +18,7 @@ DEAD = "dead recompute"
 DUPLICATE = "duplicate"
 SAVED = "recomputed though saved"
 BOUNDARY = "recomputed block output"
+NARROW = "32-bit offsets"
 UNKNOWN = "unknown"
 
 
@@ -32,7 +33,8 @@ class Finding:
     Attributes:
         kind: ``"nested checkpoints"``, ``"repeated backward"``, ``"dead recompute"`` or
             ``"unknown"``; of compiled graphs ``"duplicate"``, ``"recomputed though saved"``,
-            ``"recomputed block output"`` or ``"dead recompute"``.
+            ``"recomputed block output"`` or ``"dead recompute"``, and ``"32-bit offsets"``, which
+            wastes nothing: the kernel of a call is not right for tensors of this size.
         module: path of the module, or name of the checkpointed function; in a compiled graph, name
             of the node.
         forward_runs: runs of the module's op in the forward; of several ops, of the one that ran
@@ -109,12 +111,12 @@ class LintReport:
     def above(self, min_share: float) -> LintReport:
         """The report without findings below this share of the step's flops.
 
-        Findings of equal layers are compared by their sum.
+        Findings of equal layers are compared by their sum. What is wrong, not slow, stays.
         """
         kept = [
             finding
             for group in grouped(self.findings)
-            if sum(f.wasted_share for f in group) >= min_share
+            if group[0].kind == NARROW or sum(f.wasted_share for f in group) >= min_share
             for finding in group
         ]
         return dataclasses.replace(self, findings=tuple(kept))
@@ -171,14 +173,14 @@ def _finding_lines(group: list[Finding]) -> list[str]:
     first = group[0]
     several = len(group) > 1
     flops, share = (sum(f.wasted_flops for f in group), sum(f.wasted_share for f in group))
-    lines = [
-        f"  {summed_up(f.module for f in group)}: {first.kind}",
-        f"    ran     {first.forward_runs}x in forward, "
-        f"recomputed {first.recompute_runs}x in backward{' (each)' if several else ''}",
-        f"    wasted  {_flops(flops)}, {share:.1%} of the step",
-        f"    cause   {first.cause}",
-        f"    fix     {first.fix}",
-    ]
+    lines = [f"  {summed_up(f.module for f in group)}: {first.kind}"]
+    if first.kind != NARROW:
+        lines += [
+            f"    ran     {first.forward_runs}x in forward, "
+            f"recomputed {first.recompute_runs}x in backward{' (each)' if several else ''}",
+            f"    wasted  {_flops(flops)}, {share:.1%} of the step",
+        ]
+    lines += [f"    cause   {first.cause}", f"    fix     {first.fix}"]
     return lines + ([f"    at      {first.source}"] if first.source else [])
 
 

@@ -11,6 +11,7 @@ A mode is a chunk plan; each of its loops becomes a ``Loop`` of the problem:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from torch import fx
@@ -22,6 +23,7 @@ from mstpass.graph.device_costs import costs_of
 from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.loop_work import head_loop_work, loop_work
+from mstpass.graph.narrow_offsets import narrow_calls
 from mstpass.graph.traffic import moved_bytes
 from mstpass.loops.body.build import build_body
 from mstpass.loops.body.key import body_key
@@ -57,12 +59,20 @@ def region_modes(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """The peak of one chunk, and ``narrow`` as of ``Loop``."""
+
+    peak_bytes: int
+    narrow: tuple[str, ...]
+
+
 class _Loops:
     """Turns the loops of chunk plans into plain data; loops that are alike are simulated once."""
 
     def __init__(self, joint: JointGraph):
         self.joint = joint
-        self.chunk_bytes: dict[str, int] = {}  # by the loop's ``body_key``
+        self.chunks: dict[str, _Chunk] = {}  # by the loop's ``body_key``
 
     def of(self, plan: ChunkPlan) -> tuple[Loop, ...]:
         return tuple(map(self._loop, plan.loops))
@@ -73,8 +83,9 @@ class _Loops:
             members=loop.members,
             needs=self._needs(loop),
             results=tuple(_result(self.joint, loop, o) for o in loop.outputs),
-            inner_bytes=self._chunk_bytes(loop) + self._copied_bytes(loop),
+            inner_bytes=self._chunk(loop).peak_bytes + self._copied_bytes(loop),
             us=self._time_us(loop),
+            narrow=self._chunk(loop).narrow,
         )
 
     def _needs(self, loop: LoopPlan) -> tuple[str, ...]:
@@ -100,15 +111,16 @@ class _Loops:
             if spec and (value := value_of(node)) is not None and is_copied(value, spec)
         )
 
-    def _chunk_bytes(self, loop: LoopPlan) -> int:
-        """The peak of one chunk. Loops that do the same on the same shapes share the answer."""
+    def _chunk(self, loop: LoopPlan) -> _Chunk:
+        """One chunk. Loops that do the same on the same shapes share the answer."""
         key = body_key(self.joint, loop)
-        if key not in self.chunk_bytes:
+        if key not in self.chunks:
             graph = fx.Graph()
             builder = Builder(graph, fake_mode_of(self.joint.nodes))
             parts = build_body(self.joint, loop, builder)
-            self.chunk_bytes[key] = body_bytes(graph, parts)
-        return self.chunk_bytes[key]
+            narrow = tuple(map(str, narrow_calls([graph])))
+            self.chunks[key] = _Chunk(body_bytes(graph, parts), narrow)
+        return self.chunks[key]
 
     def _time_us(self, loop: LoopPlan) -> float:
         chunks = loop.cut

@@ -139,6 +139,7 @@ class CompiledRows:
             extra_time=step.us / inductor_us - 1,
             us=step.us,
             exchange_us=step.exchange_us,
+            narrow=step.narrow,
         )
 
     # ---- the search for its length -------------------------------------------------------------

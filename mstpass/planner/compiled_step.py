@@ -74,6 +74,17 @@ class CompiledStep:
         return pinned_bytes(v.bytes for v in self._simulation.problem.values if v.name in offloaded)
 
     @property
+    def narrow(self) -> tuple[str, ...]:
+        """What is wrong with calls whose kernels are not made for tensors so large."""
+        ops = (*self._program.forward, *self._program.backward)
+        whole = (self.traced.narrow.get(op.node_name, "") for op in ops)
+        first = {region.region: region.modes[0].name for region in self.problem.regions}
+        names = {**first, **self.plan.modes}
+        modes = (region[names[region.region]] for region in self.problem.regions)
+        in_loops = (text for mode in modes for loop in mode.loops for text in loop.narrow)
+        return tuple(filter(None, dict.fromkeys((*whole, *in_loops))))
+
+    @property
     def peak_bytes(self) -> int:
         """Bytes that the step holds at its peak."""
         return self._memory.peak_bytes

@@ -50,6 +50,8 @@ def notes(request: Request, config: Any, own: Row, square_bytes: int) -> Iterato
             "of two. Copies run beside computation; what the device waits for them is part of the "
             "extra time."
         )
+    for call in own.narrow:
+        yield f"This length is too long for a kernel: {call}"
     if own.fits and own.memory_budget == "0.0":
         yield (
             "This is mst's plan of least memory: no smaller plan is left if the measured peak is "

@@ -69,6 +69,7 @@ class Row:
         us: mst's row only: the microseconds of forward and backward, by the cost model.
         exchange_us: the part of it in which ranks that share a sequence exchange.
         curve: what other lengths take, the shortest first; empty unless the request asks for it.
+        narrow: mst's row only: calls whose kernels go wrong on tensors so large.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Row:
     us: float = 0.0
     exchange_us: float = 0.0
     curve: tuple[Point, ...] = ()
+    narrow: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import fx
 from mstpass import pipeline
 from mstpass.graph.collectives import collectives_of
 from mstpass.graph.joint import JointGraph, value_of
+from mstpass.graph.narrow_offsets import narrow_call
 from mstpass.normalize.masks_as_flags import masks_as_flags
 from mstpass.options import Options
 from mstpass.planner.model_step import model_step
@@ -39,6 +40,8 @@ class TracedStep:
         square_bytes: of the largest mask or scores, which have a row and a column for each token; 0
             where attention needs none.
         exchanges: names of the collectives.
+        narrow: calls whose kernels are not made for tensors as large as they have outside of loops,
+            and what is wrong with them.
     """
 
     batch: int
@@ -47,6 +50,7 @@ class TracedStep:
     logits: frozenset[str]
     square_bytes: int = 0
     exchanges: frozenset[str] = frozenset()
+    narrow: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def problem_at(
         self, length: int, memory_budget: object, batch: int | None = None
@@ -93,7 +97,10 @@ def trace(
         joint = masks_as_flags(JointGraph(module, num_fwd_outputs)).joint
         squares = _square_bytes(joint, step.length * training.sequence_ranks)
         exchanges = frozenset(node.name for node in collectives_of(joint))
-        return TracedStep(training.batch, step.length, problems, logits, squares, exchanges)
+        calls = ((node.name, narrow_call(node)) for node in joint.nodes)
+        narrow = {name: str(call) for name, call in calls if call is not None}
+        more = squares, exchanges, narrow
+        return TracedStep(training.batch, step.length, problems, logits, *more)
 
     with (
         model_step(config, training, length, multiple, layers) as step,

@@ -115,6 +115,8 @@ class Loop:
         results: the buffers that the loop returns.
         inner_bytes: memory that one chunk needs besides the results.
         us: time of all chunks, in microseconds.
+        narrow: what is wrong with calls in it whose kernels are not made for tensors so large
+            (graph/narrow_offsets.py).
     """
 
     name: str
@@ -123,6 +125,7 @@ class Loop:
     results: tuple[LoopResult, ...]
     inner_bytes: int
     us: float
+    narrow: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,6 +50,54 @@ def unused_buffers(text: str) -> list[str]:
     ]
 
 
+def kernels_in_32_bits(code: str, most_elements: int = 2**31) -> list[str]:
+    """The Triton kernels that compute offsets in 32 bits into tensors of more elements."""
+    tree = ast.parse(code)
+    bodies = re.findall(r"^def (triton_\w+)\((.*?)^'''", code, re.DOTALL | re.MULTILINE)
+    text: dict[str, str] = dict(bodies)
+    found = []
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        sizes: dict[str, int] = {}
+        calls = sorted(
+            (n for n in ast.walk(function) if isinstance(n, ast.Assign | ast.Expr)),
+            key=lambda node: node.lineno,
+        )
+        for line in calls:
+            call = line.value
+            if not isinstance(call, ast.Call):
+                if isinstance(line, ast.Assign) and ast.unparse(call) in sizes:
+                    sizes[ast.unparse(line.targets[0])] = sizes[ast.unparse(call)]
+                continue
+            name = ast.unparse(call.func)
+            if isinstance(line, ast.Assign) and (size := _extent(call, name)):
+                sizes[ast.unparse(line.targets[0])] = size
+            elif name == "assert_size_stride":
+                sizes[ast.unparse(call.args[0])] = _extent_of(*map(_sizes, call.args[1:3]))  # type: ignore[arg-type]
+            elif name.endswith(".run"):
+                kernel = name.removesuffix(".run")
+                largest = max((_largest(arg, sizes) for arg in call.args), default=0)
+                if largest > most_elements and "tl.program_id(0).to(tl.int64)" not in text[kernel]:
+                    found.append(kernel)
+    return found
+
+
+def _largest(argument: ast.expr, sizes: dict[str, int]) -> int:
+    if isinstance(argument, ast.Call):
+        return _extent(argument, ast.unparse(argument.func))
+    return sizes.get(ast.unparse(argument), 0)
+
+
+def _extent(call: ast.Call, name: str) -> int:
+    """The elements from the first to the last of a tensor that a call makes; 0: not known."""
+    first = {"reinterpret_tensor": 1, "empty_strided_cuda": 0}.get(name)
+    return 0 if first is None else _extent_of(*map(_sizes, call.args[first : first + 2]))
+
+
+def _extent_of(shape: tuple[int | None, ...], strides: tuple[int | None, ...]) -> int:
+    pairs = zip(shape, strides, strict=True)
+    return 1 + sum(((size or 1) - 1) * (stride or 0) for size, stride in pairs)
+
+
 def _loop(function: ast.FunctionDef, code: str) -> LoopCode:
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     names = [ast.unparse(call.func) for call in calls]
