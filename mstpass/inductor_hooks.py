@@ -43,7 +43,11 @@ from mstpass.report.details import Details
 from mstpass.report.report import Report
 from mstpass.schedule.attention_masks import materialize_masks
 from mstpass.schedule.delay_embedding_gradient import delay_scatters
-from mstpass.schedule.delay_recomputation import delay_recomputation, joined
+from mstpass.schedule.delay_recomputation import (
+    delay_recomputation,
+    is_inlined_operand,
+    joined,
+)
 from mstpass.schedule.host_copy_waits import host_copy_waits
 from mstpass.torch_internals.aot_autograd import (
     is_backward,
@@ -302,7 +306,8 @@ def _wait(graph: fx.Graph, takes_time: bool) -> None:
     waits = host_copy_waits(graph)
     for op in {node.target for node in graph.nodes if is_host_copy(node)}:
         call_with_aligned_result(op)
-    make_wait(graph, joined(delay_recomputation(graph, takes_time), waits))
+    waits = joined(delay_recomputation(graph, takes_time), waits)
+    make_wait(graph, waits, is_inlined_operand)
 
 
 class LowerLoops(CustomGraphPass):

@@ -166,6 +166,15 @@ def _is_inlined(node: fx.Node) -> bool:
     return value.device.type != "cpu" or nbytes(node) > _operand_bytes(node)
 
 
+def is_inlined_operand(node: fx.Node) -> bool:
+    """Whether the operand of a node that waits, or what it is a view of, has no buffer."""
+    base = viewed(node)
+    if base.op != "call_function" or not _has_no_kernel(base):
+        return False
+    readers = ops.readers_through_views(base)
+    return all(_has_no_kernel(reader) or ops.is_reduction(reader) for reader in readers)
+
+
 def _has_no_kernel(node: fx.Node) -> bool:
     """Whether Inductor can compute the value where it is read."""
     if ops.is_pointwise(node):

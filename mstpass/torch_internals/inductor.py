@@ -26,7 +26,7 @@ from torch._inductor import lowering
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
@@ -103,10 +103,58 @@ def call_with_aligned_result(op: OpOverload) -> None:
     lowering.register_lowering(op, type_promotion_kind=None)(aligned)
 
 
-def make_wait(graph: fx.Graph, waits: Mapping[fx.Node, Iterable[fx.Node]]) -> None:
+def make_wait(
+    graph: fx.Graph,
+    waits: Mapping[fx.Node, Iterable[fx.Node]],
+    inlined: Callable[[fx.Node], bool] = lambda node: False,
+) -> None:
     """Have each node wait for others, in place; the others come before it in the graph.
 
     They need have no data in common. Inductor's own passes order collectives so: a node becomes a
     call of the op ``control_deps``, which has the nodes to wait for among its inputs.
+
+    Args:
+        inlined: whether an operand has no buffer of its own. From torch 2.15 on the call would
+            write it to memory, so it is computed once more within the call.
     """
+    earlier = set(graph.find_nodes(op="call_function", target=control_deps))
     preserve_node_ordering(graph, {node: OrderedSet(others) for node, others in waits.items()})
+    for call in graph.find_nodes(op="call_function", target=control_deps):
+        if call not in earlier:
+            _take_in(call, inlined)
+
+
+def _take_in(call: fx.Node, inlined: Callable[[fx.Node], bool]) -> None:
+    """Compute the inlined operands of a call of ``control_deps`` in the graph that it calls."""
+    arguments: Any = call.args
+    before, name, *operands = arguments
+    owner: Any = call.graph.owning_module
+    body: Any = getattr(owner, str(name.target))
+    inputs = body.graph.find_nodes(op="placeholder")
+    first = next(node for node in body.graph.nodes if node.op != "placeholder")
+    pairs = list(zip(operands, inputs, strict=True))
+    known = {outer: node for outer, node in pairs if not inlined(outer)}
+
+    def inside(outer: fx.Node) -> fx.Node:
+        if outer not in known:
+            is_copied = inlined(outer)
+            given: Any = fx.map_arg((outer.args, outer.kwargs), inside) if is_copied else ()
+            with body.graph.inserting_before(first if is_copied else inputs[0]):
+                known[outer] = (
+                    body.graph.create_node(outer.op, outer.target, *given)
+                    if is_copied
+                    else body.graph.placeholder(outer.name)
+                )
+            known[outer].meta = outer.meta.copy()
+        return known[outer]
+
+    taken = [(outer, node) for outer, node in pairs if inlined(outer)]
+    for outer, node in taken:
+        node.replace_all_uses_with(inside(outer))
+    for _, node in taken:
+        body.graph.erase_node(node)
+    if taken:
+        outer_of = {node: outer for outer, node in known.items()}
+        rest = (outer_of[node] for node in body.graph.find_nodes(op="placeholder"))
+        call.args = (before, name, *rest)
+        body.recompile()

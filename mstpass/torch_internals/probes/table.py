@@ -164,7 +164,7 @@ inductor_lowerings      inductor                loops
     torch._inductor.ir: StorageBox.realize
     torch._inductor.decomposition: select_decomp_table
 control_dependencies    inductor                loops
-    torch._inductor.fx_passes.control_dependencies: preserve_node_ordering
+    torch._inductor.fx_passes.control_dependencies: control_deps, preserve_node_ordering
     torch.utils._ordered_set: OrderedSet
 settings                settings                loops
     torch._inductor.config: _config, patch, get_config_copy, fx_graph_cache, compile_threads,
