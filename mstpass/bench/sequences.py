@@ -154,7 +154,7 @@ def of_ranks(size: LlamaSize, ranks: int, arguments: Arguments) -> list[list[Row
     given = {"size": dataclasses.asdict(size), "repeats": arguments.repeats}
     what = f"mstpass bench sequences: one of {ranks} ranks"
     with tempfile.TemporaryDirectory(prefix="mstpass-") as folder:
-        caches = {"TORCHINDUCTOR_CACHE_DIR": folder}  # new, and of all ranks: their kernels are alike
+        caches = {"TORCHINDUCTOR_CACHE_DIR": folder}  # new, and of all ranks, which compile alike
         found = processes.call(what, figures_of_rank, given, ranks=ranks, environment=caches)
     return [[Row(**fields) for fields in rows] for rows in found]
 
