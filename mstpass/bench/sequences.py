@@ -88,9 +88,8 @@ WAYS = {
 def run(arguments: Arguments) -> Result:
     if arguments.device.type != "cpu":
         raise UserError("mstpass bench sequences measures on the CPU: add --device cpu")
-    size, several = (LARGE if arguments.large else SIZE), RANKS
-    if arguments.quick:
-        size, several = QUICK, RANKS[:2]
+    size = QUICK if arguments.quick else LARGE if arguments.large else SIZE
+    several = [ranks for ranks in RANKS if ranks <= 2 or not arguments.quick]
     result = Result("sequences", f"One sequence on {', '.join(map(str, several))} ranks: {size}")
     by_ranks = {
         ranks: {row.name: row for row in slowest_and_highest(of_ranks(size, ranks, arguments))}
