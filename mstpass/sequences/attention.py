@@ -54,8 +54,9 @@ def sequence_parallel_attention(
             more and smaller exchanges.
 
     Raises:
-        ValueError: the method cannot take these heads or these rules.
+        ValueError: the method cannot take these heads or these rules, or shapes do not fit.
     """
+    _check_shapes(query, key, value)
     ranks = ranks_of(group)
     rules = Rules(is_causal, scale, dropout_p, window, softcap)
     if documents is not None:
@@ -63,6 +64,17 @@ def sequence_parallel_attention(
     split = Split(method, head_groups)
     mixed_BsHD = attention_of_ranks(query, key, value, ranks, rules, documents, sinks, split)
     return mixed_BsHD.transpose(1, 2)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+    given = f"attention got queries, keys and values of {shapes}"
+    if any(x.dim() != 4 for x in (query, key, value)):
+        raise ValueError(f"{given}, and takes [B, heads, S / R, D]")
+    if not query.shape[2] == key.shape[2] == value.shape[2]:
+        raise ValueError(f"{given}: a rank has as many keys and values as queries")
+    if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
+        raise ValueError(f"{given}: key-value heads divide the heads of queries")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +139,7 @@ def attention_of_ranks(
     inputs = query_BHsD, key_BKsD, value_BKsD
     exchanges_heads = split.exchanges_heads(heads, ranks)
     if not exchanges_heads or ranks.ring is not None:
-        ring_takes(rules, documents_BS, sinks_H, heads, ranks.size)
+        ring_takes(rules, documents_BS, sinks_H, heads, ranks)
     if exchanges_heads:
         return ulysses(*inputs, ranks, rules, documents_BS, sinks_H, split.head_groups)
     return ring(*inputs, ranks, rules)

@@ -25,6 +25,7 @@ from mstpass.sequences.rules import PADDING
 
 IGNORED = -100  # the label of a token without one
 _LABELS, _SHIFTED, _COUNT = "labels", "shift_labels", "num_items_in_batch"
+_PLACES = ("attention_mask", "position_ids", *OF_COLLATORS)  # what says where texts begin
 _OWN = ("attention_mask", "position_ids", _LABELS, _SHIFTED, _COUNT, *OF_COLLATORS)
 
 
@@ -71,8 +72,12 @@ def shard_sequence(
     ranks, data = ranks_of(group), None if data_group is None else ranks_of(data_group)
     if gradients not in ("mean", "sum"):
         raise ValueError(f"gradients are 'mean' or 'sum', not {gradients!r}")
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"a batch is a mapping of names to tensors, not a {type(batch).__name__}")
     if check:
         _check_alike(_tokens_of(batch), ranks)
+        if causal:
+            _check_left(batch)
     mine = _parts_by_token(batch, ranks, causal)
     labels = labels_that_count(batch, causal)
     if labels is not None:
@@ -115,6 +120,25 @@ def _tokens_of(batch: Mapping[str, Any]) -> Tensor:
     )
 
 
+def _check_left(batch: Mapping[str, Any]) -> None:
+    """Refuse what looks like padding on the left, where no mask says that it is.
+
+    Causal attention sees it, other than padding on the right.
+    """
+    tokens, labels = batch.get("input_ids"), batch.get(_LABELS)
+    if tokens is None or labels is None or any(batch.get(name) is not None for name in _PLACES):
+        return
+    same = (tokens[:, :2] == tokens[:, :1]) & (labels[:, :2] == IGNORED)
+    padded = same.all(1)
+    if tokens.shape[1] > 1 and padded.any():
+        row = int(padded.int().argmax())
+        raise ValueError(
+            f"row {row} begins with tokens {int(tokens[row, 0])} that have no labels, as padding "
+            "on the left does, and there is no attention_mask, so that attention would see it: "
+            "put the mask into the batch, or one of ones if this is text"
+        )
+
+
 def _check_alike(tokens: Tensor, ranks: Ranks) -> None:
     """Refuse batches that differ, before ranks of different lengths wait for each other."""
     weights = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
@@ -143,6 +167,12 @@ def labels_that_count(batch: Mapping[str, Any], causal: bool) -> Tensor | None:
     labels = batch.get(_LABELS) if shifted is None else shifted
     if labels is None:
         return None
+    tokens = _tokens_of(batch)
+    if labels.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"labels are {list(labels.shape)}, and one for each token is needed, "
+            f"{list(tokens.shape[:2])}, that token itself: shard_sequence shifts them"
+        )
     if shifted is None and causal:
         labels = labels if mask is None else labels.masked_fill(mask == 0, IGNORED)
         labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]

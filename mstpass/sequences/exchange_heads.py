@@ -31,7 +31,8 @@ def heads_sent(parts_BRhsD: Sequence[Tensor]) -> Tensor:
         part if part.shape[-1] == widest else F.pad(part, (0, widest - part.shape[-1]))
         for part in parts_BRhsD
     ]
-    return torch.cat(same_width, dim=2).permute(1, 3, 0, 2, 4).contiguous()
+    # one after the other in the order in which they are sent: no copy of all parts besides
+    return torch.cat([part.permute(1, 3, 0, 2, 4) for part in same_width], dim=3).contiguous()
 
 
 def heads_received(x_RsBhD: Tensor, parts_BRhsD: Sequence[Tensor]) -> list[Tensor]:

@@ -70,7 +70,7 @@ def sequence_parallel(
     name = _registered(ranks, split)
     for each in models:
         each.set_attn_implementation(name)
-        _check_calls(each, name)
+        _check_calls(each, name, ranks)
     return model
 
 
@@ -149,8 +149,9 @@ def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) ->
         )
 
 
-def _check_calls(model: Any, name: str) -> None:
-    """Refuse calls that would be wrong: with a cache, or with a loss that is a rank's own mean."""
+def _check_calls(model: Any, name: str, ranks: Ranks) -> None:
+    """Refuse calls that would be wrong: with a cache, with tokens that each rank numbers from 0, or
+    with a loss that is a rank's own mean."""
     parameters = list(inspect.signature(model.forward).parameters)
     own_loss = has_own_loss(model)
 
@@ -166,6 +167,11 @@ def _check_calls(model: Any, name: str) -> None:
                 f"{cached[0]} was given, and a sequence that ranks share has no cache: leave it "
                 "out; for generation, model.set_attn_implementation('sdpa') brings back attention "
                 "of one process"
+            )
+        if ranks.size > 1 and given.get("position_ids") is None:
+            raise ValueError(
+                "the model got no position_ids, and each rank would number its tokens from 0: give "
+                "the model all that mstpass.shard_sequence returns"
             )
         if own_loss and given.get("labels") is not None:
             raise ValueError(

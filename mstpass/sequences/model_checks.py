@@ -31,7 +31,7 @@ def check_model(model: Any, ranks: Ranks, split: Split) -> None:
     """
     heads = getattr(model.config, "num_attention_heads", None)
     if isinstance(heads, int) and (not split.exchanges_heads(heads, ranks) or ranks.ring):
-        ring_takes(_rules_of(model.config), None, None, heads, ranks.size)
+        ring_takes(_rules_of(model.config), None, None, heads, ranks)
     reasons = list(_reasons(model))
     if reasons:
         raise ValueError(

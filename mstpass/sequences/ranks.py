@@ -48,7 +48,7 @@ def ranks_of(mesh_or_group: Group) -> Ranks:
 
     Raises:
         ValueError: there are no process groups yet, or this process is not in this one; or the mesh
-            has more than two dims.
+            has more than two dims; or it is neither.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
@@ -67,7 +67,11 @@ def ranks_of(mesh_or_group: Group) -> Ranks:
             )
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
-    assert group is not None
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            "the ranks that share a sequence are a process group, a device mesh, or None for all "
+            f"ranks, not {group!r}"
+        )
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(

@@ -36,7 +36,7 @@ from mstpass.torch_internals.exchanges import pass_on
 
 
 def ring_takes(
-    rules: Rules, documents_BS: Tensor | None, sinks_H: Tensor | None, heads: int, ranks: int
+    rules: Rules, documents_BS: Tensor | None, sinks_H: Tensor | None, heads: int, ranks: Ranks
 ) -> None:
     """Refuse rules that ring attention does not know.
 
@@ -52,10 +52,15 @@ def ring_takes(
     }
     found = [name for name, is_given in given.items() if is_given]
     if found:
+        size = ranks.size
+        instead = (
+            f"Ulysses takes {heads} heads on {size} ranks: leave method='ring' out"
+            if ranks.ring is None and heads % size == 0
+            else "Ulysses alone needs a number of ranks that divides the heads: "
+            f"{heads} heads on {size} ranks. Take another number of ranks, or leave these out"
+        )
         raise ValueError(
-            f"attention has {', '.join(found)}, which ring attention does not know, and Ulysses "
-            f"alone needs a number of ranks that divides the heads: {heads} heads on {ranks} "
-            "ranks. Take another number of ranks, or leave these out"
+            f"attention has {', '.join(found)}, which ring attention does not know. {instead}"
         )
 
 

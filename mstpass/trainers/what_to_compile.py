@@ -125,7 +125,12 @@ def _entropy_has_gradient(trainer: Any) -> bool:
 
 
 def _refuse_two_compilers(trainer: Any) -> None:
-    arguments = trainer.args
+    arguments = getattr(trainer, "args", None)
+    if arguments is None:
+        raise TrainerError(
+            f"{type(trainer).__name__} has no training arguments: give compile_trainer a trainer, "
+            "and a model to mstpass.compile"
+        )
     if arguments.torch_compile:
         raise TrainerError(
             f"torch_compile=True (torch_compile_backend={arguments.torch_compile_backend!r}) and "
