@@ -95,7 +95,7 @@ def reduction_rows() -> dict[Any, Row]:
         **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), some),
         **dict.fromkeys((aten.mean.dim, aten.mean.default), mean),
         **dict.fromkeys(others, reduction("reduce", never)),
-        "prims::prepare_softmax_online": reduction("reduce", never),  # Inductor's own
+        "prims::prepare_softmax_online": Row("reduce"),  # of Inductor's last graphs
         **dict.fromkeys(selections, reduction("sort", never)),
         aten.native_layer_norm.default: Row(
             "reduce", along_dims.norm_forward, along_dims.norm_backward
