@@ -59,6 +59,22 @@ def test_the_backward_of_flash_attention(gpu: str, tokens: int, narrow: bool) ->
     assert all(f"{tokens:,} tokens x 32 heads x 128" in call.why for call in found)
 
 
+@pytest.mark.parametrize(("longest", "narrow"), [(2**18, False), (2**20, True)])
+def test_sequences_in_one_row(longest: int, narrow: bool) -> None:
+    """The longest sequence decides, not how many there are."""
+    op = torch.ops.aten._flash_attention_backward.default
+    graph = torch.fx.Graph()
+    with traced_for("cuda", "a100"), torch._subclasses.FakeTensorMode():
+        row = torch.empty(2**20, HEADS, HEAD_DIM, dtype=BF16, device="cuda")
+        starts = torch.empty(5, dtype=torch.int32, device="cuda")
+    q, s = graph.placeholder("q"), graph.placeholder("s")
+    q.meta["val"], s.meta["val"] = row, starts
+    call = graph.call_function(op, (q, q, q, q, q, q, s, s, longest, longest, 0.0, True, q, q))
+    call.meta["val"] = (row, row, row)
+    graph.output(call)
+    assert len(narrow_calls([graph])) == narrow
+
+
 @pytest.mark.parametrize(("tokens", "narrow"), [(65_536, False), (65_600, True)])
 def test_the_mask_of_efficient_attention(tokens: int, narrow: bool) -> None:
     found = narrow_calls([_graph("4090", tokens, True, dtype=FP32, heads=1).graph])

@@ -134,8 +134,11 @@ def _flash_backward(node: fx.Node) -> tuple[str, str]:
     if query.dim() == 4 and ops.row(node).attention.heads_dim == 1:  # type: ignore[union-attr]
         tokens, heads = heads, tokens
     if query.dim() == 3:  # sequences in one row: each begins at a multiple of 128
-        documents = value_of(argument(node, "cum_seq_q"))
-        tokens = hint(argument(node, "max_q")) + _ROWS * (documents.shape[0] if documents else 1)
+        starts, longest = argument(node, "cum_seq_q"), argument(node, "max_q")
+        documents = value_of(starts) if isinstance(starts, fx.Node) else None
+        if isinstance(longest, fx.Node):
+            longest = longest.meta["val"]
+        tokens = hint(longest) + _ROWS * (1 if documents is None else hint(documents.shape[0]))
     elements = _round_up(tokens, _ROWS) * heads * _round_up(head_dim, 32 if head_dim < 128 else 64)
     if elements <= MOST_ELEMENTS:
         return "", ""
