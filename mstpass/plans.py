@@ -118,6 +118,7 @@ class LoopOutput:
         combine: how parts are combined, ``"sum"``, ``"max"``, ``"min"`` or ``"any"``.
         relative_to: of a sum of exponentials, another output: the maximum that they are relative to
             (graph/exponential_sums.py). Empty for all other outputs.
+        over: the input whose rows it is written over, as nothing else reads them; empty for none.
     """
 
     node: str
@@ -125,6 +126,7 @@ class LoopOutput:
     scaled: bool = False
     combine: str = "sum"
     relative_to: str = ""
+    over: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

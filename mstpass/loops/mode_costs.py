@@ -162,4 +162,4 @@ def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput) -> LoopResult:
         element_bytes = max(loop.least_sum_bytes, value.element_size())
         size = size // value.element_size() * element_bytes
         return LoopResult(item.node, allocated_bytes(size, value.device), scale, cast)
-    return LoopResult(item.node, buffer_bytes(node), scale)
+    return LoopResult(item.node, buffer_bytes(node), scale, over=item.over)

@@ -87,12 +87,14 @@ class LoopResult:
         bytes: size of the loop's own buffer, whose dtype may be wider than the node's.
         scale: the node that the buffer is multiplied by after the loop; empty for none.
         cast: the loop sums in a wider dtype, and the buffer is cast to the node's after the loop.
+        over: the node that the loop reads last, and whose buffer this is; empty for none.
     """
 
     node: str
     bytes: int
     scale: str = ""
     cast: bool = False
+    over: str = ""
 
     @property
     def name(self) -> str:
