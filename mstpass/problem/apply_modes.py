@@ -99,7 +99,7 @@ def loop_values(loop: Loop, nodes: Mapping[str, Value]) -> list[Value]:
     items = (
         Value(
             result.name,
-            0 if result.over else result.bytes,
+            result.bytes,
             (result.over, loop.name) if result.over else (loop.name,),
             VIEW if result.over else ITEM,
             savable=not (recompute or result.over),

@@ -85,12 +85,7 @@ class Chain:
     ):
         self.problems = problems
         first, *others = (ForwardPlaces(problem) for problem in problems)
-        known = [set(map(line.names_at, line.places)) for line in others]
-        self.positions = [
-            place
-            for place in first.spaced()
-            if all(first.names_at(place) in names for names in known)
-        ]
+        self.positions = first.spaced(others)
         self.places = [first.names_at(place) for place in self.positions]
         read = [
             segment_costs(problem, self.places, sets)
