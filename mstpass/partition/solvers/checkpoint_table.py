@@ -50,7 +50,8 @@ class Form:
     """What the segments need and take with some modes of their regions. Arrays by segment.
 
     Attributes:
-        backward_bytes: needed while its gradients are computed, besides what is alive at stops.
+        backward_bytes: needed while its gradients are computed, or while the forward computes it,
+            besides what is alive at stops.
         kept_bytes: what is kept of the recomputation of the segments from a on while the gradients
             of segment s are computed, for each ``[a, s]``.
         us: time of its forward, of its recomputation once, and of its backward.
@@ -79,7 +80,7 @@ class Costs:
     Attributes:
         forms: the forms in which a unit may run.
         forward_us: the time to compute a segment once more.
-        forward_bytes: what that needs, besides what is alive at stops.
+        forward_bytes: what that needs, besides what is alive at stops, in the leanest form.
         between_bytes: what the backward holds before it begins with the segments that end at a
             stop, besides what is alive at stops; by stop.
         new_bytes: what is alive at stop m and not at stop a, for each ``[a, m]``.

@@ -100,7 +100,7 @@ class _Reader:
         """The form in which nothing is saved but what is alive at places."""
         again_us = self.us(self.apart.program.backward)
         return Form(
-            self.highest(self.apart.backward, self.in_backward, self.stored),
+            self._needed_bytes(self.apart, self.in_backward, self.stored),
             self._kept_bytes(),
             self._step_us(self.apart),
             np.maximum(0.0, self.us(self.whole.program.backward) - again_us),
@@ -120,7 +120,7 @@ class _Reader:
         kept_bytes = np.zeros((self.count, self.count))
         saved = [self.in_segment(names, segment) for segment in range(self.count)]
         return Form(
-            self.highest(step.backward, segments, self.stored | names),
+            self._needed_bytes(step, segments, self.stored | names),
             kept_bytes,
             self._step_us(step),
             none,
@@ -189,6 +189,16 @@ class _Reader:
             segment = segments[moment.node]
             found[segment] = max(found[segment], moment.bytes - there)
         return found
+
+    def _needed_bytes(
+        self, step: StepSimulation, segments: Mapping[str, int], stored: Set[str]
+    ) -> Array:
+        """The highest bytes of each segment in both graphs."""
+        forward = {op.name: self.segment[op.name] for op in step.program.forward}
+        return np.maximum(
+            self.highest(step.forward, forward, stored),
+            self.highest(step.backward, segments, stored),
+        )
 
     def between_bytes(self) -> Array:
         """What is in memory behind the last moment of each segment of the backward."""
