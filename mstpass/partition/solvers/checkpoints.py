@@ -95,7 +95,6 @@ class Chain:
         self.costs = Costs(
             [form for one in read for form in one.forms],
             read[0].forward_us,
-            np.min([one.forward_bytes for one in read], axis=0),
             np.max([one.between_bytes for one in read], axis=0),
             read[0].new_bytes,
         )
