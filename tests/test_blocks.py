@@ -100,6 +100,28 @@ def test_gradients_are_right_in_16_bits() -> None:
     _check(plain, 1, 1024, chunk_tokens=128, dtype=torch.bfloat16)
 
 
+# ---- one buffer for the gradient of the residual stream -----------------------------------------
+def _written_over(report: mstpass.Report) -> list[int]:
+    """How many results of each block are written over an operand."""
+    blocks = [region for region in report.regions if region.kind == "block"]
+    return [sum(bool(x.over) for loop in block.loops for x in loop.outputs) for block in blocks]
+
+
+@pytest.mark.kernels
+def test_gradients_are_written_over_each_other() -> None:
+    """Those of a block's output, and of its input in part and as a whole; chunks overlap."""
+    report = _check(LLAMA, 1, 250, chunk_tokens=64)
+    assert _written_over(report) == [2, 2]
+
+
+def test_a_gradient_that_others_hold_is_not_written_over() -> None:
+    """That of the step's own result."""
+    torch.manual_seed(0)
+    block = nn.Sequential(Layer(LLAMA), MLP())
+    report = mstpass.explain(block, *_inputs(1, 256), options={**LEAST, "chunk_tokens": 64})
+    assert _written_over(report) == [1]
+
+
 # ---- what is taken -------------------------------------------------------------------------------
 def _detected(model: nn.Module) -> tuple[list[str], list[str]]:
     """The kinds of the regions that are blocks, and why others are none."""
