@@ -49,13 +49,12 @@ def scaled(
 
     def scaled_value(value: Value) -> Value:
         attention = value.kind == CALL and _is_attention(value.name)
-        time, inner_bytes = value.us * factors.tokens, value.inner_bytes
+        size, time, inner_bytes = scale(value.bytes), value.us * factors.tokens, value.inner_bytes
         if attention:
             grows = not growing.isdisjoint(value.inputs)
             time = time * factors.length if grows else value.us * factors.batch
             inner_bytes = int(inner_bytes * (factors.tokens if grows else factors.batch))
-        sizes = {"bytes": scale(value.bytes), "inner_bytes": inner_bytes}
-        return dataclasses.replace(value, us=time, **sizes)
+        return dataclasses.replace(value, bytes=size, inner_bytes=inner_bytes, us=time)
 
     return dataclasses.replace(
         problem,
