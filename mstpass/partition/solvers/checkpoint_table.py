@@ -125,7 +125,8 @@ class Costs:
         for form in (form for form in self.forms if not form.saves):
             needed = np.maximum(form.backward_bytes, form.forward_bytes)
             saved.append((needed + stored).max())
-            whole.append((needed + form.kept_bytes[0]).max())
+            backward_bytes = (form.backward_bytes + form.kept_bytes[0]).max()
+            whole.append(max(backward_bytes, self.pass_bytes(0, form.forward_bytes)[-1]))
         return float(min(*saved, *whole))
 
 
