@@ -209,6 +209,14 @@ def is_cheap_view(node: fx.Node) -> bool:
     return is_view(node) and node.target is not operator.getitem
 
 
+def widens(node: fx.Node) -> bool:
+    """Whether the node casts a value to a dtype of more bytes."""
+    if node.target is not torch.ops.prims.convert_element_type.default:
+        return False
+    sizes = [n.meta["val"].element_size() for n in (node, node.all_input_nodes[0])]
+    return bool(sizes[0] > sizes[1])
+
+
 def readers_through_views(node: fx.Node) -> list[fx.Node]:
     """The users of the node, with views replaced by their own users."""
     found: list[fx.Node] = []
