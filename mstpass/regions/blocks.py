@@ -225,9 +225,14 @@ class _Block:
         return all(n in self.specs or n in self.read or self._is_own_constant(n) for n in operands)
 
     def _is_own_constant(self, node: fx.Node) -> bool:
-        """Whether the node is a constant, or shows what members read views of, as a weight."""
+        """Whether the node is a constant, or shows what members read views of, as a weight.
+
+        It may be cast to a wider dtype, as a norm's weight is by the norm's gradient in torch 2.15.
+        """
         if ops.is_constant(node):
             return True
+        if node.op == "call_function" and ops.widens(node):
+            return self._is_own_constant(node.all_input_nodes[0])
         base = ops.base_of(node)
         return base not in self.joint.backward and base in self.bases
 
