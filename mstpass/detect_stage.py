@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from mstpass.graph.axes import FEATURES
 from mstpass.graph.joint import JointGraph
 from mstpass.limit import Limit
-from mstpass.loops.attention_modes import all_candidates, loops_over_heads
+from mstpass.loops.attention_modes import all_candidates, loops_over_heads, may_have_blocks
 from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.normalize import FOR_SECTIONS, normalized
 from mstpass.normalize.left_out import NOTHING, LeftOut
@@ -55,15 +55,14 @@ def detect(
     The copy is used only if a region has a node that normalization changed. Otherwise the graph
     stays as it is, and the rejections are those of the copy, which name the remaining reasons.
     """
-    if options.chunk == "blocks" and not limit.is_free:
-        found = _detect(joint, options, limit, runner, loops_in_backward, left_out)
-        if any(c.plans[0][1].kind == BLOCK for c in found.candidates):
-            return found
-        others = dataclasses.replace(options, chunk="auto")
-        other = _detect(joint, others, limit, runner, loops_in_backward, left_out)
-        refused = (*other.rejections, *found.rejections)
-        return dataclasses.replace(other, rejections=tuple(dict.fromkeys(refused)))
-    return _detect(joint, options, limit, runner, loops_in_backward, left_out)
+    if not may_have_blocks(joint, options, limit):
+        return _detect(joint, options, limit, runner, loops_in_backward, left_out, False)
+    found = _detect(joint, options, limit, runner, loops_in_backward, left_out, True)
+    if any(plan.kind == BLOCK for c in found.candidates for _, plan in c.plans):
+        return found
+    other = _detect(joint, options, limit, runner, loops_in_backward, left_out, False)
+    refused = (*other.rejections, *found.rejections)
+    return dataclasses.replace(other, rejections=tuple(dict.fromkeys(refused)))
 
 
 def _detect(
@@ -73,28 +72,32 @@ def _detect(
     runner: PassRunner,
     loops_in_backward: bool,
     left_out: LeftOut,
+    for_blocks: bool,
 ) -> Detected:
-    """What the options allow, in one form of the graph."""
+    """What the options allow, in one form of the graph, with blocks or without."""
     if has_torch_budget(joint.nodes):  # torch wants it on every node, so on loops as well
         return Detected(joint, rejections=(Rejection("detect", "graph", TORCH_BUDGET),))
     if options.chunk == "off":
         return Detected(joint)
     for_heads = loops_over_heads(options, limit)
-    for_blocks = for_heads and options.chunk == "blocks"
+
+    def candidates_of(joint: JointGraph) -> tuple[list[RegionCandidates], list[Rejection]]:
+        return all_candidates(joint, options, limit, for_blocks)
+
     joint, prepared, changed = normalized(joint, for_heads, runner, left_out, for_blocks)
-    candidates, rejections = all_candidates(prepared, options, limit)
+    candidates, rejections = candidates_of(prepared)
     more = left_out.and_in_vain(joint, prepared, names_of(candidates))
     if more != left_out and (candidates or more.windows):
         _, other, of_other = normalized(joint, for_heads, runner, more, for_blocks)
         if of_other != changed:
             prepared, changed = other, of_other
-            candidates, others = all_candidates(prepared, options, limit)
+            candidates, others = candidates_of(prepared)
             rejections = [*dict.fromkeys((*others, *(rejections if more.convolutions else ())))]
     if prepared is not joint and not any(changed.intersection(members_of(c)) for c in candidates):
-        prepared, (candidates, _) = joint, all_candidates(joint, options, limit)
+        prepared, (candidates, _) = joint, candidates_of(joint)
     if not limit.is_free and not all(map(_has_sections, candidates)):
         other, of_other = runner.run_all(FOR_SECTIONS, prepared)
-        found, refused = all_candidates(other, options, limit) if of_other else (candidates, [])
+        found, refused = candidates_of(other) if of_other else (candidates, [])
         if sum(map(_has_sections, found)) > sum(map(_has_sections, candidates)):
             prepared, candidates, rejections = other, found, refused
     if not loops_in_backward:
@@ -115,7 +118,7 @@ def _has_sections(candidate: RegionCandidates) -> bool:
 
 def members_of(candidate: RegionCandidates) -> list[str]:
     """The names of the members of a region."""
-    return [name for name, _ in candidate.plans[0][1].members]
+    return [*candidate.members]
 
 
 def rejected(stage: str, plan: ChunkPlan, reason: str) -> Rejection:

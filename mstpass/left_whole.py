@@ -132,7 +132,7 @@ def _elsewhere(simulation: StepSimulation, group: Sequence[RegionCandidates], li
     memory = simulation.memory
     phase = "backward" if memory.peak is memory.backward else "forward"
     bytes_at = simulation.bytes_at()
-    members = (name for c in group for name, _ in c.plans[0][1].members)
+    members = (name for c in group for name in c.members)
     here = max((bytes_at.get(name, 0) for name in members), default=0)
     peak = memory.peak.peak
     told = f"{bytes_text(peak.bytes)} at {peak.node} in {phase}, at most {bytes_text(here)} here"

@@ -234,7 +234,7 @@ _CHECKS: dict[str, Check] = {
     "memory_budget": _memory_budget,
     "reserve": _reserve,
     "free_overhead": _free_overhead,
-    "chunk": _one_of("auto", "blocks", "tokens", "off"),
+    "chunk": _one_of("auto", "blocks", "heads", "tokens", "off"),
     "chunk_tokens": _chunk_tokens,
     "solver": _solver,
     "reconstruct": _one_of("exact", "tolerant", "off"),

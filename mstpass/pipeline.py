@@ -48,7 +48,6 @@ from mstpass.passes.runner import PassRunner
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
 from mstpass.regions.advice import with_fix
-from mstpass.regions.blocks import KIND as BLOCK
 from mstpass.regions.whole_masks import whole_masks
 from mstpass.torch_internals.batch_sizes import note_sizes_by_data
 
@@ -126,9 +125,7 @@ def run(
     def planned(limit: Limit) -> Result:
         with collector_paused():
             joint = functools.partial(JointGraph, module, num_fwd_outputs)
-            return _with_blocks_or_not(
-                joint, options, loops_in_backward, stop_after, limit, torch_kwargs
-            )
+            return _run_stages(joint, options, loops_in_backward, stop_after, limit, torch_kwargs)
 
     result = _within(limit or Limit.of(options), planned, options.strict or must_fit, about_sizes)
     narrow = narrow_calls(module.graph for module in result.modules or ())
@@ -221,37 +218,6 @@ def _run_stages(
     if attempt is planned and options.chunk_tokens is not None and not limit.is_free:
         return _without_raising_loops(results[-1], planned, rewritten)
     return results[-1]
-
-
-def _with_blocks_or_not(
-    read: Callable[[], JointGraph],
-    options: Options,
-    loops_in_backward: bool,
-    stop_after: str,
-    limit: Limit,
-    torch_kwargs: dict[str, Any],
-) -> Result:
-    """The plan with blocks, or with loops of attention's heads and of MLPs in their place."""
-    how = loops_in_backward, stop_after, limit, torch_kwargs
-    found = _run_stages(read, options, *how)
-    if not any(region.kind == BLOCK for region in found.outcome.regions):
-        return found
-    apart = dataclasses.replace(options, chunk="auto")
-    return _better(found, _run_stages(read, apart, *how), limit)
-
-
-def _better(result: Result, other: Result, limit: Limit) -> Result:
-    """The one that takes less time, if both are within a budget in bytes; else that of less memory.
-
-    Of results without finished graphs it is the first.
-    """
-    if result.memory is None or other.memory is None:
-        return result
-    both = result, other
-    allowed = limit.simulated_bytes
-    if allowed and all(_peak_bytes(each) <= allowed for each in both):
-        return min(both, key=lambda each: (each.outcome.extra_time or 0.0, _peak_bytes(each)))
-    return min(both, key=lambda each: (_peak_bytes(each), each.outcome.extra_time or 0.0))
 
 
 def _peak_bytes(result: Result) -> int:

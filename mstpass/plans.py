@@ -116,8 +116,8 @@ class LoopOutput:
         spec: None if it is combined.
         scaled: only in a fused loop: it is multiplied by the unit after the loop.
         combine: how parts are combined, ``"sum"``, ``"max"``, ``"min"`` or ``"any"``.
-        relative_to: of a sum of exponentials, another output: the maximum that they are relative to
-            (graph/exponential_sums.py). Empty for all other outputs.
+        relative_to: the maximum that a sum is relative to (graph/exponential_sums.py).
+        over: the input whose rows it is written over, if that is any.
     """
 
     node: str
@@ -125,6 +125,7 @@ class LoopOutput:
     scaled: bool = False
     combine: str = "sum"
     relative_to: str = ""
+    over: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,8 +218,7 @@ class ChunkPlan:
             (graph/loop_op.py).
         unbounded: and it may exceed ``num_tokens``.
         axis: what the loops run over, ``"tokens"``, ``"heads"``, ``"queries"`` or ``"features"``.
-            ``num_tokens`` is their number, and ``chunk_tokens`` that of one chunk. A loop may have
-            chunks of its own: in mixed mode, sections of features.
+            ``num_tokens`` counts them. A loop may have chunks of its own: sections of features.
     """
 
     kind: str

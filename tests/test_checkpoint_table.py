@@ -36,7 +36,8 @@ def chains(draw: st.DrawFn) -> Costs:
         for a in reversed(range(count - 1)):
             kept[a] = kept[a + 1] + np.where(np.arange(count) > a, draw(_BYTES), 0)
         saved = numbers(st.integers(1, 5)) if saves else np.zeros(count)
-        return Form(numbers(_BYTES), kept, numbers(_TIMES), numbers(_TIMES), saved)
+        needed = numbers(_BYTES), numbers(_BYTES), kept
+        return Form(*needed, numbers(_TIMES), numbers(_TIMES), saved)
 
     sizes = numbers(st.integers(0, 6), count + 1)
     shared = draw(st.integers(0, 3))  # alive at all stops but the first
@@ -45,16 +46,23 @@ def chains(draw: st.DrawFn) -> Costs:
         for m in range(a + 1, count):
             new[a, m] = sizes[m] + (shared if a == 0 else 0)
     forms = [form(False), *(form(draw(st.booleans())) for _ in range(draw(st.integers(0, 2))))]
-    return Costs(forms, numbers(_TIMES), numbers(_BYTES), numbers(_BYTES, count + 1), new)
+    return Costs(forms, numbers(_TIMES), numbers(_BYTES, count + 1), new)
+
+
+def _forward(costs: Costs, a: int, b: int, forward_bytes: np.ndarray) -> float:
+    return float(max(forward_bytes[s] + costs.new_bytes[a, s] for s in range(a, b)))
 
 
 def _fastest(costs: Costs, room: float, levels: int | None) -> float:
     """The least time within a room, of every way there is to place checkpoints."""
     count, least_us = costs.segments, costs.least_us
 
+    forward = functools.partial(_forward, costs)
+
     def unit(a: int, b: int, room: float) -> Iterator[float]:
         for form in costs.forms:
             needed = max(form.backward_bytes[s] + form.kept_bytes[a, s] for s in range(a, b))
+            needed = max(needed, forward(a, b, form.forward_bytes))
             if not form.saves and needed <= room:
                 yield (form.us - least_us)[a:b].sum() + form.onward_us[a : b - 1].sum()
 
@@ -62,7 +70,7 @@ def _fastest(costs: Costs, room: float, levels: int | None) -> float:
     def nested(a: int, b: int, room: float, depth: float) -> float:
         ways = list(unit(a, b, room))
         for m in range(a + 1, b) if depth else ():
-            if costs.forward_bytes[a:m].max() + costs.between_bytes[b] <= room:
+            if forward(a, m, costs.forward_bytes) + costs.between_bytes[b] <= room:
                 behind = nested(m, b, room - costs.new_bytes[a, m], depth)
                 before = nested(a, m, room, depth - 1)
                 ways.append(costs.forward_us[a:m].sum() + behind + before)
@@ -70,13 +78,13 @@ def _fastest(costs: Costs, room: float, levels: int | None) -> float:
 
     @functools.cache
     def saved(a: int, room: float) -> float:
-        ways = [us for us in unit(a, count, room) if costs.forward_bytes[a:].max() <= room]
+        ways = list(unit(a, count, room))
         for m in range(a + 1, count):
-            if costs.forward_bytes[a:m].max() <= room:
+            if forward(a, m, costs.forward_bytes) <= room:
                 behind = saved(m, room - costs.new_bytes[a, m])
                 ways.append(behind + nested(a, m, room, math.inf if levels is None else levels))
         for form in costs.forms:
-            needed = max(form.backward_bytes[a] + form.saved_bytes[a], costs.forward_bytes[a])
+            needed = max(form.backward_bytes[a], form.forward_bytes[a]) + form.saved_bytes[a]
             if form.saves and needed <= room:
                 left = room - form.saved_bytes[a] - (costs.new_bytes[a, a + 1])
                 behind = saved(a + 1, left) if a + 1 < count else 0.0

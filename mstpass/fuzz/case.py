@@ -39,7 +39,12 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"solver": "greedy", "memory_budget": 0.3},
     "recompute all": {"solver": "recompute_all", "chunk_tokens": 4},
     "save all": {"solver": "save_all", "chunk_tokens": 4},
-    "over heads": {"solver": "recompute_all", "chunk_tokens": 4, "memory_budget": 0.0},
+    "over heads": {
+        "solver": "recompute_all",
+        "chunk": "heads",
+        "chunk_tokens": 4,
+        "memory_budget": 0.0,
+    },
     "blocks": {"chunk": "blocks", "chunk_tokens": 4, "memory_budget": 0.0},
 }
 
@@ -143,7 +148,7 @@ class Case:
     reconstruct: str = choice("exact", "tolerant", "off")
     accumulate: str = choice("auto", "float32", "input")
     logits: str = choice("keep", "drop")
-    chunk: str = choice("auto", "off", "tokens", "blocks")
+    chunk: str = choice("auto", "off", "tokens", "heads", "blocks")
     budgets: bool = choice(False, True)
     lowered: bool = choice(False, True)
     variants: tuple[str, ...] = several(*VARIANTS, most=5)

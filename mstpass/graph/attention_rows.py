@@ -20,10 +20,10 @@ that nothing outside of it depends on the number of keys that the rows see. Caus
 the keys up to its last row, attention with a window those of its rows' windows: no score is
 computed that the whole attention leaves out. Chunks of c rows begin at multiples of c; where
 ``overlaps``, the last one may begin before, and its rows that another chunk has as well add nothing
-to the gradients of keys and values. The keys are read in blocks of MOST_KEYS, whose
-results are merged by their log-sums; with the log-sum and the result of all blocks, the backward of
-each block gives an exact part of the gradients. What the rows add to the gradients of keys and
-values is zero where they see no key.
+to the gradients of keys and values. Causal attention is that to the earlier keys and that to the
+rows' own, whose results are merged by their log-sums; with the log-sum and the result of both, the
+backward of each block of keys (``keys_of_block``) gives an exact part of the gradients. What the
+rows add to the gradients of keys and values is zero where they see no key.
 
 A causal kernel is called for as many queries as keys alone, as torch's kernels align the mask of
 others at different corners. Nor is a kernel called without keys: torch 2.13's divides by zero.
@@ -45,8 +45,10 @@ from mstpass.torch_internals.attention_blocks import (
 )
 from mstpass.torch_internals.graphs import OpOverload
 
-# In a block that all rows see. The gradients of a block's keys exist beside their sums.
-MOST_KEYS = 2048
+# Of the backward, in a block that all rows see: at least so many, and so many for each row. The
+# gradients of a block's keys exist beside their sums; each block's part of the gradient of the
+# queries is added up in memory.
+KEYS, KEYS_OF_ROW = 2048, 4
 
 _LIBRARY = library.Library("mstpass", "FRAGMENT")
 _HOW = (
@@ -105,8 +107,13 @@ def _blocks(
     mask: Tensor | None,
     causal: bool,
     window: Window,
+    most: int | None = None,
 ) -> list[_Block]:
-    """The blocks of keys that the rows of one sequence see."""
+    """The blocks of keys that the rows of one sequence see.
+
+    Args:
+        most: keys of a block that all rows see; None: any number.
+    """
     keys = key.shape[2]
     if mask is not None:
         return [_Block(0, keys, mask=mask[:, :, rows.in_chunk])]
@@ -117,8 +124,14 @@ def _blocks(
             return [_Block(first, end, window=(left, right))]
         return [_Block(first, end, mask=_band(query, rows, first, end, window))]
     full = rows.first if causal else keys
-    found = [_Block(first, min(first + MOST_KEYS, full)) for first in range(0, full, MOST_KEYS)]
+    most = most or max(1, full)
+    found = [_Block(first, min(first + most, full)) for first in range(0, full, most)]
     return [*found, _Block(rows.first, rows.end, causal=True)] if causal else found
+
+
+def keys_of_block(rows: int) -> int:
+    """The keys of a block in the backward of a chunk of so many rows."""
+    return max(KEYS, KEYS_OF_ROW * rows)
 
 
 def _band(query: Tensor, rows: _Rows, first: int, end: int, window: Window) -> Tensor:
@@ -226,13 +239,14 @@ def _add_backward(
     overlaps: bool,
 ) -> Tensor:
     result, logsumexp = _like_rows(query, query.shape[-1]), logsumexp.reshape(query.shape[:3])
+    most = keys_of_block(query.shape[2])
     counted = -start % query.shape[2] if overlaps else 0  # rows that an earlier chunk has
     for rows in _rows_of_sequences(start, query.shape[2], length, counted):
         own, here = slice(rows.sequence, rows.sequence + 1), rows.in_chunk
         k, v = key[own], value[own]
         grad, q, result_here = (x[:, :, here] for x in (grad_out, query, out))
         log_sum, of_query = logsumexp[:, :, here], None
-        for block in _blocks(rows, q, k, v, mask, causal, (left, right)):
+        for block in _blocks(rows, q, k, v, mask, causal, (left, right), most):
             of_q, of_k, of_v = _gradients(grad, q, result_here, log_sum, k, v, block, scale)
             if here.start >= counted:
                 of_key[own, :, block.first : block.end] += of_k

@@ -10,6 +10,10 @@ one before it if c does not divide N. The values in ``whole`` are passed to ever
     ("stack", shape, dtype)  the rows of an output ``[N, ...]``; rows in the overlap are written
                              twice, with the same values
     (("stack", d), ...)      the same of an output that has its rows in dim d, as the part has
+    (("over", k), ...)       the same, in the place of sliced tensor k, which no one reads later
+                             (graph/written_over.py); such outputs come last. Rows in the overlap
+                             are as their first chunk wrote them: the body gets rows of the output
+                             there, and what it makes of them is left out of all outputs
     ("sum", shape, dtype)    a summand of the output, perhaps in a wider dtype. ``valid``, a bool
                              ``[c]`` that is passed only if c does not divide N, is False for rows
                              that an earlier chunk summed
@@ -41,11 +45,12 @@ import torch
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from mstpass.torch_internals.graphs import HigherOrderOperator, implement
 
-STACK, SUM, MAX, MIN, ANY = "stack", "sum", "max", "min", "any"
+STACK, OVER, SUM, MAX, MIN, ANY = "stack", "over", "sum", "max", "min", "any"
 START = "start"  # the name of an input of a body
 CONDITION = "mst_cond_"  # what the names of the conditions of lowered loops begin with
 _ALIGNED = 16  # tokens
-Kind = str | tuple[str, int]  # the pairs: a dim of rows, or the position of a maximum
+# The pairs: a dim of rows, the position of a maximum, or that of a sliced tensor
+Kind = str | tuple[str, int]
 OutputSpec = tuple[Kind, tuple[Any, ...], torch.dtype]  # a size is an int, or a node of a graph
 
 
@@ -132,8 +137,13 @@ def stacked_dim(kind: Kind) -> int | None:
     """The dim of a stacked output that its rows are in; None for other outputs."""
     if isinstance(kind, str):
         return 0 if kind == STACK else None
-    name, dim = kind
-    return dim if name == STACK else None
+    name, number = kind
+    return {STACK: number, OVER: 0}.get(name)
+
+
+def overwritten(kind: Kind) -> int | None:
+    """The position of the sliced tensor that an output is written over; None for other outputs."""
+    return kind[1] if not isinstance(kind, str) and kind[0] == OVER else None
 
 
 # ---- parts of chunks -----------------------------------------------------------------------------

@@ -25,8 +25,8 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.heads import DROPOUT, is_attention_item
-from mstpass.graph.joint import tensors_of
+from mstpass.graph.heads import DROPOUT, is_attention, is_attention_item
+from mstpass.graph.joint import numel, tensors_of
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, has_argument, tensor_inputs
 from mstpass.graph.tokens import WHOLE, Refusal, Spec
@@ -58,6 +58,13 @@ def is_backward(node: fx.Node) -> bool:
     """Whether the node is the backward of an attention."""
     attention = ops.attention_of(node)
     return attention is not None and attention.backward
+
+
+def shares_keys(node: fx.Node) -> bool:
+    """Whether the node is an attention in which several queries of a token have the same keys."""
+    if not is_attention(node) or is_backward(node):
+        return False
+    return 2 * numel(argument(node, "key")) <= numel(argument(node, "query"))
 
 
 def result_by_row(node: fx.Node, position: int) -> bool:

@@ -13,14 +13,16 @@ which hold the mask's rows of one chunk (regions/masked_attention.py): *save* ke
 *recompute* nothing. These are offered in long and in short chunks, in place of the others where the
 mask is larger than what loops over heads hold in parts: those read the whole mask.
 
-Under ``chunk="blocks"`` attention and the MLP behind it are one region, where they can be, in place
-of one each (regions/blocks.py), in the same two modes, over the tokens.
+Where queries share keys, attention and the MLP behind it may be one region, a block, in the same
+two modes, over the tokens (regions/blocks.py). Its loops are offered in place of those over heads,
+beside those of the MLP alone. ``chunk="blocks"`` has them alone, and wherever they can be.
 
 Without a budget attention stays whole: the loops compute its projections, or its mask, twice.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence, Set
 
@@ -30,6 +32,7 @@ from mstpass.graph import ops
 from mstpass.graph.axes import HEADS, QUERIES
 from mstpass.graph.heads import is_attention, is_product
 from mstpass.graph.joint import JointGraph, nbytes
+from mstpass.graph.query_rows import shares_keys
 from mstpass.graph.tokens import WHOLE
 from mstpass.limit import Limit
 from mstpass.loops.candidate_modes import RegionCandidates, find_candidates, name_of
@@ -50,23 +53,29 @@ _LEAST_ROWS, _BLOCK = (2048, 512), 32  # of queries in a chunk, long or short; o
 
 def loops_over_heads(options: Options, limit: Limit) -> bool:
     """Whether attention may run in loops: where a budget may ask for less memory."""
-    return not limit.is_free and options.chunk in ("auto", "blocks")
+    return not limit.is_free and options.chunk in ("auto", "blocks", "heads")
+
+
+def may_have_blocks(joint: JointGraph, options: Options, limit: Limit) -> bool:
+    """Whether blocks may be of use. With a key for each query they need more than loops over heads:
+    all keys, values and their gradients are as large as what such loops hold."""
+    if not loops_over_heads(options, limit) or options.chunk == "heads":
+        return False
+    return options.chunk == "blocks" or any(map(shares_keys, joint.nodes))
 
 
 def all_candidates(
-    joint: JointGraph, options: Options, limit: Limit
+    joint: JointGraph, options: Options, limit: Limit, with_blocks: bool
 ) -> tuple[list[RegionCandidates], list[Rejection]]:
     """The candidates of all regions."""
     candidates, rejections = find_candidates(joint, options, limit)
     if not loops_over_heads(options, limit):
         return candidates, rejections
-    if options.chunk == "blocks":
+    if with_blocks:
         blocks, refused_blocks = block_candidates(joint, options)
-        inside = {name for block in blocks for name in _computed_in(block)}
-        apart = [c for c in candidates if inside.isdisjoint(_computed_in(c))]
-        candidates, rejections = [*apart, *blocks], [*rejections, *refused_blocks]
-    plans = (candidate.plans[0][1] for candidate in candidates)
-    members = {joint.by_name[name] for plan in plans for name, _ in plan.members}
+        candidates = _with_blocks(candidates, blocks, alone=options.chunk == "blocks")
+        rejections = [*rejections, *refused_blocks]
+    members = {joint.by_name[name] for candidate in candidates for name in candidate.members}
     taken = {node for node in members if not ops.is_cheap_view(node)}
     accumulate = INPUT if options.accumulate == INPUT else FLOAT32
     attention, refused = attention_candidates(joint, taken, accumulate)
@@ -95,9 +104,27 @@ def block_candidates(
     return candidates, [*dict.fromkeys(rejections)]
 
 
+def _with_blocks(
+    candidates: Sequence[RegionCandidates], blocks: Sequence[RegionCandidates], alone: bool
+) -> list[RegionCandidates]:
+    """The candidates with those of blocks in the place of their MLPs', or beside them."""
+    found = []
+    inside: set[str] = set()
+    for block in blocks:
+        computed = _computed_in(block)
+        mlps = [c for c in candidates if not computed.isdisjoint(_computed_in(c))]
+        inside |= computed
+        if len(mlps) == 1 and not alone:
+            (mlp,) = mlps
+            named = tuple((f"{name}, block", plan) for name, plan in block.plans)
+            block = dataclasses.replace(mlp, plans=(*mlp.plans, *named))
+        found.append(block)
+    return [*(c for c in candidates if inside.isdisjoint(_computed_in(c))), *found]
+
+
 def _computed_in(candidate: RegionCandidates) -> set[str]:
     """The names of the members that belong to a region alone."""
-    return {name for name, spec in candidate.plans[0][1].members if spec != WHOLE}
+    return {name for name, spec in candidate.members.items() if spec != WHOLE}
 
 
 def attention_candidates(

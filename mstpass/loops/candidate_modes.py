@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from mstpass.graph.axes import TOKENS
 from mstpass.graph.joint import JointGraph
+from mstpass.graph.tokens import Spec
 from mstpass.limit import Limit
 from mstpass.loops.chunk_length import FEW, LONG, SHORT, USUAL
 from mstpass.loops.free_overhead import spend_free_overhead
@@ -60,6 +61,11 @@ class RegionCandidates:
 
     def __getitem__(self, name: str) -> ChunkPlan:
         return dict(self.plans)[name]
+
+    @property
+    def members(self) -> dict[str, Spec | None]:
+        """The nodes of all these ways, each with its spec."""
+        return {name: spec for _, plan in self.plans for name, spec in plan.members}
 
     def in_forward(self) -> RegionCandidates:
         """The same region with those ways alone that have all loops in the forward."""

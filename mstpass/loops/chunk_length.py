@@ -12,7 +12,8 @@ Three rules decide it, with N tokens in all:
 
        c <= share * N * stacked_bytes / buffered_bytes
 
-   Shorter chunks would hardly lower the peak. For the least memory the share is half of that.
+   Shorter chunks would hardly lower the peak. For the least memory the share is half of that; of
+   loops through attention, which are long, the least share that rule 1 allows.
    Long chunks, for steps that have no time to lose, are the shortest that take at most ``_LONG``
    times as long as the whole, or as the fastest chunks, instead of ``GOOD``. Chunks whose sums are
    kept in 16 bits are as many as the error of these sums allows (plans.py).
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import math
 
-from mstpass.graph.axes import FEATURES
+from mstpass.graph.axes import FEATURES, QUERIES
 from mstpass.graph.device_costs import GOOD, Costs, costs_of
 from mstpass.graph.joint import nbytes, tensors_of
 from mstpass.graph.loop_work import LoopWork, head_loop_work
@@ -88,7 +89,7 @@ def chunk_length(
     good = max(fewest, costs.least_rows(work, GOOD))
     share = _BUFFERED_SHARE
     if length == SHORT:
-        good, share = fewest, share / 2
+        good, share = fewest, 0.0 if facts.region.axis == QUERIES else share / 2
     if unbounded and tokens < 2 * good:
         return good  # this batch is too short to choose by; a later one may be long
     if tokens < 2 * fewest:

@@ -1,7 +1,8 @@
 """Lower ``mst_loop`` to Inductor's ``while_loop``, with accumulators that are updated in place.
 
     buffers = empty for each output that the first chunk writes, zeros for each other sum, and for
-              all sums if the loop may have no chunk; -inf for maxima
+              all sums if the loop may have no chunk; -inf for maxima; for outputs that are written
+              over a sliced input that one, or a copy of it if something else reads it
     i, *buffers = while_loop(cond, step, (0, *buffers), (*sliced, *whole, *symbols))
 
 ``cond`` and ``step`` are the graphs of loops/while_loop_step.py. ``symbols`` are the inputs that
@@ -34,9 +35,10 @@ from mstpass.graph.buffer_ops import call_buffer_ops_as_they_are, counter, done
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.grouped_products import GROUPED_OPS
 from mstpass.graph.joint import value_of
-from mstpass.graph.loop_op import CONDITION, OutputSpec, initial, mst_loop
+from mstpass.graph.loop_op import CONDITION, OutputSpec, initial, mst_loop, overwritten
 from mstpass.graph.materialization import REALIZE
 from mstpass.graph.sizes import Size, expression, is_size, symbols_of
+from mstpass.graph.written_over import is_last_reader
 from mstpass.loops.while_loop_step import LoopCall, fitted_step, fixed_step
 from mstpass.torch_internals.fake_tensors import first_expression, renamed
 from mstpass.torch_internals.inductor import select_decomp_table, write_to_memory
@@ -77,7 +79,11 @@ class _Lowering:
         args: Any = call.args
         body, *sizes, specs, sliced, whole = args
         with self.graph.inserting_before(call):
-            sliced = tuple(self._written(self._at_offset_zero(node)) for node in sliced)
+            over = {overwritten(kind): position for position, (kind, _, _) in enumerate(specs)}
+            sliced = tuple(
+                self._written(self._own(call, node) if n in over else self._at_offset_zero(node))
+                for n, node in enumerate(sliced)
+            )
             whole = tuple(map(self._written, whole))
             call.args = (body, *sizes, specs, sliced, whole)
             loop_call = LoopCall(
@@ -90,8 +96,11 @@ class _Lowering:
             zero = self.builder.call(counter, 0)
             buffers = [
                 self._buffer(spec, device, loop_call.starts_empty(position, has_chunks))
+                if (n := overwritten(spec[0])) is None
+                else sliced[n]
                 for position, spec in enumerate(specs)
             ]
+            sliced = tuple(node for n, node in enumerate(sliced) if n not in over)
             extra = (*sliced, *whole, *self._symbols((*buffers, *sliced, *whole)))
             names = self._subgraphs(call, loop_call, (zero, *buffers, *extra))
             cond, step = (self.graph.get_attr(name) for name in names)
@@ -146,6 +155,12 @@ class _Lowering:
         storage, in old versions from the start of the input. At offset zero both agree.
         """
         if expression(node.meta["val"].storage_offset()) == 0:
+            return node
+        return self.builder.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def _own(self, call: fx.Node, node: fx.Node) -> fx.Node:
+        """The value, if the loop may write over it; else a copy."""
+        if is_last_reader(call, node) and expression(node.meta["val"].storage_offset()) == 0:
             return node
         return self.builder.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 

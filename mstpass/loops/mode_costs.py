@@ -33,6 +33,7 @@ from mstpass.memory.allocation import allocated_bytes, buffer_bytes
 from mstpass.memory.simulate_graph import body_bytes
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import Loop, LoopResult, Mode, RegionModes, loop_name
+from mstpass.regions.blocks import KIND as BLOCK
 
 WHOLE = "whole"  # the mode without loops
 
@@ -51,7 +52,7 @@ def region_modes(
             region.region,
             (
                 *([Mode(WHOLE)] if region.whole_first else []),
-                *(Mode(name, loops.of(plan)) for name, plan in region.plans),
+                *(Mode(n, loops.of(plan), plan.kind == BLOCK) for n, plan in region.plans),
                 *([Mode(WHOLE)] if region.optional and not region.whole_first else []),
             ),
         )
@@ -162,4 +163,4 @@ def _result(joint: JointGraph, loop: LoopPlan, item: LoopOutput) -> LoopResult:
         element_bytes = max(loop.least_sum_bytes, value.element_size())
         size = size // value.element_size() * element_bytes
         return LoopResult(item.node, allocated_bytes(size, value.device), scale, cast)
-    return LoopResult(item.node, buffer_bytes(node), scale)
+    return LoopResult(item.node, 0 if item.over else buffer_bytes(node), scale, over=item.over)

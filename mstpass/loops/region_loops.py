@@ -21,10 +21,11 @@ from collections.abc import Iterable, Set
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import ALONG_A_DIM
+from mstpass.graph.axes import ALONG_A_DIM, QUERIES
 from mstpass.graph.joint import nbytes
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.region_facts import RegionFacts
+from mstpass.loops.results_over_operands import with_results_over_operands
 from mstpass.loops.rounds import outputs_by_round
 from mstpass.loops.sections import Sections
 from mstpass.loops.values_to_save import values_to_save
@@ -131,7 +132,7 @@ def _forward_and_backward_loop(facts: RegionFacts, saved: list[fx.Node]) -> list
     of_backward = {n: k for n, k in facts.rounds.items() if n in facts.backward}
     early = _with_free_outputs(facts, facts.early) | facts.handed_on
     returned = _unique(backward, facts.joint.sorted(facts.handed_on))
-    return [
+    loops = [
         *(
             _loop(facts, "forward", outputs, set())
             for outputs in outputs_by_round(of_forward, [*forward, *more], early)
@@ -141,6 +142,7 @@ def _forward_and_backward_loop(facts: RegionFacts, saved: list[fx.Node]) -> list
             for outputs in outputs_by_round(of_backward, returned, early)
         ),
     ]
+    return with_results_over_operands(facts, loops) if facts.region.axis == QUERIES else loops
 
 
 def _handed_on_to(facts: RegionFacts, outputs: list[fx.Node]) -> set[fx.Node]:

@@ -8,7 +8,7 @@ With c tokens in a chunk, n chunks and N tokens in all::
               rows(t) = t[start : start + c]                # as_strided, no copy
               parts = body(*map(rows, sliced), *whole[, valid])
               for each output, in order:
-                  stacked: rows(buffer) <- part
+                  stacked: rows(buffer) <- part             # over an input: where valid
                   summed:  buffer += part                   # first chunk: buffer <- part
                   other:   buffer <- combined(buffer, part) # graph/loop_op.py
               return i + 1
@@ -52,6 +52,7 @@ from mstpass.graph.loop_op import (
     OutputSpec,
     combined,
     fitted_length,
+    overwritten,
     stacked_dim,
     takes_start,
 )
@@ -68,7 +69,8 @@ _Step = Callable[..., tuple[torch.Tensor, ...]]
 class LoopCall:
     """The call of an ``mst_loop``: what a step runs on the rows of one chunk.
 
-    The operands of a step are the buffers, the sliced inputs, the whole inputs and the symbols.
+    The operands of a step are the buffers, the sliced inputs, the whole inputs and the symbols. A
+    sliced input that an output is written over is that output's buffer.
     """
 
     body: fx.GraphModule
@@ -98,8 +100,10 @@ class LoopCall:
             return aten.as_strided.default(tensor, size, stride, start * stride[dim])
 
         num_buffers = len(self.specs)
-        buffers, inputs = operands[:num_buffers], operands[num_buffers:]
-        sliced, whole = inputs[: self.num_sliced], inputs[self.num_sliced :][: self.num_whole]
+        buffers, sliced = operands[:num_buffers], self.sliced(operands)
+        behind = num_buffers + self.num_sliced - len(self._over)
+        whole = operands[behind:][: self.num_whole]
+        kept = after if self._over else ()  # rows that only their first chunk writes
         first = (start,) if takes_start(self.body) else ()
         env: dict[fx.Node, Any] = {}
         results = self._results(env)
@@ -111,7 +115,7 @@ class LoopCall:
                 (kind, _, _), buffer = self.specs[position], buffers[position]
                 result, dim = results[position], stacked_dim(kind)
                 if dim is not None:
-                    result.write_to(rows(buffer, dim))
+                    result.write_to(rows(buffer, dim), dim, *kept)
                 elif kind == SUM:
                     result.add_to(buffer, start)
                 else:
@@ -134,12 +138,28 @@ class LoopCall:
         write_until(num_buffers)
         return buffers
 
+    @property
+    def _over(self) -> dict[int, int]:
+        """The sliced inputs that outputs are written over, with the positions of these."""
+        found = {overwritten(kind): position for position, (kind, _, _) in enumerate(self.specs)}
+        return {number: position for number, position in found.items() if number is not None}
+
+    def sliced(self, operands: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        """The sliced inputs among the operands."""
+        others = iter(operands[len(self.specs) :])
+        return [
+            operands[self._over[number]] if number in self._over else next(others)
+            for number in range(self.num_sliced)
+        ]
+
     def _results(self, env: dict[fx.Node, Any]) -> list[_Result]:
         """The outputs of the body, whose values are in ``env`` once it has run."""
         outputs: Any = self.body.graph.output_node().args[0]
+        dims = [stacked_dim(kind) for kind, _, _ in self.specs]
+        # Rows that are written over, or not all written, are no place for the parts of a result.
         return [
-            _Result(node, _parts_in_place(node, stacked_dim(kind)), env)
-            for node, (kind, _, _) in zip(outputs, self.specs, strict=True)
+            _Result(n, [] if self._over and d is not None else _parts_in_place(n, d), env)
+            for n, d in zip(outputs, dims, strict=True)
         ]
 
     def _run(
@@ -232,7 +252,7 @@ def fitted_step(call: LoopCall, chunk_tokens: int) -> tuple[_Cond, _Step]:
     """Condition and step for a symbolic N; the counter is the first row of a chunk."""
 
     def num_tokens(operands: tuple[torch.Tensor, ...]) -> int:
-        return operands[len(call.specs)].shape[0]  # of the first sliced input
+        return call.sliced(operands)[0].shape[0]
 
     def cond(i: torch.Tensor, *operands: torch.Tensor) -> Any:
         return i.item() < num_tokens(operands)
@@ -277,8 +297,16 @@ class _Result:
         result: torch.Tensor = self.env[self.node]
         return result
 
-    def write_to(self, rows: torch.Tensor) -> None:
-        """Write a stacked output into its rows of the buffer."""
+    def write_to(self, rows: torch.Tensor, dim: int, *where: torch.Tensor) -> None:
+        """Write a stacked output into its rows of the buffer, those in ``dim``.
+
+        Args:
+            where: which rows are written, if not all are.
+        """
+        for valid in where:
+            shape = [1] * dim + [-1] + [1] * (rows.dim() - dim - 1)
+            rows.copy_(torch.where(valid.view(shape), self.value(), rows))
+            return
         products = self._products()
         for number, (target, left, right, *others) in enumerate(products):
             if target is grouped_sums:

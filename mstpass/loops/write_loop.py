@@ -22,7 +22,7 @@ from mstpass.graph.axes import TOKEN_AXIS, Axis, axis_of
 from mstpass.graph.builder import Builder, SizeNodes, fake_values
 from mstpass.graph.checkpoint_policies import policies_of, tag_of
 from mstpass.graph.joint import JointGraph, value_of
-from mstpass.graph.loop_op import STACK, SUM, Kind, OutputSpec, mst_loop
+from mstpass.graph.loop_op import OVER, STACK, SUM, Kind, OutputSpec, mst_loop
 from mstpass.graph.node_meta import inside_meta, origin_meta, policy_meta, replacement_meta
 from mstpass.graph.renew_values import Renewal
 from mstpass.graph.sizes import Size, same_shape
@@ -75,8 +75,9 @@ class LoopWriter:
         sliced = [self._as_rows(env[node], spec, axis, inside) for node, spec in inputs if spec]
         whole = [env[node] for node, spec in inputs if not spec and not is_literal(node)]
         body = self._body(loop)
+        rows = [item.node for item in loop.inputs if item.spec]
         specs = tuple(
-            self._output_spec(axis, loop, item, dtype if loop.accumulate == FLOAT32 else None)
+            self._output_spec(axis, loop, item, dtype if loop.accumulate == FLOAT32 else None, rows)
             for item, dtype in zip(loop.outputs, body.dtypes, strict=True)
         )
         (num_tokens,) = self.sizes.arguments(sliced[0].meta["val"].shape[:1])
@@ -133,9 +134,18 @@ class LoopWriter:
         return _LoopBody(self.modules[code], tuple(part.meta["val"].dtype for part in parts))
 
     def _output_spec(
-        self, axis: Axis, loop: LoopPlan, item: LoopOutput, dtype: torch.dtype | None
+        self,
+        axis: Axis,
+        loop: LoopPlan,
+        item: LoopOutput,
+        dtype: torch.dtype | None,
+        rows: list[str],
     ) -> OutputSpec:
-        """An output in this dtype; None: in that of the node."""
+        """An output in this dtype; None: in that of the node.
+
+        Args:
+            rows: the sliced inputs.
+        """
         value = value_of(self.joint.by_name[item.node])
         assert value is not None
         dtype = dtype or value.dtype
@@ -145,7 +155,8 @@ class LoopWriter:
             kind: Kind = (SUM, names.index(item.relative_to)) if relative else item.combine
             return kind, tuple(self.sizes.arguments(value.shape)), dtype
         shape, dim = axis.stacked(value.shape, item.spec)
-        return (STACK, dim) if dim else STACK, tuple(self.sizes.arguments(shape)), dtype
+        kind = (OVER, rows.index(item.over)) if item.over else (STACK, dim) if dim else STACK
+        return kind, tuple(self.sizes.arguments(shape)), dtype
 
     def _fake_results(
         self, specs: tuple[OutputSpec, ...], device: torch.device

@@ -17,7 +17,7 @@ import math
 
 import torch
 
-from mstpass.graph.attention_rows import MOST_KEYS
+from mstpass.graph.attention_rows import keys_of_block
 from mstpass.graph.op_table import row_of
 from mstpass.memory.attention_workspace import cpu_flash_bytes
 from mstpass.torch_internals.graphs import OpCall, Operand
@@ -34,7 +34,7 @@ def rows_bytes(call: OpCall) -> int:
     rows = math.prod(query.shape)
     size = query.dtype.itemsize
     wide = max(size, _FLOAT)
-    block = min(key.shape[2], MOST_KEYS)
+    block = min(key.shape[2], keys_of_block(query.shape[2])) if attention.backward else key.shape[2]
     of_block = {"query": _folded(query, key.shape[1]), "key": _first(key, block)}
     of_block["value"] = _first(value, block)
     on_block = dataclasses.replace(call, arguments={**call.arguments, **of_block})

@@ -18,6 +18,7 @@ from mstpass.graph.joint import tensors_of
 from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.scatter_rows import rows_of
 from mstpass.graph.sizes import depends_on_data, hint_numel, is_size
+from mstpass.graph.written_over import written_over
 from mstpass.memory.allocation import buffer_bytes
 from mstpass.memory.kernels import Kernels
 from mstpass.memory.op_kinds import concatenates, kind_of, num_unrolled, writes_anywhere
@@ -25,10 +26,7 @@ from mstpass.memory.own_loops import broadcasts, has_own_loops, merges_dims
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.memory.workspaces import node_workspace_bytes
-from mstpass.problem.op import (
-    SCATTER,
-    Op,
-)
+from mstpass.problem.op import SCATTER, VIEW, Op
 
 aten = torch.ops.aten
 
@@ -127,12 +125,13 @@ def op_of(
             buffer of their own.
         scatters_delayed: as in ``simulate_step``.
     """
-    kind = kind_of(node)
-    in_no_buffer = node in in_place or is_input_write(node)
+    over = written_over(node)
+    kind = kind_of(node) if over is None else VIEW  # of the operand
+    in_no_buffer = node in in_place or is_input_write(node) or over is not None
     return Op(
         name=node.name,
         bytes=0 if in_no_buffer or is_on_host(node) else buffer_bytes(node),
-        inputs=tuple(n.name for n in _read(node)),
+        inputs=tuple(n.name for n in (*([over] if over else []), *_read(node))),
         kind=kind,
         inner_bytes=_inner_bytes(node),
         slow=_is_on_cpu(node) and ops.row(node).slow_on_cpu,

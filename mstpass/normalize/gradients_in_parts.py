@@ -14,6 +14,7 @@ Pseudo-code, for each backward of attention, of what depends on the gradients of
     of each node: its part by these, and its part by other gradients
     where an op has both: apply it to each, as it is linear in them
     where a product, or an op that is not linear, reads the value: the sum of both
+    a cast to a wider dtype that ends the sums: of the sum
 """
 
 from __future__ import annotations
@@ -87,6 +88,9 @@ class _Split:
                 if any(map(is_product, ops.readers_through_views(node))):
                     continue  # it exists as a whole
             self.parts[node] = parts
+        for node in reversed([*self.split]):
+            if ops.widens(node) and all(user not in self.split for user in node.users):
+                del self.split[node]  # it reads the sum, which takes less memory
         return {self._joined(node).name for node in self.split if self._readers(node)}
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:

@@ -16,7 +16,7 @@ reported is traced itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mstpass.problem.op import CALL
 from mstpass.problem.problem import CutProblem, Loop, RegionModes, Value
@@ -43,23 +43,24 @@ def scaled(
         per_token = size and any(size % count == 0 for count in token_counts)
         return int(size * factors.tokens) if per_token else size
 
+    us = {v.name: v.us for v in (*problem.values, *problem.backward)}
     # Attention within documents of a fixed length does not grow.
     growing = {v.name for v in (*problem.values, *problem.backward) if scale(v.bytes) != v.bytes}
 
     def scaled_value(value: Value) -> Value:
         attention = value.kind == CALL and _is_attention(value.name)
-        us, inner_bytes = value.us * factors.tokens, value.inner_bytes
+        size, time, inner_bytes = scale(value.bytes), value.us * factors.tokens, value.inner_bytes
         if attention:
             grows = not growing.isdisjoint(value.inputs)
-            us = us * factors.length if grows else value.us * factors.batch
+            time = time * factors.length if grows else value.us * factors.batch
             inner_bytes = int(inner_bytes * (factors.tokens if grows else factors.batch))
-        return dataclasses.replace(value, bytes=scale(value.bytes), inner_bytes=inner_bytes, us=us)
+        return dataclasses.replace(value, bytes=size, inner_bytes=inner_bytes, us=time)
 
     return dataclasses.replace(
         problem,
         values=tuple(map(scaled_value, problem.values)),
         backward=tuple(map(scaled_value, problem.backward)),
-        regions=tuple(_region(region, scale, factors) for region in problem.regions),
+        regions=tuple(_region(region, scale, factors, us) for region in problem.regions),
     )
 
 
@@ -75,21 +76,30 @@ class _Factors:
         return self.length * self.batch
 
 
-def _region(region: RegionModes, scale: Scale, factors: _Factors) -> RegionModes:
-    modes = (
-        dataclasses.replace(mode, loops=tuple(_loop(loop, scale, factors) for loop in mode.loops))
-        for mode in region.modes
-    )
+def _region(
+    region: RegionModes, scale: Scale, factors: _Factors, us: Mapping[str, float]
+) -> RegionModes:
+    modes = []
+    for mode in region.modes:
+        loops = tuple(_loop(loop, scale, factors, us) for loop in mode.loops)
+        if not mode.wide:
+            loops = tuple(_with_all_tokens(loop, factors) for loop in loops)
+        modes.append(dataclasses.replace(mode, loops=loops))
     return dataclasses.replace(region, modes=tuple(modes))
 
 
-def _loop(loop: Loop, scale: Scale, factors: _Factors) -> Loop:
+def _loop(loop: Loop, scale: Scale, factors: _Factors, us: Mapping[str, float]) -> Loop:
     results = tuple(dataclasses.replace(r, bytes=scale(r.bytes)) for r in loop.results)
-    us = loop.us * factors.tokens
+    attention_us = min(loop.us, sum(us[n] for n in loop.members if _is_attention(n)))
+    more_us = attention_us * (factors.length - 1)
+    return dataclasses.replace(loop, results=results, us=(loop.us + more_us) * factors.tokens)
+
+
+def _with_all_tokens(loop: Loop, factors: _Factors) -> Loop:
+    """The loop; over heads, with the workspace of a group of them."""
     if not any(map(_is_attention, loop.members)):
-        return dataclasses.replace(loop, results=results, us=us)
-    inner_bytes, us = int(loop.inner_bytes * factors.tokens), us * factors.length
-    return dataclasses.replace(loop, results=results, inner_bytes=inner_bytes, us=us)
+        return loop
+    return dataclasses.replace(loop, inner_bytes=int(loop.inner_bytes * factors.tokens))
 
 
 def _is_attention(name: str) -> bool:

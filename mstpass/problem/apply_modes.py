@@ -100,9 +100,9 @@ def loop_values(loop: Loop, nodes: Mapping[str, Value]) -> list[Value]:
         Value(
             result.name,
             result.bytes,
-            (loop.name,),
-            ITEM,
-            savable=not recompute,
+            (result.over, loop.name) if result.over else (loop.name,),
+            VIEW if result.over else ITEM,
+            savable=not (recompute or result.over),
             tag=tag if recompute else "",
             offload=nodes[result.node].offload if result.name == result.node else "",
         )

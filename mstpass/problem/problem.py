@@ -87,12 +87,15 @@ class LoopResult:
         bytes: size of the loop's own buffer, whose dtype may be wider than the node's.
         scale: the node that the buffer is multiplied by after the loop; empty for none.
         cast: the loop sums in a wider dtype, and the buffer is cast to the node's after the loop.
+        over: the node whose buffer the loop reads last and writes it into; empty for one of its
+            own, which alone has ``bytes``.
     """
 
     node: str
     bytes: int
     scale: str = ""
     cast: bool = False
+    over: str = ""
 
     @property
     def name(self) -> str:
@@ -130,10 +133,15 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One way to run a region. A mode without loops leaves the region as it was traced."""
+    """One way to run a region. A mode without loops leaves the region as it was traced.
+
+    Attributes:
+        wide: its loops also compute attention, which others leave whole.
+    """
 
     name: str
     loops: tuple[Loop, ...] = ()
+    wide: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

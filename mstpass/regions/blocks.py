@@ -237,11 +237,15 @@ class _Block:
         return base not in self.joint.backward and base in self.bases
 
     def _drop_unused(self) -> None:
-        """Leave out what others make for themselves: views of results, and what no gradient is."""
+        """Leave out what others make for themselves, and what no gradient is.
+
+        The former are views of results, and their casts to wider dtypes.
+        """
         for node in reversed(self.joint.sorted(self.specs)):
             if node in self.joint.forward or any(user in self.specs for user in node.users):
                 continue
-            if node not in self.joint.backward or (self.specs[node] and ops.is_cheap_view(node)):
+            is_small = self.specs[node] and (ops.is_cheap_view(node) or ops.widens(node))
+            if is_small or node not in self.joint.backward:
                 del self.specs[node]
 
     # ---- specs ---------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ def check_loops(nodes: Sequence[Any], condition: str) -> None:
     """Check that the schedule runs a graph's loops, each before what reads its results.
 
     A loop writes into buffers that exist before it (loops/lowering.py), and nothing but the loop
-    may touch them until it has run. A scheduler that loses the names of what a loop writes could
+    may touch them until it has run, but for a loop before it in whose results it writes its own. A
+    scheduler that loses the names of what a loop writes could
     move a reader in front of it (scheduler_mends.py); gradients would then be wrong, and nothing
     would say so.
 
@@ -76,18 +77,19 @@ def check_loops(nodes: Sequence[Any], condition: str) -> None:
     read: set[str] = set()
     found = 0
     for part in (part for node in nodes for part in node.get_nodes()):
-        real_name = part.scheduler.mutation_real_name
+        real_name, own = part.scheduler.mutation_real_name, set[str]()
         if _is_loop(part.node, condition):
             found += 1
             results = part.get_outputs()
-            written = {real_name.get(n, n) for r in results for n in r.get_mutations()}
-            early = sorted(written & read)
+            written = own = {real_name.get(n, n) for r in results for n in r.get_mutations()}
+            early = sorted((written | {r.get_name() for r in results}) & read)
             if not written:
                 raise LostLoopError("a loop in Inductor's schedule writes no buffer")
             if early:
                 raise LostLoopError(f"Inductor reads {early[0]} before the loop that fills it")
         deps = part.read_writes.reads
-        read |= {real_name.get(d.name, d.name) for d in deps if not isinstance(d, WeakDep)}
+        names = {d.name for d in deps if not isinstance(d, WeakDep)}
+        read |= names.union(real_name.get(name, name) for name in names) - own
     if found != expected:
         raise LostLoopError(f"Inductor's schedule has {found} of a graph's {expected} loops")
 

@@ -79,9 +79,8 @@ def test_flex_attention_in_loops_over_heads() -> None:
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h100", "b200"])
-def test_blocks(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks(gpu: str) -> None:
     """Attention of a chunk is told its first row from the host: no loop waits for the GPU."""
-    monkeypatch.setattr("mstpass.pipeline._better", lambda blocks, apart, limit: blocks)
     run = dry_run(*blocks(), gpu=gpu, memory_budget=0.0, chunk="blocks", chunk_tokens=1024)
     assert [region.kind for region in run.report.regions].count("block") == 2
     check_lean(run)

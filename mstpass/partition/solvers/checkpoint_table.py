@@ -51,6 +51,7 @@ class Form:
 
     Attributes:
         backward_bytes: needed while its gradients are computed, besides what is alive at stops.
+        forward_bytes: needed while the forward computes it, besides what is alive at stops.
         kept_bytes: what is kept of the recomputation of the segments from a on while the gradients
             of segment s are computed, for each ``[a, s]``.
         us: time of its forward, of its recomputation once, and of its backward.
@@ -61,6 +62,7 @@ class Form:
     """
 
     backward_bytes: Array
+    forward_bytes: Array
     kept_bytes: Array
     us: Array
     onward_us: Array
@@ -79,7 +81,6 @@ class Costs:
     Attributes:
         forms: the forms in which a unit may run.
         forward_us: the time to compute a segment once more.
-        forward_bytes: what that needs, besides what is alive at stops.
         between_bytes: what the backward holds before it begins with the segments that end at a
             stop, besides what is alive at stops; by stop.
         new_bytes: what is alive at stop m and not at stop a, for each ``[a, m]``.
@@ -87,13 +88,24 @@ class Costs:
 
     forms: Sequence[Form]
     forward_us: Array
-    forward_bytes: Array
     between_bytes: Array
     new_bytes: Array
 
     @property
     def segments(self) -> int:
         return len(self.forward_us)
+
+    @functools.cached_property
+    def forward_bytes(self) -> Array:
+        """What the forward of a segment needs in its leanest form."""
+        return np.min([form.forward_bytes for form in self.forms], axis=0)
+
+    def pass_bytes(self, a: int, forward_bytes: Array) -> Array:
+        """What the forward of the segments from stop a on needs besides what is stored up to it.
+
+        There is what is alive at the beginning of each, up to the end of those.
+        """
+        return np.maximum.accumulate(forward_bytes[a:] + self.new_bytes[a, a:-1])
 
     @functools.cached_property
     def least_us(self) -> Array:
@@ -111,9 +123,10 @@ class Costs:
         stored = _before(np.diagonal(self.new_bytes, 1)[:-1])
         saved, whole = [], []
         for form in (form for form in self.forms if not form.saves):
-            needed = np.maximum(form.backward_bytes, self.forward_bytes)
+            needed = np.maximum(form.backward_bytes, form.forward_bytes)
             saved.append((needed + stored).max())
-            whole.append((needed + form.kept_bytes[0]).max())
+            backward_bytes = (form.backward_bytes + form.kept_bytes[0]).max()
+            whole.append(max(backward_bytes, self.pass_bytes(0, form.forward_bytes)[-1]))
         return float(min(*saved, *whole))
 
 
@@ -226,14 +239,24 @@ class CheckpointTable:
                 continue
             extra_us, onward_us = _before(form.us - self.costs.least_us), _before(form.onward_us)
             for a in range(count):
-                needed = form.backward_bytes[a:] + form.kept_bytes[a, a:]
-                first = np.searchsorted(self.rooms, np.maximum.accumulate(needed))
+                backward_bytes = form.backward_bytes[a:] + form.kept_bytes[a, a:]
+                needed = np.maximum(
+                    np.maximum.accumulate(backward_bytes),
+                    self.costs.pass_bytes(a, form.forward_bytes),
+                )
+                first = np.searchsorted(self.rooms, needed)
                 for b, cell in enumerate(first, a + 1):
                     us = extra_us[b] - extra_us[a] + onward_us[b - 1] - onward_us[a]
                     better = us < ways.us[a, b, cell:]
                     ways.us[a, b, cell:][better] = us
                     ways.choice[a, b, cell:][better] = -1 - number
         return ways
+
+    @functools.cached_property
+    def _pass_bytes(self) -> list[Array]:
+        """From each stop on, what the forward needs in the leanest form."""
+        costs = self.costs
+        return [costs.pass_bytes(a, costs.forward_bytes) for a in range(costs.segments)]
 
     def _nested(self, levels: int | None) -> _Ways:
         """The segments from a to b before the end, with that many levels of nested stops."""
@@ -254,8 +277,7 @@ class CheckpointTable:
                 ways.us[a, b], ways.choice[a, b] = units.us[a, b], units.choice[a, b]
                 if not len(ms):
                     continue
-                pass_bytes = np.maximum.accumulate(self.costs.forward_bytes[a : b - 1])
-                pass_bytes += self.costs.between_bytes[b]
+                pass_bytes = self._pass_bytes[a][: len(ms)] + self.costs.between_bytes[b]
                 us = left.us[a, ms] + self._behind(ways.us[ms, b], self.costs.new_bytes[a, ms])
                 us += (forward_us[ms] - forward_us[a])[:, None]
                 us[self.rooms < pass_bytes[:, None]] = math.inf
@@ -276,8 +298,6 @@ class CheckpointTable:
         for a, host in itertools.product(reversed(range(count)), range(of_host + 1)):
             at = (host, a)
             ways.us[at], ways.choice[at] = self._units.us[a, count], self._units.choice[a, count]
-            forward_bytes = np.maximum.accumulate(self.costs.forward_bytes[a:])
-            ways.us[at][self.rooms < forward_bytes[-1]] = math.inf
             if len(ms := np.arange(a + 1, count)):
                 stored_bytes = self.costs.new_bytes[a, ms]
                 if host_bytes is None:
@@ -285,7 +305,7 @@ class CheckpointTable:
                 else:
                     us = self._behind_on_host(ways.us[:, ms], stored_bytes, host, host_bytes)
                 us += left.us[a, ms]
-                us[self.rooms < forward_bytes[:-1, None]] = math.inf
+                us[self.rooms < self._pass_bytes[a][: len(ms), None]] = math.inf
                 _take(ways, at, us, ms)
             for number, form in enumerate(self.costs.forms):
                 if form.saves and host_bytes is None:
@@ -297,9 +317,8 @@ class CheckpointTable:
         form, end = self.costs.forms[number], self.costs.segments
         us = np.full(len(self.rooms), form.us[a] - self.costs.least_us[a])
         saved_bytes = form.saved_bytes[a]
-        us[self.rooms < max(form.backward_bytes[a] + saved_bytes, self.costs.forward_bytes[a])] = (
-            math.inf
-        )
+        needed = max(form.backward_bytes[a], form.forward_bytes[a])
+        us[self.rooms < needed + saved_bytes] = math.inf
         if a + 1 < end:
             saved_bytes = saved_bytes + self.costs.new_bytes[a, a + 1]
             us += self._behind(ways.us[0, [a + 1]], np.array([saved_bytes]))[0]

@@ -85,12 +85,7 @@ class Chain:
     ):
         self.problems = problems
         first, *others = (ForwardPlaces(problem) for problem in problems)
-        known = [set(map(line.names_at, line.places)) for line in others]
-        self.positions = [
-            place
-            for place in first.spaced()
-            if all(first.names_at(place) in names for names in known)
-        ]
+        self.positions = first.spaced(others)
         self.places = [first.names_at(place) for place in self.positions]
         read = [
             segment_costs(problem, self.places, sets)
@@ -100,7 +95,6 @@ class Chain:
         self.costs = Costs(
             [form for one in read for form in one.forms],
             read[0].forward_us,
-            np.max([one.forward_bytes for one in read], axis=0),
             np.max([one.between_bytes for one in read], axis=0),
             read[0].new_bytes,
         )

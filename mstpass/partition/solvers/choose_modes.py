@@ -34,11 +34,11 @@ def whole_modes(problem: CutProblem) -> dict[str, str]:
 
 
 def first_loops(problem: CutProblem) -> dict[str, str]:
-    """Of each region that is whole at first, the first mode with loops."""
+    """Of each region whose attention is whole at first, the first mode with loops of attention."""
     return {
-        region.region: next(mode.name for mode in region.modes if mode.loops)
+        region.region: _widest(region)[0].name
         for region in problem.regions
-        if not region.modes[0].loops and any(mode.loops for mode in region.modes)
+        if region.modes[0] not in _widest(region)
     }
 
 
@@ -55,7 +55,7 @@ def least_memory_modes(problem: CutProblem) -> dict[str, str]:
 def least_memory_mode(region: RegionModes) -> Mode:
     """The mode whose loops leave the fewest bytes behind; of those that hardly differ in that, the
     one that holds the fewest while it runs."""
-    with_loops = [mode for mode in region.modes if mode.loops] or list(region.modes)
+    with_loops = _widest(region)
     limit_bytes = _HARDLY_MORE * min(map(_left_bytes, with_loops))
     near = [mode for mode in with_loops if _left_bytes(mode) <= limit_bytes]
     return min(near, key=lambda mode: (held_bytes(mode), returned_bytes(mode)))
@@ -135,9 +135,19 @@ def _outdoes(mode: Mode, other: Mode) -> bool:
     return _returns_fewer(other, mode) and held_bytes(mode) < held_bytes(other)
 
 
+def _widest(region: RegionModes) -> list[Mode]:
+    """The modes with loops of attention; else those with loops; else all.
+
+    What the others leave whole is not among what they return.
+    """
+    with_loops = [mode for mode in region.modes if mode.loops] or list(region.modes)
+    return [mode for mode in with_loops if mode.wide] or with_loops
+
+
 def _not_outdone(region: RegionModes) -> list[Mode]:
     """The modes that none outdoes."""
-    return [m for m in region.modes if not any(_outdoes(other, m) for other in region.modes)]
+    modes = _widest(region) if any(mode.wide for mode in region.modes) else region.modes
+    return [m for m in modes if not any(_outdoes(other, m) for other in modes)]
 
 
 def _returned(mode: Mode) -> tuple[bool, int]:

@@ -1,8 +1,9 @@
 """Families of plans: a problem with fewer and with more of the loops that take time.
 
 Such loops are those of regions that are whole until a budget asks for them, attention in groups of
-heads, and those of heads in mixed mode, which compute the logits twice. Searches choose each
-region's mode by its memory, and would take the slowest loops where faster ones do::
+heads; those of blocks, in the place of an MLP's own; and those of heads in mixed mode, which
+compute the logits twice. Searches choose each region's mode by its memory, and would take the
+slowest loops where faster ones do::
 
     none                                      attention is whole
     those that save, and take little time     groups of a few heads keep all threads at work
@@ -76,8 +77,10 @@ def _with_modes(problem: CutProblem, taken: _Taken) -> CutProblem:
 
 
 def _with(problem: CutProblem, taken: _Taken) -> CutProblem:
-    """The problem with only these loops of the regions that are whole at first."""
-    return _with_modes(
-        problem,
-        lambda region, mode: bool(region.modes[0].loops) or not mode.loops or taken(region, mode),
-    )
+    """The problem with only these loops of attention."""
+
+    def kept(region: RegionModes, mode: Mode) -> bool:
+        has_none = not mode.loops or (bool(region.modes[0].loops) and not mode.wide)
+        return has_none or taken(region, mode)
+
+    return _with_modes(problem, kept)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 
 from mstpass.problem.problem import CutProblem
 
@@ -37,25 +38,31 @@ class ForwardPlaces:
         """The values to save at a place: those alive there."""
         return frozenset(self.values[i].name for i in self._alive_at[place])
 
-    def spaced(self) -> list[int]:
+    def spaced(self, others: Iterable[ForwardPlaces] = ()) -> list[int]:
         """Some of the places, in order: between two of them lie time or bytes worth a place.
 
         Of places that are close to each other the one with the fewest bytes alive is taken.
+
+        Args:
+            others: the forward with other modes, which have the same values alive at these places.
         """
         weights, apart = self._weights(), _APART
-        places = self.places if len(self.places) <= _MOST_PLACES else self._narrower_than_beside()
+        known = [set(map(other.names_at, other.places)) for other in others]
+        places = [p for p in self.places if all(self.names_at(p) in names for names in known)]
+        if len(places) > _MOST_PLACES:
+            places = self._narrower_than_beside(places)
         found = self._clusters(places, weights, apart)
         while len(found) > _MOST_PLACES:
             apart *= _FURTHER
             found = self._clusters(places, weights, apart)
         return [min(close, key=self._alive_bytes) for close in found]
 
-    def _narrower_than_beside(self) -> list[int]:
+    def _narrower_than_beside(self, places: list[int]) -> list[int]:
         """Without the places that have one beside them at which far fewer bytes are alive."""
-        sizes = [self._alive_bytes(place) for place in self.places]
+        sizes = [self._alive_bytes(place) for place in places]
         return [
             place
-            for i, (place, size) in enumerate(zip(self.places, sizes, strict=True))
+            for i, (place, size) in enumerate(zip(places, sizes, strict=True))
             if size <= _AS_NARROW * min(sizes[max(0, i - _BESIDE) : i + _BESIDE + 1])
         ]
 

@@ -17,7 +17,7 @@ from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.problem import CutProblem
 from mstpass.problem.saved_set import must_offload
 
-_HALVED = 6  # times, for which checkpoints for a host so large are tried
+_HOSTS, _SMALLER = 12, 2**-0.5  # for which checkpoints are tried; from one to the next
 
 
 def least_host_memory(problem: CutProblem, limit_bytes: int, host_bytes: int) -> Candidate | None:
@@ -48,8 +48,8 @@ def own_pinned_bytes(candidate: Candidate) -> int:
 def _every_plan(problem: CutProblem, limit_bytes: int) -> Iterator[Candidate]:
     placed = problem.cached(CheckpointPlans)
     yield from reversed(placed.some())
-    for halved in range(_HALVED):
-        yield from reversed(placed.by_host(placed.stops_bytes >> halved))
+    for number in range(_HOSTS):
+        yield from reversed(placed.by_host(int(placed.stops_bytes * _SMALLER**number)))
     last_first = tuple(reversed(problem.cached(families)))  # the last ones have the lowest peaks
     for family in last_first:
         yield from family.landmarks()

@@ -41,7 +41,6 @@ class SegmentCosts:
     forms: Sequence[Form]
     saved: Sequence[Sequence[frozenset[str]]]
     forward_us: Array
-    forward_bytes: Array
     between_bytes: Array
     new_bytes: Array
 
@@ -64,7 +63,6 @@ def segment_costs(
         forms,
         saved,
         reader.us(value for value in problem.values if value.forward),
-        reader.highest(reader.apart.forward, reader.in_forward, reader.stored),
         reader.between_bytes(),
         reader.new_bytes(),
     )
@@ -89,7 +87,6 @@ class _Reader:
         self.stops = [frozenset[str](), *(names - self.whole.saved for names in places)]
         self.stored = frozenset[str]().union(*self.stops)
         self.apart = self._step(self.stored)
-        self.in_forward = {op.name: self.segment[op.name] for op in self.apart.program.forward}
         self.in_backward = self._backward_segments()
 
     def _step(self, names: frozenset[str]) -> StepSimulation:
@@ -101,6 +98,7 @@ class _Reader:
         again_us = self.us(self.apart.program.backward)
         return Form(
             self.highest(self.apart.backward, self.in_backward, self.stored),
+            self.forward_bytes(self.apart, self.stored),
             self._kept_bytes(),
             self._step_us(self.apart),
             np.maximum(0.0, self.us(self.whole.program.backward) - again_us),
@@ -121,6 +119,7 @@ class _Reader:
         saved = [self.in_segment(names, segment) for segment in range(self.count)]
         return Form(
             self.highest(step.backward, segments, self.stored | names),
+            self.forward_bytes(step, self.stored | names),
             kept_bytes,
             self._step_us(step),
             none,
@@ -189,6 +188,11 @@ class _Reader:
             segment = segments[moment.node]
             found[segment] = max(found[segment], moment.bytes - there)
         return found
+
+    def forward_bytes(self, step: StepSimulation, stored: Set[str]) -> Array:
+        """The highest bytes of each segment in the forward, besides what is stored."""
+        segments = {op.name: self.segment[op.name] for op in step.program.forward}
+        return self.highest(step.forward, segments, stored)
 
     def between_bytes(self) -> Array:
         """What is in memory behind the last moment of each segment of the backward."""
