@@ -194,13 +194,17 @@ def _run_stages(
         return Result(_outcome((), detected.rejections))
     static_inputs = torch_kwargs.get("static_lifetime_input_indices")
     alone = functools.partial(inductor_alone, traced, static_inputs)
-    planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit, alone)
+
+    def plan_of(found: Detected) -> pipeline_stages.Planned:
+        return pipeline_stages.plan(found.joint, found.candidates, options, limit, alone)
+
+    planned = plan_of(detected)
     whole = planned.convolutions_left_whole(joint)
     if whole != NOTHING:  # products in one piece would only take longer
         again = detect(joint, options, limit, runner, loops_in_backward, whole)
         refused = dict.fromkeys((*again.rejections, *detected.rejections, *planned.rejections))
         detected = dataclasses.replace(again, rejections=tuple(refused)).with_masks(masks)
-        planned = pipeline_stages.plan(detected.joint, detected.candidates, options, limit, alone)
+        planned = plan_of(detected)
     watch.lap("plan")
     if stop_after == "plan":
         rejections = (*detected.rejections, *planned.rejections)

@@ -1,5 +1,6 @@
 """Every example runs, is short, and shows what its docstring promises."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -129,10 +130,10 @@ def test_accelerate_loop():
     assert re.search(r"lm_head +fused", done.stdout)
 
 
-def printed_by_two_ranks(name):
+def printed_by_ranks(name, ranks=2):
     if not torch.distributed.is_available():
         pytest.skip("torch without distributed")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launch, str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -141,49 +142,57 @@ def printed_by_two_ranks(name):
 
 def run_on_two_ranks(name):
     """The error of a gradient, the peaks of another backend and of mst, and all that it printed."""
-    printed = printed_by_two_ranks(name)
+    printed = printed_by_ranks(name)
     peaks = re.search(r"peak: \w+ ([\d.]+) MiB, mst ([\d.]+) MiB", printed)
     error = re.search(r"difference of a gradient to eager's: (\S+)", printed)
     assert peaks and error
     return float(error[1]), float(peaks[1]), float(peaks[2]), printed
 
 
-def losses_of_one_process():
-    """What the examples of long sequences do, in one process and without mst."""
+def losses_of_one_process(steps):
+    """Without mst. Each step has micro-batches of one row; ``steps`` draws them."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, num_hidden_layers=2, **sizes))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    ids = torch.randint(4096, (1, 1021))
     losses = []
-    for _ in range(3):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+    for rows in steps():
+        parts = [model(input_ids=ids, labels=ids).loss / len(rows) for ids in rows]
+        sum(parts).backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(sum(parts).item())
     return losses
 
 
-def shares_a_sequence(name):
-    printed = printed_by_two_ranks(name)
-    found = re.search(r"tokens of a rank: 511, losses: \[(.*)\]", printed)
-    assert found and "lm_head" in printed
-    assert [float(x) for x in found[1].split(",")] == pytest.approx(
-        losses_of_one_process(), rel=1e-5
-    )
+def shares_sequences(name, steps, ranks):
+    printed = printed_by_ranks(name, ranks)
+    found = re.search(rf"tokens of a rank: {-(-1021 // ranks)}, losses: \[(.*)\]", printed)
+    assert found and re.search(r"lm_head +(fused|mixed) ", printed)
+    expected = pytest.approx(losses_of_one_process(steps), rel=1e-5)
+    assert [float(x) for x in found[1].split(",")] == expected
+
+
+RANKS = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+
+
+@RANKS
+def test_ulysses(ranks):
+    shares_sequences("ulysses", lambda: 3 * [[torch.randint(4096, (1, 1021))]], ranks)
+
+
+@RANKS
+def test_ulysses_fsdp2(ranks):
+    shares_sequences("ulysses_fsdp2", lambda: 3 * [[torch.randint(4096, (1, 1021))]], ranks)
 
 
 @pytest.mark.full
-def test_ulysses():
-    shares_a_sequence("ulysses")
-
-
-@pytest.mark.full
-def test_ulysses_fsdp2():
-    shares_a_sequence("ulysses_fsdp2")
+def test_ulysses_accelerate():
+    pytest.importorskip("accelerate")
+    steps = functools.partial(torch.randint, 4096, (3, 2, 1, 1021))
+    shares_sequences("ulysses_accelerate", steps, 2)
 
 
 @pytest.mark.full
