@@ -130,7 +130,11 @@ class MLPs:
 
 @dataclass(frozen=True)
 class LlamaSize:
-    """Sizes of the model and of one batch."""
+    """Sizes of the model and of one batch.
+
+    Attributes:
+        key_value_heads: how many heads keys and values have; 0: as many as queries.
+    """
 
     width: int = 256
     layers: int = 4
@@ -139,10 +143,12 @@ class LlamaSize:
     vocabulary: int = 32_000
     length: int = 2048
     batch: int = 1
+    key_value_heads: int = 0
 
     def __str__(self) -> str:
+        grouped = f", {self.key_value_heads} of them with keys" if self.key_value_heads else ""
         return (
-            f"d={self.width}, L={self.layers}, {self.heads} heads, l={self.mlp_width}, "
+            f"d={self.width}, L={self.layers}, {self.heads} heads{grouped}, l={self.mlp_width}, "
             f"V={self.vocabulary}, N={self.batch * self.length} (B={self.batch}), fp32"
         )
 
@@ -157,16 +163,19 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, key_value_heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.head_width, self.grouped = width // heads, key_value_heads not in (0, heads)
+        of_keys = width // heads * (key_value_heads or heads)
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(width, features, bias=False) for features in (width, of_keys, of_keys, width)
+        )
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        shape = (*x_BSD.shape[:2], self.heads, -1)
+        shape = (*x_BSD.shape[:2], -1, self.head_width)
         q, k, v = (p(x_BSD).view(shape).transpose(1, 2) for p in (self.q, self.k, self.v))
         q, k = q * cos + _half_turned(q) * sin, k * cos + _half_turned(k) * sin
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         return self.o(y.transpose(1, 2).reshape(x_BSD.shape))
 
 
@@ -174,7 +183,7 @@ class Layer(nn.Module):
     def __init__(self, size: LlamaSize) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = RMSNorm(size.width), RMSNorm(size.width)
-        self.attention = Attention(size.width, size.heads)
+        self.attention = Attention(size.width, size.heads, size.key_value_heads)
         self.mlp = SwiGLU(size.width, size.mlp_width)
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mlp_chunks: int) -> Tensor:
