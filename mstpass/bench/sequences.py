@@ -96,7 +96,7 @@ def run(arguments: Arguments) -> Result:
         for ranks in several
     }
     for ranks, rows in by_ranks.items():
-        result.tables.append(_table(rows, f"{ranks} ranks, {size.length} tokens on each"))
+        result.tables.append(_table(rows, f"Ranks: {ranks}, with {size.length} tokens on each"))
         result.records[f"{ranks} ranks"] = figures.records(rows)
     result.targets += _targets(by_ranks)
     result.notes += [
