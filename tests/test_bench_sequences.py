@@ -44,7 +44,7 @@ def test_the_targets_are_about_all_numbers_of_ranks(
     assert f"{LEAST}: measured / simulated peak, the worst: 1.200" in said
     assert f"{LEAST}: peak / {INDUCTOR}, the worst: 0.286, target <= 0.35: met" in said
     assert f"{MST}: time / {INDUCTOR}, 2 ranks: 1.000" in said
-    assert "2 ranks, 128 tokens on each" in path.read_text()
+    assert "Ranks: 2, with 128 tokens on each" in path.read_text()
 
 
 @pytest.mark.full
