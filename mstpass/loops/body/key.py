@@ -24,7 +24,9 @@ def body_key(joint: JointGraph, loop: LoopPlan) -> str:
         rows.append(_layouts(unit))
 
     def operand(node: fx.Node) -> Any:
-        return "node", number.get(node, node.target if node.op == "get_attr" else node.name)
+        if node in number or node.op == "get_attr":
+            return "node", number.get(node, node.target)
+        return "not read", _layouts(node)  # such as the random state of attention without dropout
 
     for name in (*(item.node for item in loop.inputs), *loop.members):
         node = joint.by_name[name]
