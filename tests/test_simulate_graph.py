@@ -50,6 +50,14 @@ def test_a_view_keeps_its_base_alive() -> None:
     assert _peak(lambda x: [(x @ x).t(), (x.t() @ x)], X) == 2
 
 
+def test_the_parts_of_what_was_split_share_its_buffer() -> None:
+    def peak(read: Callable[[Tensor], Tensor]) -> float:
+        return _peak(lambda x: [read(part) for part in (x @ x).split(32, 1)], X)
+
+    assert peak(lambda part: part @ part.t()) == 3, "the whole, and two products"
+    assert peak(lambda part: part.t().contiguous() @ part) == 2, "copies are buffers"
+
+
 def test_a_value_that_only_its_fused_kernel_reads_has_no_buffer() -> None:
     """exp is slow to compute twice, but both its readers are in one kernel."""
     assert _peak(lambda x: torch.softmax(x.exp(), -1).sum(-1), X) < 1
@@ -104,6 +112,16 @@ def test_a_row_is_local_where_no_kernel_runs_over_the_rows_alone() -> None:
     assert peak(lambda x, exp, z: (exp / z * x).sum()) == 2  # it has no rows
     assert peak(lambda x, exp, z: (exp / z * x).view(16, -1).sum(-1)) == 2  # it has others
     assert peak(lambda x, exp, z: (exp / exp.sum() * x).sum(-1)) == 2
+
+
+def test_a_view_of_a_product_is_read_behind_it_however_many_views_there_are() -> None:
+    def fn(x: Tensor) -> Tensor:
+        logits = x @ x
+        exp = (logits - logits.amax(-1, True)).exp()
+        z = exp.sum(-1, True)
+        return (exp / z * (logits.view(16, 4, 64).view(64, 64) - z.log())).sum(-1)
+
+    assert round(_peak(fn, X)) == 2, "the logits, and the exponentials as above"
 
 
 def test_a_copy_in_another_order_is_not_written_over_its_operand() -> None:

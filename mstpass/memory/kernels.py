@@ -172,6 +172,8 @@ class Kernels:
             value.by_dim = any(self._has_elements(o) for o in op.inputs if o in values)
         if kind == VIEW:
             value.from_call = op.inputs[0] in values and values[op.inputs[0]].from_call
+            if value.from_call:  # what reads it is behind the call, however many views there are
+                value.stage = max(operand.stage for operand in operands)
             return
         if kind == ITEM:
             value.from_call = op.inputs[0] in self.op and self.op[op.inputs[0]].kind == CALL
