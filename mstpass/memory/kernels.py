@@ -6,13 +6,14 @@ The rules are those of memory/simulate_ops.py: 1, 2, 5 and 7 are here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from mstpass.memory.concatenations import in_place
 from mstpass.memory.delayed_scatters import waits
-from mstpass.memory.kernel_fusion import fused_groups
+from mstpass.memory.kernel_fusion import fused_groups, in_order
 from mstpass.problem.op import (
     CALL,
     CONSTANT,
@@ -233,7 +234,8 @@ class Kernels:
         """Whether a scatter wrote the buffer, or it is a concatenation's."""
         return buffer in self.parts or (buffer in self.op and self.op[buffer].kind == SCATTER)
 
-    def fused_away(self) -> set[str]:
+    @functools.cached_property
+    def fused_away(self) -> Set[str]:
         """The buffers that only kernels of their own stage read (rule 5)."""
         return {
             buffer
@@ -333,7 +335,7 @@ class Kernels:
 
     def _fused(self, fuse: bool) -> list[tuple[str, ...]]:
         if not fuse:
-            return [(kernel,) for kernel in self.read_by]
+            return in_order(self.read_by, self._writer, self.fused_away)
         calls = {kernel for kernel in self.read_by if self.op[kernel].kind in (CALL, SCATTER)}
         return fused_groups(self.read_by, self._writer, lambda kernel: self.op[kernel].numel, calls)
 
