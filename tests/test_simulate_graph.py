@@ -231,10 +231,24 @@ def test_a_slow_value_is_computed_in_its_readers_behind_a_call() -> None:
 
 
 def test_parts_that_lie_elsewhere_are_copied() -> None:
-    """Inputs, views, and what the graph returns besides."""
-    assert _peak(lambda x: torch.cat([x, x @ x]), X) == 3
+    """Inputs, views, and what the graph returns besides; the others are in their places."""
+    assert _peak(lambda x: torch.cat([x, x @ x]), X) == 2
     assert _peak(lambda x: torch.cat([(x @ x).t(), (x.t() @ x).t()]), X) == 4
-    assert _peak(lambda x: [torch.cat([(y := x @ x), x.t() @ x]), y], X) == 4
+    assert _peak(lambda x: torch.cat([(x @ x).t(), x.t() @ x]), X) == 3
+    assert _peak(lambda x: [torch.cat([(y := x @ x), x.t() @ x]), y], X) == 3
+
+
+def test_the_part_of_a_concatenation_that_is_computed_first_allocates_it() -> None:
+    def fn(x: Tensor) -> Tensor:
+        first = x @ x
+        second = x.t() @ x
+        return torch.cat([x @ (second @ second), first])
+
+    assert _peak(fn, X) == 4, "the whole, the second product and its square"
+
+
+def test_a_concatenation_that_copies_a_part_lives_until_it_is_read_last() -> None:
+    assert _peak(lambda x: (y := torch.cat([x, x @ x], 1)) @ (y.t() @ x), X) == 2 + 2 + 1
 
 
 def test_inputs_count_only_if_they_are_freed() -> None:

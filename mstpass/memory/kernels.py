@@ -136,7 +136,8 @@ class Kernels:
         for name in self.waiting:  # it reads the rows from memory, as a call does
             self.op[name] = dataclasses.replace(self.op[name], kind=CALL)
         kept = {name for name in kept if name in self.op}
-        placed = in_place(self.op, self.users, self._bases_of(kept))
+        self._parts_of: dict[str, frozenset[str]] = {}
+        placed, self._parts_of = in_place(self.op, self.users, self._bases_of(kept))
         self.op |= placed
         self.parts = {name for name, op in placed.items() if op.kind != VIEW}
         self.kept = self._bases_of(kept)
@@ -192,6 +193,7 @@ class Kernels:
                 self.read_apart[name] = _NOTHING.union(*[values[o].reads for o in rest])
             self._read_unfused[name] = value.unfused
             value.becomes_buffer(op)
+            value.reads |= self._parts_of.get(name, _NOTHING)
 
     def _has_elements(self, name: str) -> bool:
         """Whether a value is or reads a buffer of more than one element, or counts them."""
@@ -226,7 +228,7 @@ class Kernels:
         """The values that a view shows, which are several if that is of a concatenation."""
         op = self.op[name]
         if op.kind != VIEW or op.inputs[0] not in self.op:
-            return [name]
+            return [name, *self._parts_of.get(name, ())]
         shown = op.inputs if op.concatenates else op.inputs[:1]
         return [base for operand in shown for base in self._bases(operand)]
 
