@@ -66,6 +66,19 @@ def test_one_group_waits_for_its_exchanges() -> None:
     assert _on_their_way(_joint_graph(8, 2, 1)) == [0, 0]
 
 
+def test_the_free_plan_of_groups_needs_no_more_memory_than_inductor() -> None:
+    def attention(*parts: torch.Tensor) -> torch.Tensor:
+        how: Any = {"is_causal": True, "head_groups": 4}
+        return mstpass.sequence_parallel_attention(*parts, **how).sum()
+
+    options = {"memory_budget": "free"}
+    with pretended_ranks(4, 3), torch.device("meta"):
+        parts = [torch.empty(1, n, 1024, 64, requires_grad=True) for n in (16, 8, 8)]
+        report = mstpass.explain(attention, *parts, options=options, device="cuda", gpu="h100")
+    assert report.peak_bytes is not None and report.baseline_peak_bytes is not None
+    assert report.peak_bytes <= report.baseline_peak_bytes
+
+
 def test_groups_share_keys_and_values_where_they_divide() -> None:
     x_BKSD = torch.arange(3.0).reshape(1, 3, 1, 1)
     assert (Groups.of(4, 2).of_keys, Groups.of(4, 2).sharing) == (2, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import mstpass
 from mstpass import backend, inductor_hooks, pipeline
 from mstpass.bench.models import MLPs, Step
-from mstpass.limit import Limit
+from mstpass.limit import MEASURED_OVER_SIMULATED, Limit
 from mstpass.measure import peak_bytes
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import Options
@@ -38,14 +38,26 @@ def _attention() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
     """Attention with dropout of its scores, which exist; their fusion decides the peak."""
     torch.manual_seed(0)
     qkv = nn.Linear(32, 96)
+    return _attended(qkv, lambda x_SD: qkv(x_SD).chunk(3, dim=-1))
+
+
+def _projections() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
+    torch.manual_seed(0)
+    each = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+    return _attended(each, lambda x_SD: [linear(x_SD) for linear in each])
+
+
+def _attended(
+    module: nn.Module, qkv: Callable[[Tensor], Sequence[Tensor]]
+) -> tuple[Callable[[], Tensor], Callable[..., Step]]:
     x_SD = torch.randn(256, 32)
 
     def value() -> Tensor:
-        q, k, v = qkv(x_SD).chunk(3, dim=-1)
+        q, k, v = qkv(x_SD)
         scores = F.dropout((q @ k.t()).softmax(-1), 0.1)
         return (scores @ v).square().mean()
 
-    return value, lambda fn: Step(fn, tuple(qkv.parameters()))
+    return value, lambda fn: Step(fn, tuple(module.parameters()))
 
 
 def _cat() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
@@ -83,6 +95,19 @@ def _written_over_twice(ours: Tensor, theirs: Tensor) -> Tensor:
     return (first + second) / 2
 
 
+@pytest.fixture
+def schedules_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's schedules are read as if they needed a quarter more than they do."""
+    read = ReadSchedule.peak_bytes.fget
+    assert read is not None
+
+    def more(reader: ReadSchedule) -> int | None:
+        peak_bytes = read(reader)
+        return None if peak_bytes is None else peak_bytes * 5 // 4
+
+    monkeypatch.setattr(ReadSchedule, "peak_bytes", property(more))
+
+
 def _compiled(value: Callable[[], Tensor], **options: Any) -> Any:
     torch.compiler.reset()
     return torch.compile(lambda: value(), backend="mst", options=options)
@@ -99,6 +124,17 @@ def test_the_measured_peak_is_the_scheduled_one(build: Any, budget: Any) -> None
     assert report.peak_bytes == pytest.approx(peak_bytes(step), rel=0.03)
 
 
+@pytest.mark.parametrize("build", [_mlps, _attention, _projections, _cat])
+def test_the_least_simulated_peak_is_the_scheduled_one(build: Any) -> None:
+    """What recomputed scores share with their own backward runs as one with that."""
+    value, make_step = build()
+    make_step(_compiled(value, memory_budget=0.0, strict=True, reconstruct="off"))()
+    outcome = mstpass.reports()[-1].outcome
+    assert outcome.peak_bytes is not None and outcome.scheduled_peak_bytes is not None
+    ratio = outcome.scheduled_peak_bytes / outcome.peak_bytes
+    assert 1 / MEASURED_OVER_SIMULATED < ratio < MEASURED_OVER_SIMULATED
+
+
 @pytest.mark.parametrize(("loss", "chunk"), [(_between_rows, "off"), (_written_over_twice, "auto")])
 def test_the_measured_peak_of_losses_between_heads(loss: Any, chunk: str) -> None:
     value, make_step = _distributions(loss)
@@ -108,6 +144,7 @@ def test_the_measured_peak_of_losses_between_heads(loss: Any, chunk: str) -> Non
     assert scheduled is not None and scheduled == pytest.approx(peak_bytes(step), rel=0.03)
 
 
+@pytest.mark.usefixtures("schedules_need_more")
 def test_a_plan_whose_schedule_exceeds_the_budget_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +165,7 @@ def test_a_plan_whose_schedule_exceeds_the_budget_is_made_again(
     found = mstpass.reports()[-1].outcome
     assert found.limit_bytes is not None and found.limit_bytes < budget / 1.1
     assert found.scheduled_peak_bytes is not None and found.scheduled_peak_bytes <= budget
-    assert peak_bytes(step) <= budget
+    assert peak_bytes(step) <= budget * 4 // 5
     torch.compiler.reset()
     inductor = make_step(torch.compile(lambda: value()))
     torch.manual_seed(1)
@@ -141,9 +178,10 @@ def test_a_plan_whose_schedule_exceeds_the_budget_is_made_again(
     again()
     report = mstpass.reports()[-1]
     assert report.cached and report.outcome.limit_bytes == found.limit_bytes
-    assert peak_bytes(again) <= budget
+    assert peak_bytes(again) <= budget * 4 // 5
 
 
+@pytest.mark.usefixtures("schedules_need_more")
 @pytest.mark.parametrize("fails", ["plan", "compilation"])
 def test_an_attempt_that_fails_leaves_what_is_compiled(
     fails: str, monkeypatch: pytest.MonkeyPatch

@@ -50,6 +50,14 @@ def test_a_view_keeps_its_base_alive() -> None:
     assert _peak(lambda x: [(x @ x).t(), (x.t() @ x)], X) == 2
 
 
+def test_the_parts_of_what_was_split_share_its_buffer() -> None:
+    def peak(read: Callable[[Tensor], Tensor]) -> float:
+        return _peak(lambda x: [read(part) for part in (x @ x).split(32, 1)], X)
+
+    assert peak(lambda part: part @ part.t()) == 3, "the whole, and two products"
+    assert peak(lambda part: part.t().contiguous() @ part) == 2, "copies are buffers"
+
+
 def test_a_value_that_only_its_fused_kernel_reads_has_no_buffer() -> None:
     """exp is slow to compute twice, but both its readers are in one kernel."""
     assert _peak(lambda x: torch.softmax(x.exp(), -1).sum(-1), X) < 1
@@ -104,6 +112,29 @@ def test_a_row_is_local_where_no_kernel_runs_over_the_rows_alone() -> None:
     assert peak(lambda x, exp, z: (exp / z * x).sum()) == 2  # it has no rows
     assert peak(lambda x, exp, z: (exp / z * x).view(16, -1).sum(-1)) == 2  # it has others
     assert peak(lambda x, exp, z: (exp / exp.sum() * x).sum(-1)) == 2
+
+
+def test_a_view_of_a_product_is_read_behind_it_however_many_views_there_are() -> None:
+    def fn(x: Tensor) -> Tensor:
+        logits = x @ x
+        exp = (logits - logits.amax(-1, True)).exp()
+        z = exp.sum(-1, True)
+        return (exp / z * (logits.view(16, 4, 64).view(64, 64) - z.log())).sum(-1)
+
+    assert round(_peak(fn, X)) == 2, "the logits, and the exponentials as above"
+
+
+def test_kernels_that_run_as_one_run_where_the_first_of_them_does() -> None:
+    """The scores and what reads them behind another product, which is then computed first."""
+
+    def fn(x: Tensor, mask: Tensor) -> list[Tensor]:
+        logits = x @ x
+        exp = (logits - logits.amax(-1, True)).exp()
+        scores = exp / exp.sum(-1, True)
+        masked = (scores * mask) @ x
+        return [masked, (scores * (x.t() @ x)).sum(-1)]
+
+    assert round(_peak(fn, X, X.clone())) == 3, "both products, and the masked scores"
 
 
 def test_a_copy_in_another_order_is_not_written_over_its_operand() -> None:
@@ -200,10 +231,24 @@ def test_a_slow_value_is_computed_in_its_readers_behind_a_call() -> None:
 
 
 def test_parts_that_lie_elsewhere_are_copied() -> None:
-    """Inputs, views, and what the graph returns besides."""
-    assert _peak(lambda x: torch.cat([x, x @ x]), X) == 3
+    """Inputs, views, and what the graph returns besides; the others are in their places."""
+    assert _peak(lambda x: torch.cat([x, x @ x]), X) == 2
     assert _peak(lambda x: torch.cat([(x @ x).t(), (x.t() @ x).t()]), X) == 4
-    assert _peak(lambda x: [torch.cat([(y := x @ x), x.t() @ x]), y], X) == 4
+    assert _peak(lambda x: torch.cat([(x @ x).t(), x.t() @ x]), X) == 3
+    assert _peak(lambda x: [torch.cat([(y := x @ x), x.t() @ x]), y], X) == 3
+
+
+def test_the_part_of_a_concatenation_that_is_computed_first_allocates_it() -> None:
+    def fn(x: Tensor) -> Tensor:
+        first = x @ x
+        second = x.t() @ x
+        return torch.cat([x @ (second @ second), first])
+
+    assert _peak(fn, X) == 4, "the whole, the second product and its square"
+
+
+def test_a_concatenation_that_copies_a_part_lives_until_it_is_read_last() -> None:
+    assert _peak(lambda x: (y := torch.cat([x, x @ x], 1)) @ (y.t() @ x), X) == 2 + 2 + 1
 
 
 def test_inputs_count_only_if_they_are_freed() -> None:

@@ -1,4 +1,4 @@
-"""Which concatenations are no kernel: each operand is computed in its place in the result.
+"""Concatenations: which operands are computed in their places in the result.
 
 On a CPU, Inductor gives a concatenation a buffer, and the kernels of its operands write into that,
 the first of them once it is allocated (``ConcatKernel`` in torch/_inductor/ir.py). An operand that
@@ -17,35 +17,43 @@ _COMPUTED = frozenset({POINTWISE, REALIZED, REDUCTION})
 
 def in_place(
     op: Mapping[str, Op], users: Mapping[str, Sequence[str]], kept: Set[str]
-) -> dict[str, Op]:
-    """The concatenations that are no kernel, as views of their operands, and these operands.
+) -> tuple[dict[str, Op], dict[str, frozenset[str]]]:
+    """The operands that are computed in their places, and their concatenations, as other ops.
 
-    The first operand has the bytes of the whole, and the others have none.
+    The operand that is computed first has the bytes of the whole, and the others have none. Nor has
+    the whole: it is a view of its operands, or the kernel that copies the others of them.
 
     Args:
         op: the ops of the graph, by name and in order.
         users: the names of those that read each, in order.
         kept: names of the values that leave the graph.
+
+    Returns:
+        The ops, and of each concatenation the operands that are in their places.
     """
     found: dict[str, Op] = {}
+    parts_of: dict[str, frozenset[str]] = {}
+    place = {name: i for i, name in enumerate(op)}
     for whole in op.values():
-        parts = whole.inputs  # none where the result is an input, saved by the forward
-        if (
-            whole.concatenates
-            and parts
-            and all(
-                part in op
-                and part not in kept
-                and part not in found
-                and _is_placed(op, users, part)
-                for part in parts
-            )
-        ):
-            sizes = (whole.bytes, *[0] * (len(parts) - 1))
-            for part, size in zip(parts, sizes, strict=True):
-                found[part] = dataclasses.replace(op[part], bytes=size)
+        parts = [
+            part
+            for part in dict.fromkeys(whole.inputs if whole.concatenates else ())
+            if part in op and part not in kept and part not in found
+            if _is_placed(op, users, part)
+        ]
+        if not parts:  # such as where the result is an input, saved by the forward
+            continue
+        parts_of[whole.name] = frozenset(parts)
+        for part in parts:
+            found[part] = dataclasses.replace(op[part], bytes=0)
+        first = min(parts, key=place.__getitem__)
+        found[first] = dataclasses.replace(op[first], bytes=whole.bytes)
+        if len(parts) == len(whole.inputs):
             found[whole.name] = dataclasses.replace(whole, kind=VIEW, own_loops=True)
-    return found
+        else:
+            copies = dataclasses.replace(whole, kind=REALIZED, bytes=0, own_loops=True)
+            found[whole.name] = copies
+    return found, parts_of
 
 
 def _is_placed(op: Mapping[str, Op], users: Mapping[str, Sequence[str]], part: str) -> bool:

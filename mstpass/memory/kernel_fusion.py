@@ -1,6 +1,7 @@
-"""Which kernels of a loop's body Inductor fuses into one, and in which order these run.
+"""Which kernels Inductor fuses into one, and in which order these run.
 
-Kernels that read the same buffer are fused if they are no calls, have the same size, and no call
+Kernels are one where a value between them has no buffer (``in_order``). In a loop's body, kernels
+that read the same buffer are fused besides, if they are no calls, have the same size, and no call
 lies between them (torch/_inductor/scheduler.py: ``fuse_nodes``, ``will_fusion_create_cycle``). What
 the group reads is then computed before its first kernel, and the results of all its kernels are
 alive at once.
@@ -50,6 +51,34 @@ def fused_groups(
     return _in_order(groups, reads, writer)
 
 
+def in_order(
+    reads: Mapping[Kernel, frozenset[Buffer]],
+    writer: Mapping[Buffer, Kernel],
+    fused_away: Set[Buffer],
+) -> list[tuple[Kernel, ...]]:
+    """Each kernel by itself, where Inductor runs it.
+
+    Those that a value without a buffer joins run where the first of them does. What the others read
+    is computed before them all, even if calls that come first in the graph could free memory.
+
+    Args:
+        fused_away: the buffers that only kernels read that run as one with their writers.
+    """
+    group_of: dict[Kernel, list[Kernel]] = {}
+    for kernel, read in reads.items():
+        one = group_of[kernel] = [kernel]
+        for buffer in read & fused_away:
+            other = group_of[writer[buffer]]
+            if other is not one:
+                other += one
+                group_of.update(dict.fromkeys(one, other))
+                one = other
+    place = {kernel: i for i, kernel in enumerate(reads)}
+    groups = {id(group): sorted(group, key=place.__getitem__) for group in group_of.values()}
+    ordered = _in_order(list(groups.values()), reads, writer)
+    return [(kernel,) for group in ordered for kernel in group]
+
+
 def _dependencies(
     reads: Mapping[Kernel, frozenset[Buffer]], writer: Mapping[Buffer, Kernel]
 ) -> dict[Kernel, set[Kernel]]:
@@ -77,17 +106,19 @@ def _in_order(
     """The groups by their first kernels, each after all groups that it depends on."""
     number = {kernel: i for i, group in enumerate(groups) for kernel in group}
     order: list[int] = []
-    seen: set[int] = set()
-
-    def visit(i: int) -> None:
-        if i in seen:
-            return
-        seen.add(i)
-        for kernel in groups[i]:
-            for buffer in sorted(reads[kernel] & writer.keys()):
-                visit(number[writer[buffer]])
-        order.append(i)
-
+    entered: set[int] = set()
     for i in range(len(groups)):
-        visit(i)
+        stack = [] if i in entered else [i]
+        while stack:
+            entered.add(stack[-1])
+            waits_for = (
+                number[writer[buffer]]
+                for kernel in groups[stack[-1]]
+                for buffer in sorted(reads[kernel] & writer.keys())
+            )
+            missing = next((group for group in waits_for if group not in entered), None)
+            if missing is None:
+                order.append(stack.pop())
+            else:
+                stack.append(missing)
     return [tuple(groups[i]) for i in order]

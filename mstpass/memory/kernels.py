@@ -6,13 +6,14 @@ The rules are those of memory/simulate_ops.py: 1, 2, 5 and 7 are here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from mstpass.memory.concatenations import in_place
 from mstpass.memory.delayed_scatters import waits
-from mstpass.memory.kernel_fusion import fused_groups
+from mstpass.memory.kernel_fusion import fused_groups, in_order
 from mstpass.problem.op import (
     CALL,
     CONSTANT,
@@ -135,7 +136,8 @@ class Kernels:
         for name in self.waiting:  # it reads the rows from memory, as a call does
             self.op[name] = dataclasses.replace(self.op[name], kind=CALL)
         kept = {name for name in kept if name in self.op}
-        placed = in_place(self.op, self.users, self._bases_of(kept))
+        self._parts_of: dict[str, frozenset[str]] = {}
+        placed, self._parts_of = in_place(self.op, self.users, self._bases_of(kept))
         self.op |= placed
         self.parts = {name for name, op in placed.items() if op.kind != VIEW}
         self.kept = self._bases_of(kept)
@@ -172,6 +174,8 @@ class Kernels:
             value.by_dim = any(self._has_elements(o) for o in op.inputs if o in values)
         if kind == VIEW:
             value.from_call = op.inputs[0] in values and values[op.inputs[0]].from_call
+            if value.from_call:  # what reads it is behind the call, however many views there are
+                value.stage = max(operand.stage for operand in operands)
             return
         if kind == ITEM:
             value.from_call = op.inputs[0] in self.op and self.op[op.inputs[0]].kind == CALL
@@ -189,6 +193,7 @@ class Kernels:
                 self.read_apart[name] = _NOTHING.union(*[values[o].reads for o in rest])
             self._read_unfused[name] = value.unfused
             value.becomes_buffer(op)
+            value.reads |= self._parts_of.get(name, _NOTHING)
 
     def _has_elements(self, name: str) -> bool:
         """Whether a value is or reads a buffer of more than one element, or counts them."""
@@ -223,7 +228,7 @@ class Kernels:
         """The values that a view shows, which are several if that is of a concatenation."""
         op = self.op[name]
         if op.kind != VIEW or op.inputs[0] not in self.op:
-            return [name]
+            return [name, *self._parts_of.get(name, ())]
         shown = op.inputs if op.concatenates else op.inputs[:1]
         return [base for operand in shown for base in self._bases(operand)]
 
@@ -231,7 +236,8 @@ class Kernels:
         """Whether a scatter wrote the buffer, or it is a concatenation's."""
         return buffer in self.parts or (buffer in self.op and self.op[buffer].kind == SCATTER)
 
-    def fused_away(self) -> set[str]:
+    @functools.cached_property
+    def fused_away(self) -> Set[str]:
         """The buffers that only kernels of their own stage read (rule 5)."""
         return {
             buffer
@@ -331,7 +337,7 @@ class Kernels:
 
     def _fused(self, fuse: bool) -> list[tuple[str, ...]]:
         if not fuse:
-            return [(kernel,) for kernel in self.read_by]
+            return in_order(self.read_by, self._writer, self.fused_away)
         calls = {kernel for kernel in self.read_by if self.op[kernel].kind in (CALL, SCATTER)}
         return fused_groups(self.read_by, self._writer, lambda kernel: self.op[kernel].numel, calls)
 

@@ -16,6 +16,7 @@ from mstpass.graph.token_rules.along_dims import reduced_dims
 from mstpass.problem.op import (
     CONSTANT,
     INPUT,
+    ITEM,
     POINTWISE,
     REALIZED,
     REDUCTION,
@@ -39,6 +40,8 @@ def kind_of(node: fx.Node) -> str:
     if is_input_write(node):
         return REALIZED
     kind = ops.row(node).memory_kind
+    if kind == ITEM and ops.shares_storage(node):  # a part of what was split
+        return VIEW
     if kind == REDUCTION and num_unrolled(node) > 0:
         return POINTWISE
     return CONSTANT if kind == POINTWISE and ops.is_constant(node) else kind

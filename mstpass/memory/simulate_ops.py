@@ -118,7 +118,7 @@ class _Run:
 
     def __init__(self, kernels: Kernels, fuse: bool):
         self.kernels, self.op = kernels, kernels.op
-        self.fused_away = kernels.fused_away()
+        self.fused_away = kernels.fused_away
         self.functions = kernels.functions(fuse)
         self.last_use: dict[str, int] = {}
         self.last_reader: dict[str, tuple[str, ...]] = {}

@@ -147,21 +147,9 @@ class _Exchanges:
 
 class _Groups(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        documents: Tensor | None,
-        sinks: Tensor | None,
-        causal: bool,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        number: int,
-        size: int,
-        group_name: str,
-    ) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        query, key, value, documents, sinks, *how = given
+        causal, scale, window, softcap, number, size, group_name = how
         groups, rules = Groups.of(number, key.shape[2]), Rules(causal, scale, 0.0, window, softcap)
         ctx.save_for_backward(query, key, value, documents, sinks)
         ctx.how = groups, rules, size, group_name
