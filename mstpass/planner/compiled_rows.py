@@ -18,14 +18,15 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mstpass.limit import simulated_limit
 from mstpass.memory.allocation import BLOCK
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.planner.compiled_step import FREE, LEAST, CompiledStep, planned, step_of_plan
-from mstpass.planner.longest_sequence import GRAIN, START, longest, next_length, rounded
+from mstpass.planner.deepen import deepened, same_plan
+from mstpass.planner.longest_sequence import GRAIN, MOST, START, longest, next_length, rounded
 from mstpass.planner.model_step import SequenceError
 from mstpass.planner.models import layer_count
 from mstpass.planner.progress import GUESS, SEARCH, Report, Steps
@@ -40,6 +41,8 @@ _KEEPS_INDUCTOR = (
     "kernels are fused"
 )
 _FEW_LAYERS, _LAYERS_LEFT = 2, 1 / 8  # of the shallow copies; at least twice as many in the other
+_REPEATED = 4  # layers of a copy that is deepened
+_STATES = 10  # of a layer, for each token at the peak of the least memory: about
 _SHALLOW_START = 2**16  # tokens
 _NEAR = (0.5, 2.0)  # a trace is scaled to lengths between these multiples of its own
 _FAR = (1 / 16, 16.0)  # the same for a guess
@@ -58,29 +61,87 @@ class CompiledRows:
         self.request, self.training = room.request, room.request.training
         self._report = report
         self._scaled: TracedStep | None = None  # the last trace that can be scaled
+        self._solved: dict[object, CompiledStep] = {}  # by length, budget and limit
+        self._inductor_us: dict[int, float] = {}  # of Inductor's step, by length
         self.square_bytes = 0  # of the largest mask or scores of mst's row
 
     # ---- mst's row -----------------------------------------------------------------------------
     def mst_row(self) -> Row:
         """The fastest plan that fits, at the given length or else at the longest that fits."""
-        given = self.request.length
-        length = self._search() if given is None else given
-        steps = Steps(self._report, MST, 4)
-        rows: dict[int, Row] = {}
-        for _ in range(_TRIES):
-            traced = self._trace(length, (FREE, *self._between, LEAST), steps)
-            rows[length] = row = self._fastest(traced, steps)
-            self.square_bytes = traced.square_bytes
-            another = self._next_length(rows, row) if given is None else None
-            if another is None:
-                break
-            length = another
-        row = rows[max((n for n in rows if rows[n].fits), default=min(rows))]
-        self._scaled = self._scaled or traced
+        given, steps = self.request.length, Steps(self._report, MST, 4)
+        row_at = functools.partial(self._row_at, steps=steps)
+        row = row_at(given) if given is not None else self._deepened_row(steps)
+        if row is None:
+            row = self._longest_row(self._search(), row_at)
         if self.request.curves:
             row = dataclasses.replace(row, curve=self._curve(row.length, steps))
         steps.end()
         return row
+
+    def _deepened_row(self, steps: Steps) -> Row | None:
+        """The row of the longest length by a shallow copy whose layers are repeated.
+
+        The whole model is traced at that length. None if its row is another one, or if the layers
+        of the copy are not alike.
+        """
+        if layer_count(self.config) < 2 * _REPEATED:
+            return None
+        Steps(self._report, GUESS, 1).end()
+        search = Steps(self._report, SEARCH, 8)
+        try:
+            length = self._near(self._start(), search, _REPEATED)
+            row_at = functools.partial(self._row_at, steps=search, layers=_REPEATED)
+            deep = self._longest_row(length, row_at) if length else None
+        except SequenceError:
+            raise
+        except Exception:  # a model's own code may need all of its layers
+            deep = None
+        finally:
+            search.end()
+        if deep is None or not deep.fits:
+            return None
+        options = (LEAST,) if deep.memory_budget == _text(LEAST) else (FREE, LEAST)
+        whole = self._row_at(deep.length, steps, options)
+        return whole if whole.parts == deep.parts else None
+
+    def _start(self) -> int:
+        """A length that is hardly more than half as long, or twice as long, as the longest."""
+        width = getattr(self.config.get_text_config(), "hidden_size", 0)
+        if not width:
+            return _SHALLOW_START
+        token_bytes = _STATES * width * self.training.batch * self.training.weight_bytes
+        return rounded(min(self.room.step_bytes / token_bytes, MOST))
+
+    def _longest_row(self, length: int, row_at: Callable[[int], Row]) -> Row:
+        """The row of the longest length that fits, from one that is close to it."""
+        rows: dict[int, Row] = {}
+        for _ in range(_TRIES):
+            rows[length] = row = row_at(length)
+            another = self._next_length(rows, row)
+            if another is None:
+                break
+            length = another
+        return rows[max((n for n in rows if rows[n].fits), default=min(rows))]
+
+    def _row_at(
+        self,
+        length: int,
+        steps: Steps,
+        options: Sequence[object] = (),
+        layers: int | None = None,
+    ) -> Row:
+        """The row of a length, traced anew.
+
+        Args:
+            options: the budgets that are tried; none: all.
+            layers: as of ``_trace``.
+        """
+        options = options or (FREE, *(self._between * _BUDGET_TRIES), LEAST)
+        traced = self._trace(length, options, steps, layers=layers, deepen=layers is not None)
+        self.square_bytes = traced.square_bytes
+        if layers is None:
+            self._scaled = self._scaled or traced
+        return self._fastest(traced, options, steps)
 
     def _next_length(self, rows: Mapping[int, Row], last: Row) -> int | None:
         """The length to plan next, if all but gradients grow with the length; None: no other.
@@ -110,19 +171,20 @@ class CompiledRows:
         """
         return (self.room.step_bytes,) if self.request.length is not None else ()
 
-    def _fastest(self, traced: TracedStep, steps: Steps) -> Row:
+    def _fastest(self, traced: TracedStep, options: Sequence[object], steps: Steps) -> Row:
         """The row of the first plan that fits: free, within the step's bytes, of least memory.
 
         Solvers do not see gaps. The budget of the second plan therefore shrinks by what its step
         takes too much.
         """
-        inductor_us = _inductor_step(traced, traced.length).us
+        if FREE in options:
+            self._inductor_us[traced.length] = _inductor_step(traced, traced.length).us
         room = step_bytes = self.room.step_bytes
-        for option in (FREE, *(self._between * _BUDGET_TRIES), LEAST):
+        for option in options:
             limit = {FREE: None, LEAST: 0}.get(option, simulated_limit(room))
             budget = room if limit else option
             steps.begin(f"{traced.length:,} tokens, memory_budget={_text(budget)}")
-            step = planned(traced, traced.length, option, limit)
+            step = self._planned(traced, option, limit)
             parts = self.room.parts(step)
             allowed = simulated_limit(step_bytes) if limit else step_bytes
             excess = parts.total - allowed
@@ -136,11 +198,21 @@ class CompiledRows:
             traced.length,
             step,
             memory_budget=_text(budget),
-            extra_time=step.us / inductor_us - 1,
+            extra_time=step.us / self._inductor_us[traced.length] - 1,
             us=step.us,
             exchange_us=step.exchange_us,
             narrow=step.narrow,
         )
+
+    def _planned(self, traced: TracedStep, option: object, limit_bytes: int | None) -> CompiledStep:
+        """The step that the solver plans; of a problem that it has solved, by the plan of then."""
+        key = traced.length, option, limit_bytes
+        problem, known = traced.problems[option], self._solved.get(key)
+        plan = known and same_plan(known.plan, known.problem, problem)
+        if plan is None:
+            self._solved[key] = step = planned(traced, traced.length, option, limit_bytes)
+            return step
+        return CompiledStep(traced, problem, plan, limit_bytes)
 
     # ---- the search for its length -------------------------------------------------------------
     def about_longest(self) -> int:
@@ -151,12 +223,18 @@ class CompiledRows:
     def _search(self) -> int:
         """About the longest length that fits, by traces that are scaled."""
         guess, steps = self._guess() or START, Steps(self._report, SEARCH, 3)
-        budgets = (LEAST,) if self.request.alone else (FREE, LEAST)  # Inductor's row is free
-        length, self._scaled = self._longest_traced(guess, budgets, _NEAR, steps, plans=1)
-        if length:
-            traced = self._scaled
-            length = self.room.with_gaps(length, lambda n: self._least(traced, n, steps))
+        length = self._near(guess, steps)
         steps.end()
+        return length
+
+    def _near(self, start: int, steps: Steps, layers: int | None = None) -> int:
+        """The same from a first guess; ``layers`` as of ``_trace``."""
+        budgets = (LEAST,) if self.request.alone else (FREE, LEAST)  # Inductor's row is free
+        deepen = layers is not None
+        length, traced = self._longest_traced(start, budgets, _NEAR, steps, layers, 1, deepen)
+        self._scaled = traced
+        if length:
+            length = self.room.with_gaps(length, lambda n: self._least(traced, n, steps))
         return rounded(_AS_SCALED * length)
 
     def _longest_traced(
@@ -167,11 +245,12 @@ class CompiledRows:
         steps: Steps,
         layers: int | None = None,
         plans: int = _TRIES,
+        deepen: bool = False,
     ) -> tuple[int, TracedStep]:
         """The longest length that fits (0: none does), and the trace near it that was scaled."""
         length = start
         for _ in range(_TRIES):
-            traced = self._trace(length, budgets, steps, BLOCK, layers)
+            traced = self._trace(length, budgets, steps, BLOCK, layers, deepen)
             length = self._longest(traced, near, steps, plans)
             if length and _is_near(length, traced, near):
                 break
@@ -260,16 +339,25 @@ class CompiledRows:
     def _trace(
         self,
         length: int,
-        budgets: tuple[object, ...],
+        budgets: Sequence[object],
         steps: Steps,
         multiple: int | None = None,
         layers: int | None = None,
+        deepen: bool = False,
     ) -> TracedStep:
+        """The traced step of the model, or of its first layers.
+
+        Args:
+            deepen: repeat one of these until there are as many as the model has.
+        """
         of_layers = f", {layers} layers" if layers else ""
         steps.begin(f"tracing {length:,} tokens{of_layers}")
         host_bytes = self.request.host_bytes
+        different = tuple(dict.fromkeys(budgets))
+        given = self.config, self.training, length, different, multiple, layers, host_bytes
         with traceable(self.request):
-            return trace(self.config, self.training, length, budgets, multiple, layers, host_bytes)
+            traced = trace(*given)
+        return deepened(traced, layers, layer_count(self.config)) if layers and deepen else traced
 
 
 def _is_near(length: int, traced: TracedStep, near: tuple[float, float]) -> bool:
