@@ -25,6 +25,7 @@ from mstpass.graph import ops
 from mstpass.graph.attention_rows import ROW_OPS, attend_rows_backward
 from mstpass.graph.grouped_products import GROUPED_OPS, grouped_sums
 from mstpass.graph.sizes import same_shape
+from mstpass.torch_internals import host_copy_ops
 from mstpass.torch_internals.graphs import OpOverload
 from mstpass.torch_internals.inductor import call_as_it_is
 
@@ -104,6 +105,7 @@ def call_buffer_ops_as_they_are() -> None:
         counter,
         done,
         aten.abs_.default,
+        host_copy_ops.COPY_ROWS,
         *GROUPED_OPS,
         *ROW_OPS,
     ):

@@ -28,7 +28,7 @@ def checked_plan(problem: CutProblem, plan: object) -> Plan:
     """
     if not isinstance(plan, Plan):
         raise InvalidPlan(f"it returned {reprlib.repr(plan)}, which is no Plan")
-    for what in ("saved", "offloaded"):
+    for what in ("saved", "offloaded", "by_chunk"):
         names = getattr(plan, what)
         if not isinstance(names, Set) or not all(isinstance(name, str) for name in names):
             raise InvalidPlan(f"Plan.{what} is {reprlib.repr(names)}, which is no set of names")
@@ -44,7 +44,8 @@ def checked_plan(problem: CutProblem, plan: object) -> Plan:
     for region, mode in modes.items():
         if mode not in known.get(region, ()):
             raise InvalidPlan(f"the problem has no region {region!r} with a mode {mode!r}")
-    return Plan(frozenset(plan.saved), modes, dict(plan.nested), frozenset(plan.offloaded))
+    sets = frozenset(plan.offloaded), frozenset(plan.by_chunk)
+    return Plan(frozenset(plan.saved), modes, dict(plan.nested), *sets)
 
 
 def _are_levels(nested: object) -> bool:
