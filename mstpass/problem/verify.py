@@ -37,6 +37,11 @@ def checked_plan(problem: CutProblem, plan: object) -> Plan:
             f"Plan.nested is {reprlib.repr(plan.nested)}, which is no mapping from names to levels "
             "from 1 on"
         )
+    if not plan.by_chunk <= plan.offloaded:
+        raise InvalidPlan(
+            f"Plan.by_chunk has values that are not offloaded: "
+            f"{sorted(plan.by_chunk - plan.offloaded)}"
+        )
     if not isinstance(plan.modes, Mapping):
         raise InvalidPlan(f"Plan.modes is {reprlib.repr(plan.modes)}, which is no mapping")
     modes = dict(plan.modes)
