@@ -27,7 +27,7 @@ from mstpass.graph.grouped_products import GROUPED_OPS, grouped_sums
 from mstpass.graph.sizes import same_shape
 from mstpass.torch_internals import host_copy_ops
 from mstpass.torch_internals.graphs import OpOverload
-from mstpass.torch_internals.inductor import call_as_it_is
+from mstpass.torch_internals.inductor import call_as_it_is, call_with_aligned_result
 
 aten = torch.ops.aten
 
@@ -105,11 +105,11 @@ def call_buffer_ops_as_they_are() -> None:
         counter,
         done,
         aten.abs_.default,
-        host_copy_ops.COPY_ROWS,
         *GROUPED_OPS,
         *ROW_OPS,
     ):
         call_as_it_is(op)
+    call_with_aligned_result(host_copy_ops.COPY_ROWS)
 
 
 def parts_in_place(result: fx.Node) -> list[fx.Node]:
