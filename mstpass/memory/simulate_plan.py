@@ -68,10 +68,10 @@ class StepSimulation:
     def backward_copies(self) -> OpsWithCopies:
         """The ops of the backward, its inputs first."""
         host = self.problem.host
-        ops = backward_ops(self.problem, self.saved, self.nested)
+        every = backward_ops(self.problem, self.saved, self.nested)
         if not self.offloaded or host is None:
-            return OpsWithCopies(ops)
-        ops = with_rows_from_host(ops, self.by_chunk & self.offloaded, host)
+            return OpsWithCopies(every)
+        ops = with_rows_from_host(every, self.by_chunk & self.offloaded, host)
         cheap = {op.name for op in ops if is_cheap(op)}
         free = {value.name for value in self.problem.values if value.free}
         return with_reloads(ops, self.offloaded, cheap - set(self.problem.gradients), free, host)
