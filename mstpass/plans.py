@@ -251,9 +251,8 @@ class SavedValue:
     Attributes:
         node: its name in the final forward graph.
         source: the place in the user's model that computes it.
-        value: the node of the joint graph that it is the value of. Empty for values that the plan
-            adds, such as a mask packed into bits.
-        on_host: it waits in host memory.
+        value: the joint graph's node; empty for values that the plan adds, such as packed masks.
+        on_host: it waits in host memory; ``by_chunk``: loops copy rows from there.
     """
 
     node: str
@@ -261,6 +260,7 @@ class SavedValue:
     source: str = ""
     value: str = ""
     on_host: bool = False
+    by_chunk: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

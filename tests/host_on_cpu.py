@@ -21,16 +21,21 @@ from mstpass.partition import build_problem
 from mstpass.torch_internals import host_copy_ops
 
 _LIBRARY = library.Library("mstpass_tests", "DEF")
-for _schema in host_copy_ops.SCHEMAS:
+for _schema in (*host_copy_ops.SCHEMAS, *host_copy_ops.ROWS_SCHEMAS):
     _LIBRARY.define(_schema)
 
 
 @dataclasses.dataclass
 class Copies:
-    """How many copies have been made in each direction, and those that are pending."""
+    """How many copies have been made in each direction, and those that are pending.
+
+    Attributes:
+        rows: how many copies of the rows of a chunk.
+    """
 
     offloaded: int = 0
     reloaded: int = 0
+    rows: int = 0
     pending: dict[int, tuple[weakref.ref[Tensor], Tensor]] = dataclasses.field(default_factory=dict)
 
 
@@ -64,10 +69,22 @@ def _wait(tensor, keepalive=None, last_use_of_storage=None):  # type: ignore[no-
     return tensor
 
 
+def _rows_on_host(host: Tensor, device: torch.device) -> Tensor:
+    raise AssertionError("all of the value is copied, not the rows of a chunk")
+
+
+def _copy_rows(host: Tensor, start: int, length: int, device: torch.device) -> Tensor:
+    assert host.data_ptr() not in _made.pending, "rows are read before the value is on the host"
+    _made.rows += 1
+    return host.narrow(0, start, length).clone()
+
+
 for _name, _run, _fake in (
     ("offload", _offload, lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu")),
     ("reload", _reload, host_copy_ops.on_device),
     ("wait_tensor", _wait, lambda x, keepalive=None, last_use_of_storage=None: x),
+    ("rows_on_host", _rows_on_host, host_copy_ops.fake_value),
+    ("copy_rows", _copy_rows, host_copy_ops.fake_rows),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     library.register_fake(f"mstpass_tests::{_name}", _fake, lib=_LIBRARY)
@@ -86,6 +103,8 @@ def host_on_cpu(bytes_per_us: float = 1e4, least_bytes: int = 1) -> Iterator[Cop
         patch(host_copy_ops, "OFFLOAD", ops.offload.default)
         patch(host_copy_ops, "RELOAD", ops.reload.default)
         patch(host_copy_ops, "WAIT", ops.wait_tensor.default)
+        patch(host_copy_ops, "ROWS_ON_HOST", ops.rows_on_host.default)
+        patch(host_copy_ops, "COPY_ROWS", ops.copy_rows.default)
         patch(host_copies, "DEVICE_TYPE", "cpu")
         patch(build_problem, "LEAST_OFFLOADED_BYTES", least_bytes)
         patch(device_costs, "host_bytes_per_us", lambda device: bytes_per_us)

@@ -46,7 +46,7 @@ def chains(draw: st.DrawFn) -> Costs:
         for m in range(a + 1, count):
             new[a, m] = sizes[m] + (shared if a == 0 else 0)
     forms = [form(False), *(form(draw(st.booleans())) for _ in range(draw(st.integers(0, 2))))]
-    return Costs(forms, numbers(_TIMES), numbers(_BYTES, count + 1), new)
+    return Costs(forms, numbers(_TIMES), numbers(_BYTES, count + 1), new, new)
 
 
 def _forward(costs: Costs, a: int, b: int, forward_bytes: np.ndarray) -> float:

@@ -25,8 +25,9 @@ from mstpass.graph import ops
 from mstpass.graph.attention_rows import ROW_OPS, attend_rows_backward
 from mstpass.graph.grouped_products import GROUPED_OPS, grouped_sums
 from mstpass.graph.sizes import same_shape
+from mstpass.torch_internals import host_copy_ops
 from mstpass.torch_internals.graphs import OpOverload
-from mstpass.torch_internals.inductor import call_as_it_is
+from mstpass.torch_internals.inductor import call_as_it_is, call_with_aligned_result
 
 aten = torch.ops.aten
 
@@ -108,6 +109,7 @@ def call_buffer_ops_as_they_are() -> None:
         *ROW_OPS,
     ):
         call_as_it_is(op)
+    call_with_aligned_result(host_copy_ops.COPY_ROWS)
 
 
 def parts_in_place(result: fx.Node) -> list[fx.Node]:

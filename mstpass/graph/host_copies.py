@@ -19,11 +19,20 @@ def is_wait_for_reload(node: fx.Node) -> bool:
     return _is_wait(node) and node.all_input_nodes[0].target is host_copy_ops.RELOAD
 
 
+def is_rows_on_host(node: fx.Node) -> bool:
+    """Whether the node stands for a value on the host of which loops copy rows."""
+    return node.op == "call_function" and node.target is host_copy_ops.ROWS_ON_HOST
+
+
 def is_on_host(node: fx.Node) -> bool:
     """Whether the value of a graph for a GPU lies in the host's memory: what the copies return
     there, and the input that a backward copies back."""
     if node.op == "placeholder":
-        return any(user.target is host_copy_ops.RELOAD for user in node.users)
+        return any(
+            user.target in (host_copy_ops.RELOAD, host_copy_ops.ROWS_ON_HOST) for user in node.users
+        )
+    if is_rows_on_host(node):
+        return True
     if _is_wait(node):
         return not is_wait_for_reload(node)
     return node.target is host_copy_ops.OFFLOAD

@@ -38,12 +38,12 @@ def is_last_reader(call: fx.Node, operand: fx.Node) -> bool:
     return (
         base.op == "call_function"
         and numel(base) == numel(operand)
-        and _is_row_by_row(operand)
+        and is_row_by_row(operand)
         and ops.readers_through_views(base) == [call]
     )
 
 
-def _is_row_by_row(node: fx.Node) -> bool:
+def is_row_by_row(node: fx.Node) -> bool:
     """Whether the rows lie one behind the other, as those of a loop's results do."""
     value = value_of(node)
     assert value is not None

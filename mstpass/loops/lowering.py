@@ -34,6 +34,8 @@ from mstpass.graph import ops
 from mstpass.graph.buffer_ops import call_buffer_ops_as_they_are, counter, done
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.grouped_products import GROUPED_OPS
+from mstpass.graph.host_copies import is_rows_on_host
+from mstpass.graph.host_rows import rows_on_host
 from mstpass.graph.joint import value_of
 from mstpass.graph.loop_op import CONDITION, OutputSpec, initial, mst_loop, overwritten
 from mstpass.graph.materialization import REALIZE
@@ -80,14 +82,19 @@ class _Lowering:
         body, *sizes, specs, sliced, whole = args
         with self.graph.inserting_before(call):
             over = {overwritten(kind): position for position, (kind, _, _) in enumerate(specs)}
+            on_host = tuple(n for n, node in enumerate(sliced) if rows_on_host(node))
             sliced = tuple(
-                self._written(self._own(call, node) if n in over else self._at_offset_zero(node))
+                self._on_host(node)
+                if n in on_host
+                else self._written(
+                    self._own(call, node) if n in over else self._at_offset_zero(node)
+                )
                 for n, node in enumerate(sliced)
             )
             whole = tuple(map(self._written, whole))
             call.args = (body, *sizes, specs, sliced, whole)
             loop_call = LoopCall(
-                getattr(self.root, body.target), tuple(specs), len(sliced), len(whole)
+                getattr(self.root, body.target), tuple(specs), len(sliced), len(whole), on_host
             )
             device = call.meta["val"][0].device
             has_chunks = sizes[0] is not None  # a batch of any length may have no tokens
@@ -147,6 +154,13 @@ class _Lowering:
                     with self.graph.inserting_before(reader):
                         copy = self.builder.call(aten.clone.default, written)
                     reader.args = (copy, *reader.args[1:])
+
+    def _on_host(self, node: fx.Node) -> fx.Node:
+        """The value on the host of which the node is the one on the device, or a view."""
+        if is_rows_on_host(node):
+            return node.all_input_nodes[0]
+        operand = self._on_host(node.all_input_nodes[0])
+        return self.builder.call(node.target, operand, *node.args[1:], **node.kwargs)
 
     def _at_offset_zero(self, node: fx.Node) -> fx.Node:
         """The value; a copy if it starts inside its storage, as shifted labels do.
@@ -215,7 +229,7 @@ class _Lowering:
         values = [n.meta["val"] for n in operands]
         layouts = tuple(map(_layout, values))
         sizes = (num_chunks, chunk_tokens, str(num_tokens))
-        key = (body.target, *sizes, tuple(specs), layouts)
+        key = (body.target, *sizes, tuple(specs), layouts, loop.on_host)
         if key not in self.traced:
             if num_chunks is None:
                 cond, step = fitted_step(loop, chunk_tokens)

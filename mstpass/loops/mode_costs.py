@@ -17,13 +17,15 @@ from collections.abc import Sequence
 from torch import fx
 
 from mstpass.graph.attention_work import attention_work
-from mstpass.graph.axes import ALONG_A_DIM, QUERIES
+from mstpass.graph.axes import ALONG_A_DIM, QUERIES, axis_of
 from mstpass.graph.builder import Builder, fake_mode_of
 from mstpass.graph.device_costs import costs_of
 from mstpass.graph.heads import is_attention
+from mstpass.graph.host_rows import bytes_of_rows, is_in_rows
 from mstpass.graph.joint import JointGraph, nbytes, tensors_of, value_of
 from mstpass.graph.loop_work import head_loop_work, loop_work
 from mstpass.graph.narrow_offsets import narrow_calls
+from mstpass.graph.sizes import generic
 from mstpass.graph.traffic import moved_bytes
 from mstpass.loops.body.build import build_body
 from mstpass.loops.body.key import body_key
@@ -87,7 +89,23 @@ class _Loops:
             inner_bytes=self._chunk(loop).peak_bytes + self._copied_bytes(loop),
             us=self._time_us(loop),
             narrow=self._chunk(loop).narrow,
+            in_rows=self._in_rows(loop),
         )
+
+    def _in_rows(self, loop: LoopPlan) -> tuple[tuple[str, int], ...]:
+        """The inputs whose rows lie one behind the other, with the bytes of a chunk's."""
+        cut = loop.cut
+        axis, whole = axis_of(cut.axis, cut.total), {i.node for i in loop.inputs if not i.spec}
+        found: dict[str, int] = {}
+        for item in loop.inputs:
+            node = self.joint.by_name[item.node]
+            value = value_of(node)
+            if item.spec and value is not None and item.node not in (*whole, *loop.prelude):
+                rows = axis.rows(value.shape, item.spec)
+                order = [d for d in rows.order if generic(rows.apart[d]) != 1]
+                if order == sorted(order) and is_in_rows(node):
+                    found[item.node] = bytes_of_rows(node, cut.total, cut.length)
+        return tuple(found.items())
 
     def _needs(self, loop: LoopPlan) -> tuple[str, ...]:
         """The inputs; in place of nodes of the prelude, those that the prelude reads."""

@@ -5,7 +5,7 @@ With c tokens in a chunk, n chunks and N tokens in all::
     cond(i):  i < n
 
     step(i):  start = min(i c, N - c)                       # the last chunk may overlap
-              rows(t) = t[start : start + c]                # as_strided, no copy
+              rows(t) = t[start : start + c]                # as_strided; a copy if t is on the host
               parts = body(*map(rows, sliced), *whole[, valid])
               for each output, in order:
                   stacked: rows(buffer) <- part             # over an input: where valid
@@ -28,6 +28,7 @@ Inductor knows only the bounds, so that nothing is specialized to one batch or o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,6 +58,7 @@ from mstpass.graph.loop_op import (
     takes_start,
 )
 from mstpass.graph.sizes import Size, hint, is_static
+from mstpass.torch_internals import host_copy_ops
 from mstpass.torch_internals.fake_tensors import set_hint
 
 aten = torch.ops.aten
@@ -71,12 +73,16 @@ class LoopCall:
 
     The operands of a step are the buffers, the sliced inputs, the whole inputs and the symbols. A
     sliced input that an output is written over is that output's buffer.
+
+    Attributes:
+        on_host: the sliced inputs of which a step copies the rows from the host.
     """
 
     body: fx.GraphModule
     specs: tuple[OutputSpec, ...]
     num_sliced: int
     num_whole: int
+    on_host: tuple[int, ...] = ()
 
     def run(
         self,
@@ -98,6 +104,12 @@ class LoopCall:
             shape, stride = tensor.shape, tensor.stride()
             size = (*shape[:dim], length, *shape[dim + 1 :])
             return aten.as_strided.default(tensor, size, stride, start * stride[dim])
+
+        def chunk(number: int, tensor: torch.Tensor) -> torch.Tensor:
+            if number not in self.on_host:
+                return rows(tensor)
+            copied: torch.Tensor = host_copy_ops.COPY_ROWS(tensor, start, length, buffers[0].device)
+            return copied
 
         num_buffers = len(self.specs)
         buffers, sliced = operands[:num_buffers], self.sliced(operands)
@@ -123,7 +135,8 @@ class LoopCall:
             written = max(written, end)
 
         attention = self._adding_attention()
-        for node in self._run((*before, *first, *map(rows, sliced), *whole, *after), env, results):
+        chunks = itertools.starmap(chunk, enumerate(sliced))
+        for node in self._run((*before, *first, *chunks, *whole, *after), env, results):
             positions = attention.get(node, [])
             if positions and all(result.is_ready for result in results[: min(positions)]):
                 write_until(min(positions))  # what they read is freed before attention runs

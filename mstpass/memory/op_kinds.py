@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.host_copies import is_wait_for_reload
+from mstpass.graph.host_copies import is_rows_on_host, is_wait_for_reload
 from mstpass.graph.input_writes import is_input_write
 from mstpass.graph.joint import value_of
 from mstpass.graph.sizes import hint, is_size
@@ -35,7 +35,7 @@ def kind_of(node: fx.Node) -> str:
         return SIZE
     if node.op == "placeholder":
         return INPUT
-    if is_wait_for_reload(node):
+    if is_wait_for_reload(node) or is_rows_on_host(node):
         return VIEW
     if is_input_write(node):
         return REALIZED

@@ -87,6 +87,8 @@ def reloads(
             found.append(Reload(name, size, tuple(group), needed, again=number > 0))
             if not number:
                 unread.update(set(chain.values()) - set(needed))
+        if not uses:  # loops copy its rows from the host
+            unread.update(chain.values())
     found.sort(key=lambda reload: reload.first_use)
     return Reloads(tuple(found), frozenset(unread))
 

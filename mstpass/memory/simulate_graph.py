@@ -13,6 +13,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.buffer_ops import parts_in_place
 from mstpass.graph.host_copies import is_on_host, is_wait_for_reload
+from mstpass.graph.host_rows import operands_in_rows, rows_on_host
 from mstpass.graph.input_writes import is_input_write
 from mstpass.graph.joint import tensors_of
 from mstpass.graph.loop_op import mst_loop
@@ -144,6 +145,7 @@ def op_of(
         concatenates=concatenates(node),
         writes_anywhere=writes_anywhere(node),
         numel=sum(map(hint_numel, tensors_of(node.meta.get("val")))),
+        in_rows=operands_in_rows(node),
     )
 
 
@@ -158,7 +160,7 @@ def _is_on_cpu(node: fx.Node) -> bool:
 
 
 def _inner_bytes(node: fx.Node) -> int:
-    """The workspace of a call: for a loop, the peak of one chunk."""
+    """The workspace of a call: for a loop, the peak of one chunk, with its rows from the host."""
     if node.target is not mst_loop:
         return node_workspace_bytes(node)
     root = node.graph.owning_module
@@ -166,7 +168,9 @@ def _inner_bytes(node: fx.Node) -> int:
     assert root is not None and isinstance(body, fx.Node)
     graph: fx.Graph = getattr(root, str(body.target)).graph
     parts: Any = graph.output_node().args[0]
-    return body_bytes(graph, parts)
+    from_host = {operand.name for operand in node.args[5] if rows_on_host(operand)}  # type: ignore[union-attr, arg-type]
+    rows_bytes = sum(size for name, size in operands_in_rows(node) if name in from_host)
+    return body_bytes(graph, parts) + rows_bytes
 
 
 def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node]) -> int:

@@ -13,6 +13,7 @@ from mstpass.memory.host_copies import (
     with_offloads,
     with_reloads,
 )
+from mstpass.memory.host_rows import with_rows_from_host
 from mstpass.memory.program import Program, backward_ops, forward_ops, is_cheap
 from mstpass.memory.repeated_values import MOST_LOWERED, Repeated, repeated_values
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
@@ -35,6 +36,7 @@ class StepSimulation:
         nested: the values that backward computes in passes of their own, with their levels.
         offloaded: names of the saved values that cross by way of the host, besides those that
             must.
+        by_chunk: as of ``Plan``.
     """
 
     def __init__(
@@ -43,14 +45,16 @@ class StepSimulation:
         saved: Set[str],
         nested: Mapping[str, int] = _NONE,
         offloaded: Set[str] = frozenset(),
+        by_chunk: Set[str] = frozenset(),
     ):
         self.problem, self.saved, self.nested = problem, saved, nested
+        self.by_chunk = by_chunk
         self.offloaded = frozenset(offloaded) | (saved & must_offload(problem))
 
     @classmethod
     def of(cls, problem: CutProblem, plan: Plan) -> StepSimulation:
         """The step of a plan, for a problem in which its modes are chosen."""
-        return cls(problem, plan.saved, plan.nested, plan.offloaded)
+        return cls(problem, plan.saved, plan.nested, plan.offloaded, plan.by_chunk)
 
     @functools.cached_property
     def forward_copies(self) -> OpsWithCopies:
@@ -64,9 +68,10 @@ class StepSimulation:
     def backward_copies(self) -> OpsWithCopies:
         """The ops of the backward, its inputs first."""
         host = self.problem.host
-        ops = backward_ops(self.problem, self.saved, self.nested)
+        every = backward_ops(self.problem, self.saved, self.nested)
         if not self.offloaded or host is None:
-            return OpsWithCopies(ops)
+            return OpsWithCopies(every)
+        ops = with_rows_from_host(every, self.by_chunk & self.offloaded, host)
         cheap = {op.name for op in ops if is_cheap(op)}
         free = {value.name for value in self.problem.values if value.free}
         return with_reloads(ops, self.offloaded, cheap - set(self.problem.gradients), free, host)

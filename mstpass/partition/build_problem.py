@@ -139,6 +139,7 @@ def _value(
         may_wait=op.may_wait,
         concatenates=op.concatenates,
         writes_anywhere=op.writes_anywhere,
+        in_rows=op.in_rows,
         us=time_us(joint, node),
         free=free,
         heavy=is_heavy(node) or node in policies.boundary,

@@ -94,8 +94,8 @@ def carried_over(
         problem: the partition problem of that graph.
     """
     plan = solved.plan
-    saved, offloaded = (
-        frozenset(names.get(v, "") for v in s) for s in (plan.saved, plan.offloaded)
+    saved, offloaded, by_chunk = (
+        frozenset(names.get(v, "") for v in s) for s in (plan.saved, plan.offloaded, plan.by_chunk)
     )
     nested = {names[v]: level for v, level in plan.nested.items() if v in names}
     try:
@@ -111,7 +111,7 @@ def carried_over(
             warnings.warn(f"mstpass: {said}", stacklevel=2)
         plan, notes = again.plan, (*solved.notes, *again.notes, said)
         return again._replace(plan=_as_read(problem, plan), notes=notes)
-    plan = Plan(saved, {}, nested, offloaded)
+    plan = Plan(saved, {}, nested, offloaded, by_chunk)
     return solved._replace(plan=_as_read(problem, plan))
 
 

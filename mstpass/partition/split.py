@@ -46,7 +46,13 @@ def split_joint(
     modules = finish_forward_and_backward(*written)
     nested = sorted(plan.nested.keys() - plan.saved)
     saved = [
-        dataclasses.replace(value, node=on_host[value.node], value=value.node, on_host=True)
+        dataclasses.replace(
+            value,
+            node=on_host[value.node],
+            value=value.node,
+            on_host=True,
+            by_chunk=value.node in plan.by_chunk,
+        )
         if value.node in on_host
         else value
         for value in saved_values(extracted, joint)

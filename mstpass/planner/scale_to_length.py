@@ -99,7 +99,9 @@ def _with_all_tokens(loop: Loop, factors: _Factors) -> Loop:
     """The loop; over heads, with the workspace of a group of them."""
     if not any(map(_is_attention, loop.members)):
         return loop
-    return dataclasses.replace(loop, inner_bytes=int(loop.inner_bytes * factors.tokens))
+    in_rows = tuple((name, int(size * factors.tokens)) for name, size in loop.in_rows)
+    inner_bytes = int(loop.inner_bytes * factors.tokens)
+    return dataclasses.replace(loop, inner_bytes=inner_bytes, in_rows=in_rows)
 
 
 def _is_attention(name: str) -> bool:

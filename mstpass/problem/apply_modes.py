@@ -95,6 +95,7 @@ def loop_values(loop: Loop, nodes: Mapping[str, Value]) -> list[Value]:
         pinned=pinned,
         savable=False,
         tag=tags[0] if recompute else "",
+        in_rows=loop.in_rows,
     )
     items = (
         Value(

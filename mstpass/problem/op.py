@@ -18,13 +18,15 @@ CALL, REDUCTION, SCATTER, POINTWISE = "call", "reduction", "scatter", "pointwise
 REALIZED = "realized"  # a pointwise value that is written to a buffer (graph/materialization.py)
 SIZE = "size"  # a symbolic size, which is no tensor
 
-# What an op of a program does: it runs a node, or copies the node's value to the host or back.
-RUN, OFFLOAD, AWAIT_OFFLOAD, RELOAD, AWAIT_RELOAD = (
+# What an op of a program does: it runs a node, copies the node's value to the host or back, or
+# stands for the value on the host, of which loops copy rows.
+RUN, OFFLOAD, AWAIT_OFFLOAD, RELOAD, AWAIT_RELOAD, ROWS_ON_HOST = (
     "run",
     "offload",
     "await offload",
     "reload",
     "await reload",
+    "rows on host",
 )
 
 
@@ -57,9 +59,12 @@ class Op:
             matrix products can.
         node: the name of the node that it stands for, if that is not its own: a node may run
             several times in a step, each time under another name.
-        action: one of ``RUN``, ``OFFLOAD``, ``AWAIT_OFFLOAD``, ``RELOAD``, ``AWAIT_RELOAD``.
+        action: one of ``RUN``, ``OFFLOAD``, ``AWAIT_OFFLOAD``, ``RELOAD``, ``AWAIT_RELOAD``,
+            ``ROWS_ON_HOST``.
         numel: the number of elements of its result. In a loop's body, only kernels of as many
             elements run as one (memory/kernel_fusion.py).
+        in_rows: of the operands of a loop that it can copy from the host row by row, the names and
+            the bytes of a chunk's rows (memory/host_rows.py).
     """
 
     name: str
@@ -79,6 +84,7 @@ class Op:
     numel: int = 0
     node: str = ""
     action: str = RUN
+    in_rows: tuple[tuple[str, int], ...] = ()
 
     @property
     def node_name(self) -> str:
@@ -89,4 +95,5 @@ class Op:
         """The op under a name, with operands replaced."""
         inputs = tuple([by.get(operand, operand) for operand in self.inputs])
         node = "" if name == self.node_name else self.node_name
-        return dataclasses.replace(self, name=name, inputs=inputs, node=node)
+        in_rows = tuple([(by.get(operand, operand), size) for operand, size in self.in_rows])
+        return dataclasses.replace(self, name=name, inputs=inputs, node=node, in_rows=in_rows)

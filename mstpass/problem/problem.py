@@ -120,6 +120,7 @@ class Loop:
         us: time of all chunks, in microseconds.
         narrow: what is wrong with calls in it whose kernels are not made for tensors so large
             (graph/narrow_offsets.py).
+        in_rows: as of ``Op``.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Loop:
     inner_bytes: int
     us: float
     narrow: tuple[str, ...] = ()
+    in_rows: tuple[tuple[str, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,12 +258,15 @@ class Plan:
             computed, those of higher levels among them; backward recomputes them once more where
             it uses them.
         offloaded: names of the saved values that cross by way of the host.
+        by_chunk: names of those that stay there: loops of the backward copy the rows of a chunk,
+            where they can, instead of reading a copy of the whole value.
     """
 
     saved: frozenset[str]
     modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     nested: Mapping[str, int] = dataclasses.field(default_factory=dict)
     offloaded: frozenset[str] = frozenset()
+    by_chunk: frozenset[str] = frozenset()
 
 
 def loop_name(first: str) -> str:

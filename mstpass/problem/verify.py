@@ -28,7 +28,7 @@ def checked_plan(problem: CutProblem, plan: object) -> Plan:
     """
     if not isinstance(plan, Plan):
         raise InvalidPlan(f"it returned {reprlib.repr(plan)}, which is no Plan")
-    for what in ("saved", "offloaded"):
+    for what in ("saved", "offloaded", "by_chunk"):
         names = getattr(plan, what)
         if not isinstance(names, Set) or not all(isinstance(name, str) for name in names):
             raise InvalidPlan(f"Plan.{what} is {reprlib.repr(names)}, which is no set of names")
@@ -37,6 +37,11 @@ def checked_plan(problem: CutProblem, plan: object) -> Plan:
             f"Plan.nested is {reprlib.repr(plan.nested)}, which is no mapping from names to levels "
             "from 1 on"
         )
+    if not plan.by_chunk <= plan.offloaded:
+        raise InvalidPlan(
+            f"Plan.by_chunk has values that are not offloaded: "
+            f"{sorted(plan.by_chunk - plan.offloaded)}"
+        )
     if not isinstance(plan.modes, Mapping):
         raise InvalidPlan(f"Plan.modes is {reprlib.repr(plan.modes)}, which is no mapping")
     modes = dict(plan.modes)
@@ -44,7 +49,8 @@ def checked_plan(problem: CutProblem, plan: object) -> Plan:
     for region, mode in modes.items():
         if mode not in known.get(region, ()):
             raise InvalidPlan(f"the problem has no region {region!r} with a mode {mode!r}")
-    return Plan(frozenset(plan.saved), modes, dict(plan.nested), frozenset(plan.offloaded))
+    sets = frozenset(plan.offloaded), frozenset(plan.by_chunk)
+    return Plan(frozenset(plan.saved), modes, dict(plan.nested), *sets)
 
 
 def _are_levels(nested: object) -> bool:

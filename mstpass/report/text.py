@@ -243,11 +243,13 @@ def _host_lines(plan: SavePlan) -> list[str]:
         return []
     copy_us, wait_us = (sum(getattr(p, f) for p in phases) for f in ("copy_us", "wait_us"))
     count = _values(sum(value.on_host for value in plan.saved))
+    by_chunk = sum(value.by_chunk for value in plan.saved)
     size, pinned = bytes_text(plan.host_bytes), bytes_text(plan.pinned_bytes)
     return [
         f"  waiting in host memory: {count}, {size} ({pinned} pinned)",
         f"    their copies take {copy_us / 1e3:.2f} ms, of which the device waits for "
         f"{wait_us / 1e3:.2f} ms (estimated)",
+        *([f"    of {by_chunk} of them, loops copy the rows of a chunk"] if by_chunk else []),
     ]
 
 

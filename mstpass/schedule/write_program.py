@@ -37,6 +37,7 @@ from mstpass.problem.op import (
     POINTWISE,
     REALIZED,
     RELOAD,
+    ROWS_ON_HOST,
     RUN,
     Op,
 )
@@ -93,6 +94,7 @@ class _Writer:
             AWAIT_OFFLOAD: self._await_offload,
             RELOAD: self._reload,
             AWAIT_RELOAD: self._await_reload,
+            ROWS_ON_HOST: self._rows_on_host,
         }
 
     def write(self, program: Sequence[Op]) -> None:
@@ -211,6 +213,11 @@ class _Writer:
         copy, on_host = self.env[op.inputs[0]], self.env[host_name(op.node_name)]
         args = (copy, None, on_host)
         return self._call(host_copy_ops.WAIT, args, f"{op.node_name}_back", copy.meta["val"])
+
+    def _rows_on_host(self, op: Op) -> fx.Node:
+        on_host, value = self.env[op.inputs[0]], self.nodes[op.node_name].meta["val"]
+        args = (on_host, value.device)
+        return self._call(host_copy_ops.ROWS_ON_HOST, args, f"{op.node_name}_rows", value)
 
     def _call(
         self, target: OpOverload, args: tuple[object, ...], name: str, value: object

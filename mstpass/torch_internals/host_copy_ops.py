@@ -12,6 +12,12 @@ the same graph (``retain_graph=True``) expects, so it is left out.
 
 For a torch without these ops this file has the same three, named ``mstpass::``. Source:
 torch/_functorch/_activation_offloading/offload_ops.py, read in torch 2.13 and 2.15.
+
+Two more are mstpass' own in any case. A loop that needs one chunk at a time copies its rows itself,
+on the stream that computes::
+
+    x    = rows_on_host(host, device)                stands for the value; a loop reads it
+    rows = copy_rows(host, start, length, device)    in the loop's step, in place of rows of x
 """
 
 from __future__ import annotations
@@ -128,6 +134,41 @@ _ops = _NAMESPACE if IS_TORCHS else _define()
 OFFLOAD: OpOverload = _ops.offload.default
 RELOAD: OpOverload = _ops.reload.default
 WAIT: OpOverload = _ops.wait_tensor.default
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+def _rows_on_host(host: Tensor, device: torch.device) -> Tensor:
+    """All of the value, for what is no loop."""
+    return host.to(device, non_blocking=True, copy=True)
+
+
+def _copy_rows(host: Tensor, start: int, length: int, device: torch.device) -> Tensor:
+    """The memory of the host is pinned, and freed only when the copy is over, which nothing waits
+    for: torch's allocator for it knows the streams that read it."""
+    return host.narrow(0, start, length).to(device, non_blocking=True, copy=True)
+
+
+def fake_value(host: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(host, device=device)
+
+
+def fake_rows(host: Tensor, start: int, length: int, device: torch.device) -> Tensor:
+    return host.new_empty((length, *host.shape[1:]), device=device)
+
+
+ROWS_SCHEMAS = (
+    "rows_on_host(Tensor host, Device device) -> Tensor",
+    "copy_rows(Tensor host, SymInt start, SymInt length, Device device) -> Tensor",
+)
+_rows = library.Library("mstpass", "FRAGMENT")
+for _schema in ROWS_SCHEMAS:
+    _rows.define(_schema)
+_rows.impl("rows_on_host", _rows_on_host, "CompositeExplicitAutograd")
+_rows.impl("copy_rows", _copy_rows, "CompositeExplicitAutograd")
+library.register_fake("mstpass::rows_on_host", fake_value, lib=_rows)
+library.register_fake("mstpass::copy_rows", fake_rows, lib=_rows)
+ROWS_ON_HOST: OpOverload = torch.ops.mstpass.rows_on_host.default
+COPY_ROWS: OpOverload = torch.ops.mstpass.copy_rows.default
 
 
 def all_ops() -> tuple[OpOverload, ...]:

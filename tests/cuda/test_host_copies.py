@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.partition import build_problem
 from tests.checks import errors, gradients, in_float64, rms
+from tests.cuda.checks import check_lean
 from tests.cuda.dry_run import DryRun, dry_run
+from tests.cuda.generated_code import loops_of
 from tests.cuda.interpret import run_interpreted
+from tests.cuda.steps import blocks
 
 pytestmark = pytest.mark.dry_run
 
 SIZE = LlamaSize(256, 4, 4, 704, 500, 2048)
+_COPY_ROWS = "torch.ops.mstpass.copy_rows.default"
 _CALL = re.compile(r"(\w+) = torch\.ops\.\w+\.(offload|reload|wait_tensor)\.default\((.*)\)$")
 
 
@@ -123,3 +127,24 @@ def test_the_generated_code_computes_the_gradients(
     wide, (wide_x,) = in_float64(model, [x])
     exact, eager = gradients(wide, wide, [wide_x]), gradients(model, model, [x])
     assert rms(errors(ours, exact)) <= 1.1 * rms(errors(eager, exact)) + 1e-6
+
+
+# ---- rows of a chunk -----------------------------------------------------------------------------
+@pytest.mark.parametrize("gpu", ["a100", "h100", "b200"])
+def test_loops_copy_the_rows_of_a_chunk_without_a_wait(gpu: str) -> None:
+    options = {"chunk": "blocks", "chunk_tokens": 1024, "memory_budget": 0.0}
+    run = dry_run(*blocks(), gpu=gpu, host_budget="1GiB", **options)
+    check_lean(run)
+    plan = run.report.outcome.save_plan
+    assert plan is not None and any(value.by_chunk for value in plan.saved)
+    forward, backward = _codes(run)
+    copying = [loop for loop in loops_of(backward) if _COPY_ROWS in loop.calls]
+    assert len(copying) >= 2  # both rounds of a block's backward
+    assert not any(loop.syncs for loop in copying)
+    assert _COPY_ROWS not in forward and "rows_on_host" not in run.text
+    on_host = {value.node for value in plan.saved if value.by_chunk}
+    reloaded = {call.operands[0] for call in _calls(backward) if call.op == "reload"}
+    assert on_host - reloaded  # no whole copy of these
+    lines = backward.splitlines()
+    copies = [i for i, line in enumerate(lines) if f"= {_COPY_ROWS}(" in line]
+    assert not any("assumed to be not aligned" in line for i in copies for line in lines[i : i + 8])

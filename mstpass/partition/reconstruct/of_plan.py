@@ -55,7 +55,8 @@ def with_reconstruction(
     other = cut_problem(reduced, (), not limit.is_free, problem.host, repeats)
     verify(other.allowing(True), kept)
     peak_bytes = simulate_plan(problem, plan).peak_bytes
-    after = dataclasses.replace(plan, saved=kept, offloaded=plan.offloaded & kept)
+    sets = {"offloaded": plan.offloaded & kept, "by_chunk": plan.by_chunk & kept}
+    after = dataclasses.replace(plan, saved=kept, **sets)
     if simulate_plan(other, after).peak_bytes > peak_bytes:
         return None
     return Reconstruction(reduced, after, other, done)

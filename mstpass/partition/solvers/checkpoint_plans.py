@@ -91,8 +91,8 @@ class CheckpointPlans:
 
     @property
     def stops_bytes(self) -> int:
-        """What is alive at all places together."""
-        return int(np.diagonal(self._chain.costs.new_bytes, 1).sum()) if self.placements else 0
+        """What is alive at all places together takes so much on the host."""
+        return int(np.diagonal(self._chain.costs.pinned_bytes, 1).sum()) if self.placements else 0
 
     @functools.cached_property
     def _segments(self) -> dict[str, int]:

@@ -84,12 +84,14 @@ class Costs:
         between_bytes: what the backward holds before it begins with the segments that end at a
             stop, besides what is alive at stops; by stop.
         new_bytes: what is alive at stop m and not at stop a, for each ``[a, m]``.
+        pinned_bytes: what the same takes on the host.
     """
 
     forms: Sequence[Form]
     forward_us: Array
     between_bytes: Array
     new_bytes: Array
+    pinned_bytes: Array
 
     @property
     def segments(self) -> int:
@@ -221,7 +223,7 @@ class CheckpointTable:
             if level or host_bytes is None:
                 room -= int(self._cells(stored_bytes))
             else:
-                host -= int(_host_cells(stored_bytes, host_bytes))
+                host -= int(_host_cells(self.costs.pinned_bytes[a, choice], host_bytes))
             place(choice, b, room, host, level)
 
         place(0, self.costs.segments, room, len(saved.us) - 1, 0)
@@ -303,7 +305,8 @@ class CheckpointTable:
                 if host_bytes is None:
                     us = self._behind(ways.us[0, ms], stored_bytes)
                 else:
-                    us = self._behind_on_host(ways.us[:, ms], stored_bytes, host, host_bytes)
+                    left_cells = host - _host_cells(self.costs.pinned_bytes[a, ms], host_bytes)
+                    us = self._behind_on_host(ways.us[:, ms], stored_bytes, left_cells)
                 us += left.us[a, ms]
                 us[self.rooms < self._pass_bytes[a][: len(ms), None]] = math.inf
                 _take(ways, at, us, ms)
@@ -336,12 +339,11 @@ class CheckpointTable:
         return found
 
     def _behind_on_host(
-        self, us: Array, stored_bytes: Array, host: int, host_bytes: float
+        self, us: Array, stored_bytes: Array, left_cells: NDArray[np.int64]
     ) -> Array:
         """The same while what is stored waits on the host, of whose cells so many are left."""
-        left = host - _host_cells(stored_bytes, host_bytes)
-        found = us[np.maximum(left, 0), np.arange(len(left))]
-        found[left < 0] = math.inf
+        found = us[np.maximum(left_cells, 0), np.arange(len(left_cells))]
+        found[left_cells < 0] = math.inf
         found += self._price * stored_bytes[:, None]
         return found
 
@@ -349,8 +351,8 @@ class CheckpointTable:
         return np.rint(stored_bytes / self._cell_bytes).astype(np.int64)
 
 
-def _host_cells(stored_bytes: Array, host_bytes: float) -> NDArray[np.int64]:
-    return np.rint(stored_bytes * _HOST_CELLS / host_bytes).astype(np.int64)
+def _host_cells(pinned_bytes: Array, host_bytes: float) -> NDArray[np.int64]:
+    return np.rint(pinned_bytes * _HOST_CELLS / host_bytes).astype(np.int64)
 
 
 def _before(values: Array) -> Array:

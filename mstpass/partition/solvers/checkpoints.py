@@ -97,6 +97,7 @@ class Chain:
             read[0].forward_us,
             np.max([one.between_bytes for one in read], axis=0),
             read[0].new_bytes,
+            read[0].pinned_bytes,
         )
         self._most_bytes = _ROUNDED * self.costs.most_bytes
 

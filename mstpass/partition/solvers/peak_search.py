@@ -46,6 +46,7 @@ from mstpass.partition.solvers.offload import (
     fits_with_host,
     offloaded_for_least_memory,
     offloaded_within,
+    ways,
 )
 from mstpass.partition.solvers.plan_sequence import MeasuredPlan
 from mstpass.partition.solvers.spend_slack import slack_spent
@@ -90,23 +91,31 @@ def _with_offloading(tried: Sequence[Candidate], budget_bytes: int) -> Iterator[
 
     Earlier plans are faster, but need more copies, for which the device may have to wait; later
     ones may save too little to be helped. So some of all are looked at, and of the first one that
-    is within the budget those just before it.
+    is within the budget those just before it. That is done once for values that come back whole,
+    and once for those of which loops copy rows.
     """
     looked_at = sorted({len(tried) * i // _LOOKED_AT for i in range(_LOOKED_AT)})
-    within = [i for i in looked_at if tried and fits_with_host(tried[i], budget_bytes)]
-    if not within:
-        return
-    low = max((i + 1 for i in looked_at if i < within[0]), default=0)
-    high = within[0]
-    while low < high:
-        middle = (low + high) // 2
-        if fits_with_host(tried[middle], budget_bytes):
-            high = middle
-        else:
-            low = middle + 1
-    for i in sorted({high, within[len(within) // 2], within[-1]}):
-        if found := offloaded_within(tried[i], budget_bytes):
-            yield found
+    seen: set[int] = set()
+    for by_chunk in ways(tried[-1]) if tried else ():
+
+        def fits(i: int, by_chunk: bool = by_chunk) -> bool:
+            return fits_with_host(tried[i], budget_bytes, by_chunk=by_chunk)
+
+        within = list(filter(fits, looked_at))
+        if not within:
+            continue
+        low = max((i + 1 for i in looked_at if i < within[0]), default=0)
+        high = within[0]
+        while low < high:
+            middle = (low + high) // 2
+            if fits(middle):
+                high = middle
+            else:
+                low = middle + 1
+        for i in sorted({high, within[len(within) // 2], within[-1]} - seen):
+            seen.add(i)
+            if found := offloaded_within(tried[i], budget_bytes):
+                yield found
 
 
 def _within_by_host(problem: CutProblem, budget_bytes: int) -> MeasuredPlan | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.memory.timeline import Moment, Timeline
 from mstpass.partition.solvers.checkpoint_table import Array, Form
 from mstpass.partition.solvers.min_cut import complete
+from mstpass.problem.host_memory import pinned_bytes
 from mstpass.problem.op import CONSTANT, INPUT, VIEW
 from mstpass.problem.problem import CutProblem, Value
 from mstpass.problem.saved_set import read_by_backward
@@ -43,6 +44,7 @@ class SegmentCosts:
     forward_us: Array
     between_bytes: Array
     new_bytes: Array
+    pinned_bytes: Array
 
 
 def segment_costs(
@@ -64,7 +66,8 @@ def segment_costs(
         saved,
         reader.us(value for value in problem.values if value.forward),
         reader.between_bytes(),
-        reader.new_bytes(),
+        reader.new_bytes(sum),
+        reader.new_bytes(pinned_bytes),
     )
 
 
@@ -228,9 +231,14 @@ class _Reader:
                 )
         return found[::-1].cumsum(0)[::-1]
 
-    def new_bytes(self) -> Array:
-        """For each stop m, the bytes that are alive there and not at stop a: ``[a, m]``."""
+    def new_bytes(self, total: Callable[[Iterable[int]], int]) -> Array:
+        """For each stop m, what is alive there and not at stop a: ``[a, m]``.
+
+        Args:
+            total: what values of given bytes take.
+        """
         found = np.zeros((self.count + 1, self.count + 1))
         for a, m in itertools.combinations(range(self.count), 2):
-            found[a, m] = self.bytes_of(self.stops[m] - self.stops[a])
+            names = self.stops[m] - self.stops[a]
+            found[a, m] = total(self.problem.values[self.index[name]].bytes for name in names)
         return found

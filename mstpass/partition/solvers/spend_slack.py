@@ -142,7 +142,7 @@ class _Search:
         kept = saved_where(closed, lambda value: value.name in saved)
         before, names = self.best.plan, {value.name for value in closed.values}
         nested = {name: level for name, level in before.nested.items() if name in names}
-        plan = Plan(kept, modes, nested, before.offloaded & kept)
+        plan = Plan(kept, modes, nested, before.offloaded & kept, before.by_chunk & kept)
         step = simulate_plan(self.problem, plan)
         if step.us >= self.best.us or not step.lowered_within(self.limit_bytes):
             return False
