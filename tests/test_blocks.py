@@ -16,12 +16,14 @@ from mstpass.graph.joint import JointGraph
 from mstpass.regions.blocks import LEAVES, NO_MLP, NO_RESIDUAL, detect_blocks
 from mstpass.regions.detect import find_regions
 from tests.attention_models import WIDTH, Form, Layer
-from tests.checks import check_against_float64, joint_graph, kinds
+from tests.checks import check_against_float64, check_batches, joint_graph, kinds
 
 pytestmark = pytest.mark.op_by_op
 
 WORDS, LAYERS = 600, 2
 LLAMA = Form(kv_heads=2, rope="halves", mask="causal", shared_kv=True)
+FULL = dataclasses.replace(LLAMA, mask="")
+WINDOW = dataclasses.replace(LLAMA, mask="window")  # of 8 keys, as a mask on a CPU
 LEAST: dict[str, Any] = {"memory_budget": 0.0, "chunk": "blocks"}
 
 
@@ -62,11 +64,11 @@ def _inputs(batch: int, tokens: int, dtype: torch.dtype = torch.float32) -> list
 
 def _check(form: Form, batch: int, tokens: int, **options: Any) -> mstpass.Report:
     torch.manual_seed(0)
-    dtype = options.pop("dtype", torch.float32)
-    model = Model(form).to(dtype)
+    dtype, layers = options.pop("dtype", torch.float32), options.pop("layers", LAYERS)
+    model = Model(form, layers).to(dtype)
     given = {**LEAST, "inductor": {"fx_graph_cache": False}, **options}
     report = check_against_float64(model, _loss_of, _inputs(batch, tokens, dtype), **given)
-    assert [kind for kind, _ in kinds(report)].count("block") == LAYERS, str(report)
+    assert [kind for kind, _ in kinds(report)].count("block") == layers, str(report)
     return report
 
 
@@ -79,7 +81,7 @@ def _check(form: Form, batch: int, tokens: int, **options: Any) -> mstpass.Repor
         pytest.param(LLAMA, 2, 100, 64, id="chunks that cross sequences"),
         pytest.param(LLAMA, 1, 250, 64, id="a last chunk that overlaps"),
         pytest.param(Form(rope="pairs", mask="causal"), 1, 256, 64, id="a key for each query"),
-        pytest.param(dataclasses.replace(LLAMA, mask=""), 2, 128, 64, id="full"),
+        pytest.param(FULL, 2, 128, 64, id="full"),
         pytest.param(
             dataclasses.replace(LLAMA, norm="head", bias=True), 1, 256, 64, id="norms and biases"
         ),
@@ -98,6 +100,77 @@ def test_gradients_are_right(form: Form, batch: int, tokens: int, chunk: int) ->
 def test_gradients_are_right_in_16_bits() -> None:
     plain = dataclasses.replace(LLAMA, rope="")
     _check(plain, 1, 1024, chunk_tokens=128, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(4, marks=pytest.mark.full), 16])
+def test_gradients_of_a_mask_are_right(chunk: int) -> None:
+    """A chunk is shorter than the window, or longer."""
+    _check(WINDOW, 1, 64, chunk_tokens=chunk, layers=1)
+
+
+def test_a_mask_has_no_chunks_that_overlap() -> None:
+    torch.manual_seed(0)
+    inputs, options = _inputs(1, 64), {**LEAST, "chunk_tokens": 24}
+    report = mstpass.explain(Model(WINDOW, layers=1), *inputs, options=options)
+    assert "block" not in [kind for kind, _ in kinds(report)]
+    assert any("24 queries, which attention with a mask" in r.reason for r in report.rejections)
+
+
+# ---- symbolic sizes ------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("form", "shapes", "chunk", "marked"),
+    [
+        # fewer tokens than a chunk, as many, one more, and one behind the last whole chunk
+        pytest.param(LLAMA, [(1, 257), (1, 33), (1, 64), (1, 65)], 64, (1,), id="tokens"),
+        pytest.param(LLAMA, [(2, 100), (2, 37)], 48, (1,), id="tokens of two sequences"),
+        pytest.param(LLAMA, [(2, 100), (3, 100)], 48, (0,), id="sequences"),
+        pytest.param(LLAMA, [(2, 128), (3, 50)], 48, (0, 1), id="both"),
+        pytest.param(
+            dataclasses.replace(LLAMA, mask=""), [(3, 70), (2, 33)], 48, (0, 1), id="full"
+        ),
+        pytest.param(
+            dataclasses.replace(LLAMA, norm="head", bias=True, shared_kv=False),
+            [(1, 100), (1, 37)],
+            48,
+            (1,),
+            id="norms, and keys that are repeated",
+        ),
+        pytest.param(WINDOW, [(1, 100), (1, 37)], 48, (1,), id="a mask, long chunks"),
+        pytest.param(WINDOW, [(1, 30), (1, 17)], 5, (1,), id="a mask, short chunks"),
+    ],
+)
+def test_gradients_are_right_at_any_length(
+    form: Form, shapes: list[tuple[int, int]], chunk: int, marked: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    batches = [_inputs(*shape) for shape in shapes]
+    for batch in batches:
+        torch._dynamo.mark_dynamic(batch[0], marked)
+    options = {**LEAST, "chunk_tokens": chunk, "inductor": {"fx_graph_cache": False}}
+    reports = check_batches(Model(form, layers=1), _loss_of, batches, **options)
+    for report in reports:
+        blocks = [region for region in report.regions if region.kind == "block"]
+        assert [region.symbolic for region in blocks] == [True], str(report)
+
+
+def test_gradients_are_right_at_any_length_in_16_bits() -> None:
+    torch.manual_seed(0)
+    model = Model(dataclasses.replace(LLAMA, rope=""), layers=1).to(torch.bfloat16)
+    (x,) = _inputs(2, 500, torch.bfloat16)
+    torch._dynamo.mark_dynamic(x, (0, 1))
+    report = check_against_float64(model, _loss_of, [x], **LEAST, chunk_tokens=128)
+    assert ("block", True) in [(region.kind, region.symbolic) for region in report.regions]
+
+
+@pytest.mark.kernels
+def test_gradients_are_right_at_any_length_in_kernels() -> None:
+    torch.manual_seed(0)
+    batches = [_inputs(2, 100), _inputs(2, 37)]
+    for (x,) in batches:
+        torch._dynamo.mark_dynamic(x, 1)
+    model, options = Model(LLAMA, layers=1), {**LEAST, "chunk_tokens": 48}
+    (report,) = check_batches(model, _loss_of, batches, **options)
+    assert ("block", True) in [(region.kind, region.symbolic) for region in report.regions]
 
 
 # ---- one buffer for the gradient of the residual stream -----------------------------------------

@@ -6,7 +6,8 @@ import dataclasses
 from random import Random
 from typing import Any
 
-from mstpass.fuzz.case import Case
+from mstpass.fuzz.case import Case, Layer
+from mstpass.fuzz.layers import GROUPED
 
 _PLAIN = {  # the share of cases in which a field has its plainest value; else all values alike
     "dropout": 0.75,
@@ -51,13 +52,15 @@ _RARE = {  # values that end most of a case's interest: four of five are drawn a
 _AGAIN = 0.8
 _LARGE = 0.3  # the share of cases that are so large that loops lower the peak without being forced
 _COUNTS = (1, 1, 1, 2, 2, 3, 0)  # layers
+_BLOCKS = 0.1  # the share of cases whose layers are blocks of grouped queries and an MLP
 
 
 def draw(seed: int, number: int) -> Case:
     """The case of this number."""
     random = Random(f"mstpass {seed} {number}")
     case: Case = _record(random, Case)
-    return _large(random, case) if random.random() < _LARGE else _smaller(case)
+    case = _large(random, case) if random.random() < _LARGE else _smaller(case)
+    return _of_blocks(random, case) if random.random() < _BLOCKS else case
 
 
 def _record(random: Random, kind: type[Any]) -> Any:
@@ -87,6 +90,23 @@ def _large(random: Random, case: Case) -> Case:
         vocabulary=random.choice((499, 600, 601)),
         chunk_tokens=random.choice((None, None, 32, 64, 100)),
         forced=False,
+    )
+
+
+def _of_blocks(random: Random, case: Case) -> Case:
+    """The case with attention and MLPs in turn, as loops through attention need them."""
+    layers: list[Layer] = []
+    for _ in range(random.choice((1, 1, 2, 3))):
+        variants = {"attention": random.choice(GROUPED), "mlp": random.choice(range(14))}
+        for kind, variant in variants.items():
+            layer = _record(random, Layer)
+            layers.append(dataclasses.replace(layer, kind=kind, variant=variant, residual="add"))
+    return dataclasses.replace(
+        case,
+        layers=tuple(layers),
+        chunk=random.choice(("blocks", "blocks", "auto")),
+        memory_budget=random.choice((0.0, 0.0, 0.2, "auto")),
+        solver="auto",
     )
 
 

@@ -50,7 +50,15 @@ _SDPA = "a = F.scaled_dot_product_attention(q, k, v{})"
 _CAUSAL = "torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).tril()"
 _WEIGHTS = "weights = q @ k.transpose(-1, -2) / {s}**0.5"
 _ROTATED = "{0} = {0} * cos + torch.cat((-{0}[..., {{half}} :], {0}[..., : {{half}}]), -1) * sin"
-_MIXED: Forms = {  # a of q, k and v
+
+
+def _in_groups(lines: Templates) -> Templates:
+    """The same with one head of keys for all heads of queries."""
+    *before, last = lines
+    return (*before, f"{last.removesuffix(')')}, enable_gqa=True)")
+
+
+_MIXED: dict[str, Templates] = {  # a of q, k and v
     "sdpa": (_SDPA.format(""),),
     "causal": (_SDPA.format(", is_causal=True"),),
     "padding": (
@@ -94,8 +102,16 @@ _MIXED: Forms = {  # a of q, k and v
         "a = torch.softmax(weights, -1)[..., :-1] @ v",
     ),
     "cross": (_SDPA.format(""),),
+    "grouped_full": (_SDPA.format(", enable_gqa=True"),),
 }
-_KEYS = {"grouped": ("s", "h", 1), "cross": ("d", "{other}", 2)}  # size, of what value, heads
+_WITH_GROUPS = ("window", "packed", "rotary")
+_MIXED |= {f"grouped_{name}": _in_groups(_MIXED[name]) for name in _WITH_GROUPS}
+_ONE_HEAD = ("s", "h", 1)
+_KEYS = {  # size, of what value, heads
+    "cross": ("d", "{other}", 2),
+    **{name: _ONE_HEAD for name in _MIXED if name.startswith("grouped")},
+}
+GROUPED = tuple(number for number, name in enumerate(_MIXED) if name.startswith("grouped"))
 _ATTENTIONS = {
     name: (
         _SPLIT.format("q", "d", "h", 2),

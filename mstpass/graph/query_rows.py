@@ -27,6 +27,7 @@ from torch import fx
 from mstpass.graph import ops
 from mstpass.graph.heads import DROPOUT, is_attention, is_attention_item
 from mstpass.graph.joint import numel, tensors_of
+from mstpass.graph.sizes import generic_shape, same_shape
 from mstpass.graph.token_rules import OperandSpecs
 from mstpass.graph.token_rules.arguments import argument, has_argument, tensor_inputs
 from mstpass.graph.tokens import WHOLE, Refusal, Spec
@@ -142,11 +143,12 @@ def rows_call(node: fx.Node) -> RowsCall | Refusal:
     of_queries = tensors[int(attention.backward) :][:3]
     query, key, value = (operand.meta["val"] for operand in of_queries)
     log_sums = tensors[-1].meta["val"] if attention.backward else _results(node)[1]
-    column = log_sums.shape == (*query.shape[:3], 1)
-    if not is_fused(query, key, value) or not (column or log_sums.shape == query.shape[:3]):
+    rows = query.shape[:3]
+    column = same_shape(log_sums.shape, (*rows, 1))
+    if not is_fused(query, key, value) or not (column or same_shape(log_sums.shape, rows)):
         return Refusal(OTHER_KERNEL)
     causal = bool(argument(node, "is_causal"))
-    if causal and query.shape[ROWS] != key.shape[ROWS]:
+    if causal and not same_shape(query.shape[ROWS:3], key.shape[ROWS:3]):
         return Refusal("causal attention of other tokens than those of the keys")
     scale = argument(node, "scale")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
@@ -161,7 +163,7 @@ def _rows_of_own_op(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     call = rows_call(node)
     if isinstance(call, Refusal):
         return call
-    shape = next(tensors_of(node.meta["val"])).shape
+    shape = generic_shape(next(tensors_of(node.meta["val"])))
     if spec != tuple(d for d in (0, ROWS) if shape[d] != 1):
         return Refusal(OTHER_ROWS)
     keys = _operands(node, _KEYS)

@@ -32,7 +32,7 @@ from mstpass.graph import ops
 from mstpass.graph.axes import HEADS, QUERIES
 from mstpass.graph.heads import is_attention, is_product
 from mstpass.graph.joint import JointGraph, nbytes
-from mstpass.graph.query_rows import shares_keys
+from mstpass.graph.query_rows import mask_of, shares_keys
 from mstpass.graph.tokens import WHOLE
 from mstpass.limit import Limit
 from mstpass.loops.candidate_modes import RegionCandidates, find_candidates, name_of
@@ -93,15 +93,32 @@ def block_candidates(
         products = frozenset(node.name for node in planner.facts.specs if ops.is_matmul(node))
         plans: dict[str, ChunkPlan] = {}
         for mode, length in itertools.product((SAVE, RECOMPUTE), (USUAL, SHORT)):
-            plan = planner.plan(mode, products, length)
+            plan = _with_equal_chunks(planner, planner.plan(mode, products, length))
             if isinstance(plan, Rejection):
                 rejections.append(plan)
             elif plan not in plans.values():
                 plans[name_of(plan.mode, length)] = plan
         if plans:
-            of_block = RegionCandidates(block.members[-1][0], tuple(plans.items()), True, True)
-            candidates.append(of_block)
+            is_optional = not block.unbounded
+            of_block = block.members[-1][0], tuple(plans.items()), is_optional, is_optional
+            candidates.append(RegionCandidates(*of_block))
     return candidates, [*dict.fromkeys(rejections)]
+
+
+def _with_equal_chunks(
+    planner: RegionPlanner, plan: ChunkPlan | Rejection
+) -> ChunkPlan | Rejection:
+    """The plan of a block, unless attention with a mask would have rows in two chunks.
+
+    Its kernels would add up the gradients of keys and values by such rows twice.
+    """
+    if isinstance(plan, Rejection) or plan.symbolic or plan.num_tokens % plan.chunk_tokens == 0:
+        return plan
+    if all(mask_of(node) is None for node in planner.facts.specs):
+        return plan
+    what = f"{plan.num_tokens} tokens do not divide into chunks of {plan.chunk_tokens} queries"
+    reason = f"{what}, which attention with a mask needs"
+    return Rejection("plan", planner.region.name, reason, plan.source, plan.bytes_before)
 
 
 def _with_blocks(

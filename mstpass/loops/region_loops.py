@@ -21,7 +21,8 @@ from collections.abc import Iterable, Set
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.axes import ALONG_A_DIM, QUERIES
+from mstpass.graph.axes import QUERIES, TOKENS
+from mstpass.graph.heads import is_attention
 from mstpass.graph.joint import nbytes
 from mstpass.graph.tokens import WHOLE, Spec
 from mstpass.loops.region_facts import RegionFacts
@@ -227,7 +228,9 @@ def _members_and_inputs(
             else:
                 inputs.add((operand, spec or WHOLE))
         inputs.update((size, WHOLE) for size in facts.axis.size_operands(node))
-    if facts.region.axis in ALONG_A_DIM:  # of tokens, only a chunk's length may be symbolic
+    if facts.region.axis != TOKENS:  # of tokens, only a chunk's length may be symbolic
         crossing = {operand for operand, _ in inputs}.union(outputs)
+        if facts.region.axis == QUERIES:  # but attention reads keys and values of all tokens
+            crossing = {n for a in members if is_attention(a) for n in (a, *a.all_input_nodes)}
         inputs.update((size, WHOLE) for size in facts.joint.inputs_with_symbols_of(crossing))
     return members, inputs

@@ -14,6 +14,7 @@ from torch import fx
 
 from mstpass.graph import ops
 from mstpass.graph.joint import numel, value_of
+from mstpass.graph.sizes import same_shape
 from mstpass.loops.operand_layout import is_copied
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.plans import LoopInput, LoopOutput, LoopPlan
@@ -66,7 +67,7 @@ def _are_alike(facts: RegionFacts, item: LoopInput, output: LoopOutput) -> bool:
         return False
     operand, result = (value_of(_node(facts, name)) for name in (item.node, output.node))
     assert operand is not None and result is not None
-    return operand.dtype == result.dtype and operand.shape == result.shape
+    return operand.dtype == result.dtype and same_shape(operand.shape, result.shape)
 
 
 def _node(facts: RegionFacts, name: str) -> fx.Node:

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mstpass.graph.builder import Builder
 from mstpass.graph.joint import Modules
-from mstpass.graph.loop_op import fitted_length, mst_loop
+from mstpass.graph.loop_op import fitted_length, mst_loop, takes_start
 from mstpass.graph.sizes import Size, hint, is_static
 from mstpass.memory.simulate_graph import simulate_step
 from mstpass.plans import PeakAt
@@ -127,7 +127,7 @@ def _body_sized(loop: fx.Node) -> Iterator[None]:
 def _inputs(loop: fx.Node, placeholders: list[fx.Node]) -> dict[fx.Node, torch.Tensor | int]:
     """The inputs of a body for one chunk; none, if they are the same for every batch."""
     args: Any = loop.args
-    _, num_chunks, chunk_tokens, _, _, sliced, whole = args
+    body, num_chunks, chunk_tokens, _, _, sliced, whole = args
     is_symbolic = num_chunks is None
     builder = Builder(loop.graph, loop.meta["val"][0].fake_mode)
     values: list[torch.Tensor | int] = []
@@ -136,6 +136,8 @@ def _inputs(loop: fx.Node, placeholders: list[fx.Node]) -> dict[fx.Node, torch.T
         total = hint(sliced[0].meta["val"].shape[0])
         rows = min(total, fitted_length(chunk_tokens, total))
         values.append(rows)
+    if takes_start(getattr(loop.graph.owning_module, str(body.target))):
+        values.append(0)
     for node in sliced:
         value = builder.sized(node.meta["val"], hint)
         assert isinstance(value, torch.Tensor)

@@ -172,7 +172,11 @@ _ADVICE = (
         "give score_mod what is not trained, or detach it",
     ),
     (
-        r"\bblocks?\b|residual sum|before the next attention|chunk of queries"
+        r"do not divide into chunks of \d+ queries",
+        "pad to a multiple of chunk_tokens, set one that divides the tokens, or leave it out",
+    ),
+    (
+        r"\bblocks?\b|residual sum|before the next attention|chunk of queries|chunks of queries"
         r"|other tokens than those of the keys",
         f"{_NOTHING}: its attention and its MLP may run in loops of their own",
     ),

@@ -29,16 +29,18 @@ from mstpass.graph.collectives import is_collective, is_wait
 from mstpass.graph.heads import is_attention, is_attention_item
 from mstpass.graph.joint import JointGraph, ancestors, numel, tensors_of, value_of
 from mstpass.graph.query_rows import ROWS, is_backward, mask_of
-from mstpass.graph.sizes import is_size, is_static
+from mstpass.graph.sizes import generic_shape, is_size
 from mstpass.graph.token_rules.arguments import argument
-from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec
+from mstpass.graph.tokens import WHOLE, CannotTake, Reduced, Refusal, Spec, token_count
 from mstpass.plans import Region, Rejection
+from mstpass.regions.paths import between, between_each_other
 from mstpass.regions.rejection import rejection_of
 
 KIND = "block"
 NO_RESIDUAL = "no residual sum joins attention's result to what its queries are computed from"
 NO_MLP = "no MLP that runs in chunks follows before the next attention"
 LEAVES = "another part of the model reads a value inside of the block"
+MASK_OF_ANY_LENGTH = "attention with a mask needs chunks of queries of one length on this device"
 NOT_BY_TOKEN = "lies inside of the block and is not computed token by token"
 
 Specs = dict[fx.Node, Spec | None]  # None: summed over tokens
@@ -52,7 +54,7 @@ def detect_blocks(
     Args:
         regions: those over tokens.
     """
-    mlps = [r for r in regions if r.kind == "mlp" and not (r.fused or r.returned or r.symbolic)]
+    mlps = [r for r in regions if r.kind == "mlp" and not (r.fused or r.returned)]
     taken = {name for region in mlps for name, spec in region.members if spec != WHOLE}
     blocks: list[Region] = []
     rejections: list[Rejection] = []
@@ -108,6 +110,9 @@ class _Block:
         Raises:
             CannotTake: there is none.
         """
+        device = next(tensors_of(self.attention.meta["val"])).device
+        if self.mlp.symbolic and mask_of(self.attention) is not None and device.type != "cpu":
+            raise CannotTake(self.attention, MASK_OF_ANY_LENGTH)
         x, y = self._ends()
         self._add_forward(x, y)
         self._add_backward()
@@ -118,6 +123,8 @@ class _Block:
             source=self.mlp.source,
             num_tokens=self.mlp.num_tokens,
             width=self.mlp.width,
+            symbolic=self.mlp.symbolic,
+            unbounded=self.mlp.unbounded,
             fused=False,
             members=tuple((node.name, self.specs[node]) for node in members),
             outputs=tuple(node.name for node in outputs),
@@ -128,13 +135,23 @@ class _Block:
 
     # ---- the ends ------------------------------------------------------------------------------
     def _ends(self) -> tuple[fx.Node, fx.Node]:
-        before = _between(self.joint, None, [argument(self.attention, "query")])
+        before = between(self.joint, None, [argument(self.attention, "query")])
         _, x = self._residual_sum([self.attention], before)
-        inside = map(self.joint.by_name.__getitem__, _forward(self.mlp))
-        widest = [n for n in inside if numel(n) >= self.mlp.width * self.mlp.num_tokens]
-        before = _between(self.joint, x, widest[:1]) | {x}
+        widest = self._widest()
+        before = between(self.joint, x, widest[:1]) | {x}
         y, _ = self._residual_sum(widest, before - set(widest))
         return x, y
+
+    def _widest(self) -> list[fx.Node]:
+        """The values of the MLP's forward that have its width."""
+        specs = dict(self.mlp.members)
+        found = []
+        for name in _forward(self.mlp):
+            node = self.joint.by_name[name]
+            shape = generic_shape(next(tensors_of(node.meta["val"])))
+            if numel(node) >= self.mlp.width * token_count(shape, specs[name] or WHOLE):
+                found.append(node)
+        return found
 
     def _residual_sum(
         self, starts: Collection[fx.Node], before: Set[fx.Node]
@@ -158,7 +175,7 @@ class _Block:
 
     # ---- members -------------------------------------------------------------------------------
     def _add_forward(self, x: fx.Node, y: fx.Node) -> None:
-        cone = _between(self.joint, x, [y])
+        cone = between(self.joint, x, [y])
         if self.attention not in cone:
             raise CannotTake(self.attention, NO_RESIDUAL)
         self._read(x, self._spec_of_input(x, cone))
@@ -170,7 +187,7 @@ class _Block:
 
     def _spec_of_input(self, x: fx.Node, cone: Set[fx.Node]) -> Spec:
         """The token dims of the block's input, from those of attention's queries."""
-        shape = next(tensors_of(self.attention.meta["val"])).shape
+        shape = generic_shape(next(tensors_of(self.attention.meta["val"])))
         mask = mask_of(self.attention)
         rows = (ROWS,) if mask is not None else tuple(d for d in (0, ROWS) if shape[d] != 1)
         specs: dict[fx.Node, Spec] = {self.attention: rows}
@@ -196,7 +213,7 @@ class _Block:
         own |= {item for node in own if is_attention(node) for item in node.users}
         if not any(map(is_attention, own)):
             raise CannotTake(self.attention, "the backward of a block's attention is not one op")
-        own |= _between_each_other(joint, own)
+        own |= between_each_other(joint, own)
         for node, spec in of_mlp.items():
             if node in own and spec:
                 for operand, held in self._needs(node, spec).items():
@@ -324,9 +341,9 @@ class _Block:
 
     def _is_pulled(self, node: fx.Node, spec: Spec) -> bool:
         """Whether a loop makes the value itself: a constant, or what masks are computed from."""
-        if ops.is_constant(node):
-            return True
-        if node.op != "call_function" or not spec or node not in self.of_mask:
+        if not spec or node.op != "call_function":
+            return ops.is_constant(node)
+        if not ops.is_constant(node) and node not in self.of_mask:
             return False
         return not isinstance(QUERY_AXIS.operand_specs(node, spec), Refusal)
 
@@ -337,9 +354,6 @@ class _Block:
             spec = self.specs[node]
             if spec == WHOLE or ops.is_constant(node):
                 continue
-            values = tensors_of(node.meta.get("val"))
-            if not all(map(is_static, values)):
-                raise CannotTake(node, "blocks run in loops for batches of fixed sizes")
             outside = [user for user in node.users if user not in self.specs]
             complete = [user for user in node.users if self._reads_complete(user, node)]
             if not outside and not complete:
@@ -365,39 +379,3 @@ class _Block:
         else:
             needs = dict(self._needs(user, spec))
         return needs.get(node, self.specs[node]) != self.specs[node]
-
-
-def _between(joint: JointGraph, first: fx.Node | None, last: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes of the forward that are computed from ``first`` and lead to the last ones."""
-    before = set()
-    stack = list(last)
-    lowest = -1 if first is None else joint.index[first]
-    while stack:
-        node = stack.pop()
-        if node not in before and joint.index[node] > lowest:
-            before.add(node)
-            stack.extend(node.all_input_nodes)
-    if first is None:
-        return before
-    found = {first}
-    for node in joint.sorted(before):
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found - {first}
-
-
-def _between_each_other(joint: JointGraph, part: Set[fx.Node]) -> set[fx.Node]:
-    """The nodes on paths that leave the part and come back to it."""
-    first = min(map(joint.index.__getitem__, part))
-    before: set[fx.Node] = set()
-    stack = list(part)
-    while stack:
-        for operand in stack.pop().all_input_nodes:
-            if joint.index[operand] > first and operand not in part and operand not in before:
-                before.add(operand)
-                stack.append(operand)
-    found: set[fx.Node] = set()
-    for node in joint.sorted(before):
-        if any(n in part or n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found - joint.forward

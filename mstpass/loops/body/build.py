@@ -118,6 +118,7 @@ class _Body:
         self.by_columns = products_by_columns(members) if self.axis is TOKEN_AXIS else set()
         self.relative = {item.node for item in loop.outputs if item.relative_to}
         self.attention = attention_in_rows(members) if chunks.axis == QUERIES else {}
+        self.has_sizes = False  # besides a chunk's length, symbolic ones that ops compute with
         self.valid: fx.Node | None = None
         self.env: dict[tuple[fx.Node, Spec | None], fx.Node] = {}
 
@@ -144,11 +145,6 @@ class _Body:
             if node.op == "call_function":
                 renew_value(node)  # what a rewrite put before it may have other strides
         return list(output.args[0])
-
-    @property
-    def has_sizes(self) -> bool:
-        """Whether symbolic sizes, other than a chunk's length, are among the inputs."""
-        return self.axis is not TOKEN_AXIS and bool(self.traced)
 
     # ---- inputs and results --------------------------------------------------------------------
     def _add_inputs(self) -> None:
@@ -198,6 +194,7 @@ class _Body:
         node = self.builder.placeholder(name, self.builder.sized(value, generic))
         if symbols_of(value):
             self.traced[node] = self.builder.sized(value, hint)
+            self.has_sizes = not self.attention  # which reads keys of any length, and alone does
         return node
 
     def _device(self) -> torch.device:
@@ -244,7 +241,9 @@ class _Body:
     # ---- nodes ---------------------------------------------------------------------------------
     def _chunk_of(self, node: fx.Node, spec: Spec) -> fx.Node:
         if node in self.attention:
-            how = self.attention[node], self._operand, self.start, self.overlaps
+            call = self.attention[node]
+            (length,) = self.sizes.arguments([call.length])
+            how = call._replace(length=length), self._operand, self.start, self.overlaps
             return attend_chunk(self.builder, node, spec, *how)
         rows = self.rows if isinstance(self.rows, fx.Node) else None
         target, args, kwargs = chunk_call(
