@@ -33,21 +33,22 @@ def in_place(
     """
     found: dict[str, Op] = {}
     parts_of: dict[str, frozenset[str]] = {}
-    place = {name: i for i, name in enumerate(op)}
     for whole in op.values():
-        parts = [
+        if not whole.concatenates:
+            continue
+        parts = frozenset(
             part
-            for part in dict.fromkeys(whole.inputs if whole.concatenates else ())
+            for part in whole.inputs
             if part in op and part not in kept and part not in found
             if _is_placed(op, users, part)
-        ]
+        )
         if not parts:  # such as where the result is an input, saved by the forward
             continue
-        parts_of[whole.name] = frozenset(parts)
+        parts_of[whole.name] = parts
+        first = next(name for name in op if name in parts)
         for part in parts:
-            found[part] = dataclasses.replace(op[part], bytes=0)
-        first = min(parts, key=place.__getitem__)
-        found[first] = dataclasses.replace(op[first], bytes=whole.bytes)
+            size = whole.bytes if part == first else 0
+            found[part] = dataclasses.replace(op[part], bytes=size)
         if len(parts) == len(whole.inputs):
             found[whole.name] = dataclasses.replace(whole, kind=VIEW, own_loops=True)
         else:

@@ -64,6 +64,8 @@ def in_order(
     Args:
         fused_away: the buffers that only kernels read that run as one with their writers.
     """
+    if not fused_away:
+        return [(kernel,) for kernel in reads]
     group_of: dict[Kernel, list[Kernel]] = {}
     for kernel, read in reads.items():
         one = group_of[kernel] = [kernel]

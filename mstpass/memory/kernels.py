@@ -337,9 +337,18 @@ class Kernels:
 
     def _fused(self, fuse: bool) -> list[tuple[str, ...]]:
         if not fuse:
-            return in_order(self.read_by, self._writer, self.fused_away)
+            return in_order(self.read_by, self._writer, self._fused_across_calls())
         calls = {kernel for kernel in self.read_by if self.op[kernel].kind in (CALL, SCATTER)}
         return fused_groups(self.read_by, self._writer, lambda kernel: self.op[kernel].numel, calls)
+
+    def _fused_across_calls(self) -> Set[str]:
+        """The buffers without memory that a kernel reads behind a call, in the graph's order."""
+        before = self._calls_before
+        return {
+            buffer
+            for buffer in self.fused_away
+            if any(before[kernel] != before[buffer] for kernel in self.readers[buffer])
+        }
 
     def run_as_one(self, kernel: str, other: str, group: tuple[str, ...], buffer: str) -> bool:
         """Whether Inductor may fuse two kernels because both read the buffer."""

@@ -11,9 +11,9 @@ scheduler.py for the others):
    Being expanded counts as being read more than once. Every other pointwise value is computed
    inside the kernels that read it and has no buffer; so are reductions of a few elements, which
    are unrolled.
-2. A view shares the buffer of its base. Each item of a call's result has a buffer of its own. The
-   parts of a concatenation share one buffer, where they are computed in their places in it
-   (concatenations.py).
+2. A view shares the buffer of its base, and so does a part of what was split. Each item of a call's
+   result has a buffer of its own. Those parts of a concatenation that are computed in their places
+   in it share its buffer (concatenations.py).
 3. A call may need a workspace while it runs. That of a loop is the peak of one chunk.
 4. Buffers that no later kernel reads, and that do not leave the graph, are freed.
 5. A buffer that only kernels of its own *stage* read is fused away, unless one of them reads it
@@ -21,7 +21,9 @@ scheduler.py for the others):
    (``Op.merges_dims``), or, on the CPU, needs the loop over rows that its kernel has not, or comes
    behind a reduction of the value with which it cannot share that loop, or that of a kernel over
    the rows alone. A stage is a stretch without a call in between, in the order of the graph or on
-   the paths in it. The buffer of a scatter stays, as its rows are written in any order.
+   the paths in it. Kernels that such a buffer joins run where the first of them does, once what all
+   of them read is there (kernel_fusion.py). The buffer of a scatter stays, as its rows are written
+   in any order.
 6. A pointwise kernel or reduction may write its result into the buffer of an operand that has the
    same size and that it is the last to read, if no other kernel that reads it runs as one with it.
    A scatter writes into a copy of its first operand, and the copy is such a pointwise kernel; what
