@@ -132,7 +132,7 @@ class _Loops:
 
     def _chunk(self, loop: LoopPlan) -> _Chunk:
         """One chunk. Loops that do the same on the same shapes share the answer."""
-        key = body_key(self.joint, loop)
+        key = body_key(self.joint, loop, in_order=False)
         if key not in self.chunks:
             graph = fx.Graph()
             builder = Builder(graph, fake_mode_of(self.joint.nodes))

@@ -1,6 +1,8 @@
 """The rows of `mstpass plan` that are compiled: plans of the traced joint graph, simulated.
 
-A trace of a deep model takes long, so the search for mst's longest sequence makes few::
+A trace of a deep model takes long. So mst's row is found by a trace of few layers, of which one is
+repeated (deepen.py); the whole model is traced once, at the length of the row. Where layers are not
+alike, the search for the longest sequence makes few traces::
 
     guess    shallow copies of the model are traced, and their lengths extrapolated to its depth
     search   the model is traced at about that length and planned; the plan is scaled to the
@@ -14,7 +16,6 @@ the model is traced and planned at that length.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -23,10 +24,24 @@ from typing import Any
 
 from mstpass.limit import simulated_limit
 from mstpass.memory.allocation import BLOCK
-from mstpass.partition.solvers.min_cut import min_cut
-from mstpass.planner.compiled_step import FREE, LEAST, CompiledStep, planned, step_of_plan
+from mstpass.planner.compiled_step import (
+    FREE,
+    LEAST,
+    CompiledStep,
+    inductor_step,
+    planned,
+    step_of_plan,
+)
 from mstpass.planner.deepen import deepened, same_plan
-from mstpass.planner.longest_sequence import GRAIN, MOST, START, longest, next_length, rounded
+from mstpass.planner.longest_sequence import (
+    GRAIN,
+    MOST,
+    START,
+    TOLERANCE,
+    longest,
+    next_length,
+    rounded,
+)
 from mstpass.planner.model_step import SequenceError
 from mstpass.planner.models import layer_count
 from mstpass.planner.progress import GUESS, SEARCH, Report, Steps
@@ -34,7 +49,6 @@ from mstpass.planner.request import CACHING
 from mstpass.planner.result import INDUCTOR, MST, Point, Row
 from mstpass.planner.room import Room, traceable
 from mstpass.planner.traced_step import TracedStep, trace
-from mstpass.problem.problem import CutProblem, Plan
 
 _KEEPS_INDUCTOR = (
     "keeps the fewest bytes from which backward needs no matmul or attention a second time; "
@@ -42,6 +56,7 @@ _KEEPS_INDUCTOR = (
 )
 _FEW_LAYERS, _LAYERS_LEFT = 2, 1 / 8  # of the shallow copies; at least twice as many in the other
 _REPEATED = 4  # layers of a copy that is deepened
+_FINE = 0.002  # of a length: what such copies are planned once more for
 _STATES = 10  # of a layer, for each token at the peak of the least memory: about
 _SHALLOW_START = 2**16  # tokens
 _NEAR = (0.5, 2.0)  # a trace is scaled to lengths between these multiples of its own
@@ -69,40 +84,48 @@ class CompiledRows:
     def mst_row(self) -> Row:
         """The fastest plan that fits, at the given length or else at the longest that fits."""
         given, steps = self.request.length, Steps(self._report, MST, 4)
-        row_at = functools.partial(self._row_at, steps=steps)
-        row = row_at(given) if given is not None else self._deepened_row(steps)
+        row = self._deepened_row(steps)
         if row is None:
-            row = self._longest_row(self._search(), row_at)
+            self._scaled = None
+            row_at = functools.partial(self._row_at, steps=steps)
+            row = self._longest_row(self._search(), row_at) if given is None else row_at(given)
         if self.request.curves:
             row = dataclasses.replace(row, curve=self._curve(row.length, steps))
         steps.end()
         return row
 
     def _deepened_row(self, steps: Steps) -> Row | None:
-        """The row of the longest length by a shallow copy whose layers are repeated.
+        """The row of the whole model, found by a shallow copy whose layers are repeated.
 
-        The whole model is traced at that length. None if its row is another one, or if the layers
-        of the copy are not alike.
+        The whole model is traced once, for the plan of the copy. None if its row is another one, or
+        if the layers of the copy are not alike.
         """
         if layer_count(self.config) < 2 * _REPEATED:
             return None
-        Steps(self._report, GUESS, 1).end()
-        search = Steps(self._report, SEARCH, 8)
         try:
-            length = self._near(self._start(), search, _REPEATED)
-            row_at = functools.partial(self._row_at, steps=search, layers=_REPEATED)
-            deep = self._longest_row(length, row_at) if length else None
+            deep = self._row_of_copy(steps)
         except SequenceError:
             raise
         except Exception:  # a model's own code may need all of its layers
-            deep = None
-        finally:
-            search.end()
-        if deep is None or not deep.fits:
             return None
-        options = (LEAST,) if deep.memory_budget == _text(LEAST) else (FREE, LEAST)
-        whole = self._row_at(deep.length, steps, options)
+        if deep is None:
+            return None
+        options = {_text(FREE): (FREE,), _text(LEAST): (LEAST,)}.get(deep.memory_budget)
+        whole = self._row_at(deep.length, steps, options or self._between)
         return whole if whole.parts == deep.parts else None
+
+    def _row_of_copy(self, steps: Steps) -> Row | None:
+        """The row of the copy; None if no length fits."""
+        given = self.request.length
+        if given is not None:
+            return self._row_at(given, steps, layers=_REPEATED)
+        Steps(self._report, GUESS, 1).end()
+        search = Steps(self._report, SEARCH, 8)
+        length = self._near(self._start(), search, _REPEATED)
+        row_at = functools.partial(self._row_at, steps=search, layers=_REPEATED)
+        row = self._longest_row(length, row_at, _FINE) if length else None
+        search.end()
+        return row if row is not None and row.fits else None
 
     def _start(self) -> int:
         """A length that is hardly more than half as long, or twice as long, as the longest."""
@@ -112,13 +135,19 @@ class CompiledRows:
         token_bytes = _STATES * width * self.training.batch * self.training.weight_bytes
         return rounded(min(self.room.step_bytes / token_bytes, MOST))
 
-    def _longest_row(self, length: int, row_at: Callable[[int], Row]) -> Row:
-        """The row of the longest length that fits, from one that is close to it."""
+    def _longest_row(
+        self, length: int, row_at: Callable[[int], Row], tolerance: float = TOLERANCE
+    ) -> Row:
+        """The row of the longest length that fits, from one that is close to it.
+
+        With a finer tolerance, a longer length than one that fits is looked for once.
+        """
         rows: dict[int, Row] = {}
         for _ in range(_TRIES):
             rows[length] = row = row_at(length)
-            another = self._next_length(rows, row)
-            if another is None:
+            another = self._next_length(rows, row, tolerance)
+            is_second = tolerance < TOLERANCE and sum(one.fits for one in rows.values()) > 1
+            if another is None or is_second:
                 break
             length = another
         return rows[max((n for n in rows if rows[n].fits), default=min(rows))]
@@ -134,27 +163,27 @@ class CompiledRows:
 
         Args:
             options: the budgets that are tried; none: all.
-            layers: as of ``_trace``.
+            layers: of the copy that is deepened; None: the whole model.
         """
-        options = options or (FREE, *(self._between * _BUDGET_TRIES), LEAST)
-        traced = self._trace(length, options, steps, layers=layers, deepen=layers is not None)
+        options = options or (FREE, *self._between, LEAST)
+        traced = self._trace(length, options, steps, None, layers, layers is not None)
         self.square_bytes = traced.square_bytes
-        if layers is None:
-            self._scaled = self._scaled or traced
+        self._scaled = self._scaled or traced
         return self._fastest(traced, options, steps)
 
-    def _next_length(self, rows: Mapping[int, Row], last: Row) -> int | None:
+    def _next_length(self, rows: Mapping[int, Row], last: Row, tolerance: float) -> int | None:
         """The length to plan next, if all but gradients grow with the length; None: no other.
 
         Gaps do not grow so: where they count, each length of the search has a plan of its own.
         """
         if last.fits and self.request.allocator == CACHING:
             return None
-        points = {length: row.parts.total for length, row in rows.items()}
+        fits = max((n for n in rows if rows[n].fits), default=0)  # shorter ones have other plans
+        points = {n: row.parts.total for n, row in rows.items() if n >= fits}
         spare = self.room.step_bytes - last.parts.total
         growing = max(1, last.parts.total - last.parts.gradients)
         guess = last.length * (1 + spare / growing)
-        return next_length(points, self.room.step_bytes, last.length, guess)
+        return next_length(points, self.room.step_bytes, last.length, guess, tolerance)
 
     def _curve(self, length: int, steps: Steps) -> tuple[Point, ...]:
         """What other lengths take with the plan of the longest one."""
@@ -165,11 +194,12 @@ class CompiledRows:
 
     @property
     def _between(self) -> tuple[object, ...]:
-        """The budget between the fastest plan and that of least memory.
+        """The budget between the fastest plan and that of least memory, as often as it is tried.
 
         At the longest length there is no room for such a plan.
         """
-        return (self.room.step_bytes,) if self.request.length is not None else ()
+        given = self.request.length is not None
+        return (self.room.step_bytes,) * _BUDGET_TRIES if given else ()
 
     def _fastest(self, traced: TracedStep, options: Sequence[object], steps: Steps) -> Row:
         """The row of the first plan that fits: free, within the step's bytes, of least memory.
@@ -178,7 +208,7 @@ class CompiledRows:
         takes too much.
         """
         if FREE in options:
-            self._inductor_us[traced.length] = _inductor_step(traced, traced.length).us
+            self._inductor_us[traced.length] = inductor_step(traced, traced.length).us
         room = step_bytes = self.room.step_bytes
         for option in options:
             limit = {FREE: None, LEAST: 0}.get(option, simulated_limit(room))
@@ -194,7 +224,7 @@ class CompiledRows:
                 room = max(1, room - excess)
         return self.room.row(
             MST,
-            _kept(step.problem, step.plan),
+            step.kept,
             traced.length,
             step,
             memory_budget=_text(budget),
@@ -228,11 +258,11 @@ class CompiledRows:
         return length
 
     def _near(self, start: int, steps: Steps, layers: int | None = None) -> int:
-        """The same from a first guess; ``layers`` as of ``_trace``."""
+        """The same from a first guess; ``layers`` as of ``_row_at``."""
         budgets = (LEAST,) if self.request.alone else (FREE, LEAST)  # Inductor's row is free
-        deepen = layers is not None
-        length, traced = self._longest_traced(start, budgets, _NEAR, steps, layers, 1, deepen)
-        self._scaled = traced
+        how = steps, layers, 1, layers is not None
+        length, self._scaled = self._longest_traced(start, budgets, _NEAR, *how)
+        traced = self._scaled
         if length:
             length = self.room.with_gaps(length, lambda n: self._least(traced, n, steps))
         return rounded(_AS_SCALED * length)
@@ -320,7 +350,7 @@ class CompiledRows:
     def inductor_row(self) -> Row:
         """Inductor's row, from mst's trace: without loops, the problem scales to every length."""
         assert self._scaled is not None, "mst's row comes first"
-        step_at = functools.cache(functools.partial(_inductor_step, self._scaled))
+        step_at = functools.cache(functools.partial(inductor_step, self._scaled))
         limit, steps = self.room.step_bytes, Steps(self._report, INDUCTOR, 1)
         steps.begin("")
         row = self.room.searched_row(
@@ -345,11 +375,8 @@ class CompiledRows:
         layers: int | None = None,
         deepen: bool = False,
     ) -> TracedStep:
-        """The traced step of the model, or of its first layers.
-
-        Args:
-            deepen: repeat one of these until there are as many as the model has.
-        """
+        """The traced step of the model, or of its first layers; with ``deepen``, one of these is
+        repeated until there are as many as the model has."""
         of_layers = f", {layers} layers" if layers else ""
         steps.begin(f"tracing {length:,} tokens{of_layers}")
         host_bytes = self.request.host_bytes
@@ -357,24 +384,13 @@ class CompiledRows:
         given = self.config, self.training, length, different, multiple, layers, host_bytes
         with traceable(self.request):
             traced = trace(*given)
-        return deepened(traced, layers, layer_count(self.config)) if layers and deepen else traced
+        if not deepen or layers is None:
+            return traced
+        return deepened(traced, layers, layer_count(self.config))
 
 
 def _is_near(length: int, traced: TracedStep, near: tuple[float, float]) -> bool:
     return near[0] <= length / traced.length <= near[1]
-
-
-def _inductor_step(traced: TracedStep, length: int) -> CompiledStep:
-    """The step without loops, cut as torch's partitioner would."""
-    whole = dataclasses.replace(traced.problem_at(length, FREE), regions=())
-    return CompiledStep(traced, whole, Plan(min_cut(whole), {}))
-
-
-def _kept(problem: CutProblem, found: Plan) -> str:
-    modes = [found.modes.get(r.region, r.modes[0].name) for r in problem.regions]
-    looped = collections.Counter(mode for mode in modes if mode != "whole")
-    loops = ", ".join(f"{count} {mode}" for mode, count in looped.items())
-    return f"keeps {len(found.saved)} values; loops: {loops or 'none'}"
 
 
 def _text(memory_budget: object) -> str:

@@ -5,6 +5,8 @@ Its allocations and frees are in the order of its kernels.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Set
 
@@ -12,6 +14,7 @@ from mstpass.memory.program import Program
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.memory.timeline import HELD, StepMemory, Timeline
 from mstpass.partition.solvers import AUTO, SOLVERS
+from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.pipeline import collector_paused
 from mstpass.planner.allocator_replay import Event
 from mstpass.planner.result import Parts
@@ -107,6 +110,14 @@ class CompiledStep:
         bytes_of["loops" if in_loop else "other"] += inner
         return Parts(**bytes_of)
 
+    @property
+    def kept(self) -> str:
+        """What the plan keeps and runs in loops, in words."""
+        modes = [self.plan.modes.get(r.region, r.modes[0].name) for r in self.problem.regions]
+        looped = collections.Counter(mode for mode in modes if mode != "whole")
+        loops = ", ".join(f"{count} {mode}" for mode, count in looped.items())
+        return f"keeps {len(self.plan.saved)} values; loops: {loops or 'none'}"
+
     @functools.cached_property
     def events(self) -> tuple[Event, ...]:
         """The step's allocations and frees, in order."""
@@ -120,6 +131,12 @@ def planned(
     problem = traced.problem_at(length, option)
     with collector_paused():
         return CompiledStep(traced, problem, SOLVERS[AUTO](problem, limit_bytes), limit_bytes)
+
+
+def inductor_step(traced: TracedStep, length: int) -> CompiledStep:
+    """The step without loops, cut as torch's partitioner would."""
+    whole = dataclasses.replace(traced.problem_at(length, FREE), regions=())
+    return CompiledStep(traced, whole, Plan(min_cut(whole), {}))
 
 
 def step_of_plan(

@@ -14,7 +14,8 @@ next; where it lies in one list follows from what it reads in others. ::
               ... -1    0    1     2   ...   n   n + 1 ...     behind, with n copies of 0
     operand   as far from the value that reads it as before
 
-This serves to search for a length. The whole model is traced at the length that is found.
+This serves to search for a length and a plan. The whole model is traced at the length that is
+found; where its problem is the same but for names, it has the same plan.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ class _Layers:
         self.place: dict[str, _Place] = {}
         self.member: dict[_Place, str] = {}
         self.before: dict[str, list[str]] = {}  # the values whose copies come before a value
-        self._find_places(self._attention(layers)[-2])
+        start = self._attention(layers)[-2]
+        self._find_places(start)
+        if start not in self.place:
+            raise CannotDeepen(f"{start} is not as the attention of the next layer")
 
     @staticmethod
     def _kind(value: Value) -> object:
@@ -153,6 +157,8 @@ class _Layers:
         chain, first, layer = len(self.place), name, 0
         while first in self.previous:
             first, layer = self.previous[first], layer - 1
+            if first == name:
+                raise CannotDeepen(f"{name} is alike to itself, as if layers alternated")
         member: str | None = first
         while member is not None:
             self.place[member] = place = _Place(chain, layer)

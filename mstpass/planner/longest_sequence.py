@@ -51,7 +51,13 @@ def longest(
     return fits
 
 
-def next_length(points: Mapping[int, int], limit_bytes: int, last: int, guess: float) -> int | None:
+def next_length(
+    points: Mapping[int, int],
+    limit_bytes: int,
+    last: int,
+    guess: float,
+    tolerance: float = TOLERANCE,
+) -> int | None:
     """The length to try after ``last``, where a longer step may need less memory than a shorter.
 
     So it is with steps that are planned anew for each length: chunks are whole numbers of tokens.
@@ -61,7 +67,7 @@ def next_length(points: Mapping[int, int], limit_bytes: int, last: int, guess: f
         guess: the length at which ``last`` leads to the limit, if nothing else is known.
 
     Returns:
-        The length in tokens. None: the longest that fits is known to within ``TOLERANCE``, or no
+        The length in tokens. None: the longest that fits is known to within ``tolerance``, or no
         shorter length is left.
     """
     fits = max((n for n, needed in points.items() if needed <= limit_bytes), default=0)
@@ -78,7 +84,7 @@ def next_length(points: Mapping[int, int], limit_bytes: int, last: int, guess: f
         shorter = rounded(min(aim, _SHRINK * shortest))
         return shorter if shorter < shortest else None
     longer = max(rounded(aim), fits + GRAIN)
-    return longer if (1 + TOLERANCE) * fits < aim and longer < too_long else None
+    return longer if (1 + tolerance) * fits < aim and longer < too_long else None
 
 
 def _crossing(points: Mapping[int, int], limit_bytes: int, last: int) -> float:
