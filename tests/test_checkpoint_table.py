@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -156,3 +157,14 @@ def test_no_peak_is_above_that_of_a_walk_over_places(name: str) -> None:
     loops = least_memory_loops(problems.load(name))
     found = checkpoints(loops.problem.allowing(recompute_heavy=True))
     assert found.simulation.peak_bytes <= 1.001 * _BY_WALK[name] * 2**20
+
+
+@settings(deadline=None, max_examples=30)
+@given(costs=chains(), host_bytes=st.integers(1, 30))
+def test_saved_stops_are_within_the_hosts_budget(costs: Costs, host_bytes: int) -> None:
+    """What they take there is rounded up to cells, never down."""
+    table = CheckpointTable(costs, costs.least_bytes + 40, cells=40)
+    for placement in table.placements(host_bytes=float(host_bytes)):
+        saved = [0, *sorted(stop for stop, level in placement.levels.items() if not level)]
+        taken = sum(costs.pinned_bytes[a, m] for a, m in itertools.pairwise(saved))
+        assert taken <= host_bytes

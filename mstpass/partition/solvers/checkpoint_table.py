@@ -223,7 +223,7 @@ class CheckpointTable:
             if level or host_bytes is None:
                 room -= int(self._cells(stored_bytes))
             else:
-                host -= int(_host_cells(self.costs.pinned_bytes[a, choice], host_bytes))
+                host -= int(self._host_cells(self.costs.pinned_bytes[a, choice], host_bytes))
             place(choice, b, room, host, level)
 
         place(0, self.costs.segments, room, len(saved.us) - 1, 0)
@@ -295,7 +295,9 @@ class CheckpointTable:
 
     def _solve_saved(self, levels: int | None, host_bytes: float | None) -> _Ways:
         count, left = self.costs.segments, self._nested(levels)
-        of_host = 0 if host_bytes is None else _HOST_CELLS
+        of_host = 0
+        if host_bytes is not None and math.isfinite(host_bytes):
+            of_host = int(host_bytes // self._host_cell(host_bytes))
         ways = _Ways((of_host + 1, count + 1, len(self.rooms)))
         for a, host in itertools.product(reversed(range(count)), range(of_host + 1)):
             at = (host, a)
@@ -305,7 +307,7 @@ class CheckpointTable:
                 if host_bytes is None:
                     us = self._behind(ways.us[0, ms], stored_bytes)
                 else:
-                    left_cells = host - _host_cells(self.costs.pinned_bytes[a, ms], host_bytes)
+                    left_cells = host - self._host_cells(self.costs.pinned_bytes[a, ms], host_bytes)
                     us = self._behind_on_host(ways.us[:, ms], stored_bytes, left_cells)
                 us += left.us[a, ms]
                 us[self.rooms < self._pass_bytes[a][: len(ms), None]] = math.inf
@@ -350,9 +352,18 @@ class CheckpointTable:
     def _cells(self, stored_bytes: Array) -> NDArray[np.int64]:
         return np.rint(stored_bytes / self._cell_bytes).astype(np.int64)
 
+    def _host_cell(self, host_bytes: float) -> float:
+        """The bytes of a cell of the host: half of what a stop takes, so that whole stops fill it.
 
-def _host_cells(pinned_bytes: Array, host_bytes: float) -> NDArray[np.int64]:
-    return np.rint(pinned_bytes * _HOST_CELLS / host_bytes).astype(np.int64)
+        Larger where there would be too many.
+        """
+        taken = np.diagonal(self.costs.pinned_bytes, 1)[:-1]
+        stop_bytes = float(np.median(taken[taken > 0])) if taken.any() else 0.0
+        return max(1.0, stop_bytes / 2, host_bytes / _HOST_CELLS)
+
+    def _host_cells(self, pinned_bytes: Array, host_bytes: float) -> NDArray[np.int64]:
+        """In cells, rounded up: what exceeds the host's budget would stay on the device."""
+        return np.ceil(pinned_bytes / self._host_cell(host_bytes)).astype(np.int64)
 
 
 def _before(values: Array) -> Array:
