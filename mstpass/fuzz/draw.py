@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from mstpass.fuzz.case import Case, Layer
 from mstpass.fuzz.layers import GROUPED
+from mstpass.fuzz.templates import TOKENWISE
 
 _PLAIN = {  # the share of cases in which a field has its plainest value; else all values alike
     "dropout": 0.75,
@@ -94,19 +96,32 @@ def _large(random: Random, case: Case) -> Case:
 
 
 def _of_blocks(random: Random, case: Case) -> Case:
-    """The case with attention and MLPs in turn, as loops through attention need them."""
-    layers: list[Layer] = []
-    for _ in range(random.choice((1, 1, 2, 3))):
-        variants = {"attention": random.choice(GROUPED), "mlp": random.choice(range(14))}
-        for kind, variant in variants.items():
-            layer = _record(random, Layer)
-            layers.append(dataclasses.replace(layer, kind=kind, variant=variant, residual="add"))
+    """The case with attention and MLPs in turn that loops through attention can run."""
+
+    def layer(kind: str, variants: Sequence[int]) -> Layer:
+        drawn: Layer = _record(random, Layer)
+        ops = random.choice(((), (), (), (random.choice(tuple(TOKENWISE)),)))
+        return dataclasses.replace(
+            drawn,
+            kind=kind,
+            variant=random.choice(variants),
+            norm=random.choice(("rms", "layer", "rms_by_hand", "layer_plain", "none")),
+            residual="add",
+            width=random.choice((64, 48, 96, 97)),
+            ops=ops,
+        )
+
+    blocks = range(random.choice((1, 1, 2, 3)))
+    kinds = {"attention": GROUPED, "mlp": range(14)}
     return dataclasses.replace(
         case,
-        layers=tuple(layers),
+        layers=tuple(layer(*kind) for _ in blocks for kind in kinds.items()),
+        batch=random.choice((1, 2, case.batch)),
+        length=random.choice((17, 31, 64, 96)),
         chunk=random.choice(("blocks", "blocks", "auto")),
+        chunk_tokens=random.choice((3, 4, 7, 16, case.chunk_tokens)),
         memory_budget=random.choice((0.0, 0.0, 0.2, "auto")),
-        solver="auto",
+        solver=random.choice(("auto", "auto", "recompute_all")),
     )
 
 

@@ -18,7 +18,7 @@ Buffer = str
 def fused_groups(
     reads: Mapping[Kernel, frozenset[Buffer]],
     writer: Mapping[Buffer, Kernel],
-    size_of: Callable[[Kernel], int],
+    nest_of: Callable[[Kernel], tuple[int, bool]],
     calls: Set[Kernel],
 ) -> list[tuple[Kernel, ...]]:
     """The kernels in groups that run as one, in the order in which the groups run.
@@ -26,7 +26,7 @@ def fused_groups(
     Args:
         reads: the buffers that each kernel reads, in the graph's order.
         writer: the kernel that writes a buffer; inputs of the graph have none.
-        size_of: the same number for kernels that may run in one loop nest.
+        nest_of: the same for kernels that may run in one loop nest.
         calls: kernels that always run alone.
     """
     dependencies = _dependencies(reads, writer)
@@ -35,7 +35,7 @@ def fused_groups(
     def joins(group: list[Kernel], kernel: Kernel, read: frozenset[Buffer]) -> bool:
         return (
             group[0] not in calls
-            and size_of(group[0]) == size_of(kernel)
+            and nest_of(group[0]) == nest_of(kernel)
             and any(read & reads[other] or other in read for other in group)
             and not _call_between(group, kernel, dependencies, calls)
         )

@@ -112,6 +112,13 @@ def _combined(op: Op, operands: Sequence[_Value]) -> _Value:
     return value
 
 
+def _source(load: Any) -> str:
+    """What is read, without the places."""
+    while isinstance(load, tuple):
+        load = load[0]
+    return str(load)
+
+
 class Kernels:
     """Which ops are kernels, and what each of them reads and writes.
 
@@ -148,6 +155,9 @@ class Kernels:
         # reads through a view that merges dims.
         self.read_apart: dict[str, frozenset[str]] = {}
         self._read_unfused: dict[str, frozenset[str]] = {}
+        self._loads: dict[
+            str, frozenset[str]
+        ] = {}  # of each sum over outer dims, all that it reads
         for op in self.op.values():
             self._add(op)
         self.readers: dict[str, list[str]] = {}
@@ -192,6 +202,8 @@ class Kernels:
                 rest = (o for o in op.inputs if o in values and o != op.inputs[0])
                 self.read_apart[name] = _NOTHING.union(*[values[o].reads for o in rest])
             self._read_unfused[name] = value.unfused
+            if self._sums_outer_dims(name):
+                self._loads[name] = frozenset(map(_source, value.loads))
             value.becomes_buffer(op)
             value.reads |= self._parts_of.get(name, _NOTHING)
 
@@ -339,7 +351,16 @@ class Kernels:
         if not fuse:
             return in_order(self.read_by, self._writer, self._fused_across_calls())
         calls = {kernel for kernel in self.read_by if self.op[kernel].kind in (CALL, SCATTER)}
-        return fused_groups(self.read_by, self._writer, lambda kernel: self.op[kernel].numel, calls)
+        # Sums over outer dims are fused for an input, as a norm's, that both read.
+        reads = {k: read | self._loads.get(k, frozenset()) for k, read in self.read_by.items()}
+        return fused_groups(reads, self._writer, self._loop_nest, calls)
+
+    def _loop_nest(self, kernel: str) -> tuple[int, bool]:
+        """The same for kernels that may share it: a sum over outer dims has its own."""
+        return self.op[kernel].numel, self._sums_outer_dims(kernel)
+
+    def _sums_outer_dims(self, kernel: str) -> bool:
+        return self.op[kernel].kind == REDUCTION and self.op[kernel].own_loops
 
     def _fused_across_calls(self) -> Set[str]:
         """The buffers without memory that a kernel reads behind a call, in the graph's order."""

@@ -21,6 +21,7 @@ from mstpass.graph.scatter_rows import rows_of
 from mstpass.graph.sizes import depends_on_data, hint_numel, is_size
 from mstpass.graph.written_over import written_over
 from mstpass.memory.allocation import buffer_bytes
+from mstpass.memory.body_order import order_of_body
 from mstpass.memory.kernels import Kernels
 from mstpass.memory.op_kinds import concatenates, kind_of, num_unrolled, writes_anywhere
 from mstpass.memory.own_loops import broadcasts, has_own_loops, merges_dims
@@ -180,7 +181,5 @@ def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node]) -> int:
         parts: the nodes that it returns.
     """
     in_place = {node for part in parts for node in parts_in_place(part)}
-    timeline_ops = [
-        op_of(n, in_place) for n in graph.nodes if n.op in ("placeholder", "call_function")
-    ]
+    timeline_ops = [op_of(n, in_place) for n in order_of_body(graph, parts)]
     return simulate_ops(timeline_ops, [n.name for n in parts], fuse=True).peak.bytes

@@ -1,0 +1,50 @@
+"""The order in which a lowered loop runs the ops of its body (loops/while_loop_step.py).
+
+The last op of a result, unless another op reads it, runs when the result is written to the loop's
+buffer, and so do products that go straight into it. Results are written one after the other behind
+all other ops; those before the gradients that attention's backward adds up, before it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from mstpass.graph.buffer_ops import adding_attention, parts_in_place
+
+
+def order_of_body(graph: fx.Graph, results: Sequence[fx.Node]) -> list[fx.Node]:
+    """The inputs and ops of a body in this order."""
+    last = {result: _last_ops(result) for result in results}
+    left = {node for nodes in last.values() for node in nodes}
+    adding: dict[fx.Node, int] = {}  # where the first result stands that attention adds to
+    for position, result in enumerate(results):
+        if (attention := adding_attention(result)) is not None:
+            adding.setdefault(attention, position)
+    ordered: dict[fx.Node, None] = {}
+
+    def write_until(end: int) -> None:
+        for result in results[:end]:
+            ordered.update(dict.fromkeys(n for n in graph.nodes if n in last[result]))
+
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "call_function") or node in left:
+            continue
+        before = results[: adding.get(node, 0)]
+        if all(_is_ready(last[result], ordered) for result in before):
+            write_until(len(before))
+        ordered[node] = None
+    write_until(len(results))
+    return list(ordered)
+
+
+def _last_ops(result: fx.Node) -> list[fx.Node]:
+    parts = parts_in_place(result)
+    return parts or ([result] if len(result.users) == 1 and result.op == "call_function" else [])
+
+
+def _is_ready(last: Sequence[fx.Node], ordered: Mapping[fx.Node, None]) -> bool:
+    """Whether all that a result's last ops read has run."""
+    inside = set(last)
+    return all(n in ordered or n in inside for node in last for n in node.all_input_nodes)
