@@ -238,7 +238,7 @@ class CompiledRows:
         """The step that the solver plans; of a problem that it has solved, by the plan of then."""
         key = traced.length, option, limit_bytes
         problem, known = traced.problems[option], self._solved.get(key)
-        plan = known and same_plan(known.plan, known.problem, problem)
+        plan = None if known is None else same_plan(known.plan, known.problem, problem)
         if plan is None:
             self._solved[key] = step = planned(traced, traced.length, option, limit_bytes)
             return step

@@ -44,17 +44,22 @@ def deepened(traced: TracedStep, layers: int, depth: int) -> TracedStep:
         CannotDeepen: the layers differ, or the problem does not show which values are a layer's.
     """
     problems = {}
-    exchanges, narrow = set(traced.exchanges), dict(traced.narrow)
+    logits, exchanges, narrow = set(traced.logits), set(traced.exchanges), dict(traced.narrow)
     for budget, problem in traced.problems.items():
         try:
             more = _Layers(problem, layers, depth - layers)
             problems[budget] = more.problem()
         except (KeyError, ValueError) as error:  # a value is read that no layer has
             raise CannotDeepen(str(error)) from error
+        logits.update(more.with_copies(traced.logits))
         exchanges.update(more.with_copies(traced.exchanges))
         narrow.update((n, text) for name, text in traced.narrow.items() for n in more.copies(name))
     return dataclasses.replace(
-        traced, problems=problems, exchanges=frozenset(exchanges), narrow=narrow
+        traced,
+        problems=problems,
+        logits=frozenset(logits),
+        exchanges=frozenset(exchanges),
+        narrow=narrow,
     )
 
 
@@ -266,7 +271,8 @@ def same_plan(plan: Plan, problem: CutProblem, other: CutProblem) -> Plan | None
     if not is_same:
         return None
     saved, offloaded = (frozenset(map(name_of, n)) for n in (plan.saved, plan.offloaded))
-    modes, nested = ({name_of(n): x for n, x in d.items()} for d in (plan.modes, plan.nested))
+    modes = {name_of(region): mode for region, mode in plan.modes.items()}
+    nested = {name_of(name): level for name, level in plan.nested.items()}
     return Plan(saved, modes, nested, offloaded)
 
 
