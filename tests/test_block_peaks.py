@@ -58,9 +58,6 @@ def _no_kernel(*_: object, **__: object) -> Callable[..., None]:
         pytest.param(LLAMA, 2, 256, 64, torch.float32, id="sequences", marks=FULL),
         pytest.param(LLAMA, 1, 512, 16, torch.float32, id="one sequence", marks=FULL),
         pytest.param(
-            dataclasses.replace(LLAMA, kv_heads=1), 1, 512, 64, torch.float32, id="one head of keys"
-        ),
-        pytest.param(
             dataclasses.replace(LLAMA, mask=""), 2, 256, 16, torch.float32, id="full", marks=FULL
         ),
         pytest.param(PLAIN, 2, 256, 32, torch.bfloat16, id="16 bits"),
