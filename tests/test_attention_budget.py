@@ -162,6 +162,7 @@ def test_every_layer_of_a_hugging_face_llama() -> None:
         lambda model: lambda ids: model(input_ids=ids, labels=ids).loss,
         [ids],
         memory_budget=0.0,
+        chunk="heads",
     )
     assert kinds(report).count(("attention", "recompute")) == 2, report.rejections
 
