@@ -9,11 +9,11 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import Any
 
 from mstpass.memory.concatenations import in_place
 from mstpass.memory.delayed_scatters import waits
 from mstpass.memory.kernel_fusion import fused_groups, in_order
+from mstpass.memory.kernel_values import NOTHING, KernelValue, combined, source
 from mstpass.problem.op import (
     CALL,
     CONSTANT,
@@ -35,88 +35,6 @@ _MOST_READS = {True: 12, False: 8}  # config.realize_cpu_acc_reads_threshold, fo
 _MANY_OPS = {True: 50, False: 30}  # config.realize_cpu_opcount_threshold
 _EXPANDED = 4  # a reader larger by this factor expands a value; a cast makes one of at most 4
 _ONE_ELEMENT = 8  # bytes, at most
-_NOTHING = frozenset[str]()
-
-
-class _Value:
-    """What is known of one value, a kernel's or not. The sets are of names of buffers.
-
-    Attributes:
-        reads: what it is computed from.
-        loads: the same with inputs that are not freed, and with each place where they are read.
-        apart: those of ``reads`` that it reads in loops of its own.
-        unfused: these, and those that it reads through a view that merges dims.
-        num_ops: how many ops it takes to compute it from what it reads.
-        stage: the most calls on a path to it.
-        slow: it is in no buffer, and slow to compute.
-        by_dim: Inductor keeps its loops apart, dim by dim; of others it makes one loop.
-        from_call: a call wrote its buffer.
-    """
-
-    __slots__ = (
-        "apart",
-        "by_dim",
-        "from_call",
-        "loads",
-        "num_ops",
-        "reads",
-        "slow",
-        "stage",
-        "unfused",
-    )
-
-    def __init__(
-        self,
-        reads: frozenset[str],
-        loads: frozenset[Any],
-        apart: frozenset[str],
-        unfused: frozenset[str],
-    ):
-        self.reads, self.loads, self.apart, self.unfused = reads, loads, apart, unfused
-        self.num_ops = self.stage = 0
-        self.slow = self.by_dim = self.from_call = False
-
-    def becomes_buffer(self, op: Op) -> None:
-        """It is written to memory: what reads it reads that."""
-        self.reads = self.loads = frozenset((op.name,))
-        self.apart = self.unfused = _NOTHING
-        self.num_ops, self.slow = 0, False
-
-
-def _combined(op: Op, operands: Sequence[_Value]) -> _Value:
-    """The result of an op, as if it had no buffer of its own."""
-    if len(operands) == 1:  # the common case, faster
-        (one,) = operands
-        value = _Value(one.reads, one.loads, one.apart, one.unfused)
-        value.num_ops, value.stage = 1 + one.num_ops, one.stage + one.from_call
-        value.slow, value.by_dim = op.slow or one.slow, one.by_dim and not one.from_call
-    else:
-        value = _Value(
-            _NOTHING.union(*[one.reads for one in operands]),
-            _NOTHING.union(*[one.loads for one in operands]),
-            _NOTHING.union(*[one.apart for one in operands]),
-            _NOTHING.union(*[one.unfused for one in operands]),
-        )
-        value.num_ops = 1 + sum([one.num_ops for one in operands])
-        value.stage = max([one.stage + one.from_call for one in operands], default=0)
-        value.slow = op.slow or any(one.slow for one in operands)
-        value.by_dim = any(one.by_dim and not one.from_call for one in operands)
-    if op.own_loops:
-        value.apart = value.unfused = value.reads
-        value.loads = frozenset(itertools.product(value.loads, (op.name,), range(op.places)))
-    elif op.merges_dims:
-        value.unfused = value.reads
-    if op.own_loops or op.kind == REDUCTION:
-        value.by_dim = True
-    value.from_call = op.kind == CALL
-    return value
-
-
-def _source(load: Any) -> str:
-    """What is read, without the places."""
-    while isinstance(load, tuple):
-        load = load[0]
-    return str(load)
 
 
 class Kernels:
@@ -150,14 +68,13 @@ class Kernels:
         self.kept = self._bases_of(kept)
         self.read_by: dict[str, frozenset[str]] = {}
         self.results: dict[str, list[str]] = {}
-        self._value: dict[str, _Value] = {}
+        self._value: dict[str, KernelValue] = {}
         # Of each kernel the buffers that it reads in loops of its own, and these with those that it
         # reads through a view that merges dims.
         self.read_apart: dict[str, frozenset[str]] = {}
         self._read_unfused: dict[str, frozenset[str]] = {}
-        self._loads: dict[
-            str, frozenset[str]
-        ] = {}  # of each sum over outer dims, all that it reads
+        # Of each sum over outer dims, all that it reads.
+        self._loads: dict[str, frozenset[str]] = {}
         for op in self.op.values():
             self._add(op)
         self.readers: dict[str, list[str]] = {}
@@ -175,11 +92,11 @@ class Kernels:
     def _add(self, op: Op) -> None:
         name, kind, values = op.name, op.kind, self._value
         if kind in (INPUT, SIZE):
-            loads = frozenset((name,)) if kind == INPUT else _NOTHING
-            values[name] = _Value(loads & self.freed, loads, _NOTHING, _NOTHING)
+            loads = frozenset((name,)) if kind == INPUT else NOTHING
+            values[name] = KernelValue(loads & self.freed, loads, NOTHING, NOTHING)
             return
         operands = [values[operand] for operand in op.inputs if operand in values]
-        value = values[name] = _combined(op, operands)
+        value = values[name] = combined(op, operands)
         if op.broadcasts and not value.by_dim:
             value.by_dim = any(self._has_elements(o) for o in op.inputs if o in values)
         if kind == VIEW:
@@ -200,12 +117,12 @@ class Kernels:
             self.read_apart[name] = value.apart
             if kind == SCATTER:  # its first operand is copied, into the buffer that it writes
                 rest = (o for o in op.inputs if o in values and o != op.inputs[0])
-                self.read_apart[name] = _NOTHING.union(*[values[o].reads for o in rest])
+                self.read_apart[name] = NOTHING.union(*[values[o].reads for o in rest])
             self._read_unfused[name] = value.unfused
             if self._sums_outer_dims(name):
-                self._loads[name] = frozenset(map(_source, value.loads))
+                self._loads[name] = frozenset(map(source, value.loads))
             value.becomes_buffer(op)
-            value.reads |= self._parts_of.get(name, _NOTHING)
+            value.reads |= self._parts_of.get(name, NOTHING)
 
     def _has_elements(self, name: str) -> bool:
         """Whether a value is or reads a buffer of more than one element, or counts them."""
@@ -214,7 +131,7 @@ class Kernels:
         loads = (x[0] if isinstance(x, tuple) else x for x in self._value[name].loads)
         return any(self.op[load].bytes > _ONE_ELEMENT for load in loads if load in self.op)
 
-    def _is_kernel(self, op: Op, value: _Value) -> bool:
+    def _is_kernel(self, op: Op, value: KernelValue) -> bool:
         if op.kind in _KERNELS or op.name in self.parts:
             return True
         readers = self._readers_through_views(op.name)

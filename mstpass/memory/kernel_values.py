@@ -1,0 +1,92 @@
+"""What a value is computed from, before it is known whether it has a buffer (memory/kernels.py)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from mstpass.problem.op import CALL, REDUCTION, Op
+
+NOTHING = frozenset[str]()
+
+
+class KernelValue:
+    """What is known of one value, a kernel's or not. The sets are of names of buffers.
+
+    Attributes:
+        reads: what it is computed from.
+        loads: the same with inputs that are not freed, and with each place where they are read.
+        apart: those of ``reads`` that it reads in loops of its own.
+        unfused: these, and those that it reads through a view that merges dims.
+        num_ops: how many ops it takes to compute it from what it reads.
+        stage: the most calls on a path to it.
+        slow: it is in no buffer, and slow to compute.
+        by_dim: Inductor keeps its loops apart, dim by dim; of others it makes one loop.
+        from_call: a call wrote its buffer.
+    """
+
+    __slots__ = (
+        "apart",
+        "by_dim",
+        "from_call",
+        "loads",
+        "num_ops",
+        "reads",
+        "slow",
+        "stage",
+        "unfused",
+    )
+
+    def __init__(
+        self,
+        reads: frozenset[str],
+        loads: frozenset[Any],
+        apart: frozenset[str],
+        unfused: frozenset[str],
+    ):
+        self.reads, self.loads, self.apart, self.unfused = reads, loads, apart, unfused
+        self.num_ops = self.stage = 0
+        self.slow = self.by_dim = self.from_call = False
+
+    def becomes_buffer(self, op: Op) -> None:
+        """It is written to memory: what reads it reads that."""
+        self.reads = self.loads = frozenset((op.name,))
+        self.apart = self.unfused = NOTHING
+        self.num_ops, self.slow = 0, False
+
+
+def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
+    """The result of an op, as if it had no buffer of its own."""
+    if len(operands) == 1:  # the common case, faster
+        (one,) = operands
+        value = KernelValue(one.reads, one.loads, one.apart, one.unfused)
+        value.num_ops, value.stage = 1 + one.num_ops, one.stage + one.from_call
+        value.slow, value.by_dim = op.slow or one.slow, one.by_dim and not one.from_call
+    else:
+        value = KernelValue(
+            NOTHING.union(*[one.reads for one in operands]),
+            NOTHING.union(*[one.loads for one in operands]),
+            NOTHING.union(*[one.apart for one in operands]),
+            NOTHING.union(*[one.unfused for one in operands]),
+        )
+        value.num_ops = 1 + sum([one.num_ops for one in operands])
+        value.stage = max([one.stage + one.from_call for one in operands], default=0)
+        value.slow = op.slow or any(one.slow for one in operands)
+        value.by_dim = any(one.by_dim and not one.from_call for one in operands)
+    if op.own_loops:
+        value.apart = value.unfused = value.reads
+        value.loads = frozenset(itertools.product(value.loads, (op.name,), range(op.places)))
+    elif op.merges_dims:
+        value.unfused = value.reads
+    if op.own_loops or op.kind == REDUCTION:
+        value.by_dim = True
+    value.from_call = op.kind == CALL
+    return value
+
+
+def source(load: Any) -> str:
+    """What is read, without the places."""
+    while isinstance(load, tuple):
+        load = load[0]
+    return str(load)
