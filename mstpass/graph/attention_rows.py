@@ -32,7 +32,7 @@ others at different corners. Nor is a kernel called without keys: torch 2.13's d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, library
@@ -80,6 +80,21 @@ class _Block(NamedTuple):
         return not self.causal and self.mask is None and self.window is None
 
 
+class _How(NamedTuple):
+    """Which rows the queries are, and which keys they see: arguments of each op, in their order."""
+
+    start: int
+    length: int
+    causal: bool
+    left: int
+    right: int
+    scale: float
+
+    @property
+    def window(self) -> Window:
+        return self.left, self.right
+
+
 class _Rows(NamedTuple):
     """The rows of a chunk that belong to one sequence, as numbers in the chunk and in it."""
 
@@ -105,8 +120,7 @@ def _blocks(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    causal: bool,
-    window: Window,
+    how: _How,
     most: int | None = None,
 ) -> list[_Block]:
     """The blocks of keys that the rows of one sequence see.
@@ -117,16 +131,16 @@ def _blocks(
     keys = key.shape[2]
     if mask is not None:
         return [_Block(0, keys, mask=mask[:, :, rows.in_chunk])]
-    left, right = window
+    left, right = how.window
     if left >= 0:
         first, end = max(0, rows.first - left), min(keys, rows.end + right)
         if takes_window(query, key, value) and end == rows.end + right:
-            return [_Block(first, end, window=(left, right))]
-        return [_Block(first, end, mask=_band(query, rows, first, end, window))]
-    full = rows.first if causal else keys
+            return [_Block(first, end, window=how.window)]
+        return [_Block(first, end, mask=_band(query, rows, first, end, how.window))]
+    full = rows.first if how.causal else keys
     most = most or max(1, full)
     found = [_Block(first, min(first + most, full)) for first in range(0, full, most)]
-    return [*found, _Block(rows.first, rows.end, causal=True)] if causal else found
+    return [*found, _Block(rows.first, rows.end, causal=True)] if how.causal else found
 
 
 def keys_of_block(rows: int) -> int:
@@ -154,21 +168,16 @@ def _attend_rows(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    start: int,
-    length: int,
-    causal: bool,
-    left: int,
-    right: int,
-    scale: float,
-    column: bool,
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor]:
+    how, column = _How(*arguments[:-1]), arguments[-1]
     result, log_sums = _empty_results(query, value)
-    for rows in _rows_of_sequences(start, query.shape[2], length):
+    for rows in _rows_of_sequences(how.start, query.shape[2], how.length):
         own = slice(rows.sequence, rows.sequence + 1)
         k, v, q = key[own], value[own], query[:, :, rows.in_chunk]
         out, log_sum = None, None
-        for block in _blocks(rows, q, k, v, mask, causal, (left, right)):
-            part, its_log_sum = _attend(q, k, v, block, scale)
+        for block in _blocks(rows, q, k, v, mask, how):
+            part, its_log_sum = _attend(q, k, v, block, how.scale)
             if out is None or log_sum is None:
                 out, log_sum = part, its_log_sum
                 continue
@@ -198,26 +207,12 @@ def _share(log_sum: Tensor, of_both: Tensor) -> Tensor:
 
 
 def _attend_rows_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    start: int,
-    length: int,
-    causal: bool,
-    left: int,
-    right: int,
-    scale: float,
-    overlaps: bool,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_keys = torch.zeros(key.shape, dtype=key.dtype, device=key.device)
     of_values = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-    saved = grad_out, query, key, value, out, logsumexp, mask
-    how = start, length, causal, left, right, scale, overlaps
-    return _add_backward(of_keys, of_values, *saved, *how), of_keys, of_values
+    operands = of_keys, of_values, grad_out, query, key, value
+    return _add_backward(*operands, *arguments), of_keys, of_values
 
 
 def _add_backward(
@@ -230,24 +225,19 @@ def _add_backward(
     out: Tensor,
     logsumexp: Tensor,
     mask: Tensor | None,
-    start: int,
-    length: int,
-    causal: bool,
-    left: int,
-    right: int,
-    scale: float,
-    overlaps: bool,
+    *arguments: Any,
 ) -> Tensor:
+    how, overlaps = _How(*arguments[:-1]), arguments[-1]
     result, logsumexp = _like_rows(query, query.shape[-1]), logsumexp.reshape(query.shape[:3])
     most = keys_of_block(query.shape[2])
-    counted = -start % query.shape[2] if overlaps else 0  # rows that an earlier chunk has
-    for rows in _rows_of_sequences(start, query.shape[2], length, counted):
+    counted = -how.start % query.shape[2] if overlaps else 0  # rows that an earlier chunk has
+    for rows in _rows_of_sequences(how.start, query.shape[2], how.length, counted):
         own, here = slice(rows.sequence, rows.sequence + 1), rows.in_chunk
         k, v = key[own], value[own]
         grad, q, result_here = (x[:, :, here] for x in (grad_out, query, out))
         log_sum, of_query = logsumexp[:, :, here], None
-        for block in _blocks(rows, q, k, v, mask, causal, (left, right), most):
-            of_q, of_k, of_v = _gradients(grad, q, result_here, log_sum, k, v, block, scale)
+        for block in _blocks(rows, q, k, v, mask, how, most):
+            of_q, of_k, of_v = _gradients(grad, q, result_here, log_sum, k, v, block, how.scale)
             if here.start >= counted:
                 of_key[own, :, block.first : block.end] += of_k
                 of_value[own, :, block.first : block.end] += of_v
