@@ -180,6 +180,22 @@ def test_rows_of_one_length(tiny):
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_a_length_that_is_too_long_for_a_kernel_is_told(tmp_path):
+    """On an A100: flash attention's backward, where it is whole; one group of heads is not."""
+    path = tmp_path / "wide.json"
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
+    path.write_text(json.dumps({**TINY, **heads, "hidden_size": 64}), encoding="utf-8")
+    length = 2**31 // (32 * 128) + 16
+    notes = {}
+    for gib in (1024, 24):
+        asked = request(str(path), gib * 1024, length=length, alone=True, gpu="a100")
+        planned = plan(asked)
+        assert planned.own.fits
+        notes[gib] = [note for note in planned.notes if "too long for a kernel" in note]
+    assert len(notes[1024]) == 1 and "attention_backward" in notes[1024][0]
+    assert not notes[24]
+
+
 def test_too_little_memory_for_the_weights():
     with pytest.raises(DoesNotFit) as error:
         plan(request("llama3-8b", 80 * 1024))
