@@ -10,16 +10,27 @@ With ``--grouped``, fewer heads have keys than queries, and loops over tokens th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mstpass.bench import comparison, figures, record
 from mstpass.bench.comparison import INDUCTOR, Contender, inductor, mst
 from mstpass.bench.figures import Row
 from mstpass.bench.harness import Arguments, Benchmark
 from mstpass.bench.models import LlamaSize, Step, llama
-from mstpass.bench.results import Result, Table, Target, mib_cell, quotient, times_cell
+from mstpass.bench.results import (
+    Result,
+    Table,
+    Target,
+    mib_cell,
+    quotient,
+    text_of,
+    times_cell,
+)
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.partition.solvers import AUTO, SOLVERS
 from mstpass.problem.problem import CutProblem
@@ -30,6 +41,8 @@ SHARED = 4  # with --grouped: so many heads of queries read the keys of one
 NEAR_LEAST = (0.04, 0.06)  # shares of the memory between least and free that save most of the time
 PEAK_LIMIT, TIME_LIMIT, DEVIATION_LIMIT = 0.65, 1.05, 0.03
 BLOCKS_PEAK_LIMIT, BLOCKS_TIME_LIMIT = 0.75, 1.10  # of loops over heads; over tokens alone
+BLOCK_VALUES_LIMIT = 3.9  # of N x d, in one block
+SHORT = 'mst, chunk="blocks", short chunks'
 PLANNED_LAYERS = 8
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5)  # between least and free, loops over tokens
 _DESCRIPTION = """\
@@ -92,7 +105,45 @@ def _grouped(size: LlamaSize, arguments: Arguments) -> Result:
         Target("time / of loops over tokens alone", time, BLOCKS_TIME_LIMIT),
     ]
     result.notes.append(f"{figures.ROUNDS} Each plan is that of memory_budget=0.0.")
+    _add_block(result, dataclasses.replace(size, layers=1, length=size.length // 4), arguments)
     return result
+
+
+def _add_block(result: Result, size: LlamaSize, arguments: Arguments) -> None:
+    """One block by itself, whose input, output and gradients of both the caller holds."""
+    model, ids, _ = llama(size, arguments.device)
+    layer, x_BSD = model.layers[0], model.embed(ids).detach().requires_grad_()
+    leaves, tangent = [x_BSD, *layer.parameters()], torch.randn_like(x_BSD)
+    weights_bytes = sum(p.nbytes for p in layer.parameters())
+
+    def loss_fn() -> Tensor:
+        found: Tensor = layer(x_BSD, model.cos, model.sin, 1)
+        return found
+
+    again = lambda: cast(Tensor, checkpoint(loss_fn, use_reentrant=False))
+    contenders = [
+        comparison.eager("eager, checkpointed", again),
+        mst(_name(0.0, "heads"), memory_budget=0.0, chunk="heads"),
+        mst(_name(0.0), memory_budget=0.0),
+        mst(SHORT, memory_budget=0.0, chunk="blocks", chunk_tokens=size.length // 32),
+    ]
+    make_step = lambda fn: Step(fn, leaves, tangent)
+    rows = comparison.measured("one block", contenders, loss_fn, make_step, arguments)
+    base, row = rows[contenders[0].name], rows[SHORT]
+    values = lambda r: quotient(r.peak_bytes and r.peak_bytes - weights_bytes, x_BSD.nbytes)
+    columns: dict[str, Callable[[Row], str]] = {
+        "step": lambda r: r.name,
+        "peak, values of N x d without weights' gradients": lambda r: text_of(
+            values(r), "{:.2f}".format
+        ),
+        "time / checkpointed": lambda r: times_cell(figures.time_ratio(r, base)),
+    }
+    result.tables.append(Table.of(f"one block: {size}", rows.values(), columns))
+    result.targets += [
+        Target("one block: values of N x d", values(row), BLOCK_VALUES_LIMIT),
+        Target("one block: time / checkpointed", figures.time_ratio(row, base), 1.0),
+    ]
+    result.records["one block"] = figures.records(rows)
 
 
 def _planned(size: LlamaSize) -> tuple[Table, float]:
