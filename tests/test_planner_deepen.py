@@ -9,7 +9,7 @@ import pytest
 
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.planner.training import Training
-from mstpass.problem.problem import MAY_OFFLOAD, Plan
+from mstpass.problem.problem import Plan
 from mstpass.problem.saved_set import saved_where
 
 pytest.importorskip("transformers")
@@ -64,8 +64,8 @@ def config_at(tmp_path):
     return written
 
 
-def _traced(path, layers, length=2048, host_bytes=0):
-    return trace(config_of(path), Training(), length, ("free", 0.0), 512, layers, host_bytes)
+def _traced(path, layers):
+    return trace(config_of(path), Training(), 2048, ("free", 0.0), 512, layers)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call")  # of transformers' experts
@@ -82,23 +82,6 @@ def test_a_deepened_copy_is_the_whole_model(config_at, model):
         assert same is not None and len(same.saved) == len(saved)
         step, same_step = simulate_plan(problem, plan), simulate_plan(other, same)
         assert (step.peak_bytes, step.us) == (same_step.peak_bytes, pytest.approx(same_step.us))
-
-
-def test_copies_of_a_layer_copy_rows_of_their_own_values_from_the_host(config_at):
-    path, long = config_at(DEEP), (8 * 2048, MIB * 1024)  # values of 2 MiB may wait there
-    deep = deepened(_traced(path, FEW, *long), FEW, DEPTH).problems[0.0]
-    whole = _traced(path, None, *long).problems[0.0]
-    modes = {region.region: region.modes[-1].name for region in deep.regions}
-    rows = {n for r in deep.regions for loop in r.modes[-1].loops for n, _ in loop.in_rows}
-    of_layers = [v.name for v in deep.values if v.name in rows and v.offload == MAY_OFFLOAD]
-    assert len(of_layers) >= DEPTH
-    saved = saved_where(with_modes(deep, modes), lambda value: value.name in of_layers)
-    on_host = saved.intersection(of_layers)
-    plan = Plan(saved, modes, offloaded=on_host, by_chunk=on_host)
-    same = same_plan(plan, deep, whole)
-    assert same is not None and len(same.by_chunk) == len(on_host) >= DEPTH
-    step, same_step = simulate_plan(deep, plan), simulate_plan(whole, same)
-    assert (step.peak_bytes, step.us) == (same_step.peak_bytes, pytest.approx(same_step.us))
 
 
 def test_a_problem_that_differs_has_no_plan(config_at):
