@@ -15,7 +15,8 @@ from torch._functorch import config as functorch_config
 import mstpass
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan
 from mstpass.partition.solvers import offload
-from mstpass.partition.solvers.peak_search import peak_search
+from mstpass.partition.solvers.candidate import Candidate
+from mstpass.partition.solvers.peak_search import _with_offloading, peak_search
 from mstpass.problem.host_memory import Host
 from mstpass.problem.op import CALL, INPUT, VIEW
 from mstpass.problem.problem import MAY_OFFLOAD, CutProblem, Plan, Value
@@ -201,6 +202,17 @@ def test_values_come_back_by_chunk_where_a_budget_asks_for_it() -> None:
     assert found.by_chunk and found.by_chunk <= found.offloaded
     assert simulate_plan(problem, found).peak_bytes <= lean
     assert simulate_plan(problem, peak_search(problem, 0)).peak_bytes <= lean
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 20])
+def test_the_last_plan_of_a_sequence_is_looked_at(count: int) -> None:
+    """It keeps the least on the device, and may be the only one that is within the budget."""
+    problem = _chain()
+    without_host = Candidate(dataclasses.replace(problem, host=None), Plan(ALL))
+    last = Candidate(problem, Plan(ALL))
+    lean_bytes = offload.all_offloaded(last, by_chunk=True).peak_bytes
+    found = list(_with_offloading([*[without_host] * (count - 1), last], lean_bytes))
+    assert [candidate.peak_bytes for candidate in found] == [lean_bytes]
 
 
 def test_only_values_on_the_host_have_rows_there() -> None:

@@ -270,10 +270,11 @@ def same_plan(plan: Plan, problem: CutProblem, other: CutProblem) -> Plan | None
     )
     if not is_same:
         return None
-    saved, offloaded = (frozenset(map(name_of, n)) for n in (plan.saved, plan.offloaded))
+    sets = (frozenset(map(name_of, n)) for n in (plan.saved, plan.offloaded, plan.by_chunk))
+    saved, offloaded, by_chunk = sets
     modes = {name_of(region): mode for region, mode in plan.modes.items()}
     nested = {name_of(name): level for name, level in plan.nested.items()}
-    return Plan(saved, modes, nested, offloaded)
+    return Plan(saved, modes, nested, offloaded, by_chunk)
 
 
 def _value(value: Value, name_of: _NameOf) -> Value:
@@ -292,8 +293,9 @@ def _renamed(region: RegionModes, name_of: _NameOf) -> RegionModes:
             results.append(dataclasses.replace(result, node=node, scale=scale, over=over))
         name = LOOP + name_of(loop.name.removeprefix(LOOP))
         members, needs = all_of(loop.members), all_of(loop.needs)
+        in_rows = tuple((name_of(operand), size) for operand, size in loop.in_rows)
         return dataclasses.replace(
-            loop, name=name, members=members, needs=needs, results=tuple(results)
+            loop, name=name, members=members, needs=needs, results=tuple(results), in_rows=in_rows
         )
 
     modes = (

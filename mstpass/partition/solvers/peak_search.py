@@ -90,11 +90,12 @@ def _with_offloading(tried: Sequence[Candidate], budget_bytes: int) -> Iterator[
     """Plans of a sequence that are within the budget with values offloaded.
 
     Earlier plans are faster, but need more copies, for which the device may have to wait; later
-    ones may save too little to be helped. So some of all are looked at, and of the first one that
-    is within the budget those just before it. That is done once for values that come back whole,
-    and once for those of which loops copy rows.
+    ones may save too little to be helped. So some of all are looked at, the first and the last
+    among them, and of the first one that is within the budget those just before it. That is done
+    once for values that come back whole, and once for those of which loops copy rows.
     """
-    looked_at = sorted({len(tried) * i // _LOOKED_AT for i in range(_LOOKED_AT)})
+    last = len(tried) - 1
+    looked_at = sorted({last * i // (_LOOKED_AT - 1) for i in range(_LOOKED_AT)})
     seen: set[int] = set()
     for by_chunk in ways(tried[-1]) if tried else ():
 
