@@ -9,7 +9,7 @@ import pytest
 
 from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.planner.training import Training
-from mstpass.problem.problem import Plan
+from mstpass.problem.problem import CutProblem, Loop, LoopResult, Mode, Plan, RegionModes, Value
 from mstpass.problem.saved_set import saved_where
 
 pytest.importorskip("transformers")
@@ -82,6 +82,19 @@ def test_a_deepened_copy_is_the_whole_model(config_at, model):
         assert same is not None and len(same.saved) == len(saved)
         step, same_step = simulate_plan(problem, plan), simulate_plan(other, same)
         assert (step.peak_bytes, step.us) == (same_step.peak_bytes, pytest.approx(same_step.us))
+
+
+def test_the_same_plan_has_the_same_rows_on_the_host():
+    def problem(name):
+        loop = Loop(f"loop:{name}", (name,), ("x",), (LoopResult(name, 8),), 0, 1.0)
+        region = RegionModes(
+            name, (Mode("rows", (dataclasses.replace(loop, in_rows=((name, 4),)),)),)
+        )
+        return CutProblem((Value(name, 8),), regions=(region,))
+
+    names = frozenset({"a"}), frozenset({"b"})
+    one, other = (Plan(n, offloaded=n, by_chunk=n) for n in names)
+    assert same_plan(one, problem("a"), problem("b")) == other
 
 
 def test_a_problem_that_differs_has_no_plan(config_at):
