@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from mstpass.graph import ops
-from mstpass.graph.heads import DROPOUT, is_attention, is_attention_item
+from mstpass.graph.heads import DROPOUT, is_attention_item
 from mstpass.graph.joint import numel, tensors_of
 from mstpass.graph.sizes import generic_shape, same_shape
 from mstpass.graph.token_rules import OperandSpecs
@@ -63,7 +63,8 @@ def is_backward(node: fx.Node) -> bool:
 
 def shares_keys(node: fx.Node) -> bool:
     """Whether the node is an attention in which several queries of a token have the same keys."""
-    if not is_attention(node) or is_backward(node):
+    attention = ops.attention_of(node)
+    if attention is None or attention.backward or not attention.by_row:
         return False
     return 2 * numel(argument(node, "key")) <= numel(argument(node, "query"))
 

@@ -67,6 +67,12 @@ _Cond = Callable[..., Any]
 _Step = Callable[..., tuple[torch.Tensor, ...]]
 
 
+def _rows(tensor: torch.Tensor, start: Size, length: Size, dim: int = 0) -> torch.Tensor:
+    shape, stride = tensor.shape, tensor.stride()
+    size = (*shape[:dim], length, *shape[dim + 1 :])
+    return aten.as_strided.default(tensor, size, stride, start * stride[dim])
+
+
 @dataclasses.dataclass(frozen=True)
 class LoopCall:
     """The call of an ``mst_loop``: what a step runs on the rows of one chunk.
@@ -100,14 +106,9 @@ class LoopCall:
             after: what it gets after the whole inputs: ``valid``, if chunks overlap.
         """
 
-        def rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-            shape, stride = tensor.shape, tensor.stride()
-            size = (*shape[:dim], length, *shape[dim + 1 :])
-            return aten.as_strided.default(tensor, size, stride, start * stride[dim])
-
         def chunk(number: int, tensor: torch.Tensor) -> torch.Tensor:
             if number not in self.on_host:
-                return rows(tensor)
+                return _rows(tensor, start, length)
             copied: torch.Tensor = host_copy_ops.COPY_ROWS(tensor, start, length, buffers[0].device)
             return copied
 
@@ -127,7 +128,7 @@ class LoopCall:
                 (kind, _, _), buffer = self.specs[position], buffers[position]
                 result, dim = results[position], stacked_dim(kind)
                 if dim is not None:
-                    result.write_to(rows(buffer, dim), dim, *kept)
+                    result.write_to(_rows(buffer, start, length, dim), dim, *kept)
                 elif kind == SUM:
                     result.add_to(buffer, start)
                 else:
