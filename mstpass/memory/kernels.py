@@ -277,7 +277,9 @@ class Kernels:
         return self.op[kernel].numel, self._sums_outer_dims(kernel)
 
     def _sums_outer_dims(self, kernel: str) -> bool:
-        return self.op[kernel].kind == REDUCTION and self.op[kernel].own_loops
+        """Whether it sums in loops of its own, as those of a CPU are."""
+        op = self.op[kernel]
+        return op.on_cpu and op.kind == REDUCTION and op.own_loops
 
     def _fused_across_calls(self) -> Set[str]:
         """The buffers without memory that a kernel reads behind a call, in the graph's order."""
