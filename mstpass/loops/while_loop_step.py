@@ -28,7 +28,6 @@ Inductor knows only the bounds, so that nothing is specialized to one batch or o
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -106,14 +105,8 @@ class LoopCall:
             after: what it gets after the whole inputs: ``valid``, if chunks overlap.
         """
 
-        def chunk(number: int, tensor: torch.Tensor) -> torch.Tensor:
-            if number not in self.on_host:
-                return _rows(tensor, start, length)
-            copied: torch.Tensor = host_copy_ops.COPY_ROWS(tensor, start, length, buffers[0].device)
-            return copied
-
         num_buffers = len(self.specs)
-        buffers, sliced = operands[:num_buffers], self.sliced(operands)
+        buffers = operands[:num_buffers]
         behind = num_buffers + self.num_sliced - len(self._over)
         whole = operands[behind:][: self.num_whole]
         kept = after if self._over else ()  # rows that only their first chunk writes
@@ -136,7 +129,7 @@ class LoopCall:
             written = max(written, end)
 
         attention = self._adding_attention()
-        chunks = itertools.starmap(chunk, enumerate(sliced))
+        chunks = self._chunks(operands, start, length)
         for node in self._run((*before, *first, *chunks, *whole, *after), env, results):
             positions = attention.get(node, [])
             if positions and all(result.is_ready for result in results[: min(positions)]):
@@ -151,6 +144,17 @@ class LoopCall:
         new = self._combined(buffers, results)  # before the maxima that they read are written
         write_until(num_buffers)
         return buffers
+
+    def _chunks(
+        self, operands: tuple[torch.Tensor, ...], start: Size, length: Size
+    ) -> Iterator[torch.Tensor]:
+        """The rows of a chunk of each sliced input."""
+        device = operands[0].device  # of a buffer
+        for number, tensor in enumerate(self.sliced(operands)):
+            if number in self.on_host:
+                yield host_copy_ops.COPY_ROWS(tensor, start, length, device)
+            else:
+                yield _rows(tensor, start, length)
 
     @property
     def _over(self) -> dict[int, int]:
