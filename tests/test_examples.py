@@ -170,7 +170,8 @@ def losses_of_one_process(steps):
 def shares_sequences(name, steps, ranks):
     printed = printed_by_ranks(name, ranks)
     found = re.search(rf"tokens of a rank: {-(-1021 // ranks)}, losses: \[(.*)\]", printed)
-    assert found and re.search(r"lm_head +(fused|mixed) ", printed)
+    assert found
+    assert ranks > 2 or re.search(r"lm_head +(fused|mixed) ", printed)  # of 4 each has few tokens
     expected = pytest.approx(losses_of_one_process(steps), rel=1e-5)
     assert [float(x) for x in found[1].split(",")] == expected
 
