@@ -252,6 +252,16 @@ def test_the_least_memory_has_blocks_where_queries_share_keys() -> None:
     assert blocks.peak_bytes < 0.9 * apart.peak_bytes
 
 
+@pytest.mark.parametrize("gpu", ["a100", "h100"])  # flash attention, and cuDNN's
+def test_the_least_memory_has_blocks_on_a_gpu(gpu: str) -> None:
+    x = torch.empty(1, 2**18, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with torch.device("meta"):
+        model = nn.Sequential(*Model(dataclasses.replace(LLAMA, rope="")).to(torch.bfloat16).layers)
+    options = {"memory_budget": 0.0}
+    report = mstpass.explain(model, x, options=options, device="cuda", gpu=gpu)
+    assert [kind for kind, _ in kinds(report)].count("block") == LAYERS, str(report)
+
+
 def test_a_key_for_each_query_has_no_blocks() -> None:
     """Keys, values and their gradients are as large as the input: loops over heads need less."""
     form = Form(mask="causal")

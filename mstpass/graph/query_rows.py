@@ -64,7 +64,7 @@ def is_backward(node: fx.Node) -> bool:
 def shares_keys(node: fx.Node) -> bool:
     """Whether the node is an attention in which several queries of a token have the same keys."""
     attention = ops.attention_of(node)
-    if attention is None or attention.backward or not attention.by_row:
+    if attention is None or attention.backward or attention.flex is not None:
         return False
     return 2 * numel(argument(node, "key")) <= numel(argument(node, "query"))
 
