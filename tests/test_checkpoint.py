@@ -191,18 +191,12 @@ def _saved(result: pipeline.Result) -> set[str]:
 
 
 def test_a_checkpoint_saves_only_its_inputs() -> None:
-    """As in eager, besides them at most an output of the last one is saved.
-
-    The first checkpoint's input is an input of the step.
-    """
+    """The first checkpoint's input is an input of the step."""
     joint, result = _planned({}, chunk="off")
     policies = policies_of(joint)
     assert set(policies.tags.values()) == {PREFER_RECOMPUTE}
-    inner, last = joint.sorted(policies.boundary)
-    saved = _saved(result)
-    assert inner.name in saved and len(saved) <= 2
-    for other in saved - {inner.name}:
-        assert joint.index[joint.by_name[other]] >= joint.index[last]
+    inner, _ = joint.sorted(policies.boundary)
+    assert _saved(result) == {inner.name}
 
 
 def test_attention_that_must_be_saved_is_saved() -> None:
@@ -211,7 +205,7 @@ def test_attention_that_must_be_saved_is_saved() -> None:
     must = {node.name for node, tag in policies.tags.items() if tag == MUST_SAVE}
     items = {n.name for n in joint.nodes if any(i.name in must for i in n.all_input_nodes)} & must
     assert len(items) == 4 and items <= _saved(result)
-    assert len(_saved(result) - items) <= 2
+    assert len(_saved(result) - items) == 1
     assert result.problem is not None
     assert not must & set(recomputed(result.problem, frozenset(_saved(result))))
 

@@ -22,7 +22,7 @@ that wait for each other take more time than what is measured."""
 # options that only some benchmarks have
 _OPTIONS: dict[str, dict[str, Any]] = {
     "large": {"action": "store_true", "help": "measure the larger model"},
-    "grouped": {"action": "store_true", "help": "of a model whose heads share keys"},
+    "grouped": {"action": "store_true", "help": "measure a model whose heads share keys"},
     "store": {"action": "store_true", "help": "store the measured chunk costs for later runs"},
     "problem": {"action": "append", "default": [], "help": "only this problem; may be repeated"},
     "model": {"action": "append", "default": [], "help": "only this model; may be repeated"},

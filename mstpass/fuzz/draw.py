@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from mstpass.fuzz.case import Case, Layer
-from mstpass.fuzz.layers import GROUPED
+from mstpass.fuzz.layers import GROUPED, KINDS
 from mstpass.fuzz.templates import TOKENWISE
 
 _PLAIN = {  # the share of cases in which a field has its plainest value; else all values alike
@@ -112,7 +112,7 @@ def _of_blocks(random: Random, case: Case) -> Case:
         )
 
     blocks = range(random.choice((1, 1, 2, 3)))
-    kinds = {"attention": GROUPED, "mlp": range(14)}
+    kinds = {"attention": GROUPED, "mlp": range(len(KINDS["mlp"]))}
     return dataclasses.replace(
         case,
         layers=tuple(layer(*kind) for _ in blocks for kind in kinds.items()),

@@ -34,11 +34,8 @@ def with_rows_from_host(ops: Sequence[Value], names: Set[str], host: Host) -> Se
         if new not in written:
             written.add(new)
             if name in names:
-                node = op.node_name
-                found.append(
-                    Value(new, 0, (host_name(name),), VIEW, node=node, action=ROWS_ON_HOST,
-                          pinned=True, savable=False)
-                )  # fmt: skip
+                rows = Value(new, 0, (host_name(name),), VIEW, pinned=True, savable=False)
+                found.append(dataclasses.replace(rows, node=op.node_name, action=ROWS_ON_HOST))
             else:
                 found.append(op.reading({op.inputs[0]: write(op.inputs[0])}, new))
         return new

@@ -61,7 +61,7 @@ class Kernels:
         for name in self.waiting:  # it reads the rows from memory, as a call does
             self.op[name] = dataclasses.replace(self.op[name], kind=CALL)
         kept = {name for name in kept if name in self.op}
-        self._parts_of: dict[str, frozenset[str]] = {}
+        self._parts_of: dict[str, frozenset[str]] = {}  # none is known yet
         placed, self._parts_of = in_place(self.op, self.users, self._bases_of(kept))
         self.op |= placed
         self.parts = {name for name, op in placed.items() if op.kind != VIEW}
@@ -277,9 +277,7 @@ class Kernels:
         return self.op[kernel].numel, self._sums_outer_dims(kernel)
 
     def _sums_outer_dims(self, kernel: str) -> bool:
-        """Whether it sums in loops of its own, as those of a CPU are."""
-        op = self.op[kernel]
-        return op.on_cpu and op.kind == REDUCTION and op.own_loops
+        return self.op[kernel].kind == REDUCTION and self.op[kernel].own_loops
 
     def _fused_across_calls(self) -> Set[str]:
         """The buffers without memory that a kernel reads behind a call, in the graph's order."""

@@ -32,8 +32,6 @@ from mstpass.problem.op import SCATTER, VIEW, Op
 
 aten = torch.ops.aten
 
-_RUN = ("placeholder", "call_function")
-
 
 def simulate_step(
     forward: fx.Graph, backward: fx.Graph, scatters_delayed: bool = False
@@ -183,7 +181,5 @@ def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node]) -> int:
         parts: the nodes that it returns.
     """
     in_place = {node for part in parts for node in parts_in_place(part)}
-    # On a GPU, schedules are nearer to the graph's own order.
-    in_order = order_of_body(graph, parts) if any(map(_is_on_cpu, parts)) else graph.nodes
-    timeline_ops = [op_of(n, in_place) for n in in_order if n.op in _RUN]
+    timeline_ops = [op_of(n, in_place) for n in order_of_body(graph, parts)]
     return simulate_ops(timeline_ops, [n.name for n in parts], fuse=True).peak.bytes

@@ -32,7 +32,7 @@ from mstpass.planner.compiled_step import (
     planned,
     step_of_plan,
 )
-from mstpass.planner.deepen import deepened, same_plan
+from mstpass.planner.deepen import NoShallowCopy, deepened, same_plan
 from mstpass.planner.longest_sequence import (
     GRAIN,
     MOST,
@@ -104,9 +104,7 @@ class CompiledRows:
             return None
         try:
             deep = self._row_of_copy(steps)
-        except SequenceError:
-            raise
-        except Exception:  # a model's own code may need all of its layers
+        except NoShallowCopy:
             return None
         if deep is None:
             return None
@@ -303,9 +301,7 @@ class CompiledRows:
         try:
             few_length = self._shallow_length(few, _SHALLOW_START, steps)
             lengths = few_length, self._shallow_length(more, few_length or _SHALLOW_START, steps)
-        except SequenceError:
-            raise
-        except Exception:  # a model's own code may need all of its layers
+        except NoShallowCopy:
             return None
         finally:
             steps.end()
@@ -383,7 +379,12 @@ class CompiledRows:
         different = tuple(dict.fromkeys(budgets))
         given = self.config, self.training, length, different, multiple, layers, host_bytes
         with traceable(self.request):
-            traced = trace(*given)
+            try:
+                traced = trace(*given)
+            except Exception as error:  # a model's own code may need all of its layers
+                if layers is None or isinstance(error, SequenceError):
+                    raise
+                raise NoShallowCopy(str(error)) from error
         if not deepen or layers is None:
             return traced
         return deepened(traced, layers, layer_count(self.config))

@@ -33,7 +33,11 @@ _ATTENTION = "scaled_dot_product"
 _NameOf = Callable[[str], str]
 
 
-class CannotDeepen(Exception):
+class NoShallowCopy(Exception):
+    """The model has no copy of few layers that stands for the whole."""
+
+
+class CannotDeepen(NoShallowCopy):
     """The layers are not alike."""
 
 
@@ -48,7 +52,7 @@ def deepened(traced: TracedStep, layers: int, depth: int) -> TracedStep:
     for budget, problem in traced.problems.items():
         try:
             more = _Layers(problem, layers, depth - layers)
-            problems[budget] = more.problem()
+            problems[budget] = _in_order(more.problem())
         except (KeyError, ValueError) as error:  # a value is read that no layer has
             raise CannotDeepen(str(error)) from error
         logits.update(more.with_copies(traced.logits))
@@ -61,6 +65,20 @@ def deepened(traced: TracedStep, layers: int, depth: int) -> TracedStep:
         exchanges=frozenset(exchanges),
         narrow=narrow,
     )
+
+
+def _in_order(problem: CutProblem) -> CutProblem:
+    """The problem.
+
+    Raises:
+        CannotDeepen: a value comes before what it reads.
+    """
+    known: set[str] = set()
+    for value in (*problem.values, *problem.backward):
+        if not known.issuperset(value.inputs):
+            raise CannotDeepen(f"{value.name} comes before what it reads")
+        known.add(value.name)
+    return problem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ again, because most gradients are in memory when backward comes to these.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable
 
@@ -95,14 +96,7 @@ def _fewest(
 
 def _least(most: int, accepted: Callable[[int], bool]) -> int:
     """The least number that is accepted, up to the given one, which is."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high) // 2
-        if accepted(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    return bisect.bisect_left(range(most), True, key=accepted)
 
 
 def _with_first(candidate: Candidate, names: list[str], count: int, rows: int = 0) -> Candidate:

@@ -33,6 +33,7 @@ A peak is the one that is left once backward computes some cheap values twice
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 
 from mstpass.partition.solvers.candidate import TIE, Candidate
@@ -106,14 +107,8 @@ def _with_offloading(tried: Sequence[Candidate], budget_bytes: int) -> Iterator[
         if not within:
             continue
         low = max((i + 1 for i in looked_at if i < within[0]), default=0)
-        high = within[0]
-        while low < high:
-            middle = (low + high) // 2
-            if fits(middle):
-                high = middle
-            else:
-                low = middle + 1
-        for i in sorted({high, within[len(within) // 2], within[-1]} - seen):
+        first = bisect.bisect_left(range(within[0]), True, lo=low, key=fits)
+        for i in sorted({first, within[len(within) // 2], within[-1]} - seen):
             seen.add(i)
             if found := offloaded_within(tried[i], budget_bytes):
                 yield found
