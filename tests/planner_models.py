@@ -41,10 +41,10 @@ def divide_by_zero(number, report):
     return number / 0
 
 
-def end_at_once(number, report):
+def end_at_once(*given):
     import os
 
-    os._exit(number)
+    os._exit(3)
 
 
 def sleep_long(number, report):

@@ -21,7 +21,7 @@ from tests import planner_models
 def test_a_result_and_reports_come_back():
     reports = []
     collect = lambda *given: reports.append(given)
-    with Background(planner_models.squared, (7,), collect) as background:
+    with Background(planner_models.squared, (7,), collect, "squares") as background:
         assert background.result() == 49
     assert reports == [("squaring", 0.5, "half way")]
 
@@ -31,18 +31,20 @@ def test_a_result_and_reports_come_back():
     [
         (planner_models.refuse, UserError, "^3 is refused$"),
         (planner_models.divide_by_zero, RuntimeError, "ZeroDivisionError"),
-        (planner_models.end_at_once, UserError, "exit code 3.*--alone"),
+        (planner_models.end_at_once, UserError, "that squares has ended .exit code 3"),
     ],
 )
 def test_errors_come_back(function, error, message):
-    with Background(function, (3,), silent) as background, pytest.raises(error, match=message):
+    background = Background(function, (3,), silent, "squares")
+    with background, pytest.raises(error, match=message):
         background.result()
 
 
 def test_the_process_ends_with_the_block_and_not_by_an_interrupt():
     started = threading.Event()
     start = time.monotonic()
-    with Background(planner_models.sleep_long, (600,), lambda *_: started.set()) as background:
+    report = lambda *_: started.set()
+    with Background(planner_models.sleep_long, (600,), report, "sleeps") as background:
         assert started.wait(60)
         os.kill(background._process.pid, signal.SIGINT)
         background._process.join(0.3)

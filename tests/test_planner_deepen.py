@@ -7,27 +7,27 @@ import json
 
 import pytest
 
-from mstpass.memory.simulate_plan import simulate_plan
 from mstpass.planner.training import Training
-from mstpass.problem.problem import CutProblem, Loop, LoopResult, Mode, Plan, RegionModes, Value
-from mstpass.problem.saved_set import saved_where
+from mstpass.problem.problem import CutProblem, Loop, LoopResult, Mode, RegionModes, Value
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
-from mstpass.planner import compiled_rows
+from mstpass.planner import compiled_rows, whole_model
 from mstpass.planner.compiled_rows import CompiledRows
-from mstpass.planner.deepen import CannotDeepen, deepened, same_plan
+from mstpass.planner.deepen import CannotDeepen, deepened, is_same
 from mstpass.planner.longest_sequence import TOLERANCE
 from mstpass.planner.models import config_of
 from mstpass.planner.progress import silent
 from mstpass.planner.request import Request
 from mstpass.planner.room import Room
 from mstpass.planner.traced_step import trace
-from mstpass.problem.apply_modes import with_modes
+from mstpass.planner.whole_model import WholeModel
+from tests import planner_models
 from tests.planner_models import TINY, plan_sizes
 
 MIB = 2**20
+FULL = pytest.mark.full
 FEW, DEPTH = 4, 8
 DEEP = {**TINY, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": DEPTH}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * (DEPTH // 2)}
@@ -75,37 +75,28 @@ def test_a_deepened_copy_is_the_whole_model(config_at, model):
     deep, whole = deepened(_traced(path, FEW), FEW, DEPTH), _traced(path, None)
     assert deep.problems.keys() == whole.problems.keys()
     for budget, problem in deep.problems.items():
-        modes = {region.region: region.modes[-1].name for region in problem.regions}
-        saved = saved_where(with_modes(problem, modes), lambda value: value.bytes > 2**16)
-        plan, other = Plan(saved, modes), whole.problems[budget]
-        same = same_plan(plan, problem, other)
-        assert same is not None and len(same.saved) == len(saved)
-        step, same_step = simulate_plan(problem, plan), simulate_plan(other, same)
-        assert (step.peak_bytes, step.us) == (same_step.peak_bytes, pytest.approx(same_step.us))
+        assert is_same(problem, whole.problems[budget])
 
 
-def test_the_same_plan_has_the_same_rows_on_the_host():
-    def problem(name):
+def test_problems_that_are_the_same_but_for_names():
+    def problem(name, size=4):
         loop = Loop(f"loop:{name}", (name,), ("x",), (LoopResult(name, 8),), 0, 1.0)
         region = RegionModes(
-            name, (Mode("rows", (dataclasses.replace(loop, in_rows=((name, 4),)),)),)
+            name, (Mode("rows", (dataclasses.replace(loop, in_rows=((name, size),)),)),)
         )
         return CutProblem((Value(name, 8),), regions=(region,))
 
-    names = frozenset({"a"}), frozenset({"b"})
-    one, other = (Plan(n, offloaded=n, by_chunk=n) for n in names)
-    assert same_plan(one, problem("a"), problem("b")) == other
+    assert is_same(problem("a"), problem("b"))
+    assert not is_same(problem("a"), problem("b", 8))
 
 
-def test_a_problem_that_differs_has_no_plan(config_at):
+def test_problems_that_differ(config_at):
     problem = _traced(config_at(DEEP), FEW).problems[0.0]
-    plan = Plan(frozenset())
-    assert same_plan(plan, problem, problem) == plan
+    assert is_same(problem, problem)
     *values, last = problem.values
     larger = dataclasses.replace(last, bytes=last.bytes + 1)
-    other = dataclasses.replace(problem, values=(*values, larger))
-    assert same_plan(plan, problem, other) is None
-    assert same_plan(plan, problem, dataclasses.replace(problem, regions=())) is None
+    assert not is_same(problem, dataclasses.replace(problem, values=(*values, larger)))
+    assert not is_same(problem, dataclasses.replace(problem, regions=()))
 
 
 @pytest.mark.parametrize("model", UNLIKE)
@@ -123,11 +114,14 @@ def _without_copies(monkeypatch):
     monkeypatch.setattr(compiled_rows, "_REPEATED", DEPTH)  # too many for this model
 
 
-@pytest.mark.parametrize("length", [2048, 16384])  # a budget in bytes, and the least memory
+@pytest.mark.parametrize(
+    "length", [2048, pytest.param(16384, marks=FULL)]
+)  # a budget in bytes, and the least memory
 def test_a_row_is_that_of_the_whole_model(config_at, monkeypatch, length):
     rows = _rows(config_at(DEEP), length)
     layers = []
-    monkeypatch.setattr(compiled_rows, "trace", lambda *a: (layers.append(a[5]), trace(*a))[1])
+    for module in (compiled_rows, whole_model):
+        monkeypatch.setattr(module, "trace", lambda *a: (layers.append(a[5]), trace(*a))[1])
     row = rows.mst_row()
     assert layers == [FEW, None]
     _without_copies(monkeypatch)
@@ -136,17 +130,27 @@ def test_a_row_is_that_of_the_whole_model(config_at, monkeypatch, length):
     assert (row.us, row.extra_time) == pytest.approx((other.us, other.extra_time))
 
 
-def test_a_copy_that_is_not_the_whole_model_is_found_out(config_at, monkeypatch):
-    """Then the whole model is traced and planned as if there was no copy."""
+def test_a_copy_that_is_not_the_whole_model_is_found_out(config_at):
     path = config_at(DEEP)
-    monkeypatch.setattr(compiled_rows, "deepened", lambda traced, few, depth: traced)
-    row = _rows(path, 2048).mst_row()
-    _without_copies(monkeypatch)
-    other = _rows(path, 2048).mst_row()
-    assert (row.parts, row.memory_budget) == (other.parts, other.memory_budget)
+    copy, room = _traced(path, FEW), _rows(path).room
+    with WholeModel(room, 2048, 512, 1, silent) as whole:
+        assert not whole.is_like(copy)
+        assert whole.is_like(deepened(copy, FEW, DEPTH))
 
 
-@pytest.mark.full
+def test_another_process_traces_the_whole_model(config_at, monkeypatch):
+    """Where it ends without an answer, this one does."""
+    path, traced = config_at(DEEP), []
+    copy, room = deepened(_traced(path, FEW), FEW, DEPTH), _rows(path).room
+    monkeypatch.setattr(whole_model, "trace", lambda *a: (traced.append(a), trace(*a))[1])
+    with WholeModel(room, 2048, 512, 2, silent) as whole:
+        assert whole.is_like(copy) and not traced
+    monkeypatch.setattr(whole_model, "_in_process", planner_models.end_at_once)
+    with WholeModel(room, 2048, 512, 2, silent) as whole:
+        assert whole.is_like(copy) and len(traced) == 1
+
+
+@FULL
 def test_the_longest_row_is_as_long_as_by_whole_models(config_at, monkeypatch):
     rows = _rows(config_at(DEEP))
     row = rows.mst_row()

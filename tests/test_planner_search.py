@@ -141,8 +141,8 @@ def test_the_guess_follows_the_root_of_the_depth(path_of, monkeypatch):
 def test_the_row_is_near_the_longest_wherever_the_search_ends(path_of, monkeypatch, share):
     room = _room(path_of({**DEEP, "num_hidden_layers": 2}), 64, alone=True)
     row = lambda: CompiledRows(room, config_of(room.request.model), silent).mst_row()
-    searched = row()
-    monkeypatch.setattr(CompiledRows, "_search", lambda self: int(share * searched.length))
+    searched, search = row(), CompiledRows._search
+    monkeypatch.setattr(CompiledRows, "_search", lambda self: int(share * search(self)))
     found = row()
     assert searched.fits and found.fits
     assert found.length == pytest.approx(searched.length, rel=1.5 * _BETWEEN_PLANS)

@@ -31,10 +31,13 @@ class Background:
     Args:
         function: one that can be imported; its arguments and its result are plain data.
         report: is called here, in another thread, with what the function reports.
+        does: what the process does, for messages of errors.
     """
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], report: Report):
-        self._report = report
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], report: Report, does: str
+    ):
+        self._report, self._does = report, does
         self._answer: tuple[str, Any] | None = None
         context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads
         self._messages, messages = context.Pipe(duplex=False)
@@ -70,9 +73,8 @@ class Background:
         if self._answer is None:
             self._process.join()
             raise UserError(
-                f"the process that plans the rows to compare with has ended (exit code "
-                f"{self._process.exitcode}; -9: it was killed, as where memory runs out); "
-                "--alone leaves out these rows"
+                f"the process that {self._does} has ended (exit code "
+                f"{self._process.exitcode}; -9: it was killed, as where memory runs out)"
             )
         kind, value = self._answer
         if kind == _ERROR:
@@ -104,5 +106,5 @@ def _serve(messages: Connection, function: Callable[..., Any], args: tuple[Any, 
     except UserError as error:
         messages.send((_ERROR, error))
     except Exception:
-        text = f"in the process of the rows to compare with:\n{traceback.format_exc()}"
+        text = f"in another process:\n{traceback.format_exc()}"
         messages.send((_ERROR, RuntimeError(text)))

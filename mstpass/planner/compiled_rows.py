@@ -1,8 +1,8 @@
 """The rows of `mstpass plan` that are compiled: plans of the traced joint graph, simulated.
 
 A trace of a deep model takes long. So mst's row is found by a trace of few layers, of which one is
-repeated (deepen.py); the whole model is traced once, at the length of the row. Where layers are not
-alike, the search for the longest sequence makes few traces::
+repeated (deepen.py); the whole model is traced once, to see that its problem is the same. Where
+layers are not alike, the search for the longest sequence makes few traces::
 
     guess    shallow copies of the model are traced, and their lengths extrapolated to its depth
     search   the model is traced at about that length and planned; the plan is scaled to the
@@ -32,7 +32,7 @@ from mstpass.planner.compiled_step import (
     planned,
     step_of_plan,
 )
-from mstpass.planner.deepen import NoShallowCopy, deepened, same_plan
+from mstpass.planner.deepen import NoShallowCopy, deepened
 from mstpass.planner.longest_sequence import (
     GRAIN,
     MOST,
@@ -44,11 +44,12 @@ from mstpass.planner.longest_sequence import (
 )
 from mstpass.planner.model_step import SequenceError
 from mstpass.planner.models import layer_count
-from mstpass.planner.progress import GUESS, SEARCH, Report, Steps
+from mstpass.planner.progress import GUESS, SEARCH, WHOLE, Report, Steps
 from mstpass.planner.request import CACHING
 from mstpass.planner.result import INDUCTOR, MST, Point, Row
 from mstpass.planner.room import Room, traceable
 from mstpass.planner.traced_step import TracedStep, trace
+from mstpass.planner.whole_model import WholeModel
 
 _KEEPS_INDUCTOR = (
     "keeps the fewest bytes from which backward needs no matmul or attention a second time; "
@@ -71,13 +72,12 @@ _BUDGET_TRIES = 3
 class CompiledRows:
     """Plans mst's row first; Inductor's row then scales mst's last trace."""
 
-    def __init__(self, room: Room, config: Any, report: Report):
+    def __init__(self, room: Room, config: Any, report: Report, processes: int = 1):
         self.room, self.config = room, config
         self.request, self.training = room.request, room.request.training
-        self._report = report
+        self._report, self._processes = report, processes
         self._scaled: TracedStep | None = None  # the last trace that can be scaled
-        self._solved: dict[object, CompiledStep] = {}  # by length, budget and limit
-        self._inductor_us: dict[int, float] = {}  # of Inductor's step, by length
+        self._copy: TracedStep | None = None  # the first one of a copy that was deepened
         self.square_bytes = 0  # of the largest mask or scores of mst's row
 
     # ---- mst's row -----------------------------------------------------------------------------
@@ -85,6 +85,7 @@ class CompiledRows:
         """The fastest plan that fits, at the given length or else at the longest that fits."""
         given, steps = self.request.length, Steps(self._report, MST, 4)
         row = self._deepened_row(steps)
+        Steps(self._report, WHOLE, 1).end()
         if row is None:
             self._scaled = None
             row_at = functools.partial(self._row_at, steps=steps)
@@ -95,22 +96,22 @@ class CompiledRows:
         return row
 
     def _deepened_row(self, steps: Steps) -> Row | None:
-        """The row of the whole model, found by a shallow copy whose layers are repeated.
+        """The row of a shallow copy whose layers are repeated, which is the whole model.
 
-        The whole model is traced once, for the plan of the copy. None if its row is another one, or
-        if the layers of the copy are not alike.
+        The whole model is traced once, at the length of the copy's first trace. None if its problem
+        is another one, if the layers of the copy are not alike, or if no length fits.
         """
         if layer_count(self.config) < 2 * _REPEATED:
             return None
-        try:
-            deep = self._row_of_copy(steps)
-        except NoShallowCopy:
-            return None
-        if deep is None:
-            return None
-        options = {_text(FREE): (FREE,), _text(LEAST): (LEAST,)}.get(deep.memory_budget)
-        whole = self._row_at(deep.length, steps, options or self._between)
-        return whole if whole.parts == deep.parts else None
+        given = self.request.length
+        length, multiple = (self._start(), BLOCK) if given is None else (given, None)
+        with WholeModel(self.room, length, multiple, self._processes, self._report) as whole:
+            try:
+                row = self._row_of_copy(steps)
+            except NoShallowCopy:
+                return None
+            is_whole = row is not None and self._copy is not None and whole.is_like(self._copy)
+        return row if is_whole else None
 
     def _row_of_copy(self, steps: Steps) -> Row | None:
         """The row of the copy; None if no length fits."""
@@ -138,12 +139,12 @@ class CompiledRows:
     ) -> Row:
         """The row of the longest length that fits, from one that is close to it.
 
-        With a finer tolerance, a longer length than one that fits is looked for once.
+        A finer tolerance is that of the first row: it leads to one longer row that fits, at most.
         """
         rows: dict[int, Row] = {}
         for _ in range(_TRIES):
             rows[length] = row = row_at(length)
-            another = self._next_length(rows, row, tolerance)
+            another = self._next_length(rows, row, tolerance if len(rows) == 1 else TOLERANCE)
             is_second = tolerance < TOLERANCE and sum(one.fits for one in rows.values()) > 1
             if another is None or is_second:
                 break
@@ -154,20 +155,23 @@ class CompiledRows:
         self,
         length: int,
         steps: Steps,
-        options: Sequence[object] = (),
         layers: int | None = None,
     ) -> Row:
         """The row of a length, traced anew.
 
         Args:
-            options: the budgets that are tried; none: all.
             layers: of the copy that is deepened; None: the whole model.
         """
-        options = options or (FREE, *self._between, LEAST)
-        traced = self._trace(length, options, steps, None, layers, layers is not None)
+        traced = self._trace(length, self._options(length), steps, None, layers, layers is not None)
         self.square_bytes = traced.square_bytes
         self._scaled = self._scaled or traced
-        return self._fastest(traced, options, steps)
+        return self._fastest(traced, self._options(length), steps)
+
+    def _options(self, length: int) -> tuple[object, ...]:
+        """The budgets that are tried: at the longest length, only the least memory fits."""
+        if self.request.length is None and length < MOST:
+            return (LEAST,)
+        return (FREE, *self._between, LEAST)
 
     def _next_length(self, rows: Mapping[int, Row], last: Row, tolerance: float) -> int | None:
         """The length to plan next, if all but gradients grow with the length; None: no other.
@@ -205,14 +209,12 @@ class CompiledRows:
         Solvers do not see gaps. The budget of the second plan therefore shrinks by what its step
         takes too much.
         """
-        if FREE in options:
-            self._inductor_us[traced.length] = inductor_step(traced, traced.length).us
         room = step_bytes = self.room.step_bytes
         for option in options:
             limit = {FREE: None, LEAST: 0}.get(option, simulated_limit(room))
             budget = room if limit else option
             steps.begin(f"{traced.length:,} tokens, memory_budget={_text(budget)}")
-            step = self._planned(traced, option, limit)
+            step = planned(traced, traced.length, option, limit)
             parts = self.room.parts(step)
             allowed = simulated_limit(step_bytes) if limit else step_bytes
             excess = parts.total - allowed
@@ -226,21 +228,11 @@ class CompiledRows:
             traced.length,
             step,
             memory_budget=_text(budget),
-            extra_time=step.us / self._inductor_us[traced.length] - 1,
+            extra_time=step.us / self._inductor_us(traced.length) - 1,
             us=step.us,
             exchange_us=step.exchange_us,
             narrow=step.narrow,
         )
-
-    def _planned(self, traced: TracedStep, option: object, limit_bytes: int | None) -> CompiledStep:
-        """The step that the solver plans; of a problem that it has solved, by the plan of then."""
-        key = traced.length, option, limit_bytes
-        problem, known = traced.problems[option], self._solved.get(key)
-        plan = None if known is None else same_plan(known.plan, known.problem, problem)
-        if plan is None:
-            self._solved[key] = step = planned(traced, traced.length, option, limit_bytes)
-            return step
-        return CompiledStep(traced, problem, plan, limit_bytes)
 
     # ---- the search for its length -------------------------------------------------------------
     def about_longest(self) -> int:
@@ -257,9 +249,8 @@ class CompiledRows:
 
     def _near(self, start: int, steps: Steps, layers: int | None = None) -> int:
         """The same from a first guess; ``layers`` as of ``_row_at``."""
-        budgets = (LEAST,) if self.request.alone else (FREE, LEAST)  # Inductor's row is free
         how = steps, layers, 1, layers is not None
-        length, self._scaled = self._longest_traced(start, budgets, _NEAR, *how)
+        length, self._scaled = self._longest_traced(start, (FREE, LEAST), _NEAR, *how)
         traced = self._scaled
         if length:
             length = self.room.with_gaps(length, lambda n: self._least(traced, n, steps))
@@ -359,6 +350,11 @@ class CompiledRows:
         steps.end()
         return row
 
+    def _inductor_us(self, length: int) -> float:
+        """The time of Inductor's step."""
+        assert self._scaled is not None, "the rows of lengths come first"
+        return inductor_step(self._scaled, length).us
+
     def _bytes(self, step: CompiledStep) -> int:
         return self.room.without_gaps(step.parts).total
 
@@ -387,7 +383,9 @@ class CompiledRows:
                 raise NoShallowCopy(str(error)) from error
         if not deepen or layers is None:
             return traced
-        return deepened(traced, layers, layer_count(self.config))
+        deep = deepened(traced, layers, layer_count(self.config))
+        self._copy = self._copy or deep
+        return deep
 
 
 def _is_near(length: int, traced: TracedStep, near: tuple[float, float]) -> bool:

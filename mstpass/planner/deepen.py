@@ -14,8 +14,8 @@ next; where it lies in one list follows from what it reads in others. ::
               ... -1    0    1     2   ...   n   n + 1 ...     behind, with n copies of 0
     operand   as far from the value that reads it as before
 
-This serves to search for a length and a plan. The whole model is traced at the length that is
-found; where its problem is the same but for names, it has the same plan.
+This serves to search for a length and a plan. The whole model is traced at one length; where its
+problem is the same but for names, the copy stands for it (whole_model.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from mstpass.planner.traced_step import TracedStep
 from mstpass.problem.op import CALL
-from mstpass.problem.problem import LOOP, UNFINISHED, CutProblem, Loop, Plan, RegionModes, Value
+from mstpass.problem.problem import LOOP, UNFINISHED, CutProblem, Loop, RegionModes, Value
 
 _ATTENTION = "scaled_dot_product"
 _NameOf = Callable[[str], str]
@@ -265,20 +265,20 @@ def _copy(name: str, number: int) -> str:
 
 
 # ---- the same problem with other names ---------------------------------------------------------
-def same_plan(plan: Plan, problem: CutProblem, other: CutProblem) -> Plan | None:
-    """The plan of a problem for one that is the same but for names; None if it is another one."""
+def is_same(problem: CutProblem, other: CutProblem) -> bool:
+    """Whether two problems differ in nothing but names."""
     values, others = (
         {value.name: value for value in (*p.values, *p.backward)} for p in (problem, other)
     )
     if len(values) != len(others):
-        return None
+        return False
     names = dict(zip(values, others, strict=True))
 
     def name_of(name: str) -> str:
         node = name.removesuffix(UNFINISHED)  # of a loop's buffer that stands for a node
         return names.get(node, node) + name[len(node) :]
 
-    is_same = (
+    return (
         len(problem.values) == len(other.values)
         and [_value(value, name_of) for value in values.values()] == [*others.values()]
         and tuple(_renamed(region, name_of) for region in problem.regions) == other.regions
@@ -286,13 +286,6 @@ def same_plan(plan: Plan, problem: CutProblem, other: CutProblem) -> Plan | None
         and set(map(name_of, problem.torch_saved or ())) == set(other.torch_saved or ())
         and tuple(map(name_of, problem.outputs)) == other.outputs
     )
-    if not is_same:
-        return None
-    sets = (frozenset(map(name_of, n)) for n in (plan.saved, plan.offloaded, plan.by_chunk))
-    saved, offloaded, by_chunk = sets
-    modes = {name_of(region): mode for region, mode in plan.modes.items()}
-    nested = {name_of(name): level for name, level in plan.nested.items()}
-    return Plan(saved, modes, nested, offloaded, by_chunk)
 
 
 def _value(value: Value, name_of: _NameOf) -> Value:

@@ -29,13 +29,16 @@ from mstpass.planner.splits import BestSplit, Planned
 from mstpass.torch_internals.fake_tensors import FakeTensorMode
 from mstpass.tracing.devices import traced_for
 
+_COMPARES = "plans the rows to compare with (--alone leaves them out)"
+
 
 def plan(request: Request, report: Report = silent, processes: int = 1) -> TrainingPlan:
     """Plan a request.
 
     Args:
         report: is told how far each piece of work is.
-        processes: with more than one, another process plans the eager rows meanwhile.
+        processes: with more than one, other processes plan the eager rows and trace the whole
+            model meanwhile.
 
     Raises:
         ModelError: there is no such model.
@@ -47,8 +50,7 @@ def plan(request: Request, report: Report = silent, processes: int = 1) -> Train
 
 
 def _plan(request: Request, report: Report, processes: int) -> TrainingPlan:
-    device = "cuda" if request.split or request.training.shares else None
-    with traced_for(device, request.gpu), contextlib.ExitStack() as stack:
+    with traced_for(request.traced_device, request.gpu), contextlib.ExitStack() as stack:
         config = config_of(request.model)
         with FakeTensorMode(), traceable(request):
             sizes = sizes_of(build(config, request.training))
@@ -65,9 +67,10 @@ def _plan(request: Request, report: Report, processes: int) -> TrainingPlan:
         room.check()
         compared: Callable[[], tuple[Row, ...]] = functools.partial(eager_rows, room, report)
         if processes > 1 and request.compares_eager:
-            compared = stack.enter_context(Background(eager_rows, (room,), report)).result
+            background = Background(eager_rows, (room,), report, _COMPARES)
+            compared = stack.enter_context(background).result
         if known is None:
-            compiled = CompiledRows(room, config, report)
+            compiled = CompiledRows(room, config, report, processes)
             known = compiled, compiled.mst_row()
         compiled, own = known
         rows: tuple[Row, ...] = () if request.alone else (compiled.inductor_row(),)

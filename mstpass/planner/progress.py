@@ -11,6 +11,7 @@ Report = Callable[[str, float, str], None]
 """Gets the name of a piece of work, the share of it that is done (0 to 1), and what comes next."""
 
 GUESS, SEARCH, SPLIT, COMBINATIONS = "guess", "search", "split", "combinations"
+WHOLE = "whole model"
 _SECONDS = {  # of a model of 8 billion parameters; the bar needs their ratios
     EAGER: 5,
     CHECKPOINT: 6,
@@ -19,6 +20,7 @@ _SECONDS = {  # of a model of 8 billion parameters; the bar needs their ratios
     GUESS: 8,
     SEARCH: 22,
     MST: 20,
+    WHOLE: 20,
     SPLIT: 60,
     COMBINATIONS: 40,
 }

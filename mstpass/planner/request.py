@@ -73,6 +73,14 @@ class Request:
         return self.split or self.groups
 
     @property
+    def traced_device(self) -> str | None:
+        """The device that steps are traced for; None: that of their tensors.
+
+        Where ranks share a sequence, the graph has ops of a GPU alone.
+        """
+        return "cuda" if self.split or self.training.shares else None
+
+    @property
     def of_rank(self) -> Request:
         """The request with the length that a rank has of each sequence."""
         if self.length is None:
