@@ -14,6 +14,7 @@ from mstpass.bench import (
     compile,
     dynamic,
     figures,
+    long,
     loops,
     peers,
     reconstruct,
@@ -141,6 +142,20 @@ def test_dynamic_runs_every_length(monkeypatch):
     assert names == ["Inductor", "mst", "Inductor, static", "mst, static"]
     assert seen[:4] == [20, 30, 25, 11]
     assert result.targets[1].value > 0
+
+
+@pytest.mark.full
+def test_long_with_shared_keys(monkeypatch):
+    monkeypatch.setattr(long, "QUICK", LlamaSize(32, 1, 4, 64, 256, 512))
+    result = long.run(arguments(repeats=1, grouped=True))
+    steps, block = result.tables
+    assert [line[0] for line in steps.rows][1:] == [
+        'mst, memory_budget=0, chunk="tokens"',
+        'mst, memory_budget=0, chunk="heads"',
+        "mst, memory_budget=0",
+    ]
+    assert len(block.rows) == 4 and "L=1" in block.title
+    assert len(result.targets) == 4 and all(t.value is not None for t in result.targets)
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch does not have it")
