@@ -6,6 +6,7 @@ compute the logits twice. Searches choose each region's mode by its memory, and 
 slowest loops where faster ones do::
 
     none                                      attention is whole
+    none, and no mixed mode                   the same
     those that save, and take little time     groups of a few heads keep all threads at work
     those that save                           what backward needs is kept
     all but mixed regions                     attention is computed again
@@ -40,16 +41,17 @@ def families(problem: CutProblem) -> tuple[Family, ...]:
         return _saves(region, mode) and mode_us(us, region, mode) <= limit_us
 
     free, savings = problem.cached(free_plan), problem.cached(every_saving)
-    fewer = [_with(problem, taken) for taken in (_none, takes_little, _saves)]
-    next_ones = (*fewer[1:], problem)
-    different = (a for a, b in zip(fewer, next_ones, strict=True) if a.regions != b.regions)
+    faster = _without_mixed(problem)
+    saving = (_with(problem, taken) for taken in (takes_little, _saves))
+    fewer = (_with(problem, _none), _with(faster, _none), *saving)
+    different = {each.regions: each for each in fewer}
+    whole = [different.pop(every.regions, every) for every in (faster, problem)]
     first = (free,) if savings is free else (free, savings)
     modes = savings.plan.modes
-    found = [Family(other, modes) for other in different]
-    faster = _without_mixed(problem)
-    if faster.regions not in (problem.regions, *(family.problem.regions for family in found)):
-        found.append(Family(faster, modes, first))
-    return (*found, Family(problem, modes, first))
+    found = [Family(each, modes) for each in different.values()]
+    if faster.regions != problem.regions:
+        found.append(Family(whole[0], modes, first))
+    return (*found, Family(whole[-1], modes, first))
 
 
 def _none(region: RegionModes, mode: Mode) -> bool:
