@@ -154,7 +154,7 @@ def test_long_with_shared_keys(monkeypatch):
         'mst, memory_budget=0, chunk="heads"',
         "mst, memory_budget=0",
     ]
-    assert len(block.rows) == 4 and "L=1" in block.title
+    assert len(block.rows) == 5 and "L=1" in block.title
     assert len(result.targets) == 4 and all(t.value is not None for t in result.targets)
 
 
