@@ -17,8 +17,8 @@ from mstpass.planner import compiled_rows, whole_model
 from mstpass.planner.compiled_rows import CompiledRows
 from mstpass.planner.deepen import CannotDeepen, deepened, is_same
 from mstpass.planner.longest_sequence import TOLERANCE
-from mstpass.planner.models import config_of
-from mstpass.planner.progress import silent
+from mstpass.planner.models import config_of, has_kinds_of_layers
+from mstpass.planner.progress import Steps, silent
 from mstpass.planner.request import Request
 from mstpass.planner.room import Room
 from mstpass.planner.traced_step import trace
@@ -136,6 +136,22 @@ def test_a_copy_that_is_not_the_whole_model_is_found_out(config_at):
     with WholeModel(room, 2048, 512, 1, silent) as whole:
         assert not whole.is_like(copy)
         assert whole.is_like(deepened(copy, FEW, DEPTH))
+
+
+def test_then_the_copy_has_no_row(config_at, monkeypatch):
+    rows = _rows(config_at(DEEP), 2048)
+    monkeypatch.setattr(rows, "_row_of_copy", lambda steps: "the copy's")
+    monkeypatch.setattr(rows, "_copy", "its trace")
+    for is_like, row in ((True, "the copy's"), (False, None)):
+        monkeypatch.setattr(WholeModel, "is_like", lambda self, copy, found=is_like: found)
+        assert rows._deepened_row(Steps(silent, "", 1)) == row
+
+
+def test_layers_of_several_kinds_have_no_copy(config_at):
+    """They may differ at some lengths only, as with a window."""
+    config = config_of(config_at(UNLIKE["windows alternate"]))
+    assert has_kinds_of_layers(config)
+    assert not has_kinds_of_layers(config_of(config_at(DEEP)))
 
 
 def test_another_process_traces_the_whole_model(config_at, monkeypatch):

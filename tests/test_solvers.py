@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mstpass.memory.simulate_plan import StepSimulation, simulate_plan, step_memory
 from mstpass.partition.solvers import SOLVERS, landmark_sequence
+from mstpass.partition.solvers.families import families
 from mstpass.partition.solvers.memory_lower_bounds import highest_call_bytes, lower_bounds
 from mstpass.partition.solvers.milp import prove
 from mstpass.partition.solvers.peak_floor import PeakFloor
@@ -112,6 +113,32 @@ def test_a_call_needs_its_operands_results_and_workspace() -> None:
     assert highest_call_bytes(problem) == 35
     regions = (RegionModes("b", (Mode("whole"), Mode("save", (loop,)))),)
     assert highest_call_bytes(dataclasses.replace(problem, regions=regions)) == 10
+
+
+def test_attention_may_be_whole_where_the_head_is_in_no_mixed_mode() -> None:
+    """Else loops over heads to choose from made plans slower than without them."""
+
+    def mode(name: str, node: str, wide: bool = False) -> Mode:
+        loop = Loop(f"loop:{node}", (node,), ("x",), (LoopResult(node, 8),), 1, 1.0)
+        return Mode(name, (loop,), wide=wide)
+
+    values = (
+        Value("x", 8, kind=INPUT, free=True),
+        Value("attention", 8, ("x",), CALL),
+        Value("head", 8, ("x",), CALL),
+    )
+    head = RegionModes("head", (mode("fused", "head"), mode("mixed", "head")))
+    modes = mode("save, 2 groups", "attention", True), mode("recompute", "attention", True)
+    attention = RegionModes("attention", (Mode("whole"), *modes))
+    problem = CutProblem(values, outputs=("attention", "head"), regions=(head, attention))
+    every, save = ("whole", "save, 2 groups", "recompute"), ("whole", "save, 2 groups")
+    found = [
+        tuple(tuple(mode.name for mode in region.modes) for region in family.problem.regions)
+        for family in families(problem)
+    ]
+    assert (("fused",), ("whole",)) in found
+    assert found[-2:] == [(("fused",), every), (("fused", "mixed"), every)]
+    assert (("fused", "mixed"), save) in found and len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize("name", SEQUENCES)

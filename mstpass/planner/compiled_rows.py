@@ -43,7 +43,7 @@ from mstpass.planner.longest_sequence import (
     rounded,
 )
 from mstpass.planner.model_step import SequenceError
-from mstpass.planner.models import layer_count
+from mstpass.planner.models import has_kinds_of_layers, layer_count
 from mstpass.planner.progress import GUESS, SEARCH, WHOLE, Report, Steps
 from mstpass.planner.request import CACHING
 from mstpass.planner.result import INDUCTOR, MST, Point, Row
@@ -101,7 +101,7 @@ class CompiledRows:
         The whole model is traced once, at the length of the copy's first trace. None if its problem
         is another one, if the layers of the copy are not alike, or if no length fits.
         """
-        if layer_count(self.config) < 2 * _REPEATED:
+        if layer_count(self.config) < 2 * _REPEATED or has_kinds_of_layers(self.config):
             return None
         given = self.request.length
         length, multiple = (self._start(), BLOCK) if given is None else (given, None)

@@ -173,6 +173,11 @@ def layer_count(config: Any) -> int:
     return getattr(config.get_text_config(), "num_hidden_layers", 0)
 
 
+def has_kinds_of_layers(config: Any) -> bool:
+    """Whether a config names layers of several kinds, such as some with a window."""
+    return len(set(getattr(config.get_text_config(), "layer_types", None) or ())) > 1
+
+
 def most_positions(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 

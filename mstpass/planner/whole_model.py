@@ -54,7 +54,9 @@ class WholeModel:
 
     def _traced(self) -> TracedStep:
         if self._background is not None:
-            with contextlib.suppress(UserError):  # it was killed, as where memory runs out
+            with contextlib.suppress(
+                UserError
+            ):  # it was killed; or the model's, raised again below
                 found: TracedStep = self._background.result()
                 return found
         return whole_step(*self._args, self._report)

@@ -44,14 +44,14 @@ def families(problem: CutProblem) -> tuple[Family, ...]:
     faster = _without_mixed(problem)
     saving = (_with(problem, taken) for taken in (takes_little, _saves))
     fewer = (_with(problem, _none), _with(faster, _none), *saving)
-    different = {each.regions: each for each in fewer}
-    whole = [different.pop(every.regions, every) for every in (faster, problem)]
+    last = {each.regions: each for each in (faster, problem)}
+    different = {each.regions: each for each in fewer if each.regions not in last}
     first = (free,) if savings is free else (free, savings)
     modes = savings.plan.modes
-    found = [Family(each, modes) for each in different.values()]
-    if faster.regions != problem.regions:
-        found.append(Family(whole[0], modes, first))
-    return (*found, Family(whole[-1], modes, first))
+    return (
+        *(Family(each, modes) for each in different.values()),
+        *(Family(each, modes, first) for each in last.values()),
+    )
 
 
 def _none(region: RegionModes, mode: Mode) -> bool:
