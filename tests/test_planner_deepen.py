@@ -147,11 +147,12 @@ def test_then_the_copy_has_no_row(config_at, monkeypatch):
         assert rows._deepened_row(Steps(silent, "", 1)) == row
 
 
-def test_layers_of_several_kinds_have_no_copy(config_at):
+def test_layers_of_several_kinds_have_no_copy(config_at, monkeypatch):
     """They may differ at some lengths only, as with a window."""
-    config = config_of(config_at(UNLIKE["windows alternate"]))
-    assert has_kinds_of_layers(config)
     assert not has_kinds_of_layers(config_of(config_at(DEEP)))
+    path = config_at(UNLIKE["windows alternate"])
+    monkeypatch.setattr(CompiledRows, "_row_of_copy", lambda self, steps: 1 / 0)
+    assert _rows(path, 2048)._deepened_row(Steps(silent, "", 1)) is None
 
 
 def test_another_process_traces_the_whole_model(config_at, monkeypatch):

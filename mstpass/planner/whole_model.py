@@ -54,9 +54,8 @@ class WholeModel:
 
     def _traced(self) -> TracedStep:
         if self._background is not None:
-            with contextlib.suppress(
-                UserError
-            ):  # it was killed; or the model's, raised again below
+            # It was killed, as where memory runs out; an error of the model's is raised again below.
+            with contextlib.suppress(UserError):
                 found: TracedStep = self._background.result()
                 return found
         return whole_step(*self._args, self._report)
