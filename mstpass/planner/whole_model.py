@@ -54,7 +54,7 @@ class WholeModel:
 
     def _traced(self) -> TracedStep:
         if self._background is not None:
-            # It was killed, as where memory runs out; an error of the model's is raised again below.
+            # It was killed, as where memory runs out; the model's own error is raised again below.
             with contextlib.suppress(UserError):
                 found: TracedStep = self._background.result()
                 return found
