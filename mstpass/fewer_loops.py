@@ -1,4 +1,4 @@
-"""Plans with fewer loops, for steps whose plan raises the simulated peak."""
+"""Plans with fewer loops, for steps whose plan raises the simulated peak or takes too long."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import networkx as nx
 from mstpass.graph.joint import JointGraph
 from mstpass.loops.mode_costs import WHOLE
 from mstpass.partition.solvers.candidate import Candidate, lowest_saved_set
+from mstpass.partition.solvers.free_plan import free_plan
+from mstpass.partition.solvers.free_time import within_free_time
 from mstpass.partition.solvers.loops_that_help import loops_that_help, only_loops_that_help
 from mstpass.pipeline_stages import Planned
 from mstpass.problem.apply_modes import Cycle, with_modes
@@ -17,23 +19,28 @@ from mstpass.problem.problem import CutProblem, Mode
 
 
 def with_fewer_loops(planned: Planned, traced: JointGraph) -> Iterator[Planned]:
-    """The plan, and then, for the case that its graphs raise the peak, plans with fewer loops.
+    """The plan, and then, for the case that its graphs are refused, plans with fewer loops.
 
-    The second plan keeps the loops that do not raise the simulated peak; the last one is that of
-    Inductor alone, for the graph as it was traced. A region whose token count varies keeps its
-    loops in any case: they lower the peak of longer batches. Where there is one, or where it is not
-    known what Inductor alone would do, the last plan keeps these loops alone.
+    The second plan keeps the loops that do not raise the simulated peak. The last one is for the
+    graph as it was traced: that of Inductor alone or, without a budget, the free plan without
+    loops. A region whose token count varies keeps its loops in any case: they lower the peak of
+    longer batches. Where there is one, or where it is not known what Inductor alone would do, the
+    last plan keeps these loops alone.
     """
     yield planned
     problem, found = _with_choice(planned)
     fewer = loops_that_help(problem, found)
+    if planned.limit.is_free:
+        fewer = within_free_time(problem, fewer)
     if fewer is not found:
         yield dataclasses.replace(planned, problem=problem, plan=fewer.plan)
     varying = _unbounded(planned)
     if planned.alone is not None and not varying:
-        plan = planned.alone.plan
+        overhead = planned.problem.free_overhead
+        alone = dataclasses.replace(planned.alone.problem, free_overhead=overhead)
+        plan = free_plan(alone).plan if planned.limit.is_free else planned.alone.plan
         plan = dataclasses.replace(plan, modes={c.region: WHOLE for c in planned.candidates})
-        yield dataclasses.replace(planned, joint=traced, problem=planned.alone.problem, plan=plan)
+        yield dataclasses.replace(planned, joint=traced, problem=alone, plan=plan)
     else:
         whole = {r.region: WHOLE for r in problem.regions if r.region not in varying}
         least = lowest_saved_set(problem, {**planned.plan.modes, **whole})

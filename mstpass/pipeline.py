@@ -196,7 +196,7 @@ def _run_stages(
     alone = functools.partial(inductor_alone, traced, static_inputs)
 
     def plan_of(found: Detected) -> pipeline_stages.Planned:
-        return pipeline_stages.plan(found.joint, found.candidates, options, limit, alone)
+        return pipeline_stages.plan(found.joint, found.candidates, options, limit, traced, alone)
 
     planned = plan_of(detected)
     whole = planned.convolutions_left_whole(joint)
@@ -214,14 +214,17 @@ def _run_stages(
     )
     results: list[Result] = []
     for attempt in with_fewer_loops(planned, traced):
-        results.append(rewritten(attempt))
-        if not _raises_peak(results[-1], attempt, options, runner):
+        result = rewritten(attempt)
+        if _takes_too_long(result, attempt, options):
+            continue
+        results.append(result)
+        if not _raises_peak(result, attempt, options, runner):
             break
     else:
-        return min(results, key=_peak_bytes)
+        return min(results, key=_peak_bytes, default=result)
     if attempt is planned and options.chunk_tokens is not None and not limit.is_free:
-        return _without_raising_loops(results[-1], planned, rewritten)
-    return results[-1]
+        return _without_raising_loops(result, planned, rewritten)
+    return result
 
 
 def _peak_bytes(result: Result) -> int:
@@ -289,6 +292,18 @@ def _rewritten(
     watch.lap("split")
     times = watch.seconds, runner.seconds
     return Result(outcome, planned.problem, applied, modules, joint, before, memory, *times)
+
+
+def _takes_too_long(result: Result, planned: pipeline_stages.Planned, options: Options) -> bool:
+    """Whether a free plan takes more time than ``free_overhead`` allows, by its own report.
+
+    Only the default solver is held to that. The user may ask for loops, and some must stay.
+    """
+    if not planned.limit.is_free or planned.solver != AUTO or options.chunk_tokens is not None:
+        return False
+    extra_time = result.outcome.extra_time or 0.0
+    forced = any(region.unbounded for region in result.outcome.regions)
+    return extra_time > options.free_overhead and not forced
 
 
 def _raises_peak(

@@ -29,11 +29,11 @@ from mstpass.normalize.left_out import LeftOut, convolutions_in_vain
 from mstpass.options import Options
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.host import host_memory
-from mstpass.partition.inductor_alone import with_torch_saved
+from mstpass.partition.inductor_alone import with_alone
 from mstpass.partition.reconstruct import most_won_bytes
 from mstpass.partition.reconstruct.of_plan import with_reconstruction
 from mstpass.partition.solve import Solved, carried_over, solve
-from mstpass.partition.solvers.candidate import Candidate, baseline, without_loops
+from mstpass.partition.solvers.candidate import Candidate, without_loops
 from mstpass.partition.split import split_joint
 from mstpass.partition.torch_fallback import (
     needs_torch,
@@ -122,9 +122,15 @@ def plan(
     candidates: tuple[RegionCandidates, ...],
     options: Options,
     limit: Limit,
+    traced: JointGraph,
     inductor_alone: Callable[[], Candidate | str],
 ) -> Planned:
-    """Choose each region's mode and the saved values, by the simulated peak."""
+    """Choose each region's mode and the saved values, by the simulated peak.
+
+    Args:
+        traced: the graph before it was rewritten.
+        inductor_alone: the step that it is under Inductor alone, or why that is not known.
+    """
     left_to_torch = needs_torch(joint)
     alone = None if left_to_torch else inductor_alone()
     notes: tuple[str, ...] = ()
@@ -133,7 +139,7 @@ def plan(
     problem, left, refused = _problem(joint, list(candidates), options, limit)
     problem = dataclasses.replace(problem, free_overhead=options.free_overhead)
     if alone is not None:
-        problem = with_torch_saved(problem, alone.plan.saved)
+        problem = with_alone(problem, joint, traced, alone)
     solved = solve(problem, options, limit, left_to_torch)
     return Planned(
         joint,
@@ -325,7 +331,7 @@ def is_lower_without_loops(
 def compared(planned: Planned) -> tuple[StepMemory, float]:
     """The memory of the step under Inductor alone, and the plan's extra time over that as a
     fraction."""
-    before = (planned.alone or planned.problem.cached(baseline)).simulation
+    before = (planned.alone or planned.problem.cached(without_loops)).simulation
     after_us = simulate_plan(planned.problem, planned.plan).us
     extra_time = after_us / before.us - 1 if before.us else 0.0  # a step of views takes no time
     return before.memory, extra_time

@@ -12,8 +12,9 @@ torch_internals/probes/of_inductor.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -93,10 +94,17 @@ class JointGraph:
         output: the output node.
         forward_outputs: the results of the forward.
         backward_outputs: the gradients of the step's inputs.
+        replaced: of nodes that rewrites have replaced, the names of those in their place, which
+            may have been replaced in turn.
     """
 
-    def __init__(self, module: fx.GraphModule, num_fwd_outputs: int):
-        self.module = module
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        num_fwd_outputs: int,
+        replaced: Mapping[str, str] = MappingProxyType({}),
+    ):
+        self.module, self.replaced = module, replaced
         self.num_fwd_outputs = num_fwd_outputs
         self.nodes: list[fx.Node] = list(module.graph.nodes)
         self.index: dict[fx.Node, int] = {n: i for i, n in enumerate(self.nodes)}
@@ -124,7 +132,7 @@ class JointGraph:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         module = graph_module(self.module, graph)
         module.meta = dict(self.module.meta)
-        return JointGraph(module, self.num_fwd_outputs)
+        return JointGraph(module, self.num_fwd_outputs, self.replaced)
 
     @cached_property
     def backward(self) -> set[fx.Node]:
@@ -160,6 +168,14 @@ class JointGraph:
         symbols = {symbol for value in values for symbol in symbols_of(value)}
         inputs = self.module.graph.find_nodes(op="placeholder")
         return [n for n in inputs if is_size(n) and expression(n.meta["val"]) in symbols]
+
+    def standing_for(self, name: str) -> str | None:
+        """The name of the node that holds what a node held before rewrites; None if none does."""
+        passed = set[str]()
+        while name not in self.by_name and name in self.replaced and name not in passed:
+            passed.add(name)
+            name = self.replaced[name]
+        return name if name in self.by_name else None
 
     def users(self, node: fx.Node) -> list[fx.Node]:
         """The users of a node in the graph's order (``node.users`` has the order of creation)."""

@@ -29,6 +29,7 @@ class Rewriting:
         self.builder = Builder(self.graph, fake_mode_of(self.joint.nodes))
         self._renewal = Renewal(self.graph)
         self._original = joint
+        self._replaced = dict(joint.replaced)
 
     @cached_property
     def sizes(self) -> SizeNodes:
@@ -43,6 +44,7 @@ class Rewriting:
             for reader in readers:
                 reader.replace_input_with(old, new)
         self._renewal.replaced(old, new)
+        self._replaced[old.name] = new.name
 
     def finished(self, reorder: bool = False) -> JointGraph:
         """The new joint graph, without nodes that nobody reads.
@@ -64,7 +66,7 @@ class Rewriting:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         self.joint.module.recompile()
-        return JointGraph(self.joint.module, self.joint.num_fwd_outputs)
+        return JointGraph(self.joint.module, self.joint.num_fwd_outputs, self._replaced)
 
     def _keep_layouts(self, output: fx.Node, recorded: fx.Node) -> None:
         results: Any = output.args[0]

@@ -1,20 +1,22 @@
 """What Inductor alone would do with a step: the values that torch's own partitioner saves.
 
-They enter the partition problem as data (``CutProblem.torch_saved``), so that plans are compared
-with the step that they stand for, and no plan needs more memory. The partitioner runs on a copy of
-the graph, and builds nothing.
+They enter the partition problem as data (``CutProblem.torch_saved``), with the time and the peak of
+the step in which they are saved (``CutProblem.alone``). The search, the promise that no plan needs
+more memory, and the report all compare with this one step: with the graph as it was traced, before
+any rewrite. The partitioner runs on a copy of that graph, and builds nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph
 from mstpass.partition.build_problem import cut_problem
 from mstpass.partition.solvers.candidate import Candidate, by_torch
 from mstpass.problem.op import ITEM, VIEW
-from mstpass.problem.problem import CutProblem, Value
+from mstpass.problem.problem import Alone, CutProblem, Value
 from mstpass.torch_internals.aot_autograd import saved_by_torch
 
 
@@ -29,12 +31,40 @@ def inductor_alone(traced: JointGraph, static_inputs: list[int] | None = None) -
         names = saved_by_torch(traced.copy().module, traced.num_fwd_outputs, static_inputs)
     except Exception as error:  # of torch's own code, whose choice is not needed for a plan
         return f"torch's partitioner fails on this graph: {type(error).__name__}: {error}"
-    found = by_torch(with_torch_saved(cut_problem(traced), names))
-    assert found is not None
+    found = by_torch(_with_torch_saved(cut_problem(traced), names))
+    assert found is not None, "by_torch has a plan where it is known what torch saves"
     return found
 
 
-def with_torch_saved(problem: CutProblem, names: Iterable[str]) -> CutProblem:
+def with_alone(
+    problem: CutProblem, joint: JointGraph, traced: JointGraph, alone: Candidate
+) -> CutProblem:
+    """The problem of a graph that knows the step under Inductor alone.
+
+    Args:
+        joint: the graph, which rewrites may have made from ``traced``.
+    """
+    saved = (name for kept in alone.plan.saved for name in _holding(joint, traced, kept))
+    figures = Alone(alone.us, alone.peak_bytes)
+    return dataclasses.replace(_with_torch_saved(problem, saved), alone=figures)
+
+
+def _holding(joint: JointGraph, traced: JointGraph, name: str) -> Iterator[str]:
+    """The nodes of a rewritten graph that hold what a node of the traced graph holds.
+
+    Where that node has no place there, as a product of which rewrites compute only the rows that
+    are read, these are what its views have become.
+    """
+    behind = [traced.by_name[name]]
+    for node in behind:  # it grows
+        found = joint.standing_for(node.name)
+        if found is not None:
+            yield found
+        else:
+            behind += filter(ops.shares_storage, node.users)
+
+
+def _with_torch_saved(problem: CutProblem, names: Iterable[str]) -> CutProblem:
     """The problem that knows what torch saves, of the values that it has.
 
     A view stands for the value that it shows. Inputs of the step and sizes take no memory.

@@ -169,6 +169,14 @@ class RegionModes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Alone:
+    """Time and simulated peak of the step under Inductor alone, which all plans are held to."""
+
+    us: float
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class CutProblem:
     """The partition problem of one step. Values and backward are each in topological order.
 
@@ -182,7 +190,9 @@ class CutProblem:
         host: the host memory that saved values may use; None where there is none, as on a CPU.
         torch_saved: names of the values that torch's own partitioner saves of the step without
             loops, or of those that are left where loops are in place; None where it is not known.
-        free_overhead: the extra time of the free plan over that partition, at most: a fraction.
+        alone: what Inductor alone makes of the step as it was traced, before any rewrite; None
+            where the problem itself is that step, with ``torch_saved``.
+        free_overhead: the extra time of the free plan over that, at most: a fraction.
     """
 
     values: tuple[Value, ...]
@@ -193,6 +203,7 @@ class CutProblem:
     regions: tuple[RegionModes, ...] = ()
     host: Host | None = None
     torch_saved: tuple[str, ...] | None = None
+    alone: Alone | None = None
     free_overhead: float = FREE_OVERHEAD
 
     def keeps(self, value: Value) -> bool:

@@ -10,7 +10,7 @@ from mstpass.memory.simulate_plan import StepSimulation
 from mstpass.partition.solvers.choose_modes import whole_modes
 from mstpass.partition.solvers.min_cut import complete, min_cut
 from mstpass.problem.apply_modes import with_modes
-from mstpass.problem.problem import CutProblem, Plan
+from mstpass.problem.problem import Alone, CutProblem, Plan
 from mstpass.problem.saved_set import must_offload, read_by_backward
 from mstpass.problem.verify import InvalidPlan, verify
 
@@ -98,9 +98,12 @@ def without_loops(problem: CutProblem) -> Candidate:
     return fewest if torchs is None else min(fewest, torchs, key=lambda c: c.peak_bytes)
 
 
-def baseline(problem: CutProblem) -> Candidate:
-    """What Inductor alone would do; where that is not known, the step without any loop."""
-    return problem.cached(by_torch) or problem.cached(without_loops)
+def baseline(problem: CutProblem) -> Alone:
+    """The step under Inductor alone; where that is not known, the step without any loop."""
+    if problem.alone is not None:
+        return problem.alone
+    found = problem.cached(by_torch) or problem.cached(without_loops)
+    return Alone(found.us, found.peak_bytes)
 
 
 def _valid(closed: CutProblem, kept: frozenset[str]) -> frozenset[str]:

@@ -19,7 +19,13 @@ from collections.abc import Callable, Mapping
 
 import networkx as nx
 
-from mstpass.partition.solvers.candidate import Candidate, by_torch, fewest_saved_bytes, lowest
+from mstpass.partition.solvers.candidate import (
+    Candidate,
+    baseline,
+    by_torch,
+    fewest_saved_bytes,
+    lowest,
+)
 from mstpass.partition.solvers.choose_modes import (
     fastest_loops,
     first_modes,
@@ -41,8 +47,8 @@ def within_free_time(problem: CutProblem, found: Candidate) -> Candidate:
     A plan stays as it is where regions must keep their loops, and where nothing is known of what
     Inductor alone would do.
     """
-    alone = problem.cached(by_torch)
-    if alone is None or not all(map(_may_stay_whole, problem.regions)):
+    torchs, alone = problem.cached(by_torch), problem.cached(baseline)
+    if torchs is None or not all(map(_may_stay_whole, problem.regions)):
         return found
     limit_us = (1 + problem.free_overhead) * alone.us
     if found.us <= limit_us:
@@ -56,7 +62,7 @@ def within_free_time(problem: CutProblem, found: Candidate) -> Candidate:
         ),
     )
     fit = [p for p in plans if p is not None and p.simulation.within(alone.peak_bytes)]
-    return lowest((*fit, alone))
+    return lowest((*fit, torchs))
 
 
 def _may_stay_whole(region: RegionModes) -> bool:
