@@ -8,13 +8,17 @@ import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from torch import fx
 
 from mstpass import pipeline
 from mstpass.frame_stack import with_deep_stack
+from mstpass.fuzz.plans import broken_limits
+from mstpass.options import Options
 from mstpass.passes import runner
 from mstpass.problem.solver_registry import registered
 from tests import checks
@@ -123,6 +127,28 @@ def every_pass_is_verified() -> Iterator[None]:
     """A pass that leaves wrong metadata, order or phases behind fails the test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "LEAST", runner.RAISE)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def every_plan_keeps_its_promises() -> Iterator[None]:
+    """No plan of any test is above Inductor alone, and no free plan takes more than its time."""
+    run = pipeline.run
+
+    def checked(
+        module: fx.GraphModule, options: Options | None = None, **more: Any
+    ) -> pipeline.Result:
+        options = options or Options()
+        result = run(module, options, **more)
+        outcome = result.outcome
+        forced = options.chunk_tokens is not None or any(r.unbounded for r in outcome.regions)
+        if not forced and not outcome.left_to_torch:
+            broken = [str(b) for b in broken_limits(outcome, options, more.get("limit"))]
+            assert not broken, broken
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "run", checked)
         yield
 
 
