@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor.compile_fx import compile_fx_inner
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from mstpass.graph.joint import tensors_of
 from mstpass.hook_checks import SCHEDULE_HOOK
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.torch_internals.inductor import compile_fx
@@ -16,11 +20,7 @@ from mstpass.torch_internals.settings import backward_compiled_at_once, without_
 
 
 class _Scheduled(Exception):
-    """Forward and backward are scheduled: what comes after it makes kernels."""
-
-
-class _GraphScheduled(Exception):
-    """One graph is."""
+    """The graph is scheduled, or the whole step: what comes after it makes kernels."""
 
 
 def scheduled_alone(step: Callable[..., Any], *args: Any) -> int | None:
@@ -29,11 +29,11 @@ def scheduled_alone(step: Callable[..., Any], *args: Any) -> int | None:
     Args:
         step: a function of one graph, whose first result is a loss.
     """
-    reader = ReadSchedule()
+    reader, given = ReadSchedule(), set[StorageWeakRef]()
 
     def schedule(nodes: list[Any]) -> Any:
         reader(nodes)
-        raise _GraphScheduled
+        raise _Scheduled
 
     def schedule_only(module: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> Any:
         before = reader.graphs
@@ -43,7 +43,9 @@ def scheduled_alone(step: Callable[..., Any], *args: Any) -> int | None:
             if reader.graphs == before:
                 raise
         if more.get("is_backward"):
+            _count_storages_once(reader, module.graph, given)
             raise _Scheduled
+        given.update(storage for _, storage in _inputs(module.graph))
         return lambda values: None
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -58,3 +60,34 @@ def scheduled_alone(step: Callable[..., Any], *args: Any) -> int | None:
         if reader.graphs < 2:
             raise
     return reader.peak_bytes
+
+
+def _inputs(graph: fx.Graph) -> Iterator[tuple[str, StorageWeakRef]]:
+    """The names of a graph's inputs, and their memory."""
+    for node in graph.find_nodes(op="placeholder"):
+        for value in tensors_of(node.meta.get("val")):
+            yield str(node.target), StorageWeakRef(value.untyped_storage())
+
+
+def _count_storages_once(
+    reader: ReadSchedule, backward: fx.Graph, given: set[StorageWeakRef]
+) -> None:
+    """Of several views of a value, which torch's partitioner may save, count the one freed last.
+
+    Views of the step's own inputs, whose memory is ``given``, count nothing.
+    """
+    if reader.failed:
+        return
+    schedule = reader.schedules[-1]
+    freed_at = {name: i for i, call in enumerate(schedule.calls) for name in call.freed}
+    names = defaultdict(list)
+    for name, storage in _inputs(backward):
+        if name in schedule.freed_inputs:
+            names[storage].append(name)
+    counted = {
+        max(views, key=lambda name: freed_at.get(name, len(freed_at)))
+        for storage, views in names.items()
+        if storage not in given
+    }
+    freed = {name: size * (name in counted) for name, size in schedule.freed_inputs.items()}
+    reader.schedules[-1] = dataclasses.replace(schedule, freed_inputs=freed)

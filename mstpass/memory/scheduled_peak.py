@@ -33,13 +33,14 @@ class ReadSchedule(CustomSchedulerPass):
     Attributes:
         failed: an error left a graph unread: nothing is known.
         graphs: how many it was called with.
+        schedules: those that it has read, with the bodies of their loops.
     """
 
     def __init__(self, users_pass: Callable[..., Any] | None = None):
         self.users_pass = users_pass
         self.failed = False
         self.graphs = 0
-        self._schedules: list[Schedule] = []
+        self.schedules: list[Schedule] = []
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         self.graphs += 1
@@ -59,7 +60,7 @@ class ReadSchedule(CustomSchedulerPass):
             nodes = in_final_order(nodes)
             check_loops(nodes, CONDITION)
             allocated = allocated_bytes if is_for_cpu() else bytes_on_gpu
-            self._schedules.append(reader.read_schedule(nodes, KNOWN, allocated))
+            self.schedules.append(reader.read_schedule(nodes, KNOWN, allocated))
         except LostLoopError:
             raise
         except Exception as error:
@@ -85,7 +86,7 @@ class ReadSchedule(CustomSchedulerPass):
     @property
     def peak_bytes(self) -> int | None:
         """Highest bytes of forward and backward; None where they were not both read."""
-        graphs = [s for s in self._schedules if not s.is_loop_body]
+        graphs = [s for s in self.schedules if not s.is_loop_body]
         if self.failed or len(graphs) != 2:
             return None
         try:
@@ -101,7 +102,7 @@ class ReadSchedule(CustomSchedulerPass):
     def _with_bodies(self) -> Iterator[tuple[Schedule, dict[str, Schedule]]]:
         """The graphs, the last first, each with the loop bodies that were scheduled after it."""
         bodies: dict[str, Schedule] = {}
-        for schedule in reversed(self._schedules):
+        for schedule in reversed(self.schedules):
             if schedule.is_loop_body:
                 bodies[schedule.name] = schedule
             else:
