@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import tracing
 
 from mstpass.torch_internals.versions import expect
 
@@ -18,31 +20,51 @@ aten = torch.ops.aten
 # ---- compile -----------------------------------------------------------------------------------
 def compile_fx(own: Any) -> None:
     """Compile a graph with Inductor, with passes at its hooks."""
+    wrong, called = [], set()
     inputs: list[str] = []
-    names: set[str] = set()
 
     class Partitioner(own.CustomPartitionerFn):
-        """Keeps what it is called with, and ends the compilation."""
-
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **given: Any) -> Any:
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, *more: Any, **given: Any) -> Any:
+            called.add("custom_partitioner_fn")
             inputs.extend(str(node.target) for node in gm.graph.find_nodes(op="placeholder"))
-            names.update(given)
-            raise InterruptedError
+            if more or not given.keys() >= {"num_fwd_outputs", "static_lifetime_input_indices"}:
+                wrong.append("custom_partitioner_fn is called with other arguments")
+            return min_cut_rematerialization_partition(gm, joint_inputs, **given)
 
         def uuid(self) -> Any:
             return None
 
-    module = fx.symbolic_trace(lambda x: (x.sin().sum(),))
-    weight = torch.ones(2, requires_grad=True)
-    with contextlib.suppress(Exception):  # whatever torch makes of the error
-        own.compile_fx(module, [weight], config_patches={"custom_partitioner_fn": Partitioner()})
-    expected, given = (
-        ["primals_1", "tangents_1"],
-        {"num_fwd_outputs", "static_lifetime_input_indices"},
-    )
-    expect(bool(inputs), "custom_partitioner_fn is not called by compile_fx")
+    def noting(hook: str, base: Any, takes: type) -> Any:
+        def call(self: Any, given: Any, *more: Any) -> Any:
+            called.add(hook)
+            if more or not isinstance(given, takes):
+                wrong.append(f"{hook} is called with other arguments")
+            return given
+
+        return type("Noting", (base,), {"__call__": call, "uuid": lambda self: None})()
+
+    hooks = {
+        "post_grad_custom_post_pass": noting(
+            "post_grad_custom_post_pass", own.CustomGraphPass, fx.Graph
+        ),
+        "custom_partitioner_fn": Partitioner(),
+        "_pre_fusion_custom_pass": noting(
+            "_pre_fusion_custom_pass", own.CustomSchedulerPass, list
+        ),
+    }
+    module = fx.symbolic_trace(lambda x, y: (x @ y,))  # of products alone no kernel is compiled
+    with tracing(None), torch.enable_grad():
+        x, y = (torch.ones(2, 2, device="cpu", requires_grad=needs) for needs in (True, False))
+        try:
+            own.compile_fx(module, [x, y], config_patches=hooks)
+        except Exception:
+            if not wrong:
+                raise
+    expect(not wrong, "; ".join(wrong))
+    for hook in hooks:
+        expect(hook in called, f"{hook} is not called")
+    expected = ["primals_1", "primals_2", "tangents_1"]
     expect(inputs == expected, f"the joint graph's inputs are not named {expected}")
-    expect(given <= names, f"a partitioner is not given {sorted(given)}")
 
 
 def plain_inductor(own: Any) -> None:
