@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.torch_internals.caches import CacheCounts

@@ -28,8 +28,9 @@ unused_random_state.py attention without dropout is given no state of a random g
 bias_after_product.py  the bias of attention's output is added after its product
 row_sums_of_gradients.py  sums of gradients over the vocabulary become sums that the forward knows
 
-Three more are applied before, to every graph: ordinary_tensors.py, inputs_before_writes.py and masks_as_flags.py, by which
-a mask of attention that follows from positions becomes a flag of its kernel (write_attention.py).
+Three more are applied before, to every graph: ordinary_tensors.py (zeros without memory become
+tensors that a loop can read), inputs_before_writes.py and masks_as_flags.py, by which a mask of
+attention that follows from positions becomes a flag of its kernel (write_attention.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Replace tensors whose zeros or signs are implied by ordinary ones.
 
-``torch.func.jvp`` has tangents of zeros without memory (``_efficientzerotensor``), and the imaginary
-part of a conjugate is a view that is read with the other sign (``_neg_view``). Each kind has a
-dispatch key of its own, for which higher-order ops have no kernel, so that no loop could read it.
-Inductor computes both.
+``torch.func.jvp`` has tangents of zeros without memory (``_efficientzerotensor``), and the
+imaginary part of a conjugate is a view that is read with the other sign (``_neg_view``). Each kind
+has a dispatch key of its own, for which higher-order ops have no kernel, so that no loop could read
+it. Inductor computes both.
 """
 
 from __future__ import annotations

@@ -48,9 +48,7 @@ def compile_fx(own: Any) -> None:
             "post_grad_custom_post_pass", own.CustomGraphPass, fx.Graph
         ),
         "custom_partitioner_fn": Partitioner(),
-        "_pre_fusion_custom_pass": noting(
-            "_pre_fusion_custom_pass", own.CustomSchedulerPass, list
-        ),
+        "_pre_fusion_custom_pass": noting("_pre_fusion_custom_pass", own.CustomSchedulerPass, list),
     }
     module = fx.symbolic_trace(lambda x, y: (x @ y,))  # of products alone no kernel is compiled
     with tracing(None), torch.enable_grad():
