@@ -19,7 +19,6 @@ the process: `switch_off`. Without the schedule, mstpass goes on. ``strict=True`
 from __future__ import annotations
 
 import functools
-import logging
 import warnings
 
 from mstpass.inductor_hooks import LowerLoops, Partitioner
@@ -28,8 +27,6 @@ from mstpass.torch_internals.caches import CacheCounts
 from mstpass.torch_internals.probes.table import HOOKS, PROBES
 from mstpass.torch_internals.scheduler_mends import MendScheduler
 from mstpass.torch_internals.versions import ADVICE, LostLoopError, TorchChangedError
-
-log = logging.getLogger(__name__)
 
 FUSION_HOOK, SCHEDULE_HOOK = "_pre_fusion_custom_pass", "_post_fusion_custom_pass"
 _UNREAD = f"{SCHEDULE_HOOK} is not called"
@@ -89,8 +86,8 @@ def torch_changed() -> TorchChangedError | None:
                 (probe.run if probe is HOOKS else probe.require)()
     except TorchChangedError as lacking:
         return lacking
-    except Exception:
-        log.debug("torch cannot be asked whether it calls the hooks", exc_info=True)
+    except Exception:  # torch cannot be asked, as where no memory is left
+        return None
     return None
 
 

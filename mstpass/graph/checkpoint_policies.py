@@ -69,8 +69,7 @@ class Policies:
 
 def tag_of(node: fx.Node) -> str:
     """The tag of the op's own policy, regardless of its readers; empty if it has none."""
-    seeds = ops.op_name(node) in _SEEDS_OF_GRAPH
-    if node.op != "call_function" or seeds or has_effect(node):
+    if node.op != "call_function" or has_effect(node) or ops.op_name(node) in _SEEDS_OF_GRAPH:
         return ""
     policy: Any = node.meta.get("recompute")
     return _TAG_OF_POLICY.get(policy, "")

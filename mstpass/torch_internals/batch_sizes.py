@@ -93,7 +93,7 @@ def _restore(environment: ShapeEnv, name: str, value: Any) -> None:
 
     Others hold references to containers, which stay the same objects.
     """
-    container = getattr(environment, name, None)
+    container: Any = getattr(environment, name, None)
     if type(container) is not type(value):
         setattr(environment, name, value)
     elif isinstance(container, list):
