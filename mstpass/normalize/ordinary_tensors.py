@@ -8,6 +8,8 @@ it. Inductor computes both.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mstpass.graph.joint import JointGraph, tensors_of
@@ -16,7 +18,7 @@ from mstpass.torch_internals.fake_tensors import is_ordinary
 
 aten = torch.ops.aten
 _ZEROS = aten._efficientzerotensor.default
-_ORDINARY = {_ZEROS: aten.full.default, aten._neg_view.default: aten.neg.default}
+_ORDINARY: dict[Any, Any] = {_ZEROS: aten.full.default, aten._neg_view.default: aten.neg.default}
 
 
 def ordinary_tensors(joint: JointGraph) -> Rewritten:
