@@ -35,7 +35,6 @@ from mstpass.hook_checks import (
     FUSION_HOOK,
     SCHEDULE_HOOK,
     check_calls,
-    check_failure,
     switch_off,
     torch_changed,
     why_off,
@@ -140,7 +139,7 @@ def _compile(graph: Captured) -> Callable[..., Any]:
             raise
         # If Inductor cannot compile the graph either, its own error says why.
         untouched = by_inductor_alone(graph.module, graph.inputs, graph.users)
-        changed = torch_changed(error)
+        changed = torch_changed()
         if changed is None:
             warn_of(error)
         else:
@@ -319,11 +318,7 @@ def _compiled(graph: Captured, partitioner: Partitioner) -> CompiledPlan:
     before = cache_counts()
     at_once = backward_compiled_at_once() if now else contextlib.nullcontext()
     with at_once, backwards_may_keep_graphs() as functions:
-        try:
-            compiled: Any = compile_fx(graph.module, list(graph.inputs), config_patches=patches)
-        except Exception as error:
-            check_failure(error, partitioner, lowering)
-            raise
+        compiled: Any = compile_fx(graph.module, list(graph.inputs), config_patches=patches)
     check_calls(partitioner, lowering, mender, reader, cache_counts().since(before))
     if partitioner.report is not None and reader.peak_bytes is not None:
         partitioner.report = partitioner.report.with_outcome(scheduled_peak_bytes=reader.peak_bytes)

@@ -12,21 +12,19 @@ exists proves nothing, so each compilation is held to what it must have done::
 
 The first two are checked inside of the hooks, before Inductor caches anything. The counts cost
 nothing, and the schedule is walked over once. Where a check fails, the graph is compiled by
-Inductor alone. If torch lacks what mstpass needs (`TorchChangedError`), every later graph of the
-process is, too: `switch_off`. Without the schedule, mstpass goes on. ``strict=True`` raises.
+Inductor alone. If a probe of torch fails then, too (`torch_changed`), so is every later graph of
+the process: `switch_off`. Without the schedule, mstpass goes on. ``strict=True`` raises.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
 
-from mstpass.graph.loop_op import mst_loop
 from mstpass.inductor_hooks import LowerLoops, Partitioner
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.torch_internals.caches import CacheCounts
-from mstpass.torch_internals.probes.table import PROBES
+from mstpass.torch_internals.probes.table import HOOKS, PROBES
 from mstpass.torch_internals.scheduler_mends import MendScheduler
 from mstpass.torch_internals.versions import ADVICE, LostLoopError, TorchChangedError
 
@@ -65,16 +63,6 @@ def check_calls(
         _warn_unread()
 
 
-def check_failure(error: Exception, partitioner: Partitioner, lowering: LowerLoops) -> None:
-    """Check that it was not our loops, never lowered, that Inductor could not compile.
-
-    Raises:
-        TorchChangedError: the last graph pass, which lowers them, was not called.
-    """
-    if partitioner.loops and not lowering.graphs and str(mst_loop) in str(error):
-        raise TorchChangedError("post_grad_custom_post_pass is not called") from error
-
-
 @functools.cache
 def _warn_unread() -> None:
     """Loops were lowered, so the step has them. What is not known is Inductor's final order."""
@@ -86,25 +74,21 @@ def _warn_unread() -> None:
     )
 
 
-def torch_changed(error: BaseException) -> TorchChangedError | None:
-    """What the installed torch lacks, if that is why compiling failed."""
-    for cause in _chain(error):
-        if isinstance(cause, TorchChangedError):
-            return cause
-    for probe in PROBES:
-        if probe.lost == "loops":
-            try:
-                probe.require()
-            except TorchChangedError as lacking:
-                return lacking
+def torch_changed() -> TorchChangedError | None:
+    """What the installed torch lacks, if that may be why compiling failed.
+
+    torch itself is asked, not the error, which may be due to this one graph: whether it has all
+    names, and whether it calls the hooks for a graph of one product.
+    """
+    try:
+        for probe in PROBES:
+            if probe.lost == "loops":
+                (probe.run if probe is HOOKS else probe.require)()
+    except TorchChangedError as lacking:
+        return lacking
+    except Exception:  # torch cannot be asked, as where no memory is left
+        return None
     return None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those that it was raised from."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def switch_off(error: TorchChangedError) -> None:

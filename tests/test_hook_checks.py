@@ -27,7 +27,9 @@ from torch._inductor.scheduler import SchedulerNode
 
 import mstpass
 from mstpass import backend, entry_point, hook_checks
+from mstpass.inductor_hooks import LowerLoops
 from mstpass.torch_internals.inductor import CustomSchedulerPass
+from mstpass.torch_internals.versions import TorchChangedError
 
 Patch = pytest.MonkeyPatch
 _READERS = {  # the modules that look up a hook
@@ -219,9 +221,15 @@ def test_no_hook_is_called(fallback: None, monkeypatch: Patch) -> None:
 
 
 def test_the_graph_pass_gets_a_module(fallback: None, monkeypatch: Patch) -> None:
-    ours = backend.LowerLoops.__call__
-    changed = lambda self, graph, *more: ours(self, graph.owning_module, *more)
-    monkeypatch.setattr(backend.LowerLoops, "__call__", changed)
+    class OfModules(_Without):
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(self._config, name)
+            if name != self._name or found is None:
+                return found
+            return lambda graph: found(graph.owning_module)
+
+    config = OfModules(post_grad.config, "post_grad_custom_post_pass")
+    monkeypatch.setattr(post_grad, "config", config)
     _falls_back(_Head(), "post_grad_custom_post_pass is called with other arguments")
 
 
@@ -307,6 +315,25 @@ def test_inductor_cannot_lower_a_while_loop(fallback: None, monkeypatch: Patch) 
     (told,) = _run(_Head())
     assert "mstpass failed on a graph" in told
     assert not _has_loops()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no kernel for mst_loop"), TorchChangedError("a hook is not called")],
+    ids=["named", "suspected"],
+)
+def test_an_error_of_one_graph_does_not_switch_mstpass_off(
+    fallback: None, monkeypatch: Patch, error: Exception
+) -> None:
+    """Whatever its error says: torch is asked whether it has changed, and has not."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(LowerLoops, "__call__", fail)
+    (told,) = _run(_Head())
+    assert "mstpass failed on a graph" in told and str(error) in told
+    assert hook_checks.why_off() is None
 
 
 class _Fails(CustomSchedulerPass):  # type: ignore[misc]

@@ -22,6 +22,7 @@ from mstpass.measure import peak_bytes
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import Options
 from mstpass.plans import Outcome
+from mstpass.torch_internals.pretended_ranks import pretended_ranks
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -276,6 +277,29 @@ def test_an_unreadable_schedule_leaves_the_simulated_peak(
     assert outcome.scheduled_peak_bytes is None and outcome.peak_bytes is not None
     (told,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert "cannot read Inductor's schedule" in told and "no such scheduler" in told
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_what_collectives_have_written_is_in_the_schedule() -> None:
+    """Two ranks have half of a head's words each; the results of their sums have no layout."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    from tests.ranks.parallel_cases import Head
+
+    with pretended_ranks(2, 0), loss_parallel():
+        model, labels = Head(init_device_mesh("cpu", (2,)), 4096, 64), torch.randint(4096, (512,))
+        x = torch.randn(512, 64, requires_grad=True)
+        loss = _compiled(lambda: F.cross_entropy(model.head(x), labels).to_local(), chunk_tokens=64)
+
+        def step() -> None:
+            x.grad = model.head.weight.grad = None
+            loss().backward()
+
+        step()
+        outcome = mstpass.reports()[-1].outcome
+        assert outcome.regions and outcome.scheduled_peak_bytes is not None
+        assert outcome.scheduled_peak_bytes == pytest.approx(peak_bytes(step), rel=0.03)
 
 
 def test_a_torch_that_lacks_the_scheduler_still_compiles(

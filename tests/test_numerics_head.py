@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mstpass
-from tests.checks import check_against_float64, compiled, errors, kinds
+from tests.checks import check_against_float64, compiled, errors, gradients, kinds
 from tests.models import TinyLM, next_token_loss
 
 pytestmark = [pytest.mark.sampled(5), pytest.mark.op_by_op]
@@ -178,3 +181,35 @@ def test_accuracy_in_the_same_loop(device: str) -> None:
     torch.testing.assert_close(loss, expected_loss)
     assert accuracy == expected_accuracy
     assert kinds(mstpass.reports()[-1]) == FUSED
+
+
+# ---- ops with an effect --------------------------------------------------------------------------
+def _factor(a: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.cholesky(a @ a.T + torch.eye(8, device=a.device)).sum()
+
+
+def _factor_again(a: torch.Tensor) -> torch.Tensor:
+    """In a checkpoint, whose backward does not repeat the effect, and with a constant."""
+    scaled = a * torch.tensor([1.0] * 7 + [2.0], device=a.device)
+    return checkpoint(lambda a: _factor(a).sin(), scaled, use_reentrant=False)
+
+
+@pytest.mark.parametrize("beside", [_factor, _factor_again])
+def test_an_op_that_may_raise_leaves_a_head_its_plan(beside: Any, device: str) -> None:
+    """torch holds such ops in their order by tokens: ``with_effects``."""
+    model = TinyLM(VOCAB, D).to(device)
+    model.a = nn.Parameter(torch.randn(8, 8, device=device))
+
+    def loss(m: nn.Module):
+        return lambda ids: next_token_loss(m, ids) + beside(m.a.float()) * 0.01
+
+    ids = _ids(3, 43, device)
+    step = compiled(loss(model), chunk_tokens=64, memory_budget=0.0)
+    assert max(errors(gradients(model, step, [ids]), gradients(model, loss(model), [ids]))) < 1e-5
+    outcome = mstpass.reports()[-1].outcome
+    assert [region.kind for region in outcome.regions] == ["lm_head"]
+    assert not outcome.left_to_torch, "a budget has a say in what is saved"
+    with torch.no_grad():
+        model.a.fill_(float("nan"))
+    with pytest.raises(torch.linalg.LinAlgError):
+        step(ids)

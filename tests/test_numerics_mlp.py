@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.func import grad, jvp, vmap
 
-from tests.checks import check_against_float64, kinds
+import mstpass
+from mstpass.regions import make_region
+from mstpass.torch_internals.fake_tensors import is_ordinary
+from tests.checks import check_against_float64, compiled, errors, kinds
 from tests.models import MLPS, Block
 
 pytestmark = [pytest.mark.sampled(3), pytest.mark.op_by_op]
@@ -94,3 +99,50 @@ def test_blocks_with_no_attention_between_are_one_fused_region(device: str) -> N
         model, lambda m: lambda x: m(x).sin().sum(), [x], chunk_tokens=64
     )
     assert kinds(report) == [("mlp", "fused")], report
+
+
+# ---- tensors with dispatch keys of their own -----------------------------------------------------
+def test_zeros_without_memory_are_read_by_loops() -> None:
+    """Second derivatives by jvp, as physics-informed nets have them: tangents are such zeros."""
+    model = nn.Sequential(nn.Linear(2, 256), nn.Tanh(), nn.Linear(256, 1))
+
+    def loss(model: nn.Module):
+        def second(p: torch.Tensor) -> torch.Tensor:
+            slope = grad(lambda q: model(q).sum())
+            return jvp(slope, (p,), (torch.ones_like(p),))[1][0]
+
+        return lambda x: vmap(second)(x).square().mean()
+
+    x = torch.rand(512, 2)
+    report = check_against_float64(model, loss, [x], chunk_tokens=64, memory_budget=0.0)
+    assert kinds(report) == [("mlp", "fused")], report
+
+
+def test_values_that_are_read_with_the_other_sign() -> None:
+    def step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x @ up.conj().imag) @ down
+
+    up = torch.randn(32, 128, dtype=torch.complex64)
+
+    def gradients(fn) -> list[torch.Tensor]:
+        leaves = [t.detach().requires_grad_() for t in (x, up, down)]
+        found = torch.autograd.grad(fn(*leaves).square().sum(), leaves)
+        return [torch.view_as_real(g) if g.is_complex() else g for g in found]
+
+    x, down = torch.randn(256, 32), torch.randn(128, 32)
+    found = gradients(compiled(step, chunk_tokens=64, memory_budget=0.0))
+    assert max(errors(found, gradients(step))) < 1e-5
+    assert mstpass.reports()[-1].regions
+
+
+def test_loops_read_ordinary_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A higher-order op has no kernel for others: a region with one is refused, with advice."""
+    z = torch.randn(4, 4, dtype=torch.complex64)
+    others = (z.conj(), z.conj().imag, torch._efficientzerotensor((4, 4)), z.real.to_sparse())
+    assert is_ordinary(z) and not any(map(is_ordinary, others))
+    monkeypatch.setattr(make_region, "is_ordinary", lambda value: value.shape != (256, 128))
+    up, down = torch.randn(32, 128, requires_grad=True), torch.randn(128, 32)
+    step = compiled(lambda x: (F.gelu(x @ up) @ down).sin().sum(), chunk_tokens=64)
+    step(torch.randn(256, 32)).backward()
+    (refused,) = mstpass.reports()[-1].rejections
+    assert "no ordinary tensor" in refused.reason and "resolve_neg()" in refused.fix

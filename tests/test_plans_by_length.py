@@ -14,12 +14,14 @@ import pytest
 import sympy
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 import mstpass
 from mstpass import backend, plans_by_length
 from mstpass.options import OptionError
 from mstpass.plans_by_length import PlansByLength
+from mstpass.torch_internals.batch_sizes import at_sizes
 from mstpass.torch_internals.caches import counters
 from tests.checks import STRICT, check_step, gradients
 from tests.models import TinyLM, next_token_loss
@@ -335,3 +337,18 @@ def test_a_condition_on_a_stride_is_asked_of_each_batch(
     assert plan.serves(near) and not plan.serves(far)
     other = sympy.Symbol("elsewhere", integer=True)
     assert not dataclasses.replace(plan, conditions=(other < 400,)).serves(near)
+
+
+def test_the_environment_of_a_range_is_restored_whatever_its_attributes_became() -> None:
+    """Inductor's estimates of sizes on a GPU make a dict of what was None, and fill it."""
+    environment: Any = ShapeEnv()
+    environment.deferred_runtime_asserts[None] = ["one"]
+    before = dict(vars(environment))
+    with at_sizes(environment, {}):
+        environment.tracked_fakes = {"a": 1}
+        environment.deferred_runtime_asserts[None].append("another")
+        environment.replacements = None
+        environment.new = []
+    assert environment.deferred_runtime_asserts == {None: ["one"]}
+    assert environment.tracked_fakes is None and environment.replacements == {}
+    assert vars(environment).keys() == before.keys()

@@ -20,6 +20,8 @@ what ops outside of regions read.
 
 Source: ``cleanup_recompute_tags`` and ``solve_min_cut`` in torch/_functorch/partitioners.py.
 
+An op with an effect, such as an error that it may raise, is never recomputed, as torch has it.
+
 Inductor draws the seeds of a whole graph in one op, which belongs to no checkpoint. In new versions
 of torch that op has the metadata of the first op that drew a seed, its policy included
 (torch/_inductor/fx_passes/replace_random.py). That policy is ignored here.
@@ -37,7 +39,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.recompute_rules import is_heavy
+from mstpass.graph.recompute_rules import has_effect, is_heavy
 from mstpass.problem.problem import MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE, RECOMPUTED
 
 # The ops with which Inductor draws the seeds of all random ops of a graph.
@@ -67,7 +69,7 @@ class Policies:
 
 def tag_of(node: fx.Node) -> str:
     """The tag of the op's own policy, regardless of its readers; empty if it has none."""
-    if node.op != "call_function" or ops.op_name(node) in _SEEDS_OF_GRAPH:
+    if node.op != "call_function" or has_effect(node) or ops.op_name(node) in _SEEDS_OF_GRAPH:
         return ""
     policy: Any = node.meta.get("recompute")
     return _TAG_OF_POLICY.get(policy, "")

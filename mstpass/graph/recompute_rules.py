@@ -2,8 +2,8 @@
 
 heavy    matmuls, attention, loops, and every op that the op table does not know
 pinned   ops whose second run may give other results: random draws, sorts and writes by index (ties
-         may fall otherwise), collectives (graph/collectives.py), writes to operands, and ops from
-         outside of PyTorch that have no row in the op table
+         may fall otherwise), collectives (graph/collectives.py), writes to operands, ops with an
+         effect, and ops from outside of PyTorch that have no row in the op table
 
 A pinned op is heavy, too. Ops that make opaque values, such as the process group of a mesh, are
 neither.
@@ -11,6 +11,7 @@ neither.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from mstpass.graph import ops
@@ -35,6 +36,14 @@ def is_pinned(node: fx.Node) -> bool:
     if node.op != "call_function" or is_opaque(node):
         return False
     return ops.row(node).repeats == PINNED or draws_random_numbers(node)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether the op runs for its effect: ``with_effects(token, op, ...) -> (token, *results)``.
+
+    Tokens, tensors without elements, hold such ops in their order.
+    """
+    return node.target is torch.ops.higher_order.with_effects
 
 
 def draws_random_numbers(node: fx.Node) -> bool:

@@ -28,8 +28,9 @@ unused_random_state.py attention without dropout is given no state of a random g
 bias_after_product.py  the bias of attention's output is added after its product
 row_sums_of_gradients.py  sums of gradients over the vocabulary become sums that the forward knows
 
-Two more are applied before, to every graph: inputs_before_writes.py and masks_as_flags.py, by which
-a mask of attention that follows from positions becomes a flag of its kernel (write_attention.py).
+Three more are applied before, to every graph: ordinary_tensors.py (zeros without memory become
+tensors that a loop can read), inputs_before_writes.py and masks_as_flags.py, by which a mask of
+attention that follows from positions becomes a flag of its kernel (write_attention.py).
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from mstpass.normalize.local_sums import local_sums
 from mstpass.normalize.masks_as_flags import WithoutMasks, masks_as_flags
 from mstpass.normalize.means_as_sums import means_as_sums
 from mstpass.normalize.move_token_slices import move_slices
+from mstpass.normalize.ordinary_tensors import ordinary_tensors
 from mstpass.normalize.products_by_section import products_by_section
 from mstpass.normalize.row_sums_of_gradients import row_sums_of_gradients
 from mstpass.normalize.scattered_constants import scattered_constants
@@ -81,7 +83,7 @@ def _masks_as_flags(joint: JointGraph) -> tuple[JointGraph, WithoutMasks]:
 
 
 MASKS = Pass("masks_as_flags", _masks_as_flags, (NO_LOOPS,), (*ALWAYS, NO_LOOPS))
-READ = (_pass(inputs_before_writes),)  # of every graph
+READ = (_pass(ordinary_tensors), _pass(inputs_before_writes))  # of every graph
 SIZES = (  # of every graph with regions
     _pass(sizes_from_inputs),
     _pass(assertions_of_sizes),

@@ -17,7 +17,7 @@ from mstpass.graph.flex_attention import is_flex, is_flex_subgraph
 from mstpass.graph.input_writes import unproven_write
 from mstpass.graph.joint import JointGraph, Modules, tensors_of
 from mstpass.graph.loop_op import mst_loop
-from mstpass.graph.recompute_rules import draws_random_numbers
+from mstpass.graph.recompute_rules import draws_random_numbers, has_effect
 from mstpass.graph.sizes import depends_on_data, is_size
 from mstpass.partition.split import saved_values
 from mstpass.plans import SavePlan
@@ -61,8 +61,8 @@ def _unsupported(node: fx.Node) -> str:
     for user in node.users if node.op == "get_attr" else ():
         if _is_unknown(user):
             return f"{user.name} is the higher-order op {user.target}"
-    if node.op == "get_attr" and not _is_loop_body(node) and not is_flex_subgraph(node):
-        return f"{node.name} is a subgraph or a constant"
+    if node.op == "get_attr" and not (tensors or _is_loop_body(node) or is_flex_subgraph(node)):
+        return f"{node.name} is a subgraph"
     if _is_unknown(node):
         return f"{node.name} is the higher-order op {node.target}"
     if node.meta.get("memory_budget") is not None:
@@ -71,8 +71,11 @@ def _unsupported(node: fx.Node) -> str:
 
 
 def _is_unknown(node: fx.Node) -> bool:
-    """Whether the node is a higher-order op other than those whose subgraphs we know."""
-    is_known = node.target is mst_loop or is_flex(node)
+    """Whether the node is a higher-order op other than those whose subgraphs we know.
+
+    Most ops with an effect have none.
+    """
+    is_known = node.target is mst_loop or is_flex(node) or has_effect(node)
     return isinstance(node.target, HigherOrderOperator) and not is_known
 
 

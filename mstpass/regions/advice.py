@@ -86,6 +86,7 @@ _ADVICE = (
         "return what you compute from the value instead, or do not return it",
     ),
     (_OUTPUT, "return the sum or the mean over tokens instead, or do not return it"),
+    (r"is no ordinary tensor", "let the wide values be dense, and resolve_conj() or resolve_neg()"),
     # ---- masks
     (
         r"^the mask('s form)? is",

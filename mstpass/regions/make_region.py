@@ -21,6 +21,7 @@ from mstpass.regions.advice import fix_of
 from mstpass.regions.anchors import SYMBOLIC_WIDTH
 from mstpass.regions.close_fused import Unit
 from mstpass.regions.grow import Growth
+from mstpass.torch_internals.fake_tensors import is_ordinary
 
 _TWICE = "computed more than once: in between, values of all tokens or of all ranks are combined"
 _RETURNED = {  # why a region is only half as good, or refused, if the step returns a wide value
@@ -50,8 +51,7 @@ def make_region(
         CannotTake: a wide value leaves the region, or a loop would save no memory.
     """
     growth.check_roles()
-    if core.axis == TOKENS:
-        _check_static_features(growth)
+    _check_values(growth, static_features=core.axis == TOKENS)
     returned = {_base(growth, n) for n in growth.returned}
     in_rounds = growth.reenters or bool(growth.waits_for_reductions())
     outputs = _outputs(joint, growth, returned)
@@ -161,15 +161,18 @@ def _without_views(growth: Growth, node: fx.Node) -> fx.Node:
 
 
 # ---- checks --------------------------------------------------------------------------------------
-def _check_static_features(growth: Growth) -> None:
-    """Only the token dims of a value may be symbolic, so that one loop body fits every batch."""
+def _check_values(growth: Growth, static_features: bool) -> None:
+    """Only the token dims of a value may be symbolic, so that one loop body fits every batch, and
+    all values are ordinary tensors."""
     specs: dict[fx.Node, Spec] = {n: _spec_or_none(s) or WHOLE for n, s in growth.specs.items()}
     for member in growth.specs:
         specs.update((n, s) for n, s in growth.required_specs(member).items() if n not in specs)
     for node, spec in specs.items():
         for value in tensors_of(node.meta.get("val")):
+            if not is_ordinary(value):
+                raise CannotTake(node, "is no ordinary tensor: it is sparse, or a lazy conjugate")
             features = [size for dim, size in enumerate(value.shape) if dim not in spec]
-            if not all(isinstance(size, int) for size in features):
+            if static_features and not all(isinstance(size, int) for size in features):
                 raise CannotTake(node, SYMBOLIC_WIDTH)
 
 

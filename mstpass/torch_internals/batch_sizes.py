@@ -71,6 +71,8 @@ def at_sizes(
         yield added
     finally:
         added += [guard.expr for guard in environment.guards[len(before["guards"]) :]]
+        for name in vars(environment).keys() - before.keys():
+            delattr(environment, name)
         for name, value in before.items():
             if name not in _COUNTERS:
                 _restore(environment, name, value)
@@ -78,15 +80,23 @@ def at_sizes(
 
 
 def _kept(value: Any) -> Any:
-    """A copy of what changes in place, else the value itself."""
+    """A copy of what changes in place, of a dict's values too; else the value itself."""
     changes = list | MutableMapping | MutableSet | itertools.count
-    return copy.copy(value) if isinstance(value, changes) else value
+    kept = copy.copy(value) if isinstance(value, changes) else value
+    if isinstance(kept, dict):
+        kept.update({key: _kept(inner) for key, inner in kept.items()})
+    return kept
 
 
 def _restore(environment: ShapeEnv, name: str, value: Any) -> None:
-    """Give an attribute its value back; others hold references to containers."""
-    container = getattr(environment, name)
-    if isinstance(container, list):
+    """Give an attribute its value back, of whatever type it has become since.
+
+    Others hold references to containers, which stay the same objects.
+    """
+    container: Any = getattr(environment, name, None)
+    if type(container) is not type(value):
+        setattr(environment, name, value)
+    elif isinstance(container, list):
         container[:] = value
     elif isinstance(container, MutableMapping):
         container.clear()

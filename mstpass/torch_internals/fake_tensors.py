@@ -32,6 +32,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
 ]
+_NOT_IN_LOOPS = ("Conjugate", "Negative", "ZeroTensor", "FuncTorchBatched", "Functionalize")
 Subclass = TypeVar("Subclass", bound=torch.Tensor)
 
 
@@ -48,6 +49,15 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     It is an address that storages of fake tensors have as well; their ``data_ptr`` is 0.
     """
     return storage._cdata
+
+
+def is_ordinary(value: torch.Tensor) -> bool:
+    """Whether a tensor is strided memory and says nothing else, so that a loop can read it.
+
+    For other dispatch keys a higher-order op has no kernel of its own.
+    """
+    keys = torch._C._dispatch_keys(value)
+    return value.layout is torch.strided and not any(map(keys.has, _NOT_IN_LOOPS))
 
 
 def without_storage(

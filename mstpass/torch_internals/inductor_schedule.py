@@ -235,6 +235,8 @@ class _Walk:
             place = self.place_of.get(name, name)
             if operand is None or place not in self.alive:
                 continue
+            if isinstance(operand.node.layout, ir.NoneLayout):  # what a collective has written
+                continue
             users = [user for user in operand.users if user.node.get_name() not in behind]
             if (
                 len(users) == 1

@@ -65,6 +65,7 @@ def dry_run(
     gpu: str = "h100",
     kernels: bool = False,
     dynamic_dim: int | None = None,
+    dynamic: bool | None = None,
     mode: str | None = None,
     padding_pays: bool = False,
     **options: Any,
@@ -74,7 +75,7 @@ def dry_run(
     Args:
         kernels: compile Triton's kernels to cubins.
         dynamic_dim: the dim of the inputs that is marked dynamic.
-        mode: of ``torch.compile``.
+        dynamic, mode: of ``torch.compile``.
         padding_pays: what Inductor finds where it measures padded products.
         options: of mstpass.
     """
@@ -84,8 +85,11 @@ def dry_run(
     def compile_only(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         start = time.perf_counter()
         given = {**_DEFAULTS, **options}
+        # As in a user's call, where mst asks for what Dynamo has traced real tensors with: sizes
+        # that vary are symbols, and the graph has a plan for each range of them.
+        traced = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
         with _split_graphs() as graphs:
-            backend.mst(gm, example_inputs, options=given, mode=mode)
+            backend.mst(gm, traced, options=given, mode=mode)
         primals = tuple(
             x.node.hint if isinstance(x, torch.SymInt) else fakes.original_of(x)
             for x in example_inputs
@@ -105,7 +109,7 @@ def dry_run(
         for tensor in given if dynamic_dim is not None else ():
             torch._dynamo.mark_dynamic(tensor, dynamic_dim)
         try:
-            torch.compile(fn, backend=compile_only, fullgraph=True)(*given)
+            torch.compile(fn, backend=compile_only, dynamic=dynamic, fullgraph=True)(*given)
         except Exception as error:
             if not isinstance(cause_of(error), _Done):
                 raise

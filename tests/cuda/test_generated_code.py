@@ -71,9 +71,18 @@ def test_symbolic_lengths_fuse_as_static_ones_do() -> None:
     static = dry_run(*head())
     symbolic = dry_run(*head(), dynamic_dim=0)
     check_lean(symbolic)
+    assert symbolic.report.outcome.peaks, "it has a plan for each range of lengths"
     (one,), (other,) = static.loops, symbolic.loops
     assert 0 < len(other.kernels) <= len(one.kernels)
     assert other.calls == one.calls or len(other.calls) == len(one.calls) + 1  # its length
+
+
+@pytest.mark.parametrize("budget", ["free", 0.0, 600 * 2**20])
+def test_a_head_of_any_length_keeps_its_loops(budget: str | float) -> None:
+    """Compiled as a user's call is: planned for a range, in rounds where a budget asks for them."""
+    report = dry_run(*head(vocabulary=50257), dynamic=True, memory_budget=budget).report
+    assert [region.kind for region in report.regions] == ["lm_head"] and report.regions[0].loops
+    assert report.outcome.peaks and report.outcome.scheduled_peak_bytes
 
 
 def test_padding_changes_no_region() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import tracing
 
 from mstpass.torch_internals.versions import expect
 
@@ -18,31 +21,51 @@ aten = torch.ops.aten
 # ---- compile -----------------------------------------------------------------------------------
 def compile_fx(own: Any) -> None:
     """Compile a graph with Inductor, with passes at its hooks."""
-    inputs: list[str] = []
-    names: set[str] = set()
+    wrong: list[str] = []
+    called: set[str] = set()
 
-    class Partitioner(own.CustomPartitionerFn):
-        """Keeps what it is called with, and ends the compilation."""
+    def hook(name: str, base: type, run: Callable[..., Any]) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called.add(name)
+            try:
+                return run(*args, **kwargs)
+            except (AttributeError, TypeError):
+                wrong.append(f"{name} is called with other arguments")
+                raise
 
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **given: Any) -> Any:
-            inputs.extend(str(node.target) for node in gm.graph.find_nodes(op="placeholder"))
-            names.update(given)
-            raise InterruptedError
+        return type(name, (base,), {"__call__": call, "uuid": lambda self: None})()
 
-        def uuid(self) -> Any:
-            return None
+    def partition(
+        gm: Any, inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any, **_: Any
+    ) -> Any:
+        names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
+        if names != (expected := ["primals_1", "primals_2", "tangents_1"]):
+            wrong.append(f"the joint graph's inputs are not named {expected}")
+        return min_cut_rematerialization_partition(gm, inputs, num_fwd_outputs=num_fwd_outputs)
 
-    module = fx.symbolic_trace(lambda x: (x.sin().sum(),))
-    weight = torch.ones(2, requires_grad=True)
-    with contextlib.suppress(Exception):  # whatever torch makes of the error
-        own.compile_fx(module, [weight], config_patches={"custom_partitioner_fn": Partitioner()})
-    expected, given = (
-        ["primals_1", "tangents_1"],
-        {"num_fwd_outputs", "static_lifetime_input_indices"},
-    )
-    expect(bool(inputs), "custom_partitioner_fn is not called by compile_fx")
-    expect(inputs == expected, f"the joint graph's inputs are not named {expected}")
-    expect(given <= names, f"a partitioner is not given {sorted(given)}")
+    hooks = {
+        name: hook(name, base, run)
+        for name, base, run in (
+            (
+                "post_grad_custom_post_pass",
+                own.CustomGraphPass,
+                lambda g: g.find_nodes(op="output"),
+            ),
+            ("custom_partitioner_fn", own.CustomPartitionerFn, partition),
+            ("_pre_fusion_custom_pass", own.CustomSchedulerPass, lambda kernels: kernels[:]),
+        )
+    }
+    module = fx.symbolic_trace(lambda x, y: (x @ y,))  # for a product alone no kernel is compiled
+    with tracing(None), torch.enable_grad():
+        x, y = (torch.ones(2, 2, device="cpu", requires_grad=needs) for needs in (True, False))
+        try:
+            own.compile_fx(module, [x, y], config_patches=hooks)
+        except Exception:
+            if not wrong:
+                raise
+    expect(not wrong, "; ".join(wrong))
+    for name in hooks:
+        expect(name in called, f"{name} is not called")
 
 
 def plain_inductor(own: Any) -> None:

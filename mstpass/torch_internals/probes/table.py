@@ -355,3 +355,4 @@ def _rows() -> Iterator[Probe]:
 
 
 PROBES = tuple(_rows())
+(HOOKS,) = (probe for probe in PROBES if probe.name == "compile_fx")  # whether they are called
