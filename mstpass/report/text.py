@@ -76,7 +76,9 @@ def _peak_lines(report: ReportData) -> list[str]:
     And why a budget does not decide about what is saved, if it does not. A schedule's peak and a
     simulated one count different things: they do not share a line.
     """
-    outcome, lines = report.outcome, []
+    outcome, lines = report.outcome, list[str]()
+    if outcome.no_plan:
+        lines += _wrap("  no plan: ", outcome.no_plan)
     if outcome.peak_bytes is not None:
         line = f"  peak memory: {bytes_text(outcome.peak_bytes)} (simulated)"
         if outcome.baseline_peak_bytes is not None and outcome.extra_time is not None:
