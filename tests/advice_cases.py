@@ -150,7 +150,7 @@ CASES = {
         {"chunk_tokens": 256},
     ),
     "few tokens, more of them": Case(
-        "fewer than two chunks", "train on more tokens", few_tokens, fine
+        "fewer than two chunks", "give this product more rows", few_tokens, fine
     ),
     "few tokens, shorter chunks": Case(
         "fewer than two chunks",
