@@ -16,8 +16,10 @@ import builtins
 import functools
 import itertools
 import logging
+import random
+import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -298,14 +300,29 @@ def _globals_of(fn: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Restore the random state afterwards, and keep torch from logging while it traces."""
+def random_numbers_kept(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Restore afterwards the random states of torch, Python and NumPy, and these generators'."""
+    numpys: Any = getattr(sys.modules.get("numpy"), "random", None)
+    kept: list[tuple[Any, Any]] = [(g.set_state, g.get_state()) for g in generators]
+    kept += [(random.setstate, random.getstate())]
+    kept += [(numpys.set_state, numpys.get_state())] if numpys is not None else []
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for restore, state in kept:
+            restore(state)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Restore the random states afterwards, and keep torch from logging while it traces."""
     logs = {log: log.disabled for log in map(logging.getLogger, TRACING_LOGGERS)}
     try:
         for log in logs:
             log.disabled = True
-        with torch.random.fork_rng(devices):
+        with random_numbers_kept():
             yield
     finally:
         for log, disabled in logs.items():
