@@ -78,6 +78,13 @@ def test_too_few_tokens_matter_where_nothing_else_runs_in_chunks() -> None:
     assert TOO_FEW[:60] in str(_report(*_mlps(3, TOO_FEW), regions=()))
 
 
+def test_too_few_tokens_matter_for_a_wide_part() -> None:
+    """Other parts run in chunks; this one has more than 5 % of the peak."""
+    text = str(_report(*_mlps(2, TOO_FEW, size=6 * MIB)))
+    assert TOO_FEW[:60] in text and "more rows at once" in text
+    assert "nothing to change" not in text
+
+
 def test_small_parts_do_not_matter() -> None:
     assert "nothing to change" in str(_report(*_mlps(1, MIXES, size=MIB // 2)))
     assert "why: " in str(_report(*_mlps(1, MIXES, size=2 * MIB)))

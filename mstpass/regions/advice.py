@@ -49,7 +49,7 @@ _MASK = (
     "attention, if the loss ignores it); for packed sequences, windows and blocks use "
     "FlexAttention, or flash attention with sequence lengths (varlen)"
 )
-_MASK_BY_BUDGET = f"{_MASK}; a lower memory_budget loops over its rows, if the graph computes it"
+_MASK_BY_BUDGET = f"{_MASK}; a (lower) memory_budget takes its rows by loops, if the graph has it"
 
 _TOO_FEW_TOKENS = r"fewer than two chunks|too few for a loop"
 _OUTPUT = r"(are|is) an output( of the graph)?"

@@ -21,4 +21,4 @@ def asks_for_change(rejection: Rejection, report: ReportData) -> bool:
         return False
     is_few = report.regions and wants_more_tokens(rejection)
     least = _SMALL if is_few else LEAST_PEAK_SHARE
-    return not 0 < rejection.bytes < least * (report.outcome.peak_bytes or 0)
+    return not 0 < rejection.bytes <= least * (report.outcome.peak_bytes or 0)
