@@ -50,10 +50,13 @@ def _values(report: ReportData) -> list[DrawnNode]:
         node = nodes.get(node_name(life.node))
         if node is None or node.region >= 0 or node.op == "input" or life.transient:
             return False
-        if life.bytes <= _LEAST * peak or ran.isdisjoint(_reached(node.name, users) - {node.name}):
+        readers = _reached(node.name, users)
+        if life.bytes <= _LEAST * peak or ran.isdisjoint(readers - {node.name}):
             return False  # small, or a result of the step, such as the gradient of a weight
         refused = {r.node for r in report.rejections if not r.bytes or 2 * r.bytes >= life.bytes}
-        return refused.isdisjoint(_reached(node.name, inputs))
+        if node.source and node.source in {nodes[name].source for name in refused & nodes.keys()}:
+            return False
+        return refused.isdisjoint(readers | _reached(node.name, inputs))
 
     found = [life for life in after.alive_at(after.bytes.index(peak)) if is_meant(life)]
     if sum(life.bytes for life in found) < _MUCH * peak:
