@@ -20,7 +20,7 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -302,17 +302,15 @@ def _globals_of(fn: Any) -> dict[str, Any]:
 @contextmanager
 def random_numbers_kept(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Restore afterwards the random states of torch, Python and NumPy, and these generators'."""
-    numpys: Any = getattr(sys.modules.get("numpy"), "random", None)
-    kept: list[tuple[Any, Any]] = [(g.set_state, g.get_state()) for g in generators]
-    kept += [(random.setstate, random.getstate())]
-    kept += [(numpys.set_state, numpys.get_state())] if numpys is not None else []
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        for restore, state in kept:
-            restore(state)
+    numpys: Any = getattr(sys.modules.get("numpy"), "random", None)
+    with ExitStack() as restored, torch.random.fork_rng(devices):
+        restored.callback(random.setstate, random.getstate())
+        if numpys is not None:
+            restored.callback(numpys.set_state, numpys.get_state())
+        for generator in generators:
+            restored.callback(generator.set_state, generator.get_state())
+        yield
 
 
 @contextmanager
