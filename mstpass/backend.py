@@ -59,6 +59,7 @@ from mstpass.plans_by_length import plans_by_length
 from mstpass.rank_agreements import of_all_ranks, why_not_alike
 from mstpass.report import store
 from mstpass.report.graph_ends import with_graph_ends
+from mstpass.report.no_plan import lost, warn_of_budget, without_plan
 from mstpass.report.report import Report, ReportFileError
 from mstpass.returned_logits import Drop, drop_logits
 from mstpass.torch_internals.aot_autograd import (
@@ -224,27 +225,22 @@ def _compiled_and_reported(
             store.keep(partitioner.report, partitioner.seconds, partitioner.pass_seconds)
         raise
     report = partitioner.report
-    if report is None:
+    if report is None:  # the graph came from a compile cache
         why = why_not_alike(graph, stored[-1] if stored else None)
         if why:
             return _without_repeated_collectives(graph, limit, why)
+        stored = stored or [lost()]
         for earlier in stored:
             store.keep(earlier)
-        return dataclasses.replace(compiled, report=stored[-1] if stored else None)
+        return dataclasses.replace(compiled, report=_held_to_budget(stored[-1], graph, limit, key))
     if limit.is_free and limit.budget_bytes is not None:
         store.remember(report, key)  # for later processes: the cache has the graph from now on
-    check_fit(report.outcome, limit)
-    compiled, partitioner = _within_budget(graph, compiled, partitioner)
-    report = partitioner.report or report
+    if not report.outcome.no_plan:
+        check_fit(report.outcome, limit)
+        compiled, partitioner = _within_budget(graph, compiled, partitioner)
+        report = partitioner.report or report
     report = report.with_outcome(**drop.added_to(report.outcome))
-    over = over_budget(report.outcome, limit)
-    if over:
-        if graph.planned_for is not None and graph.planned_for.must_fit:
-            raise DoesNotFitError
-        if options.strict:
-            raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
-        warnings.warn(f"mstpass: {over}", stacklevel=2)
-        report = report.with_outcome(notes=(*report.outcome.notes, over))
+    report = _held_to_budget(report, graph, limit, key)
     why = why_not_alike(graph, report)
     if why:
         store.remember(report, key)  # with the graph in the cache: another time ranks may agree
@@ -255,6 +251,32 @@ def _compiled_and_reported(
     store.add(report, key, partitioner.seconds, partitioner.pass_seconds)
     _write_reports([*partitioner.nested, report], options)
     return dataclasses.replace(compiled, report=report)
+
+
+def _held_to_budget(report: Report, graph: Captured, limit: Limit, key: str) -> Report:
+    """The report, with what is to be said of a budget in bytes that the compiled graph exceeds.
+
+    Args:
+        key: of the graph, which the compile cache has: so its report is remembered.
+
+    Raises:
+        DoesNotFitError: the graph is to be planned for other sizes.
+        MstpassError: the budget is exceeded, under ``strict``.
+    """
+    over = over_budget(report.outcome, limit, report.cached)
+    if not over:
+        return report
+    if over not in report.outcome.notes:
+        report = report.with_outcome(notes=(*report.outcome.notes, over))
+    if not report.cached:
+        store.remember(report, key)
+    has_plan = not report.outcome.no_plan
+    if has_plan and graph.planned_for is not None and graph.planned_for.must_fit:
+        raise DoesNotFitError
+    if graph.options.strict:
+        raise MstpassError(f"mstpass failed (strict=True): {over}") from BudgetError(over)
+    warn_of_budget(report.outcome, limit.budget_bytes, over)
+    return report
 
 
 def _without_repeated_collectives(graph: Captured, limit: Limit, why: str) -> CompiledPlan:
@@ -319,7 +341,10 @@ def _compiled(graph: Captured, partitioner: Partitioner) -> CompiledPlan:
     at_once = backward_compiled_at_once() if now else contextlib.nullcontext()
     with at_once, backwards_may_keep_graphs() as functions:
         compiled: Any = compile_fx(graph.module, list(graph.inputs), config_patches=patches)
-    check_calls(partitioner, lowering, mender, reader, cache_counts().since(before))
+    counts = cache_counts().since(before)
+    check_calls(partitioner, lowering, mender, reader, counts)
+    if partitioner.report is None and not counts.hits:
+        partitioner.report = without_plan(graph.module, graph.inputs)
     if partitioner.report is not None and reader.peak_bytes is not None:
         partitioner.report = partitioner.report.with_outcome(scheduled_peak_bytes=reader.peak_bytes)
     return CompiledPlan(compiled, partitioner.limit, partitioner.report, functions)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -21,8 +22,10 @@ from torch import nn
 from mstpass.entry_point import mst
 from mstpass.integrations.transformers_masks import says_whether_packed
 from mstpass.options import ENV_PREFIX, OptionError, Options
+from mstpass.report.no_plan import rnn_left_out
 from mstpass.torch_internals.modules import compile_in_place, uncompile_in_place, uncompiled
 from mstpass.torch_internals.plain_inductor import options_of_mode
+from mstpass.tracing.names import modules_near
 
 T = TypeVar("T", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
@@ -79,6 +82,8 @@ def compile(
         "dynamic": dynamic,
         "options": _checked(options, mode),
     }
+    if left_out := rnn_left_out(modules_near(model)):
+        warnings.warn(f"mstpass.compile: {left_out}", stacklevel=2)
     if isinstance(model, nn.Module):
         _name_default_losses(model)
         whether_packed = functools.partial(says_whether_packed, model, signature_of=model.forward)

@@ -28,6 +28,9 @@ from mstpass.partition.solvers.candidate import (
 from mstpass.plans import ChunkPlan
 from mstpass.problem.apply_modes import Cycle, with_modes
 from mstpass.problem.problem import CutProblem, Plan
+from mstpass.regions.advice import TOO_LONG, UNDER_BUDGET
+
+Regions = Sequence[RegionCandidates]
 
 _MOST_VALUES = 20_000  # of all simulations together: they would take seconds
 
@@ -46,12 +49,13 @@ class _Compared(NamedTuple):
 
 
 def reasons_left_whole(
-    problem: CutProblem, plan: Plan, left: Sequence[RegionCandidates], limit: Limit
+    problem: CutProblem, plan: Plan, left: Regions, candidates: Regions, limit: Limit
 ) -> list[str]:
     """The reason for each region, in order.
 
     Args:
         left: regions that have no loops in the plan.
+        candidates: all regions.
         limit: what the plan may take.
     """
     if not left:
@@ -68,7 +72,24 @@ def reasons_left_whole(
         reason = _by_numbers(problem, compared, limit) if compared else ""
         reason = reason or _elsewhere(simulation, group, limit)
         found |= {candidate.region: reason for candidate in group}
-    return [found[candidate.region] for candidate in left]
+    reasons = [found[candidate.region] for candidate in left]
+    if room < 0 or not limit.is_free or all(TOO_LONG in reason for reason in reasons):
+        return reasons
+    more = _under_a_budget(problem, plan, candidates, simulation.peak_bytes)
+    return [reason if TOO_LONG in reason else reason + more for reason in reasons]
+
+
+def _under_a_budget(problem: CutProblem, plan: Plan, every: Regions, peak_bytes: int) -> str:
+    """What all regions together would gain from loops that take more time; "" if nothing."""
+    leanest = {c.region: min((p.bytes_after, mode) for mode, p in c.plans)[1] for c in every}
+    try:
+        least_bytes = fewest_saved_bytes(problem, {**plan.modes, **leanest}).peak_bytes
+    except (Cycle, nx.NetworkXUnbounded):
+        return ""
+    lower = (
+        f"{UNDER_BUDGET} chunks in all such parts lower it, to {bytes_text(least_bytes)} or less"
+    )
+    return lower if TIE * least_bytes < peak_bytes else ""
 
 
 def _kind(candidate: RegionCandidates) -> tuple[object, ...]:
@@ -120,7 +141,7 @@ def _by_numbers(problem: CutProblem, compared: _Compared, limit: Limit) -> str:
     if compared.extra_time <= problem.free_overhead:
         return ""
     return (
-        f"{lowered}, but take too long without a budget: the step would take "
+        f"{lowered}, but {TOO_LONG}: the step would take "
         f"{compared.extra_time:.1%} more time, and free_overhead allows {problem.free_overhead:.1%}"
     )
 

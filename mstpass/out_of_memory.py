@@ -45,7 +45,7 @@ class CompiledPlan:
     """A compiled graph and the plan that it follows.
 
     Attributes:
-        report: None if the graph has no backward, and so no plan.
+        report: None while it is made; it says so if the graph has no plan.
         functions: its autograd functions, which run its backward.
     """
 
@@ -72,7 +72,7 @@ def with_leaner_plans(
             ``DoesNotFitError`` if there is no such plan. None: the graph cannot be compiled again.
         by_length: there are plans for other lengths.
     """
-    if plan.report is None or _is_left_as_it_is(graph):
+    if plan.report is None or plan.report.outcome.no_plan or _is_left_as_it_is(graph):
         return plan.run
     tensors = (x for x in graph.inputs if isinstance(x, torch.Tensor))
     devices = [x.device for x in tensors]

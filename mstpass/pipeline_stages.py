@@ -101,7 +101,7 @@ class Planned:
     def rejections(self) -> tuple[Rejection, ...]:
         """Why other regions have no loops."""
         whole = [c for c in self.candidates if self._mode(c) == WHOLE]
-        reasons = reasons_left_whole(self.problem, self.plan, whole, self.limit)
+        reasons = reasons_left_whole(self.problem, self.plan, whole, self.candidates, self.limit)
         told = zip(whole, reasons, strict=True)
         return (*self.refused, *(rejected("plan", c.plans[0][1], why) for c, why in told))
 

@@ -370,18 +370,17 @@ class Outcome:
     Attributes:
         peak_bytes: simulated peak of forward and backward; None where a size depends on data.
             Symbolic sizes count as in the batch that is planned for.
-        baseline_peak_bytes: simulated peak of the step under Inductor alone, which saves what
-            torch's partitioner chooses.
+        baseline_peak_bytes: the same under Inductor alone, which saves what torch chooses.
         extra_time: estimated time beyond that step's, as a fraction of it.
         notes: what else the user should know of this graph.
-        scheduled_peak_bytes: peak of the compiled graphs by Inductor's schedule; None before
-            compilation and where the schedule could not be read.
+        scheduled_peak_bytes: peak of the compiled graphs by Inductor's schedule; None until read.
         limit_bytes: the highest simulated peak that it might have; None without a budget in bytes.
         left_to_torch: why torch's partitioner chose what is saved; empty if mstpass did.
         peaks: where sizes are symbolic, the peaks of the plan's largest batch and of shorter ones.
         budget_holds_for: the sizes of the largest batch of the plan whose simulated peak is within
             a budget in bytes; empty without a budget, and where the plan serves one batch.
         draws_random_numbers, collectives: the step reads a random state; waits for ranks in these.
+        no_plan: why the compiled graph has none, or none that is known; empty if it has one.
     """
 
     regions: tuple[ChunkPlan, ...] = ()
@@ -398,3 +397,4 @@ class Outcome:
     budget_holds_for: tuple[tuple[str, int], ...] = ()
     draws_random_numbers: bool = False
     collectives: Collectives | None = None
+    no_plan: str = ""

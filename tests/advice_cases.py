@@ -23,6 +23,8 @@ with torch.device("meta"):
     other = refused.Head()
     qkv, out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
     norm_of_all, norm_of_a_head = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH // _HEADS)
+    few_rows = torch.zeros(64, 2 * TOKENS, requires_grad=True)
+    mix_up, mix_down = nn.Linear(2 * TOKENS, 8 * TOKENS), nn.Linear(8 * TOKENS, 2 * TOKENS)
     memory = torch.zeros(TOKENS, VOCABULARY)
     largest = torch.zeros(TOKENS)
     is_token = torch.ones(TOKENS, dtype=torch.bool)
@@ -95,6 +97,31 @@ def _heavy(h: Tensor = hidden) -> Tensor:
     return model(h).logsumexp(-1).square().mean() + model(h).mean(-1).cumsum(0).square().mean()
 
 
+def _shifted(h: Tensor = hidden) -> Tensor:
+    logits = model(h)
+    return _loss(logits[1:] - logits[:-1], labels[1:])
+
+
+def _mixes_tokens(h: Tensor = few_rows) -> Tensor:
+    """An MLP-Mixer's part over tokens: its rows are the 64 features."""
+    return mix_down(F.gelu(mix_up(h))).square().mean()
+
+
+def _largest(h: Tensor = hidden, by_dim: bool = True) -> Tensor:
+    logits = model(h)
+    most = logits.max(0).values if by_dim else logits.amax(0)
+    return _loss(logits, labels) + most.mean()
+
+
+def _normalized_in_turn(h: Tensor = hidden, turns: int = 12) -> Tensor:
+    logits = model(h)
+    f, g = logits.new_zeros(TOKENS), logits.new_zeros(VOCABULARY)
+    for _ in range(turns):
+        f = (logits - g).logsumexp(1)
+        g = (logits - f[:, None]).logsumexp(0)
+    return ((logits - f[:, None] - g).exp() * logits).sum()
+
+
 def _attention(
     h: Tensor,
     of_all: nn.Module | None = None,
@@ -150,7 +177,7 @@ CASES = {
         {"chunk_tokens": 256},
     ),
     "few tokens, more of them": Case(
-        "fewer than two chunks", "train on more tokens", few_tokens, fine
+        "fewer than two chunks", "give this product more rows", few_tokens, fine
     ),
     "few tokens, shorter chunks": Case(
         "fewer than two chunks",
@@ -168,6 +195,26 @@ CASES = {
         _heavy,
         _heavy,
         changed={"free_overhead": 2.0},
+    ),
+    "a shift, a budget": Case(
+        "works along a token dim", "set a memory_budget", _shifted, _shifted, changed=_LEAST
+    ),
+    "few rows, a budget": Case(
+        "fewer than two chunks", "set a memory_budget", _mixes_tokens, _mixes_tokens, changed=_LEAST
+    ),
+    "max(dim)": Case(
+        "aten.max.dim reduces",
+        "take amin or amax",
+        _largest,
+        lambda h=hidden: _largest(h, by_dim=False),
+        _LEAST,
+    ),
+    "too many rounds": Case(
+        "loops, more than",
+        "fewer iterations",
+        _normalized_in_turn,
+        lambda h=hidden: _normalized_in_turn(h, turns=2),
+        _LEAST,
     ),
     "an op of ATen": Case(
         "no token rule for aten._fft_r2c",
@@ -216,7 +263,7 @@ CASES = {
     ),
     "a mask": Case("reads this mask whole", "pass no attention mask", _padded, _causal),
     "a mask, under a budget": Case(
-        "reads this mask whole", "under a memory_budget", _padded, _padded, changed=_LEAST
+        "reads this mask whole", "memory_budget takes its rows", _padded, _padded, changed=_LEAST
     ),
     "a mask that is given": Case(
         "is an input of the graph", "pass no attention mask", _with_a_mask, _causal, _LEAST

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import mstpass
 from mstpass import pipeline
 from mstpass.bench.models import LlamaSize, llama
 from mstpass.graph.tokens import Refusal
@@ -21,6 +22,7 @@ from mstpass.partition.solvers.free_plan import every_saving
 from mstpass.partition.solvers.min_cut import min_cut
 from mstpass.problem.apply_modes import with_modes
 from mstpass.regions.advice import fix_of
+from mstpass.report.unasked_changes import asks_for_change
 from tests.checks import joint_graph
 
 pytestmark = pytest.mark.op_by_op
@@ -105,6 +107,31 @@ def test_no_lower_budget_is_advised_at_the_lowest() -> None:
     reasons = ["the step's peak lies elsewhere (3 MiB at mm in backward), so chunks gain nothing"]
     reasons.append(reasons[0] + ", at the least memory that was found")
     assert [("set a lower memory_budget" in fix_of(r)) for r in reasons] == [True, False]
+
+
+def test_what_a_budget_would_take_asks_for_one() -> None:
+    """Of three heads the smallest stays whole: alone it would not lower the peak, with all it does.
+
+    The plan under a budget takes no more time than Inductor, at half of the free plan's peak.
+    """
+    sizes = 8000, 4000, 1000
+    weights = [torch.zeros(words, 64, requires_grad=True, device="meta") for words in sizes]
+    hidden = torch.zeros(2048, 64, requires_grad=True, device="meta")
+    labels = torch.zeros(2048, dtype=torch.long, device="meta")
+
+    def loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return sum(F.cross_entropy(hidden @ weight.t(), labels) for weight in weights)
+
+    free, less = (
+        mstpass.explain(loss, hidden, labels, options={"memory_budget": budget})
+        for budget in ("free", 0.3)
+    )
+    (rejection,) = free.rejections
+    told = re.search(r"under a memory_budget .* lower it, to ([\d.]+) MiB", rejection.reason)
+    assert told is not None and float(told[1]) == pytest.approx(less.peak_bytes / 2**20, rel=0.05)
+    assert less.peak_bytes < 0.6 * free.peak_bytes and less.extra_time < 0.02
+    assert rejection.fix.startswith("set a memory_budget") and asks_for_change(rejection, free)
+    assert "does not run in chunks:" in str(free)
 
 
 def test_where_an_mlp_makes_the_peak_it_keeps_its_loop() -> None:

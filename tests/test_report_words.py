@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
+import mstpass
 from mstpass.byte_sizes import bytes_text
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.regions.advice import with_fix
@@ -78,8 +80,36 @@ def test_too_few_tokens_matter_where_nothing_else_runs_in_chunks() -> None:
     assert TOO_FEW[:60] in str(_report(*_mlps(3, TOO_FEW), regions=()))
 
 
+def test_too_few_tokens_matter_for_a_wide_part() -> None:
+    """Other parts run in chunks; this one has more than 5 % of the peak."""
+    text = str(_report(*_mlps(2, TOO_FEW, size=6 * MIB)))
+    assert TOO_FEW[:60] in text and "more rows at once" in text
+    assert "nothing to change" not in text
+
+
 def test_small_parts_do_not_matter() -> None:
     assert "nothing to change" in str(_report(*_mlps(1, MIXES, size=MIB // 2)))
     assert "why: " in str(_report(*_mlps(1, MIXES, size=2 * MIB)))
     whole_graph = Rejection("error", "graph", "ValueError: no", bytes=0)
     assert "why: " in str(_report(whole_graph))
+
+
+def test_what_makes_the_peak_is_named_where_no_loop_was_looked_for() -> None:
+    """In layers of one width no product widens tokens. A head that is refused has its reason."""
+    head = torch.nn.Linear(64, 4096, device="meta")
+    x = torch.zeros(1024, 64, device="meta")
+
+    def of_a_head(x: torch.Tensor) -> torch.Tensor:
+        return head(x).prod(0).sum()  # refused
+
+    least = {"memory_budget": 0.0}
+    square = torch.zeros(64, 64, device="meta", requires_grad=True)
+
+    def equal_widths(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = (x @ square).relu()
+        return x.square().mean()
+
+    text = str(mstpass.explain(equal_widths, x, options=least))
+    assert "has no loops: " in text and "no product there widens tokens" in text
+    assert "has no loops: " not in str(mstpass.explain(of_a_head, x, options=least))

@@ -90,7 +90,8 @@ class Counted:
     @property
     def ends(self) -> list[tuple[int, ...]]:
         """The sizes that each plan is made for; none of a graph with one plan."""
-        made = [report.outcome.peaks for report in mstpass.reports()[self._reports :]]
+        outcomes = [report.outcome for report in mstpass.reports()[self._reports :]]
+        made = [outcome.peaks for outcome in outcomes if not outcome.no_plan]  # not of evaluation
         return [tuple(size for _, size in peaks[0].sizes) if peaks else () for peaks in made]
 
 

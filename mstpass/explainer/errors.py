@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mstpass.errors import UserError
+from mstpass.report.no_plan import RNN_ADVICE
 from mstpass.torch_internals.dynamo import GraphCompileReason, TorchDynamoException, Unsupported
 from mstpass.torch_internals.fake_tensors import (
     DataDependentOutputException,
@@ -46,6 +47,7 @@ _ONE_DEVICE = (
 _ADVICE = {  # a part of an error's text -> what to change
     "Tensor.backward()": "give the function that returns the loss, and call backward outside of it",
     "autograd.grad": "give the function that returns the loss, and take its gradient outside of it",
+    "RNN, GRU, or LSTM": RNN_ADVICE,
     "optimizer": "give the function that returns the loss, and step the optimizer outside of it",
     "Tensor.item()": _MOVE_LINE,
     "logging.Logger method": "do not log there, or have torch leave the call out, with "
@@ -83,8 +85,8 @@ class ExplainError(UserError):
 
 def no_backward_message(error: NoJointGraph) -> str:
     return (
-        f"{error}. Give the function that returns the loss; its parameters or inputs must require "
-        "a gradient, and torch.no_grad() must not be on"
+        f"{error}. Give the function that returns the loss, and take its gradient outside of it; "
+        "its parameters or inputs must require a gradient, and torch.no_grad() must not be on"
     )
 
 

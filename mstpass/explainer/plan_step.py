@@ -34,6 +34,7 @@ from mstpass.memory.device_budget import device_budget_bytes
 from mstpass.options import OptionError, Options
 from mstpass.regions.advice import is_output
 from mstpass.report.collect_details import collect_details
+from mstpass.report.no_plan import rnn_left_out
 from mstpass.report.report import Report
 from mstpass.returned_logits import Drop, drop_logits
 from mstpass.torch_internals.aot_autograd import traces_backward_again
@@ -47,6 +48,7 @@ from mstpass.tracing.joint_graphs import (
     trace_each_graph,
     trace_one_graph,
 )
+from mstpass.tracing.names import modules_near
 
 
 def explain(
@@ -121,7 +123,7 @@ def _one_report(
     device: torch.device | str | None,
     gpu: str | None,
 ) -> Report:
-    with _user_errors(), traced_for(device, gpu) as of_tensors, _collector_off():
+    with _user_errors(fn, args, kwargs), traced_for(device, gpu) as of_tensors, _collector_off():
         _check_arguments(fn, args, kwargs)
         return with_deep_stack(
             trace_one_graph, fn, args, kwargs, maker.report, maker.prepare, of_tensors
@@ -163,16 +165,19 @@ def explain_parts(
     gpu: str | None = None,
 ) -> list[Report]:
     """`explain_all` with the arguments of `explain_step`."""
-    with _user_errors(), traced_for(device, gpu) as of_tensors, _collector_off():
+    kwargs = kwargs or {}
+    with _user_errors(fn, args, kwargs), traced_for(device, gpu) as of_tensors, _collector_off():
         maker = _ReportMaker(options, pareto)
-        _check_arguments(fn, args, kwargs or {})
+        _check_arguments(fn, args, kwargs)
         traced = with_deep_stack(
-            trace_each_graph, fn, args, kwargs or {}, maker.report, maker.prepare, of_tensors
+            trace_each_graph, fn, args, kwargs, maker.report, maker.prepare, of_tensors
         )
     reports = [
         report if graph_break is None else _with_graph_break(report, graph_break)
         for report, graph_break in traced.parts
     ]
+    if left_out := rnn_left_out(modules_near(fn, (*args, *kwargs.values()))):
+        reports[0] = _with_note(reports[0], left_out)
     if traced.of_callees:
         reports[0] = _with_note(reports[0], callees_note(fn))
     if traced.stopped_by is not None:
@@ -225,12 +230,14 @@ def _collector_off() -> Iterator[None]:
 
 
 @contextmanager
-def _user_errors() -> Iterator[None]:
+def _user_errors(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Turn every error into one that says in the user's terms what to change."""
     try:
         yield
     except NoJointGraph as error:
-        raise ExplainError(no_backward_message(error)) from None
+        left_out = rnn_left_out(modules_near(fn, (*args, *kwargs.values())))
+        message = f"no backward: {left_out}" if left_out else no_backward_message(error)
+        raise ExplainError(message) from None
     except (UserError, OptionError):
         raise
     except Exception as error:

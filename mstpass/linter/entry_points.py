@@ -6,6 +6,7 @@ Inductor take long to import.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,9 @@ def lint(
 
     If ``fn`` runs no backward, it must return a loss, and `lint` runs the backward of that loss.
     A loss is a tensor, or an object with an attribute ``loss``, such as the output of a Hugging
-    Face model. The step has its usual effects: gradients accumulate, and the optimizer updates the
-    weights if ``fn`` calls it. Compiled functions run eagerly here; `lint_compiled` reads their
-    graphs.
+    Face model. Afterwards everything is as it was: gradients, weights, buffers, optimizers, random
+    states (unchanged.py says what is kept). Compiled functions run eagerly here; `lint_compiled`
+    reads their graphs.
 
     Args:
         device: run the step on fake tensors of this device, for all tensors that it has: nothing is
@@ -41,12 +42,15 @@ def lint(
     """
     from mstpass.linter.eager_findings import lint_trace
     from mstpass.linter.eager_trace import StepTrace
+    from mstpass.linter.unchanged import unchanged
     from mstpass.tracing.devices import on_fake_tensors
     from mstpass.tracing.names import modules_near
 
     # Under a dispatch mode Dynamo gives up on compiled functions, and never compiles them later.
     roots = modules_near(fn, (*args, *kwargs.values()))
+    is_real = device is None and gpu is None
     with (
+        unchanged((fn, args, kwargs), True) if is_real else contextlib.nullcontext(),
         on_fake_tensors((fn, args, kwargs), device, gpu) as (step, step_args, step_kwargs),
         torch.compiler.set_stance("force_eager"),
         StepTrace(roots) as trace,
@@ -60,15 +64,18 @@ def lint_compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> LintRepo
 
     ``fn`` must call a function that `torch.compile` returned with a backend that ends in Inductor
     (``"mst"`` or ``"inductor"``). `lint_compiled` resets the compiler before and after the step, so
-    all functions of this process compile afresh. A loss that ``fn`` returns is treated as in
-    `lint`. Flops are those of matmuls and attention.
+    all functions of this process compile afresh. Else everything is as it was, as after `lint`;
+    meanwhile the host holds a copy of the step's tensors. A loss that ``fn`` returns is treated as
+    in `lint`. Flops are those of matmuls and attention.
 
     Raises:
         LintError: no graph with a backward was compiled. Exceptions of ``fn`` are passed on.
     """
     from mstpass.linter.compiled_graphs import read_compiled
+    from mstpass.linter.unchanged import unchanged
 
-    return read_compiled(lambda ran_backward: _run(fn, args, kwargs, ran_backward))
+    with unchanged((fn, args, kwargs), False):
+        return read_compiled(lambda ran_backward: _run(fn, args, kwargs, ran_backward))
 
 
 def lint_graphs(

@@ -28,6 +28,7 @@ from mstpass.loops.free_overhead import spend_free_overhead
 from mstpass.loops.plan_region import RegionPlanner
 from mstpass.options import Options
 from mstpass.plans import FUSED, MIXED, RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
+from mstpass.regions.advice import under_a_budget
 from mstpass.regions.detect import find_regions, region_along_features
 
 _LENGTHS = {  # names of modes
@@ -118,6 +119,9 @@ def find_candidates(
         _candidates(planners[p.members], p, limit, recomputed.get(p.members, frozenset()))
         for p in preferred
     ]
+    if limit.is_free and rejections:  # of which a budget may take some
+        still = {r.node for r in find_candidates(joint, options, Limit(0.0))[1]}
+        rejections = [r if r.node in still else under_a_budget(r) for r in rejections]
     return [*taken, *leaner], rejections
 
 

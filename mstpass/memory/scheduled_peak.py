@@ -85,15 +85,19 @@ class ReadSchedule(CustomSchedulerPass):
 
     @property
     def peak_bytes(self) -> int | None:
-        """Highest bytes of forward and backward; None where they were not both read."""
+        """Highest bytes of forward and backward, or of the one graph that no backward follows; None
+        where they were not all read."""
         graphs = [s for s in self.schedules if not s.is_loop_body]
-        if self.failed or len(graphs) != 2:
+        if self.failed or len(graphs) != 2 - all(s.is_inference for s in graphs):
             return None
         try:
-            backward, forward = (_peak_and_left(s, bodies) for s, bodies in self._with_bodies())
+            *backwards, forward = (_peak_and_left(s, bodies) for s, bodies in self._with_bodies())
         except KeyError as body:
             log.debug("the schedule of %s has not been read", body)
             return None
+        if not backwards:
+            return forward[0]
+        (backward,) = backwards
         inputs = graphs[1].freed_inputs
         saved_bytes = sum(inputs[name] for name in inputs if not name.startswith("tangents"))
         held_bytes = max(0, forward[1] - saved_bytes)  # by the caller of the forward

@@ -38,15 +38,22 @@ def peak_limit_bytes(problem: CutProblem, limit: Limit, solve: Solver) -> int | 
     return int(lowest + limit.share * max(0, highest - lowest))
 
 
-def over_budget(outcome: Outcome, limit: Limit) -> str:
-    """The message that Inductor's schedule of a plan exceeds the budget; "" if it does not.
+def over_budget(outcome: Outcome, limit: Limit, cached: bool = False) -> str:
+    """The message that Inductor's schedule of a graph exceeds the budget; "" if it does not.
 
     Where sizes are symbolic, it is about the largest batch of the plan.
+
+    Args:
+        cached: the graph was planned in another process, where ``infeasible`` was said.
     """
     scheduled, budget = outcome.scheduled_peak_bytes, limit.budget_bytes
-    if limit.is_free or budget is None or scheduled is None or limit.allows(outcome):
+    if limit.is_free or budget is None:
         return ""
-    if outcome.peak_bytes is not None and outcome.peak_bytes > budget:
+    if scheduled is None and outcome.no_plan:
+        return f"memory_budget={bytes_text(budget)} was not looked at: {outcome.no_plan}"
+    if scheduled is None or limit.allows(outcome):
+        return ""
+    if outcome.peak_bytes is not None and outcome.peak_bytes > budget and not cached:
         return ""  # ``infeasible`` has said so
     return (
         f"memory_budget={bytes_text(budget)} cannot be met: the lowest peak found is "
@@ -89,11 +96,11 @@ def sizes_text(sizes: Sequence[tuple[str, int]]) -> str:
 
 
 def _cause(outcome: Outcome) -> str:
-    """Why a budget has no say in what is saved, as a sentence; "" where it has."""
-    reason = outcome.left_to_torch
-    return (
-        f"torch's partitioner chose what is saved, without a budget: {reason}. " if reason else ""
-    )
+    """Why a budget has no say, as a sentence; "" where it has."""
+    if outcome.no_plan:
+        return f"There is no plan: {outcome.no_plan}. "
+    chose = "torch's partitioner chose what is saved, without a budget"
+    return f"{chose}: {outcome.left_to_torch}. " if outcome.left_to_torch else ""
 
 
 def memory_of(problem: CutProblem, plan: Plan) -> StepMemory:

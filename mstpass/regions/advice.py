@@ -40,13 +40,16 @@ _BUDGET = (
     f"{_NOTHING}; to get chunks here anyway, set a lower memory_budget, or force them with "
     "chunk_tokens"
 )
+_SET_BUDGET = "set a memory_budget (0.0 is the least memory)"
+TOO_LONG = "take too long without a budget"
+UNDER_BUDGET = "; under a memory_budget"  # a reason goes on so
 
 _MASK = (
     "where nothing is padded, pass no attention mask (padding on the right needs none under causal "
     "attention, if the loss ignores it); for packed sequences, windows and blocks use "
     "FlexAttention, or flash attention with sequence lengths (varlen)"
 )
-_MASK_BY_BUDGET = f"{_MASK}; under a memory_budget loops compute its rows, if the graph computes it"
+_MASK_BY_BUDGET = f"{_MASK}; a (lower) memory_budget takes its rows by loops, if the graph has it"
 
 _TOO_FEW_TOKENS = r"fewer than two chunks|too few for a loop"
 _OUTPUT = r"(are|is) an output( of the graph)?"
@@ -102,25 +105,17 @@ _ADVICE = (
     (r"fit in one chunk of chunk_tokens", "set a smaller chunk_tokens, or leave it out"),
     (
         _TOO_FEW_TOKENS,
-        "train on more tokens at once, or force a chunk length with chunk_tokens" + _CHUNKS_BY_HAND,
+        "give this product more rows at once, by a larger batch or longer sequences where these "
+        "make its rows, or force a chunk length with chunk_tokens" + _CHUNKS_BY_HAND,
     ),
     # ---- chunks are possible but gain nothing
     (
         r"read constants only",
         f"{_NOTHING}; or compute this part for one token and expand it: all tokens are equal here",
     ),
-    (
-        r"would hold as much memory",
-        f"{_NOTHING}; memory_budget=0.0 recomputes values where that is possible",
-    ),
-    (
-        r"would raise the step's peak",
-        f"{_NOTHING}: with more tokens at once, chunks lower the peak",
-    ),
-    (
-        r"take too long without a budget",
-        "set a memory_budget (0.0 is the least memory), or a larger free_overhead",
-    ),
+    (r"would hold as much memory", f"{_NOTHING}: a part of all tokens is kept in any case"),
+    (r"would raise the step's peak", f"{_NOTHING}: with more rows at once, chunks lower the peak"),
+    (TOO_LONG, f"{_SET_BUDGET}, or a larger free_overhead"),
     (r"budget is met without them", _BUDGET),
     (r"at the least memory that was found", f"{_NOTHING}: no budget is lower"),
     (r"peak lies elsewhere|gains nothing|chunks without recomputation", _BUDGET),
@@ -133,6 +128,8 @@ _ADVICE = (
         r"nothing outside the region uses",
         "return a loss that depends on the results, or leave the computation out",
     ),
+    (r"more than \d+: each value", "take fewer of them, one after the other: fewer iterations"),
+    (r"aten\.(min|max)\.dim reduces", "take amin or amax in place of the values of min and max"),
     # ---- what happens to the wide values
     (
         r"outside the region, reads a wide value",
@@ -271,9 +268,18 @@ def wants_more_tokens(rejection: Rejection) -> bool:
     return re.search(_TOO_FEW_TOKENS, rejection.reason) is not None
 
 
+def under_a_budget(rejection: Rejection) -> Rejection:
+    """A rejection of a plan without a budget, under which the part has loops."""
+    reason = f"{rejection.reason}{UNDER_BUDGET} it may run in chunks"
+    return dataclasses.replace(rejection, reason=reason)
+
+
 def fix_of(reason: str) -> str:
     """What the user can do about a reason; empty if nothing is known to help."""
-    return next((advice for pattern, advice in _ADVICE if re.search(pattern, reason)), "")
+    reason, by_budget, _ = reason.partition(UNDER_BUDGET)
+    found = next((advice for pattern, advice in _ADVICE if re.search(pattern, reason)), "")
+    others = "" if found.startswith(_NOTHING) else f"; or {found}"
+    return f"{_SET_BUDGET}{others}" if by_budget else found
 
 
 def with_fix(rejection: Rejection) -> Rejection:

@@ -54,7 +54,8 @@ def summary(report: Report, stage_seconds: Mapping[str, float]) -> str:
     """One line: the loops, the peak without and with chunks, the saved bytes, the planning time."""
     loops = Counter(map(loop_label, report.regions))
     labels = [label + (f" (x {count})" if count > 1 else "") for label, count in loops.items()]
-    facts = ["; ".join(labels) or "nothing runs in chunks"]
+    no_plan = report.outcome.no_plan and f"no plan: {report.outcome.no_plan}"
+    facts = ["; ".join(labels) or no_plan or "nothing runs in chunks"]
     peaks = (report.baseline_peak_bytes, report.outcome.peak_bytes)  # both simulated, or no pair
     if report.outcome.peak_bytes is None:
         peaks = (None, report.peak_bytes)

@@ -38,6 +38,7 @@ from mstpass.report.details import (
 from mstpass.report.layer_paths import fold_numbers, group_by, join_layers
 from mstpass.report.timeline_names import RELOAD, node_name
 from mstpass.report.unasked_changes import LEAST_PEAK_SHARE, asks_for_change
+from mstpass.report.unlooked import unlooked
 
 _MOST_LINES = 40  # of the whole report
 _MOST_ITEMS = (7, 6, 5, 4, 3, 2, 1)  # of each part: the first number with which the report fits
@@ -76,7 +77,9 @@ def _peak_lines(report: ReportData) -> list[str]:
     And why a budget does not decide about what is saved, if it does not. A schedule's peak and a
     simulated one count different things: they do not share a line.
     """
-    outcome, lines = report.outcome, []
+    outcome, lines = report.outcome, list[str]()
+    if outcome.no_plan:
+        lines += _wrap("  no plan: ", outcome.no_plan)
     if outcome.peak_bytes is not None:
         line = f"  peak memory: {bytes_text(outcome.peak_bytes)} (simulated)"
         if outcome.baseline_peak_bytes is not None and outcome.extra_time is not None:
@@ -155,10 +158,11 @@ def _source_line(region: ChunkPlan, nodes: Nodes) -> str:
 
 # ---- what does not run in chunks ---------------------------------------------------------------
 def _rejection_lines(report: ReportData, nodes: Nodes, most: int) -> list[str]:
-    """What the user can change, and then one line for all that asks for nothing."""
+    """What the user can change, what no loop was looked for in, and the rest in one line."""
     asked = [r for r in report.rejections if asks_for_change(r, report)]
     unasked = [r for r in report.rejections if r not in asked]
-    return [*_asked_lines(asked, nodes, most), *_unasked_line(unasked)]
+    others = [line for label, text in unlooked(report) for line in _wrap(label, text)]
+    return [*_asked_lines(asked, nodes, most), *others, *_unasked_line(unasked)]
 
 
 def _asked_lines(rejections: Sequence[Rejection], nodes: Nodes, most: int) -> list[str]:

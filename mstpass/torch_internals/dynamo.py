@@ -58,6 +58,11 @@ def graph_break_after(gm: fx.GraphModule) -> GraphCompileReason | None:
     return reason if isinstance(reason, GraphCompileReason) and reason.graph_break else None
 
 
+def compiles_rnns() -> bool:
+    """Whether graphs may hold the calls of ``nn.RNN``, ``nn.GRU`` and ``nn.LSTM``."""
+    return torch._dynamo.config.allow_rnn
+
+
 def forget_backend(code: types.CodeType, backend: Callable[..., Any]) -> None:
     """Drop what Dynamo keeps of a code object, unless another backend compiled it as well."""
     if all(entry.backend is backend for entry in _debug_get_cache_entry_list(code)):

@@ -74,12 +74,14 @@ class Schedule:
     Attributes:
         freed_inputs: bytes of the inputs that the graph frees: saved values and tangents, but not
             what the user's step is given.
+        is_inference: no backward follows the graph.
     """
 
     name: str
     is_loop_body: bool
     freed_inputs: Mapping[str, int]
     calls: tuple[Call, ...]
+    is_inference: bool = False
 
 
 def read_schedule(
@@ -95,9 +97,10 @@ def read_schedule(
         NotCountedError: what it needs cannot be told.
     """
     is_body = isinstance(V.graph, SubgraphLowering)
-    inputs = {} if is_body else _freed_inputs(allocated)
+    is_inference = not is_body and V.graph.is_inference
+    inputs = {} if is_body or is_inference else _freed_inputs(allocated)
     calls = tuple(_Walk(nodes, inputs, wanted, allocated).calls()) if nodes else ()
-    return Schedule(str(V.graph.name), is_body, inputs, calls)
+    return Schedule(str(V.graph.name), is_body, inputs, calls, is_inference)
 
 
 def _freed_inputs(allocated: Allocated) -> dict[str, int]:

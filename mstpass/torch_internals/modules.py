@@ -46,6 +46,8 @@ def uncompiled(fn: Any) -> Any:
 
 def is_compiled(value: Any) -> bool:
     """Whether torch.compile made the value, or ``nn.Module.compile`` was called on it."""
+    if getattr(value, "_torchdynamo_disable", False):  # torch.compiler.disable wraps as well
+        return False
     return uncompiled(value) is not value or getattr(value, "_compiled_call_impl", None) is not None
 
 

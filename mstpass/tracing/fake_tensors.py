@@ -97,9 +97,9 @@ class FakeTensors:
             step: a tree of functions, modules and arguments.
         """
         with contextlib.ExitStack() as restored:
-            of_fsdp = fsdp_containers(_modules(step))
+            of_fsdp = fsdp_containers(modules_of(step))
             restored.enter_context(contents_kept(of_fsdp))
-            places = chain(_tensor_places(tree_leaves(step)), *map(_items, of_fsdp))
+            places = chain(tensor_places(tree_leaves(step)), *map(_items, of_fsdp))
             for value, put in list(places):
                 fake = self.fake_of(value)
                 if fake is not value:
@@ -113,7 +113,7 @@ class FakeTensors:
 # ---- what torch.compile made -------------------------------------------------------------------
 def calls_compiled(step: Any) -> bool:
     """Whether a function or module in a step (a tree) is compiled, or calls one that is."""
-    return any(map(is_compiled, (*_reachable(tree_leaves(step)), *_modules(step))))
+    return any(map(is_compiled, (*_reachable(tree_leaves(step)), *modules_of(step))))
 
 
 def _default_device() -> torch.device:
@@ -124,7 +124,7 @@ def _default_device() -> torch.device:
 
 
 # ---- where a step has tensors ------------------------------------------------------------------
-def _tensor_places(leaves: Sequence[Any]) -> Iterator[tuple[Any, Setter]]:
+def tensor_places(leaves: Sequence[Any]) -> Iterator[tuple[Any, Setter]]:
     """Each place where the leaves, or functions that they call, may hold a tensor.
 
     Such places are in all modules that they are, hold or contain, in the arguments of partials, and
@@ -152,7 +152,7 @@ def _tensor_places(leaves: Sequence[Any]) -> Iterator[tuple[Any, Setter]]:
                 yield from _items(value)
 
 
-def _modules(step: Any) -> list[nn.Module]:
+def modules_of(step: Any) -> list[nn.Module]:
     """All modules that the functions and modules in a step (a tree) are, hold or contain."""
     reached = map(uncompiled, _reachable(tree_leaves(step)))
     roots = (root for leaf in reached for root in modules_near(leaf))

@@ -16,9 +16,11 @@ import builtins
 import functools
 import itertools
 import logging
+import random
+import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +29,7 @@ from torch import Tensor, fx, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mstpass.errors import UserError
+from mstpass.report.no_plan import why_no_backward
 from mstpass.torch_internals.aot_autograd import (
     merge_equal_nodes,
     min_cut_rematerialization_partition,
@@ -61,7 +64,6 @@ def _as_it_is(gm: fx.GraphModule, inputs: Sequence[Any]) -> Finish:
 
 
 _numbers = itertools.count()
-_NO_BACKWARD = "no backward: the result depends on nothing that requires a gradient"
 
 
 class NoJointGraph(UserError):
@@ -156,6 +158,7 @@ def trace_each_graph(
     fakes = FakeTensors(also_real=True, device=device)
     parts: list[tuple[T, GraphCompileReason | None]] = []
     failed: list[Exception] = []
+    without: list[Exception] = []  # why a graph has no backward
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         graph_break = graph_break_after(gm)
@@ -164,8 +167,8 @@ def trace_each_graph(
             finish = use_captured(gm, example_inputs)
             made = _trace_captured(gm, example_inputs, use_joint)
             parts.append((made, graph_break))
-        except NoJointGraph:
-            pass  # a graph without a backward has no report
+        except NoJointGraph as error:  # a graph without a backward has no report
+            without.append(error)
         except Exception as error:  # if it were raised here, Dynamo would go on without it
             failed.append(error)
 
@@ -187,7 +190,8 @@ def trace_each_graph(
     if failed:
         raise cause_of(failed[0])
     if not parts:
-        raise stopped_by or NoJointGraph("no backward: no compiled function needs a gradient")
+        nothing = NoJointGraph("no backward: no function was compiled")
+        raise stopped_by or next(iter(without), nothing)
     return TracedGraphs(tuple(parts), has_compiled and not is_compiled(fn), stopped_by)
 
 
@@ -228,9 +232,15 @@ def _trace_captured(gm: fx.GraphModule, inputs: Sequence[Any], use_joint: UseJoi
     Raises:
         NoJointGraph: there is no backward.
     """
-    if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
-        raise NoJointGraph(_NO_BACKWARD)
     found: list[T] = []
+    none = NoJointGraph(f"no backward: {why_no_backward(gm, inputs)}")
+
+    def no_backward(*_: Any, **__: Any) -> Any:
+        """In place of Inductor's compiler, which is called first only if there is no backward."""
+        raise none
+
+    if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+        raise none
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **given: Any) -> Any:
@@ -249,15 +259,10 @@ def _trace_captured(gm: fx.GraphModule, inputs: Sequence[Any], use_joint: UseJoi
         **without_padding(),
     }
     try:
-        compile_fx(gm, list(inputs), inner_compile=_no_backward, config_patches=patches)
+        compile_fx(gm, list(inputs), inner_compile=no_backward, config_patches=patches)
     except _JointGraphUsed:
         return found[0]
     raise AssertionError("compile_fx asked neither the partitioner nor the compiler")
-
-
-def _no_backward(*_: Any, **__: Any) -> Any:
-    """In place of Inductor's compiler, which is called first only if there is no backward."""
-    raise NoJointGraph(_NO_BACKWARD)
 
 
 class _JointGraphUsed(Exception):
@@ -295,14 +300,27 @@ def _globals_of(fn: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Restore the random state afterwards, and keep torch from logging while it traces."""
+def random_numbers_kept(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Restore afterwards the random states of torch, Python and NumPy, and these generators'."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    numpys: Any = getattr(sys.modules.get("numpy"), "random", None)
+    with ExitStack() as restored, torch.random.fork_rng(devices):
+        restored.callback(random.setstate, random.getstate())
+        if numpys is not None:
+            restored.callback(numpys.set_state, numpys.get_state())
+        for generator in generators:
+            restored.callback(generator.set_state, generator.get_state())
+        yield
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Restore the random states afterwards, and keep torch from logging while it traces."""
     logs = {log: log.disabled for log in map(logging.getLogger, TRACING_LOGGERS)}
     try:
         for log in logs:
             log.disabled = True
-        with torch.random.fork_rng(devices):
+        with random_numbers_kept():
             yield
     finally:
         for log, disabled in logs.items():

@@ -60,7 +60,7 @@ def _new_step(**how: Any) -> Callable[[int], dict[str, Any]]:
         messages = [str(w.message) for w in caught if "rank" in str(w.message)]
         outcomes = [report.outcome for report in mstpass.reports()[before:]]
         return {
-            "limits": [outcome.limit_bytes for outcome in outcomes],
+            "limits": [outcome.limit_bytes for outcome in outcomes if not outcome.no_plan],
             "warnings": messages,
             "waits_s": waits_s[asked:],
         }

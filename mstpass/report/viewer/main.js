@@ -10,12 +10,13 @@ function summarySection(data) {
     "section.summary",
     { "aria-labelledby": "title" },
     h("p.kicker", null, data.title + (data.cached ? " · graph from the compile cache" : "")),
-    h("h1", { id: "title" }, headline(peak, before, extra)),
+    h("h1", { id: "title" }, headline(report)),
     h(
       "div.cards",
       null,
       card("Peak of the step", peak === null ? "unknown" : bytesText(peak),
-        peak !== null && before !== null ? peakBars(peak, before) : "a size depends on data"),
+        peak !== null && before !== null ? peakBars(peak, before) :
+          report.no_plan ? "there is no plan" : "a size depends on data"),
       card("Saved for backward", bytesText(bytesOf(onDevice)),
         countText(onDevice.length, "value") + (solver ? `, chosen by ${solver}` : "") +
           (onHost.length ? `; on the host ${onHost.length} more, ${bytesText(bytesOf(onHost))}` : "")),
@@ -29,7 +30,9 @@ function summarySection(data) {
   );
 }
 
-function headline(peak, before, extra) {
+function headline(report) {
+  const { peak_bytes: peak, baseline_peak_bytes: before, extra_time: extra } = report;
+  if (report.no_plan) return `There is no plan: ${report.no_plan}.`;
   if (peak === null) return "The peak of this step is not known.";
   const strong = (bytes) => h("strong", null, bytesText(bytes));
   if (before === null) return ["The step peaks at ", strong(peak), "."];

@@ -1,0 +1,74 @@
+"""Large values at the peak of which neither a loop nor a refusal tells.
+
+Loops are looked for around products that widen tokens. Where something else makes the peak (a
+convolution, correlations of features, layers of equal width), nothing was refused, so nothing would
+be said of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mstpass.byte_sizes import bytes_text
+from mstpass.report.data import ReportData
+from mstpass.report.details import DrawnNode, Life
+from mstpass.report.layer_paths import fold_numbers
+from mstpass.report.timeline_names import node_name
+
+_LEAST = 0.05  # of the peak: one value
+_MUCH = 0.5  # of the peak: all of them
+_WHY = "no product there widens tokens, by 1.5 times or more, which is where loops are looked for"
+_FIX = "compute it for a part of the rows at a time, each part under torch.utils.checkpoint"
+
+
+def unlooked(report: ReportData) -> list[tuple[str, str]]:
+    """Labels and texts about these values, if they are much of the peak; else none."""
+    found = _values(report)
+    if not found:
+        return []
+    places = list(dict.fromkeys(fold_numbers(n.module) or n.source or n.name for n in found))
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    count, size = len(found), bytes_text(sum(node.bytes for node in found))
+    said = f"{count} value{'s' if count > 1 else ''} at the peak, {size}, of {places[0]}{more}"
+    return [("  has no loops: ", said), ("      why: ", _WHY), ("      fix: ", _FIX)]
+
+
+def _values(report: ReportData) -> list[DrawnNode]:
+    """They, the largest first; none if they are little."""
+    after = report.details.after if report.details else None
+    if report.details is None or after is None or not after.bytes:
+        return []
+    nodes = {node.name: node for node in report.details.nodes}
+    peak, ran = after.peak_bytes, set(map(node_name, after.moments))
+    users: dict[str, list[str]] = {}
+    for node in report.details.nodes:
+        for name in node.inputs:
+            users.setdefault(name, []).append(node.name)
+    inputs = {node.name: node.inputs for node in report.details.nodes}
+
+    def is_meant(life: Life) -> bool:
+        node = nodes.get(node_name(life.node))
+        if node is None or node.region >= 0 or node.op == "input" or life.transient:
+            return False
+        readers = _reached(node.name, users)
+        if life.bytes <= _LEAST * peak or ran.isdisjoint(readers - {node.name}):
+            return False  # small, or a result of the step, such as the gradient of a weight
+        refused = {r.node for r in report.rejections if not r.bytes or 2 * r.bytes >= life.bytes}
+        if node.source and node.source in {nodes[name].source for name in refused & nodes.keys()}:
+            return False
+        return refused.isdisjoint(readers | _reached(node.name, inputs))
+
+    found = [life for life in after.alive_at(after.bytes.index(peak)) if is_meant(life)]
+    if sum(life.bytes for life in found) < _MUCH * peak:
+        return []
+    return [nodes[node_name(life.node)] for life in found]
+
+
+def _reached(name: str, following: Mapping[str, Sequence[str]]) -> set[str]:
+    """A node, and all that is reached from it."""
+    stack, seen = [name], {name}
+    while stack:
+        new = set(following.get(stack.pop(), ())) - seen
+        seen |= new
+        stack += new
+    return seen
