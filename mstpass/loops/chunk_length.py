@@ -56,6 +56,7 @@ _MULTIPLE = 16
 _BLOCK = 128  # features: lengths of sections are multiples of it
 _COUNTS = 0.04  # of a section's memory and its gradients: what is worth the time of shorter ones
 _LONGER = 7 / 6  # sections may be so much longer where they take less time
+_FORWARD = {USUAL: 1.3, SHORT: 2.0}  # limits of the loop over tokens before one over sections
 _SECTIONS = {USUAL: 1.1, SHORT: 1.3}  # limits of a loop's time over sections, relative to one piece
 _MANY_TOKENS = 2**16  # of a batch to choose by, where the token count varies
 
@@ -104,8 +105,9 @@ def chunk_length(
     if unbounded:
         return _rows(tokens, num_chunks, costs.grain)
     if sections is not None:
-        fewest_chunks = _chunks_below_backward(loops, sections)
-        return _fastest_chunks(fewest_chunks, max(fewest_chunks, tokens // good), work, costs)
+        most = max(2, tokens // costs.least_rows(work, _FORWARD[length]))
+        wanted = min(_chunks_below_backward(loops, sections), most)
+        return _fastest_chunks(wanted, most, work, costs)
     if length == LONG:
         return _long_chunks(num_chunks, work, costs)
     return _equal_chunks(num_chunks, work, costs, fewest)
