@@ -55,7 +55,7 @@ from mstpass.memory.device_budget import device_budget_bytes, watch_optimizers
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import OptionError, Options
 from mstpass.out_of_memory import CompiledPlan, Make, with_leaner_plans
-from mstpass.partition.budget import BudgetError, over_budget
+from mstpass.partition.budget import BudgetError, missed_budgets, over_budget
 from mstpass.plans_by_length import plans_by_length
 from mstpass.rank_agreements import of_all_ranks, why_not_alike
 from mstpass.report import store
@@ -239,6 +239,8 @@ def _compiled_and_reported(
     report = partitioner.report or report
     report = report.with_outcome(**drop.added_to(report.outcome))
     over = over_budget(report.outcome, limit)
+    said = missed_budgets(report.outcome.notes)  # by the simulation alone
+    report = report.with_outcome(notes=tuple(n for n in report.outcome.notes if n not in said))
     if over:
         if graph.planned_for is not None and graph.planned_for.must_fit:
             raise DoesNotFitError
@@ -335,15 +337,22 @@ def _within_budget(
 ) -> tuple[CompiledPlan, Partitioner]:
     """Compile again with lower limits while Inductor's schedule needs more than the budget.
 
+    The last round, of a plan that saves less, is taken where the best schedule needs more than was
+    simulated and no budget is met.
+
     Returns the round of the lowest peak: a plan of a lower simulated peak may need as much as the
     one before once Inductor has scheduled it.
     """
     options, limit = partitioner.options, partitioner.limit
     latest = best = partitioner.report
     assert latest is not None and best is not None
-    for number in range(1, _MORE_ROUNDS + 1):
+    rounds = 0
+    while rounds <= _MORE_ROUNDS:
+        rounds += 1
         planned = limit.with_simulated(latest.outcome.limit_bytes)
-        lower = planned.after(latest.outcome, last=number == _MORE_ROUNDS)
+        lower = planned.after(latest.outcome, last=rounds == _MORE_ROUNDS)
+        if lower is None or rounds > _MORE_ROUNDS:
+            lower, rounds = limit.without_savings(best.outcome), _MORE_ROUNDS + 1
         if lower is None:
             break
         tighter = Partitioner(options, lower, planned_for=graph.planned_for)
