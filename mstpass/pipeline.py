@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,7 +132,7 @@ def run(
             joint = functools.partial(JointGraph, module, num_fwd_outputs)
             return _run_stages(joint, options, loops_in_backward, stop_after, limit, torch_kwargs)
 
-    result = _within(limit or Limit.of(options), planned, about_sizes)
+    result = _within(limit or Limit.of(options), planned, options.free_overhead, about_sizes)
     missed = next(iter(missed_budgets(result.outcome.notes)), "")
     if missed and (must_fit or (options.strict and not before_schedule)):
         raise BudgetError(missed)
@@ -146,6 +147,7 @@ def run(
 def _within(
     limit: Limit,
     planned: Callable[[Limit], Result],
+    free_overhead: float,
     about_sizes: Callable[[Modules, int], str],
 ) -> Result:
     """The result within a limit, or that of the lowest peak; arguments as of ``run``.
@@ -154,8 +156,13 @@ def _within(
         planned: the result for a limit, which it may exceed.
     """
     result = planned(limit)
-    if limit.is_free or result.memory is None or limit.allows(result.outcome):
+    if limit.is_free or result.memory is None:
         return result
+    if limit.allows(result.outcome):
+        before = result.before.peak_bytes if result.before is not None else math.inf
+        takes_time = (result.outcome.extra_time or 0.0) > free_overhead
+        is_idle = takes_time and before <= (limit.peak_bytes or 0)  # the free plan fits
+        return planned(Limit()) if is_idle else result
     peaks = {result.memory.peak_bytes: result}
     for other in filter(None, (limit.after(result.outcome), Limit())):
         found = planned(other)
