@@ -346,15 +346,16 @@ def _within_budget(
     options, limit = partitioner.options, partitioner.limit
     latest = best = partitioner.report
     assert latest is not None and best is not None
-    rounds = 0
-    while rounds <= _MORE_ROUNDS:
-        rounds += 1
-        planned = limit.with_simulated(latest.outcome.limit_bytes)
-        lower = planned.after(latest.outcome, last=rounds == _MORE_ROUNDS)
-        if lower is None or rounds > _MORE_ROUNDS:
-            lower, rounds = limit.without_savings(best.outcome), _MORE_ROUNDS + 1
+    rounds = range(1, _MORE_ROUNDS + 1)
+    for number in (*rounds, None):
+        lower = None
+        if number is not None:
+            planned = limit.with_simulated(latest.outcome.limit_bytes)
+            lower = planned.after(latest.outcome, last=number == _MORE_ROUNDS)
+        elif options.may_choose:
+            lower = limit.without_savings(best.outcome)
         if lower is None:
-            break
+            continue
         tighter = Partitioner(options, lower, planned_for=graph.planned_for)
         try:
             again = _compiled(graph, tighter)

@@ -132,7 +132,7 @@ def run(
             joint = functools.partial(JointGraph, module, num_fwd_outputs)
             return _run_stages(joint, options, loops_in_backward, stop_after, limit, torch_kwargs)
 
-    result = _within(limit or Limit.of(options), planned, options.free_overhead, about_sizes)
+    result = _within(limit or Limit.of(options), planned, options, about_sizes)
     missed = next(iter(missed_budgets(result.outcome.notes)), "")
     if missed and (must_fit or (options.strict and not before_schedule)):
         raise BudgetError(missed)
@@ -147,7 +147,7 @@ def run(
 def _within(
     limit: Limit,
     planned: Callable[[Limit], Result],
-    free_overhead: float,
+    options: Options,
     about_sizes: Callable[[Modules, int], str],
 ) -> Result:
     """The result within a limit, or that of the lowest peak; arguments as of ``run``.
@@ -160,9 +160,9 @@ def _within(
         return result
     if limit.allows(result.outcome):
         before = result.before.peak_bytes if result.before is not None else math.inf
-        takes_time = (result.outcome.extra_time or 0.0) > free_overhead
-        is_idle = takes_time and before <= (limit.peak_bytes or 0)  # the free plan fits
-        return planned(Limit()) if is_idle else result
+        takes_time = (result.outcome.extra_time or 0.0) > options.free_overhead
+        in_vain = takes_time and options.may_choose and before <= (limit.peak_bytes or 0)
+        return planned(Limit()) if in_vain else result  # the free plan is within the limit
     peaks = {result.memory.peak_bytes: result}
     for other in filter(None, (limit.after(result.outcome), Limit())):
         found = planned(other)

@@ -47,6 +47,9 @@ def region_modes(
 ) -> tuple[RegionModes, ...]:
     """The modes of each region, in the order of preference; ``WHOLE`` where it may stay whole.
 
+    Without those that another mode outdoes; but where batches may be longer than the one at hand,
+    or chunks are as the user asks, it is not known which do.
+
     Raises:
         CannotTake: a loop's body cannot be built.
     """
@@ -54,7 +57,8 @@ def region_modes(
     found = []
     for region in candidates:
         modes = [Mode(n, loops.of(plan), plan.kind == BLOCK) for n, plan in region.plans]
-        kept = (m for m in modes if m is modes[0] or not any(_is_better(x, m) for x in modes))
+        others = modes if region.optional else []
+        kept = (m for m in modes if m is modes[0] or not any(_is_better(x, m) for x in others))
         first = [Mode(WHOLE)] if region.whole_first else []
         last = [Mode(WHOLE)] if region.optional and not region.whole_first else []
         found.append(RegionModes(region.region, (*first, *kept, *last)))
