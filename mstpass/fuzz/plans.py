@@ -109,7 +109,7 @@ def contradictions(plan: Callable[[Budget], Outcome | None]) -> Iterator[Failure
     if len(known) < len(BUDGETS):
         return
     peaks: dict[Budget, int] = {budget: o.peak_bytes or 0 for budget, o in known.items()}
-    for more, less in itertools.pairwise(BUDGETS):
+    for more, less in itertools.pairwise(peaks):
         if _is_higher(peaks[less], peaks[more]):
             text = f"budget {less}: {peaks[less]} bytes, budget {more}: {peaks[more]} bytes"
             yield Failure("not monotonic", text)
