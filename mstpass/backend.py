@@ -54,7 +54,7 @@ from mstpass.memory.device_budget import device_budget_bytes, watch_optimizers
 from mstpass.memory.scheduled_peak import ReadSchedule
 from mstpass.options import OptionError, Options
 from mstpass.out_of_memory import CompiledPlan, Make, with_leaner_plans
-from mstpass.partition.budget import BudgetError, over_budget
+from mstpass.partition.budget import BudgetError, missed_budgets, over_budget
 from mstpass.plans_by_length import plans_by_length
 from mstpass.rank_agreements import of_all_ranks, why_not_alike
 from mstpass.report import store
@@ -263,11 +263,12 @@ def _held_to_budget(report: Report, graph: Captured, limit: Limit, key: str) -> 
         DoesNotFitError: the graph is to be planned for other sizes.
         MstpassError: the budget is exceeded, under ``strict``.
     """
-    over = over_budget(report.outcome, limit, report.cached)
+    over = over_budget(report.outcome, limit)
+    by_simulation = missed_budgets(report.outcome.notes)
+    notes = tuple(note for note in report.outcome.notes if note not in by_simulation)
+    report = report.with_outcome(notes=(*notes, over) if over else notes)
     if not over:
         return report
-    if over not in report.outcome.notes:
-        report = report.with_outcome(notes=(*report.outcome.notes, over))
     if not report.cached:
         store.remember(report, key)
     has_plan = not report.outcome.no_plan
@@ -355,17 +356,25 @@ def _within_budget(
 ) -> tuple[CompiledPlan, Partitioner]:
     """Compile again with lower limits while Inductor's schedule needs more than the budget.
 
+    The last round, of a plan that saves less, is taken where the best schedule needs more than was
+    simulated and no budget is met.
+
     Returns the round of the lowest peak: a plan of a lower simulated peak may need as much as the
     one before once Inductor has scheduled it.
     """
     options, limit = partitioner.options, partitioner.limit
     latest = best = partitioner.report
     assert latest is not None and best is not None
-    for number in range(1, _MORE_ROUNDS + 1):
-        planned = limit.with_simulated(latest.outcome.limit_bytes)
-        lower = planned.after(latest.outcome, last=number == _MORE_ROUNDS)
+    rounds = range(1, _MORE_ROUNDS + 1)
+    for number in (*rounds, None):
+        lower = None
+        if number is not None:
+            planned = limit.with_simulated(latest.outcome.limit_bytes)
+            lower = planned.after(latest.outcome, last=number == _MORE_ROUNDS)
+        elif options.may_choose:
+            lower = limit.without_savings(best.outcome)
         if lower is None:
-            break
+            continue
         tighter = Partitioner(options, lower, planned_for=graph.planned_for)
         try:
             again = _compiled(graph, tighter)

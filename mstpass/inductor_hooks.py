@@ -188,12 +188,11 @@ class Partitioner(CustomPartitionerFn):
                 limit=self.limit,
                 loops_in_backward=self.loops_in_backward,
                 must_fit=self.planned_for is not None and self.planned_for.must_fit,
+                before_schedule=True,
                 about_sizes=functools.partial(self._about_sizes, gm.graph),
                 **pipeline_kwargs(kwargs),
             )
         except BudgetError as error:
-            if self.options.strict and not (self.planned_for and self.planned_for.must_fit):
-                raise MstpassError(f"mstpass failed (strict=True): {error}") from error
             raise DoesNotFitError from error
         except OptionError:
             raise

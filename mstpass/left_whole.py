@@ -102,7 +102,8 @@ def _kind(candidate: RegionCandidates) -> tuple[object, ...]:
 def _compared(problem: CutProblem, plan: Plan, candidate: RegionCandidates) -> _Compared | None:
     """The region whole and in its mode of the lowest peak; None if that cannot be told."""
     found = []
-    for mode in (WHOLE, *(mode for mode, _ in candidate.plans)):
+    (modes,) = (region.modes for region in problem.regions if region.region == candidate.region)
+    for mode in (WHOLE, *(mode.name for mode in modes if mode.loops)):
         try:
             one = fewest_saved_bytes(problem, {**plan.modes, candidate.region: mode})
             found.append((one.peak_bytes, one.us, mode))

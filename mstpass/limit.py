@@ -10,7 +10,8 @@
 
 A budget in bytes is kept in rounds: plan, write the graphs, compile, read Inductor's schedule.
 Where the graphs' simulated peak or the schedule's is above the budget, ``after`` has the limit of
-the next round.
+the next round. Where the schedule needs more than was simulated, ``without_savings`` has that of
+one more.
 """
 
 from __future__ import annotations
@@ -72,11 +73,10 @@ class Limit:
 
     @property
     def simulated_bytes(self) -> int | None:
-        """The most that the simulated peak may be under a budget in bytes, 0 for the least memory;
-        None without such a budget."""
-        if self.budget_bytes is None or self.is_free:
-            return None
-        return 0 if self.is_least else self.peak_bytes
+        """The most that the simulated peak may be, 0 for the least memory under a budget in bytes;
+        None where no bytes are given."""
+        least_bytes = None if self.budget_bytes is None else 0
+        return least_bytes if self.is_least else self.peak_bytes
 
     def with_simulated(self, peak_bytes: int | None) -> Limit:
         """The same budget with another limit of the simulated peak, as of ``simulated_bytes``."""
@@ -117,6 +117,21 @@ class Limit:
         if last or scheduled is None or simulated is None or simulated > self.peak_bytes:
             return self.with_simulated(0)
         return self.with_simulated(int(simulated * self.budget_bytes / scheduled))
+
+    def without_savings(self, outcome: Outcome) -> Limit | None:
+        """The limit of the fastest plan that needs no more than Inductor alone, for one more round
+        where the schedule needs more than was simulated: what a plan saves there may be in vain.
+
+        None if the schedule is as simulated, or if the budget is met.
+        """
+        simulated, scheduled = outcome.peak_bytes, outcome.scheduled_peak_bytes
+        most = outcome.baseline_peak_bytes
+        if self.is_free or simulated is None or scheduled is None or most is None:
+            return None
+        met = self.budget_bytes is not None and self.allows(outcome)
+        if met or simulated >= most or scheduled <= MEASURED_OVER_SIMULATED * simulated:
+            return None
+        return self.with_simulated(most)
 
 
 def simulated_limit(measured_bytes: int) -> int:

@@ -81,6 +81,11 @@ class Options:
         return self.repeat_collectives == "auto"
 
     @property
+    def may_choose(self) -> bool:
+        """Whether mstpass itself chooses loops and saved values, and not the user."""
+        return self.solver in ("auto", "peak_search") and self.chunk_tokens is None
+
+    @property
     def inductor_patches(self) -> dict[str, Any]:
         """The user's Inductor config as a dict."""
         return dict(self.inductor)

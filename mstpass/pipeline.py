@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from mstpass.normalize import MASKS, READ
 from mstpass.normalize.left_out import NOTHING
 from mstpass.normalize.masks_as_flags import WithoutMasks
 from mstpass.options import Options
-from mstpass.partition.budget import BudgetError, infeasible
+from mstpass.partition.budget import BudgetError, infeasible, missed_budgets
 from mstpass.partition.inductor_alone import inductor_alone
 from mstpass.partition.solvers import AUTO
 from mstpass.partition.solvers.candidate import TIE
@@ -52,6 +53,8 @@ from mstpass.regions.whole_masks import whole_masks
 from mstpass.torch_internals.batch_sizes import note_sizes_by_data
 
 STAGES = ("read", "detect", "plan", "apply", "split")
+_MOST_EXTRA_TIME = 1.0  # a fraction; a report says where a plan takes more
+_SLOW = "this plan takes {:.1f} times as long as Inductor alone: no faster one has as low a peak"
 FORCED_MAY_RAISE = TIE  # the peak by this factor: loops that ``chunk_tokens`` asks for
 
 
@@ -101,6 +104,7 @@ def run(
     limit: Limit | None = None,
     loops_in_backward: bool = True,
     must_fit: bool = False,
+    before_schedule: bool = False,
     about_sizes: Callable[[Modules, int], str] = lambda modules, budget_bytes: "",
     **torch_kwargs: Any,
 ) -> Result:
@@ -112,6 +116,7 @@ def run(
         limit: what the plan may take; None: what the options say.
         loops_in_backward: whether the backward may have loops. If not, only fused regions have any.
         must_fit: a plan above the budget is an error.
+        before_schedule: the caller asks Inductor's schedule, and then says that a budget is missed.
         about_sizes: which batches finished graphs could run within a budget, for messages.
         torch_kwargs: further arguments that AOTAutograd passes to a partitioner.
 
@@ -127,7 +132,12 @@ def run(
             joint = functools.partial(JointGraph, module, num_fwd_outputs)
             return _run_stages(joint, options, loops_in_backward, stop_after, limit, torch_kwargs)
 
-    result = _within(limit or Limit.of(options), planned, options.strict or must_fit, about_sizes)
+    result = _within(limit or Limit.of(options), planned, options, about_sizes)
+    missed = next(iter(missed_budgets(result.outcome.notes)), "")
+    if missed and (must_fit or (options.strict and not before_schedule)):
+        raise BudgetError(missed)
+    if missed and not before_schedule:
+        warnings.warn(f"mstpass: {missed}", stacklevel=2)
     narrow = narrow_calls(module.graph for module in result.modules or ())
     for call in narrow:
         warnings.warn(f"mstpass: {call}", stacklevel=2)
@@ -137,7 +147,7 @@ def run(
 def _within(
     limit: Limit,
     planned: Callable[[Limit], Result],
-    must_fit: bool,
+    options: Options,
     about_sizes: Callable[[Modules, int], str],
 ) -> Result:
     """The result within a limit, or that of the lowest peak; arguments as of ``run``.
@@ -146,14 +156,21 @@ def _within(
         planned: the result for a limit, which it may exceed.
     """
     result = planned(limit)
-    if limit.is_free or result.memory is None or limit.allows(result.outcome):
+    if limit.is_free or result.memory is None:
         return result
-    if (lower := limit.after(result.outcome)) is not None:
-        least = planned(lower)
-        if least.memory and least.memory.peak_bytes < result.memory.peak_bytes:
-            result = least
     if limit.allows(result.outcome):
-        return result
+        before = result.before.peak_bytes if result.before is not None else math.inf
+        takes_time = (result.outcome.extra_time or 0.0) > options.free_overhead
+        in_vain = takes_time and options.may_choose and before <= (limit.peak_bytes or 0)
+        return planned(Limit()) if in_vain else result  # the free plan is within the limit
+    peaks = {result.memory.peak_bytes: result}
+    for other in filter(None, (limit.after(result.outcome), Limit())):
+        found = planned(other)
+        if found.memory is not None:
+            peaks.setdefault(found.memory.peak_bytes, found)
+        result = peaks[min(peaks)]
+        if limit.allows(result.outcome):
+            return result
     assert result.memory is not None and limit.budget_bytes is not None
     sizes = about_sizes(result.modules, limit.budget_bytes) if result.modules else ""
     note = infeasible(limit.budget_bytes, result.memory, result.outcome, sizes)
@@ -161,9 +178,6 @@ def _within(
         note += more_host_memory(
             result.problem, limit.peak_bytes or simulated_limit(limit.budget_bytes)
         )
-    if must_fit:
-        raise BudgetError(note)
-    warnings.warn(f"mstpass: {note}", stacklevel=3)
     return _with_notes(result, note)
 
 
@@ -286,8 +300,12 @@ def _rewritten(
     before: StepMemory | None = None
     if memory.known and not crossing.left_to_torch:
         before, extra_time = pipeline_stages.compared(planned)
+        slow = [_SLOW.format(1 + extra_time)] if extra_time > _MOST_EXTRA_TIME else []
         outcome = dataclasses.replace(
-            outcome, baseline_peak_bytes=before.peak_bytes, extra_time=extra_time
+            outcome,
+            baseline_peak_bytes=before.peak_bytes,
+            extra_time=extra_time,
+            notes=(*outcome.notes, *slow),
         )
     watch.lap("split")
     times = watch.seconds, runner.seconds

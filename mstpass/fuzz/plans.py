@@ -5,15 +5,17 @@
   and 4 KiB.
 - What the report says of Inductor alone is what Inductor schedules, up to 5 % and 4 KiB.
 - The free plan takes no more time than ``free_overhead`` allows.
-- A lower budget never has a higher peak; a budget in bytes that some plan meets is met.
+- A lower budget never has a higher peak, and the least memory is at most that of Inductor alone.
+- A budget in bytes that some plan meets is met, without a warning. One above what all known plans
+  need takes no more time than the free plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from mstpass import pipeline
 from mstpass.fuzz.compiled import Recording
@@ -21,6 +23,7 @@ from mstpass.fuzz.program import Setup
 from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.limit import MEASURED_OVER_SIMULATED, Limit
 from mstpass.options import Options
+from mstpass.partition.budget import missed_budgets
 from mstpass.partition.solvers.candidate import TIE
 from mstpass.plans import Outcome
 from mstpass.torch_internals.fake_tensors import as_while_tracing
@@ -30,6 +33,8 @@ _CALLS_BYTES = 4096  # what calls such as convolutions may allocate inside
 _BASELINE = 0.05  # of a scheduled peak: as far from it as a report may be
 _ROUNDING = 1e-9  # of sums of times
 GRAIN_BYTES = 64  # torch's CPU allocator: less makes no difference
+_SAME_TIME = 0.02  # of a step: the free overhead
+Budget = str | float | int
 _PLANS_BY_PEAK = ("auto", "peak_search")
 
 
@@ -114,28 +119,52 @@ def _keeps_loops(outcome: Outcome, setup: Setup) -> bool:
 
 
 def broken_budgets(recording: Recording) -> Iterator[Failure]:
-    """The same for budgets that are met though they are lower, or missed though they can be met."""
-    if recording.options.solver not in _PLANS_BY_PEAK:
+    """The same for budgets that contradict each other, or the plans that are known in any case."""
+    if recording.options.solver in _PLANS_BY_PEAK:
+        yield from contradictions(functools.partial(_outcome, recording))
+
+
+def contradictions(plan: Callable[[Budget], Outcome | None]) -> Iterator[Failure]:
+    """A failure for each pair of budgets of one graph whose plans contradict each other.
+
+    Args:
+        plan: the plan within a budget; None where budgets have no say.
+    """
+    outcomes = {budget: plan(budget) for budget in BUDGETS}
+    known = {b: o for b, o in outcomes.items() if o is not None and o.peak_bytes is not None}
+    if len(known) < len(BUDGETS):
         return
-    peaks = {budget: _peak_bytes(recording, budget) for budget in BUDGETS}
-    if None in peaks.values():
-        return
-    known: dict[Any, int] = {budget: peak or 0 for budget, peak in peaks.items()}
-    for more, less in itertools.pairwise(BUDGETS):
-        if known[less] > TIE * known[more] + GRAIN_BYTES:
-            text = f"budget {less}: {known[less]} bytes, budget {more}: {known[more]} bytes"
+    peaks: dict[Budget, int] = {budget: o.peak_bytes or 0 for budget, o in known.items()}
+    for more, less in itertools.pairwise(peaks):
+        if _is_higher(peaks[less], peaks[more]):
+            text = f"budget {less}: {peaks[less]} bytes, budget {more}: {peaks[more]} bytes"
             yield Failure("not monotonic", text)
-    least = known[0.0]
-    most = max(least, known["free"])  # it may be lower by a tie
-    for share in (0.0, 0.3, 0.7):
-        budget = max(1, int(least + share * (most - least)))
-        peak = _peak_bytes(recording, budget)
-        if peak is None or peak > budget + GRAIN_BYTES:
+    least, free = peaks[0.0], peaks["free"]
+    before = known["free"].baseline_peak_bytes or free
+    if _is_higher(least, before):
+        yield Failure("least above a known plan", f"{least} bytes, {before} under Inductor alone")
+    most = max(least, free)  # it may be lower by a tie
+    budgets = [max(1, int(least + share * (most - least))) for share in (0.0, 0.3, 0.7, 1.0)]
+    for budget in (*budgets, int(max(most, before) * MEASURED_OVER_SIMULATED) + GRAIN_BYTES):
+        outcome = plan(budget)
+        peak = None if outcome is None else outcome.peak_bytes
+        if outcome is None or peak is None or peak > budget + GRAIN_BYTES:
             yield Failure("budget missed", f"{budget} bytes: {peak}, though 0.0 needs {least}")
+        elif peak <= budget and missed_budgets(outcome.notes):
+            yield Failure("budget met, and a warning", f"{budget} bytes: {peak}")
+    outcome = plan(budget)  # the largest
+    slowest = max(known["free"].extra_time or 0.0, 0.0)
+    if outcome is not None and (outcome.extra_time or 0.0) > slowest + _SAME_TIME:
+        text = f"{outcome.extra_time} at {budget} bytes, {slowest} without a budget"
+        yield Failure("more time with more memory", text)
 
 
-def _peak_bytes(recording: Recording, budget: str | float | int) -> int | None:
-    """The simulated peak of the plan under another budget.
+def _is_higher(peak: int, other: int) -> bool:
+    return peak > TIE * other + GRAIN_BYTES
+
+
+def _outcome(recording: Recording, budget: Budget) -> Outcome | None:
+    """The plan under another budget, with its simulated peak.
 
     None if torch splits the graph, and if the plan has loops of unbounded length: these are
     chosen for batches that may be longer than the one at hand.
@@ -144,7 +173,7 @@ def _peak_bytes(recording: Recording, budget: str | float | int) -> int | None:
     options = dataclasses.replace(recording.options, memory_budget=budget, strict=False)
     kwargs = pipeline_kwargs(recording.given)
     with as_while_tracing(recording.joint.graph):
-        outcome = pipeline.run(recording.joint, options, **kwargs).outcome
+        outcome = pipeline.run(recording.joint, options, before_schedule=True, **kwargs).outcome
     by_torch = outcome.save_plan is not None and outcome.save_plan.solver == "torch"
     unbounded = any(region.unbounded for region in outcome.regions)
-    return None if by_torch or unbounded else outcome.peak_bytes
+    return None if by_torch or unbounded else outcome

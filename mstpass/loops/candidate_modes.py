@@ -6,7 +6,10 @@
 
 After its preferred mode a region is offered recompute mode, which needs less memory, in chunks of
 the usual length and in chunks as short as matrix products bear. (A region that is fused, or whose
-large values the step returns, is offered its preferred mode in short chunks instead.) Without a
+large values the step returns, is offered its preferred mode in short chunks instead.) Where a
+budget asks, mixed mode is offered (loops/sections.py); where it has the shortest chunks that are
+tolerable, the sums that it spares are small, and the other mode is offered in such chunks. A mode
+is left out if another one is as lean and faster (loops/mode_costs.py). Without a
 budget it is also offered its preferred mode in long chunks, without repeated products, for steps
 whose loops take too long together. Where gradients of weights are in 16 bits and large, modes are
 also offered with sums over chunks in 16 bits, in as few chunks as their error allows. Which of them
@@ -23,7 +26,7 @@ from mstpass.graph.axes import TOKENS
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.tokens import Spec
 from mstpass.limit import Limit
-from mstpass.loops.chunk_length import FEW, LONG, SHORT, USUAL
+from mstpass.loops.chunk_length import FEW, LONG, SHORT, SHORTEST, USUAL
 from mstpass.loops.free_overhead import spend_free_overhead
 from mstpass.loops.plan_region import RegionPlanner
 from mstpass.options import Options
@@ -36,6 +39,7 @@ _LENGTHS = {  # names of modes
     SHORT: "{}, short chunks",
     LONG: "{}, long chunks",
     FEW: "{}, 16-bit sums",
+    SHORTEST: "{}, shortest chunks",
 }
 
 
@@ -87,13 +91,12 @@ def find_candidates(
     The graph does not change.
     """
     regions, rejections = find_regions(joint, along_features=not limit.is_free)
-    length = SHORT if limit.is_least else USUAL
     planners = {region.members: RegionPlanner(joint, region, options) for region in regions}
     preferred: list[ChunkPlan] = []
     leaner: list[RegionCandidates] = []
     for planner in planners.values():
-        mode = preferred_mode(planner.region, limit)
-        plan = planner.plan(mode, length=length)
+        mode = preferred_mode(planner.region)
+        plan = planner.plan(mode)
         if isinstance(plan, ChunkPlan) and planner.region.axis == TOKENS:
             preferred.append(plan)
         elif isinstance(plan, ChunkPlan):
@@ -108,7 +111,7 @@ def find_candidates(
     recomputed: dict[object, frozenset[str]] = {}  # by a region's members
 
     def replan(plan: ChunkPlan, may_recompute: frozenset[str]) -> ChunkPlan:
-        other = planners[plan.members].plan(plan.mode, may_recompute, length=length)
+        other = planners[plan.members].plan(plan.mode, may_recompute)
         if not isinstance(other, ChunkPlan):
             return plan
         recomputed[plan.members] = may_recompute
@@ -125,15 +128,13 @@ def find_candidates(
     return [*taken, *leaner], rejections
 
 
-def preferred_mode(region: Region, limit: Limit) -> str:
-    """The mode that takes no extra time; for the least memory, the one of least memory."""
+def preferred_mode(region: Region) -> str:
+    """The mode that takes no extra time."""
     if region.fused:
         return FUSED
     if region.returned:
         return SAVE  # the step returns those values, so they exist in any case
-    if region.kind == "lm_head" or limit.is_least:
-        return RECOMPUTE
-    return SAVE
+    return RECOMPUTE if region.kind == "lm_head" else SAVE
 
 
 def _only_for_a_budget(planner: RegionPlanner, limit: Limit) -> RegionCandidates | None:
@@ -167,7 +168,7 @@ def _along_features(
     if region is None:
         return None
     other = RegionPlanner(joint, region, planner.options)
-    plan = other.plan(preferred_mode(region, limit), length=SHORT)
+    plan = other.plan(preferred_mode(region), length=SHORT)
     return _for_a_budget(other, plan, limit) if isinstance(plan, ChunkPlan) else None
 
 
@@ -205,6 +206,11 @@ def _candidates(
         if isinstance(plan, ChunkPlan) and plan not in plans.values():
             name = name_of(mode, length)
             plans.setdefault(name, plan)
+    mixed = plans.get(name_of(MIXED, SHORT))
+    if mixed is not None and optional:  # the sums that it spares may be small
+        plan = planner.plan(leaner, length=SHORTEST)
+        if isinstance(plan, ChunkPlan) and plan.chunk_tokens == mixed.chunk_tokens:
+            plans[name_of(leaner, SHORTEST)] = plan
     again = {preferred.mode: may_recompute, **({} if limit.is_free else {leaner: frozenset()})}
     for mode, matmuls in again.items():
         other = plans.get(name_of(mode, LONG), plans.get(mode))

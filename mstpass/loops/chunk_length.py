@@ -16,7 +16,9 @@ Three rules decide it, with N tokens in all:
    loops through attention, which are long, the least share that rule 1 allows.
    Long chunks, for steps that have no time to lose, are the shortest that take at most ``_LONG``
    times as long as the whole, or as the fastest chunks, instead of ``GOOD``. Chunks whose sums are
-   kept in 16 bits are as many as the error of these sums allows (plans.py).
+   kept in 16 bits are as many as the error of these sums allows (plans.py). Before a loop over
+   sections, chunks need no more than these; but the loop over tokens takes at most twice as long as
+   in one piece.
 3. *Equal, and whole multiples.* If the chunk length does not divide N, the last chunk overlaps the
    one before it, and masks leave the repeated rows out of every sum. Up to a third more chunks are
    taken if they are then equal and the loop becomes at most ``_OVERLAP_TIME`` slower. On a GPU,
@@ -46,6 +48,7 @@ from mstpass.plans import MOST_CHUNKS_IN_16_BITS, Chunks
 
 USUAL, SHORT, LONG = "usual", "short", "long"  # chunks
 FEW = "few"  # chunks, for sums in 16 bits
+SHORTEST = "shortest"  # chunks, for loops whose sums are small
 _LONG = 1.01
 _BUFFERED_SHARE = 0.5
 # The extra time of a loop whose last chunk overlaps, as a fraction. A head of d=256, V=32000,
@@ -56,6 +59,9 @@ _MULTIPLE = 16
 _BLOCK = 128  # features: lengths of sections are multiples of it
 _COUNTS = 0.04  # of a section's memory and its gradients: what is worth the time of shorter ones
 _LONGER = 7 / 6  # sections may be so much longer where they take less time
+# Limits of the time of a loop over tokens before one over sections, and of one in the shortest
+# chunks, relative to one piece.
+_OVER_TOKENS = {USUAL: 1.3, SHORT: 2.0, SHORTEST: 2.0}
 _SECTIONS = {USUAL: 1.1, SHORT: 1.3}  # limits of a loop's time over sections, relative to one piece
 _MANY_TOKENS = 2**16  # of a batch to choose by, where the token count varies
 
@@ -71,7 +77,8 @@ def chunk_length(
 
     Args:
         sections: the backward loop of mixed mode.
-        length: ``USUAL``; ``SHORT``, as short as rule 1 allows for products; ``LONG``; or ``FEW``.
+        length: ``USUAL``; ``SHORT``, as short as rule 1 allows for products; ``LONG``; ``FEW``; or
+            ``SHORTEST``, as short as before sections.
     """
     tokens, unbounded = facts.region.num_tokens, facts.region.unbounded
     given = options.chunk_tokens
@@ -103,9 +110,10 @@ def chunk_length(
     num_chunks = max(2, min(math.ceil(tokens / max(1, wanted)), tokens // good))
     if unbounded:
         return _rows(tokens, num_chunks, costs.grain)
-    if sections is not None:
-        fewest_chunks = _chunks_below_backward(loops, sections)
-        return _fastest_chunks(fewest_chunks, max(fewest_chunks, tokens // good), work, costs)
+    if sections is not None or length == SHORTEST:
+        most = max(2, tokens // costs.least_rows(work, _OVER_TOKENS[length]))
+        wanted = most if sections is None else _chunks_below_backward(loops, sections)
+        return _fastest_chunks(min(wanted, most), most, work, costs)
     if length == LONG:
         return _long_chunks(num_chunks, work, costs)
     return _equal_chunks(num_chunks, work, costs, fewest)

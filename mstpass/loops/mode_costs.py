@@ -33,11 +33,13 @@ from mstpass.loops.candidate_modes import RegionCandidates
 from mstpass.loops.operand_layout import is_copied
 from mstpass.memory.allocation import allocated_bytes, buffer_bytes
 from mstpass.memory.simulate_graph import body_bytes
+from mstpass.partition.solvers.choose_modes import held_bytes, returned_bytes
 from mstpass.plans import ChunkPlan, LoopOutput, LoopPlan
 from mstpass.problem.problem import Loop, LoopResult, Mode, RegionModes, loop_name
 from mstpass.regions.blocks import KIND as BLOCK
 
 WHOLE = "whole"  # the mode without loops
+_AS_LEAN = 1.05  # factor of the bytes that a loop holds
 
 
 def region_modes(
@@ -45,21 +47,39 @@ def region_modes(
 ) -> tuple[RegionModes, ...]:
     """The modes of each region, in the order of preference; ``WHOLE`` where it may stay whole.
 
+    Without those that another mode outdoes; but where batches may be longer than the one at hand,
+    or chunks are as the user asks, it is not known which do.
+
     Raises:
         CannotTake: a loop's body cannot be built.
     """
     loops = _Loops(joint)
-    return tuple(
-        RegionModes(
-            region.region,
-            (
-                *([Mode(WHOLE)] if region.whole_first else []),
-                *(Mode(n, loops.of(plan), plan.kind == BLOCK) for n, plan in region.plans),
-                *([Mode(WHOLE)] if region.optional and not region.whole_first else []),
-            ),
-        )
-        for region in candidates
-    )
+    found = []
+    for region in candidates:
+        modes = [Mode(n, loops.of(plan), plan.kind == BLOCK) for n, plan in region.plans]
+        others = modes if region.optional else []
+        kept = (m for m in modes if m is modes[0] or not any(_is_better(x, m) for x in others))
+        first = [Mode(WHOLE)] if region.whole_first else []
+        last = [Mode(WHOLE)] if region.optional and not region.whole_first else []
+        found.append(RegionModes(region.region, (*first, *kept, *last)))
+    return tuple(found)
+
+
+def _is_better(mode: Mode, other: Mode) -> bool:
+    """Whether a mode computes the same as another one in less time and is as lean."""
+    if mode.wide != other.wide or _members(mode) != _members(other):
+        return False
+    (held, returned, us), (others_held, others_returned, others_us) = map(_costs, (mode, other))
+    return us < others_us and held <= _AS_LEAN * others_held and returned <= others_returned
+
+
+def _members(mode: Mode) -> set[str]:
+    return {name for loop in mode.loops for name in loop.members}
+
+
+def _costs(mode: Mode) -> tuple[int, int, float]:
+    """The bytes that the loops hold, those that they return, and their time."""
+    return held_bytes(mode), returned_bytes(mode), sum(loop.us for loop in mode.loops)
 
 
 @dataclasses.dataclass(frozen=True)

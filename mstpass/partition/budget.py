@@ -17,6 +17,7 @@ from mstpass.problem.problem import CutProblem, Plan
 from mstpass.problem.solver_registry import Solver
 from mstpass.torch_internals.batch_sizes import named
 
+_MISSED = "memory_budget={} cannot be met:"
 _SHOWN = 4  # values that a message names
 _ADVICE = "Raise memory_budget to at least that much, or use a smaller batch or shorter sequences"
 
@@ -38,28 +39,32 @@ def peak_limit_bytes(problem: CutProblem, limit: Limit, solve: Solver) -> int | 
     return int(lowest + limit.share * max(0, highest - lowest))
 
 
-def over_budget(outcome: Outcome, limit: Limit, cached: bool = False) -> str:
-    """The message that Inductor's schedule of a graph exceeds the budget; "" if it does not.
+def over_budget(outcome: Outcome, limit: Limit) -> str:
+    """The message that a compiled graph exceeds the budget by Inductor's schedule, or by simulation
+    where no schedule was read; "" if it does not.
 
     Where sizes are symbolic, it is about the largest batch of the plan.
-
-    Args:
-        cached: the graph was planned in another process, where ``infeasible`` was said.
     """
     scheduled, budget = outcome.scheduled_peak_bytes, limit.budget_bytes
     if limit.is_free or budget is None:
         return ""
     if scheduled is None and outcome.no_plan:
         return f"memory_budget={bytes_text(budget)} was not looked at: {outcome.no_plan}"
-    if scheduled is None or limit.allows(outcome):
+    if limit.allows(outcome):
         return ""
-    if outcome.peak_bytes is not None and outcome.peak_bytes > budget and not cached:
-        return ""  # ``infeasible`` has said so
+    if scheduled is None or missed_budgets(outcome.notes):
+        return "".join(missed_budgets(outcome.notes))
     return (
-        f"memory_budget={bytes_text(budget)} cannot be met: the lowest peak found is "
-        f"{bytes_text(scheduled)}, by Inductor's schedule. {_within_by_schedule(outcome, budget)}"
+        f"{_MISSED.format(bytes_text(budget))} the lowest peak found is {bytes_text(scheduled)}, "
+        f"by Inductor's schedule. {_within_by_schedule(outcome, budget)}"
         f"{_cause(outcome)}{_ADVICE}"
     )
+
+
+def missed_budgets(notes: Sequence[str]) -> tuple[str, ...]:
+    """Those of a plan's notes that say that no plan meets a budget."""
+    prefix, suffix = _MISSED.split("{}")
+    return tuple(note for note in notes if note.startswith(prefix) and suffix in note)
 
 
 def _within_by_schedule(outcome: Outcome, budget: int) -> str:
@@ -116,7 +121,7 @@ def infeasible(budget: int, memory: StepMemory, outcome: Outcome, sizes: str = "
     """
     phase = "forward" if memory.peak is memory.forward else "backward"
     return (
-        f"memory_budget={bytes_text(budget)} cannot be met: the lowest peak found is "
+        f"{_MISSED.format(bytes_text(budget))} the lowest peak found is "
         f"{bytes_text(memory.peak_bytes)}, in {phase} at {memory.peak.peak.node}. In memory there: "
         f"{_largest_alive(memory.peak)}. {sizes}{_cause(outcome)}{_ADVICE}"
     )

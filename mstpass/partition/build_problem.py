@@ -124,22 +124,11 @@ def _value(
     offload = ""
     if savable and not free and not stays and node not in joint.backward:
         offload = _offload(node, must=node in policies.offloaded)
+    shared = {field.name: getattr(op, field.name) for field in dataclasses.fields(op)}
+    shared["bytes"] = op.bytes if value_of(node) is not None else 0
+    shared["inputs"] = tuple(name for name in op.inputs if name in names)
     return Value(
-        name=node.name,
-        bytes=op.bytes if value_of(node) is not None else 0,
-        inputs=tuple(name for name in op.inputs if name in names),
-        kind=op.kind,
-        inner_bytes=op.inner_bytes,
-        slow=op.slow,
-        own_loops=op.own_loops,
-        places=op.places,
-        merges_dims=op.merges_dims,
-        broadcasts=op.broadcasts,
-        on_cpu=op.on_cpu,
-        may_wait=op.may_wait,
-        concatenates=op.concatenates,
-        writes_anywhere=op.writes_anywhere,
-        in_rows=op.in_rows,
+        **shared,
         us=time_us(joint, node),
         free=free,
         heavy=is_heavy(node) or node in policies.boundary,

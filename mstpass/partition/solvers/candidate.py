@@ -106,6 +106,14 @@ def baseline(problem: CutProblem) -> Alone:
     return Alone(found.us, found.peak_bytes)
 
 
+def known_plans(problem: CutProblem) -> tuple[Candidate, ...]:
+    """The plans without loops that need no search; none where some loops must stay."""
+    if any(all(mode.loops for mode in region.modes) for region in problem.regions):
+        return ()
+    fewest, torchs = problem.cached(without_loops), problem.cached(by_torch)
+    return (fewest,) if torchs is None or torchs is fewest else (fewest, torchs)
+
+
 def _valid(closed: CutProblem, kept: frozenset[str]) -> frozenset[str]:
     """A saved set with these values, and the fewest bytes that backward needs besides."""
     free = closed.allowing(recompute_heavy=True)

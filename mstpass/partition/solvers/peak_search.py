@@ -24,6 +24,9 @@ and two behind it. So are checkpoints that are chosen for the host, with slow re
 If none of these is within the budget, all that there are get tried (least_host_memory.py). For the
 least memory, the same plans are compared as without a host, and checkpoints that are chosen for it.
 
+What Inductor alone saves, and what the step without loops does, compete as well: no budget takes
+more time or a higher peak than a plan that is known in any case.
+
 A family in which a single op needs more memory than the budget, or than another family's plan, is
 not searched.
 
@@ -36,7 +39,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Sequence
 
-from mstpass.partition.solvers.candidate import TIE, Candidate
+from mstpass.partition.solvers.candidate import TIE, Candidate, known_plans
 from mstpass.partition.solvers.checkpoint_plans import CheckpointPlans
 from mstpass.partition.solvers.families import families
 from mstpass.partition.solvers.free_plan import free_plan
@@ -67,6 +70,8 @@ def peak_search(problem: CutProblem, budget_bytes: int | None) -> Plan:
         found += (
             slack_spent(problem, c.plan, budget_bytes) for c in _checkpoints(problem, budget_bytes)
         )
+        known = (c for c in problem.cached(known_plans) if c.lowered_within(budget_bytes))
+        found += (MeasuredPlan(c.plan, _lowered(c), c.us) for c in known)
     least = problem.cached(_least)
     if found:
         if least.peak_bytes <= budget_bytes:
@@ -198,6 +203,9 @@ def _least(problem: CutProblem) -> MeasuredPlan:
     for family in others:
         if family.least_compared_bytes < _lowered(lowest):
             lowest = min(lowest, family.lowest, key=_lowered)
+    for known in problem.cached(known_plans):
+        if known.simulation.is_lowered_below(_lowered(lowest)):
+            lowest = known
     nested = problem.cached(CheckpointPlans).least
     if nested is not None and nested.lowered_within(int(_lowered(lowest) / TIE)):
         lowest = nested
