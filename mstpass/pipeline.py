@@ -44,7 +44,7 @@ from mstpass.partition.inductor_alone import inductor_alone
 from mstpass.partition.solvers import AUTO
 from mstpass.partition.solvers.candidate import TIE
 from mstpass.partition.solvers.host_budget import more_host_memory
-from mstpass.passes.runner import PassRunner
+from mstpass.passes.runner import PassRunner, failures
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
 from mstpass.regions.advice import with_fix
@@ -131,6 +131,8 @@ def run(
     narrow = narrow_calls(module.graph for module in result.modules or ())
     for call in narrow:
         warnings.warn(f"mstpass: {call}", stacklevel=2)
+    if failed := failures(result.outcome.rejections):
+        warnings.warn(failed, stacklevel=2)
     return _with_notes(result, *map(str, narrow))
 
 
@@ -181,7 +183,7 @@ def _run_stages(
     torch_kwargs: dict[str, Any],
 ) -> Result:
     """One plan within the limit, or one with a peak as low as there is."""
-    watch, runner = _Stopwatch(), PassRunner(options.verify)
+    watch, runner = _Stopwatch(), PassRunner.of(options)
     traced, _ = runner.run_all(READ, read())
     note_sizes_by_data(traced.nodes)
     joint, masks = runner.run(MASKS, traced)
@@ -191,12 +193,12 @@ def _run_stages(
     detected = detected.with_masks(masks)
     watch.lap("detect")
     if stop_after in ("read", "detect"):
-        return Result(_outcome((), detected.rejections))
+        return Result(_outcome((), (*detected.rejections, *runner.refused)))
     static_inputs = torch_kwargs.get("static_lifetime_input_indices")
     alone = functools.partial(inductor_alone, traced, static_inputs)
 
     def plan_of(found: Detected) -> pipeline_stages.Planned:
-        return pipeline_stages.plan(found.joint, found.candidates, options, limit, alone)
+        return pipeline_stages.plan(found.joint, found.candidates, options, limit, alone, runner)
 
     planned = plan_of(detected)
     whole = planned.convolutions_left_whole(joint)
@@ -207,7 +209,7 @@ def _run_stages(
         planned = plan_of(detected)
     watch.lap("plan")
     if stop_after == "plan":
-        rejections = (*detected.rejections, *planned.rejections)
+        rejections = (*detected.rejections, *planned.rejections, *runner.refused)
         return Result(_outcome(planned.chunk_plans, rejections), planned.problem)
     rewritten = functools.partial(
         _rewritten, detected, options, stop_after, torch_kwargs, runner, watch

@@ -32,6 +32,7 @@ from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import depends_on_data, generic_shape, hint_shape, symbols_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec, token_count
+from mstpass.passes.runner import PassRunner
 from mstpass.plans import Region, Rejection
 from mstpass.regions.absorb import absorb_users
 from mstpass.regions.absorb_norms import absorb_norms
@@ -53,13 +54,15 @@ _FEW_ROWS = 2  # a value with at least so many rows of all features is wide
 
 
 def find_regions(
-    joint: JointGraph, along_features: bool = False
+    joint: JointGraph, along_features: bool = False, runner: PassRunner | None = None
 ) -> tuple[list[Region], list[Rejection]]:
     """The regions of the graph, and rejections of what is wide but was refused. Changes nothing.
 
     Args:
         along_features: what has no loops over tokens may have loops over features.
+        runner: notes what fails.
     """
+    runner = runner or PassRunner()
     regions: list[Region] = []
     rejections: list[tuple[fx.Node, Rejection]] = []
     taken: set[fx.Node] = set()
@@ -70,21 +73,22 @@ def find_regions(
         if anchor in taken or anchor in refused:
             continue
         growth = Growth(joint, wide_numel(anchor, spec), taken, upstream, TOKEN_AXIS, operand_specs)
-        try:
-            region, growth = _region(joint, growth, anchor, spec)
-        except CannotTake as refusal:
-            other = _along_features(joint, growth, anchor, spec) if along_features else None
-            if other is None:
-                rejections.append((anchor, rejection_of(anchor, refusal)))
-                refused.update(n for n in growth.specs if growth.wide(n))
-                continue
-            region, growth = other
-        regions.append(region)
-        taken |= {
-            n
-            for n, s in growth.specs.items()
-            if s != WHOLE and not ops.is_cheap_view(n) and not growth.may_repeat(n)
-        }
+        with runner.left_out("detection of a region", anchor.name):
+            try:
+                region, growth = _region(joint, growth, anchor, spec)
+            except CannotTake as refusal:
+                other = _along_features(joint, growth, anchor, spec) if along_features else None
+                if other is None:
+                    rejections.append((anchor, rejection_of(anchor, refusal)))
+                    refused.update(n for n in growth.specs if growth.wide(n))
+                    continue
+                region, growth = other
+            regions.append(region)
+            taken |= {
+                n
+                for n, s in growth.specs.items()
+                if s != WHOLE and not ops.is_cheap_view(n) and not growth.may_repeat(n)
+            }
     # what a later region took is no longer refused
     refusals = [rejection for anchor, rejection in rejections if anchor not in taken]
     return regions, [*refusals, *refused_wide_products(joint)]
