@@ -340,7 +340,7 @@ def _within_budget(
     """
     options, limit = partitioner.options, partitioner.limit
     latest = best = partitioner.report
-    assert latest is not None and best is not None
+    assert latest is not None and best is not None, "the latest and best are known"
     for number in range(1, _MORE_ROUNDS + 1):
         planned = limit.with_simulated(latest.outcome.limit_bytes)
         lower = planned.after(latest.outcome, last=number == _MORE_ROUNDS)

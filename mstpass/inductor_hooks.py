@@ -197,7 +197,7 @@ class Partitioner(CustomPartitionerFn):
             if self.options.strict:
                 raise MstpassError(f"mstpass failed (strict=True): {error}") from error
             raise
-        assert result.modules is not None
+        assert result.modules is not None, "the modules are known"
         check_fit(result.outcome, self.limit)
         if self.planned_for is not None and self.planned_for.bounded:
             if not result.outcome.regions and not result.outcome.rejections:
@@ -275,7 +275,7 @@ class Partitioner(CustomPartitionerFn):
 
 def _what_runs_once(gm: fx.GraphModule, result: pipeline.Result) -> dict[str, Any]:
     """What a second run of the step would have to know: random draws, and waits for ranks."""
-    assert result.modules is not None
+    assert result.modules is not None, "the modules are known"
     traced, *emitted = (list(_graphs_of(module)) for module in (gm, *result.modules))
     return {
         "draws_random_numbers": any(map(draws_random_numbers, _nodes(traced))),

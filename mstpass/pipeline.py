@@ -156,7 +156,7 @@ def _within(
             result = least
     if limit.allows(result.outcome):
         return result
-    assert result.memory is not None and limit.budget_bytes is not None
+    assert result.memory is not None and limit.budget_bytes is not None, "both are known"
     sizes = about_sizes(result.modules, limit.budget_bytes) if result.modules else ""
     note = infeasible(limit.budget_bytes, result.memory, result.outcome, sizes)
     if result.problem is not None:
@@ -227,7 +227,7 @@ def _run_stages(
 
 
 def _peak_bytes(result: Result) -> int:
-    assert result.memory is not None
+    assert result.memory is not None, "the memory is known"
     return result.memory.peak_bytes
 
 
@@ -302,7 +302,7 @@ def _raises_peak(
     """
     if result.memory is None or result.before is None:
         return False
-    assert result.read is not None
+    assert result.read is not None, "the read is known"
     peak_bytes, regions = result.memory.peak_bytes, result.outcome.regions
     if not regions:
         return planned.solver == AUTO and result.before.peak_bytes < peak_bytes / TIE

@@ -207,9 +207,7 @@ def test_a_part_of_a_stage_costs_itself(
     refusal = next(r for r in outcome.rejections if r.stage == "error")
     assert what in refusal.reason and "on purpose" in refusal.reason
     with pytest.raises(PassError, match=what):
-        pipeline.run(
-            step[0], dataclasses.replace(LEAST, strict=True), num_fwd_outputs=step[1]
-        )
+        pipeline.run(step[0], dataclasses.replace(LEAST, strict=True), num_fwd_outputs=step[1])
 
 
 def test_the_picture_of_a_step_costs_itself(monkeypatch: Patch) -> None:

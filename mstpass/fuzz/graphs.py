@@ -55,7 +55,7 @@ def check_graphs(recording: Recording, setup: Setup) -> tuple[int, list[Failure]
         options = dataclasses.replace(recording.options, **VARIANTS[name])
         with as_while_tracing(joint.graph):  # torch's partitioner asks for the fake tensors' mode
             result = pipeline.run(joint, options, **pipeline_kwargs(recording.given))
-        assert result.modules is not None
+        assert result.modules is not None, "the modules are known"
         plans[name] = result.modules
         other = dataclasses.replace(setup, options={**setup.options, **VARIANTS[name]})
         for failure in broken_promises(result.outcome, other):

@@ -179,7 +179,7 @@ def adding_attention(result: fx.Node) -> fx.Node | None:
 def item_position(result: fx.Node) -> int:
     """Which result of its op an item is, that a result of a loop's body shows."""
     position = _item_of(result).args[1]
-    assert isinstance(position, int)
+    assert isinstance(position, int), "the position is a number"
     return position
 
 

@@ -105,7 +105,7 @@ def product_and_term(node: fx.Node, operands: set[fx.Node]) -> bool:
 def linear_cat(node: fx.Node, operands: set[fx.Node]) -> bool:
     """``cat`` and ``stack``: linear if every part depends on the operands or is zero."""
     parts = node.args[0]
-    assert isinstance(parts, tuple | list)
+    assert isinstance(parts, tuple | list), "the parts are a list"
     return all(part in operands or is_zero(part) for part in parts)
 
 

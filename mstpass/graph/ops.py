@@ -165,7 +165,7 @@ def gathers_rows(node: fx.Node) -> bool:
     if node.target not in (aten.index.Tensor, aten._unsafe_index.Tensor):
         return False
     table = node.args[0]
-    assert isinstance(table, fx.Node)
+    assert isinstance(table, fx.Node), "the table is a node"
     indices = [i for i in node.args[1] if isinstance(i, fx.Node)]  # type: ignore[union-attr]
     return len(indices) == 1 and node.args[1][0] is indices[0] and numel(table) <= numel(node)  # type: ignore[index]
 

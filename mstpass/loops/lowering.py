@@ -149,7 +149,7 @@ class _Lowering:
         for reader in ops.readers_through_views(item):
             if reader.target in _RUN_IN_PLACE:
                 written = reader.args[0]
-                assert isinstance(written, fx.Node)
+                assert isinstance(written, fx.Node), "what is written is a node"
                 if ops.base_of(written) is ops.base_of(item):
                     with self.graph.inserting_before(reader):
                         copy = self.builder.call(aten.clone.default, written)

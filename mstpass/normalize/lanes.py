@@ -304,7 +304,7 @@ def sink_of(reader: fx.Node, windows: Windows) -> Sink:
             pieces.append((piece, start, stop))
         return Sink(sink, parts.dim - axis, tuple(pieces))
     source, shape = reader.args[1], shape_of(reader)
-    assert isinstance(source, fx.Node)
+    assert isinstance(source, fx.Node), "the source is a node"
     (dim,) = dims_of(reader, len(shape), "dim")
     if reader.target is aten.select_scatter.default:
         start = argument(reader, "index") % shape[dim]
@@ -347,6 +347,6 @@ def static_windows(windows: Windows) -> bool:
     """Whether the dims of the grid are adjacent, so that they can be merged and divided."""
     spec = windows.spec
     value = value_of(windows.source)
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     between = [d for d in range(spec[0], spec[-1] + 1) if d not in spec]
     return all(generic_shape(value)[d] == 1 for d in between)

@@ -142,7 +142,7 @@ class _SliceMover:
     def _source_spec(self, node: fx.Node) -> Spec:
         """The token dims of the value that a slice reads, which have the sizes of the grid."""
         source = value_of(node.all_input_nodes[0])
-        assert source is not None
+        assert source is not None, "the source is known"
         window = self.window
         spec = grid_spec(node, generic_shape(source), window.grid, window.axis)
         if spec is None:

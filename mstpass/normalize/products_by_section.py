@@ -204,7 +204,7 @@ class _Division:
                 products.append(self._divide_forward(number, item))
         for source, reader in list(_readers(self.gradient)):
             division = _division(reader, source)
-            assert division is not None
+            assert division is not None, "the division is known"
             with self.builder.graph.inserting_before(reader):
                 given: Any = self.gradient.args[0]
                 parts = [self._as_matrix(part, source) for part in given]
@@ -214,7 +214,7 @@ class _Division:
 
     def _items(self) -> list[fx.Node | None]:
         items: dict[Any, fx.Node] = {user.args[1]: user for user in self.split.users}
-        assert all(user.target is operator.getitem for user in self.split.users)
+        assert all(u.target is operator.getitem for u in self.split.users), "its users are items"
         return [items.get(number) for number in range(len(self.bounds))]
 
     def _divide_forward(self, number: int, item: fx.Node) -> fx.Node:

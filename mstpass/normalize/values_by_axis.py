@@ -111,7 +111,7 @@ def _copies(rewriting: Rewriting, shared: list[str]) -> frozenset[str]:
         for spec in needs[node]:
             if spec == first[node]:
                 continue
-            required: Any = ops.operand_specs(node, spec)  # no refusal: the value would not be shared
+            required: Any = ops.operand_specs(node, spec)  # no refusal: _is_shared
             operands = {n: of(n, required.get(n, WHOLE)) for n in node.all_input_nodes}
             with rewriting.graph.inserting_after(node):
                 written[node, spec] = rewriting.graph.node_copy(node, operands.__getitem__)

@@ -30,7 +30,7 @@ def inductor_alone(traced: JointGraph, static_inputs: list[int] | None = None) -
     except Exception as error:  # of torch's own code, whose choice is not needed for a plan
         return f"torch's partitioner fails on this graph: {type(error).__name__}: {error}"
     found = by_torch(with_torch_saved(cut_problem(traced), names))
-    assert found is not None
+    assert found is not None, "one is found"
     return found
 
 

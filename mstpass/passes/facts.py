@@ -62,7 +62,8 @@ def _inexact(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
 
 def _changed_results(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
     (recorded,), (results,) = before.output.args, after.output.args
-    assert isinstance(recorded, tuple | list) and isinstance(results, tuple | list)
+    assert isinstance(recorded, tuple | list), "the recorded results are a list"
+    assert isinstance(results, tuple | list), "the results are a list"
     if len(recorded) != len(results):
         yield Fault("output", f"has {len(results)} results in place of {len(recorded)}")
         return
@@ -111,7 +112,7 @@ def _readers_behind_writes(joint: JointGraph) -> Iterator[tuple[str, str]]:
         if write.target is not aten.copy_.default:
             continue
         written = write.args[0]
-        assert isinstance(written, fx.Node)
+        assert isinstance(written, fx.Node), "what is written is a node"
         for reader in _readers(written):
             behind = joint.index[reader] > joint.index[write]
             if behind and reader.op != "output" and reader.target is not BEFORE_WRITE:

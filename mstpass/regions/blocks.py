@@ -374,7 +374,7 @@ class _Block:
             held = self._held(source)
             if self.specs.get(source, WHOLE) is None and not is_attention_item(source):
                 return False
-            assert held
+            assert held, "each value of a block is held"
             needs = QUERY_AXIS.sum_operands(user, source, held)
         else:
             needs = dict(self._needs(user, spec))

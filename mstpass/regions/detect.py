@@ -133,7 +133,7 @@ def _along_features(
         spec: the anchor's token dims.
     """
     value = value_of(anchor)
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     dims = [d for d, size in enumerate(generic_shape(value)) if size != 1 and d not in spec]
     if len(dims) != 1 or depends_on_data(value) or symbols_of(value.shape[dims[0]]):
         return None  # of all sizes, only that of the features has to be a number
@@ -192,7 +192,7 @@ def _num_tokens(anchor: fx.Node, spec: Spec) -> int:
         CannotTake: no loop can run over them.
     """
     value = value_of(anchor)
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     if depends_on_data(value):
         raise CannotTake(anchor, "the size of its result depends on data")
     num_tokens = token_count(hint_shape(value), spec)

@@ -109,7 +109,7 @@ class _Rewriting:
 
     def _write_output(self, output: fx.Node) -> None:
         results = output.args[0]
-        assert isinstance(results, tuple | list)
+        assert isinstance(results, tuple | list), "the results are a list"
         count = self.joint.num_fwd_outputs
         forward = fx.map_arg(tuple(results[:count]), self.copied.__getitem__)
         backward = fx.map_arg(
