@@ -27,8 +27,10 @@ def needed_first(
     """
     stack = [key]
     while stack:
-        missing = [other for other in needs(stack[-1]) if other not in known]
-        if missing:
-            stack.extend(missing[::-1])
-        elif (one := stack.pop()) not in known:
+        one = stack.pop()
+        if one in known:
+            continue
+        if missing := [other for other in needs(one) if other not in known]:
+            stack += [one, *missing[::-1]]
+        else:
             yield one

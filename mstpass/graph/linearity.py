@@ -43,15 +43,15 @@ def has_linear_dtype(node: fx.Node) -> bool:
 
 def is_zero(node: object) -> bool:
     """Whether an argument is the number 0 or a tensor that is known to be 0 everywhere."""
+    while isinstance(node, fx.Node) and _shows_elements(node.target):
+        node = node.args[0]
     if isinstance(node, int | float):
         return node == 0
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     if node.target in _FILLS:
         return bool(node.args[_FILLS[node.target]] == 0)
-    if node.target in (aten.zeros.default, aten.zeros_like.default):
-        return True
-    return _shows_elements(node.target) and is_zero(node.args[0])
+    return node.target in (aten.zeros.default, aten.zeros_like.default)
 
 
 def _shows_elements(target: Any) -> bool:

@@ -86,14 +86,16 @@ def _each(builder: Builder, values: fx.Node, dim: int) -> list[fx.Node]:
 def gather_one(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
     """``gather(source, dim, index)`` for an index of size 1 along ``dim``."""
     rank = source.meta["val"].dim()
-    inner = _varying_operand(source, rank - dim % rank)
-    if inner is None:
-        return _masked_sum(builder, source, dim % rank, index)
-    gathered = gather_one(builder, inner, dim % rank, index)
-    args, kwargs = fx.map_arg(
-        (source.args, source.kwargs), lambda node: gathered if node is inner else node
-    )
-    return builder.call(source.target, *args, **kwargs)
+    chain = [source]
+    while (inner := _varying_operand(chain[-1], rank - dim % rank)) is not None:
+        chain.append(inner)
+    inner = chain.pop()
+    gathered = _masked_sum(builder, inner, dim % rank, index)
+    for node in reversed(chain):
+        operands = {**{n: n for n in node.all_input_nodes}, inner: gathered}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
+        inner, gathered = node, builder.call(node.target, *args, **kwargs)
+    return gathered
 
 
 def _varying_operand(node: fx.Node, from_right: int) -> fx.Node | None:

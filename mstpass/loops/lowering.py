@@ -157,10 +157,14 @@ class _Lowering:
 
     def _on_host(self, node: fx.Node) -> fx.Node:
         """The value on the host of which the node is the one on the device, or a view."""
-        if is_rows_on_host(node):
-            return node.all_input_nodes[0]
-        operand = self._on_host(node.all_input_nodes[0])
-        return self.builder.call(node.target, operand, *node.args[1:], **node.kwargs)
+        views = []
+        while not is_rows_on_host(node):
+            views.append(node)
+            node = node.all_input_nodes[0]
+        found = node.all_input_nodes[0]
+        for view in reversed(views):
+            found = self.builder.call(view.target, found, *view.args[1:], **view.kwargs)
+        return found
 
     def _at_offset_zero(self, node: fx.Node) -> fx.Node:
         """The value; a copy if it starts inside its storage, as shifted labels do.

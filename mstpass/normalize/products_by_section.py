@@ -32,6 +32,7 @@ from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.token_rules.arguments import shape_of
+from mstpass.walk import walk
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -139,12 +140,13 @@ def _gradient(joint: JointGraph, product: fx.Node, sizes: list[int]) -> fx.Node 
 
 def _readers(gradient: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Pairs of the gradient as a matrix, or of that transposed, and a reader of it."""
-    for user in gradient.users:
-        is_reshape = ops.is_view_by_shape(user)
-        if is_reshape or (user.target is aten.permute.default and user.meta["val"].dim() == 2):
-            yield from _readers(user)
-        else:
-            yield gradient, user
+
+    def shows(node: fx.Node) -> bool:
+        is_matrix = node.target is aten.permute.default and node.meta["val"].dim() == 2
+        return ops.is_view_by_shape(node) or is_matrix
+
+    for shown in walk([gradient], lambda node: filter(shows, node.users)):
+        yield from ((shown, user) for user in shown.users if not shows(user))
 
 
 _Divide = Callable[[Builder, fx.Node, "list[fx.Node]", "tuple[tuple[int, int], ...]"], fx.Node]

@@ -18,6 +18,7 @@ from mstpass.graph.token_rules.arguments import shape_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Spec, chunk_shape
 from mstpass.normalize.lanes import Lane, Windows, is_item_op
 from mstpass.normalize.parts import Parts, picked
+from mstpass.walk import walk
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -252,18 +253,25 @@ def _arguments(node: fx.Node) -> list[Any]:
     return found
 
 
-def _same_value(a: fx.Node, b: fx.Node) -> bool:
+def _same_value(a: object, b: object) -> bool:
     """Whether two nodes are one, or the same constant, perhaps viewed."""
-    if a is b:
-        return True
-    if not (ops.is_constant(a) or ops.is_cheap_view(a)) or a.target is not b.target:
-        return False
-    if a.kwargs != b.kwargs or len(a.args) != len(b.args):
-        return False
-    return all(
-        _same_value(x, y) if isinstance(x, fx.Node) and isinstance(y, fx.Node) else x == y
-        for x, y in zip(a.args, b.args, strict=True)
-    )
+    for x, y in walk([(a, b)], _arguments_in_pairs):
+        if not isinstance(x, fx.Node) or not isinstance(y, fx.Node):
+            if x != y:
+                return False
+        elif x is not y:
+            if not (ops.is_constant(x) or ops.is_cheap_view(x)) or x.target is not y.target:
+                return False
+            if x.kwargs != y.kwargs or len(x.args) != len(y.args):
+                return False
+    return True
+
+
+def _arguments_in_pairs(pair: tuple[Any, Any]) -> list[tuple[Any, Any]]:
+    a, b = pair
+    if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return []
+    return [*zip(a.args, b.args, strict=True)]
 
 
 def _takes(node: fx.Node, dim: int, lane: Lane, shape: torch.Size) -> bool:

@@ -20,6 +20,7 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.renew_values import order_of_copy
 from mstpass.passes.loops import body_differences
 from mstpass.passes.values import difference, layout_difference, signature
+from mstpass.walk import walk
 
 aten = torch.ops.aten
 
@@ -120,11 +121,8 @@ def _readers_behind_writes(joint: JointGraph) -> Iterator[tuple[str, str]]:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    for user in node.users:
-        if ops.shares_storage(user):
-            yield from _readers(user)
-        else:
-            yield user
+    reached = walk(node.users, lambda user: user.users if ops.shares_storage(user) else ())
+    return (reader for reader in reached if not ops.shares_storage(reader))
 
 
 def _loops(before: JointGraph, after: JointGraph) -> Iterator[Fault]:

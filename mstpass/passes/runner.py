@@ -191,9 +191,9 @@ class PassRunner:
         """
         try:
             yield
-        except (*answers, OptionError, TorchChangedError):
-            raise
         except Exception as error:
+            if isinstance(error, (*answers, OptionError, TorchChangedError)):
+                raise
             reason = f"{what} is refused: {told(error)}"
             if self.strict or self.verify == RAISE:
                 raise PassError(reason) from error

@@ -30,6 +30,7 @@ from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
+from mstpass.walk import needed_first
 
 ONCE = "a collective runs once on all tokens, in step with the other ranks"
 COMPLETE = "what is reduced over all tokens is complete only after the loop"
@@ -123,22 +124,33 @@ class Growth:
 
         A gradient that a product reads is not among them: it belongs with the product.
         """
-        if node not in self.made_from_narrow:
-            cheap = ops.is_pointwise(node) or ops.is_cheap_view(node)
-            cheap = cheap and not any(map(ops.is_matmul, ops.readers_through_views(node)))
-            self.made_from_narrow[node] = cheap and self._operands_repeat(node)
-        return self.made_from_narrow[node]
+        known = self.made_from_narrow
+        for one in needed_first(node, self._wide_operands_of_cheap, known):
+            cheap = self._is_cheap(one) and self._masks_repeat(one)
+            known[one] = cheap and all(known[n] for n in self._wide_operands(one))
+        return known[node]
+
+    def _is_cheap(self, node: fx.Node) -> bool:
+        cheap = ops.is_pointwise(node) or ops.is_cheap_view(node)
+        return cheap and not any(map(ops.is_matmul, ops.readers_through_views(node)))
+
+    def _wide_operands_of_cheap(self, node: fx.Node) -> list[fx.Node]:
+        return self._wide_operands(node) if self._is_cheap(node) else []
+
+    def _wide_operands(self, node: fx.Node) -> list[fx.Node]:
+        """Those that are computed from others."""
+        operands = (n for n in node.all_input_nodes if self.wide(n))
+        return [n for n in operands if n.op != "placeholder" and not ops.is_constant(n)]
 
     def _operands_repeat(self, node: fx.Node) -> bool:
         """Whether the wide operands may be repeated; masks among the inputs of the step may."""
+        made = all(map(self._is_made_from_narrow, self._wide_operands(node)))
+        return made and self._masks_repeat(node)
 
-        def repeats(operand: fx.Node) -> bool:
-            if operand.op == "placeholder":
-                value = value_of(operand)
-                return value is not None and not value.is_floating_point()
-            return ops.is_constant(operand) or self._is_made_from_narrow(operand)
-
-        return all(repeats(operand) for operand in node.all_input_nodes if self.wide(operand))
+    def _masks_repeat(self, node: fx.Node) -> bool:
+        inputs = [n for n in node.all_input_nodes if n.op == "placeholder" and self.wide(n)]
+        values = map(value_of, inputs)
+        return not any(value is None or value.is_floating_point() for value in values)
 
     def wide_matmuls(self) -> int:
         """The members that are matmuls with a wide result, as bits as in ``upstream_matmuls``."""
