@@ -113,11 +113,12 @@ class Growth:
         if ops.is_constant(node) or ops.gathers_rows(node):
             return True
         if self.wide(node):
-            return self._is_made_from_narrow(node)
+            return node.op != "placeholder" and self._is_made_from_narrow(node)
         value = value_of(node)
         if value is not None and not value.is_floating_point():
             return True
-        return ops.is_reduction(node) and self._operands_repeat(node)
+        operands = self._wide_operands(node)
+        return ops.is_reduction(node) and all(map(self._is_made_from_narrow, operands))
 
     def _is_made_from_narrow(self, node: fx.Node) -> bool:
         """Whether cheap ops make the wide value from narrow ones, as a one-hot row from a label.
@@ -125,32 +126,19 @@ class Growth:
         A gradient that a product reads is not among them: it belongs with the product.
         """
         known = self.made_from_narrow
-        for one in needed_first(node, self._wide_operands_of_cheap, known):
-            cheap = self._is_cheap(one) and self._masks_repeat(one)
-            known[one] = cheap and all(known[n] for n in self._wide_operands(one))
+        for one in needed_first(node, self._wide_operands, known):
+            if one.op == "placeholder":  # masks may be repeated
+                value = value_of(one)
+                known[one] = value is not None and not value.is_floating_point()
+                continue
+            cheap = ops.is_pointwise(one) or ops.is_cheap_view(one)
+            cheap = cheap and not any(map(ops.is_matmul, ops.readers_through_views(one)))
+            made = cheap and all(known[operand] for operand in self._wide_operands(one))
+            known[one] = made or ops.is_constant(one)
         return known[node]
 
-    def _is_cheap(self, node: fx.Node) -> bool:
-        cheap = ops.is_pointwise(node) or ops.is_cheap_view(node)
-        return cheap and not any(map(ops.is_matmul, ops.readers_through_views(node)))
-
-    def _wide_operands_of_cheap(self, node: fx.Node) -> list[fx.Node]:
-        return self._wide_operands(node) if self._is_cheap(node) else []
-
     def _wide_operands(self, node: fx.Node) -> list[fx.Node]:
-        """Those that are computed from others."""
-        operands = (n for n in node.all_input_nodes if self.wide(n))
-        return [n for n in operands if n.op != "placeholder" and not ops.is_constant(n)]
-
-    def _operands_repeat(self, node: fx.Node) -> bool:
-        """Whether the wide operands may be repeated; masks among the inputs of the step may."""
-        made = all(map(self._is_made_from_narrow, self._wide_operands(node)))
-        return made and self._masks_repeat(node)
-
-    def _masks_repeat(self, node: fx.Node) -> bool:
-        inputs = [n for n in node.all_input_nodes if n.op == "placeholder" and self.wide(n)]
-        values = map(value_of, inputs)
-        return not any(value is None or value.is_floating_point() for value in values)
+        return [operand for operand in node.all_input_nodes if self.wide(operand)]
 
     def wide_matmuls(self) -> int:
         """The members that are matmuls with a wide result, as bits as in ``upstream_matmuls``."""
