@@ -364,7 +364,7 @@ def _within_budget(
     """
     options, limit = partitioner.options, partitioner.limit
     latest = best = partitioner.report
-    assert latest is not None and best is not None
+    assert latest is not None and best is not None, "the plan at hand has a report"
     rounds = range(1, _MORE_ROUNDS + 1)
     for number in (*rounds, None):
         lower = None

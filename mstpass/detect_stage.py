@@ -82,7 +82,7 @@ def _detect(
     for_heads = loops_over_heads(options, limit)
 
     def candidates_of(joint: JointGraph) -> tuple[list[RegionCandidates], list[Rejection]]:
-        return all_candidates(joint, options, limit, for_blocks)
+        return all_candidates(joint, options, limit, for_blocks, runner)
 
     joint, prepared, changed = normalized(joint, for_heads, runner, left_out, for_blocks)
     candidates, rejections = candidates_of(prepared)

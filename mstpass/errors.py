@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Sequence
 from importlib.util import find_spec
+
+_OWN_FILES = os.path.dirname(__file__)
 
 
 class UserError(Exception):
@@ -26,3 +30,19 @@ def require(packages: Sequence[str], extra: str, purpose: str) -> None:
         raise MissingPackageError(
             f"{purpose} needs {', '.join(missing)}: pip install 'mstpass[{extra}]'"
         )
+
+
+def told(error: BaseException) -> str:
+    """``lanes.py:12: ValueError: message``, with the last line of ours that led to the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename.startswith(_OWN_FILES)] or frames
+    place = [f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in own[-1:]]
+    return ": ".join([*place, type(error).__name__, *([str(error)] if str(error) else [])])
+
+
+def please_report(what: str, done: str) -> str:
+    """The text of a warning about a failure of ours, after which ``done`` was done."""
+    return (
+        f"mstpass failed on a graph and {done}. {what}. "
+        "Please report the error that options={'strict': True} raises."
+    )

@@ -292,7 +292,7 @@ def nearest_gpu(full_name: str, capability: tuple[int, int]) -> Gpu:
     known = sorted({kind.capability for kind in _TABLE})
     lower = [other for other in known if other <= tuple(capability)]
     found = gpu_like(full_name, max(lower, default=known[0]))
-    assert found is not None
+    assert found is not None, "one is found"
     return found
 
 

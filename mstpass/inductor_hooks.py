@@ -22,6 +22,7 @@ from torch import fx
 
 from mstpass import pipeline
 from mstpass.captured import PlannedFor
+from mstpass.errors import please_report, told
 from mstpass.graph import device_costs
 from mstpass.graph.host_copies import is_host_copy
 from mstpass.graph.joint import Modules
@@ -34,7 +35,7 @@ from mstpass.memory.peaks_by_length import PeaksByLength
 from mstpass.options import OptionError, Options
 from mstpass.partition.budget import BudgetError, of_sizes
 from mstpass.passes.facts import FINISHED, NO_LOOPS
-from mstpass.passes.runner import InPlacePass, PassRunner
+from mstpass.passes.runner import InPlacePass, PassRunner, failures
 from mstpass.plans import Outcome, Rejection
 from mstpass.problem.solver_registry import is_own
 from mstpass.regions.advice import with_fix
@@ -85,17 +86,12 @@ class SameForAllError(Exception):
 
 
 def warn_of(error: Exception, done: str = "left it to Inductor: the step has no chunks") -> None:
-    warnings.warn(
-        f"mstpass failed on a graph and {done}. {type(error).__name__}: {error}. "
-        "Please report the error that options={'strict': True} raises.",
-        stacklevel=3,
-    )
+    warnings.warn(please_report(told(error), done), stacklevel=3)
     log.debug("mstpass failed", exc_info=error)
 
 
 def failed(error: Exception) -> Outcome:
-    reason = f"{type(error).__name__}: {error}"
-    return Outcome(rejections=(with_fix(Rejection("error", "graph", reason)),))
+    return Outcome(rejections=(with_fix(Rejection("error", "graph", told(error))),))
 
 
 def check_fit(outcome: Outcome, limit: Limit) -> None:
@@ -200,7 +196,7 @@ class Partitioner(CustomPartitionerFn):
             if self.options.strict:
                 raise MstpassError(f"mstpass failed (strict=True): {error}") from error
             raise
-        assert result.modules is not None
+        assert result.modules is not None, "the modules are known"
         check_fit(result.outcome, self.limit)
         if self.planned_for is not None and self.planned_for.bounded:
             if not result.outcome.regions and not result.outcome.rejections:
@@ -260,10 +256,14 @@ class Partitioner(CustomPartitionerFn):
             return otherwise
 
     def refused(self, runner: PassRunner) -> None:
-        """Add passes over the finished graphs that were refused to the report."""
-        if self.report is not None and runner.refused:
-            rejections = (*self.report.rejections, *runner.refused)
-            self.report = self.report.with_outcome(rejections=rejections)
+        """Add passes over the finished graphs that were refused to the report, and warn of those
+        that failed."""
+        known = self.report.rejections if self.report is not None else ()
+        new = [r for r in map(with_fix, runner.refused) if r not in known]
+        if self.report is not None and new:
+            self.report = self.report.with_outcome(rejections=(*known, *new))
+        if failed_passes := failures(new):
+            warnings.warn(failed_passes, stacklevel=2)
 
     def uuid(self) -> str | None:
         # None means not cacheable: a user's solver may change while its name stays
@@ -274,7 +274,7 @@ class Partitioner(CustomPartitionerFn):
 
 def _what_runs_once(gm: fx.GraphModule, result: pipeline.Result) -> dict[str, Any]:
     """What a second run of the step would have to know: random draws, and waits for ranks."""
-    assert result.modules is not None
+    assert result.modules is not None, "the modules are known"
     traced, *emitted = (list(_graphs_of(module)) for module in (gm, *result.modules))
     return {
         "draws_random_numbers": any(map(draws_random_numbers, _nodes(traced))),
@@ -332,7 +332,7 @@ class LowerLoops(CustomGraphPass):
         if self.partitioner.report is None and is_backward(graph):
             raise TorchChangedError("custom_partitioner_fn is not called")
         self.graphs += 1
-        runner = PassRunner(self.partitioner.options.verify)
+        runner = PassRunner.of(self.partitioner.options)
         self.loops += runner.run_in_place(
             InPlacePass("lower_loops", lower_loops, (*FINISHED, NO_LOOPS), required=True), graph
         )

@@ -111,7 +111,7 @@ class Limit:
         if self.is_free:
             return Limit.in_bytes(self.budget_bytes)
         simulated, scheduled = outcome.peak_bytes, outcome.scheduled_peak_bytes
-        assert self.peak_bytes is not None
+        assert self.peak_bytes is not None, "the peak bytes are known"
         if scheduled is not None and (simulated is None or simulated > self.budget_bytes):
             return None  # the rounds before compilation have ended at the lowest plan
         if last or scheduled is None or simulated is None or simulated > self.peak_bytes:

@@ -102,7 +102,7 @@ class LeanerPlans:
         strict: bool,
         by_length: bool,
     ):
-        assert plan.report is not None
+        assert plan.report is not None, "the report is known"
         vars(self).update(vars(plan.run))  # such as torch's function that stores it
         self.device, self.make, self.strict, self.by_length = device, make, strict, by_length
         self.earlier: list[CompiledPlan] = []
@@ -196,7 +196,7 @@ class LeanerPlans:
     # ---- leaner plans --------------------------------------------------------------------------
     def _why_not_again(self) -> str:
         """Why a forward that failed cannot run again; "" if it can."""
-        assert self.plan.report is not None
+        assert self.plan.report is not None, "the report is known"
         if self.make is None:
             return "it cannot be compiled again"
         if self._is_least:
@@ -263,7 +263,7 @@ class LeanerPlans:
     # ---- words ---------------------------------------------------------------------------------
     def _explained(self, failure: Failure, plan: CompiledPlan, why: str = "") -> str:
         """The message of an error, with what is known of the plan and what to do."""
-        assert plan.report is not None
+        assert plan.report is not None, "the report is known"
         next_one = plan is self.plan and self.make is not None and not self._is_least
         return (
             f"{failure.text}\n"

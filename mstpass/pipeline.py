@@ -45,7 +45,7 @@ from mstpass.partition.inductor_alone import inductor_alone
 from mstpass.partition.solvers import AUTO
 from mstpass.partition.solvers.candidate import TIE
 from mstpass.partition.solvers.host_budget import more_host_memory
-from mstpass.passes.runner import PassRunner
+from mstpass.passes.runner import PassRunner, failures
 from mstpass.plans import ChunkPlan, Outcome, Rejection
 from mstpass.problem.problem import CutProblem
 from mstpass.regions.advice import with_fix
@@ -141,6 +141,8 @@ def run(
     narrow = narrow_calls(module.graph for module in result.modules or ())
     for call in narrow:
         warnings.warn(f"mstpass: {call}", stacklevel=2)
+    if failed := failures(result.outcome.rejections):
+        warnings.warn(failed, stacklevel=2)
     return _with_notes(result, *map(str, narrow))
 
 
@@ -171,7 +173,7 @@ def _within(
         result = peaks[min(peaks)]
         if limit.allows(result.outcome):
             return result
-    assert result.memory is not None and limit.budget_bytes is not None
+    assert result.memory is not None and limit.budget_bytes is not None, "plans have known peaks"
     sizes = about_sizes(result.modules, limit.budget_bytes) if result.modules else ""
     note = infeasible(limit.budget_bytes, result.memory, result.outcome, sizes)
     if result.problem is not None:
@@ -195,7 +197,7 @@ def _run_stages(
     torch_kwargs: dict[str, Any],
 ) -> Result:
     """One plan within the limit, or one with a peak as low as there is."""
-    watch, runner = _Stopwatch(), PassRunner(options.verify)
+    watch, runner = _Stopwatch(), PassRunner.of(options)
     traced, _ = runner.run_all(READ, read())
     note_sizes_by_data(traced.nodes)
     joint, masks = runner.run(MASKS, traced)
@@ -205,12 +207,14 @@ def _run_stages(
     detected = detected.with_masks(masks)
     watch.lap("detect")
     if stop_after in ("read", "detect"):
-        return Result(_outcome((), detected.rejections))
+        return Result(_outcome((), (*detected.rejections, *runner.refused)))
     static_inputs = torch_kwargs.get("static_lifetime_input_indices")
     alone = functools.partial(inductor_alone, traced, static_inputs)
 
     def plan_of(found: Detected) -> pipeline_stages.Planned:
-        return pipeline_stages.plan(found.joint, found.candidates, options, limit, traced, alone)
+        return pipeline_stages.plan(
+            found.joint, found.candidates, options, limit, traced, alone, runner
+        )
 
     planned = plan_of(detected)
     whole = planned.convolutions_left_whole(joint)
@@ -221,7 +225,7 @@ def _run_stages(
         planned = plan_of(detected)
     watch.lap("plan")
     if stop_after == "plan":
-        rejections = (*detected.rejections, *planned.rejections)
+        rejections = (*detected.rejections, *planned.rejections, *runner.refused)
         return Result(_outcome(planned.chunk_plans, rejections), planned.problem)
     rewritten = functools.partial(
         _rewritten, detected, options, stop_after, torch_kwargs, runner, watch
@@ -242,7 +246,7 @@ def _run_stages(
 
 
 def _peak_bytes(result: Result) -> int:
-    assert result.memory is not None
+    assert result.memory is not None, "the memory is known"
     return result.memory.peak_bytes
 
 
@@ -333,7 +337,7 @@ def _raises_peak(
     """
     if result.memory is None or result.before is None:
         return False
-    assert result.read is not None
+    assert result.read is not None, "the read is known"
     peak_bytes, regions = result.memory.peak_bytes, result.outcome.regions
     if not regions:
         return planned.solver == AUTO and result.before.peak_bytes < peak_bytes / TIE

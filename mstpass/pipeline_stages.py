@@ -78,6 +78,7 @@ class Planned:
         limit: what the plan may take.
         limit_bytes: the most bytes at the simulated peak that the solver was asked for.
         alone: what Inductor alone would do with the graph as it was traced; None if unknown.
+        runner: notes what fails.
     """
 
     joint: JointGraph
@@ -90,6 +91,7 @@ class Planned:
     notes: tuple[str, ...] = ()
     limit_bytes: int | None = None
     alone: Candidate | None = None
+    runner: PassRunner = dataclasses.field(default_factory=PassRunner)
 
     @property
     def chunk_plans(self) -> tuple[ChunkPlan, ...]:
@@ -101,8 +103,12 @@ class Planned:
     def rejections(self) -> tuple[Rejection, ...]:
         """Why other regions have no loops."""
         whole = [c for c in self.candidates if self._mode(c) == WHOLE]
-        reasons = reasons_left_whole(self.problem, self.plan, whole, self.candidates, self.limit)
-        told = zip(whole, reasons, strict=True)
+        reasons: list[str] = []
+        with self.runner.left_out("why regions stay whole"):
+            reasons = reasons_left_whole(
+                self.problem, self.plan, whole, self.candidates, self.limit
+            )
+        told = zip(whole, reasons, strict=False)  # none if that failed
         return (*self.refused, *(rejected("plan", c.plans[0][1], why) for c, why in told))
 
     def convolutions_left_whole(self, traced: JointGraph) -> LeftOut:
@@ -124,6 +130,7 @@ def plan(
     limit: Limit,
     traced: JointGraph,
     inductor_alone: Callable[[], Candidate | str],
+    runner: PassRunner,
 ) -> Planned:
     """Choose each region's mode and the saved values, by the simulated peak.
 
@@ -152,6 +159,7 @@ def plan(
         (*notes, *solved.notes),
         solved.limit_bytes,
         alone,
+        runner,
     )
 
 
@@ -194,7 +202,9 @@ def _apply_plans(joint: JointGraph, plans: Sequence[ChunkPlan]) -> tuple[JointGr
     return JointGraph(applied.module, joint.num_fwd_outputs), applied
 
 
-APPLY_PLANS = Pass("apply_plans", _apply_plans, (NO_LOOPS,), (*ALWAYS, PURE_LOOPS))
+APPLY_PLANS = Pass(
+    "apply_plans", _apply_plans, (NO_LOOPS,), (*ALWAYS, PURE_LOOPS), (CycleError, CannotTake)
+)
 
 
 def apply(
@@ -206,8 +216,13 @@ def apply(
     while True:
         try:
             _, applied = runner.run(APPLY_PLANS, joint, left)
-            if applied is None:  # refused: the graph as it is
-                left, applied = [], apply_plans(joint, [])
+            if applied is None:  # refused: without the loops that cannot be written even alone
+                alone = [[p] for p in left] if len(left) > 1 else []
+                fewer = [p for (p,) in alone if runner.run(APPLY_PLANS, joint, [p])[1] is not None]
+                left = fewer if len(fewer) < len(left) else []
+                if left:
+                    continue
+                applied = apply_plans(joint, [])
             return applied, tuple(left), tuple(rejections)
         except CycleError as error:
             guilty, reason = error.plan, str(error)

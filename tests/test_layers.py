@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent / "mstpass"
 # Lowest first. A layer is a package or a file of ``mstpass``; those in one row may not import each
 # other, but for a file and its own package.
 LAYERS = (
-    ("errors", "integrations", "plain_data", "frame_stack", "progress"),
+    ("errors", "integrations", "plain_data", "frame_stack", "progress", "walk"),
     ("gpus",),
     ("torch_internals", "byte_sizes", "problem"),
     ("graph",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import mstpass
 from tests.checks import check_against_float64, kinds
 from tests.graphs_of_steps import check_same_results
+from tests.values_along_axes import MODELS
 
 pytestmark = pytest.mark.op_by_op
 LEAST = {"memory_budget": 0.0, "strict": True}
@@ -98,6 +100,20 @@ def test_gradients_of_pairs() -> None:
         list(_pairs()),
         chunk_tokens=64,
     )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_values_that_no_loop_can_cut_stay_one(model: type[Any]) -> None:
+    """Also of two dims of which a loop can cut one alone: nothing is written twice for the other.
+
+    The recursion has more steps than its structure could be followed by recursion.
+    """
+    torch.manual_seed(0)
+    step = lambda model: lambda *batch: model(*batch)
+    given = {"chunk_tokens": 64, **LEAST}
+    report = check_against_float64(model(), step, model.inputs(), **given)
+    assert sorted(kind for kind, _ in kinds(report)) == MODELS[model], str(report)
+    assert report.peak_bytes < report.baseline_peak_bytes
 
 
 @pytest.mark.parametrize("batch", [1, 2])

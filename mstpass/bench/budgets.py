@@ -161,7 +161,7 @@ def budgets_of(model: Model, shares: Sequence[float]) -> dict[float, int]:
 def _lowest_bytes(model: Model) -> int:
     model.make_step(mst(memory_budget=0.0).build(model.loss_fn))()
     peak_bytes = mstpass.reports()[-1].peak_bytes
-    assert peak_bytes is not None
+    assert peak_bytes is not None, "the peak bytes are known"
     return peak_bytes
 
 

@@ -99,7 +99,7 @@ def own_code(fn: Fn) -> Fn:
     Dynamo caches graphs by code object, and notes by name which sizes have varied.
     """
     target = fn.__func__ if isinstance(fn, types.MethodType) else fn
-    assert isinstance(target, types.FunctionType)
+    assert isinstance(target, types.FunctionType), "the target is a function"
     copy = types.FunctionType(
         target.__code__.replace(co_name=f"{target.__name__}_{next(_numbers)}"),
         target.__globals__,

@@ -95,7 +95,7 @@ def problem_of(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> CutPr
     def take(module: fx.GraphModule, num_fwd_outputs: int) -> CutProblem:
         given = Options.parse({"solver": "min_cut", **options})
         result = pipeline.run(module, given, num_fwd_outputs=num_fwd_outputs, stop_after="plan")
-        assert result.problem is not None
+        assert result.problem is not None, "the problem is known"
         return result.problem
 
     return trace_joint(fn, inputs, take)

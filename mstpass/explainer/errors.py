@@ -107,7 +107,7 @@ def _what_and_advice(error: Exception, text: str) -> tuple[str, str]:
     if isinstance(error, DataDependentOutputException):
         return _BRANCH_NEEDS_VALUES, _MOVE_LINE
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    what = _first_line(lines) if lines else type(error).__name__
+    what = _first_line(lines) if lines else "no message"
     raised = next((line for line in lines if "raised exception" in line), "")
     if raised and "Observed exception" in what:
         what = raised.partition("raised exception")[2].strip()

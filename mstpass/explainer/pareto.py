@@ -46,7 +46,7 @@ def pareto_points(
         module, quick, limit=any_budget, num_fwd_outputs=num_fwd_outputs, stop_after="plan"
     )
     problem = planned.problem
-    assert problem is not None
+    assert problem is not None, "the problem is known"
     before_us = problem.cached(baseline).us or 1.0
     solve = SOLVERS[AUTO if options.solver == "auto" else options.solver]
     for budget in BUDGETS:

@@ -32,7 +32,8 @@ from mstpass.inductor_hooks import pipeline_kwargs
 from mstpass.limit import Limit
 from mstpass.memory.device_budget import device_budget_bytes
 from mstpass.options import OptionError, Options
-from mstpass.regions.advice import is_output
+from mstpass.passes.runner import PassRunner
+from mstpass.regions.advice import is_output, with_fix
 from mstpass.report.collect_details import collect_details
 from mstpass.report.no_plan import rnn_left_out
 from mstpass.report.report import Report
@@ -283,9 +284,13 @@ class _ReportMaker:
         if limit.is_free and (in_bytes := limit.after(result.outcome)) is not None:
             limit = in_bytes
             result = pipeline.run(module, given, limit=limit, **known)
-        details = collect_details(result)
-        if details is not None and self._pareto:
-            points = pareto_points(result, module, given, limit, torch_kwargs["num_fwd_outputs"])
-            details = dataclasses.replace(details, pareto=points)
-        report = Report(result.outcome, details=details)
-        return report.with_outcome(**self._drop.added_to(result.outcome))
+        outcome, runner, details = result.outcome, PassRunner.of(given), None
+        with runner.left_out("the picture of the step"):
+            details = collect_details(result)
+            if details is not None and self._pareto:
+                outputs = torch_kwargs["num_fwd_outputs"]
+                points = pareto_points(result, module, given, limit, outputs)
+                details = dataclasses.replace(details, pareto=points)
+        refused = (*outcome.rejections, *map(with_fix, runner.refused))
+        outcome = dataclasses.replace(outcome, rejections=refused)
+        return Report(outcome, details=details).with_outcome(**self._drop.added_to(outcome))

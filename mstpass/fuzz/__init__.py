@@ -7,6 +7,7 @@
     program.py   the model and the inputs of that source
     compiled.py  the program compiled: its rewritten graphs op by op (fast), or by Inductor
     checks.py    the oracles: values against float64, plans against their promises
+    failing_passes.py  a failure injected into a pass, and what is left of the plan
     reduce.py    the smallest case that fails in the same way, as a test
     worker.py    one process that runs cases; campaign.py runs many, and keeps their results
 

@@ -144,7 +144,9 @@ class _Worker:
 
     def ask(self, request: str, limit_s: float) -> Result:
         """The answer; a failure if the process ends or takes too long, and then it is ended."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None and self._process.stdout is not None, (
+            "both are pipes"
+        )
         try:
             self._process.stdin.write(request + "\n")
             self._process.stdin.flush()

@@ -61,7 +61,7 @@ class Recording(Partitioner):
     def seen(self, graph: fx.Graph, values: Sequence[Any]) -> None:
         """Remember the inputs of a graph that are inputs of the joint graph."""
         names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
-        assert self.joint is not None
+        assert self.joint is not None, "the joint is known"
         wanted = {str(n.target) for n in self.joint.graph.find_nodes(op="placeholder")}
         self.step = self.step or {}
         for name, value in zip(names, values, strict=True):

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from mstpass import pipeline
 from mstpass.fuzz.case import VARIANTS
 from mstpass.fuzz.compiled import AsTraced, Recording, copied, draw_in_order
+from mstpass.fuzz.failing_passes import chosen, without
 from mstpass.fuzz.plans import Failure, broken_promises
 from mstpass.fuzz.program import Setup
 from mstpass.fuzz.values import rms
@@ -55,11 +56,16 @@ def check_graphs(recording: Recording, setup: Setup) -> tuple[int, list[Failure]
         options = dataclasses.replace(recording.options, **VARIANTS[name])
         with as_while_tracing(joint.graph):  # torch's partitioner asks for the fake tensors' mode
             result = pipeline.run(joint, options, **pipeline_kwargs(recording.given))
-        assert result.modules is not None
+        assert result.modules is not None, "the modules are known"
         plans[name] = result.modules
         other = dataclasses.replace(setup, options={**setup.options, **VARIANTS[name]})
         for failure in broken_promises(result.outcome, other):
             wrong.append(Failure(failure.kind, f"{name}: {failure.text}"))
+    for name in chosen(recording) if setup.variants else ():
+        modules, broken = without(recording, name)
+        wrong += broken
+        if modules is not None:
+            plans[f"without {name}"] = modules
     ran = {name: m for name, m in plans.items() if not any(map(_is_other_in_float64, m))}
     for name, (forward, backward) in ran.items():
         found = _run_split(in_float64(forward), in_float64(backward), step, len(true.results))

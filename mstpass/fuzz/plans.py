@@ -169,7 +169,7 @@ def _outcome(recording: Recording, budget: Budget) -> Outcome | None:
     None if torch splits the graph, and if the plan has loops of unbounded length: these are
     chosen for batches that may be longer than the one at hand.
     """
-    assert recording.joint is not None
+    assert recording.joint is not None, "the joint is known"
     options = dataclasses.replace(recording.options, memory_budget=budget, strict=False)
     kwargs = pipeline_kwargs(recording.given)
     with as_while_tracing(recording.joint.graph):

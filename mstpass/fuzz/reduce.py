@@ -81,6 +81,6 @@ def as_test(case: Case, kind: str, failures: Sequence[Failure]) -> str:
 def _parts(text: str) -> tuple[str, str]:
     """The imports, and the rest with no more than one empty line in a row."""
     start = re.search(r"^(class|def) ", text, re.MULTILINE)
-    assert start is not None
+    assert start is not None, "the start is known"
     head, rest = text[: start.start()], text[start.start() :]
     return re.sub(r"\n\n+", "\n", head), re.sub(r"\n\n\n+", "\n\n", rest).strip()

@@ -185,7 +185,7 @@ def _attend_rows(
             out = out.to(both.dtype).mul_(_share(log_sum, both))
             out.add_(part.to(both.dtype).mul_(_share(its_log_sum, both)))
             log_sum = both
-        assert out is not None and log_sum is not None
+        assert out is not None and log_sum is not None, "both results are known"
         result[:, :, rows.in_chunk] = out
         log_sums[:, :, rows.in_chunk] = log_sum
     return result, log_sums.unsqueeze(-1) if column else log_sums
@@ -243,7 +243,7 @@ def _add_backward(
                 of_value[own, :, block.first : block.end] += of_v
             wide = of_q.to(logsumexp.dtype)
             of_query = wide if of_query is None else of_query.add_(wide)
-        assert of_query is not None
+        assert of_query is not None, "the rows of queries are known"
         result[:, :, here] = of_query
     return result
 

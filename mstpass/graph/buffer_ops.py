@@ -179,7 +179,7 @@ def adding_attention(result: fx.Node) -> fx.Node | None:
 def item_position(result: fx.Node) -> int:
     """Which result of its op an item is, that a result of a loop's body shows."""
     position = _item_of(result).args[1]
-    assert isinstance(position, int)
+    assert isinstance(position, int), "the position is a number"
     return position
 
 
@@ -190,10 +190,12 @@ def _item_of(result: fx.Node) -> fx.Node:
 
 def _is_result(item: fx.Node) -> bool:
     """Whether the value, or its only cast, is a result of the body and nothing else."""
-    if len(item.users) != 1:
-        return False
-    (user,) = item.users
-    return user.op == "output" or (_item_of(user) is item and _is_result(user))
+    while len(item.users) == 1:
+        (user,) = item.users
+        if user.op == "output" or _item_of(user) is not item:
+            return user.op == "output"
+        item = user
+    return False
 
 
 def _is_plain_sum(node: fx.Node) -> bool:

@@ -139,6 +139,6 @@ def fake_mode_of(nodes: Any) -> FakeTensorMode:
         for value in tensors_of(node.meta.get("val")):
             mode = getattr(value, "fake_mode", None)
             if mode is not None:
-                assert isinstance(mode, FakeTensorMode)
+                assert isinstance(mode, FakeTensorMode), "the mode is a mode of fake tensors"
                 return mode
     raise ValueError("no node of the graph has a fake tensor as its value")

@@ -45,5 +45,5 @@ def convolution_work(node: fx.Node) -> Product | None:
 
 def _weight(node: fx.Node) -> fx.Node:
     weight = argument(node, "weight")
-    assert isinstance(weight, fx.Node)
+    assert isinstance(weight, fx.Node), "the weight is a node"
     return weight

@@ -55,7 +55,7 @@ def exponential_sum(total: fx.Node) -> ExponentialSum | None:
     if not isinstance(values, fx.Node) or not isinstance(pivot, fx.Node):
         return None
     value, shape = value_of(values), value_of(pivot)
-    assert value is not None and shape is not None
+    assert value is not None and shape is not None, "the value and shape are known"
     maximum, bounded = _maximum(pivot)
     if maximum is None or maximum.args[0] is not values:
         return None
@@ -81,7 +81,7 @@ def _maximum(pivot: fx.Node) -> tuple[fx.Node | None, bool]:
     if infinite.target is not aten.eq.Scalar or infinite.args[1] != math.inf:
         return None, False
     magnitude = infinite.args[0]
-    assert isinstance(magnitude, fx.Node)
+    assert isinstance(magnitude, fx.Node), "the magnitude is a node"
     if magnitude.target is not aten.abs.default or not linearity.is_zero(zero):
         return None, False
     (other,) = magnitude.all_input_nodes

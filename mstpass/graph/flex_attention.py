@@ -41,7 +41,7 @@ def is_flex_subgraph(node: fx.Node) -> bool:
 def _positions(node: fx.Node) -> FlexArguments:
     """Where a FlexAttention has its arguments."""
     attention = ops.attention_of(node)
-    assert attention is not None and attention.flex is not None
+    assert attention is not None and attention.flex is not None, "the op is FlexAttention"
     return attention.flex
 
 

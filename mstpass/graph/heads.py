@@ -69,7 +69,7 @@ def is_attention(node: fx.Node) -> bool:
 def heads_dim(node: fx.Node) -> int:
     """The dim of heads of the queries, keys, values and results of a fused attention op."""
     attention = ops.attention_of(node)
-    assert attention is not None
+    assert attention is not None, "the attention is known"
     return attention.heads_dim
 
 
@@ -89,7 +89,7 @@ def forward_of(node: fx.Node) -> fx.Node:
     if attention is None or not attention.backward:
         return node
     result = node.args[flex_attention.OUTPUT] if attention.flex else argument(node, "out")
-    assert isinstance(result, fx.Node)
+    assert isinstance(result, fx.Node), "the result is a node"
     return result.all_input_nodes[0]
 
 
@@ -121,7 +121,7 @@ def _attention_heads(node: fx.Node, num_heads: int) -> OperandSpecs | Refusal:
         return _flex_heads(node, num_heads)
     if argument(node, "dropout_p") != 0:
         return Refusal(DROPOUT)
-    assert isinstance(node.target, OpOverload)
+    assert isinstance(node.target, OpOverload), "the target is an op"
     needs: OperandSpecs = dict.fromkeys(tensor_inputs(node), WHOLE)
     for known in schema_of(node.target).arguments:
         operand = argument(node, known.name)

@@ -22,13 +22,12 @@ Source: ``create_functionalized_fn`` in torch/_functorch/_aot_autograd/graph_cap
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import fx, library
 
 from mstpass.graph import ops
 from mstpass.graph.joint import JointGraph, is_tangent
+from mstpass.walk import walk
 
 _LIBRARY = library.Library("mstpass", "FRAGMENT")
 _LIBRARY.define("before_write(Tensor x) -> Tensor")
@@ -59,15 +58,8 @@ def _unproven_write(joint: JointGraph) -> str:
         (written, *_) = write.all_input_nodes
         if is_tangent(written) or write in joint.backward:
             return f"{write.name} writes what the backward computes"
-        for reader in (*_all_readers(written), *write.users):
+        through_views = lambda node: node.users if ops.shares_storage(node) else ()
+        for reader in (*walk(written.users, through_views), *write.users):
             if reader is not joint.output and joint.index[reader] > joint.index[write]:
                 return f"{reader.name} reads {written.name} after {write.name} has written to it"
     return ""
-
-
-def _all_readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The ops that read the memory of a value, through views as well."""
-    for user in node.users:
-        yield user
-        if ops.shares_storage(user):
-            yield from _all_readers(user)

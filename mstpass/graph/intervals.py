@@ -73,7 +73,7 @@ def chunk_arguments(
 def _bounds(node: fx.Node, dim: int) -> list[int]:
     """First and last element, exclusive, of the part that a slice takes or puts."""
     value = value_of(tensor_inputs(node)[0])
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     whole = generic(value.shape[dim])
     given = (argument(node, "start"), argument(node, "end"))
     start, stop = (_place(bound, whole) for bound in given)

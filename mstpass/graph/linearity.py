@@ -43,15 +43,15 @@ def has_linear_dtype(node: fx.Node) -> bool:
 
 def is_zero(node: object) -> bool:
     """Whether an argument is the number 0 or a tensor that is known to be 0 everywhere."""
+    while isinstance(node, fx.Node) and _shows_elements(node.target):
+        node = node.args[0]
     if isinstance(node, int | float):
         return node == 0
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     if node.target in _FILLS:
         return bool(node.args[_FILLS[node.target]] == 0)
-    if node.target in (aten.zeros.default, aten.zeros_like.default):
-        return True
-    return _shows_elements(node.target) and is_zero(node.args[0])
+    return node.target in (aten.zeros.default, aten.zeros_like.default)
 
 
 def _shows_elements(target: Any) -> bool:
@@ -105,7 +105,7 @@ def product_and_term(node: fx.Node, operands: set[fx.Node]) -> bool:
 def linear_cat(node: fx.Node, operands: set[fx.Node]) -> bool:
     """``cat`` and ``stack``: linear if every part depends on the operands or is zero."""
     parts = node.args[0]
-    assert isinstance(parts, tuple | list)
+    assert isinstance(parts, tuple | list), "the parts are a list"
     return all(part in operands or is_zero(part) for part in parts)
 
 

@@ -52,9 +52,10 @@ def gathered_per_row(node: fx.Node) -> int:
     if node.target is not aten.gather.default:
         return 0
     source, dim, index = node.args[:3]
-    assert isinstance(source, fx.Node) and isinstance(index, fx.Node) and isinstance(dim, int)
+    assert isinstance(source, fx.Node) and isinstance(index, fx.Node), "both are nodes"
+    assert isinstance(dim, int), "the dim is a number"
     value, indices = value_of(source), value_of(index)
-    assert value is not None and indices is not None
+    assert value is not None and indices is not None, "the source and the index are one tensor each"
     fits = indices.dim() > 1 and value.is_floating_point()
     return _count(indices.shape[dim]) if fits else 0
 
@@ -85,14 +86,16 @@ def _each(builder: Builder, values: fx.Node, dim: int) -> list[fx.Node]:
 def gather_one(builder: Builder, source: fx.Node, dim: int, index: fx.Node) -> fx.Node:
     """``gather(source, dim, index)`` for an index of size 1 along ``dim``."""
     rank = source.meta["val"].dim()
-    inner = _varying_operand(source, rank - dim % rank)
-    if inner is None:
-        return _masked_sum(builder, source, dim % rank, index)
-    gathered = gather_one(builder, inner, dim % rank, index)
-    args, kwargs = fx.map_arg(
-        (source.args, source.kwargs), lambda node: gathered if node is inner else node
-    )
-    return builder.call(source.target, *args, **kwargs)
+    chain = [source]
+    while (inner := _varying_operand(chain[-1], rank - dim % rank)) is not None:
+        chain.append(inner)
+    inner = chain.pop()
+    gathered = _masked_sum(builder, inner, dim % rank, index)
+    for node in reversed(chain):
+        operands = {**{n: n for n in node.all_input_nodes}, inner: gathered}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
+        inner, gathered = node, builder.call(node.target, *args, **kwargs)
+    return gathered
 
 
 def _varying_operand(node: fx.Node, from_right: int) -> fx.Node | None:
@@ -122,9 +125,9 @@ def scattered_per_row(node: fx.Node) -> int:
     if node.target not in _SCATTERS:
         return 0
     _, dim, index, source = node.args[:4]
-    assert isinstance(index, fx.Node) and isinstance(dim, int)
+    assert isinstance(index, fx.Node) and isinstance(dim, int), "a node and a number"
     indices, value = value_of(index), value_of(node)
-    assert indices is not None and value is not None
+    assert indices is not None and value is not None, "the index and the result are one tensor each"
     if indices.dim() < 2 or not value.is_floating_point():
         return 0
     rows = [*value.shape]
@@ -144,7 +147,7 @@ def scatter_few(builder: Builder, node: fx.Node) -> fx.Node:
     base, dim, index, source = node.args[:4]
     if is_scatter_of_one(node):
         return scatter_one(builder, node, node.args)
-    assert isinstance(index, fx.Node) and isinstance(dim, int)
+    assert isinstance(index, fx.Node) and isinstance(dim, int), "a node and a number"
     adds = node.target is aten.scatter_add.default or _is_found_in_row(index)
     found: Any = base
     places = _each(builder, index, dim)
@@ -155,7 +158,7 @@ def scatter_few(builder: Builder, node: fx.Node) -> fx.Node:
     for number, (one, element) in enumerate(pairs):
         choice = scatter_one(builder, node, (base if adds else found, dim, one, element))
         found = builder.call(aten.add.Tensor, found, choice) if adds and number else choice
-    assert isinstance(found, fx.Node)
+    assert isinstance(found, fx.Node), "the result is a node"
     return found
 
 

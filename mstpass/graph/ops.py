@@ -24,6 +24,7 @@ from mstpass.graph.token_rules.views import view_forward
 from mstpass.graph.tokens import Reduced, Refusal, Spec, without_ones
 from mstpass.problem.op import SCATTER
 from mstpass.torch_internals.graphs import OpOverload, is_opaque, schema_of
+from mstpass.walk import walk
 
 aten = torch.ops.aten
 
@@ -165,7 +166,7 @@ def gathers_rows(node: fx.Node) -> bool:
     if node.target not in (aten.index.Tensor, aten._unsafe_index.Tensor):
         return False
     table = node.args[0]
-    assert isinstance(table, fx.Node)
+    assert isinstance(table, fx.Node), "the table is a node"
     indices = [i for i in node.args[1] if isinstance(i, fx.Node)]  # type: ignore[union-attr]
     return len(indices) == 1 and node.args[1][0] is indices[0] and numel(table) <= numel(node)  # type: ignore[index]
 
@@ -219,10 +220,8 @@ def widens(node: fx.Node) -> bool:
 
 def readers_through_views(node: fx.Node) -> list[fx.Node]:
     """The users of the node, with views replaced by their own users."""
-    found: list[fx.Node] = []
-    for user in node.users:
-        found.extend(readers_through_views(user) if is_cheap_view(user) else [user])
-    return found
+    reached = walk(node.users, lambda user: user.users if is_cheap_view(user) else ())
+    return [reader for reader in reached if not is_cheap_view(reader)]
 
 
 def shares_storage(node: fx.Node) -> bool:

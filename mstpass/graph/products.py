@@ -130,7 +130,7 @@ def product_of(node: fx.Node) -> Product | None:
         count = shapes[1][0]
         rows = max(1, rows // count)
     operand = value_of(factors[0])
-    assert operand is not None
+    assert operand is not None, "the operand is known"
     bias = set(node.all_input_nodes) - set(factors) if has_bias else ()
     return Product(
         rows=rows,

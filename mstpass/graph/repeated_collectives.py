@@ -45,9 +45,8 @@ class Collectives:
 
 def may_repeat(node: fx.Node) -> bool:
     """Whether a second run is known to exchange the same, given that all ranks do it."""
-    if is_wait(node):
-        (waited,) = node.all_input_nodes
-        return may_repeat(waited)
+    while is_wait(node):
+        (node,) = node.all_input_nodes
     return is_collective(node) and ops.row(node).kind == "collective" and bool(group_of(node))
 
 

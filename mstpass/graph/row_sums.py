@@ -158,7 +158,7 @@ class _RowSums:
         if source.target is not aten.scatter_add.default or not linearity.is_zero(source.args[0]):
             return None
         _, dim, index, elements = source.args
-        assert isinstance(index, fx.Node) and isinstance(elements, fx.Node)
+        assert isinstance(index, fx.Node) and isinstance(elements, fx.Node), "both are nodes"
         last, shape = len(self.row) - 1, tuple(elements.meta["val"].shape)
         if dim not in (-1, last) or shape[:-1] != self.row[:-1]:
             return None

@@ -46,7 +46,7 @@ def is_last_reader(call: fx.Node, operand: fx.Node) -> bool:
 def is_row_by_row(node: fx.Node) -> bool:
     """Whether the rows lie one behind the other, as those of a loop's results do."""
     value = value_of(node)
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     sizes, strides = generic_shape(value), generic_stride(value)
     return all(
         size == 1 or stride == math.prod(sizes[dim + 1 :])

@@ -59,7 +59,7 @@ class _Loader(importlib.abc.Loader):
         return self._own.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
+        assert module.__spec__ is not None, "an imported module has a spec"
         module.__spec__.loader = module.__loader__ = self._own  # as if nobody had waited
         self._own.exec_module(module)
         function = _FINDER.waiting.pop(module.__name__, None)

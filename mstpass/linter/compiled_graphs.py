@@ -62,7 +62,7 @@ class Record(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         owner = graph.owning_module
-        assert owner is not None
+        assert owner is not None, "the owner is known"
         # the bodies of loops and branches have come before the graph that contains them: drop them
         inner = set(owner.modules())
         self.graphs = [graph for graph in self.graphs if graph.meta["copy_of"] not in inner]

@@ -41,6 +41,7 @@ from mstpass.loops.plan_region import RegionPlanner
 from mstpass.loops.region_facts import RegionFacts
 from mstpass.loops.region_loops import RegionLoops, region_loops
 from mstpass.options import Options
+from mstpass.passes.runner import PassRunner
 from mstpass.plans import FLOAT32, INPUT, RECOMPUTE, SAVE, ChunkPlan, Chunks, Region, Rejection
 from mstpass.regions.attention import detect_attention
 from mstpass.regions.blocks import detect_blocks
@@ -65,21 +66,29 @@ def may_have_blocks(joint: JointGraph, options: Options, limit: Limit) -> bool:
 
 
 def all_candidates(
-    joint: JointGraph, options: Options, limit: Limit, with_blocks: bool
+    joint: JointGraph,
+    options: Options,
+    limit: Limit,
+    with_blocks: bool,
+    runner: PassRunner | None = None,
 ) -> tuple[list[RegionCandidates], list[Rejection]]:
     """The candidates of all regions."""
-    candidates, rejections = find_candidates(joint, options, limit)
+    runner = runner or PassRunner.of(options)
+    candidates, rejections = find_candidates(joint, options, limit, runner)
     if not loops_over_heads(options, limit):
         return candidates, rejections
     if with_blocks:
-        blocks, refused_blocks = block_candidates(joint, options)
-        candidates = _with_blocks(candidates, blocks, alone=options.chunk == "blocks")
-        rejections = [*rejections, *refused_blocks]
+        with runner.left_out("detection of blocks"):
+            blocks, refused_blocks = block_candidates(joint, options)
+            candidates = _with_blocks(candidates, blocks, alone=options.chunk == "blocks")
+            rejections = [*rejections, *refused_blocks]
     members = {joint.by_name[name] for candidate in candidates for name in candidate.members}
     taken = {node for node in members if not ops.is_cheap_view(node)}
     accumulate = INPUT if options.accumulate == INPUT else FLOAT32
-    attention, refused = attention_candidates(joint, taken, accumulate)
-    return [*candidates, *attention], [*rejections, *refused]
+    with runner.left_out("detection of attention"):
+        attention, refused = attention_candidates(joint, taken, accumulate)
+        candidates, rejections = [*candidates, *attention], [*rejections, *refused]
+    return candidates, rejections
 
 
 def block_candidates(

@@ -30,6 +30,7 @@ from mstpass.loops.chunk_length import FEW, LONG, SHORT, SHORTEST, USUAL
 from mstpass.loops.free_overhead import spend_free_overhead
 from mstpass.loops.plan_region import RegionPlanner
 from mstpass.options import Options
+from mstpass.passes.runner import PassRunner
 from mstpass.plans import FUSED, MIXED, RECOMPUTE, SAVE, ChunkPlan, Region, Rejection
 from mstpass.regions.advice import under_a_budget
 from mstpass.regions.detect import find_regions, region_along_features
@@ -83,30 +84,34 @@ class RegionCandidates:
         return self.plans[0][1].unbounded
 
 
+_PLANNING = "planning of a region's loops"
+
+
 def find_candidates(
-    joint: JointGraph, options: Options, limit: Limit
+    joint: JointGraph, options: Options, limit: Limit, runner: PassRunner
 ) -> tuple[list[RegionCandidates], list[Rejection]]:
     """The candidates of every region, and the large parts of the graph that do not run in chunks.
 
     The graph does not change.
     """
-    regions, rejections = find_regions(joint, along_features=not limit.is_free)
+    regions, rejections = find_regions(joint, not limit.is_free, runner)
     planners = {region.members: RegionPlanner(joint, region, options) for region in regions}
     preferred: list[ChunkPlan] = []
     leaner: list[RegionCandidates] = []
     for planner in planners.values():
-        mode = preferred_mode(planner.region)
-        plan = planner.plan(mode)
-        if isinstance(plan, ChunkPlan) and planner.region.axis == TOKENS:
-            preferred.append(plan)
-        elif isinstance(plan, ChunkPlan):
-            leaner.append(_for_a_budget(planner, plan, limit))
-        elif few := planner.with_16_bit_sums(mode):
-            preferred.append(few)
-        elif candidates := _for_few_tokens(joint, planner, regions, limit):
-            leaner.append(candidates)
-        else:
-            rejections.append(plan)
+        with runner.left_out(_PLANNING, planner.region.name):
+            mode = preferred_mode(planner.region)
+            plan = planner.plan(mode)
+            if isinstance(plan, ChunkPlan) and planner.region.axis == TOKENS:
+                preferred.append(plan)
+            elif isinstance(plan, ChunkPlan):
+                leaner.append(_for_a_budget(planner, plan, limit))
+            elif few := planner.with_16_bit_sums(mode):
+                preferred.append(few)
+            elif candidates := _for_few_tokens(joint, planner, regions, limit):
+                leaner.append(candidates)
+            else:
+                rejections.append(plan)
 
     recomputed: dict[object, frozenset[str]] = {}  # by a region's members
 
@@ -118,12 +123,13 @@ def find_candidates(
         return other
 
     preferred = spend_free_overhead(joint, preferred, options.free_overhead, replan)
-    taken = [
-        _candidates(planners[p.members], p, limit, recomputed.get(p.members, frozenset()))
-        for p in preferred
-    ]
+    taken = []
+    for p in preferred:
+        planner, again = planners[p.members], recomputed.get(p.members, frozenset())
+        with runner.left_out(_PLANNING, planner.region.name):
+            taken.append(_candidates(planner, p, limit, again))
     if limit.is_free and rejections:  # of which a budget may take some
-        still = {r.node for r in find_candidates(joint, options, Limit(0.0))[1]}
+        still = {r.node for r in find_candidates(joint, options, Limit(0.0), runner)[1]}
         rejections = [r if r.node in still else under_a_budget(r) for r in rejections]
     return [*taken, *leaner], rejections
 

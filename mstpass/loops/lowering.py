@@ -149,7 +149,7 @@ class _Lowering:
         for reader in ops.readers_through_views(item):
             if reader.target in _RUN_IN_PLACE:
                 written = reader.args[0]
-                assert isinstance(written, fx.Node)
+                assert isinstance(written, fx.Node), "what is written is a node"
                 if ops.base_of(written) is ops.base_of(item):
                     with self.graph.inserting_before(reader):
                         copy = self.builder.call(aten.clone.default, written)
@@ -157,10 +157,14 @@ class _Lowering:
 
     def _on_host(self, node: fx.Node) -> fx.Node:
         """The value on the host of which the node is the one on the device, or a view."""
-        if is_rows_on_host(node):
-            return node.all_input_nodes[0]
-        operand = self._on_host(node.all_input_nodes[0])
-        return self.builder.call(node.target, operand, *node.args[1:], **node.kwargs)
+        views = []
+        while not is_rows_on_host(node):
+            views.append(node)
+            node = node.all_input_nodes[0]
+        found = node.all_input_nodes[0]
+        for view in reversed(views):
+            found = self.builder.call(view.target, found, *view.args[1:], **view.kwargs)
+        return found
 
     def _at_offset_zero(self, node: fx.Node) -> fx.Node:
         """The value; a copy if it starts inside its storage, as shifted labels do.

@@ -76,7 +76,7 @@ def region_loops(
     if mode == FUSED:
         loops = _fused_loops(facts)
     elif mode == MIXED:
-        assert sections is not None
+        assert sections is not None, "the sections are known"
         loops = _forward_loops_of_mixed(facts, sections)
     else:
         every = frozenset(node.name for node in facts.specs)

@@ -66,7 +66,7 @@ def _are_alike(facts: RegionFacts, item: LoopInput, output: LoopOutput) -> bool:
     if output.spec != item.spec:
         return False
     operand, result = (value_of(_node(facts, name)) for name in (item.node, output.node))
-    assert operand is not None and result is not None
+    assert operand is not None and result is not None, "the operand and result are known"
     return operand.dtype == result.dtype and same_shape(operand.shape, result.shape)
 
 

@@ -147,7 +147,7 @@ class LoopWriter:
             rows: the sliced inputs.
         """
         value = value_of(self.joint.by_name[item.node])
-        assert value is not None
+        assert value is not None, "the op gives one tensor"
         dtype = dtype or value.dtype
         if item.spec is None:
             names = [output.node for output in loop.outputs]
@@ -216,7 +216,7 @@ class LoopWriter:
         """A result as the node that it stands for: scaled, cast, its dims in their places."""
         node = self.joint.by_name[item.node]
         value = value_of(node)
-        assert value is not None
+        assert value is not None, "the op gives one tensor"
         inside = inside_meta(node)
         if item.scaled and loop.unit:
             unit = self._reshaped(env[self.joint.by_name[loop.unit]], [], {})

@@ -107,7 +107,7 @@ def _sizes_in_one_row(
 
 def _attention(call: OpCall) -> Attention:
     found = row_of(call.op).attention
-    assert found is not None
+    assert found is not None, "one is found"
     return found
 
 

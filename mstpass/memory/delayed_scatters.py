@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 
 from mstpass.problem.op import CONSTANT, INPUT, POINTWISE, SIZE, VIEW, Op
+from mstpass.walk import walk
 
 
 def waits(
@@ -45,7 +46,5 @@ def waits(
 
 def _readers(name: str, op: Mapping[str, Op], users: Mapping[str, Sequence[str]]) -> set[str]:
     """What reads a value, itself or by a view."""
-    found: set[str] = set()
-    for user in users.get(name, ()):
-        found |= _readers(user, op, users) if op[user].kind == VIEW else {user}
-    return found
+    further = lambda user: users.get(user, ()) if op[user].kind == VIEW else ()
+    return {user for user in walk(users.get(name, ()), further) if op[user].kind != VIEW}

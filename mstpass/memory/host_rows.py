@@ -18,6 +18,7 @@ from mstpass.memory.host_copies import host_name
 from mstpass.problem.host_memory import Host
 from mstpass.problem.op import ROWS_ON_HOST, VIEW
 from mstpass.problem.problem import Value
+from mstpass.walk import walk
 
 
 def with_rows_from_host(ops: Sequence[Value], names: Set[str], host: Host) -> Sequence[Value]:
@@ -30,15 +31,15 @@ def with_rows_from_host(ops: Sequence[Value], names: Set[str], host: Host) -> Se
 
     def write(name: str) -> str:
         """The value on the host, or the view of it, in place of one on the device."""
-        new, op = f"{name}:rows", views[name]
-        if new not in written:
-            written.add(new)
-            if name in names:
-                rows = Value(new, 0, (host_name(name),), VIEW, pinned=True, savable=False)
+        for shown in reversed([*walk([name], lambda n: () if n in names else views[n].inputs[:1])]):
+            new, op = f"{shown}:rows", views[shown]
+            if new not in written and shown in names:
+                rows = Value(new, 0, (host_name(shown),), VIEW, pinned=True, savable=False)
                 found.append(dataclasses.replace(rows, node=op.node_name, action=ROWS_ON_HOST))
-            else:
-                found.append(op.reading({op.inputs[0]: write(op.inputs[0])}, new))
-        return new
+            elif new not in written:
+                found.append(op.reading({op.inputs[0]: f"{op.inputs[0]}:rows"}, new))
+            written.add(new)
+        return f"{name}:rows"
 
     for op in ops:
         if op.name in names or (op.kind == VIEW and op.inputs and op.inputs[0] in views):

@@ -27,6 +27,7 @@ from mstpass.problem.op import (
     VIEW,
     Op,
 )
+from mstpass.walk import walk
 
 _KERNELS = frozenset({CALL, REALIZED, REDUCTION, SCATTER})
 _MANY_READS = 4  # config.realize_reads_threshold, for values that are read more than once
@@ -144,22 +145,20 @@ class Kernels:
         return num_loads > _MANY_READS or value.num_ops > _MANY_OPS[op.on_cpu] or value.slow
 
     def _readers_through_views(self, name: str) -> list[str]:
-        found: list[str] = []
-        for user in self.users.get(name, ()):
-            is_view = self.op[user].kind == VIEW
-            found.extend(self._readers_through_views(user) if is_view else [user])
-        return found
+        further = lambda user: self.users.get(user, ()) if self.op[user].kind == VIEW else ()
+        reached = walk(self.users.get(name, ()), further)
+        return [user for user in reached if self.op[user].kind != VIEW]
 
     def _bases_of(self, names: Iterable[str]) -> set[str]:
-        return {base for name in names for base in self._bases(name)}
+        reached = (name for name in walk(names, self._shown) if not self._shown(name))
+        return {base for name in reached for base in (name, *self._parts_of.get(name, ()))}
 
-    def _bases(self, name: str) -> list[str]:
-        """The values that a view shows, which are several if that is of a concatenation."""
+    def _shown(self, name: str) -> Sequence[str]:
+        """The operand of a view; several of a concatenation."""
         op = self.op[name]
         if op.kind != VIEW or op.inputs[0] not in self.op:
-            return [name, *self._parts_of.get(name, ())]
-        shown = op.inputs if op.concatenates else op.inputs[:1]
-        return [base for operand in shown for base in self._bases(operand)]
+            return ()
+        return op.inputs if op.concatenates else op.inputs[:1]
 
     def is_never_overwritten(self, buffer: str) -> bool:
         """Whether a scatter wrote the buffer, or it is a concatenation's."""

@@ -140,7 +140,7 @@ def _inputs(loop: fx.Node, placeholders: list[fx.Node]) -> dict[fx.Node, torch.T
         values.append(0)
     for node in sliced:
         value = builder.sized(node.meta["val"], hint)
-        assert isinstance(value, torch.Tensor)
+        assert isinstance(value, torch.Tensor), "the value is a tensor"
         values.append(builder.empty([rows, *value.shape[1:]], value))
     values += [builder.sized(node.meta["val"], hint) for node in whole]
     if all(_is_static(node.meta["val"]) for node in (*sliced, *whole)):

@@ -34,6 +34,7 @@ from mstpass.memory.host_copies import HostCopy
 from mstpass.memory.repeated_values import CHEAP_KINDS
 from mstpass.problem.op import INPUT, POINTWISE, REALIZED, SIZE
 from mstpass.problem.problem import CutProblem, Value
+from mstpass.walk import needed_first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,16 +155,20 @@ class _Recomputation:
 
     def _pass(self, name: str) -> list[Value]:
         """A nested value, and copies of what it is computed from, which nothing else reads."""
-        if name in self.available:  # another nested value was computed from it
-            return []
-        value = self.problem.values[self.index[name]]
-        nested, missing = self._missing(value.inputs, self.up_to[self.nested[name]])
-        passes = [value for other in nested for value in self._pass(other)]
-        alias = {other.name: f"{other.name}:for:{name}" for other in missing}
-        self.available.add(name)
-        kind = REALIZED if value.kind == POINTWISE else value.kind
-        last = dataclasses.replace(value.reading(alias, name), kind=kind)
-        return [*passes, *(other.reading(alias, alias[other.name]) for other in missing), last]
+        passes: list[Value] = []
+        for one in needed_first(name, lambda other: self._before(other)[0], self.available):
+            value, (_, missing) = self.problem.values[self.index[one]], self._before(one)
+            alias = {other.name: f"{other.name}:for:{one}" for other in missing}
+            self.available.add(one)
+            kind = REALIZED if value.kind == POINTWISE else value.kind
+            passes += (other.reading(alias, alias[other.name]) for other in missing)
+            passes.append(dataclasses.replace(value.reading(alias, one), kind=kind))
+        return passes
+
+    def _before(self, name: str) -> tuple[list[str], list[Value]]:
+        """What has to be computed for a nested value: other nested ones, and all other values."""
+        inputs = self.problem.values[self.index[name]].inputs
+        return self._missing(inputs, self.up_to[self.nested[name]])
 
     def _missing(self, names: Iterable[str], ends: Set[str]) -> tuple[list[str], list[Value]]:
         """What has to be computed for these values: names of ``ends``, and all other values.

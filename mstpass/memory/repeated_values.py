@@ -23,6 +23,7 @@ from collections.abc import Sequence, Set
 from mstpass.memory.simulate_ops import GraphOps
 from mstpass.memory.timeline import Moment, StepMemory
 from mstpass.problem.op import CONSTANT, INPUT, POINTWISE, REDUCTION, VIEW, Op
+from mstpass.walk import walk
 
 CHEAP_KINDS = (POINTWISE, REDUCTION, VIEW, CONSTANT)
 MOST_LOWERED = 1.25  # a peak is hardly more than this factor above what the copies leave
@@ -139,10 +140,9 @@ class _Graph:
 
     def _readers(self, name: str) -> list[str]:
         """The readers of a value, with views replaced by their own readers."""
-        found: list[str] = []
-        for user in self.users.get(name, ()):
-            found += self._readers(user) if self.op[user].kind == VIEW else [user]
-        return found
+        further = lambda user: self.users.get(user, ()) if self.op[user].kind == VIEW else ()
+        reached = walk(self.users.get(name, ()), further)
+        return [user for user in reached if self.op[user].kind != VIEW]
 
     def _chain(self, value: str, later: Sequence[str], cheap: Set[str]) -> list[str]:
         """What to copy, in order: the value, its views that are read later, and its operands.

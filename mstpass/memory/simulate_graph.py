@@ -166,7 +166,7 @@ def _inner_bytes(node: fx.Node) -> int:
         return node_workspace_bytes(node)
     root = node.graph.owning_module
     body = node.args[0]
-    assert root is not None and isinstance(body, fx.Node)
+    assert root is not None and isinstance(body, fx.Node), "the root is known, the body is a node"
     graph: fx.Graph = getattr(root, str(body.target)).graph
     parts: Any = graph.output_node().args[0]
     from_host = {operand.name for operand in node.args[5] if rows_on_host(operand)}  # type: ignore[union-attr, arg-type]

@@ -49,7 +49,7 @@ from mstpass.normalize.gathers_as_sums import gathers_as_sums
 from mstpass.normalize.gradients_in_parts import gradients_in_parts
 from mstpass.normalize.grouped_by_chunk import grouped_by_chunk
 from mstpass.normalize.index_by_token import index_by_token
-from mstpass.normalize.inputs_before_writes import inputs_before_writes
+from mstpass.normalize.inputs_before_writes import inputs_before_writes, overwritten_inputs
 from mstpass.normalize.items_as_slices import items_as_slices
 from mstpass.normalize.join_windows import join_products, join_windows
 from mstpass.normalize.left_out import NOTHING, LeftOut
@@ -83,7 +83,10 @@ def _masks_as_flags(joint: JointGraph) -> tuple[JointGraph, WithoutMasks]:
 
 
 MASKS = Pass("masks_as_flags", _masks_as_flags, (NO_LOOPS,), (*ALWAYS, NO_LOOPS))
-READ = (_pass(ordinary_tensors), _pass(inputs_before_writes))  # of every graph
+READ = (  # of every graph
+    _pass(ordinary_tensors),
+    dataclasses.replace(_pass(inputs_before_writes), required=overwritten_inputs),
+)
 SIZES = (  # of every graph with regions
     _pass(sizes_from_inputs),
     _pass(assertions_of_sizes),

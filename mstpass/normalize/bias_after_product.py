@@ -38,7 +38,7 @@ def _is_output_projection(node: fx.Node) -> bool:
     if node.target is not aten.addmm.default or node.kwargs:
         return False
     source = node.args[1]
-    assert isinstance(source, fx.Node)
+    assert isinstance(source, fx.Node), "the source is a node"
     while (ops.is_cheap_view(source) or ops.is_copy(source)) and source.all_input_nodes:
         source = source.all_input_nodes[0]
     return is_attention_item(source) or source.target is aten.bmm.default

@@ -68,7 +68,7 @@ def weights_of_one_element(joint: JointGraph) -> set[fx.Node]:
 
 def _weight(node: fx.Node) -> fx.Node:
     weight = argument(node, "weight")
-    assert isinstance(weight, fx.Node)
+    assert isinstance(weight, fx.Node), "the weight is a node"
     return weight
 
 

@@ -30,7 +30,8 @@ def gathers_as_sums(joint: JointGraph) -> Rewritten:
     for name in found:
         node = rewriting.joint.by_name[name]
         source, dim, index = node.args[:3]
-        assert isinstance(source, fx.Node) and isinstance(dim, int) and isinstance(index, fx.Node)
+        assert isinstance(source, fx.Node) and isinstance(index, fx.Node), "both are nodes"
+        assert isinstance(dim, int), "the dim is a number"
         with rewriting.graph.inserting_before(node):
             gathered = gather_few(rewriting.builder, source, dim, index)
         rewriting.replace(node, gathered)

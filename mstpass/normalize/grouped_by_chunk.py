@@ -91,11 +91,11 @@ class _Products:
             ends = argument(node, "offs")
         assert (
             isinstance(left, fx.Node) and isinstance(right, fx.Node) and isinstance(ends, fx.Node)
-        )
+        ), "the left, the right and ends are nodes"
         with self.builder.graph.inserting_before(node):
             if _name(node) == _FALLBACK_BACKWARD:
                 upstream = node.args[3]
-                assert isinstance(upstream, fx.Node)
+                assert isinstance(upstream, fx.Node), "the upstream is a node"
                 swapped = self._call(aten.permute.default, right, [0, 2, 1], like=node)
                 rows = self._rows(upstream, swapped, ends, node)
                 gradient = next((item for item in node.users if item.args[1] == 1), None)
@@ -107,7 +107,7 @@ class _Products:
                 self._replace_items(node, (rows, sums))
                 return
             weights = value_of(right)
-            assert weights is not None
+            assert weights is not None, "the weights are known"
             new = (self._rows if weights.dim() == 3 else self._sums)(left, right, ends, node)
         self.rewriting.replace(node, new)
 

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 def inputs_before_writes(joint: JointGraph) -> Rewritten:
     """A copy of the graph that has the ops, of which none counts as changed; the graph itself if it
     needs none."""
-    names = [node.name for node in _overwritten(joint) if _backward_depends_on(node, joint)]
+    names = overwritten_inputs(joint)
     if not names:
         return joint, frozenset()
     rewriting = Rewriting(joint)
@@ -43,6 +43,11 @@ def inputs_before_writes(joint: JointGraph) -> Rewritten:
             before = rewriting.builder.call(BEFORE_WRITE, node)
         rewriting.replace(node, before, readers)
     return rewriting.finished(), frozenset()
+
+
+def overwritten_inputs(joint: JointGraph) -> list[str]:
+    """The names of the inputs that need an op: without them gradients may be wrong."""
+    return [node.name for node in _overwritten(joint) if _backward_depends_on(node, joint)]
 
 
 def as_copies(modules: Modules) -> None:

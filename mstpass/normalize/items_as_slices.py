@@ -83,7 +83,7 @@ def _source(item: fx.Node) -> fx.Node:
 
 def _written(builder: Builder, item: fx.Node) -> fx.Node:
     several, index = item.args
-    assert isinstance(several, fx.Node) and isinstance(index, int)
+    assert isinstance(several, fx.Node) and isinstance(index, int), "a node and a number"
     source = _source(item)
     (dim,) = dims_of(several, len(shape_of(source)), "dim")
     if several.target is aten.unbind.int:

@@ -239,7 +239,7 @@ class _Writer:
                     )
                 whole = self.builder.call(aten.where.self, mask, whole, rest)
             result = whole
-        assert result is not None
+        assert result is not None, "the result is known"
         return result
 
     def _mask_shape(self, sink: Sink, value: torch.Tensor) -> list[Any]:

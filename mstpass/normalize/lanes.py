@@ -16,6 +16,7 @@ Terms:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from typing import Any
@@ -31,6 +32,7 @@ from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Refusal, Spec
 from mstpass.normalize.parts import Parts, parts_after_view
 from mstpass.normalize.token_window import readers, slice_bounds, sliced_dim
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
+from mstpass.walk import needed_first
 
 aten = torch.ops.aten
 _SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default)
@@ -224,18 +226,35 @@ def _sums_wide(reader: fx.Node, lane: Lane) -> bool:
 
 def _structure(node: fx.Node, lane: Lane, known: dict[fx.Node, str]) -> str:
     """The ops that lead to a value, seen down to the item and to narrow values from outside."""
-    if node is lane.item:
-        return "item"
-    if node not in lane.cone and (not lane.is_made_of_wide(node) or ops.is_weight(node)):
-        return "outside"  # a short lane may have fewer elements than a weight
-    if node not in known:
-        position = ops.row(node).shape_arg
-        args = tuple(None if i == position else arg for i, arg in enumerate(node.args))
-        if node not in lane.cone and is_item_op(node):  # of another value
-            args = node.args[:1]
-        mapped = fx.map_arg((args, node.kwargs), lambda n: _structure(n, lane, known))
-        known[node] = hashlib.sha1(f"{node.target}{mapped}".encode()).hexdigest()
+    for one in needed_first(node, functools.partial(_made_of, lane), known):
+        if one is lane.item:
+            known[one] = "item"
+        elif _is_outside(one, lane):
+            known[one] = "outside"
+        else:
+            mapped = fx.map_arg(_arguments(one, lane), known.__getitem__)
+            known[one] = hashlib.sha1(f"{one.target}{mapped}".encode()).hexdigest()
     return known[node]
+
+
+def _is_outside(node: fx.Node, lane: Lane) -> bool:
+    # a short lane may have fewer elements than a weight
+    return node not in lane.cone and (not lane.is_made_of_wide(node) or ops.is_weight(node))
+
+
+def _made_of(lane: Lane, node: fx.Node) -> list[fx.Node]:
+    """The operands that count for a value's structure."""
+    found: list[fx.Node] = []
+    if node is not lane.item and not _is_outside(node, lane):
+        fx.map_arg(_arguments(node, lane), found.append)
+    return found
+
+
+def _arguments(node: fx.Node, lane: Lane) -> Any:
+    if node not in lane.cone and is_item_op(node):  # of another value
+        return node.args[:1], node.kwargs
+    position = ops.row(node).shape_arg
+    return tuple(None if i == position else arg for i, arg in enumerate(node.args)), node.kwargs
 
 
 def is_item_op(node: fx.Node) -> bool:
@@ -285,7 +304,7 @@ def sink_of(reader: fx.Node, windows: Windows) -> Sink:
             pieces.append((piece, start, stop))
         return Sink(sink, parts.dim - axis, tuple(pieces))
     source, shape = reader.args[1], shape_of(reader)
-    assert isinstance(source, fx.Node)
+    assert isinstance(source, fx.Node), "the source is a node"
     (dim,) = dims_of(reader, len(shape), "dim")
     if reader.target is aten.select_scatter.default:
         start = argument(reader, "index") % shape[dim]
@@ -328,6 +347,6 @@ def static_windows(windows: Windows) -> bool:
     """Whether the dims of the grid are adjacent, so that they can be merged and divided."""
     spec = windows.spec
     value = value_of(windows.source)
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     between = [d for d in range(spec[0], spec[-1] + 1) if d not in spec]
     return all(generic_shape(value)[d] == 1 for d in between)

@@ -115,7 +115,7 @@ class _Decisions:
     def of(self, node: fx.Node) -> FlaggedAttention | str:
         """The decision, or why the op stays; empty if its mask depends on data."""
         query, key = (value_of(argument(node, name)) for name in ("query", "key"))
-        assert query is not None and key is not None
+        assert query is not None and key is not None, "the query and key are known"
         if depends_on_data(query) or depends_on_data(key):
             return ""
         scores = (*shape_of(query)[:-1], shape_of(key)[-2])
@@ -133,10 +133,10 @@ class _Decisions:
         return FlaggedAttention(node.name, backwards, band, kernel)
 
     def _band(self, mask: fx.Node | None, scores: Shape) -> Band | str:
-        assert mask is not None
+        assert mask is not None, "the mask is known"
         if (mask, scores) not in self._bands:
             known, value = self._positions.value(mask), value_of(mask)
-            assert value is not None
+            assert value is not None, "the op gives one tensor"
             if isinstance(known, Unknown):
                 why = f"the mask's form is not known: {known.node}: {known.reason}"
                 found: Band | str = "" if known.from_data else why
@@ -163,7 +163,7 @@ class _Decisions:
 def _kernel(node: fx.Node, band: Band) -> str | None:
     """The op that computes attention with the band's flag; None if the device has none."""
     query, key, value = (value_of(argument(node, n)) for n in ("query", "key", "value"))
-    assert query is not None and key is not None and value is not None
+    assert query is not None and key is not None and value is not None, "all three are known"
     scale, has_dropout = argument(node, "scale"), argument(node, "dropout_p") != 0
     if band.is_all or band.is_causal:
         own = name_of_op(node)
@@ -196,7 +196,7 @@ def _notes(joint: JointGraph, decided: Sequence[FlaggedAttention]) -> Iterator[s
 
 def _lengths(node: fx.Node) -> tuple[int, int]:
     query, key = (value_of(argument(node, name)) for name in ("query", "key"))
-    assert query is not None and key is not None
+    assert query is not None and key is not None, "the query and key are known"
     return hint_shape(query)[-2], hint_shape(key)[-2]
 
 

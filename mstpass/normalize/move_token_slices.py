@@ -47,6 +47,7 @@ from mstpass.normalize.token_window import (
     slice_bounds,
 )
 from mstpass.regions.anchors import WIDE_OF_ANCHOR
+from mstpass.walk import needed_first
 
 aten = torch.ops.aten
 
@@ -142,7 +143,7 @@ class _SliceMover:
     def _source_spec(self, node: fx.Node) -> Spec:
         """The token dims of the value that a slice reads, which have the sizes of the grid."""
         source = value_of(node.all_input_nodes[0])
-        assert source is not None
+        assert source is not None, "the source is known"
         window = self.window
         spec = grid_spec(node, generic_shape(source), window.grid, window.axis)
         if spec is None:
@@ -154,22 +155,31 @@ class _SliceMover:
         """The small value of a node, computed before the current place in the graph."""
         if spec == WHOLE:
             return node
-        key = (node, spec)
-        if key not in self.small:
-            if node in self.scatters:
-                self.small[key] = self._flattened(scattered_source(node), node, spec)
-            elif node in self.scattered or self._must_recompute(node):
+        for one, held in needed_first((node, spec), self._needed, self.small):
+            if one in self.scatters:
+                small = self._flattened(scattered_source(one), one, held)
+            elif self._is_computed(one):
                 tokens = math.prod(self.window_grid)
-                self.small[key] = add_chunk(
-                    self.builder, node, spec, tokens, self._operand, self.sizes
-                )
-                _pass_on_meta(node, self.small[key])
+                small = add_chunk(self.builder, one, held, tokens, self._operand, self.sizes)
+                _pass_on_meta(one, small)
             else:
-                self.small[key] = self._sliced(node, spec)
-        return self.small[key]
+                small = self._sliced(one, held)
+            self.small[one, held] = small
+        return self.small[node, spec]
+
+    def _is_computed(self, node: fx.Node) -> bool:
+        return node in self.scattered or self._must_recompute(node)
+
+    def _needed(self, key: tuple[fx.Node, Spec]) -> list[tuple[fx.Node, Spec]]:
+        """The small values that one is computed from."""
+        node, spec = key
+        needs = ops.operand_specs(node, spec)
+        if node in self.scatters or not self._is_computed(node) or isinstance(needs, Refusal):
+            return []
+        return [(n, s) for n, s in needs.items() if s != WHOLE and not is_size(n)]
 
     def _operand(self, node: fx.Node, spec: Spec) -> fx.Node:
-        return node if is_size(node) else self._small(node, spec)
+        return node if is_size(node) or spec == WHOLE else self.small[node, spec]
 
     def _must_recompute(self, node: fx.Node) -> bool:
         """Whether to compute the small value anew instead of slicing the node's value.

@@ -66,7 +66,7 @@ def parts_after_view(
     ``[k n, V] -> [k, n, V]`` turns parts of n rows into parts of size 1, and back. ``[n, k, V] ->
     [n k, V]`` and ``[n, k V] -> [n k, V]`` make parts that lie in a row interleaved, and back.
     """
-    assert source is not None and result is not None
+    assert source is not None and result is not None, "the source and result are known"
     shape, new = generic_shape(source), generic_shape(result)
     ins, outs = group_of(shape, new, parts.dim)
     if not outs:
@@ -151,7 +151,7 @@ def written_parts(node: fx.Node, parts: Parts) -> dict[int, fx.Node] | None:
     elif sliced_dim(node) == parts.dim:
         number = _sliced(node, shape_of(node)[parts.dim], parts)
     source = node.args[1]
-    assert isinstance(source, fx.Node)
+    assert isinstance(source, fx.Node), "the source is a node"
     return None if number is None else {number: source}
 
 

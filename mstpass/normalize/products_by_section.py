@@ -32,6 +32,7 @@ from mstpass.graph.joint import JointGraph
 from mstpass.graph.node_meta import policy_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.token_rules.arguments import shape_of
+from mstpass.walk import walk
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -139,12 +140,13 @@ def _gradient(joint: JointGraph, product: fx.Node, sizes: list[int]) -> fx.Node 
 
 def _readers(gradient: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Pairs of the gradient as a matrix, or of that transposed, and a reader of it."""
-    for user in gradient.users:
-        is_reshape = ops.is_view_by_shape(user)
-        if is_reshape or (user.target is aten.permute.default and user.meta["val"].dim() == 2):
-            yield from _readers(user)
-        else:
-            yield gradient, user
+
+    def shows(node: fx.Node) -> bool:
+        is_matrix = node.target is aten.permute.default and node.meta["val"].dim() == 2
+        return ops.is_view_by_shape(node) or is_matrix
+
+    for shown in walk([gradient], lambda node: filter(shows, node.users)):
+        yield from ((shown, user) for user in shown.users if not shows(user))
 
 
 _Divide = Callable[[Builder, fx.Node, "list[fx.Node]", "tuple[tuple[int, int], ...]"], fx.Node]
@@ -204,7 +206,7 @@ class _Division:
                 products.append(self._divide_forward(number, item))
         for source, reader in list(_readers(self.gradient)):
             division = _division(reader, source)
-            assert division is not None
+            assert division is not None, "the division is known"
             with self.builder.graph.inserting_before(reader):
                 given: Any = self.gradient.args[0]
                 parts = [self._as_matrix(part, source) for part in given]
@@ -214,7 +216,7 @@ class _Division:
 
     def _items(self) -> list[fx.Node | None]:
         items: dict[Any, fx.Node] = {user.args[1]: user for user in self.split.users}
-        assert all(user.target is operator.getitem for user in self.split.users)
+        assert all(u.target is operator.getitem for u in self.split.users), "its users are items"
         return [items.get(number) for number in range(len(self.bounds))]
 
     def _divide_forward(self, number: int, item: fx.Node) -> fx.Node:

@@ -117,7 +117,7 @@ class _Terms:
 
     def _sum(self, term: _Term, like: torch.Tensor) -> fx.Node:
         if term.row is None:
-            assert term.factor is not None
+            assert term.factor is not None, "the factor is known"
             return self.call(aten.mul.Scalar, term.factor, like.shape[-1])
         total = self.call(aten.sum.dim_IntList, term.row, [-1], True)
         return total if term.factor is None else self.call(aten.mul.Tensor, total, term.factor)
@@ -225,7 +225,7 @@ class _Terms:
     def _viewed(self, node: fx.Node) -> list[_Term]:
         """The terms of a view that keeps the rows."""
         source, shape = node.args
-        assert isinstance(source, fx.Node) and isinstance(shape, list | tuple)
+        assert isinstance(source, fx.Node) and isinstance(shape, list | tuple), "a node and a list"
         if source.meta["val"].shape[-1:] != node.meta["val"].shape[-1:]:
             raise _NoTerms
         found = []

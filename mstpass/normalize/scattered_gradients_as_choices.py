@@ -47,7 +47,7 @@ def _is_along_row(joint: JointGraph, node: fx.Node) -> bool:
         return False
     base, dim = node.args[:2]
     value = value_of(node)
-    assert value is not None and isinstance(dim, int)
+    assert value is not None and isinstance(dim, int), "the value is known, the dim is a number"
     last = value.dim() - 1
     if dim % value.dim() != last or symbols_of(value.shape[last]):
         return False

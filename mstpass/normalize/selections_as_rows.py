@@ -193,7 +193,7 @@ class _Writer:
             else:
                 rows = self.builder.call(aten.mul.Tensor, rows, length)
                 rows = self.builder.call(aten.add.Tensor, rows, number)
-        assert rows is not None
+        assert rows is not None, "the rows are known"
         return self._reshaped(rows, [math.prod(rows.meta["val"].shape)])
 
     def _reshaped(self, node: fx.Node, shape: list[Size]) -> fx.Node:

@@ -35,7 +35,7 @@ from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.rewriting import Rewriting, Rewritten
 from mstpass.graph.sizes import Size, is_size, same_shape
-from mstpass.graph.tokens import WHOLE, CannotTake, Spec
+from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec
 from mstpass.normalize.token_window import (
     slice_bounds,
     sliced_dim,
@@ -43,6 +43,7 @@ from mstpass.normalize.token_window import (
     window_of,
 )
 from mstpass.regions.anchors import WIDE_OF_ANCHOR, anchors
+from mstpass.walk import needed_first
 
 aten = torch.ops.aten
 
@@ -154,16 +155,22 @@ class _SliceSinker:
 
     def _in_full(self, node: fx.Node, spec: Spec) -> fx.Node:
         """The node's value for all tokens, in chunk form, computed before the current place."""
-        if node not in self.full:
-            tokens = math.prod(self.grid)
-            if node is self.sliced:
-                self.full[node] = self._reshaped(self.source, _chunk_form(node, spec, tokens))
+        tokens = math.prod(self.grid)
+        for one in needed_first(node, self._needed, self.full):
+            held = spec if one is node else self.cone[one]
+            if one is self.sliced:
+                built = self._reshaped(self.source, _chunk_form(one, held, tokens))
             else:
-                self.full[node] = add_chunk(
-                    self.builder, node, spec, tokens, self._operand, self.sizes
-                )
-            _pass_on_meta(node, self.full[node])
+                built = add_chunk(self.builder, one, held, tokens, self._operand, self.sizes)
+            self.full[one] = built
+            _pass_on_meta(one, built)
         return self.full[node]
+
+    def _needed(self, node: fx.Node) -> list[fx.Node]:
+        needs = ops.operand_specs(node, self.cone[node])
+        if node is self.sliced or isinstance(needs, Refusal):
+            return []
+        return [n for n, s in needs.items() if self.cone.get(n, WHOLE) == s != WHOLE]
 
     def _operand(self, node: fx.Node, spec: Spec) -> fx.Node:
         if is_size(node) or (spec == WHOLE and node not in self.cone):
@@ -172,7 +179,7 @@ class _SliceSinker:
             return self._padded(node, spec)
         if self.cone[node] != spec:
             raise _Stays
-        return self._in_full(node, spec)
+        return self.full[node]
 
     def _padded(self, node: fx.Node, spec: Spec) -> fx.Node:
         """A value of the sliced tokens, such as their labels, with zeros for the other tokens."""

@@ -78,7 +78,7 @@ def first_sliced_matmul(joint: JointGraph, excluded: Container[str]) -> SlicedMa
         windows = {choice_of(node, source_spec) for node, source_spec in slices}
         if len(windows) == 1 and None not in windows:
             (window,) = windows
-            assert window is not None
+            assert window is not None, "the window is known"
             return SlicedMatmul(anchor, spec, window, [node for node, _ in slices])
     return None
 
@@ -183,7 +183,7 @@ def are_distinct(rows: fx.Node) -> bool:
 def scattered_source(node: fx.Node) -> fx.Node:
     """What a ``slice_scatter`` or an ``index_put`` writes."""
     source = node.args[2 if node.target is aten.index_put.default else 1]
-    assert isinstance(source, fx.Node)
+    assert isinstance(source, fx.Node), "the source is a node"
     return source
 
 
@@ -241,7 +241,7 @@ def sliced_dim(node: fx.Node) -> int:
         return 0
     dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
     value = node.meta["val"]
-    assert isinstance(dim, int)
+    assert isinstance(dim, int), "the dim is a number"
     return int(dim % value.dim())
 
 

@@ -17,6 +17,7 @@ gradient it is the gradient of the label's element.
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import fx
@@ -87,6 +88,8 @@ def _is_shared(joint: JointGraph, node: fx.Node, needs: _Needs, least: int) -> b
     if node not in needs or not _is_cheap(node):
         return False
     specs = set(needs[node])
+    if any(isinstance(ops.operand_specs(node, spec), Refusal) for spec in specs):
+        return False  # no loop can hold it that way, in a copy of its own as little
     if numel(node) >= least:
         specs -= {WHOLE}
     elif node not in joint.backward:
@@ -108,8 +111,7 @@ def _copies(rewriting: Rewriting, shared: list[str]) -> frozenset[str]:
         for spec in needs[node]:
             if spec == first[node]:
                 continue
-            required = ops.operand_specs(node, spec)
-            assert not isinstance(required, Refusal)
+            required: Any = ops.operand_specs(node, spec)  # no refusal: _is_shared
             operands = {n: of(n, required.get(n, WHOLE)) for n in node.all_input_nodes}
             with rewriting.graph.inserting_after(node):
                 written[node, spec] = rewriting.graph.node_copy(node, operands.__getitem__)

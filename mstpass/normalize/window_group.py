@@ -15,9 +15,10 @@ from mstpass.graph.joint import JointGraph, numel
 from mstpass.graph.node_meta import replacement_meta
 from mstpass.graph.sizes import is_size, same_shape
 from mstpass.graph.token_rules.arguments import shape_of
-from mstpass.graph.tokens import WHOLE, CannotTake, Spec, chunk_shape
+from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec, chunk_shape
 from mstpass.normalize.lanes import Lane, Windows, is_item_op
 from mstpass.normalize.parts import Parts, picked
+from mstpass.walk import needed_first, walk
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -49,19 +50,31 @@ class WindowGroup:
     def merged(self, first: fx.Node, spec: Spec | None = None) -> fx.Node:
         """A value of the lanes, given by that of the first lane, for all tokens."""
         spec = self.cone[first] if spec is None else spec
-        key = (first, spec)
-        if key not in self.known:
-            built = self._new(first, spec)
-            built.meta = {**replacement_meta(first), **built.meta}
-            self.known[key] = built
-        return self.known[key]
+        for one, held in needed_first((first, spec), self._needed, self.known):
+            built = self._new(one, held)
+            built.meta = {**replacement_meta(one), **built.meta}
+            self.known[one, held] = built
+        return self.known[first, spec]
+
+    def _needed(self, key: tuple[fx.Node, Spec]) -> list[tuple[fx.Node, Spec]]:
+        """The values for all tokens that one is computed from."""
+        first, spec = key
+        nodes, needs = self.nodes[first], ops.operand_specs(first, spec)
+        if self._source(nodes, spec) or self._is_outside(first) or isinstance(needs, Refusal):
+            return []
+        self._match_operands(nodes)
+        return [(n, s) for n, s in needs.items() if s != WHOLE]
+
+    def _is_outside(self, first: fx.Node) -> bool:
+        return first not in self.cone and not self.lanes[0].is_made_of_wide(first)
 
     def _new(self, first: fx.Node, spec: Spec) -> fx.Node:
         nodes = self.nodes[first]
-        source = self._windowed(nodes, spec)
+        source = self._source(nodes, spec)
         if source is not None:
-            return source
-        if first not in self.cone and not self.lanes[0].is_made_of_wide(first):
+            built = chunk_shape(first.meta["val"].shape, spec, self.num_tokens)
+            return self.reshaped(source, built)
+        if self._is_outside(first):
             return self._side_by_side(nodes, spec)
         self._match_operands(nodes)
         return add_chunk(
@@ -69,7 +82,7 @@ class WindowGroup:
             first,
             spec,
             self.num_tokens,
-            lambda n, s: self._operand(first, spec, n, s),
+            lambda n, s: self._whole(first, spec, n) if s == WHOLE else self.known[n, s],
             self.sizes,
         )
 
@@ -86,10 +99,9 @@ class WindowGroup:
             ):
                 raise CannotTake(nodes[0], "an operand of one window is two of another")
 
-    def _operand(self, reader: fx.Node, reader_spec: Spec, node: fx.Node, spec: Spec) -> fx.Node:
+    def _whole(self, reader: fx.Node, reader_spec: Spec, node: fx.Node) -> fx.Node:
+        """An operand without tokens."""
         nodes = self.nodes.get(node, [node])
-        if spec != WHOLE:
-            return self.merged(node, spec)
         if node in self.cone:
             raise CannotTake(node, "every token needs all of it")
         if is_size(node) or all(_same_value(other, node) for other in nodes):
@@ -111,8 +123,8 @@ class WindowGroup:
         shape = chunk_shape([1] * rank, spec, self.num_tokens)
         return self.reshaped(self._concatenated(pieces, before), shape)
 
-    def _windowed(self, nodes: list[fx.Node], spec: Spec) -> fx.Node | None:
-        """The value whose windows the nodes are, in chunk form; None if there is none."""
+    def _source(self, nodes: list[fx.Node], spec: Spec) -> fx.Node | None:
+        """The value whose windows the nodes are; None if there is none."""
         first, windows = nodes[0], self.windows
         if not all(map(is_item_op, nodes)):
             return None
@@ -126,8 +138,7 @@ class WindowGroup:
         for lane, node in zip(self.lanes, nodes, strict=True):
             if not _takes(node, dim, lane, shape):
                 return None
-        built = chunk_shape(first.meta["val"].shape, spec, self.num_tokens)
-        return self.reshaped(source, built)
+        return source
 
     # ---- from lanes to all tokens, and back ------------------------------------------------------
     def _side_by_side(self, nodes: list[fx.Node], spec: Spec) -> fx.Node:
@@ -241,7 +252,10 @@ class WindowGroup:
         self._match_operands(readers)
         first, spec = readers[0], self.cone[nodes[0]]
         needs = ops.sum_operands(first, nodes[0], spec)
-        values = {n: self._operand(first, spec, n, needs.get(n, WHOLE)) for n in _arguments(first)}
+        values = {
+            n: self.merged(n, needs[n]) if needs.get(n) else self._whole(first, spec, n)
+            for n in _arguments(first)
+        }
         args, kwargs = fx.map_arg((first.args, first.kwargs), values.__getitem__)
         return self.builder.call(first.target, *args, **kwargs)
 
@@ -252,18 +266,25 @@ def _arguments(node: fx.Node) -> list[Any]:
     return found
 
 
-def _same_value(a: fx.Node, b: fx.Node) -> bool:
+def _same_value(a: object, b: object) -> bool:
     """Whether two nodes are one, or the same constant, perhaps viewed."""
-    if a is b:
-        return True
-    if not (ops.is_constant(a) or ops.is_cheap_view(a)) or a.target is not b.target:
-        return False
-    if a.kwargs != b.kwargs or len(a.args) != len(b.args):
-        return False
-    return all(
-        _same_value(x, y) if isinstance(x, fx.Node) and isinstance(y, fx.Node) else x == y
-        for x, y in zip(a.args, b.args, strict=True)
-    )
+    for x, y in walk([(a, b)], _arguments_in_pairs):
+        if not isinstance(x, fx.Node) or not isinstance(y, fx.Node):
+            if x != y:
+                return False
+        elif x is not y:
+            if not (ops.is_constant(x) or ops.is_cheap_view(x)) or x.target is not y.target:
+                return False
+            if x.kwargs != y.kwargs or len(x.args) != len(y.args):
+                return False
+    return True
+
+
+def _arguments_in_pairs(pair: tuple[Any, Any]) -> list[tuple[Any, Any]]:
+    a, b = pair
+    if a is b or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return []
+    return [*zip(a.args, b.args, strict=True)]
 
 
 def _takes(node: fx.Node, dim: int, lane: Lane, shape: torch.Size) -> bool:

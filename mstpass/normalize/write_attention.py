@@ -156,7 +156,7 @@ class _Writer:
 
     def _lengths(self, node: fx.Node) -> list[int | fx.Node]:
         query, key = (value_of(argument(node, name)) for name in ("query", "key"))
-        assert query is not None and key is not None
+        assert query is not None and key is not None, "the query and key are known"
         try:
             return self.rewriting.sizes.arguments([query.shape[-2], key.shape[-2]])
         except UnknownSize as error:

@@ -74,7 +74,7 @@ def _within_by_schedule(outcome: Outcome, budget: int) -> str:
     """
     if not outcome.peaks:
         return ""
-    assert outcome.scheduled_peak_bytes is not None
+    assert outcome.scheduled_peak_bytes is not None, "the scheduled peak bytes are known"
     largest, *others = outcome.peaks
     over = outcome.scheduled_peak_bytes / max(1, largest.peak_bytes)
     within = next((p for p in others if over * p.peak_bytes <= budget), None)

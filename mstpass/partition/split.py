@@ -91,7 +91,7 @@ def saved_values(modules: Modules, joint: JointGraph) -> tuple[SavedValue, ...]:
     """
     forward, _ = modules
     outputs = forward.graph.output_node().args[0]
-    assert isinstance(outputs, tuple | list)
+    assert isinstance(outputs, tuple | list), "the outputs are a list"
     crossing = {
         n.name: n
         for n in outputs[joint.num_fwd_outputs :]

@@ -20,6 +20,7 @@ from mstpass.graph.loop_op import mst_loop
 from mstpass.graph.renew_values import order_of_copy
 from mstpass.passes.loops import body_differences
 from mstpass.passes.values import difference, layout_difference, signature
+from mstpass.walk import walk
 
 aten = torch.ops.aten
 
@@ -62,7 +63,8 @@ def _inexact(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
 
 def _changed_results(before: JointGraph, after: JointGraph) -> Iterator[Fault]:
     (recorded,), (results,) = before.output.args, after.output.args
-    assert isinstance(recorded, tuple | list) and isinstance(results, tuple | list)
+    assert isinstance(recorded, tuple | list), "the recorded results are a list"
+    assert isinstance(results, tuple | list), "the results are a list"
     if len(recorded) != len(results):
         yield Fault("output", f"has {len(results)} results in place of {len(recorded)}")
         return
@@ -111,7 +113,7 @@ def _readers_behind_writes(joint: JointGraph) -> Iterator[tuple[str, str]]:
         if write.target is not aten.copy_.default:
             continue
         written = write.args[0]
-        assert isinstance(written, fx.Node)
+        assert isinstance(written, fx.Node), "what is written is a node"
         for reader in _readers(written):
             behind = joint.index[reader] > joint.index[write]
             if behind and reader.op != "output" and reader.target is not BEFORE_WRITE:
@@ -119,11 +121,8 @@ def _readers_behind_writes(joint: JointGraph) -> Iterator[tuple[str, str]]:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    for user in node.users:
-        if ops.shares_storage(user):
-            yield from _readers(user)
-        else:
-            yield user
+    reached = walk(node.users, lambda user: user.users if ops.shares_storage(user) else ())
+    return (reader for reader in reached if not ops.shares_storage(reader))
 
 
 def _loops(before: JointGraph, after: JointGraph) -> Iterator[Fault]:

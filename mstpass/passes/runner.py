@@ -3,28 +3,33 @@
 ``TORCH_LOGS="+mstpass"`` prints what each pass has changed, as the difference of two graphs' texts;
 ``TORCH_TRACE`` gets it as the artifact ``mstpass_pass_NAME``, which tlparse shows.
 
-A pass whose result does not hold what the pass promises is *refused*: its result is dropped, the
-graph before it is used, and the report says why. In tests it is an error.
+A pass whose result does not hold what the pass promises, or that fails, is *refused*: its result is
+dropped, the graph before it is used, and the report says why. So is another part of a stage that
+fails (``left_out``). In tests that is an error; under ``strict`` a failure is one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
 
+from mstpass.errors import please_report, told
 from mstpass.graph.graph_text import graph_text
 from mstpass.graph.joint import JointGraph
 from mstpass.graph.renew_values import CannotRenew
+from mstpass.options import OptionError, Options
 from mstpass.passes.facts import Fact, Fault
 from mstpass.plans import Rejection
 from mstpass.torch_internals.caches import is_tracing, trace_structured_artifact
+from mstpass.torch_internals.versions import TorchChangedError
 
 log = logging.getLogger(__name__)
 OFF, REFUSE, RAISE = "off", "refuse", "raise"
@@ -45,12 +50,16 @@ class Pass:
             is nothing to do, and what else is known of it.
         before: what must hold of the given graph.
         after: what holds of the new one.
+        answers: errors that are no failures, and that the caller waits for.
+        required: whether a graph is wrong without the pass, so that it cannot be refused.
     """
 
     name: str
     run: Callable[..., tuple[JointGraph, Any]]
     before: tuple[Fact, ...] = ()
     after: tuple[Fact, ...] = ()
+    answers: tuple[type[Exception], ...] = ()
+    required: Callable[[JointGraph], object] = lambda joint: False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,29 +80,48 @@ class PassRunner:
     """Runs the passes of one compilation.
 
     Attributes:
+        strict: a pass that fails is an error.
         seconds: the time of each pass, by name; all its runs count.
-        refused: the passes whose results were dropped, for the report.
+        refused: the passes whose results were dropped, and what else failed, for the report.
     """
 
-    def __init__(self, verify: bool = False):
+    def __init__(self, verify: bool = False, strict: bool = False):
+        self.strict = strict
         self.verify = max(LEAST, REFUSE if verify else OFF, key=_LEVELS.index)
         self.seconds: dict[str, float] = {}
         self.refused: list[Rejection] = []
 
+    @staticmethod
+    def of(options: Options) -> PassRunner:
+        return PassRunner(options.verify, options.strict)
+
     def run(
         self, step: Pass, joint: JointGraph, *args: Any, **kwargs: Any
     ) -> tuple[JointGraph, Any]:
-        """The graph after the pass, and what else the pass returned: None if it was refused."""
+        """The graph after the pass, and what else the pass returned: None if it was refused.
+
+        Raises:
+            PassError: a required pass was refused.
+        """
+        new, more = self._run(step, joint, *args, **kwargs)
+        if more is None and step.required(joint):
+            raise PassError(f"{self.refused[-1].reason}, and cannot be left out")
+        return new, more
+
+    def _run(
+        self, step: Pass, joint: JointGraph, *args: Any, **kwargs: Any
+    ) -> tuple[JointGraph, Any]:
         fault = self._first(step.before, joint, joint)
         if fault is not None:
             self._refuse(step.name, f"cannot run: {fault}", fault.node)
             return joint, None
         start = time.perf_counter()
+        new, more = joint, None
         try:
-            new, more = step.run(joint, *args, **kwargs)
+            with self.left_out(f"the pass {step.name}", answers=(*step.answers, CannotRenew)):
+                new, more = step.run(joint, *args, **kwargs)
         except CannotRenew as error:
             self._refuse(step.name, str(error))
-            return joint, None
         finally:
             self._count(step.name, start)
         if new is joint:
@@ -125,10 +153,16 @@ class PassRunner:
         module = graph.owning_module
         looked_at = module is not None and (self.verify != OFF or is_listening())
         before = JointGraph(module, 0).copy() if looked_at else None  # type: ignore[arg-type]
+        nodes = before.nodes if before else [] if step.required else _copied(graph)
         start = time.perf_counter()
-        found = step.run(graph)
+        found, done = None, False
+        answers = (Exception,) if step.required else ()
+        with self.left_out(f"the pass {step.name}", answers=answers):
+            found, done = step.run(graph), True
         self._count(step.name, start)
-        if before is None:
+        if not done:
+            _restore(graph, nodes)
+        if before is None or not done:
             return found
         after = JointGraph(module, 0)  # type: ignore[arg-type]
         fault = self._first(step.after, before, after)
@@ -136,11 +170,35 @@ class PassRunner:
             if step.required:
                 raise PassError(f"{step.name}: {fault}")
             self._refuse(step.name, str(fault), fault.node)
-            _restore(graph, before)
+            _restore(graph, nodes)
             return None
         if is_listening():
             _publish(step.name, graph_text(before.module), graph_text(after.module))
         return found
+
+    @contextlib.contextmanager
+    def left_out(
+        self, what: str, node: str = "graph", answers: tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
+        """Do something that the plan can do without: where it fails, the report says so.
+
+        Args:
+            node: where in the graph.
+            answers: errors that are no failures, and that the caller waits for.
+
+        Raises:
+            PassError: it failed, under ``strict`` or in tests.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, (*answers, OptionError, TorchChangedError)):
+                raise
+            reason = f"{what} is refused: {told(error)}"
+            if self.strict or self.verify == RAISE:
+                raise PassError(reason) from error
+            log.info("%s", reason, exc_info=True)
+            self._note(Rejection("error", node, reason))
 
     def check(
         self, name: str, facts: tuple[Fact, ...], before: JointGraph, new: JointGraph
@@ -166,17 +224,33 @@ class PassRunner:
         if self.verify == RAISE:
             raise PassError(f"{name}: {reason}")
         log.info("the pass %s is refused: %s", name, reason)
-        refusal = Rejection("verify", node, f"the pass {name} is refused: {reason}")
+        self._note(Rejection("verify", node, f"the pass {name} is refused: {reason}"))
+
+    def _note(self, refusal: Rejection) -> None:
         if refusal not in self.refused:
             self.refused.append(refusal)
 
 
-def _restore(graph: fx.Graph, before: JointGraph) -> None:
+def failures(rejections: Iterable[Rejection]) -> str:
+    """The text of a warning about what failed and was left out; "" if nothing did."""
+    found = dict.fromkeys(r.reason for r in rejections if r.stage == "error")
+    done = "planned the rest of it without what failed"
+    return please_report("; ".join(found), done) if found else ""
+
+
+def _copied(graph: fx.Graph) -> list[fx.Node]:
+    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        copies[node] = copy.node_copy(node, copies.__getitem__)
+    return [*copies.values()]
+
+
+def _restore(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Give a graph the nodes that it had."""
     for node in reversed(list(graph.nodes)):
         graph.erase_node(node)
     copies: dict[fx.Node, fx.Node] = {}
-    for node in before.nodes:
+    for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].name = node.name
     graph.lint()

@@ -189,7 +189,7 @@ class CompiledRows:
 
     def _curve(self, length: int, steps: Steps) -> tuple[Point, ...]:
         """What other lengths take with the plan of the longest one."""
-        assert self._scaled is not None
+        assert self._scaled is not None, "the scaled is known"
         plan = self._least(self._scaled, length, steps).plan
         step_at = functools.partial(step_of_plan, self._scaled, option=LEAST, plan=plan)
         return self.room.curve(lambda n: self.room.parts(step_at(n)).total, length)

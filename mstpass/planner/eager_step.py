@@ -136,7 +136,7 @@ class _StorageCounter(TorchDispatchMode):
         """Free each gradient when the backward has finished it, and keep ``share`` of its bytes."""
 
         def free(number: int, parameter: Tensor) -> None:
-            assert parameter.grad is not None
+            assert parameter.grad is not None, "the grad is known"
             if share:
                 key = f"shard {self._allocated}"
                 self._add(key, int(share * parameter.grad.nbytes), _GRADIENTS)
@@ -197,7 +197,7 @@ class _StorageCounter(TorchDispatchMode):
 
     def _see_gradient(self, parameter: Tensor) -> None:
         """Count a finished gradient as one: a shape does not tell, a tile can be as large."""
-        assert parameter.grad is not None
+        assert parameter.grad is not None, "the grad is known"
         key = storage_key(parameter.grad.untyped_storage())
         self._alive[key] = dataclasses.replace(self._alive[key], kind=_GRADIENTS)
 

@@ -92,7 +92,7 @@ def trace(
             result = pipeline.run(
                 module, options, num_fwd_outputs=num_fwd_outputs, stop_after="plan"
             )
-            assert result.problem is not None
+            assert result.problem is not None, "the problem is known"
             problems[budget] = _with_sharded_gradients(result.problem, training)
         joint = masks_as_flags(JointGraph(module, num_fwd_outputs)).joint
         squares = _square_bytes(joint, step.length * training.sequence_ranks)

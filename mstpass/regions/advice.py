@@ -247,7 +247,7 @@ _ADVICE = (
     # ---- what no user can change
     (
         r"has shape|the loop returns|made from their own results|no node holds the size"
-        r"|^\w*(Error|Exception)",
+        r"|^([\w.]+:\d+: )?\w*(Error|Exception)|is refused: ",
         _REPORT,
     ),
 )

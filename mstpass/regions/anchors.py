@@ -99,7 +99,7 @@ def wide_numel(anchor: fx.Node, spec: Spec) -> int:
     out = value_of(anchor)
     left, _ = ops.matmul_factors(anchor)
     source = value_of(left)
-    assert out is not None and source is not None
+    assert out is not None and source is not None, "the out and source are known"
     shape = generic_shape(out)
     batch = 1 if 0 in spec else math.prod(shape[:-2])
     tokens = batch * token_count(shape, spec)

@@ -246,10 +246,10 @@ class _Block:
 
         It may be cast to a wider dtype, as a norm's weight is by the norm's gradient in torch 2.15.
         """
+        while node.op == "call_function" and ops.widens(node):
+            node = node.all_input_nodes[0]
         if ops.is_constant(node):
             return True
-        if node.op == "call_function" and ops.widens(node):
-            return self._is_own_constant(node.all_input_nodes[0])
         base = ops.base_of(node)
         return base not in self.joint.backward and base in self.bases
 
@@ -327,11 +327,14 @@ class _Block:
 
     def _note(self, node: fx.Node, spec: Spec | None, needs: Mapping[fx.Node, Spec]) -> None:
         self.specs[node] = spec
-        for operand, held in needs.items():
+        stack = [*needs.items()]
+        while stack:
+            operand, held = stack.pop()
             if operand in self.specs:
                 continue
             if self._is_pulled(operand, held):
-                self._note(operand, held, self._needs(operand, held) if held else {})
+                self.specs[operand] = held
+                stack += self._needs(operand, held).items() if held else ()
             else:
                 self._read(operand, held)
 
@@ -374,7 +377,7 @@ class _Block:
             held = self._held(source)
             if self.specs.get(source, WHOLE) is None and not is_attention_item(source):
                 return False
-            assert held
+            assert held, "each value of a block is held"
             needs = QUERY_AXIS.sum_operands(user, source, held)
         else:
             needs = dict(self._needs(user, spec))

@@ -32,6 +32,7 @@ from mstpass.graph.heads import HeadDim
 from mstpass.graph.joint import JointGraph, value_of
 from mstpass.graph.sizes import depends_on_data, generic_shape, hint_shape, symbols_of
 from mstpass.graph.tokens import WHOLE, CannotTake, Refusal, Spec, token_count
+from mstpass.passes.runner import PassRunner
 from mstpass.plans import Region, Rejection
 from mstpass.regions.absorb import absorb_users
 from mstpass.regions.absorb_norms import absorb_norms
@@ -53,13 +54,15 @@ _FEW_ROWS = 2  # a value with at least so many rows of all features is wide
 
 
 def find_regions(
-    joint: JointGraph, along_features: bool = False
+    joint: JointGraph, along_features: bool = False, runner: PassRunner | None = None
 ) -> tuple[list[Region], list[Rejection]]:
     """The regions of the graph, and rejections of what is wide but was refused. Changes nothing.
 
     Args:
         along_features: what has no loops over tokens may have loops over features.
+        runner: notes what fails.
     """
+    runner = runner or PassRunner()
     regions: list[Region] = []
     rejections: list[tuple[fx.Node, Rejection]] = []
     taken: set[fx.Node] = set()
@@ -70,21 +73,22 @@ def find_regions(
         if anchor in taken or anchor in refused:
             continue
         growth = Growth(joint, wide_numel(anchor, spec), taken, upstream, TOKEN_AXIS, operand_specs)
-        try:
-            region, growth = _region(joint, growth, anchor, spec)
-        except CannotTake as refusal:
-            other = _along_features(joint, growth, anchor, spec) if along_features else None
-            if other is None:
-                rejections.append((anchor, rejection_of(anchor, refusal)))
-                refused.update(n for n in growth.specs if growth.wide(n))
-                continue
-            region, growth = other
-        regions.append(region)
-        taken |= {
-            n
-            for n, s in growth.specs.items()
-            if s != WHOLE and not ops.is_cheap_view(n) and not growth.may_repeat(n)
-        }
+        with runner.left_out("detection of a region", anchor.name):
+            try:
+                region, growth = _region(joint, growth, anchor, spec)
+            except CannotTake as refusal:
+                other = _along_features(joint, growth, anchor, spec) if along_features else None
+                if other is None:
+                    rejections.append((anchor, rejection_of(anchor, refusal)))
+                    refused.update(n for n in growth.specs if growth.wide(n))
+                    continue
+                region, growth = other
+            regions.append(region)
+            taken |= {
+                n
+                for n, s in growth.specs.items()
+                if s != WHOLE and not ops.is_cheap_view(n) and not growth.may_repeat(n)
+            }
     # what a later region took is no longer refused
     refusals = [rejection for anchor, rejection in rejections if anchor not in taken]
     return regions, [*refusals, *refused_wide_products(joint)]
@@ -129,7 +133,7 @@ def _along_features(
         spec: the anchor's token dims.
     """
     value = value_of(anchor)
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     dims = [d for d, size in enumerate(generic_shape(value)) if size != 1 and d not in spec]
     if len(dims) != 1 or depends_on_data(value) or symbols_of(value.shape[dims[0]]):
         return None  # of all sizes, only that of the features has to be a number
@@ -188,7 +192,7 @@ def _num_tokens(anchor: fx.Node, spec: Spec) -> int:
         CannotTake: no loop can run over them.
     """
     value = value_of(anchor)
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     if depends_on_data(value):
         raise CannotTake(anchor, "the size of its result depends on data")
     num_tokens = token_count(hint_shape(value), spec)

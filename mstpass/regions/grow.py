@@ -30,6 +30,7 @@ from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
+from mstpass.walk import needed_first
 
 ONCE = "a collective runs once on all tokens, in step with the other ranks"
 COMPLETE = "what is reduced over all tokens is complete only after the loop"
@@ -112,33 +113,32 @@ class Growth:
         if ops.is_constant(node) or ops.gathers_rows(node):
             return True
         if self.wide(node):
-            return self._is_made_from_narrow(node)
+            return node.op != "placeholder" and self._is_made_from_narrow(node)
         value = value_of(node)
         if value is not None and not value.is_floating_point():
             return True
-        return ops.is_reduction(node) and self._operands_repeat(node)
+        operands = self._wide_operands(node)
+        return ops.is_reduction(node) and all(map(self._is_made_from_narrow, operands))
 
     def _is_made_from_narrow(self, node: fx.Node) -> bool:
         """Whether cheap ops make the wide value from narrow ones, as a one-hot row from a label.
 
         A gradient that a product reads is not among them: it belongs with the product.
         """
-        if node not in self.made_from_narrow:
-            cheap = ops.is_pointwise(node) or ops.is_cheap_view(node)
-            cheap = cheap and not any(map(ops.is_matmul, ops.readers_through_views(node)))
-            self.made_from_narrow[node] = cheap and self._operands_repeat(node)
-        return self.made_from_narrow[node]
+        known = self.made_from_narrow
+        for one in needed_first(node, self._wide_operands, known):
+            if one.op == "placeholder":  # masks may be repeated
+                value = value_of(one)
+                known[one] = value is not None and not value.is_floating_point()
+                continue
+            cheap = ops.is_pointwise(one) or ops.is_cheap_view(one)
+            cheap = cheap and not any(map(ops.is_matmul, ops.readers_through_views(one)))
+            made = cheap and all(known[operand] for operand in self._wide_operands(one))
+            known[one] = made or ops.is_constant(one)
+        return known[node]
 
-    def _operands_repeat(self, node: fx.Node) -> bool:
-        """Whether the wide operands may be repeated; masks among the inputs of the step may."""
-
-        def repeats(operand: fx.Node) -> bool:
-            if operand.op == "placeholder":
-                value = value_of(operand)
-                return value is not None and not value.is_floating_point()
-            return ops.is_constant(operand) or self._is_made_from_narrow(operand)
-
-        return all(repeats(operand) for operand in node.all_input_nodes if self.wide(operand))
+    def _wide_operands(self, node: fx.Node) -> list[fx.Node]:
+        return [operand for operand in node.all_input_nodes if self.wide(operand)]
 
     def wide_matmuls(self) -> int:
         """The members that are matmuls with a wide result, as bits as in ``upstream_matmuls``."""

@@ -171,7 +171,7 @@ class HeadGrowth:
             return needs.reason
         if operand.target is operator.getitem:  # an item joins with the op that returns it
             ((source, of_source),) = needs.items()
-            assert isinstance(of_source, HeadDim)
+            assert isinstance(of_source, HeadDim), "the of source is a dim of heads"
             return self._why_not(source, of_source)
         return None
 

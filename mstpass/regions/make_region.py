@@ -103,7 +103,7 @@ def _kind(joint: JointGraph, growth: Growth, anchor: fx.Node) -> str:
 
 def _width(core: Core, spec: Spec | Reduced) -> int:
     """The number of the anchor's elements per token, or per feature."""
-    assert isinstance(spec, tuple)
+    assert isinstance(spec, tuple), "the spec is token dims"
     if core.axis != TOKENS:
         return numel(core.anchor) // core.num_tokens
     return numel(core.anchor) // token_count(generic_shape(core.anchor.meta["val"]), spec)

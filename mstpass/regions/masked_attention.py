@@ -106,7 +106,7 @@ def _region(joint: JointGraph, attention: fx.Node, taken: Set[fx.Node]) -> Regio
 
 def _queries(attention: fx.Node) -> int:
     value = value_of(argument(attention, "query"))
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     return int(value.shape[ROWS])
 
 
@@ -128,7 +128,7 @@ def _add_mask(joint: JointGraph, node: fx.Node, needs: object, masks: dict[fx.No
         CannotTake: one of them is not computed row by row.
     """
     mask = mask_of(node)
-    assert mask is not None and isinstance(needs, dict)
+    assert mask is not None and isinstance(needs, dict), "attention has a mask"
     value = value_of(mask)
     if not needs[mask] or value is None or not is_static(value):
         raise CannotTake(mask, NOT_BY_ROW)

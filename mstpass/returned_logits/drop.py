@@ -131,7 +131,7 @@ def drop_logits(gm: fx.GraphModule, options: Options) -> Drop:
 def _refusal(gm: fx.GraphModule, logits: fx.Node, known: Any) -> str:
     """Why logits beside their loss stay; empty if they can be dropped."""
     value = value_of(logits)
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     if not all(expression(size).free_symbols <= set(known) for size in value.shape):
         return _BY_DATA
     bucket = bucket_being_compiled()
@@ -177,7 +177,7 @@ def _take_out(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[DroppedOutp
 
 def _dropped(position: int, node: fx.Node) -> DroppedOutput:
     value = value_of(node)
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     size_bytes = hint_numel(value) * value.element_size()
     shape = tuple(value.shape)
     return DroppedOutput(position, node.name, shape, value.dtype, value.device, size_bytes)

@@ -163,7 +163,7 @@ def _is_matmul(call: AtenCall) -> bool:
 
 def _widens(product: AtenCall) -> bool:
     factors = row_of(product.op).factors
-    assert factors is not None
+    assert factors is not None, "the factors are known"
     left = product.operands[factors.left]
     return product.result[-1] >= WIDEN * left[-1]
 

@@ -35,6 +35,7 @@ from mstpass.graph.materialization import REALIZE
 from mstpass.graph.recompute_rules import is_heavy
 from mstpass.schedule.cheap_values import is_cheap, viewed
 from mstpass.torch_internals.graphs import OpOverload
+from mstpass.walk import walk
 
 _LOOP = torch.ops.higher_order.while_loop
 
@@ -234,9 +235,8 @@ def _reads_shared_recomputation(graph: fx.Graph) -> set[fx.Node]:
 
 def _leaves(node: fx.Node, results: set[fx.Node]) -> bool:
     """Whether the node, or a view of it, is a result of the graph."""
-    if node in results:
-        return True
-    return any(ops.is_cheap_view(user) and _leaves(user, results) for user in node.users)
+    views = walk([node], lambda n: filter(ops.is_cheap_view, n.users))
+    return any(view in results for view in views)
 
 
 # ---- copies --------------------------------------------------------------------------------------

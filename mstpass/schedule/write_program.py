@@ -131,7 +131,7 @@ class _Writer:
             return
         name = self.on_host[node.name]
         given = self.graph.placeholder(name)
-        assert given.name == name  # by which forward returns it
+        assert given.name == name, "the names agree"  # by which forward returns it
         given.meta.update(node.meta, val=_on_host(node.meta["val"]))
         given.meta.pop("tensor_meta", None)
         self.env[host_name(node.name)] = given

@@ -52,7 +52,7 @@ def mask_of(rules: Rules, documents_BS: Tensor | None, query_BHSD: Tensor) -> Te
     if rules.causal:
         seen.append((before >= 0)[None, None])
     if windowed:
-        assert rules.window is not None
+        assert rules.window is not None, "the window is known"
         distance = before if rules.causal else before.abs()
         seen.append((distance < rules.window)[None, None])
     if documents_BS is not None:

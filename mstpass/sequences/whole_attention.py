@@ -91,7 +91,7 @@ def _with_sinks(
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, rules: Rules, mask: Tensor | None) -> Tensor:
-    assert rules.softcap is not None
+    assert rules.softcap is not None, "the softcap is known"
     k, v = for_each_head(k, q.shape[1]), for_each_head(v, q.shape[1])
     scores = (q @ k.transpose(2, 3)) * rules.scale_of(q)
     scores = torch.tanh(scores / rules.softcap) * rules.softcap

@@ -62,7 +62,7 @@ def has_window(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -
 def _dispatched(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
 ) -> str | None:
-    assert isinstance(query, FakeTensor)
+    assert isinstance(query, FakeTensor), "the query is a fake tensor"
     if query.device.type == "cuda" and not torch.cuda.is_available():
         return None
     with query.fake_mode, _FusedOps() as seen, torch.enable_grad():

@@ -81,7 +81,7 @@ def _cuda_hooks(answers: Mapping[str, Callable[..., bool]]) -> Iterator[None]:
     table_of = ctypes.cast(cuda_hooks(), _pointers)
     header_bytes = _HEADER_ENTRIES * ctypes.sizeof(ctypes.c_void_p)
     original = table_of[0]
-    assert original is not None
+    assert original is not None, "the original is known"
     copy = (ctypes.c_void_p * (_HEADER_ENTRIES + _TABLE_ENTRIES))()
     ctypes.memmove(copy, original - header_bytes, ctypes.sizeof(copy))
     for name, answer in answers.items():

@@ -51,7 +51,7 @@ class WorkerProcess:
         self._events: queue.Queue[Event | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None, "the stdin is known"
         with contextlib.suppress(BrokenPipeError):  # it has ended; its errors say why
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.close()
@@ -95,7 +95,7 @@ class WorkerProcess:
         return last_error(self._errors.read().decode(errors="replace"))[:_TEXT_CHARS]
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
+        assert self._process.stdout is not None, "the stdout is known"
         with self._process.stdout as lines:
             for line in lines:
                 self._events.put(json.loads(line))

@@ -76,10 +76,10 @@ def _crossing(probes: Sequence[Probe], longest: Probe, limit_bytes: int, fixed_b
 
     With one point, the other is the fixed bytes at no tokens.
     """
-    assert longest.peak_bytes is not None
+    assert longest.peak_bytes is not None, "the peak bytes are known"
     others = [p for p in probes if p.fits and p.length < longest.length]
     other = max(others, key=lambda p: p.length, default=Probe(0, True, fixed_bytes))
-    assert other.peak_bytes is not None
+    assert other.peak_bytes is not None, "the peak bytes are known"
     slope = (longest.peak_bytes - other.peak_bytes) / (longest.length - other.length)
     if slope <= 0:
         return longest.length * _LEAP

@@ -191,7 +191,7 @@ def chosen(condition: Pieces, yes: Pieces, no: Pieces, shape: Shape) -> Pieces:
     found = []
     sides = [broadcast(side, shape) for side in (no, yes)]
     for part in broadcast(condition, shape).parts:
-        assert isinstance(part.number, Poly) and part.number.constant in (0, 1)
+        assert isinstance(part.number, Poly) and part.number.constant in (0, 1), "it is 0 or 1"
         for other in sides[part.number.constant].parts:
             where = part.where | other.where
             if not impossible(room | where):

@@ -29,7 +29,7 @@ def running_sum(value: Pieces, dim: int) -> Pieces:
         own = _sum_of(value, part, dim)
 
         def added(a: Number, b: Number) -> Cases:
-            assert isinstance(a, Poly) and isinstance(b, Poly)
+            assert isinstance(a, Poly) and isinstance(b, Poly), "the a and b are polynomials"
             return [((), a + b)]
 
         total = mapped(value.shape, [total, own], added)

@@ -174,7 +174,7 @@ def select_scatter_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec 
 
 def select_scatter_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     base, source = node.args[:2]
-    assert isinstance(base, fx.Node) and isinstance(source, fx.Node)
+    assert isinstance(base, fx.Node) and isinstance(source, fx.Node), "both are nodes"
     (dim,) = dim_argument(node, len(shape_of(node)))
     if dim in spec:
         return Refusal(f"{node.target} writes single tokens")

@@ -31,7 +31,7 @@ def argument(node: fx.Node, name: str) -> Any:
     Raises:
         LookupError: the op has no such argument.
     """
-    assert isinstance(node.target, OpOverload)
+    assert isinstance(node.target, OpOverload), "the target is an op"
     for position, known in enumerate(schema_of(node.target).arguments):
         if known.name == name:
             given = node.args[position] if position < len(node.args) else known.default_value
@@ -40,13 +40,14 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def has_argument(node: fx.Node, name: str) -> bool:
-    assert isinstance(node.target, OpOverload)
+    assert isinstance(node.target, OpOverload), "the target is an op"
     return any(known.name == name for known in schema_of(node.target).arguments)
 
 
 def ints(argument: Any) -> list[int]:
     """The elements of an argument that is a list of ints."""
-    assert isinstance(argument, tuple | list) and all(isinstance(d, int) for d in argument)
+    assert isinstance(argument, tuple | list), "the argument is a list"
+    assert all(isinstance(d, int) for d in argument), "the list is of numbers"
     return list(argument)
 
 

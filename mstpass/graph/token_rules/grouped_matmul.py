@@ -22,7 +22,7 @@ _EXPERTS = Refusal("each chunk needs the weights of all experts")
 def _spec_of_result(node: fx.Node) -> dict[tuple[fx.Node, Spec], Spec | Reduced]:
     """The spec of the result, by an operand and its spec."""
     left, right, positions = node.args[:3]
-    assert all(isinstance(n, fx.Node) for n in (left, right, positions))
+    assert all(isinstance(n, fx.Node) for n in (left, right, positions)), "all are nodes"
     found: dict[tuple[object, Spec], Spec | Reduced]
     if node.target is grouped_sums:
         found = {(left, (0,)): (1,), (left, (1,)): SUM, (right, (0,)): SUM, (right, (1,)): (2,)}

@@ -79,7 +79,7 @@ def _indices(node: fx.Node) -> list[fx.Node]:
 
 def _layout(node: fx.Node) -> _Layout | Refusal:
     source, indices = node.args[0], argument(node, "indices")
-    assert isinstance(source, fx.Node)
+    assert isinstance(source, fx.Node), "the source is a node"
     if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in _indices(node)):
         return Refusal(f"{node.target} selects by a mask: the size of its result depends on data")
     indexed = tuple(d for d, i in enumerate(indices) if isinstance(i, fx.Node))
@@ -115,7 +115,7 @@ def index_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Refusal
 
 def index_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     layout, source = _layout(node), node.args[0]
-    assert isinstance(source, fx.Node)
+    assert isinstance(source, fx.Node), "the source is a node"
     if isinstance(layout, Refusal):
         return layout
     if not all(_has_one_role(node, n) for n in node.all_input_nodes):
@@ -154,7 +154,7 @@ def put_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced |
     if isinstance(layout, Refusal):
         return layout
     base, values = node.args[0], node.args[2]
-    assert isinstance(base, fx.Node) and isinstance(values, fx.Node)
+    assert isinstance(base, fx.Node) and isinstance(values, fx.Node), "both are nodes"
     if not _has_one_role(node, operand) or operand in _indices(node):
         return Refusal(f"{node.target} writes at indices that depend on the token")
     if operand is base:
@@ -170,7 +170,7 @@ def put_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Reduced |
 
 def put_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     layout, base, values = _layout(node), node.args[0], node.args[2]
-    assert isinstance(base, fx.Node) and isinstance(values, fx.Node)
+    assert isinstance(base, fx.Node) and isinstance(values, fx.Node), "both are nodes"
     result = put_forward(node, base, spec)
     if isinstance(layout, Refusal) or not isinstance(result, tuple):
         return result  # type: ignore[return-value]
@@ -190,7 +190,7 @@ def put_sum_specs(node: fx.Node) -> OperandSpecs:
     The tokens are all rows of the one index tensor, and the values have a row for each.
     """
     base, _, values = node.args[:3]
-    assert isinstance(base, fx.Node) and isinstance(values, fx.Node)
+    assert isinstance(base, fx.Node) and isinstance(values, fx.Node), "both are nodes"
     if len(node.args) < 4 or not node.args[3] or len(_indices(node)) != 1 or not is_zero(base):
         return {}
     layout, (index,) = _layout(node), _indices(node)
@@ -218,7 +218,7 @@ def embedding_forward(node: fx.Node, operand: fx.Node, spec: Spec) -> Spec | Ref
 
 def embedding_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     weight, ids = node.args[:2]
-    assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node)
+    assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node), "the weight and ids are nodes"
     if len(shape_of(node)) - 1 in spec:
         return Refusal("the tokens run along the features of an embedding")
     return {weight: WHOLE, ids: spec}

@@ -24,7 +24,7 @@ def bias_and_factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
     """The bias (None without one), the left and the right matrix."""
     nodes = node.args[:3] if node.target in BIASED else (None, *node.args[:2])
     bias, left, right = nodes
-    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    assert isinstance(left, fx.Node) and isinstance(right, fx.Node), "the left and right are nodes"
     return (bias if isinstance(bias, fx.Node) else None), left, right
 
 

@@ -44,7 +44,7 @@ def scaled_backward(node: fx.Node, spec: Spec) -> OperandSpecs | Refusal:
     if not _by_row_or_tensor(node):
         return Refusal(_BLOCKS)
     matrix, scale = (node.args[0], node.args[2]) if spec == _ROWS else (node.args[1], node.args[3])
-    assert isinstance(matrix, fx.Node) and isinstance(scale, fx.Node)
+    assert isinstance(matrix, fx.Node) and isinstance(scale, fx.Node), "both are nodes"
     needs[matrix] = spec
     if math.prod(shape_of(scale)) != 1:
         needs[scale] = spec

@@ -37,7 +37,7 @@ def attend_chunk(
         overlaps: the last chunk has rows of the one before it.
     """
     needs = operand_rows(node, spec)
-    assert not isinstance(needs, Refusal)
+    assert not isinstance(needs, Refusal), "the needs is no refusal"
     inputs = [operand_chunk(n, needs[n]) for n in call.tensors]
     how = (None, start, call.length, call.causal, -1, -1, call.scale)
     if is_backward(node):

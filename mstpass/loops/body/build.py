@@ -298,7 +298,7 @@ class _Body:
     def _exponential_sum(self, node: fx.Node, found: ExponentialSum) -> fx.Node:
         """The sum of a chunk's exponentials, relative to the chunk's own maximum."""
         spec = self.specs[found.values]
-        assert spec is not None
+        assert spec is not None, "the spec is known"
         values, maximum = self.env[found.values, spec], self.env[found.maximum, None]
         if self.loop.accumulate == FLOAT32 and values.meta["val"].dtype in LOW_PRECISION:
             values, maximum = (self._cast(n, torch.float32) for n in (values, maximum))
@@ -314,7 +314,7 @@ class _Body:
         """The sum over the chunk's tokens, in the accumulator's dtype, or float32 to be rounded."""
         source = next((n for n in node.all_input_nodes if self.specs.get(n)), None)
         value = value_of(node)
-        assert value is not None
+        assert value is not None, "the op gives one tensor"
         if source is None:  # a sum of sums: the parts are in the accumulator's dtype already
             if node.target is _CONVERT:  # autocast's; none is left, for products to add up in place
                 part = self.env[node.all_input_nodes[0], None]
@@ -370,7 +370,7 @@ class _Body:
 
     def _masked(self, node: fx.Node, spec: Spec) -> fx.Node:
         """The node with zeros in the rows that an earlier chunk has summed."""
-        assert self.valid is not None
+        assert self.valid is not None, "the valid is known"
         value = node.meta["val"]
         apart, repeated, shape = self.axis.mask_shapes(value.shape, spec, self.chunk_tokens)
         valid = self._reshaped(self.valid, apart)

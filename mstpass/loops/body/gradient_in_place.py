@@ -33,6 +33,7 @@ from mstpass.graph.builder import Builder
 from mstpass.graph.joint import ancestors, numel, value_of
 from mstpass.graph.materialization import REALIZE, materialize
 from mstpass.graph.token_rules.arguments import dims_of, has_argument
+from mstpass.walk import walk
 
 aten = torch.ops.aten
 
@@ -77,10 +78,9 @@ def _fits(node: fx.Node, product: fx.Node) -> bool:
 
 def _matmul_reads(node: fx.Node) -> bool:
     """Whether a matmul reads the node, or what a scatter makes of it in its buffer."""
-    return any(
-        ops.is_matmul(reader) or (_is_scatter_into(reader, node) and _matmul_reads(reader))
-        for reader in ops.readers_through_views(node)
-    )
+    scattered = lambda n: [r for r in ops.readers_through_views(n) if _is_scatter_into(r, n)]
+    made = walk([node], scattered)
+    return any(ops.is_matmul(reader) for n in made for reader in ops.readers_through_views(n))
 
 
 def _is_scatter_into(reader: fx.Node, base: fx.Node) -> bool:

@@ -147,7 +147,7 @@ class _Search:
     def steps(self, saved: frozenset[str]) -> tuple[tuple[str, Step], ...]:
         """The values that backward computes under a saved set, each with its step."""
         available = self.graph.available(saved)
-        assert available is not None
+        assert available is not None, "the available is known"
         used = set(self.graph.support(available, self.graph.needed))
         return tuple(
             (self.values[i].name, how if isinstance(how, Inverse) else None)

@@ -74,7 +74,7 @@ def encode(writer: Writer, node: fx.Node, value: fx.Node, encoding: str) -> fx.N
     if encoding == NARROW:
         return writer.call(CAST, value, low_dtype(node))
     *outer, last = writer.shape(value)
-    assert isinstance(last, int)
+    assert isinstance(last, int), "the last dim is a number"
     shape = [*outer, _BITS_PER_BYTE, last // _BITS_PER_BYTE]
     parts = writer.call(aten.reshape.default, value, shape)
     packed: fx.Node | None = None
@@ -83,7 +83,7 @@ def encode(writer: Writer, node: fx.Node, value: fx.Node, encoding: str) -> fx.N
         part = writer.call(CAST, part, torch.uint8)
         part = writer.call(aten.mul.Tensor, part, 1 << k)
         packed = part if packed is None else writer.call(aten.bitwise_or.Tensor, packed, part)
-    assert packed is not None
+    assert packed is not None, "the packed value is known"
     return packed
 
 
@@ -92,7 +92,7 @@ def decode(writer: Writer, node: fx.Node, packed: fx.Node, encoding: str) -> fx.
     if encoding == NARROW:
         return writer.call(CAST, packed, dtype_of(node))
     value = value_of(packed)
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     numbers = writer.call(
         prims.iota.default,
         _BITS_PER_BYTE,

@@ -23,6 +23,7 @@ from mstpass.partition.reconstruct.encodings import decode, encode
 from mstpass.partition.reconstruct.rule import Inverse, Writer, aten
 from mstpass.partition.reconstruct.table import RULE_BY_NAME
 from mstpass.torch_internals.graphs import graph_module
+from mstpass.walk import needed_first
 
 _COPIED_META = ("seq_nr", "stack_trace", "nn_module_stack")
 
@@ -109,7 +110,7 @@ class _Rewriting:
 
     def _write_output(self, output: fx.Node) -> None:
         results = output.args[0]
-        assert isinstance(results, tuple | list)
+        assert isinstance(results, tuple | list), "the results are a list"
         count = self.joint.num_fwd_outputs
         forward = fx.map_arg(tuple(results[:count]), self.copied.__getitem__)
         backward = fx.map_arg(
@@ -120,25 +121,39 @@ class _Rewriting:
 
     def _read(self, node: fx.Node) -> fx.Node:
         """The node that backward reads for a node of the joint graph; written when first read."""
-        if node in self.in_backward:
-            return self.in_backward[node]
-        if node.name in self.encodings and node not in self.joint.backward:
-            encoding = self.encodings[node.name]
-            self.in_backward[node] = decode(self.writer, node, self.encoded[node], encoding)
-        elif node in self.steps:
-            self.in_backward[node] = self._write(node, self.steps[node])
-            self._check(node)
-        else:
-            return self.copied[node]
-        self.renewal.replaced(node, self.in_backward[node])
-        return self.in_backward[node]
+        for one in needed_first(node, self._written_for, self.in_backward):
+            if self._is_encoded(one):
+                encoding = self.encodings[one.name]
+                self.in_backward[one] = decode(self.writer, one, self.encoded[one], encoding)
+            elif one in self.steps:
+                self.in_backward[one] = self._write(one, self.steps[one])
+                self._check(one)
+            else:
+                break
+            self.renewal.replaced(one, self.in_backward[one])
+        return self._known(node)
+
+    def _known(self, node: fx.Node) -> fx.Node:
+        return self.in_backward[node] if node in self.in_backward else self.copied[node]
+
+    def _is_encoded(self, node: fx.Node) -> bool:
+        return node.name in self.encodings and node not in self.joint.backward
+
+    def _written_for(self, node: fx.Node) -> list[fx.Node]:
+        """What is written before a value is, as it is computed from that."""
+        if node not in self.steps or self._is_encoded(node):
+            return []
+        step, operands = self.steps[node], node.all_input_nodes
+        if isinstance(step, Inverse):
+            operands = [self.joint.by_name[name] for name in step.sources]
+        return [n for n in operands if n in self.steps or self._is_encoded(n)]
 
     def _write(self, node: fx.Node, step: Step) -> fx.Node:
         """Compute a value anew: by an inverse, or by its own op from what backward reads."""
         if isinstance(step, Inverse):
             op = self.joint.by_name[step.op]
-            return RULE_BY_NAME[step.rule].write(self.writer, op, node, self._read)
-        operands = {n: self._read(n) for n in node.all_input_nodes}
+            return RULE_BY_NAME[step.rule].write(self.writer, op, node, self._known)
+        operands = {n: self._known(n) for n in node.all_input_nodes}
         if any(n.op == "get_attr" for n in operands):
             return self._write_loop(node, operands)
         args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)

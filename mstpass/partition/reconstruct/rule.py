@@ -76,7 +76,7 @@ class Writer(Builder):
             UnknownSize: a symbolic size that no node of the graph holds.
         """
         value = value_of(node)
-        assert value is not None
+        assert value is not None, "the op gives one tensor"
         return self.sizes.arguments(value.shape)
 
 
@@ -140,13 +140,13 @@ def has_shape_of(operand: fx.Node, result: fx.Node) -> bool:
 
 def rank(node: fx.Node) -> int:
     value = value_of(node)
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     return value.dim()
 
 
 def shape(node: fx.Node) -> torch.Size:
     value = value_of(node)
-    assert value is not None
+    assert value is not None, "the op gives one tensor"
     return generic_shape(value)
 
 

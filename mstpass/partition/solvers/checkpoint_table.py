@@ -203,30 +203,30 @@ class CheckpointTable:
         stops: dict[int, int] = {}
         forms = [0] * self.costs.segments
 
-        def place(a: int, b: int, room: int, host: int, level: int) -> None:
+        stack = [(0, self.costs.segments, room, len(saved.us) - 1, 0)]
+        while stack:
+            a, b, left, host, level = stack.pop()
             if level:
                 depth = None if levels is None else levels - level + 1
-                choice = int(self._nested(depth).choice[a, b, room])
+                choice = int(self._nested(depth).choice[a, b, left])
                 form = -1
             else:
-                choice, form = int(saved.choice[host, a, room]), int(saved.form[host, a, room])
+                choice, form = int(saved.choice[host, a, left]), int(saved.form[host, a, left])
             if choice < 0:
                 forms[a:b] = [-1 - choice] * (b - a)
-                return
+                continue
             stops[choice] = level
             stored_bytes = self.costs.new_bytes[a, choice]
             if form >= 0:
                 forms[a] = form
                 stored_bytes = stored_bytes + self.costs.forms[form].saved_bytes[a]
             else:
-                place(a, choice, room, host, level + 1)
+                stack.append((a, choice, left, host, level + 1))
             if level or host_bytes is None:
-                room -= int(self._cells(stored_bytes))
+                left -= int(self._cells(stored_bytes))
             else:
                 host -= int(self._host_cells(self.costs.pinned_bytes[a, choice], host_bytes))
-            place(choice, b, room, host, level)
-
-        place(0, self.costs.segments, room, len(saved.us) - 1, 0)
+            stack.append((choice, b, left, host, level))
         us = self.costs.least_us.sum() + saved.us[-1, 0, room]
         return Placement(stops, tuple(forms), float(self.rooms[room]), float(us))
 

@@ -121,7 +121,7 @@ def _with_offloading(tried: Sequence[Candidate], budget_bytes: int) -> Iterator[
 
 def _within_by_host(problem: CutProblem, budget_bytes: int) -> MeasuredPlan | None:
     """The plan within the budget that takes the least host memory; None if there is none."""
-    assert problem.host is not None
+    assert problem.host is not None, "the host is known"
     if not budget_bytes:
         return None
     found = least_host_memory(problem, budget_bytes, problem.host.budget_bytes)

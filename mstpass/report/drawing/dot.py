@@ -244,7 +244,7 @@ def _saved(box: Box) -> Amount | None:
 def _cut_name(row: Row) -> str:
     """The name of a row's place on the cut."""
     box = row[0] or row[1]
-    assert box is not None
+    assert box is not None, "the box is known"
     return f"cut_{box.name}"
 
 

@@ -87,7 +87,7 @@ def _why_no_sum(node: fx.Node, target: fx.Node, other: Operand) -> str:
 
 def _sum_bound(node: fx.Node, target: fx.Node) -> str:
     dtype = dtype_of(node)
-    assert dtype is not None
+    assert dtype is not None, "the dtype is known"
     bound = f"{unit_roundoff(dtype)} (|{node.name}| + |{target.name}|), absolute"
     if dtype_of(target) in _LOW_DTYPES and dtype == torch.float32:
         return f"none while |{node.name}| < 2^14 |{target.name}|, else {bound}"
@@ -226,5 +226,5 @@ def write_neg(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.No
 
 def _relative(node: fx.Node, roundings: int) -> str:
     dtype = dtype_of(node)
-    assert dtype is not None
+    assert dtype is not None, "the dtype is known"
     return f"{roundings} * {unit_roundoff(dtype)}, relative"

@@ -51,7 +51,7 @@ def find_rotary(node: fx.Node) -> Found:
 
 def write_rotary(writer: Writer, op: fx.Node, target: fx.Node, read: Read) -> fx.Node:
     match = _match(op)
-    assert match is not None
+    assert match is not None, "the pattern matches"
     _, cos, sin = match
     y = read(op)
     half = shape(op)[-1] // 2
@@ -128,7 +128,7 @@ def _halves_equal(angle: fx.Node) -> bool:
     if angle.target is aten.cat.default:
         parts = angle.args[0]
         last = rank(angle) - 1
-        assert isinstance(parts, list | tuple)
+        assert isinstance(parts, list | tuple), "the parts are a list"
         return len(parts) == 2 and parts[0] is parts[1] and _dim(angle, 1, last) == last
     return angle.target is aten.view.default and _is_doubled(angle)
 

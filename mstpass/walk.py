@@ -1,0 +1,36 @@
+"""Walks along graphs without recursion: a chain of nodes may be longer than Python's stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
+
+
+def walk(start: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """All that is reached from the start, depth first: what is reached twice comes twice."""
+    stack = [*start][::-1]
+    while stack:
+        one = stack.pop()
+        yield one
+        stack.extend([*further(one)][::-1])
+
+
+def needed_first(
+    key: Key, needs: Callable[[Key], Iterable[Key]], known: Container[Key]
+) -> Iterator[Key]:
+    """What is not known yet of all that a key needs, directly or not; each follows what it needs.
+
+    The caller makes each known before it asks for the next one. The key itself comes last.
+    """
+    stack = [key]
+    while stack:
+        one = stack.pop()
+        if one in known:
+            continue
+        if missing := [other for other in needs(one) if other not in known]:
+            stack += [one, *missing[::-1]]
+        else:
+            yield one
