@@ -102,8 +102,9 @@ def _kind(candidate: RegionCandidates) -> tuple[object, ...]:
 def _compared(problem: CutProblem, plan: Plan, candidate: RegionCandidates) -> _Compared | None:
     """The region whole and in its mode of the lowest peak; None if that cannot be told."""
     found = []
-    (modes,) = (region.modes for region in problem.regions if region.region == candidate.region)
-    for mode in (WHOLE, *(mode.name for mode in modes if mode.loops)):
+    regions = (region for region in problem.regions if region.region == candidate.region)
+    modes = (mode.name for region in regions for mode in region.modes if mode.loops)
+    for mode in (WHOLE, *modes):  # of the graph as it was traced, the problem has no regions
         try:
             one = fewest_saved_bytes(problem, {**plan.modes, candidate.region: mode})
             found.append((one.peak_bytes, one.us, mode))
