@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +23,7 @@ class KernelValue:
         stage: the most calls on a path to it.
         slow: it is in no buffer, and slow to compute.
         by_dim: Inductor keeps its loops apart, dim by dim; of others it makes one loop.
+        rows_apart: its rows need loops of several dims (``Op.rows_apart``).
         from_call: a call wrote its buffer.
     """
 
@@ -33,6 +34,7 @@ class KernelValue:
         "loads",
         "num_ops",
         "reads",
+        "rows_apart",
         "slow",
         "stage",
         "unfused",
@@ -47,13 +49,13 @@ class KernelValue:
     ):
         self.reads, self.loads, self.apart, self.unfused = reads, loads, apart, unfused
         self.num_ops = self.stage = 0
-        self.slow = self.by_dim = self.from_call = False
+        self.slow = self.by_dim = self.from_call = self.rows_apart = False
 
     def becomes_buffer(self, op: Op) -> None:
         """It is written to memory: what reads it reads that."""
         self.reads = self.loads = frozenset((op.name,))
         self.apart = self.unfused = NOTHING
-        self.num_ops, self.slow = 0, False
+        self.num_ops, self.slow, self.rows_apart = 0, False, False
 
 
 def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
@@ -74,9 +76,12 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
         value.stage = max([one.stage + one.from_call for one in operands], default=0)
         value.slow = op.slow or any(one.slow for one in operands)
         value.by_dim = any(one.by_dim and not one.from_call for one in operands)
+    value.rows_apart = op.rows_apart or any(one.rows_apart for one in operands)
     if op.own_loops:
         value.apart = value.unfused = value.reads
-        value.loads = frozenset(itertools.product(value.loads, (op.name,), range(op.places)))
+        value.loads = frozenset(
+            _load_at(load, op, place) for load in value.loads for place in range(op.places)
+        )
     elif op.merges_dims:
         value.unfused = value.reads
     if op.own_loops or op.kind == REDUCTION:
@@ -85,8 +90,36 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
     return value
 
 
+def repeated(value: KernelValue, dims: Sequence[int] | None) -> KernelValue:
+    """The value where it is repeated along dims, counted from the last: no shift there moves it."""
+    if not dims:
+        return value
+    found, still = copy.copy(value), frozenset([(dim, None) for dim in dims])
+    found.loads = frozenset([(source(load), _places(load) | still) for load in value.loads])
+    return found
+
+
+def _load_at(load: Any, op: Op, number: int) -> Any:
+    """What an op reads elsewhere of what its operand reads: once for each place, not for each op.
+
+    Source: ``OpCounterCSE.load`` in torch/_inductor/ops_handler.py.
+    """
+    buffer, places = source(load), _places(load)
+    if op.shift is None:
+        return buffer, places | {(op.name, number)}
+    dim, start = op.shift
+    if (dim, None) in places:
+        return load
+    before = {place for place in places if place[0] == dim}
+    start += sum(place[1] for place in before)
+    places = (places - before) | ({(dim, start)} if start else NOTHING)
+    return (buffer, places) if places else buffer
+
+
 def source(load: Any) -> str:
     """What is read, without the places."""
-    while isinstance(load, tuple):
-        load = load[0]
-    return str(load)
+    return str(load[0] if isinstance(load, tuple) else load)
+
+
+def _places(load: Any) -> frozenset[Any]:
+    return load[1] if isinstance(load, tuple) else NOTHING

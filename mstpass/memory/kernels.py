@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from mstpass.memory.concatenations import in_place
 from mstpass.memory.delayed_scatters import waits
 from mstpass.memory.kernel_fusion import fused_groups, in_order
-from mstpass.memory.kernel_values import NOTHING, KernelValue, combined, source
+from mstpass.memory.kernel_values import NOTHING, KernelValue, combined, repeated, source
 from mstpass.problem.op import (
     CALL,
     CONSTANT,
@@ -75,6 +75,7 @@ class Kernels:
         self._read_unfused: dict[str, frozenset[str]] = {}
         # Of each sum over outer dims, all that it reads.
         self._loads: dict[str, frozenset[str]] = {}
+        self._rows_apart: set[str] = set()
         for op in self.op.values():
             self._add(op)
         self.readers: dict[str, list[str]] = {}
@@ -96,6 +97,9 @@ class Kernels:
             values[name] = KernelValue(loads & self.freed, loads, NOTHING, NOTHING)
             return
         operands = [values[operand] for operand in op.inputs if operand in values]
+        if op.broadcasts:
+            dims_of = dict(op.broadcasts)
+            operands = [repeated(values[o], dims_of.get(o)) for o in op.inputs if o in values]
         value = values[name] = combined(op, operands)
         if op.broadcasts and not value.by_dim:
             value.by_dim = any(self._has_elements(o) for o in op.inputs if o in values)
@@ -121,6 +125,8 @@ class Kernels:
             self._read_unfused[name] = value.unfused
             if self._sums_outer_dims(name):
                 self._loads[name] = frozenset(map(source, value.loads))
+            if op.on_cpu and value.rows_apart:
+                self._rows_apart.add(name)
             value.becomes_buffer(op)
             value.reads |= self._parts_of.get(name, NOTHING)
 
@@ -128,7 +134,7 @@ class Kernels:
         """Whether a value is or reads a buffer of more than one element, or counts them."""
         if self.op[name].kind == CONSTANT:
             return False
-        loads = (x[0] if isinstance(x, tuple) else x for x in self._value[name].loads)
+        loads = map(source, self._value[name].loads)
         return any(self.op[load].bytes > _ONE_ELEMENT for load in loads if load in self.op)
 
     def _is_kernel(self, op: Op, value: KernelValue) -> bool:
@@ -172,6 +178,7 @@ class Kernels:
             buffer
             for buffer in self.readers.keys() & self.read_by.keys()
             if self.op[buffer].kind not in (CALL, SCATTER)
+            if not (self._is_reduction(buffer) and self.op[buffer].on_cpu)
             if buffer not in self.kept and buffer not in self.parts
             if all(
                 self.op[kernel].kind != CALL
@@ -196,8 +203,12 @@ class Kernels:
         Inductor makes one loop of those over several dims where all that a kernel reads lies as
         what it writes (``simplify_and_reorder``), before it fuses kernels. On a CPU a reduction
         needs the loop over its rows (``CppScheduling.can_fuse_vertical``), and so it ends that
-        loop, for itself and for what comes after it.
+        loop, for itself and for what comes after it. What it reads as it lies has one loop over its
+        rows, even where the kernel that writes it needs several.
         """
+        rows_differ = (buffer in self._rows_apart) != (kernel in self._rows_apart)
+        if rows_differ and self._is_reduction(kernel):
+            return True
         return self._is_flat(buffer) and any(map(self._ends_flat_loop, self._with_behind(kernel)))
 
     def _with_behind(self, kernel: str) -> Iterator[str]:

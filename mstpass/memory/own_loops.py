@@ -6,6 +6,7 @@ than it writes, or whose loops cannot be those of its operand's kernel, is not f
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from mstpass.graph import ops
 from mstpass.graph.joint import value_of
 from mstpass.graph.sizes import hint
 from mstpass.graph.token_rules.along_dims import reduced_dims
+from mstpass.graph.token_rules.arguments import argument
 from mstpass.memory.op_kinds import kind_of, num_unrolled
 from mstpass.problem.op import POINTWISE, REALIZED, REDUCTION, VIEW
 
@@ -39,6 +41,17 @@ def has_own_loops(node: fx.Node) -> bool:
     return row.reads_elsewhere
 
 
+def shift(node: fx.Node) -> tuple[int, int] | None:
+    """``Op.shift``."""
+    if node.target is not aten.slice.Tensor or argument(node, "step") != 1:
+        return None
+    shape, start = _hint_shape(node.all_input_nodes[0]), argument(node, "start") or 0
+    dim = argument(node, "dim") % len(shape)
+    if not isinstance(start, int):
+        return None
+    return len(shape) - dim, start + shape[dim] if start < 0 else start
+
+
 def merges_dims(node: fx.Node) -> bool:
     """``Op.merges_dims``."""
     if node.target is not aten.view.default:
@@ -47,14 +60,26 @@ def merges_dims(node: fx.Node) -> bool:
     return _merges_what_lies_apart(node, merged)
 
 
-def broadcasts(node: fx.Node) -> bool:
+def broadcasts(node: fx.Node) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """``Op.broadcasts``."""
     value = value_of(node)
     if value is None or node.op != "call_function" or kind_of(node) not in (POINTWISE, VIEW):
-        return False
-    size = hint(value.numel())
-    operands = (value_of(operand) for operand in node.all_input_nodes)
-    return any(operand is not None and hint(operand.numel()) < size for operand in operands)
+        return ()
+    shape = _hint_shape(node)[::-1]
+    found: dict[str, tuple[int, ...]] = {}
+    for operand in node.all_input_nodes:
+        sizes = _hint_shape(operand)[::-1]
+        if value_of(operand) is not None and math.prod(sizes) < math.prod(shape):
+            of_dim = enumerate(itertools.zip_longest(sizes, shape, fillvalue=1), start=1)
+            found[operand.name] = tuple(dim for dim, (one, all_) in of_dim if one == 1 < all_)
+    return tuple(found.items())
+
+
+def rows_apart(node: fx.Node) -> bool:
+    """``Op.rows_apart``."""
+    shape = _hint_shape(node)[::-1]
+    rows = [d for d, size in enumerate(shape, start=1) if d > 1 and size > 1]
+    return any(0 < sum(d in dims for d in rows) < len(rows) for _, dims in broadcasts(node))
 
 
 def _merges_what_lies_apart(reader: fx.Node, merged: Sequence[int]) -> bool:

@@ -124,22 +124,10 @@ def _value(
     offload = ""
     if savable and not free and not stays and node not in joint.backward:
         offload = _offload(node, must=node in policies.offloaded)
+    inputs = tuple(name for name in op.inputs if name in names)
+    known = vars(op) | {"inputs": inputs} | ({} if value_of(node) is not None else {"bytes": 0})
     return Value(
-        name=node.name,
-        bytes=op.bytes if value_of(node) is not None else 0,
-        inputs=tuple(name for name in op.inputs if name in names),
-        kind=op.kind,
-        inner_bytes=op.inner_bytes,
-        slow=op.slow,
-        own_loops=op.own_loops,
-        places=op.places,
-        merges_dims=op.merges_dims,
-        broadcasts=op.broadcasts,
-        on_cpu=op.on_cpu,
-        may_wait=op.may_wait,
-        concatenates=op.concatenates,
-        writes_anywhere=op.writes_anywhere,
-        in_rows=op.in_rows,
+        **known,
         us=time_us(joint, node),
         free=free,
         heavy=is_heavy(node) or node in policies.boundary,
