@@ -118,6 +118,9 @@ class Kernels:
             self.read_by[name] = value.reads
             items = [user for user in self.users.get(name, ()) if self.op[user].kind == ITEM]
             self.results[name] = items or [name]
+            if kind == CALL and items:  # it returns the others as well, which are freed at once
+                others = max(0, op.bytes - sum(self.op[item].bytes for item in items))
+                self.op[name] = dataclasses.replace(op, inner_bytes=op.inner_bytes + others)
             self.read_apart[name] = value.apart
             if kind == SCATTER:  # its first operand is copied, into the buffer that it writes
                 rest = (o for o in op.inputs if o in values and o != op.inputs[0])
