@@ -37,7 +37,13 @@ def has_own_loops(node: fx.Node) -> bool:
             return True
         return _merges_what_lies_apart(node, [d for d in dims if d + 1 in dims])
     if node.target is aten.clone.default:
-        return _outer_to_inner(operand) != _outer_to_inner(value)
+        source = node.all_input_nodes[0]
+        while source.target is aten.clone.default:
+            source = source.all_input_nodes[0]
+        read = value_of(source)
+        if read is None or all(user.target is aten.clone.default for user in node.users):
+            return False  # what another copy reads is computed there, and lies nowhere
+        return _outer_to_inner(read) != _outer_to_inner(value)
     return row.reads_elsewhere
 
 
