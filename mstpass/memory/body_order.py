@@ -6,8 +6,8 @@ all other ops; those before the gradients that attention's backward adds up, bef
 
 So it is on a CPU, unless the peak is lower in the graph's own order: Inductor chooses the order of
 the lowest peak of several (``reorder_for_peak_memory`` in torch/_inductor/memory.py). Peaks of code
-for a GPU are nearer to those of the graph's own order: for a gated MLP compiled for an H100, 48.2 MB
-scheduled, 51.4 simulated in that order and 53.0 in this one.
+for a GPU are nearer to those of the graph's own order: for a gated MLP compiled for an H100, 48.2
+MB scheduled, 51.4 simulated in that order and 53.0 in this one.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class KernelValue:
         stage: the most calls on a path to it.
         slow: it is in no buffer, and slow to compute.
         by_dim: Inductor keeps its loops apart, dim by dim; of others it makes one loop.
-        rows_apart: its rows need loops of several dims (``Op.rows_apart``).
+        loops_end: which loops it needs where nothing it reads is in a buffer (``Op.loops_end``).
         from_call: a call wrote its buffer.
     """
 
@@ -32,9 +32,9 @@ class KernelValue:
         "by_dim",
         "from_call",
         "loads",
+        "loops_end",
         "num_ops",
         "reads",
-        "rows_apart",
         "slow",
         "stage",
         "unfused",
@@ -49,13 +49,14 @@ class KernelValue:
     ):
         self.reads, self.loads, self.apart, self.unfused = reads, loads, apart, unfused
         self.num_ops = self.stage = 0
-        self.slow = self.by_dim = self.from_call = self.rows_apart = False
+        self.slow = self.by_dim = self.from_call = False
+        self.loops_end: frozenset[int] = frozenset()
 
     def becomes_buffer(self, op: Op) -> None:
         """It is written to memory: what reads it reads that."""
         self.reads = self.loads = frozenset((op.name,))
         self.apart = self.unfused = NOTHING
-        self.num_ops, self.slow, self.rows_apart = 0, False, False
+        self.num_ops, self.slow, self.loops_end = 0, False, frozenset()
 
 
 def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
@@ -76,7 +77,7 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
         value.stage = max([one.stage + one.from_call for one in operands], default=0)
         value.slow = op.slow or any(one.slow for one in operands)
         value.by_dim = any(one.by_dim and not one.from_call for one in operands)
-    value.rows_apart = op.rows_apart or any(one.rows_apart for one in operands)
+    value.loops_end = op.loops_end.union(*[one.loops_end for one in operands])
     if op.own_loops:
         value.apart = value.unfused = value.reads
         value.loads = frozenset(

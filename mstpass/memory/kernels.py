@@ -75,7 +75,7 @@ class Kernels:
         self._read_unfused: dict[str, frozenset[str]] = {}
         # Of each sum over outer dims, all that it reads.
         self._loads: dict[str, frozenset[str]] = {}
-        self._rows_apart: set[str] = set()
+        self._loops_end: dict[str, frozenset[int]] = {}
         for op in self.op.values():
             self._add(op)
         self.readers: dict[str, list[str]] = {}
@@ -116,11 +116,7 @@ class Kernels:
                 return
         if self._is_kernel(op, value):
             self.read_by[name] = value.reads
-            items = [user for user in self.users.get(name, ()) if self.op[user].kind == ITEM]
-            self.results[name] = items or [name]
-            if kind == CALL and items:  # it returns the others as well, which are freed at once
-                others = max(0, op.bytes - sum(self.op[item].bytes for item in items))
-                self.op[name] = dataclasses.replace(op, inner_bytes=op.inner_bytes + others)
+            self.results[name] = self._results_of(op)
             self.read_apart[name] = value.apart
             if kind == SCATTER:  # its first operand is copied, into the buffer that it writes
                 rest = (o for o in op.inputs if o in values and o != op.inputs[0])
@@ -128,10 +124,18 @@ class Kernels:
             self._read_unfused[name] = value.unfused
             if self._sums_outer_dims(name):
                 self._loads[name] = frozenset(map(source, value.loads))
-            if op.on_cpu and value.rows_apart:
-                self._rows_apart.add(name)
+            if op.on_cpu:
+                self._loops_end[name] = value.loops_end
             value.becomes_buffer(op)
             value.reads |= self._parts_of.get(name, NOTHING)
+
+    def _results_of(self, op: Op) -> list[str]:
+        """The buffers that a kernel writes; those that nobody reads exist while it runs."""
+        items = [user for user in self.users.get(op.name, ()) if self.op[user].kind == ITEM]
+        if op.kind == CALL and items:
+            others = max(0, op.bytes - sum(self.op[item].bytes for item in items))
+            self.op[op.name] = dataclasses.replace(op, inner_bytes=op.inner_bytes + others)
+        return items or [op.name]
 
     def _has_elements(self, name: str) -> bool:
         """Whether a value is or reads a buffer of more than one element, or counts them."""
@@ -206,11 +210,13 @@ class Kernels:
         Inductor makes one loop of those over several dims where all that a kernel reads lies as
         what it writes (``simplify_and_reorder``), before it fuses kernels. On a CPU a reduction
         needs the loop over its rows (``CppScheduling.can_fuse_vertical``), and so it ends that
-        loop, for itself and for what comes after it. What it reads as it lies has one loop over its
-        rows, even where the kernel that writes it needs several.
+        loop, for itself and for what comes after it. Loops over dims that end elsewhere are not
+        made one (``_can_fuse_nodes_with_compatible_ranges``).
         """
-        rows_differ = (buffer in self._rows_apart) != (kernel in self._rows_apart)
-        if rows_differ and self._is_reduction(kernel):
+        written, read = (self._loops_end.get(name, NOTHING) for name in (buffer, kernel))
+        if self._is_reduction(kernel):
+            written, read = written - {1}, read - {1}
+        if written != read and (self._is_reduction(kernel) or (written and read)):
             return True
         return self._is_flat(buffer) and any(map(self._ends_flat_loop, self._with_behind(kernel)))
 

@@ -81,11 +81,16 @@ def broadcasts(node: fx.Node) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple(found.items())
 
 
-def rows_apart(node: fx.Node) -> bool:
-    """``Op.rows_apart``."""
+def loops_end(node: fx.Node) -> frozenset[int]:
+    """``Op.loops_end``."""
     shape = _hint_shape(node)[::-1]
-    rows = [d for d, size in enumerate(shape, start=1) if d > 1 and size > 1]
-    return any(0 < sum(d in dims for d in rows) < len(rows) for _, dims in broadcasts(node))
+    long = [dim for dim, size in enumerate(shape, start=1) if size > 1]
+    return frozenset(
+        dim
+        for _, dims in broadcasts(node)
+        for dim, outer in itertools.pairwise(long)
+        if (dim in dims) != (outer in dims)
+    )
 
 
 def _merges_what_lies_apart(reader: fx.Node, merged: Sequence[int]) -> bool:

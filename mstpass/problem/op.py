@@ -53,8 +53,8 @@ class Op:
         broadcasts: the operands of fewer elements than its result, each with the dims, counted from
             the last, in which it is repeated. Unless these are single numbers, its kernel needs a
             loop for each dim.
-        rows_apart: one of these operands is repeated along some of the dims outside of the last and
-            not along others, so that its rows need loops of several dims.
+        loops_end: the dims, counted from the last, outside of which another loop begins, as one of
+            these operands is repeated along the dim, or the next one, and not along both.
         on_cpu: it runs on the CPU, where kernels without a call in between are one function.
         may_wait: it is a scatter into zeros that may wait for its rows, which are the last of its
             inputs; where that frees memory it does (memory/delayed_scatters.py).
@@ -83,7 +83,7 @@ class Op:
     shift: tuple[int, int] | None = None
     merges_dims: bool = False
     broadcasts: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    rows_apart: bool = False
+    loops_end: frozenset[int] = frozenset()
     on_cpu: bool = False
     may_wait: bool = False
     concatenates: bool = False
