@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from mstpass.problem.op import CALL, REDUCTION, Op
 
-NOTHING = frozenset[str]()
+NOTHING = frozenset[Any]()
+Load = tuple[str, frozenset[Any]]  # a buffer, and at which place of it
 
 
+@dataclasses.dataclass(slots=True)
 class KernelValue:
     """What is known of one value, a kernel's or not. The sets are of names of buffers.
 
@@ -27,34 +29,20 @@ class KernelValue:
         from_call: a call wrote its buffer.
     """
 
-    __slots__ = (
-        "apart",
-        "by_dim",
-        "from_call",
-        "loads",
-        "loops_end",
-        "num_ops",
-        "reads",
-        "slow",
-        "stage",
-        "unfused",
-    )
-
-    def __init__(
-        self,
-        reads: frozenset[str],
-        loads: frozenset[Any],
-        apart: frozenset[str],
-        unfused: frozenset[str],
-    ):
-        self.reads, self.loads, self.apart, self.unfused = reads, loads, apart, unfused
-        self.num_ops = self.stage = 0
-        self.slow = self.by_dim = self.from_call = False
-        self.loops_end: frozenset[int] = frozenset()
+    reads: frozenset[str]
+    loads: frozenset[Load]
+    apart: frozenset[str]
+    unfused: frozenset[str]
+    num_ops: int = 0
+    stage: int = 0
+    slow: bool = False
+    by_dim: bool = False
+    loops_end: frozenset[int] = NOTHING
+    from_call: bool = False
 
     def becomes_buffer(self, op: Op) -> None:
         """It is written to memory: what reads it reads that."""
-        self.reads = self.loads = frozenset((op.name,))
+        self.reads, self.loads = frozenset((op.name,)), frozenset(((op.name, NOTHING),))
         self.apart = self.unfused = NOTHING
         self.num_ops, self.slow, self.loops_end = 0, False, frozenset()
 
@@ -77,7 +65,7 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
         value.stage = max([one.stage + one.from_call for one in operands], default=0)
         value.slow = op.slow or any(one.slow for one in operands)
         value.by_dim = any(one.by_dim and not one.from_call for one in operands)
-    value.loops_end = op.loops_end.union(*[one.loops_end for one in operands])
+    value.loops_end = frozenset(op.loops_end).union(*[one.loops_end for one in operands])
     if op.own_loops:
         value.apart = value.unfused = value.reads
         value.loads = frozenset(
@@ -95,17 +83,17 @@ def repeated(value: KernelValue, dims: Sequence[int] | None) -> KernelValue:
     """The value where it is repeated along dims, counted from the last: no shift there moves it."""
     if not dims:
         return value
-    found, still = copy.copy(value), frozenset([(dim, None) for dim in dims])
-    found.loads = frozenset([(source(load), _places(load) | still) for load in value.loads])
-    return found
+    still = {(dim, None) for dim in dims}
+    loads = frozenset([(buffer, places | still) for buffer, places in value.loads])
+    return dataclasses.replace(value, loads=loads)
 
 
-def _load_at(load: Any, op: Op, number: int) -> Any:
+def _load_at(load: Load, op: Op, number: int) -> Load:
     """What an op reads elsewhere of what its operand reads: once for each place, not for each op.
 
     Source: ``OpCounterCSE.load`` in torch/_inductor/ops_handler.py.
     """
-    buffer, places = source(load), _places(load)
+    buffer, places = load
     if op.shift is None:
         return buffer, places | {(op.name, number)}
     dim, start = op.shift
@@ -113,14 +101,4 @@ def _load_at(load: Any, op: Op, number: int) -> Any:
         return load
     before = {place for place in places if place[0] == dim}
     start += sum(place[1] for place in before)
-    places = (places - before) | ({(dim, start)} if start else NOTHING)
-    return (buffer, places) if places else buffer
-
-
-def source(load: Any) -> str:
-    """What is read, without the places."""
-    return str(load[0] if isinstance(load, tuple) else load)
-
-
-def _places(load: Any) -> frozenset[Any]:
-    return load[1] if isinstance(load, tuple) else NOTHING
+    return buffer, (places - before) | ({(dim, start)} if start else NOTHING)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from mstpass.memory.concatenations import in_place
 from mstpass.memory.delayed_scatters import waits
 from mstpass.memory.kernel_fusion import fused_groups, in_order
-from mstpass.memory.kernel_values import NOTHING, KernelValue, combined, repeated, source
+from mstpass.memory.kernel_values import NOTHING, KernelValue, combined, repeated
 from mstpass.problem.op import (
     CALL,
     CONSTANT,
@@ -93,8 +93,9 @@ class Kernels:
     def _add(self, op: Op) -> None:
         name, kind, values = op.name, op.kind, self._value
         if kind in (INPUT, SIZE):
-            loads = frozenset((name,)) if kind == INPUT else NOTHING
-            values[name] = KernelValue(loads & self.freed, loads, NOTHING, NOTHING)
+            reads = self.freed & {name} if kind == INPUT else NOTHING
+            loads = frozenset(((name, NOTHING),)) if kind == INPUT else NOTHING
+            values[name] = KernelValue(frozenset(reads), loads, NOTHING, NOTHING)
             return
         operands = [values[operand] for operand in op.inputs if operand in values]
         if op.broadcasts:
@@ -123,7 +124,7 @@ class Kernels:
                 self.read_apart[name] = NOTHING.union(*[values[o].reads for o in rest])
             self._read_unfused[name] = value.unfused
             if self._sums_outer_dims(name):
-                self._loads[name] = frozenset(map(source, value.loads))
+                self._loads[name] = frozenset([buffer for buffer, _ in value.loads])
             if op.on_cpu:
                 self._loops_end[name] = value.loops_end
             value.becomes_buffer(op)
@@ -141,7 +142,7 @@ class Kernels:
         """Whether a value is or reads a buffer of more than one element, or counts them."""
         if self.op[name].kind == CONSTANT:
             return False
-        loads = map(source, self._value[name].loads)
+        loads = (buffer for buffer, _ in self._value[name].loads)
         return any(self.op[load].bytes > _ONE_ELEMENT for load in loads if load in self.op)
 
     def _is_kernel(self, op: Op, value: KernelValue) -> bool:

@@ -52,9 +52,9 @@ def shift(node: fx.Node) -> tuple[int, int] | None:
     if node.target is not aten.slice.Tensor or argument(node, "step") != 1:
         return None
     shape, start = _hint_shape(node.all_input_nodes[0]), argument(node, "start") or 0
-    dim = argument(node, "dim") % len(shape)
     if not isinstance(start, int):
         return None
+    dim = argument(node, "dim") % len(shape)
     return len(shape) - dim, start + shape[dim] if start < 0 else start
 
 
@@ -71,26 +71,21 @@ def broadcasts(node: fx.Node) -> tuple[tuple[str, tuple[int, ...]], ...]:
     value = value_of(node)
     if value is None or node.op != "call_function" or kind_of(node) not in (POINTWISE, VIEW):
         return ()
-    shape = _hint_shape(node)[::-1]
-    found: dict[str, tuple[int, ...]] = {}
+    whole, found = _hint_shape(node)[::-1], []
     for operand in node.all_input_nodes:
-        sizes = _hint_shape(operand)[::-1]
-        if value_of(operand) is not None and math.prod(sizes) < math.prod(shape):
-            of_dim = enumerate(itertools.zip_longest(sizes, shape, fillvalue=1), start=1)
-            found[operand.name] = tuple(dim for dim, (one, all_) in of_dim if one == 1 < all_)
-    return tuple(found.items())
+        part = _hint_shape(operand)[::-1]
+        if value_of(operand) is not None and math.prod(part) < math.prod(whole):
+            sizes = enumerate(itertools.zip_longest(part, whole, fillvalue=1), start=1)
+            found.append((operand.name, tuple(dim for dim, (n, m) in sizes if n == 1 < m)))
+    return tuple(found)
 
 
-def loops_end(node: fx.Node) -> frozenset[int]:
+def loops_end(node: fx.Node) -> tuple[int, ...]:
     """``Op.loops_end``."""
-    shape = _hint_shape(node)[::-1]
-    long = [dim for dim, size in enumerate(shape, start=1) if size > 1]
-    return frozenset(
-        dim
-        for _, dims in broadcasts(node)
-        for dim, outer in itertools.pairwise(long)
-        if (dim in dims) != (outer in dims)
-    )
+    long = [dim for dim, size in enumerate(_hint_shape(node)[::-1], start=1) if size > 1]
+    repeated = [dims for _, dims in broadcasts(node)]
+    pairs = itertools.pairwise(long)
+    return tuple(d for d, outer in pairs if any((d in x) != (outer in x) for x in repeated))
 
 
 def _merges_what_lies_apart(reader: fx.Node, merged: Sequence[int]) -> bool:

@@ -8,6 +8,7 @@ scheduler.py for the others):
    reductions, scatters, values that are realized, and those pointwise values that a call reads,
    that leave the graph, or that are read more than once and are slow to compute (``Op.slow``, their
    own or of an op that they are computed from without a buffer in between; or many reads or ops).
+   Reads of the same place of a buffer are one, through whichever slices.
    Being expanded counts as being read more than once. Every other pointwise value is computed
    inside the kernels that read it and has no buffer; so are reductions of a few elements, which
    are unrolled.

@@ -83,7 +83,7 @@ class Op:
     shift: tuple[int, int] | None = None
     merges_dims: bool = False
     broadcasts: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    loops_end: frozenset[int] = frozenset()
+    loops_end: tuple[int, ...] = ()
     on_cpu: bool = False
     may_wait: bool = False
     concatenates: bool = False
@@ -103,7 +103,6 @@ class Op:
         inputs = tuple([by.get(operand, operand) for operand in self.inputs])
         node = "" if name == self.node_name else self.node_name
         in_rows = tuple([(by.get(operand, operand), size) for operand, size in self.in_rows])
-        repeated = tuple([(by.get(operand, operand), dims) for operand, dims in self.broadcasts])
-        return dataclasses.replace(
-            self, name=name, inputs=inputs, node=node, in_rows=in_rows, broadcasts=repeated
-        )
+        dims = tuple([(by.get(operand, operand), dims) for operand, dims in self.broadcasts])
+        known = {"inputs": inputs, "node": node, "in_rows": in_rows, "broadcasts": dims}
+        return dataclasses.replace(self, name=name, **known)
