@@ -104,5 +104,6 @@ class Op:
         node = "" if name == self.node_name else self.node_name
         in_rows = tuple([(by.get(operand, operand), size) for operand, size in self.in_rows])
         dims = tuple([(by.get(operand, operand), dims) for operand, dims in self.broadcasts])
-        known = {"inputs": inputs, "node": node, "in_rows": in_rows, "broadcasts": dims}
-        return dataclasses.replace(self, name=name, **known)
+        return dataclasses.replace(
+            self, name=name, inputs=inputs, node=node, in_rows=in_rows, broadcasts=dims
+        )
