@@ -133,9 +133,10 @@ class Kernels:
     def _results_of(self, op: Op) -> list[str]:
         """The buffers that a kernel writes; those that nobody reads exist while it runs."""
         items = [user for user in self.users.get(op.name, ()) if self.op[user].kind == ITEM]
-        if op.kind == CALL and items:
+        # What a loop, which has a workspace, writes over an operand is no result of its own.
+        if op.kind == CALL and items and not op.inner_bytes:
             others = max(0, op.bytes - sum(self.op[item].bytes for item in items))
-            self.op[op.name] = dataclasses.replace(op, inner_bytes=op.inner_bytes + others)
+            self.op[op.name] = dataclasses.replace(op, inner_bytes=others)
         return items or [op.name]
 
     def _has_elements(self, name: str) -> bool:
