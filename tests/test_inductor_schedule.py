@@ -73,6 +73,18 @@ def _cat() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
     return value, lambda fn: Step(fn, (weight,))
 
 
+def _sorted() -> tuple[Callable[[], Tensor], Callable[..., Step]]:
+    """Nobody reads the indices of the sort."""
+    torch.manual_seed(0)
+    weight, other = torch.randn(64, 512, requires_grad=True), torch.randn(64, 512)
+    x_ND = torch.randn(1024, 64)
+
+    def value() -> Tensor:
+        return (x_ND @ weight - (x_ND @ other).sort(-1).values).square().mean()
+
+    return value, lambda fn: Step(fn, (weight,))
+
+
 def _distributions(loss: Callable[[Tensor, Tensor], Tensor]) -> tuple[Any, Callable[..., Step]]:
     """The logits of two heads of 8,192 words for each of 1,024 tokens, and a loss between them."""
     torch.manual_seed(0)
@@ -114,7 +126,7 @@ def _compiled(value: Callable[[], Tensor], **options: Any) -> Any:
     return torch.compile(lambda: value(), backend="mst", options=options)
 
 
-@pytest.mark.parametrize("build", [_mlps, _attention, _cat])
+@pytest.mark.parametrize("build", [_mlps, _attention, _cat, _sorted])
 @pytest.mark.parametrize("budget", ["free", pytest.param(0.0, marks=pytest.mark.full)])
 def test_the_measured_peak_is_the_scheduled_one(build: Any, budget: Any) -> None:
     value, make_step = build()

@@ -187,6 +187,67 @@ def test_each_result_of_a_call_has_a_buffer_of_its_own() -> None:
     assert matmul.bytes == 2 * value
 
 
+def test_reads_are_counted_once_for_each_place() -> None:
+    """A sum of neighbours, three times over, reads four places of each row."""
+
+    def peak(weigh: Callable[[Tensor, Tensor], Tensor]) -> float:
+        def sums(x: Tensor, weight_N1: Tensor) -> list[Tensor]:
+            for _ in range(3):
+                x = weigh(x[:, :-1], weight_N1) + weigh(x[:, 1:], weight_N1)
+            return [x.sum(-1), x.flip(1).sum(-1)]
+
+        return _peak(sums, X, torch.randn(64, 1))
+
+    assert peak(lambda part, weight: part) < 0.2
+    assert peak(lambda part, weight: part * weight) > 0.9, "five reads: it is written to memory"
+
+
+def test_what_is_repeated_along_a_dim_is_read_at_one_place_of_it() -> None:
+    def sums(x: Tensor, weight_N1: Tensor) -> list[Tensor]:
+        for _ in range(2):
+            x = x[:, :-1] * weight_N1 + x[:, 1:] * weight_N1
+        return [x.sum(-1), x.flip(1).sum(-1)]
+
+    assert _peak(sums, X, torch.randn(64, 1)) < 0.2
+
+
+def test_a_reduction_on_the_cpu_has_a_buffer() -> None:
+    def sums(x: Tensor) -> list[Tensor]:
+        row_N1 = x.amax(-1, True)
+        return [(x - row_N1).sum(-1), (x * row_N1).sum(-1)]
+
+    assert _peak(sums, X) == 3 / 64
+
+
+def test_a_sum_over_rows_is_no_part_of_a_kernel_with_more_loops() -> None:
+    """The rows of [64, 8, 8] are one dim for a sum that reads them as they lie in memory."""
+
+    def peak(*grid: int) -> float:
+        def sums(x: Tensor, grid: Tensor) -> list[Tensor]:
+            return [(y := (x - grid).exp()).sum(-1), (y * 2).sum(-1)]
+
+        return _peak(sums, torch.randn(64, 8, 1), torch.randn(grid))
+
+    assert peak(8, 8) > 1
+    assert peak(8) < 0.5, "one loop over rows, and one in each row"
+
+
+def test_a_copy_of_a_copy_is_computed_where_it_is_read() -> None:
+    def sums(x: Tensor) -> list[Tensor]:
+        y = ((x := x.view(4, 4, 16, 16)) - x.amax(-1, True)).exp()
+        copy = y.clone(memory_format=torch.channels_last)
+        return [y.sum(-1), copy.clone(memory_format=torch.contiguous_format).sum(-1)]
+
+    assert _peak(sums, X) < 0.5
+
+
+def test_a_result_of_a_call_that_nobody_reads_exists_while_it_runs() -> None:
+    graph = make_fx(lambda x: (x @ x).sort(-1).values @ x, tracing_mode="fake")(X).graph
+    graph.eliminate_dead_code()
+    operand, values, indices = 1, 1, 2
+    assert simulate_graph(graph).peak.bytes / SIZE == operand + values + indices
+
+
 def test_a_scatter_computes_its_rows_itself() -> None:
     def scatter(x: Tensor, index: Tensor) -> Tensor:
         product, other = x @ x, x.t() @ x

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
-import pytest
 
 from mstpass.walk import needed_first, walk
 

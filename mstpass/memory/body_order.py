@@ -1,11 +1,13 @@
-"""The order in which a lowered loop runs the ops of its body (loops/while_loop_step.py).
+"""The orders in which a lowered loop may run the ops of its body (loops/while_loop_step.py).
 
 The last op of a result, unless another op reads it, runs when the result is written to the loop's
 buffer, and so do products that go straight into it. Results are written one after the other behind
 all other ops; those before the gradients that attention's backward adds up, before it runs.
 
-So it is on a CPU. Peaks of code for a GPU are nearer to those of the graph's own order: for a gated
-MLP compiled for an H100, 48.2 MB scheduled, 51.4 simulated in that order and 53.0 in this one.
+So it is on a CPU, unless the peak is lower in the graph's own order: Inductor chooses the order of
+the lowest peak of several (``reorder_for_peak_memory`` in torch/_inductor/memory.py). Peaks of code
+for a GPU are nearer to those of the graph's own order: for a gated MLP compiled for an H100, 48.2
+MB scheduled, 51.4 simulated in that order and 53.0 in this one.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from mstpass.graph.buffer_ops import adding_attention, parts_in_place
 from mstpass.graph.joint import tensors_of
 
 
-def order_of_body(graph: fx.Graph, results: Sequence[fx.Node]) -> list[fx.Node]:
-    """The inputs and ops of a body in this order; for a GPU, in the graph's."""
+def orders_of_body(graph: fx.Graph, results: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The inputs and ops of a body in these orders; for a GPU, in the graph's alone."""
     run = [node for node in graph.nodes if node.op in ("placeholder", "call_function")]
     if all(tensor.is_cuda for node in results for tensor in tensors_of(node.meta.get("val"))):
-        return run
+        return [run]
     last = {result: _last_ops(result) for result in results}
     left = {node for nodes in last.values() for node in nodes}
     adding: dict[fx.Node, int] = {}  # where the first result stands that attention adds to
@@ -43,7 +45,7 @@ def order_of_body(graph: fx.Graph, results: Sequence[fx.Node]) -> list[fx.Node]:
             write_until(len(before))
         ordered[node] = None
     write_until(len(results))
-    return list(ordered)
+    return [list(ordered), run]
 
 
 def _last_ops(result: fx.Node) -> list[fx.Node]:

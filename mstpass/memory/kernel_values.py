@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from mstpass.problem.op import CALL, REDUCTION, Op
 
-NOTHING = frozenset[str]()
+NOTHING = frozenset[Any]()
+Load = tuple[str, frozenset[Any]]  # a buffer, and at which place of it
 
 
+@dataclasses.dataclass(slots=True)
 class KernelValue:
     """What is known of one value, a kernel's or not. The sets are of names of buffers.
 
@@ -23,37 +25,26 @@ class KernelValue:
         stage: the most calls on a path to it.
         slow: it is in no buffer, and slow to compute.
         by_dim: Inductor keeps its loops apart, dim by dim; of others it makes one loop.
+        loops_end: which loops it needs where nothing it reads is in a buffer (``Op.loops_end``).
         from_call: a call wrote its buffer.
     """
 
-    __slots__ = (
-        "apart",
-        "by_dim",
-        "from_call",
-        "loads",
-        "num_ops",
-        "reads",
-        "slow",
-        "stage",
-        "unfused",
-    )
-
-    def __init__(
-        self,
-        reads: frozenset[str],
-        loads: frozenset[Any],
-        apart: frozenset[str],
-        unfused: frozenset[str],
-    ):
-        self.reads, self.loads, self.apart, self.unfused = reads, loads, apart, unfused
-        self.num_ops = self.stage = 0
-        self.slow = self.by_dim = self.from_call = False
+    reads: frozenset[str]
+    loads: frozenset[Load]
+    apart: frozenset[str]
+    unfused: frozenset[str]
+    num_ops: int = 0
+    stage: int = 0
+    slow: bool = False
+    by_dim: bool = False
+    loops_end: frozenset[int] = NOTHING
+    from_call: bool = False
 
     def becomes_buffer(self, op: Op) -> None:
         """It is written to memory: what reads it reads that."""
-        self.reads = self.loads = frozenset((op.name,))
+        self.reads, self.loads = frozenset((op.name,)), frozenset(((op.name, NOTHING),))
         self.apart = self.unfused = NOTHING
-        self.num_ops, self.slow = 0, False
+        self.num_ops, self.slow, self.loops_end = 0, False, frozenset()
 
 
 def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
@@ -74,9 +65,12 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
         value.stage = max([one.stage + one.from_call for one in operands], default=0)
         value.slow = op.slow or any(one.slow for one in operands)
         value.by_dim = any(one.by_dim and not one.from_call for one in operands)
+    value.loops_end = frozenset(op.loops_end).union(*[one.loops_end for one in operands])
     if op.own_loops:
         value.apart = value.unfused = value.reads
-        value.loads = frozenset(itertools.product(value.loads, (op.name,), range(op.places)))
+        value.loads = frozenset(
+            _load_at(load, op, place) for load in value.loads for place in range(op.places)
+        )
     elif op.merges_dims:
         value.unfused = value.reads
     if op.own_loops or op.kind == REDUCTION:
@@ -85,8 +79,26 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
     return value
 
 
-def source(load: Any) -> str:
-    """What is read, without the places."""
-    while isinstance(load, tuple):
-        load = load[0]
-    return str(load)
+def repeated(value: KernelValue, dims: Sequence[int] | None) -> KernelValue:
+    """The value where it is repeated along dims, counted from the last: no shift there moves it."""
+    if not dims:
+        return value
+    still = {(dim, None) for dim in dims}
+    loads = frozenset([(buffer, places | still) for buffer, places in value.loads])
+    return dataclasses.replace(value, loads=loads)
+
+
+def _load_at(load: Load, op: Op, number: int) -> Load:
+    """What an op reads elsewhere of what its operand reads: once for each place, not for each op.
+
+    Source: ``OpCounterCSE.load`` in torch/_inductor/ops_handler.py.
+    """
+    buffer, places = load
+    if op.shift is None:
+        return buffer, places | {(op.name, number)}
+    dim, start = op.shift
+    if (dim, None) in places:
+        return load
+    before = {place for place in places if place[0] == dim}
+    start += sum(place[1] for place in before)
+    return buffer, (places - before) | ({(dim, start)} if start else NOTHING)

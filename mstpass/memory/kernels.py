@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from mstpass.memory.concatenations import in_place
 from mstpass.memory.delayed_scatters import waits
 from mstpass.memory.kernel_fusion import fused_groups, in_order
-from mstpass.memory.kernel_values import NOTHING, KernelValue, combined, source
+from mstpass.memory.kernel_values import NOTHING, KernelValue, combined, repeated
 from mstpass.problem.op import (
     CALL,
     CONSTANT,
@@ -76,6 +76,7 @@ class Kernels:
         self._read_unfused: dict[str, frozenset[str]] = {}
         # Of each sum over outer dims, all that it reads.
         self._loads: dict[str, frozenset[str]] = {}
+        self._loops_end: dict[str, frozenset[int]] = {}
         for op in self.op.values():
             self._add(op)
         self.readers: dict[str, list[str]] = {}
@@ -93,10 +94,14 @@ class Kernels:
     def _add(self, op: Op) -> None:
         name, kind, values = op.name, op.kind, self._value
         if kind in (INPUT, SIZE):
-            loads = frozenset((name,)) if kind == INPUT else NOTHING
-            values[name] = KernelValue(loads & self.freed, loads, NOTHING, NOTHING)
+            reads = self.freed & {name} if kind == INPUT else NOTHING
+            loads = frozenset(((name, NOTHING),)) if kind == INPUT else NOTHING
+            values[name] = KernelValue(frozenset(reads), loads, NOTHING, NOTHING)
             return
         operands = [values[operand] for operand in op.inputs if operand in values]
+        if op.broadcasts:
+            dims_of = dict(op.broadcasts)
+            operands = [repeated(values[o], dims_of.get(o)) for o in op.inputs if o in values]
         value = values[name] = combined(op, operands)
         if op.broadcasts and not value.by_dim:
             value.by_dim = any(self._has_elements(o) for o in op.inputs if o in values)
@@ -113,23 +118,33 @@ class Kernels:
                 return
         if self._is_kernel(op, value):
             self.read_by[name] = value.reads
-            items = [user for user in self.users.get(name, ()) if self.op[user].kind == ITEM]
-            self.results[name] = items or [name]
+            self.results[name] = self._results_of(op)
             self.read_apart[name] = value.apart
             if kind == SCATTER:  # its first operand is copied, into the buffer that it writes
                 rest = (o for o in op.inputs if o in values and o != op.inputs[0])
                 self.read_apart[name] = NOTHING.union(*[values[o].reads for o in rest])
             self._read_unfused[name] = value.unfused
             if self._sums_outer_dims(name):
-                self._loads[name] = frozenset(map(source, value.loads))
+                self._loads[name] = frozenset([buffer for buffer, _ in value.loads])
+            if op.on_cpu:
+                self._loops_end[name] = value.loops_end
             value.becomes_buffer(op)
             value.reads |= self._parts_of.get(name, NOTHING)
+
+    def _results_of(self, op: Op) -> list[str]:
+        """The buffers that a kernel writes; those that nobody reads exist while it runs."""
+        items = [user for user in self.users.get(op.name, ()) if self.op[user].kind == ITEM]
+        # What a loop, which has a workspace, writes over an operand is no result of its own.
+        if op.kind == CALL and items and not op.inner_bytes:
+            others = max(0, op.bytes - sum(self.op[item].bytes for item in items))
+            self.op[op.name] = dataclasses.replace(op, inner_bytes=others)
+        return items or [op.name]
 
     def _has_elements(self, name: str) -> bool:
         """Whether a value is or reads a buffer of more than one element, or counts them."""
         if self.op[name].kind == CONSTANT:
             return False
-        loads = (x[0] if isinstance(x, tuple) else x for x in self._value[name].loads)
+        loads = (buffer for buffer, _ in self._value[name].loads)
         return any(self.op[load].bytes > _ONE_ELEMENT for load in loads if load in self.op)
 
     def _is_kernel(self, op: Op, value: KernelValue) -> bool:
@@ -171,6 +186,7 @@ class Kernels:
             buffer
             for buffer in self.readers.keys() & self.read_by.keys()
             if self.op[buffer].kind not in (CALL, SCATTER)
+            if not (self._is_reduction(buffer) and self.op[buffer].on_cpu)
             if buffer not in self.kept and buffer not in self.parts
             if all(
                 self.op[kernel].kind != CALL
@@ -195,8 +211,14 @@ class Kernels:
         Inductor makes one loop of those over several dims where all that a kernel reads lies as
         what it writes (``simplify_and_reorder``), before it fuses kernels. On a CPU a reduction
         needs the loop over its rows (``CppScheduling.can_fuse_vertical``), and so it ends that
-        loop, for itself and for what comes after it.
+        loop, for itself and for what comes after it. Loops over dims that end elsewhere are not
+        made one (``_can_fuse_nodes_with_compatible_ranges``).
         """
+        written, read = (self._loops_end.get(name, NOTHING) for name in (buffer, kernel))
+        if self._is_reduction(kernel):
+            written, read = written - {1}, read - {1}
+        if written != read and (self._is_reduction(kernel) or (written and read)):
+            return True
         return self._is_flat(buffer) and any(map(self._ends_flat_loop, self._with_behind(kernel)))
 
     def _with_behind(self, kernel: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ than it writes, or whose loops cannot be those of its operand's kernel, is not f
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from mstpass.graph import ops
 from mstpass.graph.joint import value_of
 from mstpass.graph.sizes import hint
 from mstpass.graph.token_rules.along_dims import reduced_dims
+from mstpass.graph.token_rules.arguments import argument
 from mstpass.memory.op_kinds import kind_of, num_unrolled
 from mstpass.problem.op import POINTWISE, REALIZED, REDUCTION, VIEW
 
@@ -35,8 +37,25 @@ def has_own_loops(node: fx.Node) -> bool:
             return True
         return _merges_what_lies_apart(node, [d for d in dims if d + 1 in dims])
     if node.target is aten.clone.default:
-        return _outer_to_inner(operand) != _outer_to_inner(value)
+        source = node.all_input_nodes[0]
+        while source.target is aten.clone.default:
+            source = source.all_input_nodes[0]
+        read = value_of(source)
+        if read is None or all(user.target is aten.clone.default for user in node.users):
+            return False  # what another copy reads is computed there, and lies nowhere
+        return _outer_to_inner(read) != _outer_to_inner(value)
     return row.reads_elsewhere
+
+
+def shift(node: fx.Node) -> tuple[int, int] | None:
+    """``Op.shift``."""
+    if node.target is not aten.slice.Tensor or argument(node, "step") != 1:
+        return None
+    shape, start = _hint_shape(node.all_input_nodes[0]), argument(node, "start") or 0
+    if not isinstance(start, int):
+        return None
+    dim = argument(node, "dim") % len(shape)
+    return len(shape) - dim, start + shape[dim] if start < 0 else start
 
 
 def merges_dims(node: fx.Node) -> bool:
@@ -47,14 +66,26 @@ def merges_dims(node: fx.Node) -> bool:
     return _merges_what_lies_apart(node, merged)
 
 
-def broadcasts(node: fx.Node) -> bool:
+def broadcasts(node: fx.Node) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """``Op.broadcasts``."""
     value = value_of(node)
     if value is None or node.op != "call_function" or kind_of(node) not in (POINTWISE, VIEW):
-        return False
-    size = hint(value.numel())
-    operands = (value_of(operand) for operand in node.all_input_nodes)
-    return any(operand is not None and hint(operand.numel()) < size for operand in operands)
+        return ()
+    whole, found = _hint_shape(node)[::-1], []
+    for operand in node.all_input_nodes:
+        part = _hint_shape(operand)[::-1]
+        if value_of(operand) is not None and math.prod(part) < math.prod(whole):
+            sizes = enumerate(itertools.zip_longest(part, whole, fillvalue=1), start=1)
+            found.append((operand.name, tuple(dim for dim, (n, m) in sizes if n == 1 < m)))
+    return tuple(found)
+
+
+def loops_end(node: fx.Node) -> tuple[int, ...]:
+    """``Op.loops_end``."""
+    long = [dim for dim, size in enumerate(_hint_shape(node)[::-1], start=1) if size > 1]
+    repeated = [dims for _, dims in broadcasts(node)]
+    pairs = itertools.pairwise(long)
+    return tuple(d for d, outer in pairs if any((d in x) != (outer in x) for x in repeated))
 
 
 def _merges_what_lies_apart(reader: fx.Node, merged: Sequence[int]) -> bool:

@@ -21,10 +21,10 @@ from mstpass.graph.scatter_rows import rows_of
 from mstpass.graph.sizes import depends_on_data, hint_numel, is_size
 from mstpass.graph.written_over import written_over
 from mstpass.memory.allocation import buffer_bytes
-from mstpass.memory.body_order import order_of_body
+from mstpass.memory.body_order import orders_of_body
 from mstpass.memory.kernels import Kernels
 from mstpass.memory.op_kinds import concatenates, kind_of, num_unrolled, writes_anywhere
-from mstpass.memory.own_loops import broadcasts, has_own_loops, merges_dims
+from mstpass.memory.own_loops import broadcasts, has_own_loops, loops_end, merges_dims, shift
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.memory.workspaces import node_workspace_bytes
@@ -139,8 +139,10 @@ def op_of(
         slow=_is_on_cpu(node) and ops.row(node).slow_on_cpu,
         own_loops=has_own_loops(node),
         places=max(1, num_unrolled(node)),
+        shift=shift(node),
         merges_dims=merges_dims(node),
         broadcasts=broadcasts(node),
+        loops_end=loops_end(node),
         on_cpu=_is_on_cpu(node),
         may_wait=scatters_delayed and kind == SCATTER and rows_of(node) is not None,
         concatenates=concatenates(node),
@@ -181,5 +183,8 @@ def body_bytes(graph: fx.Graph, parts: Sequence[fx.Node]) -> int:
         parts: the nodes that it returns.
     """
     in_place = {node for part in parts for node in parts_in_place(part)}
-    timeline_ops = [op_of(n, in_place) for n in order_of_body(graph, parts)]
-    return simulate_ops(timeline_ops, [n.name for n in parts], fuse=True).peak.bytes
+    kept = [n.name for n in parts]
+    orders = orders_of_body(graph, parts)
+    op = {node: op_of(node, in_place) for node in orders[0]}
+    runs = (simulate_ops([op[n] for n in order], kept, fuse=True) for order in orders)
+    return min(run.peak.bytes for run in runs)

@@ -8,22 +8,24 @@ scheduler.py for the others):
    reductions, scatters, values that are realized, and those pointwise values that a call reads,
    that leave the graph, or that are read more than once and are slow to compute (``Op.slow``, their
    own or of an op that they are computed from without a buffer in between; or many reads or ops).
+   Reads of the same place of a buffer are one, through whichever slices.
    Being expanded counts as being read more than once. Every other pointwise value is computed
    inside the kernels that read it and has no buffer; so are reductions of a few elements, which
    are unrolled.
 2. A view shares the buffer of its base, and so does a part of what was split. Each item of a call's
-   result has a buffer of its own. Those parts of a concatenation that are computed in their places
-   in it share its buffer (concatenations.py).
+   result has a buffer of its own; those that nobody reads are freed with the call. Those parts of a
+   concatenation that are computed in their places in it share its buffer (concatenations.py).
 3. A call may need a workspace while it runs. That of a loop is the peak of one chunk.
 4. Buffers that no later kernel reads, and that do not leave the graph, are freed.
 5. A buffer that only kernels of its own *stage* read is fused away, unless one of them reads it
    through an op that needs loops of its own (``Op.own_loops``) or a view that merges dims
-   (``Op.merges_dims``), or, on the CPU, needs the loop over rows that its kernel has not, or comes
-   behind a reduction of the value with which it cannot share that loop, or that of a kernel over
-   the rows alone. A stage is a stretch without a call in between, in the order of the graph or on
-   the paths in it. Kernels that such a buffer joins run where the first of them does, once what all
-   of them read is there (kernel_fusion.py). The buffer of a scatter stays, as its rows are written
-   in any order.
+   (``Op.merges_dims``), or, on the CPU, needs the loop over rows that its kernel has not, or loops
+   that end at other dims (``Op.loops_end``), or comes behind a reduction of the value with which it
+   cannot share that loop, or that of a kernel over the rows alone. On the CPU, a reduction's result
+   always has a buffer. A stage is a stretch without a call in between, in the order of the graph or
+   on the paths in it. Kernels that such a buffer joins run where the first of them does, once what
+   all of them read is there (kernel_fusion.py). The buffer of a scatter stays, as its rows are
+   written in any order.
 6. A pointwise kernel or reduction may write its result into the buffer of an operand that has the
    same size and that it is the last to read, if no other kernel that reads it runs as one with it.
    A scatter writes into a copy of its first operand, and the copy is such a pointwise kernel; what

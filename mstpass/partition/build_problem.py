@@ -124,11 +124,10 @@ def _value(
     offload = ""
     if savable and not free and not stays and node not in joint.backward:
         offload = _offload(node, must=node in policies.offloaded)
-    shared = {field.name: getattr(op, field.name) for field in dataclasses.fields(op)}
-    shared["bytes"] = op.bytes if value_of(node) is not None else 0
-    shared["inputs"] = tuple(name for name in op.inputs if name in names)
+    inputs = tuple(name for name in op.inputs if name in names)
+    known = vars(op) | {"inputs": inputs} | ({} if value_of(node) is not None else {"bytes": 0})
     return Value(
-        **shared,
+        **known,
         us=time_us(joint, node),
         free=free,
         heavy=is_heavy(node) or node in policies.boundary,

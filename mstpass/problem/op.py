@@ -46,10 +46,15 @@ class Op:
             dims.
         places: at how many places it reads its operand for one element of its result: more than
             one for reductions that are unrolled.
+        shift: of a slice, the dim, counted from the last, and where it starts there: what starts at
+            the same place reads the same elements.
         merges_dims: it is a view that makes one dim of two, for each of which its operand's kernel
             needs a loop. Kernels that read the value through it are not fused with that kernel.
-        broadcasts: it reads an operand of fewer elements than its result. Unless that is a single
-            number, its kernel needs a loop for each dim.
+        broadcasts: the operands of fewer elements than its result, each with the dims, counted from
+            the last, in which it is repeated. Unless these are single numbers, its kernel needs a
+            loop for each dim.
+        loops_end: the dims, counted from the last, outside of which another loop begins, as one of
+            these operands is repeated along the dim, or the next one, and not along both.
         on_cpu: it runs on the CPU, where kernels without a call in between are one function.
         may_wait: it is a scatter into zeros that may wait for its rows, which are the last of its
             inputs; where that frees memory it does (memory/delayed_scatters.py).
@@ -75,8 +80,10 @@ class Op:
     slow: bool = False
     own_loops: bool = False
     places: int = 1
+    shift: tuple[int, int] | None = None
     merges_dims: bool = False
-    broadcasts: bool = False
+    broadcasts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    loops_end: tuple[int, ...] = ()
     on_cpu: bool = False
     may_wait: bool = False
     concatenates: bool = False
@@ -96,4 +103,7 @@ class Op:
         inputs = tuple([by.get(operand, operand) for operand in self.inputs])
         node = "" if name == self.node_name else self.node_name
         in_rows = tuple([(by.get(operand, operand), size) for operand, size in self.in_rows])
-        return dataclasses.replace(self, name=name, inputs=inputs, node=node, in_rows=in_rows)
+        dims = tuple([(by.get(operand, operand), dims) for operand, dims in self.broadcasts])
+        return dataclasses.replace(
+            self, name=name, inputs=inputs, node=node, in_rows=in_rows, broadcasts=dims
+        )

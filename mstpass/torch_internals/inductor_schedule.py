@@ -22,6 +22,7 @@ from torch._inductor.graph import SubgraphLowering
 from torch._inductor.scheduler import NopKernelSchedulerNode, OutputNode
 from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
 from mstpass.torch_internals.graphs import Argument, OpCall, Operand, name_of, op_call
 from mstpass.torch_internals.inductor_kernels import (
@@ -56,7 +57,8 @@ class Call:
         freed: after the call.
         loop_body: the name of the graph that the call runs in a loop; empty where it runs none.
         ops: those of the call whose workspaces are no buffers of the schedule.
-        workspace_bytes: what generated kernels need besides their buffers.
+        workspace_bytes: what generated kernels need besides their buffers, and the results of a
+            call that nobody reads.
     """
 
     allocated: Mapping[str, int]
@@ -142,6 +144,7 @@ class _Walk:
         self.overwritten: list[str] = []
         self.unread: set[str] = set()  # afterwards
         self.partial_sums = 0
+        self.dropped_bytes = 0  # of results that nobody reads
         self.place_of: dict[str, str] = {}  # the operands of values that have no buffer
 
     def calls(self) -> Iterator[Call]:
@@ -167,7 +170,7 @@ class _Walk:
             freed,
             bodies[-1] if bodies else "",
             tuple(ops),
-            self.partial_sums * torch.float32.itemsize,
+            self.partial_sums * torch.float32.itemsize + self.dropped_bytes,
         )
         self.alive.difference_update(freed)
         self._begin_call()
@@ -212,9 +215,13 @@ class _Walk:
         if isinstance(layout, ir.NonOwningLayout):  # a part of a result of cat
             self._add(_buffer(layout.view))
         elif isinstance(layout, ir.MultiOutputLayout):
-            for user in buffer.users:
-                for item in _items(user.node):
-                    self._add(item)
+            read = [item for user in buffer.users for item in _items(user.node)]
+            for item in read:
+                self._add(item)
+            # The others live until the call has returned, and the tuple is gone.
+            returned = _multi_outputs(tree_leaves(getattr(buffer.node, "outputs", ())))
+            others = (item for item in returned if not any(item is other for other in read))
+            self.dropped_bytes += sum(_bytes_of(item, self.bytes_allocated) for item in others)
         elif not isinstance(layout, _NO_BUFFER) and not _is_alias(buffer.node):
             operand = self._written_over(kernel, buffer)
             if operand is not None:
@@ -270,8 +277,11 @@ def _items(node: Any) -> list[Any]:
     """The results of a call that a node takes out of it."""
     if isinstance(node, OutputNode):
         return []
-    buffers = [buffer.node for buffer in node.get_outputs()]
-    return [b for b in buffers if isinstance(b, ir.MultiOutput) and not _is_alias(b)]
+    return _multi_outputs([buffer.node for buffer in node.get_outputs()])
+
+
+def _multi_outputs(found: Sequence[Any]) -> list[Any]:
+    return [b for b in found if isinstance(b, ir.MultiOutput) and not _is_alias(b)]
 
 
 def _is_alias(node: Any) -> bool:
