@@ -127,7 +127,7 @@ class Kernels:
             if self._sums_outer_dims(name):
                 self._loads[name] = frozenset([buffer for buffer, _ in value.loads])
             if op.on_cpu:
-                self._loops_end[name] = value.loops_end
+                self._loops_end[name] = value.loops_end.intersection(op.outer_sizes)
             value.becomes_buffer(op)
             value.reads |= self._parts_of.get(name, NOTHING)
 
@@ -216,7 +216,8 @@ class Kernels:
         """
         written, read = (self._loops_end.get(name, NOTHING) for name in (buffer, kernel))
         if self._is_reduction(kernel):
-            written, read = written - {1}, read - {1}
+            rows = {self._numel(kernel)}
+            written, read = written - rows, read - rows
         if written != read and (self._is_reduction(kernel) or (written and read)):
             return True
         return self._is_flat(buffer) and any(map(self._ends_flat_loop, self._with_behind(kernel)))

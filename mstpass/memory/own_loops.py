@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -80,12 +81,27 @@ def broadcasts(node: fx.Node) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple(found)
 
 
+def outer_sizes(node: fx.Node) -> tuple[int, ...]:
+    """``Op.outer_sizes``."""
+    is_reduction = node.op == "call_function" and kind_of(node) == REDUCTION
+    shape = _hint_shape(node.all_input_nodes[0] if is_reduction else node)
+    return tuple(itertools.accumulate(shape[:-1], operator.mul))
+
+
 def loops_end(node: fx.Node) -> tuple[int, ...]:
     """``Op.loops_end``."""
-    long = [dim for dim, size in enumerate(_hint_shape(node)[::-1], start=1) if size > 1]
+    shape = _hint_shape(node)
+    long = [dim for dim, size in enumerate(shape[::-1], start=1) if size > 1]
     repeated = [dims for _, dims in broadcasts(node)]
     pairs = itertools.pairwise(long)
-    return tuple(d for d, outer in pairs if any((d in x) != (outer in x) for x in repeated))
+    ends = [d for d, outer in pairs if any((d in x) != (outer in x) for x in repeated)]
+    if node.op == "call_function" and _is_part(node):
+        for part in map(_hint_shape, node.all_input_nodes):
+            if len(part) == len(shape):
+                sizes = enumerate(zip(part[::-1], shape[::-1], strict=True), start=1)
+                ends += [dim for dim, (n, m) in sizes if n != m]
+    outside = {math.prod(shape[:-dim]) for dim in ends}
+    return tuple(sorted(outside - {1}))
 
 
 def _merges_what_lies_apart(reader: fx.Node, merged: Sequence[int]) -> bool:

@@ -24,7 +24,14 @@ from mstpass.memory.allocation import buffer_bytes
 from mstpass.memory.body_order import orders_of_body
 from mstpass.memory.kernels import Kernels
 from mstpass.memory.op_kinds import concatenates, kind_of, num_unrolled, writes_anywhere
-from mstpass.memory.own_loops import broadcasts, has_own_loops, loops_end, merges_dims, shift
+from mstpass.memory.own_loops import (
+    broadcasts,
+    has_own_loops,
+    loops_end,
+    merges_dims,
+    outer_sizes,
+    shift,
+)
 from mstpass.memory.simulate_ops import GraphOps, held_outputs, simulate_ops
 from mstpass.memory.timeline import StepMemory, Timeline
 from mstpass.memory.workspaces import node_workspace_bytes
@@ -143,6 +150,7 @@ def op_of(
         merges_dims=merges_dims(node),
         broadcasts=broadcasts(node),
         loops_end=loops_end(node),
+        outer_sizes=outer_sizes(node),
         on_cpu=_is_on_cpu(node),
         may_wait=scatters_delayed and kind == SCATTER and rows_of(node) is not None,
         concatenates=concatenates(node),

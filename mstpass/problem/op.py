@@ -53,8 +53,11 @@ class Op:
         broadcasts: the operands of fewer elements than its result, each with the dims, counted from
             the last, in which it is repeated. Unless these are single numbers, its kernel needs a
             loop for each dim.
-        loops_end: the dims, counted from the last, outside of which another loop begins, as one of
-            these operands is repeated along the dim, or the next one, and not along both.
+        loops_end: where another loop begins, as the number of elements that the loops outside run
+            through: one of these operands is repeated along a dim and not along the next one, or it
+            is a part of another value, so that its rows lie apart.
+        outer_sizes: of each dim that it runs over but the first, how many elements the loops
+            outside of it run through. Loops over its dims are one where ``loops_end`` has none.
         on_cpu: it runs on the CPU, where kernels without a call in between are one function.
         may_wait: it is a scatter into zeros that may wait for its rows, which are the last of its
             inputs; where that frees memory it does (memory/delayed_scatters.py).
@@ -84,6 +87,7 @@ class Op:
     merges_dims: bool = False
     broadcasts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     loops_end: tuple[int, ...] = ()
+    outer_sizes: tuple[int, ...] = ()
     on_cpu: bool = False
     may_wait: bool = False
     concatenates: bool = False
