@@ -255,7 +255,7 @@ class Kernels:
             len(rows) > 1
             or 1 in rows
             or any(
-                k in behind or (buffer in self._behind(k) and not self._is_reduced(k))
+                k in behind or (buffer in self._behind(k) and not self.is_reduced(k))
                 for k in self.read_by
                 if self._is_pointwise_on_cpu(k) and self._numel(k) in rows
             )
@@ -267,7 +267,8 @@ class Kernels:
     def _is_reduction(self, kernel: str) -> bool:
         return self.op[kernel].kind == REDUCTION
 
-    def _is_reduced(self, kernel: str) -> bool:
+    def is_reduced(self, kernel: str) -> bool:
+        """Whether a reduction reads the kernel's result."""
         return any(map(self._is_reduction, self.readers.get(kernel, ())))
 
     def _numel(self, kernel: str) -> int:

@@ -27,7 +27,9 @@ scheduler.py for the others):
    all of them read is there (kernel_fusion.py). The buffer of a scatter stays, as its rows are
    written in any order.
 6. A pointwise kernel or reduction may write its result into the buffer of an operand that has the
-   same size and that it is the last to read, if no other kernel that reads it runs as one with it.
+   same size and that it is the last to read, if no other kernel that reads it runs as one with it;
+   it may be what a value without a buffer between them, that is not reduced, would have been
+   written over.
    A scatter writes into a copy of its first operand, and the copy is such a pointwise kernel; what
    the scatter reads besides, it reads after that. Nothing is written over what a scatter or a
    concatenation's parts wrote, and these parts are written over nothing.
@@ -136,6 +138,7 @@ class _Run:
         self.begins = list(itertools.accumulate(sizes, initial=0))
         self.alive = {op.name: op.bytes for op in kernels.op.values() if op.name in kernels.freed}
         self.now = sum(self.alive.values())  # bytes
+        self.place_of: dict[str, str] = {}  # of what has no buffer, what it would be written over
         # First moment, and the first without the buffer; until it is freed, the end of the graph.
         self.lives = dict.fromkeys(self.alive, (0, self.begins[-1]))
 
@@ -166,7 +169,12 @@ class _Run:
         """Allocate the results of the group; what they are written over is freed."""
         born: dict[str, int] = {}
         for kernel in group:
-            results = [] if kernel in self.fused_away else self._results_read_outside(kernel, group)
+            if kernel in self.fused_away:
+                operand = self._written_over(kernel, group, dying, [self.op[kernel].bytes])
+                if operand is not None and not self.kernels.is_reduced(kernel):
+                    self.place_of[kernel] = operand
+                continue
+            results = self._results_read_outside(kernel, group)
             new = {name: size for name in results if (size := self.op[name].bytes)}
             operand = self._written_over(kernel, group, dying, list(new.values()))
             if operand is not None:
@@ -201,14 +209,16 @@ class _Run:
         if self.op[kernel].kind == CALL or kernel in self.kernels.parts:
             return None
         read = self.kernels.read_by[kernel] - self.kernels.read_apart[kernel]
-        for buffer in dying:
-            if buffer in read and [self.alive.get(buffer)] == new_bytes:
-                if self.kernels.is_never_overwritten(buffer):
+        places = {self.place_of.get(buffer, buffer): buffer for buffer in read}
+        for place in dying:
+            if place in places and [self.alive.get(place)] == new_bytes:
+                buffer = places[place]
+                if self.kernels.is_never_overwritten(place):
                     continue
                 if self.last_reader[buffer] == group and not any(
                     self.kernels.run_as_one(kernel, other, group, buffer)
                     for other in self.kernels.readers[buffer]
                     if other != kernel
                 ):
-                    return buffer
+                    return place
         return None
