@@ -73,6 +73,7 @@ def combined(op: Op, operands: Sequence[KernelValue]) -> KernelValue:
         )
     elif op.merges_dims:
         value.unfused = value.reads
+        value.loads = frozenset((buffer, places | {(op.name, 0)}) for buffer, places in value.loads)
     if op.own_loops or op.kind == REDUCTION:
         value.by_dim = True
     value.from_call = op.kind == CALL

@@ -119,7 +119,8 @@ class Kernels:
         if self._is_kernel(op, value):
             self.read_by[name] = value.reads
             self.results[name] = self._results_of(op)
-            self.read_apart[name] = value.apart
+            elsewhere = frozenset([buffer for buffer, places in value.loads if places])
+            self.read_apart[name] = value.apart & elsewhere
             if kind == SCATTER:  # its first operand is copied, into the buffer that it writes
                 rest = (o for o in op.inputs if o in values and o != op.inputs[0])
                 self.read_apart[name] = NOTHING.union(*[values[o].reads for o in rest])

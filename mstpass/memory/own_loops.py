@@ -50,13 +50,15 @@ def has_own_loops(node: fx.Node) -> bool:
 
 def shift(node: fx.Node) -> tuple[int, int] | None:
     """``Op.shift``."""
-    if node.target is not aten.slice.Tensor or argument(node, "step") != 1:
+    written = node.target is aten.slice_scatter.default  # into zeros: from where the slice read
+    if not (written or node.target is aten.slice.Tensor) or argument(node, "step") != 1:
         return None
     shape, start = _hint_shape(node.all_input_nodes[0]), argument(node, "start") or 0
     if not isinstance(start, int):
         return None
     dim = argument(node, "dim") % len(shape)
-    return len(shape) - dim, start + shape[dim] if start < 0 else start
+    start += shape[dim] if start < 0 else 0
+    return len(shape) - dim, -start if written else start
 
 
 def merges_dims(node: fx.Node) -> bool:

@@ -47,7 +47,7 @@ class Op:
         places: at how many places it reads its operand for one element of its result: more than
             one for reductions that are unrolled.
         shift: of a slice, the dim, counted from the last, and where it starts there: what starts at
-            the same place reads the same elements.
+            the same place reads the same elements. A slice that is written shifts back.
         merges_dims: it is a view that makes one dim of two, for each of which its operand's kernel
             needs a loop. Kernels that read the value through it are not fused with that kernel.
         broadcasts: the operands of fewer elements than its result, each with the dims, counted from
