@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 
 from mstpass.problem.problem import MUST_OFFLOAD, CutProblem, Value
+from mstpass.walk import walk_once
 
 
 def saved_where(problem: CutProblem, keep: Callable[[Value], bool]) -> frozenset[str]:
@@ -71,14 +72,8 @@ def _must_offload(problem: CutProblem) -> frozenset[str]:
 def _reached(problem: CutProblem, saved: Set[str]) -> set[str]:
     """What backward reads or recomputes, and the free and saved values at which that ends."""
     by_name = {value.name: value for value in problem.values}
-    stack = [v.name for v in problem.values if v.needed]
-    found: set[str] = set()
-    while stack:
-        value = by_name[stack.pop()]
-        if value.name not in found:
-            found.add(value.name)
-            stack.extend(() if _available(value, saved) else value.inputs)
-    return found
+    inputs = lambda name: () if _available(by_name[name], saved) else by_name[name].inputs
+    return set(walk_once((value.name for value in problem.values if value.needed), inputs))
 
 
 def _available(value: Value, saved: Set[str]) -> bool:

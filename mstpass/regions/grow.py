@@ -30,6 +30,7 @@ from mstpass.graph.collectives import is_collective
 from mstpass.graph.joint import JointGraph, numel, value_of
 from mstpass.graph.token_rules.arguments import tensor_inputs
 from mstpass.graph.tokens import SUM, WHOLE, CannotTake, Reduced, Refusal, Spec, has_tokens
+from mstpass.regions.paths import back_to
 from mstpass.walk import needed_first
 
 ONCE = "a collective runs once on all tokens, in step with the other ranks"
@@ -313,7 +314,7 @@ class Growth:
             CannotTake: such a node cannot join.
         """
         while True:
-            between = self._between(part, ignored)
+            between = back_to(self.joint, part, part & self.computed(), ignored)
             after = self._after_loops(part, between)
             if after and not self._phase_reads(part, after):
                 first = next(n for n in between if n in after)
@@ -376,24 +377,6 @@ class Growth:
         waits = any(isinstance(self.specs.get(n), Reduced) for n in node.all_input_nodes)
         reason = COMPLETE if waits else "lies on a path that leaves the region and comes back"
         raise CannotTake(node, reason)
-
-    def _between(self, part: set[fx.Node], ignored: fx.Node | None) -> list[fx.Node]:
-        index = self.joint.index
-        sources = part & self.computed()
-        first = min(map(index.__getitem__, sources), default=len(index))
-        before: set[fx.Node] = set()  # nodes that the part depends on, after its first source
-        stack = list(part)
-        while stack:
-            for operand in stack.pop().all_input_nodes:
-                if index[operand] > first and operand is not ignored:
-                    if operand not in part and operand not in before:
-                        before.add(operand)
-                        stack.append(operand)
-        between: dict[fx.Node, None] = {}
-        for node in self.joint.sorted(before):
-            if any(i in sources or i in between for i in node.all_input_nodes):
-                between[node] = None
-        return list(between)
 
 
 def _conflict(spec: Spec | Reduced, other: Spec | Reduced) -> str:
