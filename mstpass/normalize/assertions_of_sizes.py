@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mstpass.graph.joint import JointGraph
-from mstpass.graph.rewriting import Rewriting, Rewritten
+from mstpass.graph.rewriting import Rewritten, rewritten
 from mstpass.graph.sizes import is_size
 from mstpass.walk import walk_once
 
@@ -21,13 +21,8 @@ _ASSERT = torch.ops.aten._assert_scalar.default
 
 def assertions_of_sizes(joint: JointGraph) -> Rewritten:
     """A copy of the graph without them; the graph itself if it has none."""
-    names = [node.name for node in joint.nodes if node.target is _ASSERT and _is_of_sizes(node)]
-    if not names:
-        return joint, frozenset()
-    rewriting = Rewriting(joint)
-    for name in names:
-        rewriting.graph.erase_node(rewriting.joint.by_name[name])
-    return rewriting.finished(), frozenset()
+    found = (node for node in joint.nodes if node.target is _ASSERT and _is_of_sizes(node))
+    return rewritten(joint, found, lambda rewriting, node: rewriting.graph.erase_node(node))
 
 
 def _is_of_sizes(node: fx.Node) -> bool:

@@ -229,9 +229,9 @@ class _Writer:
             if before != math.prod(value.shape[: sink.first]):
                 raise CannotTake(first, "is written to other dims")
             whole = group.on_grid(group.merged(first), first)
-            whole = group.reshaped(whole, list(value.shape))
+            whole = group.sizes.reshaped(whole, list(value.shape))
             if len(of_group) < len(group.lanes) or not group.has_all_tokens:
-                mask = group.reshaped(group.mask(of_group), self._mask_shape(sink, value))
+                mask = group.sizes.reshaped(group.mask(of_group), self._mask_shape(sink, value))
                 rest = result
                 if rest is None:
                     rest = self.builder.call(
